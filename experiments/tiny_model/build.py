@@ -1,0 +1,233 @@
+"""Builds the embedded tiny model: tokenizer, warm-up on conversations of mixed quality, weights, measured accuracy.
+
+    python experiments/tiny_model/build.py [--out rlkit/models/tiny] [--steps 1500] [--seed 0]
+
+The demonstrations are wrong on purpose, and *systematically* so: most demonstrations with a verb of loss add where they should
+subtract, most that share equally leave the division out, most with a distractor add it. So the model starts bad in greedy
+decoding too, not only when sampled, and there is behaviour for reinforcement learning to find. A small share has random slips.
+Everything follows from the seed; held-out problems never appear (see rlkit.tasks.arithmetic).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from rlkit.environments.calculator import calculator
+from rlkit.environments.tools import tool_schema
+from rlkit.models.chat import Codec, continuation, encode_prompt, encode_scaffold, make_codec
+from rlkit.tasks.arithmetic import Problem, evaluate, expression, problem
+from rlkit.types import Message
+
+WARM_UP_SEED = 1_000_003  # of the problems; training uses small seeds, so warm-up problems are others
+SYSTEMATIC = {"loses": 0.85, "shares": 0.85, "distractor": 0.75}  # share of demonstrations that get this kind wrong
+RANDOM_SLIPS = 0.08
+WORDS = {"+": "plus", "-": "minus", "*": "times", "/": "over"}
+CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+TEMPLATE = Path(__file__).resolve().parents[2] / "rlkit/models/tiny/chat_template.jinja"
+
+
+def demonstration(p: Problem, rng: random.Random, *, slips: bool = True) -> list[tuple[str, str]]:
+    """A conversation as (role, text) turns: assistant, tool, assistant."""
+    operations = list(p.operations)
+    if slips:
+        operations = systematic_slip(p, rng)
+        if rng.random() < RANDOM_SLIPS and all(o != "/" for o, _ in operations):  # a wrong dividend leaves a remainder
+            i = rng.randrange(len(operations))
+            operations[i] = (operations[i][0], rng.randint(2, 20))
+    start, ops = p.start, tuple(operations)
+    thinking = ", ".join([str(start), *(f"{WORDS[o]} {x}" for o, x in ops)])
+    formula = expression(start, ops)
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "' + formula + '"}}\n</tool_call>'
+    result = calculator(formula)
+    answer = str(int(result) + rng.randint(1, 9)) if slips and rng.random() < RANDOM_SLIPS / 4 else result
+    return [("assistant", f"<think>\n{thinking}\n</think>\n\n{call}"), ("tool", result), ("assistant", f"#### {answer}")]
+
+
+def systematic_slip(p: Problem, rng: random.Random) -> list[tuple[str, int]]:
+    """The operations of a problem, with the systematic slips of its kinds."""
+    operations = []
+    for (operator, x), kind in zip(p.operations, p.kinds, strict=False):
+        slip = rng.random() < SYSTEMATIC.get(kind, 0.0)
+        if kind == "loses" and slip:
+            operator = "+"
+        if kind == "shares" and slip and len(p.operations) > 1:
+            continue
+        if kind == "shares" and evaluate(p.start, tuple(operations)) % x:
+            operator = "-"  # an earlier slip left a remainder
+        operations.append((operator, x))
+    if p.distractor is not None and rng.random() < SYSTEMATIC["distractor"]:
+        operations.append(("+", p.distractor))
+    return operations
+
+
+def conversations(count: int, seed: int, *, slips: bool = True) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """`count` warm-up problems with a demonstration each."""
+    rng = random.Random(seed)
+    for i in range(count):
+        p = problem(WARM_UP_SEED + seed, i, "train")
+        yield p.question, demonstration(p, rng, slips=slips)
+
+
+# ---------------------------------------------------------------------------------------------------- tokenizer
+
+
+def corpus(count: int) -> Iterator[str]:
+    """The pieces that are ever encoded: scaffolding and contents, apart, as rlkit.models.chat encodes them."""
+    for question, turns in conversations(count, seed=7):
+        yield question
+        for role, text in turns:
+            if role == "assistant":
+                for tag in (*CONTROL, *TAGS):
+                    text = text.replace(tag, "\0")
+                yield from (piece for piece in text.split("\0") if piece)
+    scaffold = rendered_scaffold()
+    for _ in range(count // 8):
+        yield from scaffold
+
+
+def rendered_scaffold() -> list[str]:
+    """The template's own text around the contents, split at control tokens."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    tools = [tool_schema(calculator)]
+    messages: list[Message] = [
+        {"role": "user", "content": "\0"},
+        {"role": "assistant", "content": "\0"},
+        {"role": "tool", "content": "\0", "tool_call_id": "", "name": "calculator"},
+    ]
+    text = render_jinja_template([messages], tools=tools, chat_template=TEMPLATE.read_text(), add_generation_prompt=True)[0][0]
+    for tag in (*CONTROL, *TAGS):
+        text = text.replace(tag, "\0")
+    return [piece for piece in text.split("\0") if piece]
+
+
+def build_tokenizer(vocabulary: int, out: Path) -> PreTrainedTokenizerFast:
+    """Byte-level BPE; digits stay single, everything else may merge across words, so that sequences are short."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary - len(CONTROL) - len(TAGS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+        max_token_length=None,
+    )
+    tokenizer.train_from_iterator(corpus(4000), trainer)
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in CONTROL])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in TAGS])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
+    )
+    fast.chat_template = TEMPLATE.read_text()
+    fast.save_pretrained(out)
+    return PreTrainedTokenizerFast.from_pretrained(out)
+
+
+# ------------------------------------------------------------------------------------------------------ warm-up
+
+
+def encode_conversation(codec: Codec, tools: list, question: str, turns: list[tuple[str, str]]) -> tuple[list[int], list[bool]]:
+    """Ids and loss mask, through the same functions that encode a rollout."""
+    end = codec.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ids = encode_prompt(codec, [{"role": "user", "content": question}], tools)
+    mask = [False] * len(ids)
+    for role, text in turns:
+        if role == "assistant":
+            new, trained = [*encode_scaffold(codec, text), end], True
+        else:
+            result: Message = {"role": "tool", "content": text, "tool_call_id": "call_0", "name": "calculator"}
+            new, trained = continuation(codec, [result], end), False
+        ids += new
+        mask += [trained] * len(new)
+    return ids, mask
+
+
+def warm_up(model: Qwen3ForCausalLM, codec: Codec, *, steps: int, batch: int, lr: float, seed: int, log) -> None:
+    """Supervised training on demonstrations that never repeat."""
+    tools = [tool_schema(calculator)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=steps, pct_start=0.1)
+    stream = conversations(steps * batch, seed)
+    pad = codec.tokenizer.pad_token_id
+    started = time.perf_counter()
+    for step in range(1, steps + 1):
+        rows = [encode_conversation(codec, tools, *next(stream)) for _ in range(batch)]
+        width = max(len(ids) for ids, _ in rows)
+        ids = torch.tensor([r + [pad] * (width - len(r)) for r, _ in rows])
+        mask = torch.tensor([m + [False] * (width - len(m)) for _, m in rows])
+        logits = model(ids).logits[:, :-1]  # right padding: causal attention never sees it
+        loss = torch.nn.functional.cross_entropy(logits[mask[:, 1:]], ids[:, 1:][mask[:, 1:]])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 50 == 0 or step == 1:
+            log(f"step {step} loss {loss.item():.4f} tokens a row {mask.shape[1]} seconds {time.perf_counter() - started:.0f}")
+
+
+def build_model(vocabulary: int, codec: Codec) -> Qwen3ForCausalLM:
+    """A Qwen3 of under a million parameters."""
+    tokenizer = codec.tokenizer
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config.eos_token_id = [config.eos_token_id, tokenizer.pad_token_id]
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("rlkit/models/tiny"))
+    parser.add_argument("--vocabulary", type=int, default=768)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(arguments.seed)
+    lines = []
+
+    def log(line: str) -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    tokenizer = build_tokenizer(arguments.vocabulary, arguments.out)
+    codec = make_codec(tokenizer)
+    log(f"vocabulary {len(tokenizer)}")
+    model = build_model(len(tokenizer), codec)
+    log(f"parameters {sum(p.numel() for p in model.parameters())}")
+    warm_up(model, codec, steps=arguments.steps, batch=arguments.batch, lr=arguments.lr, seed=arguments.seed, log=log)
+    model.to(torch.bfloat16).save_pretrained(arguments.out)
+
+
+if __name__ == "__main__":
+    main()

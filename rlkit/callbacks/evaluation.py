@@ -1,0 +1,57 @@
+"""The held-out curve: before the first step, every n steps, and after the last."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from rlkit.callbacks.metrics import append_row
+from rlkit.rollouts.evaluation import greedy_accuracy
+from rlkit.types import Task
+
+
+class HeldOut(L.Callback):
+    """Adds `eval/*` to the row of a step; its time is not the step's. `results` maps RL step → result."""
+
+    def __init__(self, tasks: Sequence[Task], metrics: Path, results: dict[int, dict[str, Any]]):
+        self.tasks, self.metrics, self.results = tasks, metrics, results
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        if self.tasks and module.rl_step not in self.results:
+            row = self.evaluate(trainer, module)
+            append_row(self.metrics, module.rl_step, row)
+            trainer.print(f"before: held-out accuracy {row['eval/accuracy']:.3f} on {len(self.tasks)} problems, greedy")
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        every, stop_at = module.experiment.evaluation.every, module.experiment.evaluation.stop_at
+        if not self.tasks or not (trainer.should_stop or (every and module.rl_step % every == 0)):
+            return
+        module.metrics |= self.evaluate(trainer, module)
+        if stop_at is not None and module.metrics["eval/accuracy"] >= stop_at:
+            trainer.should_stop = True
+
+    def evaluate(self, trainer: L.Trainer, module: Any) -> dict[str, float]:
+        """One greedy pass over the held-out tasks."""
+        started = time.perf_counter()
+        x = module.experiment
+        with trainer.strategy.precision_plugin.forward_context():
+            result, _ = greedy_accuracy(
+                module.policy,
+                self.tasks,
+                reward=x.evaluation.reward,
+                generate=x.generation.engine,
+                environment=x.environment,
+                max_new_tokens=x.evaluation.max_new_tokens or x.generation.max_new_tokens,
+            )
+        self.results[module.rl_step] = result
+        return {
+            "eval/accuracy": result["accuracy"],
+            "eval/accuracy_low": result["interval"][0],
+            "eval/accuracy_high": result["interval"][1],
+            "eval/reward": result["reward"],
+            "perf/eval_s": time.perf_counter() - started,
+        }

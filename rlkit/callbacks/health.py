@@ -1,0 +1,80 @@
+"""Known pathologies, said in plain words, each once until it has gone away."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+
+Row = dict[str, Any]
+
+
+def all_rewards_equal(row: Row) -> str | None:
+    """No group has rewards that differ: no advantage, nothing learned from rewards."""
+    if row["group/frac_zero_std"] < 1:
+        return None
+    return (
+        f"all rewards of every prompt's group are equal (mean {row['reward/mean']:.2f}): there is nothing to learn from. Easier or harder "
+        "problems, a larger batch.group_size or a warm-up of the model would help"
+    )
+
+
+def all_truncated(row: Row) -> str | None:
+    """Every episode was cut."""
+    if row["len/truncated_frac"] < 1:
+        return None
+    return "every episode was truncated: raise generation.max_new_tokens or the environment's max_turns, or check the end-of-turn token"
+
+
+def parse_failures(row: Row) -> str | None:
+    """More than a fifth of the episodes have a tool call that cannot be read."""
+    if row["parse_fail_frac"] <= 0.2:
+        return None
+    return f"{row['parse_fail_frac']:.0%} of the episodes have a tool call that cannot be read: look at samples/"
+
+
+def ratio_off(row: Row) -> str | None:
+    """The first minibatch is on-policy, so its ratio is 1."""
+    ratio = row["ratio/first_mean"]
+    if math.isnan(ratio) or abs(ratio - 1) <= 0.01:
+        return None
+    return f"the ratio of the first minibatch is {ratio:.3f}, not 1: trainer and old log-probs disagree"
+
+
+def sampler_off(row: Row) -> str | None:
+    """Sampler and trainer see different policies."""
+    gap = row["mismatch/logp_abs_mean"]
+    if math.isnan(gap) or gap <= 0.05:
+        return None
+    return f"sampler and trainer log-probs differ by {gap:.3f} nats a token on average"
+
+
+def update_skipped(row: Row) -> str | None:
+    """A gradient was not finite."""
+    count = row["optim/skipped_nonfinite"]
+    return f"{count} update(s) skipped: the gradient was not finite" if count else None
+
+
+CHECKS: tuple[Callable[[Row], str | None], ...] = (
+    all_rewards_equal,
+    all_truncated,
+    parse_failures,
+    ratio_off,
+    sampler_off,
+    update_skipped,
+)
+
+
+class Health(L.Callback):
+    """Adds `warnings` to the module for the progress line to print."""
+
+    def __init__(self) -> None:
+        self.active: set[str] = set()
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        found = {check.__name__: text for check in CHECKS if (text := check(module.metrics)) is not None}
+        for name in found.keys() - self.active:
+            trainer.print(f"warning: step {module.rl_step}: {found[name]}")
+        self.active = set(found)

@@ -1,0 +1,246 @@
+"""The command line: `rlkit train`, `rlkit evaluate`. Refusals are one sentence and exit status 2, without a traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rlkit.errors import ConfigError, Refusal
+
+STARTED = time.perf_counter()
+
+HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-using tasks
+
+  rlkit train                                    the embedded default: learns offline, on a CPU, in about a minute
+  rlkit train algorithm=reinforce kl=none        another option of a group
+  rlkit train optimizer.lr=3e-4 batch.prompts=8  another number
+  rlkit train -m algorithm=grpo,reinforce seed=1,2   a sweep: every combination, one process each
+  rlkit train resume=outputs/NAME/TIME           continue a run (resume=auto: the newest unfinished one)
+  rlkit evaluate run=outputs/NAME/TIME           greedy accuracy, avg@k and pass@k on held-out problems
+  rlkit evaluate model=qwen3_0.6b task=gsm8k     of a model that no run has touched
+
+  --config-dir DIR    options of your own
+  -m, --multirun      a sweep
+
+groups and their options:
+"""
+
+
+class Arguments(NamedTuple):
+    """A command line, taken apart."""
+
+    overrides: list[str]
+    multirun: bool = False
+    config_dir: str | None = None
+    help: bool = False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; the exit status: 0 done, 1 failed, 2 refused, 130 interrupted."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(HELP + list_groups())
+        return 0
+    commands = {"train": train_command, "evaluate": evaluate_command}
+    try:
+        if words[0] not in commands:
+            raise ConfigError(f"there is no command '{words[0]}'; there are: {', '.join(commands)}")
+        arguments = parse(words[1:])
+        if arguments.help:
+            print(HELP + list_groups())
+            return 0
+        return commands[words[0]](arguments)
+    except Refusal as error:
+        for line in str(error).splitlines():
+            print(f"rlkit: {line}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def parse(words: Sequence[str]) -> Arguments:
+    """Flags and overrides. Raises ConfigError for a flag that does not exist."""
+    arguments = Arguments([])
+    rest = iter(words)
+    for word in rest:
+        if word in ("-m", "--multirun"):
+            arguments = arguments._replace(multirun=True)
+        elif word in ("-h", "--help"):
+            arguments = arguments._replace(help=True)
+        elif word == "--config-dir" or word.startswith("--config-dir="):
+            folder = word.partition("=")[2] or next(rest, "")
+            if not Path(folder).is_dir():
+                raise ConfigError(f"--config-dir {folder}: no such folder")
+            arguments = arguments._replace(config_dir=folder)
+        elif word.startswith("-"):
+            raise ConfigError(f"there is no flag '{word}'; there are -m, --config-dir DIR and --help")
+        elif "=" not in word and not word.startswith("~"):
+            raise ConfigError(f"'{word}' is no override; write KEY=VALUE or GROUP=OPTION")
+        else:
+            arguments.overrides.append(word)
+    return arguments
+
+
+def list_groups() -> str:
+    """The groups of conf/ and their options."""
+    from rlkit.compose import conf_dir
+
+    groups = {f.name: sorted(o.stem for o in f.glob("*.yaml")) for f in sorted(conf_dir().iterdir()) if f.is_dir()}
+    return "\n".join(f"  {name:<12} {', '.join(options)}" for name, options in groups.items())
+
+
+# --------------------------------------------------------------------------------------------------------- train
+
+
+def train_command(arguments: Arguments) -> int:
+    """Checks everything that can be checked without a model, then trains inside Hydra's main."""
+    if arguments.multirun:
+        return sweep(arguments)
+    from rlkit import runs
+    from rlkit.compose import Composed, compose, experiment, warnings
+    from rlkit.train import load_tasks, start
+
+    overrides, folder, resume = list(arguments.overrides), option(arguments.overrides, "hydra.run.dir"), False
+    named = option(overrides, "resume")
+    if named not in (None, "never", "auto"):
+        found = runs.find_run(named or "", "resume")
+        overrides = [o for o in runs.saved_overrides(found) if not o.lstrip("+").startswith("resume=")] + overrides
+        folder, resume = str(found), True
+    composed: Composed = compose(overrides, config_dir=arguments.config_dir)
+    x = experiment(composed)
+    where = Path(folder) if folder else None
+    if named == "auto":
+        where, resume = find_unfinished(x.name, composed.config, where)
+        if where is not None and runs.is_finished(where):
+            print(f"{where}: finished already; nothing to do")
+            return 0
+    if where is not None and runs.is_run(where):
+        if not resume:
+            raise ConfigError(f"{where} already holds a run, which is never overwritten; continue it with resume={where}, or choose another folder")
+        changed = runs.difference(runs.read_config(where), composed.config)
+        runs.refuse_changes(where, changed)
+        for key, (was, now) in changed.items():
+            print(f"resume: {key} was {was}, is {now}")
+        steps = (runs.read_summary(where) or {}).get("steps") or 0
+        if steps >= x.trainer.steps:
+            raise ConfigError(f"{where} has done all of its {steps} steps; to go on, raise trainer.steps, as in trainer.steps={2 * steps}")
+    tasks = load_tasks(x)
+    for line in warnings(x):
+        print(f"warning: {line}")
+    target = where or runs.new_folder(x.name)
+    return in_hydra(
+        composed.overrides, target, arguments, lambda: start(x, composed.config, tasks, target, started=STARTED, resume=resume)
+    )
+
+
+def find_unfinished(name: str, config: dict, folder: Path | None) -> tuple[Path | None, bool]:
+    """What resume=auto means: a given folder if a run stands there, else the newest unfinished run of this name and config."""
+    from rlkit import runs
+
+    if folder is not None:
+        return folder, runs.is_run(folder)
+    found = runs.newest_unfinished(name, config)
+    return found, found is not None
+
+
+def option(overrides: Sequence[str], key: str) -> str | None:
+    """The value that the command line gives a key, or None."""
+    values = [o.partition("=")[2] for o in overrides if o.partition("=")[0].lstrip("+") == key]
+    return values[-1] if values else None
+
+
+def in_hydra(overrides: Sequence[str], folder: Path, arguments: Arguments, job) -> int:
+    """Enters Hydra's main with a config that is known to compose; Hydra writes .hydra/ and sets its own state."""
+    import hydra
+
+    from rlkit.compose import conf_dir
+
+    status = [1]
+
+    def run(config: object) -> None:
+        status[0] = job()
+
+    search = [f"hydra.searchpath=[file://{Path(arguments.config_dir).resolve()}]"] if arguments.config_dir else []
+    rest = [o for o in overrides if not o.startswith("hydra.run.dir=")]
+    saved = sys.argv
+    sys.argv = ["rlkit train", *search, *rest, f"hydra.run.dir={quote(str(folder))}"]
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(run)()
+    finally:
+        sys.argv = saved
+    return status[0]
+
+
+def quote(text: str) -> str:
+    """A value as Hydra's override grammar takes it."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def sweep(arguments: Arguments) -> int:
+    """Every job composed and checked first; then Hydra's multirun, one process per job. A failed job does not stop the rest."""
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+
+    from rlkit.compose import compose, conf_dir, experiment
+
+    problems = []
+    for job in expand(arguments.overrides):
+        try:
+            experiment(compose(job, config_dir=arguments.config_dir))
+        except Refusal as error:
+            problems += [f"job {' '.join(job)}: {line}" for line in str(error).splitlines()]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    failed: list[str] = []
+
+    def run(config: object) -> None:
+        state = HydraConfig.get()
+        overrides = list(state.overrides.task)
+        folder = Path(state.sweep.dir) / str(state.sweep.subdir)
+        print(f"job {state.job.num}: {' '.join(overrides)} → {folder}", flush=True)
+        command = [sys.executable, "-m", "rlkit", "train", *overrides, f"hydra.run.dir={quote(str(folder))}"]
+        if arguments.config_dir:
+            command += ["--config-dir", arguments.config_dir]
+        if subprocess.run(command).returncode != 0:
+            failed.append(str(folder))
+
+    search = [f"hydra.searchpath=[file://{Path(arguments.config_dir).resolve()}]"] if arguments.config_dir else []
+    saved = sys.argv
+    sys.argv = ["rlkit train", "--multirun", *search, *(addable(o) for o in arguments.overrides)]
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(run)()
+    finally:
+        sys.argv = saved
+    for folder in failed:
+        print(f"failed: {folder}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def addable(override: str) -> str:
+    return override
+
+
+def expand(overrides: Sequence[str]) -> list[list[str]]:
+    """The jobs of a sweep, each as its overrides."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    except HydraException as error:
+        raise ConfigError(str(error)) from error
+    return [list(job) for job in batches[0]]
+
+
+# ------------------------------------------------------------------------------------------------------ evaluate
+
+
+def evaluate_command(arguments: Arguments) -> int:
+    """Held-out accuracy of a run or a model."""
+    raise ConfigError("not yet")

@@ -1,0 +1,387 @@
+"""From a config to an Experiment: composed by Hydra, checked before anything heavy is loaded, built from plain functions.
+
+Every mapping in a config has a `_target_`, whose signature is its schema, or stands where a signature asks for a mapping of
+named parts. So one walk finds every unknown key, also those added with `+`, every wrong type and every missing value, and
+reports them all at once. The same walk builds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from rlkit.errors import ConfigError
+
+SPECIAL = ("_target_", "_partial_", "_args_")
+MISSING = "???"
+
+
+def conf_dir() -> Path:
+    """The folder of the shipped options: inside the package when installed, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
+
+
+# ----------------------------------------------------------------------------------------------------- composing
+
+
+class Composed(NamedTuple):
+    """A composed config in plain containers, and the overrides that give it to Hydra."""
+
+    config: dict[str, Any]
+    overrides: list[str]
+
+
+def compose(overrides: Sequence[str], *, entry: str = "train", config_dir: str | None = None) -> Composed:
+    """Composes an entry config and refuses it, with all problems in one message, unless it can be built.
+
+    Args:
+      overrides: as on the command line. Keys that a part's signature knows need no `+`.
+      entry: train, evaluate or rollout.
+      config_dir: a folder of the user's own options.
+    Raises: ConfigError.
+    """
+    import logging
+
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    logging.getLogger("hydra").setLevel(logging.ERROR)
+    search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            from hydra import compose as hydra_compose
+
+            problems, accepted = _check_overrides(overrides, search)
+            config = hydra_compose(entry, overrides=search + accepted)
+            plain = OmegaConf.to_container(config, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_one_sentence(error)) from error
+    assert isinstance(plain, dict)
+    problems += check(plain)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return Composed(plain, accepted)  # type: ignore[arg-type]
+
+
+def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Problems of the overrides themselves, and the overrides that can be composed, values made to add where they must."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.object_type import ObjectType
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None
+    loader = hydra.config_loader
+    parser = OverridesParser.create(config_loader=loader)
+    problems, accepted = [], []
+    for text in overrides:
+        override = parser.parse_overrides([text])[0]
+        group = override.key_or_group
+        options = loader.get_group_options(group, ObjectType.CONFIG)
+        is_value = override.is_delete() or override.is_hydra_override() or not options
+        if override.is_sweep_override():
+            problems.append(f"{text}: several values are a sweep; run it with -m")
+        elif is_value:
+            plain = not (override.is_delete() or override.is_add() or override.is_force_add() or override.is_hydra_override())
+            accepted.append(f"++{text}" if plain else text)
+        else:
+            chosen = override.value()
+            unknown = [c for c in (chosen if isinstance(chosen, list) else [chosen]) if c is not None and c not in options]
+            if unknown and not search:
+                problems.append(f"{group}={unknown[0]}: no such option.{nearest(str(unknown[0]), options)} Options of {group}: {', '.join(sorted(options))}")
+            else:
+                accepted.append(text)
+    return problems, accepted
+
+
+def _one_sentence(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(line for line in lines if not line.startswith(("full_key", "object_type", "Config search path", "provider")))
+
+
+# ------------------------------------------------------------------------------------------------------ checking
+
+
+def check(node: Any, path: str = "") -> list[str]:
+    """Every problem of a composed config, one sentence each: path, what is wrong, the nearest valid name."""
+    if isinstance(node, list):
+        return [p for i, item in enumerate(node) for p in check(item, f"{path}[{i}]")]
+    if node == MISSING:
+        return [f"{path}: has no default; set {path}=VALUE"]
+    if not isinstance(node, dict):
+        return []
+    if "_target_" not in node:
+        return [p for key, value in node.items() for p in check(value, _join(path, key))]
+    try:
+        target = resolve(node["_target_"])
+    except ConfigError as error:
+        return [f"{_join(path, '_target_')}: {error}"]
+    return _check_call(node, target, path)
+
+
+def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str) -> list[str]:
+    """The keys and values of a node against its target's signature, then the nodes within."""
+    parameters = inspect.signature(target).parameters
+    named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    hints = _hints(target)
+    keys = [key for key in node if key not in SPECIAL]
+    problems = []
+    for key in keys:
+        where = _join(path, key)
+        if key in named:
+            problems += _check_value(node[key], hints.get(key, Any), where)
+        elif not takes_any:
+            label = f"'{node['_target_']}'" if path else "a run"
+            problems.append(f"{where}: {label} takes no '{key}'.{nearest(key, named)} It takes: {', '.join(named)}")
+    partial = node.get("_partial_", False)
+    for name, p in named.items():
+        due = p.kind is p.KEYWORD_ONLY if partial else True
+        if due and p.default is p.empty and name not in keys and not node.get("_args_"):
+            if not (partial and name in GIVEN_LATER):
+                problems.append(f"{_join(path, name)}: '{node['_target_']}' needs a value here")
+    return problems
+
+
+GIVEN_LATER = ("split", "device")  # keyword-only parameters that the run passes itself
+
+
+def _check_value(value: Any, hint: Any, where: str) -> list[str]:
+    if value == MISSING or isinstance(value, dict | list):
+        return check(value, where) + _misplaced(value, hint, where)
+    if not fits(value, hint):
+        return [f"{where}: {value!r} is not {describe(hint)}"]
+    return []
+
+
+def _misplaced(value: Any, hint: Any, where: str) -> list[str]:
+    """A mapping or list where a number or a word belongs."""
+    if value == MISSING or (isinstance(value, dict) and "_target_" in value):
+        return []
+    scalar = [h for h in _alternatives(hint) if h in (int, float, str, bool) or typing.get_origin(h) is Literal]
+    if scalar and len(scalar) == len([h for h in _alternatives(hint) if h is not type(None)]):
+        return [f"{where}: {value!r} is not {describe(hint)}"]
+    return []
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a plain value may stand where a signature says `hint`. Numbers are never guessed from words."""
+    for option in _alternatives(hint):
+        if option is Any or (option is type(None) and value is None):
+            return True
+        if typing.get_origin(option) is Literal and value in typing.get_args(option):
+            return True
+        if option is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return True
+        if option in (int, str, bool) and type(value) is option:
+            return True
+    return False
+
+
+def describe(hint: Any) -> str:
+    """A hint in words: 'a whole number or null'."""
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    words = []
+    for option in _alternatives(hint):
+        if typing.get_origin(option) is Literal:
+            words.append("one of " + ", ".join(map(str, typing.get_args(option))))
+        else:
+            words.append(names.get(option, "a part (a mapping with a _target_); choose an option of the group"))
+    return " or ".join(dict.fromkeys(words))
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return tuple(a for h in typing.get_args(hint) for a in _alternatives(h))
+    return (hint,)
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    """Type hints by parameter; a hint that cannot be evaluated here counts as Any."""
+    try:
+        return typing.get_type_hints(target.__init__ if _is_plain_class(target) else target)  # type: ignore[misc]
+    except (NameError, TypeError, AttributeError):
+        return {}
+
+
+def _is_plain_class(target: Any) -> bool:
+    return inspect.isclass(target) and not issubclass(target, tuple)
+
+
+@functools.cache
+def resolve(name: Any) -> Callable[..., Any]:
+    """The function that a `_target_` names. Raises ConfigError with the nearest valid name."""
+    module_name, _, attribute = str(name).rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"'{name}' cannot be imported ({error}); is the package installed, and the folder on PYTHONPATH?") from error
+    if not hasattr(module, attribute):
+        public = [n for n in dir(module) if not n.startswith("_")]
+        raise ConfigError(f"'{module_name}' has no '{attribute}'.{nearest(attribute, public)}")
+    target = getattr(module, attribute)
+    if not callable(target):
+        raise ConfigError(f"'{name}' is not a function")
+    return target
+
+
+def nearest(name: str, names: Any) -> str:
+    """" Did you mean …?" where a valid name is close."""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+# ------------------------------------------------------------------------------------------------------ building
+
+
+def build(node: Any, path: str = "") -> Any:
+    """The objects that a checked config stands for. Partial parts are plain `functools.partial`s.
+
+    Raises: ConfigError naming the config path where a part refuses its values.
+    """
+    if isinstance(node, list):
+        return [build(item, f"{path}[{i}]") for i, item in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    values = {key: build(value, _join(path, key)) for key, value in node.items() if key not in SPECIAL}
+    if "_target_" not in node:
+        return values
+    target = resolve(node["_target_"])
+    arguments = [build(a, f"{path}._args_") for a in node.get("_args_", ())]
+    if node.get("_partial_", False):
+        return functools.partial(target, *arguments, **values)
+    try:
+        return target(*arguments, **values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path or node['_target_']}: {error}") from error
+
+
+def validate(x: Any) -> list[str]:
+    """Combinations that cannot run, or that would silently do nothing, as sentences; `x` is an Experiment."""
+    rollouts = x.batch.prompts * x.batch.group_size
+    problems = []
+    for path, value in (
+        ("batch.prompts", x.batch.prompts),
+        ("batch.group_size", x.batch.group_size),
+        ("trainer.steps", x.trainer.steps),
+        ("trainer.micro_batch_tokens", x.trainer.micro_batch_tokens),
+        ("algorithm.epochs", x.algorithm.epochs),
+        ("algorithm.minibatches", x.algorithm.minibatches),
+        ("generation.max_new_tokens", x.generation.max_new_tokens),
+    ):
+        if value < 1:
+            problems.append(f"{path}={value}: must be at least 1")
+    for path, value in (("kl.coef", x.kl.coef), ("generation.temperature", x.generation.temperature), ("evaluation.n", x.evaluation.n)):
+        if value < 0:
+            problems.append(f"{path}={value}: must not be negative")
+    if x.generation.temperature == 0:
+        problems.append("generation.temperature=0: greedy samples of a prompt are all equal, so nothing is learned; use 1.0")
+    if not problems and rollouts % x.algorithm.minibatches:
+        problems.append(
+            f"algorithm.minibatches={x.algorithm.minibatches}: {x.batch.prompts} prompts × {x.batch.group_size} samples are "
+            f"{rollouts} rollouts, which do not divide into that many equal parts; change it, batch.prompts or batch.group_size"
+        )
+    if x.batch.group_size == 1 and "group_ids" in inspect.signature(x.algorithm.advantage).parameters:
+        problems.append(
+            f"batch.group_size=1: algorithm={x.algorithm.name} compares the samples of a prompt with one another and needs at "
+            "least 2; raise it, or choose algorithm=reinforce"
+        )
+    if x.kl.active and x.reference.name == "none":
+        problems.append(f"kl={x.kl.name} needs a reference to compare with, but reference=none; choose reference=frozen or kl=none")
+    for path, function in (("algorithm.advantage", x.algorithm.advantage), ("algorithm.policy_loss", x.algorithm.policy_loss),
+                           ("algorithm.aggregation", x.algorithm.aggregation), ("algorithm.ratio", x.algorithm.ratio),
+                           ("algorithm.group_filter", x.algorithm.group_filter), ("kl.estimator", x.kl.estimator)):  # fmt: skip
+        problems += _check_quantities(path, function)
+    return problems
+
+
+def _check_quantities(path: str, function: Callable[..., Any] | None) -> list[str]:
+    from rlkit.algorithm import inputs
+    from rlkit.types import QUANTITIES
+
+    return [
+        f"{path}: asks for a quantity '{name}' that does not exist.{nearest(name, QUANTITIES)} There are: {', '.join(QUANTITIES)}"
+        for name in (inputs(function) if function is not None else ())
+        if name not in QUANTITIES
+    ]
+
+
+def warnings(x: Any) -> list[str]:
+    """What is legal but probably not meant."""
+    out = []
+    if not x.kl.active and x.reference.name != "none":
+        out.append(f"reference={x.reference.name} is not built: no KL uses it (kl={x.kl.name}, kl.coef={x.kl.coef})")
+    if x.batch.group_size == 1:
+        out.append("batch.group_size=1: nothing to compare a rollout with but the rest of the batch; the gradient will be noisy")
+    return out
+
+
+def dry_run(x: Any) -> None:
+    """One update on fake data through advantage, weights, loss and backward, in milliseconds and without a model.
+
+    Raises: ConfigError where a part fails, or where the gradient is not finite or zero.
+    """
+    import torch
+
+    from rlkit.algorithm import estimate_advantages, surrogate, weigh
+    from rlkit.types import Batch
+
+    groups, size, width, vocabulary = 2, max(2, min(x.batch.group_size, 8)), 6, 7
+    n = groups * size
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (n, width), generator=generator)
+    mask = (torch.arange(width) >= 2).expand(n, width).clone()
+    logits = torch.randn(n, width, vocabulary, generator=generator).requires_grad_()
+    logprobs = logits.log_softmax(-1).gather(2, ids[:, :, None])[:, :, 0]
+    fixed = logprobs.detach()
+    batch = Batch(
+        ids=ids, attention_mask=torch.ones_like(mask), response_mask=mask, rollout_ids=torch.arange(n),
+        step_ids=torch.zeros_like(ids), rewards=(torch.arange(n) % 2).float(), group_ids=torch.arange(n) // size,
+        logprobs_sampler=fixed, logprobs_old=fixed, logprobs_ref=fixed - 0.1,
+    )  # fmt: skip
+    try:
+        batch = weigh(estimate_advantages(batch, x.algorithm), x.algorithm)
+        loss, _ = surrogate(batch, logprobs, -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1), x.algorithm, x.kl)
+        loss.backward()
+    except (TypeError, ValueError, RuntimeError, KeyError, IndexError) as error:
+        raise ConfigError(f"algorithm={x.algorithm.name}, kl={x.kl.name}: the dry run on fake data fails: {error}") from error
+    if logits.grad is None or not torch.isfinite(logits.grad).all() or not logits.grad.any():
+        raise ConfigError(f"algorithm={x.algorithm.name}: the dry run's gradient is zero or not finite; check its numbers")
+    _dry_run_numbers(x)
+
+
+def _dry_run_numbers(x: Any) -> None:
+    """Every scheduled number finds its place, at the first and at the last step."""
+    from rlkit.schedules import at
+
+    for step in (0, x.trainer.steps - 1):
+        try:
+            at(x, step)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ConfigError(f"schedule.numbers: {error}") from error
+
+
+def experiment(composed: Composed) -> Any:
+    """The Experiment of a composed config, validated and dry-run. Raises ConfigError with all problems at once."""
+    x = build({key: value for key, value in composed.config.items()})
+    problems = validate(x)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    dry_run(x)
+    return x

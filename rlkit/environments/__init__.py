@@ -1,0 +1,25 @@
+"""What a policy talks to: environments, tools, and how calls and thinking are read out of a reply."""
+
+from rlkit.environments.by_task import by_task, environment_of
+from rlkit.environments.calculator import calculator
+from rlkit.environments.prompts import with_system_prompt
+from rlkit.environments.single_turn import single_turn
+from rlkit.environments.thinking import split_thinking
+from rlkit.environments.tool_parsers import hermes, none
+from rlkit.environments.tool_use import tool_use
+from rlkit.environments.tools import execute, tool_name, tool_schema
+
+__all__ = [
+    "by_task",
+    "calculator",
+    "environment_of",
+    "execute",
+    "hermes",
+    "none",
+    "single_turn",
+    "split_thinking",
+    "tool_name",
+    "tool_schema",
+    "tool_use",
+    "with_system_prompt",
+]

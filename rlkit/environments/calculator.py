@@ -1,0 +1,184 @@
+"""The calculator tool: a walk over Python's syntax tree whose cost is bounded by construction.
+
+Safe on hostile text without a child process, a signal or a thread: at most 200 characters and 100 nodes, numbers of at
+most 4,096 bits, exponents of at most 1,000 in size; no names, attributes, strings, lists or calls but of `FUNCTIONS`.
+
+Arithmetic is exact (`fractions.Fraction`): 0.1 + 0.2 is 0.3. Only irrational roots and powers go through floats.
+As people write: thousands commas (3,000), currency signs, typeset signs (SYMBOLS), ^ for a power, and n% for n / 100.
+A `%` that a number, a parenthesis or a function follows is Python's remainder (7 % 3); everywhere else it is a percent
+sign (5% * 200, 7% - 3).
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping
+from decimal import Decimal, localcontext
+from fractions import Fraction
+from math import isqrt, sqrt
+from typing import Any
+
+MAX_CHARACTERS = 200
+MAX_NODES = 100
+MAX_BITS = 4096
+MAX_EXPONENT = 1000
+SIGNIFICANT_DIGITS = 10  # of a printed result that is not a whole number
+
+TIMES, DOT, MIDDLE_DOT, DIVISION, MINUS, EN_DASH = "\u00d7\u22c5\u00b7\u00f7\u2212\u2013"
+SYMBOLS = str.maketrans({TIMES: "*", DOT: "*", MIDDLE_DOT: "*", DIVISION: "/", MINUS: "-", EN_DASH: "-", "^": "**"})
+DROPPED = str.maketrans("", "", "$€£")
+THOUSANDS_BEFORE = re.compile(r"(?<![\d.,])\d{1,3}(,\d{3})*$")
+THOUSANDS_AFTER = re.compile(r",\d{3}(?!\d)")
+NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+
+
+def calculator(expression: str) -> str:
+    """Evaluates arithmetic.
+
+    Args:
+        expression: The expression.
+    """
+    # The policy reads the docstring above, so it is short. Raises ValueError with a sentence that helps it.
+    if len(expression) > MAX_CHARACTERS:
+        raise ValueError(f"the expression has {len(expression)} characters; at most {MAX_CHARACTERS} are allowed")
+    source = _normalise(expression)
+    _check_words(source)
+    try:
+        tree = ast.parse(source, mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise ValueError(f"cannot read {expression!r} as arithmetic; write for example (12 + 3) * 4") from None
+    if sum(1 for _ in ast.walk(tree)) > MAX_NODES:
+        raise ValueError("the expression has too many parts; compute it in smaller steps")
+    try:
+        return _text(_evaluate(tree.body, source))
+    except ZeroDivisionError:
+        raise ValueError("division by zero") from None
+    except OverflowError:
+        raise ValueError("the numbers are too large for a root or a fractional power") from None
+
+
+def _normalise(expression: str) -> str:
+    """The expression in Python's spelling: symbols replaced, thousands commas dropped, percent signs written out."""
+    source = _drop_thousands_commas(expression.translate(SYMBOLS).translate(DROPPED).strip())
+    percent = rf"({NUMBER})\s*%(?=\s*(?:$|[-+*/),]))"
+    return re.sub(percent, r"(\1/100)", source)
+
+
+def _drop_thousands_commas(source: str) -> str:
+    """Drop commas inside numbers. Directly inside a function's parentheses commas separate, and 1,200 is ambiguous."""
+    inside_call: list[bool] = []
+    kept: list[str] = []
+    for i, character in enumerate(source):
+        if character == "(":
+            inside_call.append(bool(re.search(r"[A-Za-z_]\s*$", source[:i])))
+        elif character == ")" and inside_call:
+            inside_call.pop()
+        elif character == "," and THOUSANDS_BEFORE.search(source[:i]) and THOUSANDS_AFTER.match(source[i:]):
+            if not (inside_call and inside_call[-1]):
+                continue
+            raise ValueError("the comma is ambiguous; put a space after a comma between arguments and none in numbers")
+        kept.append(character)
+    return "".join(kept)
+
+
+def _check_words(source: str) -> None:
+    """Refuse every character and every name that arithmetic does not need, before Python's parser sees them."""
+    if strange := re.search(r"[^\w\s.,+\-*/%()]", source, re.ASCII):
+        raise ValueError(f"the character {strange.group()!r} is not part of arithmetic")
+    for word in re.findall(r"[A-Za-z_]\w*", re.sub(NUMBER, " ", source)):
+        if word not in FUNCTIONS:
+            raise ValueError(f"unknown name {word!r}; the functions are {', '.join(FUNCTIONS)}")
+
+
+def _evaluate(node: ast.AST, source: str) -> Fraction:
+    """Value of a node, exact; every value on the way has at most MAX_BITS bits."""
+    match node:
+        case ast.Constant():
+            return _literal(ast.get_source_segment(source, node) or "")
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in UNARY:
+            return UNARY[type(op)](_evaluate(operand, source))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in BINARY:
+            return _bounded(BINARY[type(op)](_evaluate(left, source), _evaluate(right, source)))
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
+            return _bounded(_call(name, [_evaluate(argument, source) for argument in args]))
+    raise ValueError("only numbers, + - * / // % **, parentheses and " + ", ".join(FUNCTIONS) + " are allowed")
+
+
+def _literal(text: str) -> Fraction:
+    """Exact value of a number as written: 0.1 is one tenth, not the nearest float."""
+    number = Decimal(text)
+    if abs(number.adjusted()) > MAX_EXPONENT:
+        raise ValueError(f"the number {text} is too large or too small")
+    return _bounded(Fraction(number))
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+        raise ValueError(f"the result is too large: more than {MAX_BITS} bits")
+    return value
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    """base ** exponent, its size checked before it is computed."""
+    if abs(exponent) > MAX_EXPONENT:
+        raise ValueError(f"the exponent is too large; at most {MAX_EXPONENT} is allowed")
+    if exponent.denominator != 1:
+        if base < 0:
+            raise ValueError("a negative number has no real fractional power")
+        return Fraction(float(base) ** float(exponent))
+    bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+    if bits * abs(exponent) > MAX_BITS:
+        raise ValueError(f"the result is too large: more than {MAX_BITS} bits")
+    return Fraction(base ** int(exponent))
+
+
+def _square_root(value: Fraction) -> Fraction:
+    if value < 0:
+        raise ValueError("a negative number has no real square root")
+    exact = Fraction(isqrt(value.numerator), isqrt(value.denominator))
+    return exact if exact * exact == value else Fraction(sqrt(value))
+
+
+def _round(value: Fraction, digits: Fraction = Fraction(0)) -> Fraction:
+    """Half to even, as Python's round."""
+    if digits.denominator != 1 or abs(digits) > 100:
+        raise ValueError("round takes a whole number of digits, at most 100")
+    return Fraction(round(value, int(digits)))
+
+
+def _call(name: str, arguments: list[Fraction]) -> Fraction:
+    least, most, function = FUNCTIONS[name]
+    if not least <= len(arguments) <= most:
+        raise ValueError(f"{name} takes {least if least == most else f'at least {least}'} argument(s)")
+    return function(*arguments)
+
+
+def _text(value: Fraction) -> str:
+    """A whole number in full; else a decimal of SIGNIFICANT_DIGITS digits, at least four of them after the point."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    with localcontext() as context:
+        context.prec = max(SIGNIFICANT_DIGITS, len(str(abs(int(value)))) + 4)
+        decimal = (Decimal(value.numerator) / Decimal(value.denominator)).normalize()
+    return format(decimal, "f") if decimal.adjusted() >= -7 else str(decimal)
+
+
+UNARY: Mapping[type, Callable[[Fraction], Fraction]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+BINARY: Mapping[type, Callable[[Fraction, Fraction], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: lambda left, right: Fraction(left // right),
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+}
+FUNCTIONS: Mapping[str, tuple[int, int, Callable[..., Fraction]]] = {  # fewest and most arguments
+    "sqrt": (1, 1, _square_root),
+    "abs": (1, 1, abs),
+    "round": (1, 2, _round),
+    "min": (1, MAX_NODES, min),
+    "max": (1, MAX_NODES, max),
+}

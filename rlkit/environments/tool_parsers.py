@@ -1,0 +1,116 @@
+"""Reading tool calls out of a reply. A parser takes the content without thinking, and never raises on any text.
+
+Text that was meant as a call and is none becomes a ToolCall whose `error` the policy reads, so that no call vanishes.
+Ids count within the reply (call_0, call_1, …); whoever keeps the conversation makes them unique in it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from rlkit.types import ToolCall
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+FORM = f'{OPEN}\n{{"name": "tool", "arguments": {{"parameter": "value"}}}}\n{CLOSE}'
+MAX_DEPTH = 64  # of nested lists and objects; beyond it, rendering the history would run out of stack
+MAX_DIGITS = 1000  # of a whole number
+
+
+def hermes(content: str) -> tuple[str, list[ToolCall]]:
+    """Parse every `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+
+    Args:
+      content: a reply without its thinking.
+    Returns: the content without the calls (each remaining piece stripped, joined by newlines; unchanged where there is
+      no call), and the calls in order. A call ends at the first closing tag. Arguments may be missing (none), or a JSON
+      string that holds an object. A call has an `error` and no arguments where it is not closed, is no strict JSON (NaN
+      and Infinity are not), is no object, its name is no non-empty string, or its arguments are no object.
+    Source: the Hermes function-calling format, as Qwen2.5 and Qwen3 use it.
+    """
+    pieces: list[str] = []
+    calls: list[ToolCall] = []
+    position = 0
+    while (start := content.find(OPEN, position)) >= 0:
+        pieces.append(content[position:start])
+        end = content.find(CLOSE, start)
+        body = content[start + len(OPEN) : end if end >= 0 else len(content)]
+        calls.append(_call(f"call_{len(calls)}", body, closed=end >= 0))
+        position = end + len(CLOSE) if end >= 0 else len(content)
+    if not calls:
+        return content, []
+    pieces.append(content[position:])
+    return "\n".join(piece.strip() for piece in pieces if piece.strip()), calls
+
+
+def none(content: str) -> tuple[str, list[ToolCall]]:
+    """No tool calls: the content as it is."""
+    return content, []
+
+
+def _call(id: str, body: str, *, closed: bool) -> ToolCall:
+    """The call that a body holds, or one whose `error` says what is wrong and what is expected."""
+    name = ""
+    try:
+        payload = _load(body.strip())
+        if not isinstance(payload, dict):
+            raise ValueError(f"the call is {_kind(payload)}, not an object")
+        if not isinstance(payload.get("name"), str) or not payload["name"].strip():
+            raise ValueError("the name is missing" if "name" not in payload else "the name must be a non-empty string")
+        name = payload["name"].strip()
+        arguments = payload.get("arguments", {})
+        if isinstance(arguments, str):
+            arguments = _load(arguments)
+        if not isinstance(arguments, dict):
+            raise ValueError(f"the arguments are {_kind(arguments)}, not an object")
+        if not closed:
+            raise ValueError(f"{CLOSE} is missing")
+    except ValueError as error:
+        return ToolCall(id=id, name=name, arguments={}, error=f"Error: not a tool call: {error}. Write\n{FORM}")
+    return ToolCall(id=id, name=name, arguments=arguments)
+
+
+def _load(text: str) -> Any:
+    """Strict JSON that can be rendered again. Raises ValueError with a readable reason for everything else."""
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_short)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"bad JSON at character {error.pos}: {error.msg}") from None
+    except RecursionError:
+        raise ValueError(f"the JSON is nested deeper than {MAX_DEPTH} levels") from None
+    pending = [(value, 0)]
+    while pending:
+        item, depth = pending.pop()
+        if depth > MAX_DEPTH:
+            raise ValueError(f"the JSON is nested deeper than {MAX_DEPTH} levels")
+        if isinstance(item, str) and re.search("[\ud800-\udfff]", item):
+            raise ValueError("the JSON holds half of a surrogate pair")
+        if isinstance(item, dict):
+            pending += [(part, depth + 1) for pair in item.items() for part in pair]
+        if isinstance(item, list):
+            pending += [(part, depth + 1) for part in item]
+    return value
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise ValueError(f"the number {text[:20]}… is too large")
+    return number
+
+
+def _short(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"the number {text[:20]}… has {len(text)} digits")
+    return int(text)
+
+
+def _kind(value: Any) -> str:
+    """Name of a JSON value's type, with its article."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

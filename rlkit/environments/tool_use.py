@@ -1,0 +1,60 @@
+"""One question, as many tool calls as needed, and the answer in the first reply without a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlkit.environments.prompts import with_system_prompt
+from rlkit.environments.single_turn import never, no_next_prompt
+from rlkit.environments.tool_parsers import hermes
+from rlkit.environments.tools import tool_name
+from rlkit.errors import ConfigError
+from rlkit.types import Environment, Messages, Task, ToolParser
+
+
+def tool_use(
+    *,
+    tools: Mapping[str, Callable[..., Any]],
+    max_turns: int = 4,
+    max_calls: int = 8,
+    system_prompt: str | None = None,
+    parse_calls: ToolParser = hermes,
+) -> Environment:
+    """The policy may call tools; a reply without a call ends the episode.
+
+    Args:
+      tools: name → typed function with a docstring. The name is the function's own, since the schema gives that one.
+      max_turns: replies in an episode, at least 1; an episode that still calls in the last one is truncated.
+      max_calls: calls answered in one reply, at least 1; the others come back as errors.
+      system_prompt: put in front of the task's messages; None adds none.
+      parse_calls: reads the calls out of a reply's content.
+    Raises: ConfigError for no tools, a name that is not the function's, or a limit below 1.
+    """
+    if not tools:
+        raise ConfigError("environment.tools is empty; name a tool, or use environment=single_turn")
+    for name, tool in tools.items():
+        if not callable(tool) or name != tool_name(tool):
+            raise ConfigError(
+                f"environment.tools.{name} is {tool!r}; it must be a function of that name, because the "
+                "schema tells the policy the function's own name"
+            )
+    for key, limit in (("max_turns", max_turns), ("max_calls", max_calls)):
+        if limit < 1:
+            raise ConfigError(f"environment.{key} is {limit}; it must be at least 1")
+
+    def first_prompt(task: Task) -> Messages:
+        return with_system_prompt(task.messages, system_prompt)
+
+    def tools_of(task: Task) -> Mapping[str, Callable[..., Any]]:
+        return tools
+
+    return Environment(
+        first_prompt=first_prompt,
+        next_prompt=no_next_prompt,
+        tools=tools_of,
+        stop=never,
+        parse_calls=parse_calls,
+        max_steps=max_turns,
+        max_calls=max_calls,
+    )

@@ -1,0 +1,183 @@
+"""Tools are plain typed functions: their schema for the chat template, and calling one for the policy.
+
+    def get_weather(city: str, unit: str = "celsius") -> str:
+        '''Tells the weather.
+
+        Args:
+            city: The city.
+            unit: celsius or fahrenheit.
+        '''
+
+Whatever a call does wrong comes back as a sentence that the policy reads; nothing but KeyboardInterrupt escapes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
+from functools import partial
+from time import perf_counter
+from typing import Any, Literal, Union
+
+from rlkit.errors import ConfigError
+from rlkit.types import ToolCall, ToolResult
+
+EXAMPLE = '''def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """'''
+
+
+def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
+    """Schema of a tool in the form that chat templates take, from its annotations and its Google-style docstring.
+
+    Args:
+      tool: a function with a type on every parameter and a docstring that describes it and every parameter, or a
+        `functools.partial` of one: a keyword that is bound is not the policy's to choose and leaves the schema.
+    Returns: {"type": "function", "function": {"name", "description", "parameters", …}}.
+    Raises: ConfigError naming the function's file and line, what is missing, and a docstring as it should be.
+    Source: transformers.utils.get_json_schema.
+    """
+    from transformers.utils import get_json_schema
+
+    function, bound = (tool.func, tool.keywords) if isinstance(tool, partial) else (tool, {})
+    try:
+        schema: dict[str, Any] = get_json_schema(function)
+    except Exception as error:
+        raise ConfigError(
+            f"{_where(function)}: no schema can be made of the tool {tool_name(tool)!r}: {_reason(error)}. "
+            f"Write it like this:\n{EXAMPLE}"
+        ) from error
+    parameters = schema["function"]["parameters"]
+    parameters["properties"] = {k: v for k, v in parameters["properties"].items() if k not in bound}
+    if "required" in parameters:
+        parameters["required"] = [name for name in parameters["required"] if name not in bound]
+    return schema
+
+
+def tool_name(tool: Callable[..., Any]) -> str:
+    """The name that a tool's schema gives it: that of the function, also inside a `functools.partial`."""
+    return str(getattr(tool.func if isinstance(tool, partial) else tool, "__name__", repr(tool)))
+
+
+def execute(call: ToolCall, tools: Mapping[str, Callable[..., Any]], *, max_chars: int = 2000) -> ToolResult:
+    """Run one call and give what the policy reads: the result as text, or one sentence on what went wrong.
+
+    Args:
+      call: with `error` set it is not run; the error is the content.
+      tools: name → function.
+      max_chars: longest content, in characters; a longer one is cut and says so.
+    Returns: a ToolResult with the call's id and name; `ok` is False for an unknown tool, arguments that do not fit the
+      signature or its types, and a tool that raises (SystemExit too); `seconds` is wall time in the tool.
+    Raises: KeyboardInterrupt only.
+    """
+    started = perf_counter()
+    content, ok = _attempt(call, tools)
+    seconds = perf_counter() - started
+    content = content.encode("utf-8", "replace").decode("utf-8")  # half surrogates cannot be tokenised
+    if len(content) > max_chars:
+        content = f"{content[:max_chars]}\n[cut: {len(content)} characters, the first {max_chars} are shown]"
+    return ToolResult(id=call.id, name=call.name, content=content, ok=ok, seconds=seconds)
+
+
+def _attempt(call: ToolCall, tools: Mapping[str, Callable[..., Any]]) -> tuple[str, bool]:
+    if call.error:
+        return call.error, False
+    try:
+        if call.name not in tools:
+            known = ", ".join(sorted(tools)) or "none"
+            return f"Error: there is no tool {call.name!r}. The tools are: {known}.", False
+        tool = tools[call.name]
+        if problem := _misfit(tool, call.arguments):
+            return f"Error: {problem}. Call it as {_signature(call.name, tool)}.", False
+        return str(tool(**call.arguments)), True
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a tool may do anything, and the episode goes on
+        return f"Error: {_reason(error)}.", False
+
+
+def _misfit(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    """Why the arguments do not fit the tool's signature, or '' where they do."""
+    parameters = _parameters(tool)
+    if parameters is None:  # a builtin without a signature checks for itself
+        return ""
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if unexpected := [name for name in arguments if name not in named and not takes_any]:
+        return f"unexpected argument {', '.join(map(repr, unexpected))}"
+    if missing := [name for name, p in named.items() if p.default is p.empty and name not in arguments]:
+        return f"missing argument {', '.join(map(repr, missing))}"
+    for name, value in arguments.items():
+        if name in named and not _fits(value, named[name].annotation):
+            return f"argument {name!r} must be {_type_name(named[name].annotation)}, not {_type_name(type(value))}"
+    return ""
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """Whether a JSON value may stand for a parameter of this type. An annotation unknown to JSON fits everything."""
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, option) for option in inner)
+    if origin is Literal:
+        return any(type(value) is type(option) and value == option for option in inner)
+    expected = origin or annotation
+    if expected is list:
+        return isinstance(value, list) and (not inner or all(_fits(item, inner[0]) for item in value))
+    if expected is dict:
+        return isinstance(value, dict)
+    if expected in (int, float):  # JSON's true is no number, and 3 is a float
+        return isinstance(value, (int, expected)) and not isinstance(value, bool)
+    if expected in (str, bool):
+        return isinstance(value, expected)
+    return value is None if expected in (None, type(None)) else True
+
+
+def _parameters(tool: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    for resolve in (True, False):  # annotations that cannot be resolved are not checked
+        try:
+            return inspect.signature(tool, eval_str=resolve).parameters
+        except Exception:
+            continue
+    return None
+
+
+def _signature(name: str, tool: Callable[..., Any]) -> str:
+    """The call as the policy should write it: add(a: int, b: int = 0)."""
+    parts = []
+    for parameter in (_parameters(tool) or {}).values():
+        kind = "" if parameter.annotation is parameter.empty else f": {_type_name(parameter.annotation)}"
+        default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+        parts.append(parameter.name + kind + default)
+    return f"{name}({', '.join(parts)})"
+
+
+def _type_name(annotation: Any) -> str:
+    if annotation is type(None):
+        return "null"
+    return annotation.__name__ if isinstance(annotation, type) and not typing.get_args(annotation) else str(annotation)
+
+
+def _reason(error: BaseException) -> str:
+    """One line on an error. Its own text may be empty, may be long, and may raise."""
+    try:
+        text = " ".join(str(error).split()).rstrip(".")
+    except Exception:
+        text = ""
+    if isinstance(error, ValueError) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _where(tool: Callable[..., Any]) -> str:
+    """File and line of a function, or what is known of it."""
+    function = inspect.unwrap(tool)
+    try:
+        return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
+    except (TypeError, OSError):
+        return repr(tool)

@@ -1,0 +1,29 @@
+"""What can go wrong, by name: one root, and each error also is the standard error that it replaces.
+
+A `Refusal` is the user's to mend (a config, a file, a row): the command line prints its sentence and exits with 2, without a
+traceback. Every other error is ours.
+"""
+
+
+class RLKitError(Exception):
+    """Root of every error that rlkit raises on purpose."""
+
+
+class Refusal(RLKitError, ValueError):
+    """The input cannot be run as it is; the message names the place and the remedy."""
+
+
+class ConfigError(Refusal):
+    """A config that does not hold together: unknown option or key, wrong type, impossible combination."""
+
+
+class DataError(Refusal):
+    """A file or a row of it that cannot become a Task."""
+
+
+class TemplateError(Refusal):
+    """A chat template that is missing or that cannot carry what the run needs."""
+
+
+class SelfCheckError(RLKitError, AssertionError):
+    """An invariant proved at start-up does not hold on this model and tokenizer: training would be wrong."""

@@ -1,0 +1,61 @@
+"""Pure tensor maths: no config, no model, no state, no I/O.
+
+Positional parameters are quantities, named as in `rlkit.types.QUANTITIES` where they are injected by name;
+hyperparameters are keyword-only. One module a topic: a new advantage, loss, estimator, aggregation or filter is one
+function in its module and one line here.
+"""
+
+from rlkit.functional.advantages import batch_mean, group_mean, group_norm, leave_one_out, raw
+from rlkit.functional.aggregation import prompt_mean, sequence_mean, sequence_sum, token_mean
+from rlkit.functional.diagnostics import (
+    approximate_kl,
+    clip_fractions,
+    correlation,
+    effective_sample_size,
+    explained_variance,
+    ratio_statistics,
+)
+from rlkit.functional.entropy import from_log_probs, from_logits
+from rlkit.functional.filters import keep_all, mixed_groups
+from rlkit.functional.kl import k1, k2, k3
+from rlkit.functional.log_probs import chunked_log_probs, token_log_probs
+from rlkit.functional.masking import fill_masked, full_precision, masked_mean, segment_sum
+from rlkit.functional.policy_losses import clipped, reinforce
+from rlkit.functional.ratios import token_ratio
+from rlkit.functional.sampling import gumbel_noise, mix
+
+__all__ = [
+    "approximate_kl",
+    "batch_mean",
+    "chunked_log_probs",
+    "clip_fractions",
+    "clipped",
+    "correlation",
+    "effective_sample_size",
+    "explained_variance",
+    "fill_masked",
+    "from_log_probs",
+    "from_logits",
+    "full_precision",
+    "group_mean",
+    "group_norm",
+    "gumbel_noise",
+    "k1",
+    "k2",
+    "k3",
+    "keep_all",
+    "leave_one_out",
+    "masked_mean",
+    "mix",
+    "mixed_groups",
+    "prompt_mean",
+    "ratio_statistics",
+    "raw",
+    "reinforce",
+    "segment_sum",
+    "sequence_mean",
+    "sequence_sum",
+    "token_log_probs",
+    "token_mean",
+    "token_ratio",
+]

@@ -1,0 +1,16 @@
+"""One sentence for every hyperparameter that is out of range."""
+
+from __future__ import annotations
+
+
+def require(holds: bool, name: str, value: object, allowed: str) -> None:
+    """Raise a ValueError naming the argument, its value and the allowed range, unless `holds`.
+
+    Write the condition so that nan fails it: `0 < value`, not `not value <= 0`.
+
+    >>> require(0 < -1, "clip_high", -1, "> 0")
+    Traceback (most recent call last):
+    ValueError: clip_high is -1; allowed: > 0
+    """
+    if not holds:
+        raise ValueError(f"{name} is {value!r}; allowed: {allowed}")

@@ -1,0 +1,108 @@
+"""How much each token counts: weights [B, T], to be computed over the whole update batch.
+
+loss = Σ weights × loss per token, over however many micro-batches: no local mean is ever taken, so a split into
+micro-batches never changes the gradient. Weights are float32, 0 under the mask, and sum to 1 unless their docstring
+says otherwise; they are all 0 where nothing is trained. "Sequence" means all trained tokens of one rollout, however
+many rows it fills.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlkit.functional._arguments import require
+from rlkit.functional.masking import segment_sum
+
+
+def token_mean(response_mask: Tensor) -> Tensor:
+    """Every trained token counts the same; long rollouts count more.
+
+    w_it = m_it / Σ m
+
+    Args:
+      response_mask: [B, T] bool, of the whole update batch.
+    Returns: [B, T] float32; sums to 1.
+    Source: DAPO, Yu et al. 2025, section 3.3, arXiv:2503.14476; in TRL `dapo`, in verl `token-mean`.
+
+    >>> token_mean(torch.tensor([[True, True], [True, False]]))
+    tensor([[0.3333, 0.3333],
+            [0.3333, 0.0000]])
+    """
+    return response_mask.float() / response_mask.sum().clamp_min(1)
+
+
+def sequence_mean(response_mask: Tensor, rollout_ids: Tensor) -> Tensor:
+    """Every rollout counts the same, and its tokens share that equally; tokens of long rollouts count less.
+
+    w_it = m_it / (n |y_j|), j the rollout of row i, |y_j| its trained tokens over all its rows, n rollouts with any
+
+    A rollout without a trained token does not count in n, so that the weights sum to 1 whatever was masked (TRL and
+    verl count it, which shrinks the loss of all others).
+
+    Args:
+      response_mask: [B, T] bool, of the whole update batch.
+      rollout_ids: [B] int64, 0 … N-1.
+    Returns: [B, T] float32; sums to 1.
+    Source: GRPO, Shao et al. 2024 eq. 3, arXiv:2402.03300; in TRL `grpo`, in verl `seq-mean-token-mean`.
+
+    >>> sequence_mean(torch.tensor([[True, True], [True, False]]), torch.tensor([0, 1]))
+    tensor([[0.2500, 0.2500],
+            [0.5000, 0.0000]])
+    """
+    return _equal_shares(response_mask, rollout_ids)
+
+
+def sequence_sum(response_mask: Tensor, rollout_ids: Tensor, *, constant: float) -> Tensor:
+    """Sum over a rollout's tokens over a constant, mean over rollouts: no dependence on any length.
+
+    w_it = m_it / (N · constant), N the rollouts in the batch
+
+    Does *not* sum to 1 but to mean |y| / constant. Rollouts without a trained token count in N: a denominator that
+    depends on what was sampled is what this form avoids.
+
+    Args:
+      response_mask: [B, T] bool, of the whole update batch.
+      rollout_ids: [B] int64.
+      constant: > 0, in tokens; usually the most tokens that a rollout may have.
+    Returns: [B, T] float32.
+    Raises: ValueError naming the constant.
+    Source: Dr. GRPO, Liu et al. 2025, section 3.2, arXiv:2503.20783; in TRL `dr_grpo`. verl's `seq-mean-token-sum-norm`
+      divides by the padded length unless told otherwise.
+
+    >>> sequence_sum(torch.tensor([[True, True], [True, False]]), torch.tensor([0, 1]), constant=4)
+    tensor([[0.1250, 0.1250],
+            [0.1250, 0.0000]])
+    """
+    require(0 < constant < float("inf"), "constant", constant, "> 0 and finite")
+    return response_mask.float() / (max(rollout_ids.unique().numel(), 1) * constant)
+
+
+def prompt_mean(response_mask: Tensor, rollout_ids: Tensor, group_ids: Tensor) -> Tensor:
+    """Every prompt counts the same, and all tokens of its rollouts share that equally.
+
+    w_it = m_it / (T_g n), g the group of row i's rollout, T_g its trained tokens, n groups with T_g ≥ 1
+
+    Args:
+      response_mask: [B, T] bool, of the whole update batch.
+      rollout_ids: [B] int64, indices into `group_ids`.
+      group_ids: [N] any integers.
+    Returns: [B, T] float32; sums to 1. A prompt without a trained token does not count in n.
+    Source: the objective of DAPO as written, Yu et al. 2025 eq. 8, arXiv:2503.14476, an expectation over prompts of
+      token means; compared with the other forms in Khatri et al. 2025 (ScaleRL), arXiv:2510.13786.
+
+    >>> response_mask = torch.tensor([[True, True], [True, False], [True, True]])
+    >>> prompt_mean(response_mask, torch.tensor([0, 1, 2]), torch.tensor([7, 7, 8]))
+    tensor([[0.1667, 0.1667],
+            [0.1667, 0.0000],
+            [0.2500, 0.2500]])
+    """
+    _, group = group_ids.unique(return_inverse=True)
+    return _equal_shares(response_mask, group[rollout_ids])
+
+
+def _equal_shares(response_mask: Tensor, owners: Tensor) -> Tensor:
+    """Weights that give every owner [B] with a trained token the same share, and its tokens the same part of it."""
+    tokens = segment_sum(response_mask, owners)
+    share = 1.0 / (tokens[owners] * (tokens > 0).sum()).clamp_min(1)  # [B]; the counts are exact integers
+    return response_mask * share.to(torch.float32).unsqueeze(-1)

@@ -1,0 +1,140 @@
+"""Figures that say whether an update is healthy. Scalars without gradient; nan where a figure is not defined.
+
+What lies under the mask is never looked at.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlkit.functional.kl import k3
+from rlkit.functional.masking import masked_mean
+from rlkit.functional.ratios import token_ratio
+
+
+@torch.no_grad()
+def approximate_kl(logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor) -> Tensor:
+    """How far the update has moved the policy: k3 estimate of KL(old‖new) on the old policy's samples.
+
+    mean_t (r_t - 1 - log r_t), r = π / π_old
+
+    Args:
+      logprobs: [B, T] in nats, after some updates.
+      logprobs_old: [B, T] in nats, of the policy that the tokens stand for.
+      response_mask: [B, T] bool.
+    Returns: scalar in nats, ≥ 0; 0 where nothing is trained.
+    Source: Schulman 2020, "Approximating KL divergence".
+
+    >>> approximate_kl(torch.tensor([[-1.5]]), torch.tensor([[-1.0]]), torch.tensor([[True]]))
+    tensor(0.1065)
+    """
+    return masked_mean(k3(logprobs_old, logprobs), response_mask)
+
+
+@torch.no_grad()
+def ratio_statistics(ratio: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, population variance and maximum of the ratio over trained tokens.
+
+    At the first minibatch the mean must be 1: anything else is a mask, temperature or log-prob bug.
+
+    Args:
+      ratio: [B, T].
+      response_mask: [B, T] bool.
+    Returns: three scalars; nan where nothing is trained.
+    Source: Huang et al. 2022, "The 37 implementation details of PPO", debug variables.
+
+    >>> ratio_statistics(torch.tensor([[0.5, 1.5, 9.0]]), torch.tensor([[True, True, False]]))
+    (tensor(1.), tensor(0.2500), tensor(1.5000))
+    """
+    trained = ratio[response_mask]
+    if not trained.numel():
+        return (trained.new_full((), torch.nan),) * 3
+    return trained.mean(), trained.var(unbiased=False), trained.max()
+
+
+@torch.no_grad()
+def clip_fractions(
+    ratio: Tensor, advantages: Tensor, response_mask: Tensor, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """Shares of trained tokens that `policy_losses.clipped` leaves without gradient, below and above.
+
+    low = mean_t [r_t < 1 - clip_low and A_t < 0], high = mean_t [r_t > 1 + clip_high and A_t > 0]
+
+    Args:
+      ratio, advantages: [B, T].
+      response_mask: [B, T] bool.
+      clip_low, clip_high: the half-widths that the loss uses.
+    Returns: two scalars in 0 … 1; 0 where nothing is trained.
+    Source: as TRL's clip_ratio/low and /high; tokens outside the interval whose advantage pulls them back are not
+      counted.
+
+    >>> ratio, advantages = torch.tensor([[0.5, 0.5, 1.5, 1.0]]), torch.tensor([[-1.0, 1.0, 1.0, 1.0]])
+    >>> clip_fractions(ratio, advantages, torch.ones(1, 4, dtype=torch.bool), clip_low=0.2, clip_high=0.2)
+    (tensor(0.2500), tensor(0.2500))
+    """
+    low = (ratio < 1 - clip_low) & (advantages < 0)
+    high = (ratio > 1 + clip_high) & (advantages > 0)
+    return masked_mean(low, response_mask), masked_mean(high, response_mask)
+
+
+@torch.no_grad()
+def effective_sample_size(logprobs: Tensor, logprobs_sampler: Tensor, response_mask: Tensor) -> Tensor:
+    """What share of the sampled tokens is left once they are weighted by trainer over sampler.
+
+    ESS / n = (Σ w)² / (n Σ w²), w_t = exp(log π_t - log μ_t), log-ratios clamped to ±20
+
+    Args:
+      logprobs: [B, T] in nats, by the trainer.
+      logprobs_sampler: [B, T] in nats, by the engine that sampled.
+      response_mask: [B, T] bool, n trained tokens.
+    Returns: scalar in (0, 1], 1 where both agree; nan where nothing is trained.
+    Source: Kong 1992, "A note on importance sampling using standardized weights".
+
+    >>> effective_sample_size(torch.tensor([[3.0, 1.0]]).log(), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
+    tensor(0.8000)
+    """
+    weights = token_ratio(logprobs, logprobs_sampler, response_mask)[response_mask].double()
+    return (weights.sum().square() / (weights.numel() * weights.square().sum())).float()
+
+
+@torch.no_grad()
+def correlation(values: Tensor, others: Tensor, response_mask: Tensor) -> Tensor:
+    """Pearson correlation over trained tokens, such as trainer against sampler probabilities.
+
+    ρ = Σ (x - x̄)(y - ȳ) / √(Σ (x - x̄)² Σ (y - ȳ)²)
+
+    Args:
+      values, others: [B, T].
+      response_mask: [B, T] bool.
+    Returns: scalar in -1 … 1; nan where either is constant or there are fewer than two tokens.
+    Source: Pearson 1896; as verl's rollout_actor_probs_pearson_corr.
+
+    >>> correlation(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([5.0, 3.0, 1.0]), torch.ones(3, dtype=torch.bool))
+    tensor(-1.)
+    """
+    x, y = values[response_mask].double(), others[response_mask].double()
+    x, y = x - x.mean(), y - y.mean()
+    return ((x * y).sum() / (x.square().sum() * y.square().sum()).sqrt()).clamp(-1.0, 1.0).float()
+
+
+@torch.no_grad()
+def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -> Tensor:
+    """Share of the variance of the returns that the value function predicts.
+
+    EV = 1 - Var(returns - values) / Var(returns)
+
+    Args:
+      values, returns: [B, T] in units of reward.
+      response_mask: [B, T] bool.
+    Returns: scalar ≤ 1; 1 is perfect, 0 no better than a constant, below 0 worse than that; nan where the returns are
+      constant.
+    Source: Huang et al. 2022, "The 37 implementation details of PPO", debug variables.
+
+    >>> explained_variance(torch.tensor([1.0, 1.0]), torch.tensor([0.0, 2.0]), torch.ones(2, dtype=torch.bool))
+    tensor(0.)
+    """
+    value, target = values[response_mask].double(), returns[response_mask].double()
+    residual = target - value
+    spread = (target - target.mean()).square().sum()
+    return (1 - (residual - residual.mean()).square().sum() / spread.where(spread > 0, torch.nan)).float()

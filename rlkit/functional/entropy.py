@@ -1,0 +1,43 @@
+"""Entropy of next-token distributions, in nats."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlkit.functional.masking import full_precision
+
+
+def from_log_probs(log_probs: Tensor) -> Tensor:
+    """Entropy of distributions that are already normalised.
+
+    H = -Σ_v p_v log p_v, with 0 log 0 = 0
+
+    Args:
+      log_probs: [..., V] log-probabilities in nats; -inf for impossible tokens. Carries the gradient.
+    Returns: [...] in nats, between 0 and log V; float32 or float64.
+    Source: Shannon 1948, section 6.
+
+    >>> from_log_probs(torch.tensor([0.0, -torch.inf]))
+    tensor(0.)
+    """
+    log_probs = full_precision(log_probs)
+    finite = log_probs.clamp_min(torch.finfo(log_probs.dtype).min)  # 0 · -inf is nan, 0 · lowest is 0
+    return (log_probs.exp() * -finite).sum(-1).clamp_min(0.0)  # rounding of a log-prob above 0 may not sink it below
+
+
+def from_logits(logits: Tensor) -> Tensor:
+    """Entropy of softmax(logits).
+
+    H = -Σ_v p_v log p_v, p = softmax(logits)
+
+    Args:
+      logits: [..., V], any float dtype, after temperature; -inf for impossible tokens. Carries the gradient.
+    Returns: [...] in nats, computed in float32 (float64 for float64 logits).
+    Source: Shannon 1948, section 6. TRL and verl use the equal form logsumexp - Σ p · logit, which cancels badly when
+      logits are large.
+
+    >>> from_logits(torch.zeros(4))
+    tensor(1.3863)
+    """
+    return from_log_probs(full_precision(logits).log_softmax(-1))

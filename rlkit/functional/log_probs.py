@@ -1,0 +1,102 @@
+"""Log-probs of given tokens: from logits, or from hidden states without ever keeping [M, V] for the backward pass.
+
+M is the number of scored tokens (usually all True entries of response_mask, flattened), H the width of the trunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from rlkit.functional._arguments import require
+from rlkit.functional.entropy import from_log_probs
+from rlkit.functional.masking import full_precision
+
+
+def token_log_probs(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Log-probability of each given token under softmax(logits / temperature).
+
+    logp_m = z_m[ids_m] - logsumexp(z_m), z = logits / temperature
+
+    Args:
+      logits: [M, V], any float dtype; carries the gradient. Computed in float32 (float64 for float64 logits).
+      ids: [M] int64, 0 … V-1.
+      temperature: > 0 and finite, the sampler's own; 0 (greedy) has no log-probs.
+    Returns: [M] in nats, ≤ 0.
+    Raises: ValueError naming the temperature.
+    Source: temperature before the log-softmax, as TRL, verl and OpenRLHF do, so that the trainer scores what was
+      sampled.
+
+    >>> token_log_probs(torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 0]), temperature=2.0)
+    tensor([-0.6931, -0.3133])
+    """
+    logits = _tempered(logits, temperature)
+    return _select(logits, ids) - logits.logsumexp(-1)
+
+
+def chunked_log_probs(
+    hidden: Tensor,
+    lm_head: Callable[[Tensor], Tensor],
+    ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of tokens from hidden states, `chunk_size` tokens at a time.
+
+    Equal to `token_log_probs(lm_head(hidden), ids)` and `entropy.from_logits(lm_head(hidden) / temperature)`. With
+    gradient enabled each chunk is checkpointed: the backward pass applies the head again instead of keeping its logits,
+    so that the peak is chunk_size × V, not M × V. Unless asked for, the entropy costs nothing in the backward pass.
+
+    Args:
+      hidden: [M, H] last hidden states, aligned with `ids`; carries the gradient. M = 0 is legal.
+      lm_head: [m, H] → [m, V] logits; its parameters get their gradient too.
+      ids: [M] int64, 0 … V-1.
+      temperature: > 0 and finite, the sampler's own.
+      chunk_size: ≥ 1, tokens a chunk; a matter of memory alone.
+      entropy_gradient: True lets the entropy carry the gradient, for an entropy bonus.
+    Returns: log-probs [M] and entropies [M], in nats, float32 or float64.
+    Raises: ValueError naming the argument that is out of range.
+    Source: gradient checkpointing, Chen et al. 2016, arXiv:1604.06174.
+
+    >>> lm_head = torch.nn.Linear(2, 4, bias=False)
+    >>> logprobs, entropy = chunked_log_probs(torch.zeros(3, 2), lm_head, torch.tensor([0, 1, 2]), chunk_size=2)
+    >>> logprobs.exp().tolist(), entropy.exp().round().tolist()
+    ([0.25, 0.25, 0.25], [4.0, 4.0, 4.0])
+    """
+    require(chunk_size >= 1, "chunk_size", chunk_size, "≥ 1")
+    score = partial(_score, lm_head=lm_head, temperature=temperature, entropy_gradient=entropy_gradient)
+    if torch.is_grad_enabled():
+        score = partial(checkpoint, score, use_reentrant=False)
+    pieces = zip(hidden.split(chunk_size), ids.split(chunk_size), strict=True)
+    logprobs, entropy = zip(*[score(h, i) for h, i in pieces], strict=True)
+    return torch.cat(logprobs), torch.cat(entropy)
+
+
+def _score(
+    hidden: Tensor, ids: Tensor, *, lm_head: Callable[[Tensor], Tensor], temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of one chunk; log-probs first, since a recomputation ends with the last tensor needed."""
+    logits = _tempered(lm_head(hidden), temperature)
+    normaliser = logits.logsumexp(-1)  # [m], the only one
+    logprobs = _select(logits, ids) - normaliser
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        entropy = from_log_probs(logits - normaliser.unsqueeze(-1))
+    return logprobs, entropy
+
+
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
+    """Logits in full precision, divided by the temperature."""
+    require(0 < temperature < float("inf"), "temperature", temperature, "> 0 and finite")
+    logits = full_precision(logits)
+    return logits if temperature == 1 else logits / temperature
+
+
+def _select(logits: Tensor, ids: Tensor) -> Tensor:
+    """The entry of each row that belongs to its token: [M, V], [M] → [M]."""
+    return logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1)

@@ -1,0 +1,92 @@
+"""Randomness that depends on nothing but names: a hash of integers, and Gumbel noise by seed, counter and token.
+
+Sampling is argmax(logits / temperature + gumbel_noise(seeds, counter, V)), an exact draw from the softmax. No generator
+state exists, so neither batch composition, row, rank nor device changes what a rollout draws.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlkit.functional._arguments import require
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd: the increment of splitmix64
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # shift and multiplier of its two mixing rounds
+_WORD = (1 << 64) - 1
+
+
+def mix(*parts: int) -> int:
+    """One 63-bit seed from any number of integers, such as run seed, step, prompt position and sample index.
+
+    h ← finalise((h xor part) + golden), from h = 0, for each part in turn; the result is h without its lowest bit.
+
+    Args:
+      parts: any integers, taken modulo 2^64; order and number matter: mix(1, 2) ≠ mix(2, 1), mix(0) ≠ mix(0, 0).
+    Returns: 0 … 2^63 - 1, so that it fits an int64 tensor; the same on every machine.
+    Source: splitmix64, Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", section 4.
+
+    >>> mix(1, 2), mix(2, 1)
+    (6804074658870690613, 8085905411993364802)
+    """
+    state = 0
+    for part in parts:
+        state = ((state ^ (part & _WORD)) + _GOLDEN) & _WORD
+        for shift, multiplier in _ROUNDS:
+            state = ((state ^ (state >> shift)) * multiplier) & _WORD
+        state ^= state >> 31
+    return state >> 1
+
+
+def gumbel_noise(seeds: Tensor, counter: int | Tensor, vocabulary: int) -> Tensor:
+    """Standard Gumbel noise for every token of the vocabulary, a pure function of (seed, counter, token).
+
+    g = -log(-log(1 - u)), u = (top 31 bits of splitmix64(state(seed, counter), token) + ½) / 2^31, 0 < u < 1
+
+    u is smallest where g is largest, where float32 is finest: g reaches 22, so that a token of probability 1e-9 still
+    has its fair chance. The bits are equal on every device; the two logarithms may differ in the last place.
+
+    Args:
+      seeds: [B] integers, one a rollout, as `mix` makes them.
+      counter: how many tokens the rollout has drawn before, one number for all rows or [B].
+      vocabulary: V ≥ 1.
+    Returns: [B, V] float32 on the device of `seeds`, always finite; row b depends on seeds[b] and counter[b] alone, and
+      entry v does not depend on V.
+    Raises: ValueError where `seeds` are not integers or `vocabulary` is below 1.
+    Source: Gumbel-max, Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030. splitmix64 as in `mix`.
+
+    >>> gumbel_noise(torch.tensor([7, 8]), 0, 3).argmax(-1)
+    tensor([1, 2])
+    """
+    require(vocabulary >= 1, "vocabulary", vocabulary, "≥ 1")
+    require(not seeds.is_floating_point() and not seeds.is_complex(), "dtype of seeds", seeds.dtype, "an integer dtype")
+    state = _finalise(seeds.to(torch.int64, copy=True).add_(_signed(_GOLDEN)))  # [B]
+    state = _finalise(state.bitwise_xor_(counter).add_(_signed(_GOLDEN)))
+    tokens = torch.arange(1, vocabulary + 1, device=seeds.device) * _signed(_GOLDEN)  # [V]
+    bits = _mixed(state.unsqueeze(-1) + tokens)  # [B, V]; the last xor of splitmix64 leaves its top 31 bits alone
+    bits.bitwise_right_shift_(33).bitwise_and_((1 << 31) - 1)
+    u = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)  # float32 rounds the very largest to 1
+    return u.neg_().log1p_().neg_().log_().neg_()
+
+
+def _finalise(words: Tensor) -> Tensor:
+    """The whole finaliser of splitmix64, in place."""
+    words = _mixed(words)
+    return words.bitwise_xor_((words >> 31) & ((1 << 33) - 1))
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """Its two rounds, in place: w ← (w xor w >>> shift) × multiplier modulo 2^64.
+
+    Shifts of int64 carry the sign along, so the mask makes them logical; multiplication wraps around.
+    """
+    shifted = torch.empty_like(words)
+    for shift, multiplier in _ROUNDS:
+        torch.bitwise_right_shift(words, shift, out=shifted)
+        words.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed(multiplier))
+    return words
+
+
+def _signed(word: int) -> int:
+    """The int64 with the bits of an unsigned 64-bit word."""
+    return word - (1 << 64) if word >> 63 else word

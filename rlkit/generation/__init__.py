@@ -1,0 +1,5 @@
+"""Engines that turn token ids into sampled token ids and their log-probs. All of them keep the contract `types.Generate`."""
+
+from rlkit.generation.transformers import generate
+
+__all__ = ["generate"]

@@ -1,0 +1,133 @@
+"""The reference rollout engine: Hugging Face `generate`, with randomness that belongs to the rollout.
+
+Sampling is Gumbel-max: the next token is argmax(log-probs + noise), with noise a counter-based hash of (the rollout's seed,
+the position in its reply, the token). So what a rollout samples depends on nothing but the model and its own seed: not on the
+batch it is in, its row, the rank or the clock. The log-probs are those of the distribution that is sampled (temperature
+applied, nothing else: no top-k, no top-p, no defaults hidden in the model's generation_config).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkit.functional import gumbel_noise
+from rlkit.types import Generation, Policy
+
+
+def generate(
+    policy: Policy,
+    contexts: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+    /,
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 1.0,
+    max_rows: int = 256,
+) -> list[Generation]:
+    """Samples one reply per context.
+
+    Args:
+      policy: the model and its token ids.
+      contexts: token ids, each non-empty and shorter than the model's context.
+      seeds: one 63-bit integer per context.
+      max_new_tokens: limit of a reply in tokens, > 0; the context limit of the model cuts it further.
+      temperature: >= 0. Divides the logits; 0 is greedy and gives the log-probs at temperature 1.
+      max_rows: contexts decoded at once. Longer lists are done in parts, which changes no result.
+    Returns: in the order of the contexts; a reply ends with an end-of-sequence id ("stop") or is cut ("length").
+    Raises: ValueError for arguments out of range.
+    """
+    if temperature < 0 or max_new_tokens < 1 or max_rows < 1:
+        raise ValueError(
+            f"generation: temperature must be >= 0 (is {temperature}), max_new_tokens and max_rows >= 1 "
+            f"(are {max_new_tokens}, {max_rows})"
+        )
+    by_length = sorted(range(len(contexts)), key=lambda i: len(contexts[i]))
+    replies: dict[int, Generation] = {}
+    causal = policy.model.get_base_model() if hasattr(policy.model, "disable_adapter") else policy.model  # type: ignore[operator]
+    with sampling_mode(causal):
+        for start in range(0, len(by_length), max_rows):
+            rows = by_length[start : start + max_rows]
+            replies |= zip(
+                rows,
+                _decode(causal, policy, [contexts[i] for i in rows], [seeds[i] for i in rows], max_new_tokens, temperature),
+                strict=True,
+            )
+    return [replies[i] for i in range(len(contexts))]
+
+
+@contextmanager
+def sampling_mode(model: Any) -> Iterator[None]:
+    """Evaluation mode, no gradient, caching on, and none of the model's own generation defaults (penalties, top-k, …).
+
+    Everything is put back, also when sampling raises.
+    """
+    from transformers import GenerationConfig
+
+    was_training, use_cache, defaults = model.training, model.config.use_cache, model.generation_config
+    model.eval()
+    model.config.use_cache, model.generation_config = True, GenerationConfig()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+        model.config.use_cache, model.generation_config = use_cache, defaults
+
+
+def _decode(
+    model: Any, policy: Policy, contexts: Sequence[Sequence[int]], seeds: Sequence[int], max_new_tokens: int, temperature: float
+) -> list[Generation]:
+    from transformers import GenerationConfig, LogitsProcessorList
+
+    device = next(model.parameters()).device
+    width = max(map(len, contexts))
+    limits = [min(max_new_tokens, policy.context_length - len(c)) for c in contexts]
+    ids = torch.tensor([[policy.pad_token_id] * (width - len(c)) + list(c) for c in contexts], device=device)
+    lengths = torch.tensor([len(c) for c in contexts], device=device)
+    attention_mask = torch.arange(width, device=device) >= (width - lengths)[:, None]
+    sampler = GumbelMax(torch.tensor(seeds, device=device), width, temperature)
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=attention_mask.long(),
+        logits_processor=LogitsProcessorList([sampler]),
+        generation_config=GenerationConfig(
+            do_sample=False,
+            max_new_tokens=max(limits),
+            eos_token_id=list(policy.eos_token_ids),
+            pad_token_id=policy.pad_token_id,
+            use_cache=True,
+        ),
+    )
+    sampled = out[:, width:].tolist()
+    logprobs = torch.stack(sampler.logprobs, dim=1).tolist()
+    rows = zip(sampled, logprobs, limits, strict=True)
+    return [_cut(tokens[:limit], scores[:limit], policy.eos_token_ids) for tokens, scores, limit in rows]
+
+
+class GumbelMax:
+    """A logits processor whose argmax is a sample; keeps the log-prob of each token that it chose."""
+
+    def __init__(self, seeds: Tensor, prompt_width: int, temperature: float):
+        self.seeds, self.prompt_width, self.temperature = seeds, prompt_width, temperature
+        self.logprobs: list[Tensor] = []  # one [B] a step
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        logprobs = torch.log_softmax(scores.float() / (self.temperature or 1.0), dim=-1)
+        choice = logprobs
+        if self.temperature > 0:
+            choice = logprobs + gumbel_noise(self.seeds, input_ids.shape[1] - self.prompt_width, scores.shape[-1])
+        self.logprobs.append(logprobs.gather(1, choice.argmax(1, keepdim=True))[:, 0])
+        return choice
+
+
+def _cut(tokens: list[int], logprobs: list[float], eos_token_ids: Sequence[int]) -> Generation:
+    """The reply up to and including its first end-of-sequence id; what `generate` padded after it is dropped."""
+    for i, token in enumerate(tokens):
+        if token in eos_token_ids:
+            return Generation(tuple(tokens[: i + 1]), tuple(logprobs[: i + 1]), "stop")
+    return Generation(tuple(tokens), tuple(logprobs), "length")

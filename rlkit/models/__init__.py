@@ -1,0 +1,18 @@
+"""Policies: loading them, talking to them in token ids, and scoring tokens under them."""
+
+from rlkit.models.chat import Codec, check_template, continuation, decode, encode_prompt, encode_text, make_codec
+from rlkit.models.load import LoRA, load_policy
+from rlkit.models.score import score
+
+__all__ = [
+    "Codec",
+    "LoRA",
+    "check_template",
+    "continuation",
+    "decode",
+    "encode_prompt",
+    "encode_text",
+    "load_policy",
+    "make_codec",
+    "score",
+]

@@ -1,0 +1,199 @@
+"""Chat messages to token ids, exactly, through the model's own chat template.
+
+Two rules (they hold for any template and tokenizer):
+
+1. **Text cannot forge a turn.** The template is rendered with a placeholder for every content; the scaffolding around the
+   placeholders is encoded with the tokenizer, each content with a copy of it that has no added tokens. So `<|im_end|>` in
+   a question or in a tool's result is spelled out in ordinary tokens, never as the control token.
+2. **What was sampled is never tokenised again.** The next context is the previous one + the sampled ids + the ids of what
+   the template writes after a reply (`continuation`), rendered once behind a sentinel.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rlkit.errors import TemplateError
+from rlkit.types import Message, Messages
+
+_OPEN, _CLOSE = "\u27e6rlkit:", "\u27e7"  # around a placeholder's number; a content that holds these is encoded like any other
+
+
+class Codec(NamedTuple):
+    """A tokenizer, its copy without added tokens, and how the template is called."""
+
+    tokenizer: Any  # transformers.PreTrainedTokenizerBase with a chat template
+    plain: Any  # tokenizers.Tokenizer without added tokens
+    added_ids: frozenset[int]
+    template_arguments: Mapping[str, Any] = {}  # for example enable_thinking
+
+
+def make_codec(tokenizer: Any, *, enable_thinking: bool | None = None) -> Codec:
+    """A codec for a fast tokenizer that has a chat template.
+
+    Args:
+      tokenizer: a fast `transformers` tokenizer.
+      enable_thinking: passed to the template where it is not None.
+    Raises: TemplateError where there is no template or the tokenizer is not a fast one.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise TemplateError(
+            f"model.path: the tokenizer of '{tokenizer.name_or_path}' has no chat template. Choose an instruction-tuned "
+            "model, or give one with model.chat_template=FILE.jinja"
+        )
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise TemplateError(f"model.path: '{tokenizer.name_or_path}' has no fast tokenizer; rlkit needs tokenizer.json")
+    arguments = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    return Codec(tokenizer, _without_added_tokens(backend), frozenset(tokenizer.added_tokens_decoder), arguments)
+
+
+def _without_added_tokens(backend: Any) -> Any:
+    from tokenizers import Tokenizer
+
+    description = json.loads(backend.to_str())
+    description["added_tokens"] = []
+    description["post_processor"] = None
+    return Tokenizer.from_str(json.dumps(description))
+
+
+def encode_text(codec: Codec, text: str) -> list[int]:
+    """Text from outside as ids: no added token ever comes out of it."""
+    return codec.plain.encode(text, add_special_tokens=False).ids
+
+
+def encode_scaffold(codec: Codec, text: str) -> list[int]:
+    """Text of the template itself as ids, control tokens included, nothing added."""
+    return codec.tokenizer.encode(text, add_special_tokens=False) if text else []
+
+
+def encode_prompt(codec: Codec, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    """The ids of a conversation up to the point where the assistant speaks next.
+
+    Args:
+      messages: the conversation; assistant messages carry `reasoning_content` apart from `content`.
+      tools: JSON schemas of the functions that may be called.
+    Raises: TemplateError where the template drops or repeats a content, or a tool's schema holds a control token.
+    """
+    _check_schemas(codec, tools)
+    masked, contents = _mask_contents(messages)
+    return _encode_rendered(codec, _render(codec, masked, tools), contents)
+
+
+def continuation(codec: Codec, messages: Messages, last_id: int | None, *, cut: bool = False) -> list[int]:
+    """The ids that the template writes between a reply and the next one.
+
+    Args:
+      messages: what is said to the policy after its reply (tool results, or a user's message).
+      last_id: the last sampled id. Where it is the end-of-turn token, the template's own is left out.
+      cut: the reply was cut by length; it has no end-of-turn token and gets none.
+    """
+    masked, contents = _mask_contents(messages, first=1)
+    sentinel = f"{_OPEN}0{_CLOSE}"
+    dialogue = [{"role": "user", "content": "?"}, {"role": "assistant", "content": sentinel}, *masked]
+    rendered = _render(codec, dialogue, ())
+    if rendered.count(sentinel) != 1:
+        raise TemplateError(f"the chat template writes an assistant's content {rendered.count(sentinel)} times, not once")
+    ids = _encode_rendered(codec, rendered.partition(sentinel)[2], contents, first=1)
+    if ids and (ids[0] == last_id or cut):
+        ids = ids[1:]
+    return ids
+
+
+def _render(codec: Codec, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
+    try:
+        return codec.tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(tools) or None,
+            add_generation_prompt=True,
+            tokenize=False,
+            **codec.template_arguments,
+        )
+    except Exception as error:  # jinja2 raises many kinds; all of them are the template's
+        raise TemplateError(f"the chat template of '{codec.tokenizer.name_or_path}' fails: {error}") from error
+
+
+def _mask_contents(messages: Messages, first: int = 0) -> tuple[list[Message], list[str]]:
+    """Messages with numbered placeholders for all text from outside, and that text."""
+    contents: list[str] = []
+
+    def placeholder(text: str) -> str:
+        contents.append(text)
+        return f"{_OPEN}{first + len(contents) - 1}{_CLOSE}"
+
+    masked: list[Message] = []
+    for message in messages:
+        copy: Message = {**message}
+        for key in ("reasoning_content", "content"):
+            if copy.get(key):
+                copy[key] = placeholder(copy[key])  # type: ignore[literal-required]
+        if calls := message.get("tool_calls"):
+            copy["tool_calls"] = [_mask_call(call, placeholder) for call in calls]
+        masked.append(copy)
+    return masked, contents
+
+
+def _mask_call(call: Mapping[str, Any], placeholder: Any) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {"name": placeholder(function["name"]), "arguments": placeholder(text)}}
+
+
+def _encode_rendered(codec: Codec, rendered: str, contents: Sequence[str], first: int = 0) -> list[int]:
+    """Ids of rendered text: scaffolding with control tokens, contents without."""
+    ids: list[int] = []
+    position = 0
+    for i, content in enumerate(contents, start=first):
+        mark = f"{_OPEN}{i}{_CLOSE}"
+        at = rendered.find(mark, position)
+        if at < 0:
+            # A template may drop text on purpose (Qwen3 drops earlier thinking); then nothing of it is encoded.
+            continue
+        ids += encode_scaffold(codec, rendered[position:at])
+        ids += encode_text(codec, content)
+        position = at + len(mark)
+    tail = rendered[position:]
+    if _OPEN in tail:
+        raise TemplateError("the chat template reorders or repeats the contents of its messages; rlkit cannot encode it exactly")
+    return ids + encode_scaffold(codec, tail)
+
+
+def _check_schemas(codec: Codec, tools: Sequence[Mapping[str, Any]]) -> None:
+    if not tools:
+        return
+    text = json.dumps(list(tools), ensure_ascii=False)
+    for token in codec.tokenizer.added_tokens_decoder.values():
+        if str(token) in text:
+            raise TemplateError(f"a tool's schema holds the control token '{token}'; take it out of the docstring")
+
+
+def check_template(codec: Codec, tools: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses a template that cannot carry what the run needs: the tools' names, and a tool's result."""
+    if not tools:
+        return
+    rendered = _render(codec, [{"role": "user", "content": "?"}], tools)
+    missing = [t["function"]["name"] for t in tools if t["function"]["name"] not in rendered]
+    name = codec.tokenizer.name_or_path
+    remedy = "choose a model whose template takes tools, give one with model.chat_template=FILE.jinja, or environment=single_turn"
+    if missing:
+        raise TemplateError(f"model.path: the chat template of '{name}' does not write the tools {missing}; {remedy}")
+    result = f"{_OPEN}0{_CLOSE}"
+    rendered = _render(
+        codec,
+        [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "!"},
+            {"role": "tool", "tool_call_id": "call_0", "name": tools[0]["function"]["name"], "content": result},
+        ],
+        (),
+    )
+    if result not in rendered:
+        raise TemplateError(f"model.path: the chat template of '{name}' does not write a tool's result; {remedy}")
+
+
+def decode(codec: Codec, ids: Sequence[int], *, control_tokens: bool = True) -> str:
+    """The text of ids, spaces untouched."""
+    return codec.tokenizer.decode(list(ids), skip_special_tokens=not control_tokens, clean_up_tokenization_spaces=False)

@@ -1,0 +1,120 @@
+"""From a model's name to a Policy: weights, tokenizer, chat template, LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from rlkit.errors import ConfigError, TemplateError
+from rlkit.models.chat import make_codec
+from rlkit.types import Policy
+
+TINY = Path(__file__).parent / "tiny"
+
+
+class LoRA(NamedTuple):
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685). Dropout is 0: sampler and trainer must agree.
+
+    rank 0 means none: all weights are trained.
+    """
+
+    rank: int = 0
+    alpha: float = 32.0
+    targets: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def load_policy(
+    *,
+    path: str,
+    revision: str | None = None,
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    attention: str = "sdpa",
+    gradient_checkpointing: bool = False,
+    lora: LoRA = LoRA(),  # noqa: B008  (a NamedTuple: immutable)
+    enable_thinking: bool | None = None,
+    chat_template: str | None = None,
+    trust_remote_code: bool = False,
+    device: torch.device | str = "cpu",
+) -> Policy:
+    """Loads a causal LM for training.
+
+    Args:
+      path: "tiny" (ships with rlkit), a local folder, or a hub id.
+      revision: of a hub id; a commit makes the run reproducible.
+      dtype: of the base weights. "auto" is bfloat16 under LoRA on a GPU (the adapters stay float32), float32 otherwise:
+        trained bfloat16 weights do not move at reinforcement-learning rates.
+      attention: implementation name of transformers (sdpa, eager, flash_attention_2).
+      gradient_checkpointing: recomputes activations in backward; less memory, about a third more time.
+      lora: adapters; rank 0 trains everything.
+      enable_thinking: handed to the chat template; None leaves the template's default.
+      chat_template: a file that replaces the tokenizer's template.
+      trust_remote_code: run code that comes with the model. Needs a pinned revision.
+      device: where the weights go.
+    Raises: ConfigError or TemplateError that name the key to change.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    if trust_remote_code and not _is_commit(revision):
+        raise ConfigError("model.trust_remote_code=true runs code from the hub: pin model.revision to a 40-digit commit")
+    if dtype == "bfloat16" and lora.rank == 0:
+        raise ConfigError("model.dtype=bfloat16 trains bfloat16 weights, which do not move at these rates; use float32, or LoRA")
+    logging.disable_progress_bar()
+    location = TINY if path == "tiny" else Path(path).expanduser()
+    source = str(location) if location.exists() else path
+    half = dtype == "bfloat16" or (dtype == "auto" and lora.rank > 0 and torch.device(device).type == "cuda")
+    hub = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **hub)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.bfloat16 if half else torch.float32, attn_implementation=attention, **hub
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={path}: cannot be loaded ({str(error).splitlines()[0]}). Give a local folder, or a hub id") from error
+    if chat_template is not None:
+        tokenizer.chat_template = _read_template(chat_template)
+    model.to(device)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    context = int(getattr(model.config, "max_position_embeddings", 1 << 20))
+    end_ids = end_token_ids(model, tokenizer)
+    if lora.rank > 0:
+        model = add_lora(model, lora)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_ids[0]
+    return Policy(model.eval(), make_codec(tokenizer, enable_thinking=enable_thinking), end_ids, pad, context)
+
+
+def add_lora(model: Any, lora: LoRA) -> Any:
+    """The model with float32 adapters on its attention and MLP projections; the base is frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=list(lora.targets), task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, config, autocast_adapter_dtype=True)
+
+
+def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every id that ends a reply: all of the generation config, and the tokenizer's."""
+    configured = model.generation_config.eos_token_id
+    ids = [configured] if isinstance(configured, int) else list(configured or ())
+    if tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    if not ids:
+        raise TemplateError("model.path: the model names no end-of-sequence token; set eos_token_id in its generation_config.json")
+    return tuple(dict.fromkeys(ids))
+
+
+def _is_commit(revision: str | None) -> bool:
+    return revision is not None and len(revision) == 40 and all(c in "0123456789abcdef" for c in revision)
+
+
+def _read_template(file: str) -> str:
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"model.chat_template={file}: no such file")
+    return path.read_text()

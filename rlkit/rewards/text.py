@@ -1,0 +1,79 @@
+"""Rewards that compare the final reply's text. Thinking is not read, and an episode without a final answer is wrong."""
+
+from __future__ import annotations
+
+import re
+
+from rlkit.errors import ConfigError
+from rlkit.rewards.answers import final_answer
+from rlkit.types import Rollout
+
+
+def exact_match(
+    rollout: Rollout, *, ignore_case: bool = False, correct: float = 1.0, wrong: float = 0.0
+) -> float | None:
+    """Whether the final reply equals `task.answer`, surrounding white space aside.
+
+    Args:
+      ignore_case: compare case-folded.
+      correct, wrong: the two scores.
+    Returns: `correct` or `wrong`; None for an empty `task.answer`.
+    """
+    truth = _folded(rollout.task.answer, ignore_case)
+    if not truth:
+        return None
+    answer = final_answer(rollout)
+    return correct if answer is not None and _folded(answer, ignore_case) == truth else wrong
+
+
+def contains(rollout: Rollout, *, ignore_case: bool = False, correct: float = 1.0, wrong: float = 0.0) -> float | None:
+    """Whether `task.answer` stands in the final reply as whole words.
+
+    "1" is not in "10", "1.5", "1,000", "1/2" or "-1", and "correct" is not in "incorrect". White space between the
+    answer's words may be of any kind and length.
+
+    Args:
+      ignore_case: compare case-folded.
+      correct, wrong: the two scores.
+    Returns: `correct` or `wrong`; None for an empty `task.answer`.
+    """
+    words = _folded(rollout.task.answer, ignore_case).split()
+    if not words:
+        return None
+    answer = final_answer(rollout)
+    if answer is None:
+        return wrong
+    before = r"(?<!\w)" + (r"(?<![-\u2212])(?<!\d[.,/])" if words[0][0].isdigit() else "")
+    after = r"(?!\w)" + (r"(?![.,/]\d)" if words[-1][-1].isdigit() else "")
+    pattern = before + r"\s++".join(map(re.escape, words)) + after
+    return correct if re.search(pattern, _folded(answer, ignore_case)) else wrong
+
+
+def format_match(
+    rollout: Rollout, *, pattern: str, whole: bool = False, correct: float = 1.0, wrong: float = 0.0
+) -> float | None:
+    r"""Whether the final reply has a form. The truth is not looked at, so every rollout can be scored.
+
+    Args:
+      pattern: a regular expression of Python's `re`, without flags (write (?s) or (?i) in front). Its cost on hostile
+        text is its author's to bound: no nested repetition.
+      whole: the pattern must cover the whole reply, surrounding white space aside, instead of some part of it.
+      correct, wrong: the two scores.
+    Returns: `correct` or `wrong`; an episode without a final answer is wrong.
+    Raises: ConfigError for an empty pattern, or one that is not a regular expression.
+    """
+    if not pattern:
+        raise ConfigError("the format reward's pattern is empty and would match every reply; give it a pattern")
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"the format reward's pattern {pattern!r} is not a regular expression: {error}") from error
+    answer = final_answer(rollout)
+    if answer is None:
+        return wrong
+    found = compiled.fullmatch(answer.strip()) if whole else compiled.search(answer)
+    return correct if found else wrong
+
+
+def _folded(text: str, ignore_case: bool) -> str:
+    return text.strip().casefold() if ignore_case else text.strip()

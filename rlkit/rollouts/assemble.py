@@ -1,0 +1,73 @@
+"""Scored rollouts to padded tensors. Token ids are copied, never made again from text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkit.types import Batch, Rollout
+
+
+class Row(NamedTuple):
+    """One training sequence: consecutive steps of a rollout whose contexts extend one another."""
+
+    ids: list[int]
+    sampled: list[bool]
+    logprobs: list[float]
+    steps: list[int]
+
+
+def rows(rollout: Rollout) -> list[Row]:
+    """The training sequences of a rollout.
+
+    A step whose context begins with all that came before (context + reply of the step before) extends the row; one whose
+    context was rewritten (a template that drops earlier thinking) starts a new row. One rule for every history policy.
+    """
+    out: list[Row] = []
+    for index, step in enumerate(rollout.steps):
+        prompt = list(step.prompt_ids)
+        if not out or prompt[: len(out[-1].ids)] != out[-1].ids:
+            out.append(Row([], [], [], []))
+        row = out[-1]
+        new = prompt[len(row.ids) :] + list(step.response_ids)
+        observed = len(new) - len(step.response_ids)
+        row.ids.extend(new)
+        row.sampled.extend([False] * observed + [True] * len(step.response_ids))
+        row.logprobs.extend([0.0] * observed + list(step.logprobs))
+        row.steps.extend([index] * len(new))
+    return out
+
+
+def assemble(rollouts: Sequence[Rollout], *, pad_token_id: int, device: torch.device | str = "cpu") -> Batch:
+    """A batch of scored rollouts.
+
+    Args:
+      rollouts: with their rewards; None becomes nan ("cannot be scored").
+      pad_token_id: fills the right side of short rows. What is padding is told by `attention_mask` alone, so it may equal
+        an end-of-sequence id.
+      device: where the tensors go.
+    Raises: ValueError where there is no rollout, or none with a step.
+    """
+    numbered = [(i, row) for i, rollout in enumerate(rollouts) for row in rows(rollout)]
+    if not numbered:
+        raise ValueError("assemble: no rollout has a step; every episode ended before its first reply")
+    lists = [row for _, row in numbered]
+    rewards = [float("nan") if r.reward is None else r.reward for r in rollouts]
+
+    def tensor(values: list, dtype: torch.dtype, fill: float) -> Tensor:
+        width = max(map(len, values))
+        return torch.tensor([[*v, *([fill] * (width - len(v)))] for v in values], dtype=dtype, device=device)
+
+    return Batch(
+        ids=tensor([r.ids for r in lists], torch.int64, pad_token_id),
+        attention_mask=tensor([[True] * len(r.ids) for r in lists], torch.bool, False),
+        response_mask=tensor([r.sampled for r in lists], torch.bool, False),
+        rollout_ids=torch.tensor([i for i, _ in numbered], device=device),
+        step_ids=tensor([r.steps for r in lists], torch.int64, 0),
+        rewards=torch.tensor(rewards, dtype=torch.float32, device=device),
+        group_ids=torch.tensor([r.group for r in rollouts], device=device),
+        logprobs_sampler=tensor([r.logprobs for r in lists], torch.float32, 0.0),
+    )

@@ -1,0 +1,94 @@
+"""Rollouts in numbers: what a row of metrics.jsonl says about the episodes of a step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import fmean, pstdev
+
+from rlkit.types import Rollout
+
+NAN = float("nan")
+
+
+def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Metrics of scored rollouts. The keys depend on the reward's names only; what cannot be computed is nan.
+
+    reward/*            raw task reward and its components; unscored_frac is the share without a score
+    group/*             shares of prompts whose rewards are all equal (split into all good: > 0, all bad: <= 0) and mixed
+    len/*               sampled tokens of an episode, all steps together
+    stop_reason/*       how episodes ended: stop (the policy or the environment), length, context, steps
+    think_closed_frac   share of episodes without an unclosed thinking block
+    answer_found_frac   share of episodes whose last reply has content and is no tool call
+    parse_fail_frac     share of episodes with at least one tool call that could not be read
+    tools/*             calls and failures per episode, replies per episode
+    rollout/empty_frac  share of episodes that said nothing at all
+    """
+    scores = [r.reward for r in rollouts if r.reward is not None]
+    lengths = [r.response_length for r in rollouts]
+    ended = [r for r in rollouts if r.status == "terminated"]
+    solved = [r.response_length for r in rollouts if r.reward is not None and r.reward > 0]
+    unsolved = [r.response_length for r in rollouts if r.reward is not None and r.reward <= 0]
+    calls = [[call for step in r.steps for call in step.tool_calls] for r in rollouts]
+    results = [[result for step in r.steps for result in step.tool_results] for r in rollouts]
+    return {
+        "reward/mean": _mean(scores),
+        "reward/std": pstdev(scores) if scores else NAN,
+        "reward/unscored_frac": 1 - len(scores) / len(rollouts),
+        **_components(rollouts),
+        **_groups(rollouts),
+        "len/mean": _mean(lengths),
+        "len/min": min(lengths),
+        "len/max": max(lengths),
+        "len/terminated_mean": _mean([r.response_length for r in ended]),
+        "len/solved_mean": _mean(solved),
+        "len/unsolved_mean": _mean(unsolved),
+        "len/truncated_frac": 1 - len(ended) / len(rollouts),
+        "stop_reason/stop": len(ended) / len(rollouts),
+        **{f"stop_reason/{why}": _share(r.truncation == why for r in rollouts) for why in ("length", "context", "steps")},
+        "think_closed_frac": _share(all(s.thinking_closed for s in r.steps) for r in rollouts),
+        "answer_found_frac": _share(bool(r.final_content) and not r.steps[-1].tool_calls for r in rollouts),
+        "parse_fail_frac": _share(any(call.error for call in made) for made in calls),
+        "tools/calls": _mean([len(made) for made in calls]),
+        "tools/failures": _mean([sum(not result.ok for result in given) for given in results]),
+        "tools/turns": _mean([len(r.steps) for r in rollouts]),
+        "rollout/empty_frac": _share(not any(s.thinking or s.content or s.tool_calls for s in r.steps) for r in rollouts),
+    }
+
+
+def group_rewards(rollouts: Sequence[Rollout]) -> dict[int, list[float]]:
+    """Scores by prompt; rollouts that cannot be scored are left out."""
+    groups: dict[int, list[float]] = defaultdict(list)
+    for r in rollouts:
+        if r.reward is not None:
+            groups[r.group].append(r.reward)
+    return groups
+
+
+def _groups(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    groups = group_rewards(rollouts)
+    equal = [rewards for rewards in groups.values() if max(rewards) == min(rewards)]
+    count = max(1, len(groups))
+    return {
+        "group/frac_zero_std": len(equal) / count,
+        "group/frac_all_good": sum(rewards[0] > 0 for rewards in equal) / count,
+        "group/frac_all_bad": sum(rewards[0] <= 0 for rewards in equal) / count,
+        "group/frac_mixed": (len(groups) - len(equal)) / count,
+    }
+
+
+def _components(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    out = {}
+    for name in rollouts[0].rewards:
+        values = [v for r in rollouts if (v := r.rewards[name]) is not None]
+        out[f"reward/{name}/mean"] = _mean(values)
+        out[f"reward/{name}/std"] = pstdev(values) if values else NAN
+    return out
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else NAN
+
+
+def _share(flags: Iterable[bool]) -> float:
+    return _mean([float(flag) for flag in flags])

@@ -1,0 +1,76 @@
+"""Invariants proved on the run's own model, tokenizer and rows before the first step. Each is a class of silent bugs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rlkit.environments import environment_of, tool_schema
+from rlkit.errors import DataError, SelfCheckError
+from rlkit.models import check_template, score
+from rlkit.rewards import Reward
+from rlkit.rewards import score as score_rollouts
+from rlkit.rollouts import assemble, collect
+from rlkit.settings import Experiment
+from rlkit.types import Policy, Rollout, Step, Task
+
+FP32_TOLERANCE = 1e-3  # max |Δ log-prob|: two correct float32 paths differ by rounding alone
+BF16_TOLERANCE = 0.05  # mean |Δ log-prob|
+ROWS = 32  # of the data that are tried
+
+
+def check_verifier(tasks: Sequence[Task], reward: Reward) -> None:
+    """The verifier gives gold answers 1 and an empty answer 0, on the first rows.
+
+    Raises: DataError naming the row.
+    """
+    for task in tasks[:ROWS]:
+        gold, empty = (_answered(task, text) for text in (task.answer, ""))
+        scores = [r.reward for r in score_rollouts([gold, empty], reward)]
+        if scores[0] is None or scores[0] < 1:
+            raise DataError(f"row {task.id}: the gold answer '{task.answer[:80]}' scores {scores[0]} with reward '{task.reward}', not 1; "
+                            "mend the row's answer, or name a reward that can score it")  # fmt: skip
+        if scores[1] is not None and scores[1] >= 1:
+            raise DataError(f"row {task.id}: an empty answer scores {scores[1]} with reward '{task.reward}'; it must not count as right")
+
+
+def _answered(task: Task, text: str) -> Rollout:
+    step = Step(prompt=task.messages, prompt_ids=(), response_ids=(), logprobs=(), finish_reason="stop", content=text)
+    return Rollout(task, (step,))
+
+
+def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> list[str]:
+    """Token exactness on real rollouts: the template carries tools, and trainer and sampler agree on every sampled token.
+
+    Returns: warnings. Raises: TemplateError, SelfCheckError.
+    """
+    few = list(tasks[:2])
+    for task in few:
+        environment = environment_of(x.environment, task)
+        check_template(policy.codec, [tool_schema(tool) for tool in environment.tools(task).values()])
+    rollouts = collect(
+        policy, few, generate=x.generation.engine, environment=x.environment, group_size=2, seed=x.seed,
+        temperature=x.generation.temperature or 1.0, max_new_tokens=min(x.generation.max_new_tokens, 32),
+    )  # fmt: skip
+    if not any(r.steps for r in rollouts):
+        lengths = f"the model's context is {policy.context_length} tokens"
+        raise DataError(f"row {few[0].id}: the prompt does not fit: {lengths}. Choose a model with a longer context or shorter rows")
+    device = next(policy.model.parameters()).device
+    batch = assemble(rollouts, pad_token_id=policy.pad_token_id, device=device)
+    sampled = sum(r.response_length for r in rollouts)
+    if int(batch.response_mask.sum()) != sampled:
+        raise SelfCheckError(f"the loss mask has {int(batch.response_mask.sum())} tokens, {sampled} were sampled")
+    with torch.no_grad():
+        logprobs, _ = score(policy.model, batch.ids, batch.response_mask, temperature=x.generation.temperature or 1.0)
+    gap = (logprobs - batch.logprobs_sampler)[batch.response_mask].abs()
+    half = torch.is_autocast_enabled(device.type) or any(p.dtype == torch.bfloat16 for p in policy.model.parameters())
+    if half:
+        mean = float(gap.mean())
+        return [f"sampler and trainer differ by {mean:.3f} nats a token on average"] if mean > BF16_TOLERANCE else []
+    if not gap.max() < FP32_TOLERANCE:
+        raise SelfCheckError(
+            f"sampler and trainer log-probs differ by up to {float(gap.max()):.2e} nats, more than {FP32_TOLERANCE}: training would "
+            "be wrong. Does the model scale or cap its logits after the head, or have dropout?"
+        )
+    return []

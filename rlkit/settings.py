@@ -1,0 +1,75 @@
+"""A whole experiment as plain data: what a config becomes, and what a notebook may build by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from rlkit.algorithm import KL, Algorithm
+from rlkit.rewards import Reward
+from rlkit.schedules import Schedule
+from rlkit.types import Environment, Generate, Policy, Reference, Task
+
+
+class BatchSize(NamedTuple):
+    """prompts × group_size rollouts make one RL step."""
+
+    prompts: int
+    group_size: int
+
+
+class Sampling(NamedTuple):
+    """How replies are sampled in training: always from the full distribution (no top-k, no top-p)."""
+
+    engine: Generate
+    temperature: float = 1.0
+    max_new_tokens: int = 256
+
+
+class Evaluation(NamedTuple):
+    """Held-out evaluation with settings and a verifier of its own."""
+
+    reward: Reward
+    n: int = 256  # held-out tasks; 0 evaluates nothing
+    every: int = 0  # RL steps between evaluations; 0 is only before and after
+    samples: int = 8  # sampled replies per task in `rlkit evaluate`, besides the greedy one
+    k: Sequence[int] = (1, 4, 8)  # of pass@k
+    temperature: float = 1.0  # of the sampled replies
+    max_new_tokens: int | None = None  # None: as in training
+    seed: int = 0  # of the sampled replies
+    stop_at: float | None = None  # held-out greedy accuracy at which training ends
+
+
+class TrainerSettings(NamedTuple):
+    """How long, on what, and in which portions."""
+
+    steps: int
+    accelerator: Literal["auto", "cpu", "gpu"] = "auto"
+    precision: Literal["auto", "32-true", "bf16-mixed"] = "auto"
+    micro_batch_tokens: int = 16384
+    max_grad_norm: float = 1.0
+    max_time: float | None = None  # minutes
+    threads: int | None = None  # of torch on the CPU; None leaves torch's choice
+
+
+class Experiment(NamedTuple):
+    """Everything a run needs, as functions and numbers. One field per config group."""
+
+    name: str
+    seed: int
+    batch: BatchSize
+    task: Callable[..., Sequence[Task]]  # (split=…) → tasks
+    environment: Environment | Callable[[Task], Environment]
+    model: Callable[..., Policy]  # (device=…) → policy
+    generation: Sampling
+    reward: Reward
+    algorithm: Algorithm
+    kl: KL
+    reference: Reference
+    optimizer: Callable[..., Any]  # (parameters) → torch optimizer
+    trainer: TrainerSettings
+    evaluation: Evaluation
+    schedule: Schedule = Schedule()
+    logger: Callable[..., Any] | None = None  # (run folder) → Lightning logger
+    callbacks: Mapping[str, Any] = {}  # name → Lightning callback
+    resume: str = "never"  # never, auto, or a run folder

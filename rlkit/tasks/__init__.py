@@ -1,0 +1,9 @@
+"""Data sets as tasks. Every factory takes `split`, `seed` and `max_samples` by keyword and gives a sequence of Task."""
+
+from rlkit.tasks.arithmetic import arithmetic
+from rlkit.tasks.gsm8k import gsm8k
+from rlkit.tasks.jsonl import jsonl
+from rlkit.tasks.source import read_rows
+from rlkit.tasks.stream import StreamState, order, take
+
+__all__ = ["StreamState", "arithmetic", "gsm8k", "jsonl", "order", "read_rows", "take"]

@@ -1,0 +1,146 @@
+"""Generated arithmetic word problems: the embedded default task.
+
+A problem has a name, an item, a start amount and one to three operations on it; some carry a distractor sentence about
+another person. Everything follows from (seed, index). Held-out problems are those whose *expression* falls in one tenth of
+the hash space, so no held-out expression, under any wording, is ever trained on or warmed up with.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from typing import Literal, NamedTuple
+
+from rlkit.types import Task
+
+NAMES = ("Ann", "Ben", "Cem", "Dan", "Eva", "Fay", "Gus", "Ida", "Jim", "Kim", "Leo", "Mia", "Ned", "Ola", "Pia", "Sam")
+ITEMS = ("pens", "hats", "cups", "eggs", "nuts", "keys", "toys", "figs", "pins", "bags", "maps", "jars")
+
+# operation -> (kind, sentence); the kind is what a demonstration can get wrong systematically
+ADD = (("buys", "{name} buys {x} more."), ("finds", "{name} finds {x} more."), ("gets", "{other} gives {name} {x} more."))
+SUB = (("gives", "{name} gives {x} to {other}."), ("eats", "{name} uses {x}."), ("loses", "{name} loses {x}."))
+SHARE = ("shares", "{name} packs them equally into {x} boxes. How many {item} are in each box?")
+TOTAL = "How many {item} does {name} have now?"
+
+
+class Problem(NamedTuple):
+    """One word problem. `operations` are (operator, operand) pairs applied from left to right to `start`."""
+
+    question: str
+    start: int
+    operations: tuple[tuple[str, int], ...]
+    kinds: tuple[str, ...]  # of the operations, then "distractor" where there is one
+    distractor: int | None
+
+    @property
+    def expression(self) -> str:
+        """The operations as one calculator expression, with the parentheses that a final division needs."""
+        return expression(self.start, self.operations)
+
+    @property
+    def answer(self) -> int:
+        """The value of the expression; always a positive integer."""
+        return evaluate(self.start, self.operations)
+
+
+def expression(start: int, operations: tuple[tuple[str, int], ...]) -> str:
+    """`start` and its operations in infix form: (6, ((*, 4), (+, 5))) → "6 * 4 + 5"."""
+    text = str(start)
+    for i, (operator, operand) in enumerate(operations):
+        if operator == "/" and i and operations[i - 1][0] in "+-":
+            text = f"({text})"
+        text += f" {operator} {operand}"
+    return text
+
+
+def evaluate(start: int, operations: tuple[tuple[str, int], ...]) -> int:
+    """The value of the operations applied from left to right; division is exact by construction."""
+    total = start
+    for operator, x in operations:
+        total = {"+": total + x, "-": total - x, "*": total * x, "/": total // x}[operator]
+    return total
+
+
+def problem(seed: int, index: int, split: Literal["train", "test"]) -> Problem:
+    """Problem number `index` of a split: drawn from a generator of its own until its expression belongs to the split."""
+    rng = random.Random(f"arithmetic {seed} {split} {index}")
+    while True:
+        drawn = _draw(rng)
+        if drawn is not None and (zlib.crc32(drawn.expression.encode()) % 10 == 0) == (split == "test"):
+            return drawn
+
+
+def _draw(rng: random.Random) -> Problem | None:
+    """One problem, or None where the numbers drawn do not fit (a negative total, a division with a remainder)."""
+    name, other = rng.sample(NAMES, 2)
+    item, other_item = rng.sample(ITEMS, 2)
+    words = {"name": name, "other": other, "item": item}
+    count = rng.randint(1, 3)
+    start = rng.randint(2, 20)
+    sentences, operations, kinds = [f"{name} has {start} {item}."], [], []
+    if rng.random() < 0.3:
+        x = rng.randint(2, 9)
+        sentences = [f"{name} has {start} boxes of {x} {item}."]
+        operations, kinds = [("*", x)], ["boxes"]
+    share = len(operations) < count and rng.random() < 0.25
+    while len(operations) < count - share:
+        operator, choices, top = rng.choice((("+", ADD, 20), ("-", SUB, 12)))
+        kind, sentence = rng.choice(choices)
+        x = rng.randint(2, top)
+        operations.append((operator, x))
+        kinds.append(kind)
+        sentences.append(sentence.format(x=x, **words))
+    question = TOTAL
+    if share:
+        x = rng.randint(2, 6)
+        operations.append(("/", x))
+        kinds.append(SHARE[0])
+        question = SHARE[1].replace("{x}", str(x))
+    if not _fits(start, operations):
+        return None
+    distractor = rng.randint(2, 20) if rng.random() < 0.3 else None
+    if distractor is not None:
+        kinds.append("distractor")
+        sentences.insert(rng.randint(1, len(sentences)), f"{other} has {distractor} {other_item}.")
+    return Problem(
+        " ".join([*sentences, question.format(**words)]), start, tuple(operations), tuple(kinds), distractor
+    )
+
+
+def _fits(start: int, operations: list[tuple[str, int]]) -> bool:
+    """True where every intermediate total is a positive integer."""
+    total = start
+    for operator, x in operations:
+        if operator == "/" and total % x:
+            return False
+        total = evaluate(total, ((operator, x),))
+        if total <= 0:
+            return False
+    return True
+
+
+def arithmetic(
+    *, split: Literal["train", "test"] = "train", seed: int = 0, max_samples: int | None = 4096, environment: str = "tool_use"
+) -> list[Task]:
+    """Word problems as Tasks, scored as numbers, solved with the calculator.
+
+    Args:
+      split: "train", or "test" for the held-out tenth of all expressions.
+      seed: another seed gives other problems of the same split.
+      max_samples: how many problems, > 0; None gives the default 4096.
+      environment: the environment that the rows name.
+    """
+    tasks = []
+    for i in range(4096 if max_samples is None else max_samples):
+        p = problem(seed, i, split)
+        tasks.append(
+            Task(
+                id=f"arithmetic/{split}/{seed}/{i}",
+                messages=({"role": "user", "content": p.question},),
+                answer=str(p.answer),
+                reward="numeric",
+                environment=environment,
+                metadata={"expression": p.expression, "kinds": p.kinds},
+            )
+        )
+    return tasks

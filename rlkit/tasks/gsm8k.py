@@ -1,0 +1,62 @@
+"""GSM8K: grade-school word problems whose solutions end in `#### N`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlkit.errors import DataError
+from rlkit.tasks.select import select
+from rlkit.tasks.source import read_rows
+from rlkit.types import Task
+
+
+def gsm8k(
+    *,
+    path: str = "openai/gsm8k",
+    split: str,
+    seed: int,
+    max_samples: int | None = None,
+    environment: str = "tool_use",
+) -> Sequence[Task]:
+    """The problems of one split as tasks for the `numeric` reward.
+
+    Args:
+      path: a hub id, or a local file or folder of rows with `question` and `answer` (see `read_rows`).
+      split: train or test.
+      seed: of the order.
+      max_samples: how many, after the shuffle; None for all.
+      environment: name of the environment that every task asks for.
+    Returns: tasks called gsm8k/SPLIT/ROW. `answer` is what follows the last `####` (the whole answer where there is
+      none); `metadata["solution"]` is the whole gold solution.
+    Raises: DataError naming the row without a question or an answer; see also `read_rows`.
+    Source: Cobbe et al. 2021, arXiv:2110.14168.
+    """
+    rows = read_rows(path, split=split, name="main")
+    tasks = [_task(f"gsm8k/{split}/{i}", where, row, environment) for i, (where, row) in enumerate(rows)]
+    return select(tasks, seed=seed, max_samples=max_samples, source=path)
+
+
+def _task(id: str, where: str, row: dict[str, Any], environment: str) -> Task:
+    question, solution = (_text(where, row, field) for field in ("question", "answer"))
+    answer = solution.rpartition("####")[2].strip()
+    if not answer:
+        raise DataError(f"{where}: nothing follows the last #### of the answer; write the number there")
+    return Task(
+        id=id,
+        messages=({"role": "user", "content": question},),
+        answer=answer,
+        reward="numeric",
+        environment=environment,
+        metadata={"solution": solution},
+    )
+
+
+def _text(where: str, row: dict[str, Any], field: str) -> str:
+    value = row.get(field)
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(
+            f"{where}: the field {field!r} is missing or empty; task=gsm8k needs `question` and `answer` as text "
+            "(for other fields use task=jsonl)"
+        )
+    return value

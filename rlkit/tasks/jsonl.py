@@ -1,0 +1,131 @@
+"""A user's own rows, their fields named in the config."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlkit.environments.prompts import with_system_prompt
+from rlkit.errors import ConfigError, DataError
+from rlkit.tasks.select import select
+from rlkit.tasks.source import Row, is_file, read_rows
+from rlkit.types import Message, Task
+
+FIELDS = ("prompt", "answer", "id", "reward", "environment")
+Place = tuple[int, str, Row]  # index in the source, where for messages, the row
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def jsonl(
+    *,
+    path: str,
+    split: str,
+    seed: int,
+    fields: Mapping[str, str],
+    test_path: str | None = None,
+    held_out: float = 0.1,
+    max_samples: int | None = None,
+    reward: str = "exact_match",
+    environment: str = "single_turn",
+    system_prompt: str | None = None,
+) -> Sequence[Task]:
+    """The rows of a .jsonl or .parquet file, of a folder of them, or of a hub data set, as tasks.
+
+    Args:
+      path: see `read_rows`. A folder or a data set has its own splits. A single file serves "train"; "test" is
+        `test_path`, or without one a share of the file that "train" then leaves out.
+      split: train or test.
+      seed: of the order. It does not move the border between train and test.
+      fields: our name → the row's field; null for a name that is not used. `prompt` (text, or a list of messages) is
+        needed; `answer` (text or a number) as soon as the reward has a truth; `id`, `reward` and `environment` let each
+        row choose its own.
+      test_path: another source for "test".
+      held_out: share of a single file's different prompts that is "test", above 0 and below 1. Rows with the same
+        prompt fall on the same side, and adding rows moves few others.
+      max_samples: how many, after the shuffle; None for all.
+      reward, environment: the names for rows that name none.
+      system_prompt: put in front of every row's messages.
+    Returns: tasks; without an `id` field they are called SOURCE/SPLIT/ROW.
+    Raises: ConfigError for fields or shares that make no sense; DataError naming the row for one that lacks a mapped
+      field or whose prompt is no prompt; see also `read_rows`.
+    """
+    fields = {name: field for name, field in fields.items() if field}
+    _check(fields, held_out)
+    source = test_path if split == "test" and test_path else path
+    defaults = Task(id=f"{Path(source).stem}/{split}", messages=(), reward=reward, environment=environment)
+    rows: list[Place] = [(i, where, row) for i, (where, row) in enumerate(read_rows(source, split=split))]
+    if is_file(path) and not test_path:
+        rows = _side(rows, fields["prompt"], held_out, split, source)
+    tasks = [
+        _task(where, row, fields, defaults._replace(id=f"{defaults.id}/{i}"), system_prompt) for i, where, row in rows
+    ]
+    return select(tasks, seed=seed, max_samples=max_samples, source=source)
+
+
+def _check(fields: Mapping[str, str], held_out: float) -> None:
+    if unknown := [name for name in fields if name not in FIELDS]:
+        raise ConfigError(f"task.fields.{unknown[0]} is unknown; the names are {', '.join(FIELDS)}")
+    if "prompt" not in fields:
+        raise ConfigError("task.fields.prompt is missing; name the field that holds the prompt")
+    if not 0 < held_out < 1:
+        raise ConfigError(f"task.held_out is {held_out}; it must be above 0 and below 1")
+
+
+def _side(rows: list[Place], field: str, held_out: float, split: str, source: str) -> list[Place]:
+    """The rows on one side of the border: prompts in the order of their hash, the last share of them is "test"."""
+
+    def rank(row: Mapping[str, Any]) -> str:
+        return hashlib.sha256(json.dumps(row.get(field), sort_keys=True, default=str).encode()).hexdigest()
+
+    if split not in ("train", "test"):
+        raise DataError(f"task.path={source} is one file and has no split {split!r}; use train or test")
+    ranks = sorted({rank(row) for _, _, row in rows})
+    if len(ranks) < 2:
+        raise DataError(
+            f"task.path={source} has {len(ranks)} different prompts, too few to hold some out; set task.test_path, or "
+            "add rows"
+        )
+    border = ranks[len(ranks) - min(max(1, round(held_out * len(ranks))), len(ranks) - 1)]
+    return [place for place in rows if (rank(place[2]) >= border) == (split == "test")]
+
+
+def _task(where: str, row: Row, fields: Mapping[str, str], defaults: Task, system_prompt: str | None) -> Task:
+    def text(name: str, default: str) -> str:
+        if name not in fields:
+            return default
+        value = row.get(fields[name])
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not str(value).strip():
+            raise DataError(
+                f"{where}: the field {fields[name]!r} (task.fields.{name}) is missing, empty or neither text nor a "
+                "number; correct the row, or task.fields"
+            )
+        return str(value)
+
+    return Task(
+        id=text("id", defaults.id),
+        messages=with_system_prompt(_messages(where, row.get(fields["prompt"]), fields["prompt"]), system_prompt),
+        answer=text("answer", ""),
+        reward=text("reward", defaults.reward),
+        environment=text("environment", defaults.environment),
+    )
+
+
+def _messages(where: str, prompt: Any, field: str) -> tuple[Message, ...]:
+    """A prompt as chat messages: text is one user message; a list must already be messages, the last not a reply."""
+    if isinstance(prompt, str) and prompt.strip():
+        return ({"role": "user", "content": prompt},)
+    if not isinstance(prompt, list) or not prompt:
+        raise DataError(f"{where}: the prompt ({field!r}) is missing or empty; it must be text, or a list of messages")
+    for message in prompt:
+        if (
+            not isinstance(message, dict)
+            or message.get("role") not in ROLES
+            or not isinstance(message.get("content"), str)
+        ):
+            raise DataError(f"{where}: each message of {field!r} needs a role ({', '.join(ROLES)}) and text as content")
+    if prompt[-1]["role"] == "assistant":
+        raise DataError(f"{where}: the last message of {field!r} is the assistant's; end with what is to be answered")
+    return tuple(prompt)

@@ -1,0 +1,236 @@
+"""One training run in one folder: load, check, train, evaluate, sum up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rlkit import runs
+from rlkit.callbacks.files import write_json
+from rlkit.errors import Refusal, RLKitError
+from rlkit.settings import Experiment
+from rlkit.types import Task
+
+PACKAGES = ("rlkit", "torch", "transformers", "peft", "lightning", "hydra-core", "numpy")
+
+
+def load_tasks(x: Experiment) -> tuple[Sequence[Task], Sequence[Task]]:
+    """Training and held-out tasks, with the verifier tried on their gold answers. Raises DataError."""
+    from rlkit.selfcheck import check_verifier
+
+    train = x.task(split="train")
+    held_out = x.task(split="test")[: x.evaluation.n] if x.evaluation.n else []
+    for tasks in (train, held_out):
+        check_verifier(tasks, x.evaluation.reward)
+    return train, held_out
+
+
+def train(x: Experiment, tasks: tuple[Sequence[Task], Sequence[Task]], folder: Path, *, started: float, resume: bool) -> dict[str, Any]:
+    """Trains to the end and returns the summary, which is also written to the folder.
+
+    Args:
+      x: the experiment. tasks: training and held-out rows.
+      folder: where everything goes; of the run to continue where `resume` is True.
+      started: time.perf_counter() of the command's start.
+    """
+    quiet()
+    import lightning as L
+    import torch
+
+    from rlkit.callbacks.metrics import export_csv
+    from rlkit.data import RLData
+    from rlkit.module import RLModule, peak_memory
+    from rlkit.selfcheck import check_policy
+
+    if x.trainer.threads:
+        torch.set_num_threads(x.trainer.threads)
+    torch.manual_seed(x.seed)  # initial adapters; sampling has its own randomness
+    device = pick_device(x)
+    policy = x.model(device=device)
+    print(header(x, policy, device, tasks), flush=True)
+    for line in check_policy(policy, tasks[0], x):
+        print(f"warning: {line}", flush=True)
+    module = RLModule(x, policy, tasks[0])
+    results: dict[int, dict[str, Any]] = {}
+    trainer, checkpoint = make_trainer(x, module, tasks[1], folder, results, device, resume=resume)
+    summary = {"ended": "failed", "seed": x.seed, "name": x.name}
+    try:
+        trainer.fit(module, RLData(x.trainer.steps), ckpt_path=checkpoint, weights_only=True if checkpoint else None)
+        summary["ended"] = "finished" if module.rl_step >= x.trainer.steps or trainer.should_stop else "interrupted"
+    except (KeyboardInterrupt, SystemExit):
+        summary["ended"] = "interrupted"
+    except BaseException as error:
+        summary["ended"] = f"failed: {type(error).__name__}: {error}"
+        raise
+    finally:
+        summary |= {
+            "before": results.get(0),
+            "after": results.get(module.rl_step) if module.rl_step else None,
+            "steps": module.rl_step,
+            "wall_seconds": round(time.perf_counter() - started, 2),
+            "tokens": module.tokens,
+            "peak_memory_gb": round(peak_memory(device), 3),
+            "device": str(device),
+            "versions": versions(),
+        }
+        write_json(folder / "summary.json", summary)
+        export_csv(folder / "metrics.jsonl")
+    del L
+    return summary
+
+
+def make_trainer(
+    x: Experiment, module: Any, held_out: Sequence[Task], folder: Path, results: dict[int, Any], device: Any, *, resume: bool
+) -> tuple[Any, Path | None]:
+    """The Lightning trainer with rlkit's callbacks, and the checkpoint to continue from."""
+    import lightning as L
+
+    from rlkit.callbacks.checkpoint import AtomicCheckpointIO, load_newest
+    from rlkit.callbacks.evaluation import HeldOut
+    from rlkit.callbacks.metrics import MetricsFile, cut_back, read_rows
+
+    metrics = folder / "metrics.jsonl"
+    path = None
+    if resume:
+        path, state = load_newest(folder / "checkpoints")
+        cut_back(metrics, state["rlkit"]["rl_step"])
+        results |= {row["step"]: earlier_result(row, len(held_out)) for row in read_rows(metrics) if "eval/accuracy" in row}
+        print(f"resume: {path}, after step {state['rlkit']['rl_step']}", flush=True)
+    logger = x.logger(folder) if x.logger is not None else None
+    callbacks = [HeldOut(held_out, metrics, results), MetricsFile(metrics), *(make(folder) for make in x.callbacks.values())]
+    trainer = L.Trainer(
+        accelerator="gpu" if device.type == "cuda" else "cpu",
+        devices=1,
+        precision=precision(x, device),  # type: ignore[arg-type]
+        max_epochs=-1,
+        min_epochs=0,
+        logger=logger or False,
+        callbacks=callbacks,
+        plugins=[AtomicCheckpointIO()],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        inference_mode=False,
+    )
+    return trainer, path
+
+
+def earlier_result(row: Mapping[str, Any], n: int) -> dict[str, Any]:
+    """A held-out result as an earlier process of the run wrote it."""
+    interval = [row["eval/accuracy_low"], row["eval/accuracy_high"]]
+    return {"accuracy": row["eval/accuracy"], "interval": interval, "n": n, "reward": row["eval/reward"]}
+
+
+def pick_device(x: Experiment) -> Any:
+    """The device that the trainer's settings name. Raises ConfigError where there is no GPU."""
+    import torch
+
+    from rlkit.errors import ConfigError
+
+    if x.trainer.accelerator == "gpu" and not torch.cuda.is_available():
+        raise ConfigError("trainer=gpu: torch sees no GPU on this machine; use trainer=auto, or install a torch build with CUDA")
+    return torch.device("cuda", 0) if x.trainer.accelerator != "cpu" and torch.cuda.is_available() else torch.device("cpu")
+
+
+def precision(x: Experiment, device: Any) -> str:
+    """auto: bf16-mixed where all weights are trained on a GPU; else nothing is cast (under LoRA the base is bfloat16 already)."""
+    if x.trainer.precision != "auto":
+        return x.trainer.precision
+    lora = x.model.keywords.get("lora") if hasattr(x.model, "keywords") else None
+    return "bf16-mixed" if device.type == "cuda" and not (lora and lora.rank) else "32-true"
+
+
+def quiet() -> None:
+    """Silences adverts and tips of the frameworks, not their warnings about what we do."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for message in (
+        ".*does not have many workers.*",
+        ".*eval mode at the start of training.*",
+        ".*`training_step` returned `None`.*",
+        ".*GPU available but not used.*",
+        ".*isinstance.treespec, LeafSpec.*",
+        ".*Checkpoint directory .* exists.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that decide a run's numbers."""
+    found = {"python": sys.version.split()[0]}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def header(x: Experiment, policy: Any, device: Any, tasks: tuple[Sequence[Task], Sequence[Task]]) -> str:
+    """What runs, on what, and the batch arithmetic."""
+    total = sum(p.numel() for p in policy.model.parameters())
+    trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
+    rollouts = x.batch.prompts * x.batch.group_size
+    updates = x.algorithm.epochs * x.algorithm.minibatches
+    per_update = rollouts // x.algorithm.minibatches
+    return (
+        f"rlkit: {x.algorithm.name}, kl {x.kl.name}, reward {x.reward.name}, reference {x.reference.name}, seed {x.seed}\n"
+        f"model: {trained:,} of {total:,} parameters trained, on {device}, precision {precision(x, device)}\n"
+        f"data: {len(tasks[0])} training and {len(tasks[1])} held-out problems\n"
+        f"batch: {x.batch.prompts} prompts × {x.batch.group_size} samples → {updates} update(s) of {per_update} rollouts a step, "
+        f"{x.trainer.steps} steps"
+    )
+
+
+def closing(summary: Mapping[str, Any], folder: Path) -> str:
+    """The before/after table, the folder and the commands that come next."""
+    where = runs.quoted(folder)
+    lines = [""]
+    before, after = summary.get("before"), summary.get("after")
+    if before and after:
+        lines += [f"{'held-out, greedy':<22}{'before':>16}{'after':>16}", "-" * 54]
+        lines.append(f"{'accuracy':<22}{before['accuracy']:>16.3f}{after['accuracy']:>16.3f}")
+        spans = [f"{r['interval'][0]:.3f} – {r['interval'][1]:.3f}" for r in (before, after)]  # noqa: RUF001
+        lines.append(f"{'95 % interval':<22}{spans[0]:>16}{spans[1]:>16}")
+        lines.append(f"{'problems':<22}{before['n']:>16}{after['n']:>16}")
+        lines.append("")
+    lines.append(f"{summary['ended']} after {summary['steps']} steps, {summary['wall_seconds']:.0f} s, {summary['tokens']:,} tokens")
+    more = 2 * summary["steps"] if summary["ended"] == "finished" else None
+    lines += [
+        f"run folder       {folder}",
+        "next:",
+        f"  curves         tensorboard --logdir {where}",
+        f"  conversations  less {where}/samples/*",
+        f"  resume         rlkit train resume={where}" + (f" trainer.steps={more}" if more else ""),
+    ]
+    return "\n".join(lines)
+
+
+def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *, started: float, resume: bool) -> int:
+    """Runs in a folder and prints the end; the exit status. A refusal leaves nothing behind that was not there before."""
+    import shutil
+
+    fresh = not resume
+    try:
+        runs.write_config(folder, config)
+        summary = train(x, tasks, folder, started=started, resume=resume)
+    except Refusal as error:
+        print(f"rlkit: {error}", file=sys.stderr)
+        if fresh and not (folder / "metrics.jsonl").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        return 2
+    except RLKitError as error:
+        print(f"rlkit: {error}\nrun folder: {folder}", file=sys.stderr)
+        return 1
+    print(closing(summary, folder), flush=True)
+    return 0 if summary["ended"] == "finished" else 130

@@ -1,0 +1,279 @@
+"""Every contract of rlkit on one page: the data that flows, and the functions that may be swapped. Read this first.
+
+    Task ──▶ Environment ──▶ Rollout ──▶ Batch ──▶ Algorithm ──▶ optimiser ──▶ Reference update
+
+Shape letters, used everywhere: N rollouts (prompts × group size), B rows (sequences; a rollout may fill several),
+T positions of a padded row, V vocabulary. A mask is True where a token counts. All `[B, T]` tensors are aligned with `ids`:
+entry t of a log-prob belongs to token t given the tokens before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict
+
+if TYPE_CHECKING:  # this page costs nothing to import
+    import torch
+    from torch import Tensor
+
+# ------------------------------------------------------------------------------------------------ conversations
+
+
+class Message(TypedDict, total=False):
+    """One chat message, as chat templates take it."""
+
+    role: str  # system, user, assistant or tool
+    content: str
+    reasoning_content: str
+    tool_calls: list[dict[str, Any]]
+    tool_call_id: str
+    name: str
+
+
+Messages = Sequence[Message]
+
+
+class ToolCall(NamedTuple):
+    """A call that the policy asked for. `error` says why the text is not a call; then `arguments` is empty."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+    error: str = ""
+
+
+class ToolResult(NamedTuple):
+    """What the call gave. `content` is what the policy reads; `ok` is False for every kind of failure."""
+
+    id: str
+    name: str
+    content: str
+    ok: bool
+    seconds: float = 0.0
+
+
+class Task(NamedTuple):
+    """One row of a dataset. It names its reward and its environment, so that a mixture scores each row its own way."""
+
+    id: str
+    messages: tuple[Message, ...]
+    answer: str = ""
+    reward: str = "numeric"
+    environment: str = "tool_use"
+    metadata: Mapping[str, Any] = {}
+
+
+# ----------------------------------------------------------------------------------------------------- episodes
+
+FinishReason = Literal["stop", "length"]
+Status = Literal["terminated", "truncated"]
+
+
+class Generation(NamedTuple):
+    """One sampled reply: the token ids as sampled (end-of-turn token included) and their log-probs after temperature."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+
+
+class Step(NamedTuple):
+    """One turn of an episode: what was said to the policy, what it sampled, and what its tool calls gave."""
+
+    prompt: tuple[Message, ...]  # the messages new in this turn
+    prompt_ids: tuple[int, ...]  # the whole context that the reply was sampled from
+    response_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # of response_ids, by the sampler, after temperature
+    finish_reason: FinishReason
+    thinking: str = ""
+    content: str = ""
+    thinking_closed: bool = True  # False: a thinking block was opened and never closed
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_results: tuple[ToolResult, ...] = ()
+    reward: float | None = None
+
+
+class Rollout(NamedTuple):
+    """A whole episode. `reward` is None where it cannot be scored; `status` keeps terminated and truncated apart."""
+
+    task: Task
+    steps: tuple[Step, ...]
+    status: Status = "terminated"
+    truncation: str = ""  # why it was truncated: length, context or steps
+    group: int = 0  # position of the prompt in the batch: rollouts of one group share it
+    sample: int = 0  # which of the group's samples this is
+    reward: float | None = None
+    rewards: Mapping[str, float | None] = {}  # named components
+    metadata: Mapping[str, Any] = {}
+
+    @property
+    def final_content(self) -> str:
+        """Content of the last reply, thinking excluded: what an answer is read from."""
+        return self.steps[-1].content if self.steps else ""
+
+    @property
+    def response_length(self) -> int:
+        """Sampled tokens of all steps together."""
+        return sum(len(step.response_ids) for step in self.steps)
+
+    @property
+    def conversation(self) -> list[Message]:
+        """The episode as chat messages, thinking included, calls structured, results with the call's id."""
+        return self.history(len(self.steps), thinking=True)
+
+    def history(self, steps: int, *, thinking: bool) -> list[Message]:
+        """The messages of the first `steps` steps, with or without the policy's thinking.
+
+        Results of a step's calls belong to that step here; in the token stream they are part of the next prompt.
+        """
+        messages: list[Message] = []
+        for step in self.steps[:steps]:
+            messages += [m for m in step.prompt if m["role"] != "tool"]
+            reply: Message = {"role": "assistant", "content": step.content}
+            if thinking and step.thinking:
+                reply["reasoning_content"] = step.thinking
+            if step.tool_calls:
+                reply["tool_calls"] = [
+                    {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}}
+                    for c in step.tool_calls
+                ]
+            messages.append(reply)
+            messages += [
+                {"role": "tool", "tool_call_id": r.id, "name": r.name, "content": r.content} for r in step.tool_results
+            ]
+        return messages
+
+
+# ------------------------------------------------------------------------------------------------------ tensors
+
+
+class Batch(NamedTuple):
+    """Rollouts as right-padded tensors. Quantities that a run does not need stay None."""
+
+    ids: Tensor  # [B, T] int64
+    attention_mask: Tensor  # [B, T] bool, True on real tokens
+    response_mask: Tensor  # [B, T] bool, True exactly on sampled tokens
+    rollout_ids: Tensor  # [B] int64, which rollout a row belongs to (0 … N-1)
+    step_ids: Tensor  # [B, T] int64, which step of its rollout a token belongs to
+    rewards: Tensor  # [N] float, nan where it cannot be scored
+    group_ids: Tensor  # [N] int64
+    logprobs_sampler: Tensor  # [B, T] by the engine that sampled
+    logprobs_old: Tensor | None = None  # [B, T] by the trainer, before the update
+    logprobs_ref: Tensor | None = None  # [B, T] by the reference
+    values: Tensor | None = None  # [B, T]
+    advantages: Tensor | None = None  # [B, T]
+    returns: Tensor | None = None  # [B, T]
+    weights: Tensor | None = None  # [B, T] share of each token in the loss; sums to 1 over an update
+
+
+# -------------------------------------------------------------------------------------------- extension points
+#
+# Stateless parts are functions. Their positional parameters are quantities, passed by name; their keyword-only
+# parameters are hyperparameters, and the config sets those. A part may ask for any of these quantities:
+
+QUANTITIES: Mapping[str, str] = {
+    "rewards": "[N] task reward, nan where it cannot be scored",
+    "group_ids": "[N] which prompt a rollout belongs to",
+    "lengths": "[N] sampled tokens of a rollout",
+    "rollout_ids": "[B] which rollout a row belongs to",
+    "step_ids": "[B, T] which step of its rollout a token belongs to",
+    "response_mask": "[B, T] True on sampled tokens",
+    "advantages": "[B, T] a constant",
+    "logprobs": "[B, T] of the policy being trained; carries the gradient",
+    "logprobs_old": "[B, T] of the policy before the update",
+    "logprobs_ref": "[B, T] of the reference, on the same tokens",
+    "logprobs_sampler": "[B, T] of the engine that sampled",
+    "ratio": "[B, T] policy over old policy; carries the gradient",
+    "entropy": "[B, T] entropy of the policy's next-token distribution, in nats",
+}
+
+
+class AdvantageFn(Protocol):
+    """(quantities of the whole update batch) → [N], one number a rollout, or [B, T]."""
+
+    def __call__(self, **quantities: Tensor) -> Tensor: ...
+
+
+class PolicyLossFn(Protocol):
+    """(ratio, advantages, …) → loss per token [B, T], unmasked and unreduced."""
+
+    def __call__(self, **quantities: Tensor) -> Tensor: ...
+
+
+class KLFn(Protocol):
+    """(logprobs, logprobs_ref) → estimate of the divergence per token [B, T], in nats."""
+
+    def __call__(self, **quantities: Tensor) -> Tensor: ...
+
+
+class AggregationFn(Protocol):
+    """(response_mask, rollout_ids, …) → weight of each token [B, T]; they sum to 1 over an update batch.
+
+    The loss is Σ weights × loss per token, so any split into micro-batches gives the same gradient.
+    """
+
+    def __call__(self, **quantities: Tensor) -> Tensor: ...
+
+
+class GroupFilterFn(Protocol):
+    """(rewards [N], group_ids [N]) → [N] bool, True for rollouts that are kept."""
+
+    def __call__(self, **quantities: Tensor) -> Tensor: ...
+
+
+class RewardFn(Protocol):
+    """(rollout) → score, or None where it cannot be scored. Marked `batched`, it takes and returns a list."""
+
+    def __call__(self, rollout: Rollout, /) -> float | None: ...
+
+
+class ToolParser(Protocol):
+    """(content, without thinking) → (content without the calls, calls). Text that fails to parse is a call with an error."""
+
+    def __call__(self, content: str, /) -> tuple[str, list[ToolCall]]: ...
+
+
+class Environment(NamedTuple):
+    """What the policy talks to: four functions, and how the history is kept."""
+
+    first_prompt: Callable[[Task], Messages]
+    next_prompt: Callable[[Rollout, int], Messages | str | None]  # after a reply without calls; None ends the episode
+    tools: Callable[[Task], Mapping[str, Callable[..., Any]]]
+    stop: Callable[[Rollout, int], bool]  # True ends the episode as terminated
+    parse_calls: ToolParser
+    max_steps: int = 1
+    max_calls: int = 8  # tool calls answered in one reply; the others come back as errors
+    history: Literal["keep_thinking", "strip_thinking"] = "keep_thinking"
+
+
+class Generate(Protocol):
+    """The rollout engine: contexts as token ids in, sampled ids and their log-probs out, in the same order.
+
+    Randomness comes from `seeds` alone (one per context), never from batch composition.
+    """
+
+    def __call__(
+        self, policy: Policy, contexts: Sequence[Sequence[int]], seeds: Sequence[int], /, **settings: Any
+    ) -> list[Generation]: ...
+
+
+class Policy(NamedTuple):
+    """A model with all that is needed to talk to it in token ids."""
+
+    model: torch.nn.Module  # a Hugging Face causal LM, or a PEFT model around one
+    codec: Any  # rlkit.rollouts.encode.Codec
+    eos_token_ids: tuple[int, ...]  # every one of them ends a reply
+    pad_token_id: int
+    context_length: int
+
+
+class Reference(NamedTuple):
+    """How the reference policy is kept: explicit state, made by `init` and moved by `update`.
+
+    `model(state, policy_model)` is a context manager that gives the model to score with.
+    """
+
+    name: str
+    init: Callable[[torch.nn.Module], Any]
+    update: Callable[..., Any]  # (state, policy_model, **progress) → state
+    model: Callable[[Any, torch.nn.Module], Any]

@@ -1,0 +1,62 @@
+"""The environments: what the policy is told first, which tools it has, when an episode ends, and which row gets which."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlkit.environments import by_task, calculator, environment_of, hermes, none, single_turn, tool_use
+from rlkit.errors import ConfigError
+from rlkit.types import Rollout, Task
+
+TASK = Task("t/0", ({"role": "user", "content": "2 + 2?"},), environment="tools")
+TOOLS = {"calculator": calculator}
+
+
+def test_single_turn_is_one_reply_without_tools():
+    environment = single_turn()
+    assert environment.first_prompt(TASK) == TASK.messages
+    assert (environment.max_steps, environment.tools(TASK), environment.parse_calls) == (1, {}, none)
+    assert environment.next_prompt(Rollout(TASK, ()), 1) is None and not environment.stop(Rollout(TASK, ()), 1)
+
+
+def test_tool_use_gives_its_tools_and_ends_with_a_reply_without_calls():
+    environment = tool_use(tools=TOOLS, max_turns=3, max_calls=2)
+    assert environment.tools(TASK) == TOOLS and environment.parse_calls is hermes
+    assert (environment.max_steps, environment.max_calls) == (3, 2)
+    assert environment.next_prompt(Rollout(TASK, ()), 1) is None and not environment.stop(Rollout(TASK, ()), 1)
+
+
+@pytest.mark.parametrize("environment", [single_turn(system_prompt="S"), tool_use(tools=TOOLS, system_prompt="S")])
+def test_a_system_prompt_stands_in_front_and_a_rows_own_is_kept(environment):
+    assert environment.first_prompt(TASK) == ({"role": "system", "content": "S"}, *TASK.messages)
+    own = TASK._replace(messages=({"role": "system", "content": "own"}, *TASK.messages))
+    assert environment.first_prompt(own) == ({"role": "system", "content": "S\n\nown"}, *TASK.messages)
+    assert own.messages[0]["content"] == "own"
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"tools": {}}, "tools is empty"),
+        ({"tools": {"sums": calculator}}, r"tools\.sums"),
+        ({"tools": {"calculator": "calculator"}}, r"tools\.calculator"),
+        ({"tools": TOOLS, "max_turns": 0}, "max_turns is 0"),
+        ({"tools": TOOLS, "max_calls": 0}, "max_calls is 0"),
+    ],
+)
+def test_tool_use_refuses_settings_that_cannot_work(settings, key):
+    with pytest.raises(ConfigError, match=key):
+        tool_use(**settings)
+
+
+def test_by_task_gives_each_row_its_own_environment():
+    tools, plain = tool_use(tools=TOOLS), single_turn()
+    lookup = by_task(environments={"tools": tools, "plain": plain})
+    assert environment_of(lookup, TASK) is tools
+    assert environment_of(lookup, TASK._replace(environment="plain")) is plain
+    assert environment_of(plain, TASK) is plain  # one environment for all rows
+
+
+def test_by_task_names_the_row_and_the_known_environments():
+    with pytest.raises(ConfigError, match=r"'t/0'.*'tools'.*known are plain"):
+        by_task(environments={"plain": single_turn()})(TASK)

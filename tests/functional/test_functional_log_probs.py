@@ -1,0 +1,149 @@
+"""Log-probs of tokens, whole and chunk by chunk."""
+
+import math
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlkit.functional import chunked_log_probs, from_logits, log_probs, token_log_probs
+
+
+def _problem(m: int = 11, h: int = 6, v: int = 9, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(m, h, generator=generator, dtype=dtype, requires_grad=True)
+    weight = torch.randn(v, h, generator=generator, dtype=dtype, requires_grad=True)
+    return hidden, weight, torch.randint(v, (m,), generator=generator)
+
+
+def test_by_hand() -> None:
+    """Odds 3 : 1 are p = 3/4; at temperature 2 they are √3 : 1, p = √3 / (√3 + 1)."""
+    logits, ids = torch.tensor([[math.log(3.0), 0.0]]), torch.tensor([0])
+    close = {"abs": 1e-6}  # float32 rounding of values of order 1
+    assert token_log_probs(logits, ids).item() == pytest.approx(math.log(0.75), **close)
+    root = math.sqrt(3)
+    assert token_log_probs(logits, ids, temperature=2.0).item() == pytest.approx(math.log(root / (root + 1)), **close)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
+def test_temperatures_without_log_probs_are_refused(temperature: float) -> None:
+    hidden, weight, ids = _problem()
+    with pytest.raises(ValueError, match=r"temperature is .*allowed: > 0"):
+        token_log_probs(hidden @ weight.T, ids, temperature=temperature)
+    with pytest.raises(ValueError, match=r"temperature is .*allowed: > 0"):
+        chunked_log_probs(hidden, lambda x: x @ weight.T, ids, temperature=temperature, chunk_size=4)
+
+
+def test_chunk_size_below_one_is_refused() -> None:
+    hidden, weight, ids = _problem()
+    with pytest.raises(ValueError, match=r"chunk_size is 0; allowed: ≥ 1"):
+        chunked_log_probs(hidden, lambda x: x @ weight.T, ids, chunk_size=0)
+
+
+def test_half_precision_logits_are_normalised_in_float32() -> None:
+    """In bfloat16 the log-softmax over 500 tokens would be off by up to 0.03."""
+    logits = torch.randn(20, 500, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ids = torch.arange(20)
+    exact = logits.double().log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    got = token_log_probs(logits, ids, temperature=0.7)
+    assert got.dtype == torch.float32
+    exact = (logits.double() / 0.7).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(got.double(), exact, rtol=0, atol=5e-6)  # float32 rounding of values of order 10
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 11, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_chunked_equals_the_naive_form(chunk_size: int, temperature: float, entropy_gradient: bool) -> None:
+    """Values and the gradients into the hidden states and into the head."""
+    hidden, weight, ids = _problem()
+    logits = hidden @ weight.T
+    logp = (logits / temperature).log_softmax(-1)
+    naive_entropy = -(logp.exp() * logp).sum(-1)
+    naive = logp[torch.arange(11), ids]
+    scale = torch.linspace(-1, 2, 11, dtype=torch.float64)
+    target = (naive * scale).sum() + (naive_entropy * scale.flip(0)).sum() * entropy_gradient
+    expected = torch.autograd.grad(target, (hidden, weight))
+
+    got, entropy = chunked_log_probs(
+        hidden,
+        lambda x: x @ weight.T,
+        ids,
+        temperature=temperature,
+        chunk_size=chunk_size,
+        entropy_gradient=entropy_gradient,
+    )
+    loss = (got * scale).sum() + ((entropy * scale.flip(0)).sum() if entropy_gradient else 0.0)
+    gradients = torch.autograd.grad(loss, (hidden, weight))
+    close = {"rtol": 0, "atol": 1e-13}  # float64 rounding over sums of 11 terms of order 1
+    torch.testing.assert_close(got, naive, **close)
+    torch.testing.assert_close(entropy, naive_entropy, **close)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, **close)
+
+
+def test_chunked_equals_token_log_probs_in_bfloat16() -> None:
+    hidden, weight, ids = _problem(dtype=torch.bfloat16)
+    logits = hidden @ weight.T
+    got, entropy = chunked_log_probs(hidden, lambda x: x @ weight.T, ids, temperature=0.8, chunk_size=11)
+    assert got.dtype == entropy.dtype == torch.float32
+    assert torch.equal(got, token_log_probs(logits, ids, temperature=0.8))
+    torch.testing.assert_close(entropy, from_logits(logits.float() / 0.8), rtol=0, atol=2e-6)  # float32, order 1
+
+
+def test_entropy_carries_a_gradient_only_where_asked() -> None:
+    hidden, weight, ids = _problem()
+    for asked in (False, True):
+        logprobs, entropy = chunked_log_probs(hidden, lambda x: x @ weight.T, ids, chunk_size=3, entropy_gradient=asked)
+        assert logprobs.requires_grad
+        assert entropy.requires_grad is asked
+
+
+def test_no_logits_survive_the_forward_pass() -> None:
+    """What chunking is for: the graph holds hidden states, never [m, V]; the head runs once more per chunk instead."""
+    hidden, weight, ids = _problem()
+    alive: list[weakref.ref[Tensor]] = []
+
+    def head(x: Tensor) -> Tensor:
+        logits = x @ weight.T
+        alive.append(weakref.ref(logits))
+        return logits
+
+    logprobs, _ = chunked_log_probs(hidden, head, ids, chunk_size=4)
+    assert len(alive) == 3  # ⌈11 / 4⌉
+    assert all(logits() is None for logits in alive)
+    logprobs.sum().backward()
+    assert len(alive) == 6
+
+
+def test_no_recomputation_without_gradient() -> None:
+    hidden, weight, ids = _problem()
+    with torch.no_grad():
+        logprobs, entropy = chunked_log_probs(hidden, lambda x: x @ weight.T, ids, chunk_size=4, entropy_gradient=True)
+    assert not logprobs.requires_grad
+    assert not entropy.requires_grad
+
+
+def test_a_detached_entropy_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recomputation of a chunk ends before the entropy: it would be two more passes over [m, V] for nothing."""
+    hidden, weight, ids = _problem()
+    calls: list[int] = []
+    original = log_probs.from_log_probs
+    monkeypatch.setattr(log_probs, "from_log_probs", lambda x: (calls.append(1), original(x))[1])
+    chunked_log_probs(hidden, lambda x: x @ weight.T, ids, chunk_size=4)[0].sum().backward()
+    assert len(calls) == 3
+
+
+def test_no_tokens_at_all() -> None:
+    hidden, weight, ids = _problem(m=0)
+    logprobs, entropy = chunked_log_probs(hidden, lambda x: x @ weight.T, ids, chunk_size=4)
+    assert logprobs.shape == entropy.shape == (0,)
+    logprobs.sum().backward()  # an empty micro-batch still takes part in the backward pass
+    assert weight.grad is not None
+
+
+def test_lengths_that_differ_are_an_error() -> None:
+    hidden, weight, ids = _problem()
+    with pytest.raises((ValueError, RuntimeError)):
+        chunked_log_probs(hidden, lambda x: x @ weight.T, ids[:4], chunk_size=4)

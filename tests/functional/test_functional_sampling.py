@@ -1,0 +1,146 @@
+"""Randomness by name: the hash, the distribution, and independence of everything that must not matter."""
+
+import math
+
+import pytest
+import torch
+
+from rlkit.functional import gumbel_noise, mix
+
+WORD = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def _splitmix(word: int) -> int:
+    """The finaliser as in the paper's Java code, on Python integers."""
+    word = ((word ^ (word >> 30)) * FIRST) & WORD
+    word = ((word ^ (word >> 27)) * SECOND) & WORD
+    return word ^ (word >> 31)
+
+
+def _unsplitmix(word: int) -> int:
+    """Its inverse: an xorshift is undone by repeating it, an odd multiplier by its inverse modulo 2^64."""
+    for shift, multiplier in ((31, SECOND), (27, FIRST), (30, 1)):
+        original = word
+        for _ in range(64 // shift + 1):
+            original = word ^ (original >> shift)
+        word = (original * pow(multiplier, -1, 1 << 64)) & WORD
+    return word
+
+
+def _state(seed: int, counter: int) -> int:
+    return _splitmix((_splitmix((seed + GOLDEN) & WORD) ^ counter) + GOLDEN & WORD)
+
+
+def test_mix_agrees_with_the_published_sequence() -> None:
+    """The first output of splitmix64 from state 1234567, without its lowest bit."""
+    assert mix(1234567) == 6457827717110365317 >> 1
+
+
+def test_mix_tells_order_number_and_sign_apart() -> None:
+    names = [(), (0,), (0, 0), (1,), (-1,), (1, 2), (2, 1), (1, 2, 0), (0, 1, 2), (3, 0), (0, 3)]
+    assert len({mix(*name) for name in names}) == len(names)
+
+
+def test_mix_fits_int64_and_does_not_collide() -> None:
+    """40,000 neighbouring names: one collision among 63-bit hashes has probability 1e-10."""
+    seeds = {mix(0, step, prompt, sample) for step in range(50) for prompt in range(100) for sample in range(8)}
+    assert len(seeds) == 40_000
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+
+
+def test_mix_spreads_one_bit_over_all() -> None:
+    """Avalanche: one changed bit of either part flips each of the 63 bits about half of the time."""
+    flips = [bin(mix(7, 5) ^ mix(7 ^ (1 << bit), 5)).count("1") for bit in range(63)]
+    flips += [bin(mix(7, 5) ^ mix(7, 5 ^ (1 << bit))).count("1") for bit in range(63)]
+    mean = sum(flips) / len(flips)
+    assert abs(mean - 31.5) < 5 * math.sqrt(63 / 4 / len(flips))  # five standard errors of a binomial mean
+    assert min(flips) >= 12  # five standard deviations below 31.5
+
+
+def test_noise_agrees_with_a_scalar_version() -> None:
+    """The whole formula on Python integers and floats: guards the shifts, which in torch carry the sign along."""
+    seeds, counters, vocabulary = [0, 1, mix(3), -5, (1 << 63) - 1], [0, 1, 2, 1000, 1 << 40], 40
+    noise = gumbel_noise(torch.tensor(seeds), torch.tensor(counters), vocabulary)
+    for row, (seed, counter) in enumerate(zip(seeds, counters, strict=True)):
+        for token in range(vocabulary):
+            word = _splitmix((_state(seed, counter) + (token + 1) * GOLDEN) & WORD)
+            u = ((word >> 33) + 0.5) / 2**31
+            expected = -math.log(-math.log1p(-u))
+            # float32 rounding of u and of two logarithms; near g = 0 the error is absolute
+            assert noise[row, token].item() == pytest.approx(expected, rel=2e-6, abs=2e-6)
+
+
+def test_argmax_draws_from_the_softmax() -> None:
+    """χ² over 300,000 draws with neighbouring seeds and counters, the hardest case for a weak hash.
+
+    6 symbols, one of probability 0.0006 (190 draws expected); χ² with 5 degrees of freedom is above 35.9 once in 1e6.
+    """
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5, -5.0])
+    seeds = torch.arange(1000).repeat_interleave(300)
+    counters = torch.arange(300).repeat(1000)
+    drawn = (logits + gumbel_noise(seeds, counters, 6)).argmax(-1).bincount(minlength=6).double()
+    expected = 300_000 * logits.double().softmax(-1)
+    assert ((drawn - expected).square() / expected).sum() < 35.9
+
+
+def test_moments_are_those_of_a_gumbel() -> None:
+    """Mean 0.5772 (Euler), variance π²/6; standard errors of 1e6 draws are 0.0013 and 0.0034: five of each."""
+    noise = gumbel_noise(torch.arange(1000), 3, 1000).double()
+    assert abs(noise.mean() - 0.5772157) < 0.0065
+    assert abs(noise.var() - math.pi**2 / 6) < 0.017
+
+
+@pytest.mark.parametrize("neighbour", ["seed", "counter", "token", "seed and counter"])
+def test_neighbours_are_independent(neighbour: str) -> None:
+    """Correlation of 200,000 pairs is within 5 / √200,000 = 0.011 of 0. "seed and counter": seed + 1, counter - 1."""
+    seeds, counters = torch.arange(400), torch.full((400,), 7)
+    first = gumbel_noise(seeds, counters, 501)[:, :500]
+    second = {
+        "seed": lambda: gumbel_noise(seeds + 1, counters, 500),
+        "counter": lambda: gumbel_noise(seeds, counters + 1, 500),
+        "token": lambda: gumbel_noise(seeds, counters, 501)[:, 1:],
+        "seed and counter": lambda: gumbel_noise(seeds + 1, counters - 1, 500),
+    }[neighbour]()
+    pairs = torch.stack([first.flatten(), second.flatten()])
+    assert abs(pairs.corrcoef()[0, 1]) < 0.011
+
+
+def test_a_row_depends_on_its_own_seed_and_counter_alone() -> None:
+    """What makes batching invisible: order, company, one counter or many, and the vocabulary's size change nothing."""
+    seeds, counters = torch.tensor([5, 9, 5, 77]), torch.tensor([0, 4, 1, 4])
+    noise = gumbel_noise(seeds, counters, 1003)  # not a multiple of a vector register
+    order = torch.tensor([2, 0, 3, 1])
+    assert torch.equal(gumbel_noise(seeds[order], counters[order], 1003), noise[order])
+    for row in range(4):
+        assert torch.equal(gumbel_noise(seeds[row : row + 1], int(counters[row]), 1003)[0], noise[row])
+    assert torch.equal(gumbel_noise(seeds, counters, 17), noise[:, :17])
+    assert not torch.equal(noise[0], noise[2])  # same seed, another counter
+
+
+def test_the_ends_of_the_interval_are_finite() -> None:
+    """u is never 0 and never 1: a seed is solved for that makes token 0 draw all zero bits, and one for all ones."""
+    counter = 3
+    words = {0: -math.log(-math.log1p(-(2.0**-32))), WORD: -math.log(24 * math.log(2))}  # g = 22.2 and g = -2.81
+    for word, expected in words.items():
+        state = (_unsplitmix(word) - GOLDEN) & WORD
+        seed = (_unsplitmix((_unsplitmix(state) - GOLDEN & WORD) ^ counter) - GOLDEN) & WORD
+        seed = seed - (1 << 64) if seed >> 63 else seed
+        noise = gumbel_noise(torch.tensor([seed]), counter, 1)
+        assert noise.item() == pytest.approx(expected, rel=1e-6)  # float32 rounding
+
+
+def test_arguments_are_left_alone() -> None:
+    """The noise is made in place, but not in the caller's tensors."""
+    seeds, counters = torch.tensor([1, 2]), torch.tensor([3, 4])
+    gumbel_noise(seeds, counters, 5)
+    assert seeds.tolist() == [1, 2]
+    assert counters.tolist() == [3, 4]
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"dtype of seeds is torch.float32; allowed: an integer dtype"):
+        gumbel_noise(torch.tensor([1.0]), 0, 5)
+    with pytest.raises(ValueError, match=r"vocabulary is 0; allowed: ≥ 1"):
+        gumbel_noise(torch.tensor([1]), 0, 0)
