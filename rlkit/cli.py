@@ -108,7 +108,7 @@ def train_command(arguments: Arguments) -> int:
     named = option(overrides, "resume")
     if named not in (None, "never", "auto"):
         found = runs.find_run(named or "", "resume")
-        overrides = [o for o in runs.saved_overrides(found) if not o.lstrip("+").startswith("resume=")] + overrides
+        overrides = drop(runs.saved_overrides(found), "resume") + overrides
         folder, resume = str(found), True
     composed: Composed = compose(overrides, config_dir=arguments.config_dir)
     x = experiment(composed)
@@ -131,7 +131,7 @@ def train_command(arguments: Arguments) -> int:
     tasks = load_tasks(x)
     for line in warnings(x):
         print(f"warning: {line}")
-    target = where or runs.new_folder(x.name)
+    target = where or runs.fresh(runs.OUTPUTS / x.name)
     return in_hydra(
         composed.overrides, target, arguments, lambda: start(x, composed.config, tasks, target, started=STARTED, resume=resume)
     )
@@ -153,21 +153,25 @@ def option(overrides: Sequence[str], key: str) -> str | None:
     return values[-1] if values else None
 
 
+def drop(overrides: Sequence[str], key: str) -> list[str]:
+    """The overrides without those of a key."""
+    return [o for o in overrides if o.partition("=")[0].lstrip("+") != key]
+
+
 def in_hydra(overrides: Sequence[str], folder: Path, arguments: Arguments, job) -> int:
     """Enters Hydra's main with a config that is known to compose; Hydra writes .hydra/ and sets its own state."""
     import hydra
 
-    from rlkit.compose import conf_dir
+    from rlkit.compose import conf_dir, searchpath
 
     status = [1]
 
     def run(config: object) -> None:
         status[0] = job()
 
-    search = [f"hydra.searchpath=[file://{Path(arguments.config_dir).resolve()}]"] if arguments.config_dir else []
-    rest = [o for o in overrides if not o.startswith("hydra.run.dir=")]
+    rest = drop(overrides, "hydra.run.dir")
     saved = sys.argv
-    sys.argv = ["rlkit train", *search, *rest, f"hydra.run.dir={quote(str(folder))}"]
+    sys.argv = ["rlkit train", *searchpath(arguments.config_dir), *rest, f"hydra.run.dir={quote(str(folder))}"]
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(run)()
     finally:
@@ -185,7 +189,7 @@ def sweep(arguments: Arguments) -> int:
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
-    from rlkit.compose import compose, conf_dir, experiment
+    from rlkit.compose import compose, conf_dir, experiment, searchpath
 
     problems = []
     for job in expand(arguments.overrides):
@@ -208,9 +212,8 @@ def sweep(arguments: Arguments) -> int:
         if subprocess.run(command).returncode != 0:
             failed.append(str(folder))
 
-    search = [f"hydra.searchpath=[file://{Path(arguments.config_dir).resolve()}]"] if arguments.config_dir else []
     saved = sys.argv
-    sys.argv = ["rlkit train", "--multirun", *search, *(addable(o) for o in arguments.overrides)]
+    sys.argv = ["rlkit train", "--multirun", *searchpath(arguments.config_dir), *arguments.overrides]
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(run)()
     finally:
@@ -218,10 +221,6 @@ def sweep(arguments: Arguments) -> int:
     for folder in failed:
         print(f"failed: {folder}", file=sys.stderr)
     return 1 if failed else 0
-
-
-def addable(override: str) -> str:
-    return override
 
 
 def expand(overrides: Sequence[str]) -> list[list[str]]:
@@ -242,5 +241,25 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def evaluate_command(arguments: Arguments) -> int:
-    """Held-out accuracy of a run or a model."""
-    raise ConfigError("not yet")
+    """Held-out accuracy of a run (run=FOLDER: its config and newest checkpoint) or of a model as it is."""
+    from rlkit import runs
+    from rlkit.compose import compose, experiment
+    from rlkit.evaluate import evaluate, table
+    from rlkit.train import load_tasks
+
+    if arguments.multirun:
+        raise ConfigError("rlkit evaluate takes one run or model at a time; -m belongs to rlkit train")
+    named, overrides = option(arguments.overrides, "run"), drop(arguments.overrides, "run")
+    run = runs.find_run(named, "run") if named else None
+    if run is not None:
+        overrides = drop(runs.saved_overrides(run), "resume") + overrides
+    composed = compose(overrides, entry="evaluate", config_dir=arguments.config_dir)
+    x = experiment(composed)
+    if x.evaluation.n < 1:
+        raise ConfigError(f"evaluation.n={x.evaluation.n}: there is nothing to evaluate; set it to at least 1")
+    if max(x.evaluation.k) > x.evaluation.samples:
+        raise ConfigError(f"evaluation.k: pass@{max(x.evaluation.k)} needs evaluation.samples of at least that; it is {x.evaluation.samples}")
+    _, held_out = load_tasks(x)
+    out = runs.fresh(run / "evaluation" if run else runs.OUTPUTS / "evaluation")
+    print(table(evaluate(x, held_out, run=run, out=out, started=STARTED), out))
+    return 0

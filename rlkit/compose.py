@@ -52,27 +52,57 @@ def compose(overrides: Sequence[str], *, entry: str = "train", config_dir: str |
 
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
+
+    logging.getLogger("hydra").setLevel(logging.ERROR)
+    search = searchpath(config_dir)
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        problems, accepted = _check_overrides(overrides, search)
+        try:
+            plain = _compose(entry, search, accepted)
+        except ConfigError:
+            # A key that the YAML does not hold may still be one that a signature knows: add it, and let the check decide.
+            accepted = [_added(text) for text in accepted]
+            try:
+                plain = _compose(entry, search, accepted)
+            except ConfigError as error:
+                raise ConfigError("\n".join([*problems, str(error)])) from error
+    problems += check(plain)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return Composed(plain, accepted)
+
+
+def searchpath(config_dir: str | None) -> list[str]:
+    """The override that makes Hydra look for options in a user's folder too."""
+    return [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
+
+
+def _compose(entry: str, search: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
+    """Hydra's composition in plain containers; whatever goes wrong is one ConfigError."""
+    import hydra
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    logging.getLogger("hydra").setLevel(logging.ERROR)
-    search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
-    GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            from hydra import compose as hydra_compose
-
-            problems, accepted = _check_overrides(overrides, search)
-            config = hydra_compose(entry, overrides=search + accepted)
-            plain = OmegaConf.to_container(config, resolve=True)
-    except (HydraException, OmegaConfBaseException) as error:
+        plain = OmegaConf.to_container(hydra.compose(entry, overrides=[*search, *overrides]), resolve=True)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(_one_sentence(error)) from error
     assert isinstance(plain, dict)
-    problems += check(plain)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return Composed(plain, accepted)  # type: ignore[arg-type]
+    return {str(key): value for key, value in plain.items()}
+
+
+def _added(override: str) -> str:
+    """A plain value override as one that adds its key; groups and prefixed overrides as they are."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.object_type import ObjectType
+
+    key = override.partition("=")[0]
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None
+    is_group = bool(hydra.config_loader.get_group_options(key.partition("@")[0], ObjectType.CONFIG))
+    return override if is_group or key[0] in "+~" or key.startswith("hydra.") else f"++{override}"
 
 
 def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -80,6 +110,7 @@ def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[l
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.object_type import ObjectType
     from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
 
     hydra = GlobalHydra.instance().hydra
     assert hydra is not None
@@ -87,22 +118,22 @@ def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[l
     parser = OverridesParser.create(config_loader=loader)
     problems, accepted = [], []
     for text in overrides:
-        override = parser.parse_overrides([text])[0]
+        try:
+            override = parser.parse_overrides([text])[0]
+        except HydraException as error:
+            problems.append(f"'{text}' cannot be read: {_one_sentence(error)}")
+            continue
         group = override.key_or_group
         options = loader.get_group_options(group, ObjectType.CONFIG)
-        is_value = override.is_delete() or override.is_hydra_override() or not options
+        chosen = override.value() if options and not override.is_sweep_override() else []
+        unknown = [c for c in (chosen if isinstance(chosen, list) else [chosen]) if c not in options]
         if override.is_sweep_override():
             problems.append(f"{text}: several values are a sweep; run it with -m")
-        elif is_value:
-            plain = not (override.is_delete() or override.is_add() or override.is_force_add() or override.is_hydra_override())
-            accepted.append(f"++{text}" if plain else text)
+        elif unknown and not search:
+            hint = nearest(str(unknown[0]), options)
+            problems.append(f"{text}: no such option.{hint} Options of {group}: {', '.join(sorted(options))}")
         else:
-            chosen = override.value()
-            unknown = [c for c in (chosen if isinstance(chosen, list) else [chosen]) if c is not None and c not in options]
-            if unknown and not search:
-                problems.append(f"{group}={unknown[0]}: no such option.{nearest(str(unknown[0]), options)} Options of {group}: {', '.join(sorted(options))}")
-            else:
-                accepted.append(text)
+            accepted.append(text)
     return problems, accepted
 
 
@@ -134,7 +165,12 @@ def check(node: Any, path: str = "") -> list[str]:
 def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str) -> list[str]:
     """The keys and values of a node against its target's signature, then the nodes within."""
     parameters = inspect.signature(target).parameters
-    named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    partial = node.get("_partial_", False)
+    named = {
+        name: p
+        for name, p in parameters.items()
+        if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and not (partial and p.default is p.empty))
+    }  # a partial part's required positional parameters are what it is called with, not what a config sets
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     hints = _hints(target)
     keys = [key for key in node if key not in SPECIAL]
@@ -146,10 +182,8 @@ def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str) 
         elif not takes_any:
             label = f"'{node['_target_']}'" if path else "a run"
             problems.append(f"{where}: {label} takes no '{key}'.{nearest(key, named)} It takes: {', '.join(named)}")
-    partial = node.get("_partial_", False)
     for name, p in named.items():
-        due = p.kind is p.KEYWORD_ONLY if partial else True
-        if due and p.default is p.empty and name not in keys and not node.get("_args_"):
+        if p.default is p.empty and name not in keys and not node.get("_args_"):
             if not (partial and name in GIVEN_LATER):
                 problems.append(f"{_join(path, name)}: '{node['_target_']}' needs a value here")
     return problems
@@ -374,7 +408,7 @@ def _dry_run_numbers(x: Any) -> None:
         try:
             at(x, step)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ConfigError(f"schedule.numbers: {error}") from error
+            raise ConfigError(f"schedule.numbers: {error.args[0]}") from error
 
 
 def experiment(composed: Composed) -> Any:

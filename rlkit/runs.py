@@ -18,12 +18,12 @@ LENGTH = ("trainer.steps", "trainer.max_time", "resume")  # keys that two config
 FIXED = ("model", "optimizer._target_", "task", "seed")  # keys that a continued run may not change
 
 
-def new_folder(name: str) -> Path:
-    """outputs/<name>/<time>, one that does not exist yet."""
+def fresh(parent: Path) -> Path:
+    """<parent>/<time>, one that does not exist yet."""
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    folder, number = OUTPUTS / name / stamp, 2
+    folder, number = parent / stamp, 2
     while folder.exists():
-        folder, number = OUTPUTS / name / f"{stamp}_{number}", number + 1
+        folder, number = parent / f"{stamp}_{number}", number + 1
     return folder
 
 

@@ -8,7 +8,7 @@ import torch
 
 from rlkit.environments import environment_of, tool_schema
 from rlkit.errors import DataError, SelfCheckError
-from rlkit.models import check_template, score
+from rlkit.models import check_template, encode_prompt, score
 from rlkit.rewards import Reward
 from rlkit.rewards import score as score_rollouts
 from rlkit.rollouts import assemble, collect
@@ -17,7 +17,8 @@ from rlkit.types import Policy, Rollout, Step, Task
 
 FP32_TOLERANCE = 1e-3  # max |Δ log-prob|: two correct float32 paths differ by rounding alone
 BF16_TOLERANCE = 0.05  # mean |Δ log-prob|
-ROWS = 32  # of the data that are tried
+ROWS = 32  # of the data that are tried with the verifier
+LONGEST = 4  # rows by characters whose prompts are measured in tokens
 
 
 def check_verifier(tasks: Sequence[Task], reward: Reward) -> None:
@@ -40,22 +41,35 @@ def _answered(task: Task, text: str) -> Rollout:
     return Rollout(task, (step,))
 
 
+def check_contexts(policy: Policy, tasks: Sequence[Task], x: Experiment) -> None:
+    """The template carries the rows' tools, and the longest rows leave room for a reply.
+
+    Raises: TemplateError, DataError naming the row.
+    """
+    longest = sorted(tasks, key=lambda task: -sum(len(m["content"]) for m in task.messages))[:LONGEST]
+    for task in longest:
+        environment = environment_of(x.environment, task)
+        tools = [tool_schema(tool) for tool in environment.tools(task).values()]
+        check_template(policy.codec, tools)
+        length = len(encode_prompt(policy.codec, list(environment.first_prompt(task)), tools))
+        if length >= policy.context_length:
+            raise DataError(
+                f"row {task.id}: its prompt has {length} tokens, and the model's context is {policy.context_length}; "
+                "take the row out, or choose a model with a longer context (model.path)"
+            )
+
+
 def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> list[str]:
     """Token exactness on real rollouts: the template carries tools, and trainer and sampler agree on every sampled token.
 
     Returns: warnings. Raises: TemplateError, SelfCheckError.
     """
     few = list(tasks[:2])
-    for task in few:
-        environment = environment_of(x.environment, task)
-        check_template(policy.codec, [tool_schema(tool) for tool in environment.tools(task).values()])
+    check_contexts(policy, tasks, x)
     rollouts = collect(
         policy, few, generate=x.generation.engine, environment=x.environment, group_size=2, seed=x.seed,
         temperature=x.generation.temperature or 1.0, max_new_tokens=min(x.generation.max_new_tokens, 32),
     )  # fmt: skip
-    if not any(r.steps for r in rollouts):
-        lengths = f"the model's context is {policy.context_length} tokens"
-        raise DataError(f"row {few[0].id}: the prompt does not fit: {lengths}. Choose a model with a longer context or shorter rows")
     device = next(policy.model.parameters()).device
     batch = assemble(rollouts, pad_token_id=policy.pad_token_id, device=device)
     sampled = sum(r.response_length for r in rollouts)

@@ -41,7 +41,6 @@ def train(x: Experiment, tasks: tuple[Sequence[Task], Sequence[Task]], folder: P
       started: time.perf_counter() of the command's start.
     """
     quiet()
-    import lightning as L
     import torch
 
     from rlkit.callbacks.metrics import export_csv
@@ -82,7 +81,6 @@ def train(x: Experiment, tasks: tuple[Sequence[Task], Sequence[Task]], folder: P
         }
         write_json(folder / "summary.json", summary)
         export_csv(folder / "metrics.jsonl")
-    del L
     return summary
 
 
@@ -109,8 +107,9 @@ def make_trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=1,
         precision=precision(x, device),  # type: ignore[arg-type]
-        max_epochs=-1,
+        max_epochs=-1,  # the module stops by RL step or time
         min_epochs=0,
+        log_every_n_steps=1,
         logger=logger or False,
         callbacks=callbacks,
         plugins=[AtomicCheckpointIO()],

@@ -1,6 +1,6 @@
 """Builds the embedded tiny model: tokenizer, warm-up on conversations of mixed quality, weights, measured accuracy.
 
-    python experiments/tiny_model/build.py [--out rlkit/models/tiny] [--steps 1500] [--seed 0]
+    python experiments/tiny_model/build.py [--out rlkit/models/tiny] [--steps 800] [--seed 0]
 
 The demonstrations are wrong on purpose, and *systematically* so: most demonstrations with a verb of loss add where they should
 subtract, most that share equally leave the division out, most with a distractor add it. So the model starts bad in greedy
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,10 +21,13 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rlkit.environments.calculator import calculator
-from rlkit.environments.tools import tool_schema
+from rlkit.environments import calculator, tool_schema, tool_use
+from rlkit.generation import generate
+from rlkit.models import load_policy
 from rlkit.models.chat import Codec, continuation, encode_prompt, encode_scaffold, make_codec
-from rlkit.tasks.arithmetic import Problem, evaluate, expression, problem
+from rlkit.rewards import Reward, Term, numeric, weighted_sum
+from rlkit.rollouts.evaluation import greedy_accuracy, is_correct, sampled_accuracy
+from rlkit.tasks.arithmetic import Problem, arithmetic, evaluate, expression, problem
 from rlkit.types import Message
 
 WARM_UP_SEED = 1_000_003  # of the problems; training uses small seeds, so warm-up problems are others
@@ -207,26 +209,55 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("rlkit/models/tiny"))
     parser.add_argument("--vocabulary", type=int, default=768)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(arguments.seed)
+    torch.set_num_threads(1)  # the same sums in the same order on every machine of a kind
     lines = []
 
     def log(line: str) -> None:
         print(line, flush=True)
         lines.append(line)
 
-    tokenizer = build_tokenizer(arguments.vocabulary, arguments.out)
+    # Built beside the target and moved at the end: a reader never sees a new tokenizer with old weights.
+    part = arguments.out.with_name(arguments.out.name + ".part")
+    tokenizer = build_tokenizer(arguments.vocabulary, part)
     codec = make_codec(tokenizer)
     log(f"vocabulary {len(tokenizer)}")
     model = build_model(len(tokenizer), codec)
     log(f"parameters {sum(p.numel() for p in model.parameters())}")
     warm_up(model, codec, steps=arguments.steps, batch=arguments.batch, lr=arguments.lr, seed=arguments.seed, log=log)
-    model.to(torch.bfloat16).save_pretrained(arguments.out)
+    model.to(torch.bfloat16).save_pretrained(part)
+    for file in part.iterdir():
+        file.replace(arguments.out / file.name)
+    part.rmdir()
+    measured = measure(arguments.out)
+    log(f"held-out accuracy: greedy {measured['greedy']}, sampled {measured['sampled']}")
+    here = Path(__file__).parent
+    (here / "log.txt").write_text("\n".join(lines) + "\n")
+    (here / "accuracy.json").write_text(json.dumps(measured, indent=2) + "\n")
+
+
+def measure(path: Path, n: int = 1000) -> dict:
+    """Held-out accuracy of the saved model, greedy and sampled, and greedy by kind of problem."""
+    environment = tool_use(tools={"calculator": calculator})
+    reward = Reward("numeric", {"numeric": Term(1.0, numeric)}, weighted_sum)
+    tasks = arithmetic(split="test", max_samples=n)
+    policy = load_policy(path=str(path))
+    collecting = {"reward": reward, "generate": generate, "environment": environment, "max_new_tokens": 64}
+    greedy, rollouts = greedy_accuracy(policy, tasks, **collecting)
+    sampled, _ = sampled_accuracy(policy, tasks, samples=4, k=[1, 4], temperature=1.0, **collecting)
+    kinds: dict[str, list[bool]] = {}
+    for rollout in rollouts:
+        wrong = [k for k in SYSTEMATIC if k in rollout.task.metadata["kinds"]] or ["no systematic slip"]
+        for kind in wrong:
+            kinds.setdefault(kind, []).append(is_correct(rollout))
+    by_kind = {k: {"n": len(v), "accuracy": round(sum(v) / len(v), 3)} for k, v in kinds.items()}
+    return {"problems": n, "greedy": greedy, "sampled": sampled, "greedy_by_kind": by_kind}
 
 
 if __name__ == "__main__":

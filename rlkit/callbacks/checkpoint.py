@@ -39,7 +39,8 @@ class RLCheckpoint(L.Callback):
 
     def save(self, trainer: L.Trainer, module: Any) -> None:
         """Writes the checkpoint of the current RL step, then drops the oldest ones."""
-        trainer.save_checkpoint(self.folder / f"{PREFIX}{module.rl_step:06d}{SUFFIX}")
+        path = self.folder / f"{PREFIX}{module.rl_step:06d}{SUFFIX}"
+        trainer.save_checkpoint(path, weights_only=False)  # here the flag means "leave the optimiser out"
         for old in checkpoints(self.folder)[: -self.keep]:
             old.unlink()
 

@@ -157,8 +157,6 @@ def _call(name: str, arguments: list[Fraction]) -> Fraction:
 
 def _text(value: Fraction) -> str:
     """A whole number in full; else a decimal of SIGNIFICANT_DIGITS digits, at least four of them after the point."""
-    if value.denominator == 1:
-        return str(value.numerator)
     with localcontext() as context:
         context.prec = max(SIGNIFICANT_DIGITS, len(str(abs(int(value)))) + 4)
         decimal = (Decimal(value.numerator) / Decimal(value.denominator)).normalize()

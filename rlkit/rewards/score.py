@@ -49,8 +49,8 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
     Returns: new rollouts. `rewards` holds every term by name. `reward` is None, "cannot be scored", where any term of
       non-zero weight is None; it is kept out of every baseline.
     Raises: RewardError naming the term, the task and the cause where a function raises, or returns anything but a
-      finite number, a bool or None (a batched one: a list with one of these per rollout). ConfigError where every weight
-      is 0. A Refusal raised by a function says what the user has to mend and passes unchanged.
+      finite number, a bool or None (a batched one: a list with one of these per rollout). ConfigError where every
+      weight is 0. A Refusal raised by a function says what the user has to mend and passes unchanged.
     """
     if not any(term.weight for term in reward.terms.values()):
         raise ConfigError(f"reward {reward.name!r} has no term of non-zero weight; set one of reward.terms.NAME.weight")

@@ -82,7 +82,7 @@ def _draw(rng: random.Random) -> Problem | None:
         x = rng.randint(2, 9)
         sentences = [f"{name} has {start} boxes of {x} {item}."]
         operations, kinds = [("*", x)], ["boxes"]
-    share = len(operations) < count and rng.random() < 0.25
+    share = len(operations) < count and rng.random() < 0.3
     while len(operations) < count - share:
         operator, choices, top = rng.choice((("+", ADD, 20), ("-", SUB, 12)))
         kind, sentence = rng.choice(choices)
@@ -98,7 +98,7 @@ def _draw(rng: random.Random) -> Problem | None:
         question = SHARE[1].replace("{x}", str(x))
     if not _fits(start, operations):
         return None
-    distractor = rng.randint(2, 20) if rng.random() < 0.3 else None
+    distractor = rng.randint(2, 20) if rng.random() < 0.4 else None
     if distractor is not None:
         kinds.append("distractor")
         sentences.insert(rng.randint(1, len(sentences)), f"{other} has {distractor} {other_item}.")

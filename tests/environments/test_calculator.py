@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 
 from rlkit.environments import calculator
+from rlkit.environments.calculator import _power
 
 TIMES, DIVISION, MINUS = "\u00d7\u00f7\u2212"
 
@@ -35,6 +38,7 @@ TIMES, DIVISION, MINUS = "\u00d7\u00f7\u2212"
         (f"12 {DIVISION} 3 {MINUS} 5", "-1"),
         ("sqrt(16) + sqrt(0.25)", "4.5"),
         ("sqrt(2) ** 2", "2"),
+        ("sqrt((10**20 + 1) ** 2)", "100000000000000000001"),  # squares are exact
         ("8 ** (1/3)", "2"),
         ("max(1, 200, min(3, 4))", "200"),
         ("round(2.675, 2)", "2.68"),
@@ -57,6 +61,7 @@ def test_results(expression, result):
         "(10**1000)**(10**1000)",
         "(10**1000)*(10**1000)",
         "2**-5000",
+        "1**1001",
         "1<<10**9",
         "'a'*10**10",
         "[0]*10**9",
@@ -103,3 +108,23 @@ def test_hostile_or_unreadable_expressions_are_refused_in_a_sentence(expression)
     with pytest.raises(ValueError, match=r"\w+ \w+") as caught:
         calculator(expression)
     assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("expression", "words"),
+    [
+        ("2 = 2", "character '='"),
+        ("2 * x", "unknown name 'x'"),
+        ("1 / 0", "division by zero"),
+        ("sqrt(0 - 4)", "negative number has no real square root"),
+        ("2 +", "for example"),
+    ],
+)
+def test_an_error_says_what_to_mend(expression, words):
+    with pytest.raises(ValueError, match=words):
+        calculator(expression)
+
+
+def test_a_power_is_refused_before_it_is_computed():
+    with pytest.raises(ValueError, match="too large"):
+        _power(Fraction(10**1000), Fraction(1000))

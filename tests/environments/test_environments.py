@@ -1,4 +1,4 @@
-"""The environments: what the policy is told first, which tools it has, when an episode ends, and which row gets which."""
+"""The environments: what a policy is told first, which tools it has, when an episode ends, which row gets which."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_arguments_may_be_a_json_string_or_left_out():
         ('{"name": "f", "arguments": {"a": NaN}}', "", "NaN is not JSON"),
         ('{"name": "f", "arguments": {"a": -Infinity}}', "", "-Infinity is not JSON"),
         ('{"name": "f", "arguments": {"a": 1e999}}', "", "too large"),
-        ('{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}", "", "5000 digits"),
+        ('{"name": "f", "arguments": {"a": ' + "9" * 2000 + "}}", "", "2000 digits"),
         ('{"name": "f", "arguments": {"a": "\\ud800"}}', "", "surrogate"),
         ('{"name": "f", "arguments": {"a": ' + "[" * 100 + "]" * 100 + "}}", "", "nested deeper"),
         ("[" * 10**5, "", "nested deeper"),
@@ -146,6 +146,6 @@ def test_no_malformed_reply_raises_and_each_call_is_classified():
 @pytest.mark.parametrize(
     "piece", ["<tool_call>", "<tool_call></tool_call>", "</tool_call><tool_call>", '<tool_call>{"name": "', "["]
 )
-def test_a_megabyte_of_tags_is_read_in_linear_time(piece):
+def test_a_megabyte_of_tags_is_read(piece):
     _, calls = hermes(piece * (10**6 // len(piece)))
     assert all(call.error for call in calls)

@@ -142,3 +142,4 @@ def test_a_tool_whose_annotations_cannot_be_resolved_is_still_called():
         return str(x)
 
     assert execute(call("odd", x=1), {"odd": odd}).content == "1"
+    assert "missing argument 'x'" in execute(call("odd"), {"odd": odd}).content

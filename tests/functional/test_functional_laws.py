@@ -28,6 +28,7 @@ AGGREGATIONS = {
 }
 COMBINATIONS = list(product(POLICY_LOSSES, KLS, AGGREGATIONS))
 PARTS = ["advantages", "aggregation", "filters", "kl", "policy_losses", "ratios"]  # called with quantities by name
+PLAIN = {"statistics"}  # figures on Python numbers: no tensors, imported from their module
 MODULES = {
     m.name: importlib.import_module(f"rlkit.functional.{m.name}") for m in pkgutil.iter_modules(functional.__path__)
 }
@@ -35,7 +36,7 @@ PUBLIC = {
     f"{module}.{name}": f
     for module, m in MODULES.items()
     for name, f in inspect.getmembers(m, inspect.isfunction)
-    if f.__module__ == m.__name__ and not name.startswith("_") and not module.startswith("_")
+    if f.__module__ == m.__name__ and not name.startswith("_") and not module.startswith("_") and module not in PLAIN
 }
 
 

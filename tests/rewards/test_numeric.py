@@ -81,7 +81,7 @@ def test_numbers_as_people_write_them(text, value):
         ("The answer is 5. No, the answer is 18. I took 3 steps", 18),
         ("the answer is: **$18**, since 3 + 4 = 7", 18),
         ("THE FINAL ANSWER IS 9 + 9 = 18.\n5", 18),
-        ("the answer is unclear. 18", 18),
+        ("the answer is unclear. I have 3, so 18", 18),  # a marker reaches to the end of its sentence
         ("16 - 3 + 5 is 18.", 18),
         ("from 10-18", 18),  # a range, not minus 18
         ("it fell to -18 degrees", -18),
@@ -125,8 +125,13 @@ def test_no_final_answer_is_wrong(episode):
 
 @pytest.mark.parametrize(
     "text",
-    ["9" * 10**6, "1 " * 10**5, "111," * 10**5, "1" * 10**5 + " " + "2" * 10**5, "#### " * 10**5, "\\boxed{" * 10**5]
-    + [
+    [
+        "9" * 10**6,
+        "1 " * 10**5,
+        "111," * 10**5,
+        "1" * 10**5 + " " + "2" * 10**5,
+        "#### " * 10**5,
+        "\\boxed{" * 10**5,
         "the answer is " + "=" * 10**6,
         "1" + " " * 10**6,
         "$" * 10**6,

@@ -55,13 +55,13 @@ def boom(rollout: Rollout) -> float:
 
 def test_a_reward_that_raises_names_the_term_and_the_task():
     with pytest.raises(RewardError, match=r"'bad'.*'t/0'.*KeyError.*answer") as caught:
-        score(ROLLOUTS, reward(bad=Term(0.0, boom)))
+        score(ROLLOUTS, reward(good=Term(1.0, index), bad=Term(0.0, boom)))
     assert isinstance(caught.value.__cause__, KeyError)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", [1.0], object(), 1j])
 def test_a_value_that_is_no_reward_is_an_error_and_not_zero(value):
-    with pytest.raises(RewardError, match="'odd'.*'t/0'"):
+    with pytest.raises(RewardError, match=r"'odd'.*'t/0'"):
         score(ROLLOUTS, reward(odd=Term(1.0, lambda r: value)))
 
 

@@ -1,0 +1,46 @@
+"""rlkit: reinforcement learning of language models on multi-turn, tool-using tasks.
+
+Every primitive is importable from here and works without Hydra: `from rlkit import collect, assemble, group_norm, k3, …`.
+Nothing is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "rlkit.types": (
+        "Batch", "Environment", "Generation", "Message", "Policy", "Reference", "Rollout", "Step", "Task", "ToolCall", "ToolResult",
+    ),
+    "rlkit.errors": ("ConfigError", "DataError", "Refusal", "RLKitError", "SelfCheckError", "TemplateError"),
+    "rlkit.settings": ("BatchSize", "Evaluation", "Experiment", "Sampling", "TrainerSettings"),
+    "rlkit.algorithm": ("KL", "Algorithm", "estimate_advantages", "micro_batches", "minibatches", "surrogate", "weigh"),
+    "rlkit.functional": (
+        "approximate_kl", "batch_mean", "chunked_log_probs", "clip_fractions", "clipped", "explained_variance", "group_mean", "group_norm",
+        "gumbel_noise", "k1", "k2", "k3", "keep_all", "leave_one_out", "masked_mean", "mean_interval", "mix", "mixed_groups", "pass_at_k",
+        "prompt_mean", "raw", "reinforce", "sequence_mean", "sequence_sum", "token_log_probs", "token_mean", "token_ratio", "wilson",
+    ),
+    "rlkit.rewards": ("Reward", "Term", "batched", "contains", "exact_match", "format_match", "numeric", "weighted_sum"),
+    "rlkit.tasks": ("arithmetic", "gsm8k", "jsonl"),
+    "rlkit.environments": ("calculator", "execute", "hermes", "single_turn", "split_thinking", "tool_schema", "tool_use"),
+    "rlkit.generation": ("generate",),
+    "rlkit.models": ("LoRA", "load_policy", "make_codec", "score"),
+    "rlkit.rollouts": ("assemble", "collect", "load_rollouts", "save_rollouts", "summarize", "transcript"),
+    "rlkit.rollouts.evaluation": ("greedy_accuracy", "sampled_accuracy"),
+    "rlkit.schedules": ("Schedule", "cosine", "linear"),
+    "rlkit.module": ("RLModule",),
+}  # fmt: skip
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'rlkit' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

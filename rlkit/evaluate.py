@@ -1,0 +1,92 @@
+"""Held-out evaluation of a run's newest checkpoint, or of a model as it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from rlkit.callbacks.files import write_json
+from rlkit.rollouts.record import save_rollouts
+from rlkit.settings import Experiment
+from rlkit.types import Policy, Task
+
+
+def evaluate(x: Experiment, tasks: Sequence[Task], *, run: Path | None, out: Path, started: float) -> dict[str, Any]:
+    """Greedy accuracy, avg@k and pass@k of held-out tasks, by the verifiers of training; written as JSON beside the rollouts.
+
+    Args:
+      x: the experiment; its evaluation settings decide how replies are sampled.
+      tasks: held-out rows, at least one.
+      run: the run folder whose newest checkpoint is evaluated; None evaluates the model as loaded.
+      out: folder of the results.
+      started: time.perf_counter() of the command's start.
+    """
+    from rlkit.rollouts.evaluation import greedy_accuracy, sampled_accuracy
+    from rlkit.selfcheck import check_policy
+    from rlkit.train import pick_device, quiet, versions
+
+    quiet()
+    device = pick_device(x)
+    policy = x.model(device=device)
+    step = restore(policy, run) if run else None
+    settings = x.evaluation
+    collecting = {
+        "reward": settings.reward,
+        "generate": x.generation.engine,
+        "environment": x.environment,
+        "max_new_tokens": settings.max_new_tokens or x.generation.max_new_tokens,
+    }
+    with autocast(x, device):
+        check_policy(policy, tasks, x)
+        greedy, greedy_rollouts = greedy_accuracy(policy, tasks, **collecting)
+        sampled, sampled_rollouts = sampled_accuracy(
+            policy, tasks, samples=settings.samples, k=settings.k, temperature=settings.temperature, seed=settings.seed, **collecting
+        )
+    result = {
+        "run": str(run) if run else None,
+        "model": x.model.keywords.get("path") if hasattr(x.model, "keywords") else None,
+        "step": step,
+        "n": len(tasks),
+        "greedy": greedy,
+        "sampled": sampled,
+        "temperature": settings.temperature,
+        "samples": settings.samples,
+        "seed": settings.seed,
+        "wall_seconds": round(time.perf_counter() - started, 2),
+        "versions": versions(),
+    }
+    write_json(out / "result.json", result)
+    save_rollouts(out / "greedy.jsonl.gz", greedy_rollouts)
+    save_rollouts(out / "sampled.jsonl.gz", sampled_rollouts)
+    return result
+
+
+def restore(policy: Policy, run: Path) -> int:
+    """Loads the policy of a run's newest checkpoint; the RL step it stands at. Raises DataError where there is none."""
+    from rlkit.callbacks.checkpoint import load_newest
+
+    _, state = load_newest(run / "checkpoints")
+    weights = {name.removeprefix("model."): value for name, value in state["state_dict"].items() if name.startswith("model.")}
+    policy.model.load_state_dict(weights, strict=False)  # under LoRA the frozen base is not in the checkpoint
+    return int(state["rlkit"]["rl_step"])
+
+
+def autocast(x: Experiment, device: Any) -> AbstractContextManager[Any]:
+    """The numerics of training: bfloat16 autocast under bf16-mixed, none otherwise."""
+    import torch
+
+    from rlkit.train import precision
+
+    return torch.autocast(device.type, torch.bfloat16) if precision(x, device) == "bf16-mixed" else nullcontext()
+
+
+def table(result: Mapping[str, Any], out: Path) -> str:
+    """The result in columns."""
+    rows = [("greedy accuracy", result["greedy"]["accuracy"], result["greedy"]["interval"])]
+    rows += [(name, entry["value"], entry["interval"]) for name, entry in result["sampled"].items()]
+    lines = [f"{'held-out, n = ' + str(result['n']):<22}{'value':>10}{'95 % interval':>20}", "-" * 52]
+    lines += [f"{name:<22}{value:>10.3f}{f'{low:.3f} – {high:.3f}':>20}" for name, value, (low, high) in rows]  # noqa: RUF001
+    return "\n".join([*lines, "", f"written to {out}, {result['wall_seconds']:.0f} s"])

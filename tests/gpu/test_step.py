@@ -1,0 +1,63 @@
+"""One whole training_step on CUDA with a Qwen3-shaped model of random weights and LoRA. Needs torch, transformers, lightning, peft."""
+
+from __future__ import annotations
+
+import math
+import shutil
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def random_qwen3(tmp_path_factory):
+    """Four layers of Qwen3-0.6B's width, random weights, the tiny model's tokenizer and template."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from rlkit.models.load import TINY
+
+    folder = tmp_path_factory.mktemp("qwen3")
+    shutil.copytree(TINY, folder, dirs_exist_ok=True)
+    config = Qwen3Config.from_pretrained(TINY)
+    config.update({"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128})
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_one_training_step_with_lora(random_qwen3):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    import lightning as L
+
+    from rlkit import BatchSize, Experiment, LoRA, RLModule, Sampling, TrainerSettings, arithmetic, calculator, generate, load_policy, tool_use
+    from rlkit.algorithm import KL, Algorithm
+    from rlkit.data import RLData
+    from rlkit.functional import clipped, group_norm, k3, keep_all, sequence_mean, token_ratio
+    from rlkit.reference import frozen
+    from rlkit.settings import Evaluation
+    from rlkit.rewards import Reward, Term, weighted_sum
+
+    length = Reward("length", {"length": Term(1.0, lambda rollout: float(rollout.response_length))}, weighted_sum)  # random weights solve nothing
+    policy = load_policy(path=str(random_qwen3), lora=LoRA(rank=16), device="cuda")
+    assert policy.model.get_base_model().model.embed_tokens.weight.dtype == torch.bfloat16
+    import functools
+
+    x = Experiment(
+        name="gpu", seed=0, batch=BatchSize(2, 4), task=arithmetic, environment=tool_use(tools={"calculator": calculator}),
+        model=load_policy, generation=Sampling(generate, max_new_tokens=16), reward=length,
+        algorithm=Algorithm("grpo", group_norm, token_ratio, clipped, sequence_mean, keep_all), kl=KL("k3", k3, coef=0.1), reference=frozen(),
+        optimizer=functools.partial(torch.optim.AdamW, lr=1e-4), trainer=TrainerSettings(steps=1), evaluation=Evaluation(length, n=0),
+    )  # fmt: skip
+    module = RLModule(x, policy, arithmetic(max_samples=8))
+    before = {n: p.detach().clone() for n, p in policy.model.named_parameters() if p.requires_grad}
+    trainer = L.Trainer(accelerator="gpu", devices=1, max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                        enable_model_summary=False, log_every_n_steps=1)  # fmt: skip
+    trainer.fit(module, RLData(1))
+    after = dict(policy.model.named_parameters())
+    assert module.rl_step == 1 and any(not torch.equal(before[n], after[n]) for n in before)
+    assert module.metrics["ratio/first_mean"] == pytest.approx(1.0, abs=1e-6)
+    assert module.metrics["mismatch/logp_abs_mean"] < 0.05  # bfloat16 base: the bound of the start-up check
+    assert math.isfinite(module.metrics["optim/grad_norm"]) and module.metrics["kl/ref"] == pytest.approx(0.0, abs=0.05)

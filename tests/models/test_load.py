@@ -1,0 +1,68 @@
+"""Loading a policy: what trains, what ends a reply, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from rlkit.errors import ConfigError, TemplateError
+from rlkit.models import LoRA, load_policy
+from rlkit.models.load import TINY
+
+
+def test_every_end_token_of_the_generation_config_counts(tiny):
+    """Only one of several honoured makes nearly every reply look cut."""
+    tokenizer = tiny.codec.tokenizer
+    assert set(tiny.eos_token_ids) == {tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")}
+
+
+def test_weights_ship_in_bf16_and_load_as_fp32(tiny):
+    from safetensors import safe_open
+
+    with safe_open(TINY / "model.safetensors", "pt") as file:
+        assert {file.get_tensor(k).dtype for k in file.keys()} == {torch.bfloat16}  # noqa: SIM118
+    assert {p.dtype for p in tiny.model.parameters()} == {torch.float32}
+
+
+def test_lora_trains_float32_adapters_over_a_frozen_base():
+    policy = load_policy(path="tiny", dtype="bfloat16", lora=LoRA(rank=4))
+    trained = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
+    assert trained and all("lora_" in n and p.dtype == torch.float32 for n, p in trained.items())
+    frozen = [p for p in policy.model.parameters() if not p.requires_grad]
+    assert all(p.dtype == torch.bfloat16 for p in frozen)
+    for target in LoRA().targets:
+        assert any(f".{target}." in n for n in trained), target
+
+
+def test_bf16_weights_are_not_trained():
+    with pytest.raises(ConfigError, match="model.dtype=bfloat16"):
+        load_policy(path="tiny", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("revision", [None, "main", "abc123"])
+def test_remote_code_needs_a_pinned_commit(revision):
+    with pytest.raises(ConfigError, match=r"trust_remote_code.*commit"):
+        load_policy(path="tiny", trust_remote_code=True, revision=revision)
+
+
+def test_missing_model_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"model.path=.*nothing"):
+        load_policy(path=str(tmp_path / "nothing"))
+
+
+def test_missing_template_file_is_named():
+    with pytest.raises(ConfigError, match=r"model.chat_template=no.jinja"):
+        load_policy(path="tiny", chat_template="no.jinja")
+
+
+def test_model_without_a_template_is_refused(tmp_path):
+    shutil.copytree(TINY, tmp_path / "m")
+    (tmp_path / "m" / "chat_template.jinja").unlink()
+    config = json.loads((tmp_path / "m" / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(TemplateError, match="no chat template"):
+        load_policy(path=str(tmp_path / "m"))

@@ -1,0 +1,65 @@
+"""Trainer log-probs: equal to the naive form, zero outside the mask, and the adapter-off model is the base."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from rlkit.models import score
+from rlkit.models.load import LoRA, add_lora
+
+
+@pytest.fixture(scope="module")
+def double(tiny):
+    return copy.deepcopy(tiny.model).double()
+
+
+@pytest.fixture
+def rows(tiny):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(len(tiny.codec.tokenizer), (3, 12), generator=generator)
+    mask = torch.zeros(3, 12, dtype=torch.bool)
+    mask[0, 4:9], mask[1, 3:], mask[2, 7:8] = True, True, True
+    return ids, mask
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_equals_the_naive_form_in_float64(double, rows, temperature):
+    ids, mask = rows
+    naive = (double(ids).logits[:, :-1] / temperature).log_softmax(-1)
+    expected = torch.zeros(ids.shape, dtype=torch.float64)
+    expected[:, 1:] = naive.gather(2, ids[:, 1:, None])[:, :, 0]
+    entropy = torch.zeros(ids.shape, dtype=torch.float64)
+    entropy[:, 1:] = -(naive.exp() * naive).sum(-1)
+    got, got_entropy = score(double, ids, mask, temperature=temperature)
+    # float64 rounding over a few hundred operations
+    torch.testing.assert_close(got, expected * mask, rtol=0, atol=1e-10)
+    torch.testing.assert_close(got_entropy, entropy * mask, rtol=0, atol=1e-10)
+
+
+def test_right_padding_changes_nothing(double, rows):
+    """No attention mask is passed: causal attention alone must keep padding out."""
+    ids, mask = rows
+    wide = torch.cat([ids, torch.full((3, 5), 7)], 1)
+    wide_mask = torch.cat([mask, torch.zeros(3, 5, dtype=torch.bool)], 1)
+    torch.testing.assert_close(score(double, wide, wide_mask)[0][:, :12], score(double, ids, mask)[0], rtol=0, atol=1e-10)
+
+
+def test_gradient_flows_from_log_probs_and_not_from_entropy(tiny, rows):
+    model = copy.deepcopy(tiny.model)
+    logprobs, entropy = score(model, *rows)
+    assert logprobs.requires_grad and not entropy.requires_grad
+
+
+def test_adapter_off_is_the_base(tiny, rows):
+    base = score(tiny.model, *rows)[0]
+    model = add_lora(copy.deepcopy(tiny.model), LoRA(rank=4))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(generator=torch.Generator().manual_seed(1))
+    assert not torch.allclose(score(model, *rows)[0], base)
+    with model.disable_adapter():
+        assert torch.equal(score(model, *rows)[0], base)

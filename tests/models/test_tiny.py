@@ -1,0 +1,52 @@
+"""The embedded model: small, with the control tokens that templates need, bad but not hopeless."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlkit.models.load import TINY
+
+CONTROL = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+BUILD = Path(__file__).resolve().parents[2] / "experiments" / "tiny_model"
+
+
+def test_it_is_at_most_5_megabytes():
+    assert sum(f.stat().st_size for f in TINY.iterdir()) <= 5_000_000
+
+
+@pytest.mark.parametrize("token", CONTROL)
+def test_control_tokens_are_one_id_each(tiny, token):
+    assert len(tiny.codec.tokenizer.encode(token, add_special_tokens=False)) == 1
+
+
+def test_it_is_a_qwen3():
+    assert json.loads((TINY / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def test_any_bytes_survive_the_tokenizer(tiny):
+    from rlkit.models import decode, encode_text
+
+    text = "".join(map(chr, range(1, 1000))) + "数字 🎲"
+    assert decode(tiny.codec, encode_text(tiny.codec, text)) == text
+
+
+def test_the_committed_measurement_is_of_a_bad_but_not_hopeless_start():
+    measured = json.loads((BUILD / "accuracy.json").read_text())
+    assert 0.2 <= measured["greedy"]["accuracy"] <= 0.6
+    assert 0.2 <= measured["sampled"]["pass@1"]["value"] <= 0.6
+
+
+def test_the_weights_are_those_that_were_measured(tiny, experiment):
+    """The first 100 held-out problems, greedy, against the committed accuracy on 1,000: four standard errors apart at most."""
+    from rlkit.rollouts.evaluation import greedy_accuracy
+
+    measured = json.loads((BUILD / "accuracy.json").read_text())["greedy"]["accuracy"]
+    tasks = experiment.task(split="test", max_samples=100)
+    result, _ = greedy_accuracy(
+        tiny, tasks, reward=experiment.evaluation.reward, generate=experiment.generation.engine,
+        environment=experiment.environment, max_new_tokens=64,
+    )  # fmt: skip
+    assert abs(result["accuracy"] - measured) < 4 * (0.25 / 100) ** 0.5

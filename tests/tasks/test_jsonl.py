@@ -1,0 +1,109 @@
+"""A user's own rows: fields by name, a border between train and test that holds, and rows that make no task."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlkit.errors import ConfigError, DataError
+from rlkit.tasks import jsonl
+
+FIELDS = {"prompt": "q", "answer": "a"}
+
+
+def write(path, rows) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def file(tmp_path):
+    return write(tmp_path / "rows.jsonl", [{"q": f"q{i}", "a": f"a{i}"} for i in range(50)])
+
+
+def prompts(path: str, split: str, seed: int = 0, **settings) -> list[str]:
+    return [t.messages[-1]["content"] for t in jsonl(path=path, split=split, seed=seed, fields=FIELDS, **settings)]
+
+
+def test_fields_are_mapped_and_rows_may_choose(tmp_path):
+    row = {"q": "2 + 2?", "a": 4, "key": "k7", "how": "numeric", "where": "tool_use"}
+    fields = FIELDS | {"id": "key", "reward": "how", "environment": "where"}
+    path = write(tmp_path / "train.jsonl", [row])
+    (task,) = jsonl(path=str(tmp_path), split="train", seed=0, fields=fields, system_prompt="S")
+    assert task.messages == ({"role": "system", "content": "S"}, {"role": "user", "content": "2 + 2?"})
+    assert (task.id, task.answer, task.reward, task.environment) == ("k7", "4", "numeric", "tool_use")
+    (task,) = jsonl(path=path, test_path=path, split="test", seed=0, fields=FIELDS | {"id": None})
+    assert (task.id, task.reward, task.environment) == ("train/test/0", "exact_match", "single_turn")
+
+
+def test_a_prompt_may_be_messages(tmp_path):
+    messages = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+    write(tmp_path / "train.jsonl", [{"q": messages}])
+    (task,) = jsonl(path=str(tmp_path), split="train", seed=0, fields={"prompt": "q"})
+    assert task.messages == tuple(messages) and task.answer == ""
+
+
+def test_one_file_is_split_without_overlap_and_the_seed_does_not_move_the_border(file):
+    train, test = prompts(file, "train"), prompts(file, "test")
+    assert (len(train), len(test)) == (45, 5)
+    assert set(train).isdisjoint(test)
+    assert prompts(file, "train", seed=1) != train
+    assert set(prompts(file, "train", seed=1)) == set(train) and set(prompts(file, "test", seed=1)) == set(test)
+    assert len(prompts(file, "test", held_out=0.5)) == 25
+    assert prompts(file, "train", max_samples=3) == train[:3]
+
+
+def test_rows_with_the_same_prompt_fall_on_the_same_side(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"q": f"q{i % 10}", "a": f"a{i}"} for i in range(100)])
+    train, test = prompts(path, "train", held_out=0.3), prompts(path, "test", held_out=0.3)
+    assert set(train).isdisjoint(test) and (len(train), len(test)) == (70, 30)
+
+
+def test_test_path_keeps_the_whole_file_for_train(file, tmp_path):
+    other = write(tmp_path / "other.jsonl", [{"q": "t", "a": "1"}])
+    assert len(prompts(file, "train", test_path=other)) == 50
+    assert prompts(file, "test", test_path=other) == ["t"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"fields": {"answer": "a"}}, ConfigError, r"task\.fields\.prompt is missing"),
+        ({"fields": FIELDS | {"anwser": "a"}}, ConfigError, r"task\.fields\.anwser is unknown.*answer"),
+        ({"held_out": 0.0}, ConfigError, r"task\.held_out is 0\.0"),
+        ({"held_out": 1.0}, ConfigError, r"task\.held_out is 1\.0"),
+        ({"split": "validation"}, DataError, "no split 'validation'"),
+        ({"max_samples": 0}, ConfigError, r"task\.max_samples is 0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(file, settings, error, words):
+    with pytest.raises(error, match=words):
+        jsonl(**({"path": file, "split": "train", "seed": 0, "fields": FIELDS} | settings))
+
+
+def test_one_prompt_cannot_be_split(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"q": "same", "a": "1"}] * 5)
+    with pytest.raises(DataError, match=r"1 different prompts.*task\.test_path"):
+        prompts(path, "train")
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"q": "x"}, r"'a' \(task\.fields\.answer\)"),
+        ({"q": "x", "a": " "}, r"'a' \(task\.fields\.answer\)"),
+        ({"q": "x", "a": True}, r"'a' \(task\.fields\.answer\)"),
+        ({"q": "x", "a": ["1"]}, r"'a' \(task\.fields\.answer\)"),
+        ({"a": "1"}, "prompt .'q'. is missing"),
+        ({"q": [], "a": "1"}, "prompt .'q'. is missing"),
+        ({"q": ["x"], "a": "1"}, "needs a role"),
+        ({"q": [{"role": "robot", "content": "x"}], "a": "1"}, "needs a role"),
+        ({"q": [{"role": "user", "content": None}], "a": "1"}, "needs a role"),
+        ({"q": [{"role": "assistant", "content": "x"}], "a": "1"}, "the assistant's"),
+    ],
+)
+def test_a_row_that_makes_no_task_is_named(tmp_path, row, words):
+    write(tmp_path / "train.jsonl", [{"q": "x", "a": "1"}, row])
+    with pytest.raises(DataError, match=rf"train\.jsonl:2: .*{words}"):
+        prompts(str(tmp_path), "train")

@@ -1,0 +1,135 @@
+"""The command line: every refusal is a sentence, exit status 2, no traceback, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from rlkit.cli import expand, main
+
+
+def jsonl(path, *rows):
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
+    return str(path)
+
+
+GOOD = {"prompt": "What is 1 + 1?", "answer": "2"}
+
+
+def without_answer(folder):
+    return ["task=jsonl", "task.path=" + jsonl(folder / "a.jsonl", *[GOOD] * 20, {"prompt": "What?"})], ["a.jsonl:21", "answer"]
+
+
+def without_number(folder):
+    path = jsonl(folder / "a.jsonl", *[{"prompt": f"What is {i}?", "answer": "two"} for i in range(20)])
+    return ["task=jsonl", f"task.path={path}"], ["gold answer", "'two'", "numeric"]
+
+
+def broken_row(folder):
+    return ["task=jsonl", "task.path=" + jsonl(folder / "a.jsonl", GOOD, "{oops")], ["a.jsonl:2"]
+
+
+def missing_file(folder):
+    return ["task=jsonl", f"task.path={folder}/none.jsonl"], ["none.jsonl", "task.path"]
+
+
+def long_row(folder):
+    rows = [{"prompt": f"{i} " + "word " * (3000 if i == 3 else 1), "answer": str(i)} for i in range(20)]
+    return ["task=jsonl", "task.path=" + jsonl(folder / "a.jsonl", *rows)], ["tokens", "context is 2048"]
+
+
+def no_template(folder):
+    (folder / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    return [f"model.chat_template={folder}/t.jinja"], ["chat template", "tools", "model.chat_template"]
+
+
+def no_gpu(folder):
+    return ["trainer=gpu"], ["trainer=gpu", "trainer=auto"]
+
+
+CASES = [without_answer, without_number, broken_row, missing_file, long_row, no_template, no_gpu]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
+def test_bad_input_is_a_sentence_and_leaves_nothing(case, tmp_path, monkeypatch, capsys):
+    import torch
+
+    if case is no_gpu and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    overrides, words = case(tmp_path)
+    assert main(["train", *overrides]) == 2
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err + captured.out
+    for word in words:
+        assert word in captured.err
+    assert [p for p in (tmp_path / "work").rglob("*") if p.is_file()] == []
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (["trian"], "there is no command 'trian'"),
+        (["train", "--stesp"], "there is no flag '--stesp'"),
+        (["train", "seed"], "'seed' is no override"),
+        (["train", "--config-dir", "nowhere"], "no such folder"),
+        (["train", "resume=nowhere"], "no run folder"),
+        (["evaluate", "run=nowhere"], "no run folder"),
+        (["evaluate", "evaluation.samples=2"], "pass@8"),
+        (["train", "-m", "algorithm=grpo,grpp"], "grpp"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_wrong_command_lines(words, expected, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert expected in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_lists_every_group(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for word in ("algorithm", "grpo", "reinforce", "kl", "k3", "reference", "frozen", "task", "gsm8k"):
+        assert word in text
+
+
+def test_help_imports_nothing_heavy():
+    program = "import sys\nfrom rlkit.cli import main\nmain(['--help'])\nassert not {'torch', 'hydra', 'lightning'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_sweep_is_every_combination():
+    assert expand(["algorithm=grpo,reinforce", "seed=1,2"]) == [
+        ["algorithm=grpo", "seed=1"],
+        ["algorithm=grpo", "seed=2"],
+        ["algorithm=reinforce", "seed=1"],
+        ["algorithm=reinforce", "seed=2"],
+    ]
+
+
+@pytest.mark.slow
+def test_sweep_runs_every_job_in_a_folder_of_its_own(tmp_path):
+    words = ["train", "-m", "algorithm=grpo,reinforce", "seed=1,2", "debug=fast", "trainer.steps=1", "evaluation.n=0"]
+    subprocess.run([sys.executable, "-m", "rlkit", *words], check=True, cwd=tmp_path)
+    folders = sorted(p.parent.name for p in (tmp_path / "outputs" / "sweep").glob("*/summary.json"))
+    assert len(folders) == 4 and all("algorithm=" in f and "seed=" in f for f in folders)
+    for folder in folders:
+        summary = json.loads((tmp_path / "outputs" / "sweep" / folder / "summary.json").read_text())
+        assert summary["ended"] == "finished" and f"seed={summary['seed']}" in folder
+    again = subprocess.run([sys.executable, "-m", "rlkit", *words], cwd=tmp_path, capture_output=True, text=True)
+    assert again.returncode == 1 and "never overwritten" in again.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_default_learns(tmp_path, seed):
+    """From a held-out greedy accuracy of 0.2–0.6 to at least 0.95, as the README says, on every seed."""
+    subprocess.run([sys.executable, "-m", "rlkit", "train", f"seed={seed}"], check=True, cwd=tmp_path)
+    summary = json.loads(next(tmp_path.glob("outputs/*/*/summary.json")).read_text())
+    assert 0.2 <= summary["before"]["accuracy"] <= 0.6
+    assert summary["after"]["accuracy"] >= 0.95

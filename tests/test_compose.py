@@ -1,0 +1,143 @@
+"""A config is refused with all its problems, their paths and remedies, before anything heavy is imported; else it is built."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlkit.compose import build, check, compose, conf_dir, experiment
+from rlkit.errors import ConfigError
+
+GROUPS = sorted(f.name for f in conf_dir().iterdir() if f.is_dir() and f.name not in ("experiment", "debug"))
+REQUIRED = {"task=jsonl": ["task.path=rows.jsonl"], "reference=none": ["kl=none"]}
+
+
+def options(group: str) -> list[str]:
+    return sorted(f"{group}={f.stem}" for f in (conf_dir() / group).glob("*.yaml"))
+
+
+def nested_options() -> list[str]:
+    return sorted(
+        f"{f.parent.parent.name}/{f.parent.name}={f.stem}" for group in GROUPS for f in (conf_dir() / group).glob("*/*.yaml")
+    )
+
+
+@pytest.mark.parametrize("option", [o for g in GROUPS for o in options(g)] + nested_options())
+def test_every_option_composes_builds_and_dry_runs(option):
+    experiment(compose([option, *REQUIRED.get(option, [])]))
+
+
+@pytest.mark.parametrize("option", options("experiment") + options("debug"))
+def test_every_preset_composes_builds_and_dry_runs(option):
+    experiment(compose([option]))
+
+
+REFUSALS = {
+    "unknown option": (["algorithm=grp"], ["algorithm=grp", "Did you mean 'grpo'", "reinforce"]),
+    "unknown key": (["optimizer.lrr=1"], ["optimizer.lrr", "Did you mean 'lr'"]),
+    "unknown key deep": (["algorithm.policy_loss.clip_lo=0.1"], ["algorithm.policy_loss.clip_lo", "Did you mean 'clip_low'"]),
+    "unknown key with plus": (["+batch.promts=1"], ["batch.promts", "Did you mean 'prompts'"]),
+    "unknown root key": (["algoritm.epochs=1"], ["algoritm", "Did you mean 'algorithm'"]),
+    "unknown key of a nested part": (["callbacks.checkpoint.evry=1"], ["callbacks.checkpoint.evry", "Did you mean 'every'"]),
+    "word for a number": (["batch.prompts=many"], ["batch.prompts", "'many' is not a whole number"]),
+    "fraction for a whole number": (["trainer.steps=1.5"], ["trainer.steps", "not a whole number"]),
+    "word outside a choice": (["trainer.precision=fp8"], ["trainer.precision", "bf16-mixed"]),
+    "number for a part": (["++batch=3"], ["batch: 3", "mapping with a _target_"]),
+    "mapping for a number": (["++seed={a: 1}"], ["seed", "not a whole number"]),
+    "missing value": (["task=jsonl"], ["task.path", "set task.path="]),
+    "target that is no function": (["kl.estimator._target_=rlkit.functional.k4"], ["kl.estimator._target_", "Did you mean 'k"]),
+    "target that cannot be imported": (["kl.estimator._target_=no.such.part"], ["kl.estimator._target_", "no.such.part"]),
+    "KL without a reference": (["reference=none"], ["kl=k3", "reference=none", "reference=frozen"]),
+    "group of one": (["batch.group_size=1"], ["batch.group_size=1", "algorithm=reinforce"]),
+    "parts that do not divide": (["algorithm.minibatches=7"], ["algorithm.minibatches=7", "128 rollouts"]),
+    "zero steps": (["trainer.steps=0"], ["trainer.steps=0", "at least 1"]),
+    "greedy training": (["generation.temperature=0"], ["generation.temperature=0", "greedy"]),
+    "number schedule that binds nothing": (
+        ["schedule=kl_anneal", "++schedule.numbers={kl.cof: {_target_: rlkit.schedules.linear, _partial_: true, start: 1, end: 0, steps: 2}}"],
+        ["schedule.numbers", "kl.cof", "coef"],
+    ),
+    "clip out of range": (["algorithm.policy_loss.clip_low=1.5"], ["clip_low", "1.5"]),
+    "sweep without -m": (["seed=1,2"], ["seed=1,2", "-m"]),
+    "broken override": (["optimizer.lr=[1"], ["optimizer.lr=[1"]),
+}
+
+
+@pytest.mark.parametrize("overrides, words", REFUSALS.values(), ids=REFUSALS)
+def test_refusal_names_the_place_and_the_remedy(overrides, words):
+    with pytest.raises(ConfigError) as refusal:
+        experiment(compose(overrides))
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_all_problems_come_in_one_message():
+    with pytest.raises(ConfigError) as refusal:
+        compose(["algorithm=grp", "optimizer.lrr=1", "batch.prompts=many", "+nonsense=1"])
+    assert len(str(refusal.value).splitlines()) == 4
+
+
+def test_keys_that_a_signature_knows_need_no_plus():
+    """weight_decay's neighbour `amsgrad` stands in no YAML, but AdamW takes it."""
+    assert experiment(compose(["optimizer.amsgrad=true"])).optimizer.keywords["amsgrad"] is True
+
+
+def test_composing_imports_neither_lightning_nor_transformers():
+    """`rlkit train` with a typo answers before seconds are spent on imports (DECISIONS: compose stays light)."""
+    program = (
+        "import sys\nfrom rlkit.compose import compose, experiment\nexperiment(compose([]))\n"
+        "heavy = {'lightning', 'transformers', 'peft', 'datasets'} & set(sys.modules)\nassert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_partial_parts_are_plain_partials():
+    """Hydra's own partial is a slow subclass; ours is functools.partial, called 128 times a step."""
+    import functools
+
+    part = build({"_target_": "rlkit.functional.clipped", "_partial_": True, "clip_low": 0.1})
+    assert type(part) is functools.partial and part.keywords == {"clip_low": 0.1}
+
+
+def test_a_part_that_refuses_its_values_is_named_by_its_path():
+    node = {"tool": {"_target_": "rlkit.environments.tool_use", "tools": {}}}
+    with pytest.raises(ConfigError, match="tool: "):
+        build(node)
+
+
+def test_required_keyword_is_missed():
+    assert check({"_target_": "rlkit.functional.sequence_sum", "_partial_": True}, "a") == [
+        "a.constant: 'rlkit.functional.sequence_sum' needs a value here"
+    ]
+
+
+def test_quantities_cannot_be_set_by_a_config():
+    """`ratio` is what the loss is called with, not a hyperparameter."""
+    problems = check({"_target_": "rlkit.functional.clipped", "_partial_": True, "ratio": 1.0}, "a")
+    assert len(problems) == 1 and "takes no 'ratio'" in problems[0]
+
+
+def test_options_from_outside(tmp_path):
+    (tmp_path / "kl").mkdir()
+    (tmp_path / "kl" / "mine.yaml").write_text(
+        "_target_: rlkit.algorithm.KL\nname: mine\nestimator: {_target_: rlkit.functional.k2, _partial_: true}\ncoef: 0.5\n"
+    )
+    assert experiment(compose(["kl=mine"], config_dir=str(tmp_path))).kl.name == "mine"
+
+
+def test_advantage_that_asks_for_an_unknown_quantity_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "my_parts.py").write_text("def odd(reward):\n    return reward\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"algorithm.advantage.*'reward'.*Did you mean 'rewards'"):
+        experiment(compose(["algorithm/advantage=raw", "algorithm.advantage._target_=my_parts.odd"]))
+
+
+@pytest.mark.parametrize("file", sorted(conf_dir().rglob("*.yaml")), ids=lambda f: str(f.relative_to(conf_dir())))
+def test_every_option_says_what_it_is(file: Path):
+    """A comment stands first, and every number of an option has one above it, so that the YAML is the documentation."""
+    lines = file.read_text().splitlines()
+    assert lines[0].startswith("#")
+    assert yaml.safe_load(file.read_text()) is not None

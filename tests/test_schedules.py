@@ -1,0 +1,43 @@
+"""Scheduled numbers: values at the ends, and the experiment of a step."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlkit.schedules import Schedule, at, cosine, linear
+
+
+@pytest.mark.parametrize("shape", [linear, cosine])
+def test_ends_and_beyond(shape):
+    assert shape(0, start=2.0, end=1.0, steps=10) == pytest.approx(2.0)
+    assert shape(10, start=2.0, end=1.0, steps=10) == pytest.approx(1.0)
+    assert shape(99, start=2.0, end=1.0, steps=10) == pytest.approx(1.0)
+    assert 1.0 < shape(5, start=2.0, end=1.0, steps=10) < 2.0
+
+
+@pytest.mark.parametrize(
+    "path, read",
+    [
+        ("kl.coef", lambda x: x.kl.coef),
+        ("optimizer.lr", lambda x: x.optimizer.keywords["lr"]),
+        ("algorithm.policy_loss.clip_high", lambda x: x.algorithm.policy_loss.keywords["clip_high"]),
+        ("reward.terms.task.weight", lambda x: x.reward.terms["task"].weight),
+        ("generation.temperature", lambda x: x.generation.temperature),
+    ],
+)
+def test_any_number_of_any_part_follows_its_schedule(experiment, path, read):
+    moving = experiment._replace(schedule=Schedule({path: lambda step: 0.25 + step}))
+    assert read(at(moving, 0)) == 0.25
+    assert read(at(moving, 1)) == 1.25
+    assert read(moving) == read(experiment)  # the experiment itself is never edited
+
+
+def test_whole_numbers_stay_whole(experiment):
+    moving = experiment._replace(schedule=Schedule({"batch.group_size": lambda step: 4.0}))
+    assert at(moving, 0).batch.group_size == 4 and isinstance(at(moving, 0).batch.group_size, int)
+
+
+@pytest.mark.parametrize("path", ["kl.cof", "nothing", "kl.name", "kl.coef.deeper"])
+def test_a_path_that_binds_no_number_is_refused(experiment, path):
+    with pytest.raises(KeyError, match=path):
+        at(experiment._replace(schedule=Schedule({path: lambda step: 1.0})), 0)

@@ -1,0 +1,168 @@
+"""`rlkit train` as a user runs it, in an empty folder: what it writes, how it resumes, what it refuses."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlkit.cli import main
+
+FAST = ["debug=fast", "trainer.accelerator=cpu"]
+
+
+def train(folder: Path, *overrides: str) -> int:
+    return main(["train", *FAST, f"hydra.run.dir={folder}", *overrides])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of four steps without interruption."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    assert train(folder, "trainer.steps=4") == 0
+    return folder
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_clock(row: dict) -> dict:
+    return {k: v for k, v in row.items() if not k.startswith("perf/")}
+
+
+def test_run_folder_is_complete(whole):
+    names = {p.name for p in whole.iterdir()}
+    assert {".hydra", "config.yaml", "summary.json", "metrics.jsonl", "metrics.csv", "tensorboard", "checkpoints", "rollouts", "samples"} <= names
+    assert any((whole / "tensorboard").glob("events.*"))
+
+
+def test_one_row_a_step_with_the_same_keys(whole):
+    found = rows(whole)
+    assert [r["step"] for r in found] == [0, 1, 2, 3, 4]
+    keys = [set(without_clock(r)) - {k for k in r if k.startswith("eval/")} for r in found[1:]]
+    assert all(k == keys[0] for k in keys)
+    assert "eval/accuracy" in found[0] and "eval/accuracy" in found[4] and "eval/accuracy" not in found[2]
+
+
+def test_summary_says_how_it_went(whole):
+    summary = json.loads((whole / "summary.json").read_text())
+    assert summary["ended"] == "finished" and summary["steps"] == 4 and summary["seed"] == 0
+    for when in ("before", "after"):
+        assert summary[when]["n"] == 4
+        low, high = summary[when]["interval"]
+        assert low <= summary[when]["accuracy"] <= high
+    assert {"wall_seconds", "tokens", "peak_memory_gb", "versions"} <= summary.keys()
+
+
+def test_first_minibatch_is_on_policy(whole):
+    """Ratio 1 and trainer = sampler: the cheapest guard against mask, temperature and log-prob bugs."""
+    for row in rows(whole)[1:]:
+        assert row["ratio/first_mean"] == pytest.approx(1.0, abs=1e-6)
+        assert row["mismatch/logp_abs_max"] < 1e-3
+
+
+def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(whole, tmp_path):
+    """Stopped after two of four steps and continued in the same folder: weights, metrics and rollouts are identical."""
+    folder = tmp_path / "halves"
+    assert train(folder, "trainer.steps=2") == 0
+    assert main(["train", f"resume={folder}", "trainer.steps=4"]) == 0
+    a, b = (torch.load(f / "checkpoints" / "step_000004.ckpt", weights_only=True) for f in (whole, folder))
+    assert all(torch.equal(a["state_dict"][k], b["state_dict"][k]) for k in a["state_dict"])
+    assert a["rlkit"] == b["rlkit"]
+    first = [without_clock(r) for r in rows(whole)]
+    second = [without_clock(r) for r in rows(folder)]
+    for row in second:
+        if row["step"] == 2:  # where the first half ended, it evaluated
+            for key in [k for k in row if k.startswith("eval/")]:
+                del row[key]
+    assert first == second
+    for name in sorted(p.name for p in (whole / "rollouts").iterdir()):
+        x, y = (timeless(f / "rollouts" / name) for f in (whole, folder))
+        assert x == y
+
+
+def timeless(path: Path) -> list:
+    """Rollouts without the seconds that their tools took."""
+    found = [json.loads(line) for line in gzip.open(path, "rt")]
+    for rollout in found:
+        for step in rollout["steps"]:
+            for result in step["tool_results"]:
+                del result["seconds"]
+    return found
+
+
+def test_a_finished_run_is_never_overwritten(whole, capsys):
+    before = {p: p.stat().st_mtime_ns for p in whole.rglob("*") if p.is_file()}
+    assert train(whole, "trainer.steps=4") == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert main(["train", f"resume={whole}"]) == 2
+    assert "raise trainer.steps" in capsys.readouterr().err
+    assert {p: p.stat().st_mtime_ns for p in whole.rglob("*") if p.is_file()} == before
+
+
+def test_resume_refuses_another_model_task_or_seed(whole, capsys):
+    assert main(["train", f"resume={whole}", "trainer.steps=9", "seed=5"]) == 2
+    assert "seed was 0 and is now 5" in capsys.readouterr().err
+
+
+def test_resume_auto_continues_the_newest_unfinished_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["train", *FAST, "name=auto", "evaluation.n=0"]
+    assert main([*words, "trainer.steps=1"]) == 0
+    folder = next((tmp_path / "outputs" / "auto").iterdir())
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(summary | {"ended": "interrupted"}))
+    assert main([*words, "trainer.steps=2", "resume=auto"]) == 0
+    assert [r["step"] for r in rows(folder)] == [1, 2]
+    assert len(list((tmp_path / "outputs" / "auto").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm=reinforce", "kl=none", "reference=none"],
+        ["reward=[numeric,format]", "algorithm/aggregation=token_mean"],
+        ["algorithm.epochs=2", "algorithm.minibatches=2", "trainer.micro_batch_tokens=100"],
+        ["schedule=kl_anneal", "logger=none", "algorithm/group_filter=mixed"],
+        ["environment=single_turn"],
+    ],
+    ids=lambda o: " ".join(o),
+)
+def test_other_compositions_train(tmp_path, overrides):
+    assert train(tmp_path / "run", "trainer.steps=1", "evaluation.n=0", *overrides) == 0
+
+
+def test_lora_trains_and_saves_adapters_alone(tmp_path):
+    folder = tmp_path / "lora"
+    assert train(folder, "model.lora.rank=4", "trainer.steps=1", "evaluation.n=0") == 0
+    state = torch.load(folder / "checkpoints" / "step_000001.ckpt", weights_only=True)["state_dict"]
+    assert state and all("lora_" in name for name in state)
+    assert main(["evaluate", f"run={folder}", "evaluation.n=2", "evaluation.samples=2", "evaluation.k=[1]"]) == 0
+
+
+def test_real_questions_go_through_and_the_log_says_that_rewards_are_equal(tmp_path, shared, capsys):
+    folder = tmp_path / "gsm8k"
+    assert train(folder, "task=gsm8k", f"task.path={shared / 'gsm8k'}", "trainer.steps=2") == 0
+    assert "all rewards" in capsys.readouterr().out
+
+
+def test_evaluate_writes_accuracy_with_intervals(whole, capsys):
+    assert main(["evaluate", f"run={whole}", "evaluation.n=3", "evaluation.samples=2", "evaluation.k=[1,2]"]) == 0
+    result = json.loads(next((whole / "evaluation").glob("*/result.json")).read_text())
+    assert result["step"] == 4 and result["n"] == 3
+    assert set(result["sampled"]) == {"avg@2", "pass@1", "pass@2"}
+    assert result["sampled"]["pass@2"]["value"] >= result["sampled"]["pass@1"]["value"]
+    assert "greedy accuracy" in capsys.readouterr().out
+
+
+def test_max_time_ends_a_run_whole(tmp_path):
+    """The run stops after the step in which the time runs out, evaluated and saved."""
+    folder = tmp_path / "short"
+    assert train(folder, "trainer.steps=50", "trainer.max_time=0.0001") == 0
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 1 and summary["after"] is not None
+    assert (folder / "checkpoints" / "step_000001.ckpt").exists()
