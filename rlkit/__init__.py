@@ -18,9 +18,10 @@ _HOMES = {
     "rlkit.algorithm": ("KL", "Algorithm", "estimate_advantages", "micro_batches", "minibatches", "surrogate", "weigh"),
     "rlkit.functional": (
         "approximate_kl", "batch_mean", "chunked_log_probs", "clip_fractions", "clipped", "explained_variance", "group_mean", "group_norm",
-        "gumbel_noise", "k1", "k2", "k3", "keep_all", "leave_one_out", "masked_mean", "mean_interval", "mix", "mixed_groups", "pass_at_k",
-        "prompt_mean", "raw", "reinforce", "sequence_mean", "sequence_sum", "token_log_probs", "token_mean", "token_ratio", "wilson",
+        "gumbel_noise", "k1", "k2", "k3", "keep_all", "leave_one_out", "masked_mean", "mix", "mixed_groups",
+        "prompt_mean", "raw", "reinforce", "sequence_mean", "sequence_sum", "token_log_probs", "token_mean", "token_ratio",
     ),
+    "rlkit.functional.statistics": ("mean_interval", "pass_at_k", "wilson"),
     "rlkit.rewards": ("Reward", "Term", "batched", "contains", "exact_match", "format_match", "numeric", "weighted_sum"),
     "rlkit.tasks": ("arithmetic", "gsm8k", "jsonl"),
     "rlkit.environments": ("calculator", "execute", "hermes", "single_turn", "split_thinking", "tool_schema", "tool_use"),
@@ -33,7 +34,7 @@ _HOMES = {
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = sorted(_HOME)  # noqa: PLE0605
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -49,9 +49,7 @@ class KL(NamedTuple):
 def inputs(function: Callable[..., Any]) -> tuple[str, ...]:
     """The quantities that a part asks for: its parameters that can be positional and have no default."""
     return tuple(
-        p.name
-        for p in inspect.signature(function).parameters.values()
-        if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty
+        p.name for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty
     )
 
 
@@ -86,9 +84,7 @@ def estimate_advantages(batch: Batch, algorithm: Algorithm) -> Batch:
                 f"or [B, T] = {tuple(batch.ids.shape)}"
             )
         trained = batch.response_mask & kept[batch.rollout_ids][:, None]
-        return batch._replace(
-            advantages=fill_masked(advantages, trained, 0.0), response_mask=trained
-        )
+        return batch._replace(advantages=fill_masked(advantages, trained, 0.0), response_mask=trained)
 
 
 def weigh(batch: Batch, algorithm: Algorithm) -> Batch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,7 +120,9 @@ def train_command(arguments: Arguments) -> int:
             return 0
     if where is not None and runs.is_run(where):
         if not resume:
-            raise ConfigError(f"{where} already holds a run, which is never overwritten; continue it with resume={where}, or choose another folder")
+            raise ConfigError(
+                f"{where} already holds a run, which is never overwritten; continue it with resume={where}, or choose another folder"
+            )
         changed = runs.difference(runs.read_config(where), composed.config)
         runs.refuse_changes(where, changed)
         for key, (was, now) in changed.items():
@@ -132,9 +134,7 @@ def train_command(arguments: Arguments) -> int:
     for line in warnings(x):
         print(f"warning: {line}")
     target = where or runs.fresh(runs.OUTPUTS / x.name)
-    return in_hydra(
-        composed.overrides, target, arguments, lambda: start(x, composed.config, tasks, target, started=STARTED, resume=resume)
-    )
+    return in_hydra(composed.overrides, target, arguments, lambda: start(x, composed.config, tasks, target, started=STARTED, resume=resume))
 
 
 def find_unfinished(name: str, config: dict, folder: Path | None) -> tuple[Path | None, bool]:
@@ -158,7 +158,7 @@ def drop(overrides: Sequence[str], key: str) -> list[str]:
     return [o for o in overrides if o.partition("=")[0].lstrip("+") != key]
 
 
-def in_hydra(overrides: Sequence[str], folder: Path, arguments: Arguments, job) -> int:
+def in_hydra(overrides: Sequence[str], folder: Path, arguments: Arguments, job: Callable[[], int]) -> int:
     """Enters Hydra's main with a config that is known to compose; Hydra writes .hydra/ and sets its own state."""
     import hydra
 
@@ -258,7 +258,9 @@ def evaluate_command(arguments: Arguments) -> int:
     if x.evaluation.n < 1:
         raise ConfigError(f"evaluation.n={x.evaluation.n}: there is nothing to evaluate; set it to at least 1")
     if max(x.evaluation.k) > x.evaluation.samples:
-        raise ConfigError(f"evaluation.k: pass@{max(x.evaluation.k)} needs evaluation.samples of at least that; it is {x.evaluation.samples}")
+        raise ConfigError(
+            f"evaluation.k: pass@{max(x.evaluation.k)} needs evaluation.samples of at least that; it is {x.evaluation.samples}"
+        )
     _, held_out = load_tasks(x)
     out = runs.fresh(run / "evaluation" if run else runs.OUTPUTS / "evaluation")
     print(table(evaluate(x, held_out, run=run, out=out, started=STARTED), out))

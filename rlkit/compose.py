@@ -183,9 +183,8 @@ def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str) 
             label = f"'{node['_target_']}'" if path else "a run"
             problems.append(f"{where}: {label} takes no '{key}'.{nearest(key, named)} It takes: {', '.join(named)}")
     for name, p in named.items():
-        if p.default is p.empty and name not in keys and not node.get("_args_"):
-            if not (partial and name in GIVEN_LATER):
-                problems.append(f"{_join(path, name)}: '{node['_target_']}' needs a value here")
+        if p.default is p.empty and name not in keys and not node.get("_args_") and not (partial and name in GIVEN_LATER):
+            problems.append(f"{_join(path, name)}: '{node['_target_']}' needs a value here")
     return problems
 
 
@@ -245,7 +244,7 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 def _hints(target: Callable[..., Any]) -> dict[str, Any]:
     """Type hints by parameter; a hint that cannot be evaluated here counts as Any."""
     try:
-        return typing.get_type_hints(target.__init__ if _is_plain_class(target) else target)  # type: ignore[misc]
+        return typing.get_type_hints(target.__init__ if _is_plain_class(target) else target)
     except (NameError, TypeError, AttributeError):
         return {}
 
@@ -272,7 +271,7 @@ def resolve(name: Any) -> Callable[..., Any]:
 
 
 def nearest(name: str, names: Any) -> str:
-    """" Did you mean …?" where a valid name is close."""
+    """ " Did you mean …?" where a valid name is close."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return f" Did you mean '{close[0]}'?" if close else ""
 

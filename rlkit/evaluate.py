@@ -33,7 +33,7 @@ def evaluate(x: Experiment, tasks: Sequence[Task], *, run: Path | None, out: Pat
     policy = x.model(device=device)
     step = restore(policy, run) if run else None
     settings = x.evaluation
-    collecting = {
+    collecting: dict[str, Any] = {
         "reward": settings.reward,
         "generate": x.generation.engine,
         "environment": x.environment,
@@ -88,5 +88,5 @@ def table(result: Mapping[str, Any], out: Path) -> str:
     rows = [("greedy accuracy", result["greedy"]["accuracy"], result["greedy"]["interval"])]
     rows += [(name, entry["value"], entry["interval"]) for name, entry in result["sampled"].items()]
     lines = [f"{'held-out, n = ' + str(result['n']):<22}{'value':>10}{'95 % interval':>20}", "-" * 52]
-    lines += [f"{name:<22}{value:>10.3f}{f'{low:.3f} – {high:.3f}':>20}" for name, value, (low, high) in rows]  # noqa: RUF001
+    lines += [f"{name:<22}{value:>10.3f}{f'{low:.3f} – {high:.3f}':>20}" for name, value, (low, high) in rows]
     return "\n".join([*lines, "", f"written to {out}, {result['wall_seconds']:.0f} s"])

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlkit.algorithm import estimate_advantages, micro_batches, minibatches, select, surrogate
 from rlkit.functional import mix
 from rlkit.models.score import score
-from rlkit.monitor import UpdateTerms, update_metrics
+from rlkit.monitor import UpdateTerms, hyperparameters, update_metrics
 from rlkit.rewards import score as score_rollouts
 from rlkit.rollouts import assemble, collect, summarize
 from rlkit.schedules import at
@@ -110,12 +110,14 @@ class RLModule(L.LightningModule):
 
     def update(self, minibatch: Batch, terms: UpdateTerms) -> None:
         """One optimiser step. Micro-batches only sum; weights of the minibatch are fixed before it is split."""
-        x, optimizer = self.x, self.optimizers()
+        x = self.x
+        optimizer: Any = self.optimizers()
         if not self.has_signal(minibatch):
             terms.skip("no_signal")
             return
-        for group in optimizer.param_groups:
-            group["lr"] = x.optimizer.keywords.get("lr", group["lr"])
+        if "optimizer.lr" in x.schedule.numbers:
+            for group in optimizer.param_groups:
+                group["lr"] = hyperparameters(x.optimizer)["lr"]
         optimizer.zero_grad()
         for rows in micro_batches(minibatch, x.trainer.micro_batch_tokens):
             part = select(minibatch, rows)
@@ -132,7 +134,7 @@ class RLModule(L.LightningModule):
 
     def has_signal(self, batch: Batch) -> bool:
         """False where every term of the loss is constant: no advantage and no KL. Stepping would only replay old momentum."""
-        return self.x.kl.active or bool((batch.advantages != 0).any())
+        return self.x.kl.active or batch.advantages is None or bool(batch.advantages.any())
 
     @property
     def total_steps(self) -> int:

@@ -43,7 +43,7 @@ def _frozen_model(state: nn.Module | None, policy: nn.Module) -> Iterator[nn.Mod
         if state is not None:
             yield state
         else:
-            with policy.disable_adapter():
+            with policy.disable_adapter():  # type: ignore[operator]
                 yield policy
 
 

@@ -51,6 +51,7 @@ def at(experiment: Any, step: int) -> Any:
 def replace(node: Any, keys: list[str], value: float, path: str) -> Any:
     """A copy of nested NamedTuples, mappings and partial functions with one number changed."""
     key, rest = keys[0], keys[1:]
+    known: Mapping[str, Any]
     if isinstance(node, functools.partial):
         known = node.keywords
     elif hasattr(node, "_asdict"):

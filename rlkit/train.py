@@ -199,7 +199,7 @@ def closing(summary: Mapping[str, Any], folder: Path) -> str:
     if before and after:
         lines += [f"{'held-out, greedy':<22}{'before':>16}{'after':>16}", "-" * 54]
         lines.append(f"{'accuracy':<22}{before['accuracy']:>16.3f}{after['accuracy']:>16.3f}")
-        spans = [f"{r['interval'][0]:.3f} – {r['interval'][1]:.3f}" for r in (before, after)]  # noqa: RUF001
+        spans = [f"{r['interval'][0]:.3f} – {r['interval'][1]:.3f}" for r in (before, after)]
         lines.append(f"{'95 % interval':<22}{spans[0]:>16}{spans[1]:>16}")
         lines.append(f"{'problems':<22}{before['n']:>16}{after['n']:>16}")
         lines.append("")

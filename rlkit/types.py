@@ -134,13 +134,10 @@ class Rollout(NamedTuple):
                 reply["reasoning_content"] = step.thinking
             if step.tool_calls:
                 reply["tool_calls"] = [
-                    {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}}
-                    for c in step.tool_calls
+                    {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}} for c in step.tool_calls
                 ]
             messages.append(reply)
-            messages += [
-                {"role": "tool", "tool_call_id": r.id, "name": r.name, "content": r.content} for r in step.tool_results
-            ]
+            messages += [{"role": "tool", "tool_call_id": r.id, "name": r.name, "content": r.content} for r in step.tool_results]
         return messages
 
 
@@ -252,9 +249,7 @@ class Generate(Protocol):
     Randomness comes from `seeds` alone (one per context), never from batch composition.
     """
 
-    def __call__(
-        self, policy: Policy, contexts: Sequence[Sequence[int]], seeds: Sequence[int], /, **settings: Any
-    ) -> list[Generation]: ...
+    def __call__(self, policy: Policy, contexts: Sequence[Sequence[int]], seeds: Sequence[int], /, **settings: Any) -> list[Generation]: ...
 
 
 class Policy(NamedTuple):

@@ -21,9 +21,7 @@ def options(group: str) -> list[str]:
 
 
 def nested_options() -> list[str]:
-    return sorted(
-        f"{f.parent.parent.name}/{f.parent.name}={f.stem}" for group in GROUPS for f in (conf_dir() / group).glob("*/*.yaml")
-    )
+    return sorted(f"{f.parent.parent.name}/{f.parent.name}={f.stem}" for group in GROUPS for f in (conf_dir() / group).glob("*/*.yaml"))
 
 
 @pytest.mark.parametrize("option", [o for g in GROUPS for o in options(g)] + nested_options())
@@ -57,7 +55,10 @@ REFUSALS = {
     "zero steps": (["trainer.steps=0"], ["trainer.steps=0", "at least 1"]),
     "greedy training": (["generation.temperature=0"], ["generation.temperature=0", "greedy"]),
     "number schedule that binds nothing": (
-        ["schedule=kl_anneal", "++schedule.numbers={kl.cof: {_target_: rlkit.schedules.linear, _partial_: true, start: 1, end: 0, steps: 2}}"],
+        [
+            "schedule=kl_anneal",
+            "++schedule.numbers={kl.cof: {_target_: rlkit.schedules.linear, _partial_: true, start: 1, end: 0, steps: 2}}",
+        ],
         ["schedule.numbers", "kl.cof", "coef"],
     ),
     "clip out of range": (["algorithm.policy_loss.clip_low=1.5"], ["clip_low", "1.5"]),

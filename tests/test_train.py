@@ -36,7 +36,17 @@ def without_clock(row: dict) -> dict:
 
 def test_run_folder_is_complete(whole):
     names = {p.name for p in whole.iterdir()}
-    assert {".hydra", "config.yaml", "summary.json", "metrics.jsonl", "metrics.csv", "tensorboard", "checkpoints", "rollouts", "samples"} <= names
+    assert {
+        ".hydra",
+        "config.yaml",
+        "summary.json",
+        "metrics.jsonl",
+        "metrics.csv",
+        "tensorboard",
+        "checkpoints",
+        "rollouts",
+        "samples",
+    } <= names
     assert any((whole / "tensorboard").glob("events.*"))
 
 
@@ -87,7 +97,8 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(whole, tmp_path):
 
 def timeless(path: Path) -> list:
     """Rollouts without the seconds that their tools took."""
-    found = [json.loads(line) for line in gzip.open(path, "rt")]
+    with gzip.open(path, "rt") as lines:
+        found = [json.loads(line) for line in lines]
     for rollout in found:
         for step in rollout["steps"]:
             for result in step["tool_results"]:

@@ -95,7 +95,12 @@ def plot(results: list[dict], curves: dict[int, list]) -> None:
         line = axes.plot(steps, rewards, linewidth=1.2, alpha=0.8, label=f"seed {result['seed']}: training reward")[0]
         axes.plot([0, steps[-1]], [result["before"], result["after"]], "o", color=line.get_color())
     axes.axhline(0.95, color="grey", linewidth=0.8, linestyle=":")
-    axes.set(xlabel="RL step (16 prompts × 8 samples)", ylabel="share of right answers", ylim=(0, 1.02), title="rlkit train (dots: held-out, greedy)")
+    axes.set(
+        xlabel="RL step (16 prompts × 8 samples)",
+        ylabel="share of right answers",
+        ylim=(0, 1.02),
+        title="rlkit train (dots: held-out, greedy)",
+    )
     axes.legend(loc="lower right", fontsize=8)
     figure.savefig(HERE / "learning.png", dpi=130)
 

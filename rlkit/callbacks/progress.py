@@ -22,9 +22,12 @@ class Progress(L.Callback):
         self.started = time.perf_counter()
         if not sys.stdout.isatty():
             return
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
 
-        self.bar = Bar(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[reward]}"))
+        self.bar = Bar(
+            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[reward]}")
+        )
         self.task = self.bar.add_task("training", total=module.total_steps, completed=module.rl_step, reward="")
         self.bar.start()
 

@@ -29,9 +29,9 @@ class Samples(L.Callback):
         text = f"# Sample conversations of step {step}\n\n" + "\n".join(chosen)
         write_atomic(self.folder / f"step_{step:06d}.md", text.encode(errors="backslashreplace"))
         for logger in trainer.loggers:
-            if hasattr(logger.experiment, "add_text"):
-                for i, sample in enumerate(chosen[:TEXTS]):
-                    logger.experiment.add_text(f"samples/{i}", sample, global_step=step)
+            writer: Any = getattr(logger, "experiment", None)
+            for i, sample in enumerate(chosen[:TEXTS]) if hasattr(writer, "add_text") else ():
+                writer.add_text(f"samples/{i}", sample, global_step=step)
 
 
 class Rollouts(L.Callback):

@@ -50,8 +50,7 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
         schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:
         raise ConfigError(
-            f"{_where(function)}: no schema can be made of the tool {tool_name(tool)!r}: {_reason(error)}. "
-            f"Write it like this:\n{EXAMPLE}"
+            f"{_where(function)}: no schema can be made of the tool {tool_name(tool)!r}: {_reason(error)}. Write it like this:\n{EXAMPLE}"
         ) from error
     parameters = schema["function"]["parameters"]
     parameters["properties"] = {k: v for k, v in parameters["properties"].items() if k not in bound}

@@ -46,10 +46,8 @@ __all__ = [
     "keep_all",
     "leave_one_out",
     "masked_mean",
-    "mean_interval",
     "mix",
     "mixed_groups",
-    "pass_at_k",
     "prompt_mean",
     "ratio_statistics",
     "raw",
@@ -60,5 +58,4 @@ __all__ = [
     "token_log_probs",
     "token_mean",
     "token_ratio",
-    "wilson",
 ]

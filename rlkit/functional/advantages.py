@@ -87,9 +87,7 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return (deviation * (count / (count - 1).clamp_min(1))[group]).to(rewards.dtype)
 
 
-def group_norm(
-    rewards: Tensor, group_ids: Tensor, *, std: Literal["sample", "population"] = "sample", eps: float = 1e-4
-) -> Tensor:
+def group_norm(rewards: Tensor, group_ids: Tensor, *, std: Literal["sample", "population"] = "sample", eps: float = 1e-4) -> Tensor:
     """The reward standardised within its group.
 
     A_i = (R_i - mean_g(R)) / (std_g(R) + eps)

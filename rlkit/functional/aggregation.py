@@ -75,7 +75,7 @@ def sequence_sum(response_mask: Tensor, rollout_ids: Tensor, *, constant: float)
             [0.1250, 0.0000]])
     """
     require(0 < constant < float("inf"), "constant", constant, "> 0 and finite")
-    return response_mask.float() / (max(rollout_ids.unique().numel(), 1) * constant)
+    return response_mask.float() / (rollout_ids.unique().numel() * constant)
 
 
 def prompt_mean(response_mask: Tensor, rollout_ids: Tensor, group_ids: Tensor) -> Tensor:

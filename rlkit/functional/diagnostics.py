@@ -54,9 +54,7 @@ def ratio_statistics(ratio: Tensor, response_mask: Tensor) -> tuple[Tensor, Tens
 
 
 @torch.no_grad()
-def clip_fractions(
-    ratio: Tensor, advantages: Tensor, response_mask: Tensor, *, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
+def clip_fractions(ratio: Tensor, advantages: Tensor, response_mask: Tensor, *, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
     """Shares of trained tokens that `policy_losses.clipped` leaves without gradient, below and above.
 
     low = mean_t [r_t < 1 - clip_low and A_t < 0], high = mean_t [r_t > 1 + clip_high and A_t > 0]

@@ -85,7 +85,7 @@ def _score(
     logits = _tempered(lm_head(hidden), temperature)
     normaliser = logits.logsumexp(-1)  # [m], the only one
     logprobs = _select(logits, ids) - normaliser
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+    with torch.set_grad_enabled(entropy_gradient):
         entropy = from_log_probs(logits - normaliser.unsqueeze(-1))
     return logprobs, entropy
 

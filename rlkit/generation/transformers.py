@@ -43,8 +43,7 @@ def generate(
     """
     if temperature < 0 or max_new_tokens < 1 or max_rows < 1:
         raise ValueError(
-            f"generation: temperature must be >= 0 (is {temperature}), max_new_tokens and max_rows >= 1 "
-            f"(are {max_new_tokens}, {max_rows})"
+            f"generation: temperature must be >= 0 (is {temperature}), max_new_tokens and max_rows >= 1 (are {max_new_tokens}, {max_rows})"
         )
     by_length = sorted(range(len(contexts)), key=lambda i: len(contexts[i]))
     replies: dict[int, Generation] = {}

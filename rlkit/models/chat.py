@@ -92,7 +92,7 @@ def continuation(codec: Codec, messages: Messages, last_id: int | None, *, cut: 
     """
     masked, contents = _mask_contents(messages, first=1)
     sentinel = f"{_OPEN}0{_CLOSE}"
-    dialogue = [{"role": "user", "content": "?"}, {"role": "assistant", "content": sentinel}, *masked]
+    dialogue: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": sentinel}, *masked]
     rendered = _render(codec, dialogue, ())
     if rendered.count(sentinel) != 1:
         raise TemplateError(f"the chat template writes an assistant's content {rendered.count(sentinel)} times, not once")
@@ -128,7 +128,7 @@ def _mask_contents(messages: Messages, first: int = 0) -> tuple[list[Message], l
         copy: Message = {**message}
         for key in ("reasoning_content", "content"):
             if copy.get(key):
-                copy[key] = placeholder(copy[key])  # type: ignore[literal-required]
+                copy[key] = placeholder(copy[key])
         if calls := message.get("tool_calls"):
             copy["tool_calls"] = [_mask_call(call, placeholder) for call in calls]
         masked.append(copy)

@@ -22,7 +22,7 @@ class LoRA(NamedTuple):
     """
 
     rank: int = 0
-    alpha: float = 32.0
+    alpha: int = 32
     targets: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -69,11 +69,13 @@ def load_policy(
     hub = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **hub)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=torch.bfloat16 if half else torch.float32, attn_implementation=attention, **hub
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={path}: cannot be loaded ({str(error).splitlines()[0]}). Give a local folder, or a hub id") from error
+        raise ConfigError(
+            f"model.path={path}: cannot be loaded ({str(error).splitlines()[0]}). Give a local folder, or a hub id"
+        ) from error
     if chat_template is not None:
         tokenizer.chat_template = _read_template(chat_template)
     model.to(device)
@@ -92,9 +94,7 @@ def add_lora(model: Any, lora: LoRA) -> Any:
     """The model with float32 adapters on its attention and MLP projections; the base is frozen."""
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=list(lora.targets), task_type="CAUSAL_LM"
-    )
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=list(lora.targets), task_type="CAUSAL_LM")
     return get_peft_model(model, config, autocast_adapter_dtype=True)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -10,10 +12,10 @@ from rlkit.functional import chunked_log_probs
 CHUNK_LOGITS = 1 << 25  # logits held at once: 128 MiB in float32
 
 
-def trunk_and_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+def trunk_and_head(model: Any) -> tuple[Any, Any]:
     """The transformer and the language-model head of a Hugging Face causal LM, also under PEFT."""
-    causal = model.get_base_model() if hasattr(model, "disable_adapter") else model  # type: ignore[operator]
-    return causal.base_model, causal.get_output_embeddings()  # type: ignore[union-attr, return-value, operator]
+    causal = model.get_base_model() if hasattr(model, "disable_adapter") else model
+    return causal.base_model, causal.get_output_embeddings()
 
 
 def score(
@@ -32,7 +34,7 @@ def score(
     trunk, head = trunk_and_head(model)
     hidden = trunk(input_ids=ids, use_cache=False).last_hidden_state
     predicted = response_mask[:, 1:]
-    chunk = max(1, CHUNK_LOGITS // head.weight.shape[0])  # type: ignore[union-attr]
+    chunk = max(1, CHUNK_LOGITS // head.weight.shape[0])
     logprobs, entropy = chunked_log_probs(
         hidden[:, :-1][predicted],
         head,

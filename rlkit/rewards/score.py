@@ -70,9 +70,7 @@ def _column(name: str, term: Term, rollouts: Sequence[Rollout]) -> list[float | 
     values = _called(name, ids, partial(term.fn, list(rollouts)))
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(rollouts):
         size = f"{len(values)} scores" if isinstance(values, Sequence) else type(values).__name__
-        raise RewardError(
-            f"reward term {name!r} is batched and gave {size} for {len(rollouts)} rollouts; return a list, one for each"
-        )
+        raise RewardError(f"reward term {name!r} is batched and gave {size} for {len(rollouts)} rollouts; return a list, one for each")
     return [_number(name, rollout.task.id, value) for rollout, value in zip(rollouts, values, strict=True)]
 
 
@@ -103,8 +101,7 @@ def _number(name: str, task: str, value: Any) -> float | None:
     if isinstance(value, Real) and math.isfinite(value):
         return float(value)
     raise RewardError(
-        f"reward term {name!r} returned {value!r:.200} on task {task!r}; return a finite number, or None where the "
-        "rollout cannot be scored"
+        f"reward term {name!r} returned {value!r:.200} on task {task!r}; return a finite number, or None where the rollout cannot be scored"
     )
 
 

@@ -9,9 +9,7 @@ from rlkit.rewards.answers import final_answer
 from rlkit.types import Rollout
 
 
-def exact_match(
-    rollout: Rollout, *, ignore_case: bool = False, correct: float = 1.0, wrong: float = 0.0
-) -> float | None:
+def exact_match(rollout: Rollout, *, ignore_case: bool = False, correct: float = 1.0, wrong: float = 0.0) -> float | None:
     """Whether the final reply equals `task.answer`, surrounding white space aside.
 
     Args:
@@ -49,9 +47,7 @@ def contains(rollout: Rollout, *, ignore_case: bool = False, correct: float = 1.
     return correct if re.search(pattern, _folded(answer, ignore_case)) else wrong
 
 
-def format_match(
-    rollout: Rollout, *, pattern: str, whole: bool = False, correct: float = 1.0, wrong: float = 0.0
-) -> float | None:
+def format_match(rollout: Rollout, *, pattern: str, whole: bool = False, correct: float = 1.0, wrong: float = 0.0) -> float | None:
     r"""Whether the final reply has a form. The truth is not looked at, so every rollout can be scored.
 
     Args:

@@ -37,8 +37,7 @@ def load_rollouts(path: Path) -> list[Rollout]:
 def to_dict(rollout: Rollout) -> dict[str, Any]:
     """Plain types only, in the order of the fields."""
     steps = [
-        step._asdict()
-        | {"tool_calls": [c._asdict() for c in step.tool_calls], "tool_results": [r._asdict() for r in step.tool_results]}
+        step._asdict() | {"tool_calls": [c._asdict() for c in step.tool_calls], "tool_results": [r._asdict() for r in step.tool_results]}
         for step in rollout.steps
     ]
     return rollout._asdict() | {"task": rollout.task._asdict(), "steps": steps}

@@ -102,9 +102,7 @@ def _draw(rng: random.Random) -> Problem | None:
     if distractor is not None:
         kinds.append("distractor")
         sentences.insert(rng.randint(1, len(sentences)), f"{other} has {distractor} {other_item}.")
-    return Problem(
-        " ".join([*sentences, question.format(**words)]), start, tuple(operations), tuple(kinds), distractor
-    )
+    return Problem(" ".join([*sentences, question.format(**words)]), start, tuple(operations), tuple(kinds), distractor)
 
 
 def _fits(start: int, operations: list[tuple[str, int]]) -> bool:

@@ -59,9 +59,7 @@ def jsonl(
     rows: list[Place] = [(i, where, row) for i, (where, row) in enumerate(read_rows(source, split=split))]
     if is_file(path) and not test_path:
         rows = _side(rows, fields["prompt"], held_out, split, source)
-    tasks = [
-        _task(where, row, fields, defaults._replace(id=f"{defaults.id}/{i}"), system_prompt) for i, where, row in rows
-    ]
+    tasks = [_task(where, row, fields, defaults._replace(id=f"{defaults.id}/{i}"), system_prompt) for i, where, row in rows]
     return select(tasks, seed=seed, max_samples=max_samples, source=source)
 
 
@@ -84,10 +82,7 @@ def _side(rows: list[Place], field: str, held_out: float, split: str, source: st
         raise DataError(f"task.path={source} is one file and has no split {split!r}; use train or test")
     ranks = sorted({rank(row) for _, _, row in rows})
     if len(ranks) < 2:
-        raise DataError(
-            f"task.path={source} has {len(ranks)} different prompts, too few to hold some out; set task.test_path, or "
-            "add rows"
-        )
+        raise DataError(f"task.path={source} has {len(ranks)} different prompts, too few to hold some out; set task.test_path, or add rows")
     border = ranks[len(ranks) - min(max(1, round(held_out * len(ranks))), len(ranks) - 1)]
     return [place for place in rows if (rank(place[2]) >= border) == (split == "test")]
 
@@ -120,11 +115,7 @@ def _messages(where: str, prompt: Any, field: str) -> tuple[Message, ...]:
     if not isinstance(prompt, list) or not prompt:
         raise DataError(f"{where}: the prompt ({field!r}) is missing or empty; it must be text, or a list of messages")
     for message in prompt:
-        if (
-            not isinstance(message, dict)
-            or message.get("role") not in ROLES
-            or not isinstance(message.get("content"), str)
-        ):
+        if not isinstance(message, dict) or message.get("role") not in ROLES or not isinstance(message.get("content"), str):
             raise DataError(f"{where}: each message of {field!r} needs a role ({', '.join(ROLES)}) and text as content")
     if prompt[-1]["role"] == "assistant":
         raise DataError(f"{where}: the last message of {field!r} is the assistant's; end with what is to be answered")

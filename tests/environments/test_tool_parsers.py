@@ -121,9 +121,7 @@ def malformed(rng: random.Random) -> str:
     ]
     text = "".join(rng.choices(junk, k=rng.randrange(1, 30)))
     start, end = sorted(rng.randrange(len(text) + 1) for _ in range(2))
-    return rng.choice(
-        [text, text[start:end], text[:start] + text[end:], text.replace("calculator", "3"), CALL[:start] + text]
-    )
+    return rng.choice([text, text[start:end], text[:start] + text[end:], text.replace("calculator", "3"), CALL[:start] + text])
 
 
 def test_no_malformed_reply_raises_and_each_call_is_classified():
@@ -143,9 +141,7 @@ def test_no_malformed_reply_raises_and_each_call_is_classified():
     assert min(kinds.values()) > 50, kinds  # the generator reaches every kind
 
 
-@pytest.mark.parametrize(
-    "piece", ["<tool_call>", "<tool_call></tool_call>", "</tool_call><tool_call>", '<tool_call>{"name": "', "["]
-)
+@pytest.mark.parametrize("piece", ["<tool_call>", "<tool_call></tool_call>", "</tool_call><tool_call>", '<tool_call>{"name": "', "["])
 def test_a_megabyte_of_tags_is_read(piece):
     _, calls = hermes(piece * (10**6 // len(piece)))
     assert all(call.error for call in calls)

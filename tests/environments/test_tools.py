@@ -12,9 +12,7 @@ from rlkit.errors import ConfigError
 from rlkit.types import ToolCall
 
 
-def weather(
-    city: str, days: int = 1, unit: Literal["C", "F"] = "C", at: list[float] | None = None
-) -> dict[str, object]:
+def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", at: list[float] | None = None) -> dict[str, object]:
     """Tells the weather.
 
     Args:

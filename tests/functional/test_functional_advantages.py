@@ -25,9 +25,7 @@ LOOPS = {
     "raw": lambda group, batch, i: group[i],
     "batch_mean": lambda group, batch, i: group[i] - statistics.fmean(batch),
     "group_mean": lambda group, batch, i: group[i] - statistics.fmean(group),
-    "leave_one_out": lambda group, batch, i: (
-        group[i] - statistics.fmean(group[:i] + group[i + 1 :]) if len(group) > 1 else 0.0
-    ),
+    "leave_one_out": lambda group, batch, i: group[i] - statistics.fmean(group[:i] + group[i + 1 :]) if len(group) > 1 else 0.0,
     "group_norm": lambda group, batch, i: (
         (group[i] - statistics.fmean(group)) / (statistics.stdev(group) + 1e-4) if len(group) > 1 else 0.0
     ),
@@ -69,9 +67,7 @@ def _random(seed: int = 0) -> tuple[Tensor, Tensor]:
 def test_by_hand(name: str, expected: list[float]) -> None:
     rewards = torch.tensor([1.0, 0.0, 0.0, 3.0, 5.0, NAN, 7.0])
     got = _call(name, rewards, torch.tensor([4, 4, 4, 4, 2, 2, 2]))
-    torch.testing.assert_close(
-        got, torch.tensor(expected, dtype=torch.float32), rtol=0, atol=1e-5
-    )  # the table has five decimals
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float32), rtol=0, atol=1e-5)  # the table has five decimals
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -46,8 +46,8 @@ def test_ratio_statistics_by_hand() -> None:
 
 def test_clip_fractions_count_the_tokens_that_the_loss_leaves_without_gradient() -> None:
     """Against the gradient of `clipped` itself, at every combination of side and sign."""
-    ratio = torch.tensor([[0.5, 0.5, 1.5, 1.5, 1.0, 0.75, 1.25, 5.0]], requires_grad=True)
-    advantages = torch.tensor([[-1.0, 1.0, -1.0, 1.0, 1.0, -1.0, 1.0, 1.0]])
+    ratio = torch.tensor([[0.5, 0.5, 1.5, 1.5, 1.6, 0.75, 1.25, 5.0]], requires_grad=True)
+    advantages = torch.tensor([[-1.0, 1.0, -1.0, 1.0, -1.0, -1.0, 1.0, 1.0]])
     mask = torch.tensor([[True] * 7 + [False]])
     clipped(ratio, advantages, clip_low=0.3, clip_high=0.2).sum().backward()
     dead = (ratio.grad == 0) & mask

@@ -29,8 +29,5 @@ def test_mixed_groups_compares_exactly() -> None:
 
 def test_mixed_groups_of_negative_rewards() -> None:
     """Guards the start values of the maximum and the minimum."""
-    assert (
-        mixed_groups(torch.tensor([-3.0, -3.0, -3.0, -4.0]), torch.tensor([0, 0, 1, 1])).tolist()
-        == [False] * 2 + [True] * 2
-    )
+    assert mixed_groups(torch.tensor([-3.0, -3.0, -3.0, -4.0]), torch.tensor([0, 0, 1, 1])).tolist() == [False] * 2 + [True] * 2
     assert mixed_groups(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)

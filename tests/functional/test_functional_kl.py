@@ -56,9 +56,7 @@ def test_expected_value(name: str, exact) -> None:
     assert abs(_kl(p, ref) - _kl(ref, p)) > 1e-2  # the two directions differ here, so that confusing them shows
 
 
-@pytest.mark.parametrize(
-    ("name", "exact"), [("k1", _zero), ("k2", _kl), ("k3", lambda p, ref: _kl(ref, p))], ids=["k1", "k2", "k3"]
-)
+@pytest.mark.parametrize(("name", "exact"), [("k1", _zero), ("k2", _kl), ("k3", lambda p, ref: _kl(ref, p))], ids=["k1", "k2", "k3"])
 def test_expected_gradient_in_the_loss(name: str, exact) -> None:
     """Tokens are drawn, so the draw is a constant: k1 gives nothing, k2 ∇KL(π‖ref), k3 ∇KL(ref‖π)."""
     logits, p, ref = _policies()
@@ -72,9 +70,7 @@ def test_expected_gradient_with_the_ratio(name: str, exact) -> None:
     """Times π / sg(π) the gradient is that of the expectation: k1 and k3 give ∇KL(π‖ref)."""
     logits, p, ref = _policies()
     ratio = (p - p.detach()).exp()
-    (ours,) = torch.autograd.grad(
-        (p.exp().detach() * ratio * ESTIMATORS[name](p, ref)).sum(), logits, retain_graph=True
-    )
+    (ours,) = torch.autograd.grad((p.exp().detach() * ratio * ESTIMATORS[name](p, ref)).sum(), logits, retain_graph=True)
     (theirs,) = torch.autograd.grad(exact(p, ref), logits)
     torch.testing.assert_close(ours, theirs, **CLOSE)
 

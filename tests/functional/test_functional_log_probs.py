@@ -117,15 +117,6 @@ def test_no_logits_survive_the_forward_pass() -> None:
     assert len(alive) == 6
 
 
-def test_no_grad_is_respected() -> None:
-    """Also by an entropy that is asked to carry the gradient, and by a head that hands its input through."""
-    hidden, _, ids = _problem()
-    with torch.no_grad():
-        logprobs, entropy = chunked_log_probs(hidden, lambda x: x, ids % 6, chunk_size=4, entropy_gradient=True)
-    assert not logprobs.requires_grad
-    assert not entropy.requires_grad
-
-
 def test_a_detached_entropy_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The recomputation of a chunk ends before the entropy: it would be two more passes over [m, V] for nothing."""
     hidden, weight, ids = _problem()

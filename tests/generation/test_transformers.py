@@ -12,7 +12,12 @@ from rlkit.models import encode_prompt, score
 
 NEVER = (1,)  # the id of a byte that the model does not write: replies end by length alone
 TOOLS = [tool_schema(calculator)]
-QUESTIONS = ("Ann has 3 pens. Ann buys 4 more. How many pens does Ann have now?", "Ben has 5 hats.", "How many?", "Ida has 20 boxes of 9 figs.")
+QUESTIONS = (
+    "Ann has 3 pens. Ann buys 4 more. How many pens does Ann have now?",
+    "Ben has 5 hats.",
+    "How many?",
+    "Ida has 20 boxes of 9 figs.",
+)
 
 
 @pytest.fixture(scope="module")

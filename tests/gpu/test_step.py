@@ -32,15 +32,29 @@ def test_one_training_step_with_lora(random_qwen3):
         pytest.skip("no CUDA device")
     import lightning as L
 
-    from rlkit import BatchSize, Experiment, LoRA, RLModule, Sampling, TrainerSettings, arithmetic, calculator, generate, load_policy, tool_use
+    from rlkit import (
+        BatchSize,
+        Experiment,
+        LoRA,
+        RLModule,
+        Sampling,
+        TrainerSettings,
+        arithmetic,
+        calculator,
+        generate,
+        load_policy,
+        tool_use,
+    )
     from rlkit.algorithm import KL, Algorithm
     from rlkit.data import RLData
     from rlkit.functional import clipped, group_norm, k3, keep_all, sequence_mean, token_ratio
     from rlkit.reference import frozen
-    from rlkit.settings import Evaluation
     from rlkit.rewards import Reward, Term, weighted_sum
+    from rlkit.settings import Evaluation
 
-    length = Reward("length", {"length": Term(1.0, lambda rollout: float(rollout.response_length))}, weighted_sum)  # random weights solve nothing
+    length = Reward(
+        "length", {"length": Term(1.0, lambda rollout: float(rollout.response_length))}, weighted_sum
+    )  # random weights solve nothing
     policy = load_policy(path=str(random_qwen3), lora=LoRA(rank=16), device="cuda")
     assert policy.model.get_base_model().model.embed_tokens.weight.dtype == torch.bfloat16
     import functools
@@ -48,8 +62,9 @@ def test_one_training_step_with_lora(random_qwen3):
     x = Experiment(
         name="gpu", seed=0, batch=BatchSize(2, 4), task=arithmetic, environment=tool_use(tools={"calculator": calculator}),
         model=load_policy, generation=Sampling(generate, max_new_tokens=16), reward=length,
-        algorithm=Algorithm("grpo", group_norm, token_ratio, clipped, sequence_mean, keep_all), kl=KL("k3", k3, coef=0.1), reference=frozen(),
-        optimizer=functools.partial(torch.optim.AdamW, lr=1e-4), trainer=TrainerSettings(steps=1), evaluation=Evaluation(length, n=0),
+        algorithm=Algorithm("grpo", group_norm, token_ratio, clipped, sequence_mean, keep_all), kl=KL("k3", k3, coef=0.1),
+        reference=frozen(), optimizer=functools.partial(torch.optim.AdamW, lr=1e-4), trainer=TrainerSettings(steps=1),
+        evaluation=Evaluation(length, n=0),
     )  # fmt: skip
     module = RLModule(x, policy, arithmetic(max_samples=8))
     before = {n: p.detach().clone() for n, p in policy.model.named_parameters() if p.requires_grad}

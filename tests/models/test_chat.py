@@ -66,7 +66,7 @@ def test_prompt_reads_as_the_template_renders_it(codec):
 def test_continuation_is_what_the_template_writes_between_replies(codec, kind):
     """prompt + reply + continuation reads as the whole conversation rendered at once."""
     end = codec.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    reply = encode_scaffold(codec, '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 + 1"}}\n</tool_call>') + [end]
+    reply = [*encode_scaffold(codec, '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 + 1"}}\n</tool_call>'), end]
     question = {"role": "user", "content": "What is 1 + 1?"}
     said = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     new = {"role": kind, "content": "2", **({"tool_call_id": "call_0", "name": "calculator"} if kind == "tool" else {})}

@@ -38,7 +38,7 @@ def test_lora_trains_float32_adapters_over_a_frozen_base():
 
 
 def test_bf16_weights_are_not_trained():
-    with pytest.raises(ConfigError, match="model.dtype=bfloat16"):
+    with pytest.raises(ConfigError, match=r"model\.dtype=bfloat16"):
         load_policy(path="tiny", dtype="bfloat16")
 
 

@@ -22,9 +22,7 @@ def reward(**terms: Term) -> Reward:
 
 
 def test_reward_is_the_weighted_sum_of_its_terms_and_shadow_terms_are_only_logged():
-    scored = score(
-        ROLLOUTS, reward(one=Term(0.5, lambda r: 1.0), index=Term(-2.0, index), shadow=Term(0.0, lambda r: 9.0))
-    )
+    scored = score(ROLLOUTS, reward(one=Term(0.5, lambda r: 1.0), index=Term(-2.0, index), shadow=Term(0.0, lambda r: 9.0)))
     assert [r.reward for r in scored] == [0.5, -1.5]  # 0.5 * 1 - 2 * 0 and 0.5 * 1 - 2 * 1
     assert scored[1].rewards == {"one": 1.0, "index": 1.0, "shadow": 9.0}
     assert ROLLOUTS[0].reward is None and ROLLOUTS[0].rewards == {}

@@ -67,9 +67,10 @@ class Scripted:
         return [self.reply(policy, c, s) for c, s in zip(contexts, seeds, strict=True)]
 
     def reply(self, policy, context, seed):
-        text = decode(policy.codec, context)
-        turn = text.count("<|im_start|>assistant\n") - 1
-        ids = encode_scaffold(policy.codec, self.say(text, turn, seed) + ("" if turn in self.cut else END))
+        opening = encode_scaffold(policy.codec, "<|im_start|>assistant\n")
+        turn = sum(list(context[i : i + len(opening)]) == opening for i in range(len(context))) - 1
+        text = self.say(decode(policy.codec, context), turn, seed)
+        ids = encode_scaffold(policy.codec, text + ("" if turn in self.cut else END))
         return Generation(tuple(ids), logprobs(ids), "length" if turn in self.cut else "stop")
 
 
@@ -377,7 +378,11 @@ def test_stripping_thinking_leaves_none_in_any_context(policy):
     positions = [last.index(part) for part in parts]
     assert positions == sorted(positions) and all(last.count(part) == 1 for part in parts)
     assert last.endswith("and then?<|im_end|>\n<|im_start|>assistant\n")
-    assert [m["reasoning_content"] for m in rollout.conversation if "reasoning_content" in m] == ["secret one", "secret two", "secret three"]
+    assert [m["reasoning_content"] for m in rollout.conversation if "reasoning_content" in m] == [
+        "secret one",
+        "secret two",
+        "secret three",
+    ]
 
 
 def test_stripping_thinking_keeps_the_tools_in_the_context(policy):
@@ -392,7 +397,8 @@ def test_stripping_thinking_keeps_the_tools_in_the_context(policy):
 def test_the_tiny_model_through_the_real_engine(tiny):
     """Whole episodes of the embedded model: complete, append-only, and the same in any batch."""
     tasks = arithmetic(max_samples=4)
-    settings = {"generate": generate, "environment": environment(), "group_size": 2, "seed": 1, "max_new_tokens": 48}
+    environment = tool_use(tools={"calculator": calculator})
+    settings = {"generate": generate, "environment": environment, "group_size": 2, "seed": 1, "max_new_tokens": 64}
     rollouts = collect(tiny, tasks, **settings)
     assert [(r.group, r.sample) for r in rollouts] == [(i, j) for i in range(4) for j in range(2)]
     assert any(s.tool_results for r in rollouts for s in r.steps)  # it was warmed up to call the calculator

@@ -12,7 +12,8 @@ from rlkit.rollouts import load_rollouts, save_rollouts, transcript
 from rlkit.tasks import arithmetic
 from rlkit.types import Rollout, Step, Task, ToolCall, ToolResult
 
-ODD = "naïve 数字 🙂 \u202e \u2028 \x85 \x00 \x1b[31m \ud800 \r\n\t\"\\ \x0c"  # a lone surrogate comes out of byte-level decoding
+TASK = Task("row/0", (), answer="7")
+ODD = 'naïve 数字 🙂 \u202e \u2028 \x85 \x00 \x1b[31m \ud800 \r\n\t"\\ \x0c'  # a lone surrogate comes out of byte-level decoding
 
 
 def rollout(text: str = ODD, reward: float | None = 0.1 + 0.2) -> Rollout:
@@ -25,7 +26,10 @@ def rollout(text: str = ODD, reward: float | None = 0.1 + 0.2) -> Rollout:
         thinking=text,
         content=text,
         thinking_closed=False,
-        tool_calls=(ToolCall("call_0", "calculator", {"expression": "1 + 1", "deep": [1, {"a": None}]}), ToolCall("call_1", "", {}, "Error")),
+        tool_calls=(
+            ToolCall("call_0", "calculator", {"expression": "1 + 1", "deep": [1, {"a": None}]}),
+            ToolCall("call_1", "", {}, "Error"),
+        ),
         tool_results=(ToolResult("call_0", "calculator", "2", True, 1 / 3), ToolResult("call_1", "", "Error", False)),
         reward=None,
     )
@@ -111,7 +115,15 @@ def test_lines_are_json_objects_of_plain_types(tmp_path):
 def test_transcript_reads_as_the_conversation():
     text = transcript(rollout("seven", 0.5))
     assert text.splitlines()[0] == "### row/0 · sample 1 · reward 0.5 · truncated by length"
-    wanted = ["**user**", "    seven", "**assistant**", "    (thinking) seven", '    → calculator({"expression": "1 + 1"', "**tool**", "    2"]
+    wanted = [
+        "**user**",
+        "    seven",
+        "**assistant**",
+        "    (thinking) seven",
+        '    → calculator({"expression": "1 + 1"',
+        "**tool**",
+        "    2",
+    ]
     positions = [text.index(part) for part in wanted]
     assert positions == sorted(positions)
     assert "expected: `seven`" in text
@@ -119,26 +131,23 @@ def test_transcript_reads_as_the_conversation():
 
 def test_what_the_model_wrote_is_never_markup():
     """Each of its lines is indented by four, so Markdown shows it as it is."""
-    text = transcript(rollout("# heading\n\n**bold**\n```"))
-    assert "    # heading" in text and "\n# heading" not in text and "\n```" not in text.replace("expected: `", "")
+    text = transcript(rollout("# heading\n\n**bold**\n```")._replace(task=TASK))
+    assert "    # heading" in text and "\n# heading" not in text and "\n```" not in text
 
 
-HARMLESS = {"\n", "\t"}
+def unprintable(text: str) -> list[str]:
+    return [c for c in text if not c.isprintable() and c != "\n"]
 
 
 def test_control_characters_are_shown_not_obeyed():
     """A terminal escape in a reply must not reach the terminal of whoever reads samples/ with less."""
-    text = transcript(rollout()._replace(task=Task("row/0", (), answer="7")))
+    text = transcript(rollout()._replace(task=TASK))
     assert "\\x1b[31m" in text and "\\x00" in text and "\\u202e" in text and "\\ud800" in text
-    assert not [c for c in text if not c.isprintable() and c not in HARMLESS]
+    assert unprintable(text) == []
 
 
 def test_control_characters_of_the_row_are_shown_too():
     """The row's id and expected answer come from a data file: from outside, like the reply."""
-    text = transcript(Rollout(Task("row\x1b[2J", (), answer="7\x1b[31m\n# heading"), ()))
-    assert not [c for c in text if not c.isprintable() and c not in HARMLESS]
+    text = transcript(Rollout(Task("row\x1b[2J", (), answer="7\x1b[31m \ud800\n# heading"), ()))
+    assert unprintable(text) == []
     assert "\n# heading" not in text
-
-
-def test_a_transcript_can_be_written_whatever_was_said():
-    transcript(rollout()).encode()  # no lone surrogate is left

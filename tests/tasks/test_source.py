@@ -65,9 +65,7 @@ def test_a_local_folder_is_never_looked_up_on_the_hub(tmp_path, monkeypatch, hub
     assert hub == []
 
 
-@pytest.mark.parametrize(
-    "path", ["missing.jsonl", "missing.parquet", "./missing", "../missing/x", "/missing", "~/missing"]
-)
+@pytest.mark.parametrize("path", ["missing.jsonl", "missing.parquet", "./missing", "../missing/x", "/missing", "~/missing"])
 def test_a_path_that_does_not_exist_is_never_looked_up_on_the_hub(path, tmp_path, monkeypatch, hub):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"task\.path=.*missing.* does not exist"):

@@ -1,0 +1,461 @@
+"""Where the parts meet: quantities by name, one weighting an update, and no trace of how an update was cut into portions."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+from rlkit.algorithm import (
+    KL,
+    Algorithm,
+    call,
+    estimate_advantages,
+    inputs,
+    micro_batches,
+    minibatches,
+    quantities,
+    select,
+    surrogate,
+    weigh,
+)
+from rlkit.functional import (
+    clipped,
+    group_norm,
+    k3,
+    keep_all,
+    mixed_groups,
+    prompt_mean,
+    raw,
+    reinforce,
+    sequence_mean,
+    sequence_sum,
+    token_mean,
+    token_ratio,
+)
+from rlkit.types import QUANTITIES, Batch
+
+AGGREGATIONS = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "sequence_sum": functools.partial(sequence_sum, constant=8.0),
+    "prompt_mean": prompt_mean,
+}
+POLICY_LOSSES = {"clipped": clipped, "reinforce": reinforce}
+KLS = {"none": KL("none"), "k3": KL("k3", k3, coef=0.3)}
+TABLE = list(itertools.product(AGGREGATIONS, POLICY_LOSSES, KLS))
+ROLLOUTS = torch.tensor([0, 0, 0, 1, 2, 2, 3, 4, 5, 6, 6, 7])  # of each row; rollout 8 has no row
+TOKENS = ("logprobs_sampler", "logprobs_old", "logprobs_ref")
+PER_ROLLOUT = ("rewards", "group_ids")
+
+
+def algorithm(aggregation=token_mean, policy_loss=clipped, **more) -> Algorithm:
+    parts = {"advantage": group_norm, "ratio": token_ratio, "group_filter": keep_all} | more
+    return Algorithm("test", policy_loss=policy_loss, aggregation=aggregation, **parts)
+
+
+def make_batch(seed: int = 0) -> Batch:
+    """12 rows of 9 rollouts of 3 prompts, of different lengths; log-ratios of order 1, so that the clip binds on some tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    b, t = len(ROLLOUTS), 9
+    lengths = torch.randint(3, t + 1, (b,), generator=generator)
+    lengths[0] = t
+    attention = torch.arange(t) < lengths[:, None]
+    response = attention & (torch.rand(b, t, generator=generator) < 0.6)
+    response[:, 0] = False
+    response[:, 2] = True
+    response[4] = False  # a row without a trained token
+    tokens = {name: (-2 * torch.rand(b, t, generator=generator, dtype=torch.float64)).masked_fill(~response, 0) for name in TOKENS}
+    return Batch(
+        ids=torch.randint(1, 50, (b, t), generator=generator),
+        attention_mask=attention,
+        response_mask=response,
+        rollout_ids=ROLLOUTS,
+        step_ids=torch.zeros(b, t, dtype=torch.int64),
+        rewards=torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0, 1.0, 0.0, float("nan"), 1.0], dtype=torch.float64),  # the second prompt's are equal
+        group_ids=torch.tensor([5, 5, 5, 2, 2, 2, 9, 9, 9]),
+        **tokens,
+    )
+
+
+def policy_logprobs(batch: Batch, seed: int = 7) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return -2 * torch.rand(batch.ids.shape, generator=generator, dtype=torch.float64)
+
+
+def prepared(a: Algorithm, batch: Batch | None = None) -> Batch:
+    return weigh(estimate_advantages(batch or make_batch(), a), a)
+
+
+def whole(batch: Batch, logprobs: torch.Tensor, a: Algorithm, kl: KL):
+    """Loss and gradient in one piece."""
+    leaf = logprobs.clone().requires_grad_()
+    loss, _ = surrogate(batch, leaf, torch.zeros_like(leaf), a, kl)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    return loss.detach(), gradient
+
+
+def in_portions(batch: Batch, logprobs: torch.Tensor, a: Algorithm, kl: KL, portions):
+    """Loss and gradient summed over micro-batches, as the module sums them."""
+    leaf, total = logprobs.clone().requires_grad_(), 0.0
+    for rows in portions:
+        part = select(batch, rows)
+        mine = leaf[rows][:, : part.ids.shape[1]]
+        loss, _ = surrogate(part, mine, torch.zeros_like(mine), a, kl)
+        loss.backward()
+        total += float(loss.detach())
+    return total, leaf.grad
+
+
+def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Norm-relative: single entries may cancel, the gradient as a whole does not."""
+    assert theirs.norm() > 0
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+# --------------------------------------------------------------------------------------------- parts by name
+
+
+def test_a_part_gets_what_its_signature_names_whatever_the_order():
+    def part(b, a, *, scale=10):
+        return b - a * scale
+
+    assert inputs(part) == ("b", "a")
+    assert call(part, {"a": 1, "b": 2, "c": 3}) == -8
+
+
+def test_a_hyperparameter_is_never_injected():
+    """A keyword-only or bound parameter is the config's, even where a quantity has its name."""
+
+    def part(rewards, *, lengths=2.0):
+        return rewards * lengths
+
+    given = {"rewards": 3.0, "lengths": 99.0}
+    assert call(part, given) == 6.0
+    assert call(functools.partial(part, lengths=5.0), given) == 15.0
+
+
+def test_a_quantity_that_is_not_there_is_named():
+    with pytest.raises(KeyError, match="values"):
+        call(lambda values: values, {"rewards": 1})
+
+
+def test_every_promised_quantity_reaches_a_loss():
+    """types.QUANTITIES is the contract: a loss that asks for all of them gets all of them."""
+    source = f"def everything({', '.join(QUANTITIES)}):\n    seen.update(locals())\n    return -advantages * logprobs"
+    seen: dict = {}
+    scope = {"seen": seen}
+    exec(source, scope)
+    batch = prepared(algorithm())
+    surrogate(batch, policy_logprobs(batch), torch.zeros(batch.ids.shape), algorithm(policy_loss=scope["everything"]), KLS["k3"])
+    assert set(QUANTITIES) <= set(seen)
+
+
+def test_lengths_are_the_sampled_tokens_of_all_rows_of_a_rollout():
+    batch = make_batch()
+    want = [int(batch.response_mask[i == batch.rollout_ids].sum()) for i in range(9)]
+    assert quantities(batch)["lengths"].tolist() == want and want[8] == 0
+
+
+# ------------------------------------------------------------------------------------------------- advantages
+
+
+def test_one_number_a_rollout_reaches_every_trained_token_of_all_its_rows():
+    batch = make_batch()
+    got = estimate_advantages(batch, algorithm(advantage=lambda rewards: torch.arange(9.0))).advantages
+    assert torch.equal(got, torch.arange(9.0)[batch.rollout_ids][:, None] * batch.response_mask)
+
+
+def test_token_advantages_are_taken_as_they_are_inside_the_mask():
+    batch = make_batch()
+    values = torch.randn(batch.ids.shape, generator=torch.Generator().manual_seed(1))
+    got = estimate_advantages(batch, algorithm(advantage=lambda response_mask: values)).advantages
+    assert torch.equal(got, values * batch.response_mask)
+
+
+@pytest.mark.parametrize("shape", [(12,), (9, 1), (12, 8), (), (9, 9)])
+def test_another_shape_is_refused(shape):
+    """[B] in place of [N] would broadcast or index without a word."""
+    with pytest.raises(ValueError, match=r"algorithm.advantage gave shape .*\[N\] = \(9,\).*\[B, T\] = \(12, 9\)"):
+        estimate_advantages(make_batch(), algorithm(advantage=lambda rewards: torch.zeros(shape)))
+
+
+def test_the_group_filter_masks_whole_prompts():
+    """Rollouts 3, 4, 5 are all right; of 6, 7, 8 two are scored, and they differ."""
+    batch = make_batch()
+    got = estimate_advantages(batch, algorithm(group_filter=mixed_groups, advantage=raw))
+    dropped = torch.isin(batch.rollout_ids, torch.tensor([3, 4, 5]))
+    assert not got.response_mask[dropped].any() and got.advantages[dropped].count_nonzero() == 0
+    assert torch.equal(got.response_mask[~dropped], batch.response_mask[~dropped])
+    weights = weigh(got, algorithm()).weights
+    assert weights[dropped].count_nonzero() == 0
+    assert float(weights.sum()) == pytest.approx(1.0, abs=1e-6)  # float32 weights
+
+
+def test_baselines_see_the_rollouts_that_the_filter_drops():
+    """Filtering is of the update, not of the statistics: the advantage is the same, masked or not."""
+    kept = estimate_advantages(make_batch(), algorithm(advantage=lambda rewards: rewards.nan_to_num() - rewards.nanmean()))
+    cut = estimate_advantages(
+        make_batch(), algorithm(advantage=lambda rewards: rewards.nan_to_num() - rewards.nanmean(), group_filter=mixed_groups)
+    )
+    assert torch.equal(cut.advantages, kept.advantages * cut.response_mask)
+
+
+def test_an_unscored_rollout_has_advantage_zero_not_nan():
+    batch = estimate_advantages(make_batch(), algorithm())
+    assert batch.advantages.isfinite().all() and batch.advantages[batch.rollout_ids == 7].count_nonzero() == 0
+
+
+def test_advantages_and_weights_carry_no_gradient():
+    batch = make_batch()
+    batch = batch._replace(rewards=batch.rewards.clone().requires_grad_())
+    got = prepared(algorithm(advantage=lambda rewards: rewards * 2), batch)
+    assert not got.advantages.requires_grad and not got.weights.requires_grad
+
+
+# ------------------------------------------------------------------------------------------------------ loss
+
+
+def test_the_loss_by_hand():
+    """Two tokens, token_mean: ½(−A₁r₁) + ½(−A₂r₂) + coef·½(k3₁ + k3₂), at ratio 1: −½(1 − 2) + 0.3·½·(e^½ − ½ − 1)."""
+    log = torch.tensor([[0.0, -1.0, -1.0]], dtype=torch.float64)
+    mask = torch.tensor([[False, True, True]])
+    batch = Batch(
+        ids=torch.tensor([[1, 2, 3]]), attention_mask=torch.ones(1, 3, dtype=torch.bool), response_mask=mask,
+        rollout_ids=torch.tensor([0]), step_ids=torch.zeros(1, 3, dtype=torch.int64), rewards=torch.tensor([1.0]),
+        group_ids=torch.tensor([0]), logprobs_sampler=log, logprobs_old=log, logprobs_ref=torch.tensor([[0.0, -0.5, -1.0]]).double(),
+        advantages=torch.tensor([[0.0, 1.0, -2.0]]).double(),
+    )  # fmt: skip
+    a = algorithm()
+    loss, terms = surrogate(weigh(batch, a), log, torch.zeros_like(log), a, KLS["k3"])
+    k = torch.tensor(0.5).double().exp() - 1.5
+    assert float(loss) == pytest.approx(0.5 + 0.3 * float(k) / 2, abs=1e-12)  # double rounding
+    assert terms["kl"][0].tolist() == pytest.approx([0.0, float(k), 0.0], abs=1e-12)
+
+
+def test_without_old_log_probs_the_policy_is_its_own_old():
+    """One minibatch, one epoch: ratio 1 everywhere, and the gradient that of given old log-probs with the same values."""
+    a = algorithm()
+    batch = prepared(a)
+    logprobs = policy_logprobs(batch)
+    alone, given = batch._replace(logprobs_old=None), batch._replace(logprobs_old=logprobs)
+    leaf = logprobs.clone().requires_grad_()
+    _, terms = surrogate(alone, leaf, torch.zeros_like(leaf), a, KLS["none"])
+    assert torch.equal(terms["ratio"], torch.ones_like(logprobs))
+    assert torch.equal(whole(alone, logprobs, a, KLS["none"])[1], whole(given, logprobs, a, KLS["none"])[1])
+
+
+@pytest.mark.parametrize("missing, kl", [("weights", "none"), ("logprobs_ref", "k3")])
+def test_an_unprepared_batch_is_refused_by_name(missing, kl):
+    batch = prepared(algorithm())._replace(**{missing: None})
+    with pytest.raises(ValueError, match=missing):
+        surrogate(batch, policy_logprobs(batch), torch.zeros(batch.ids.shape), algorithm(), KLS[kl])
+
+
+def test_an_inactive_kl_needs_no_reference_and_adds_nothing():
+    batch = prepared(algorithm())._replace(logprobs_ref=None)
+    logprobs = policy_logprobs(batch)
+    plain = whole(batch, logprobs, algorithm(), KLS["none"])
+    zero = whole(batch, logprobs, algorithm(), KL("k3", k3, coef=0.0))
+    assert torch.equal(plain[1], zero[1])
+
+
+@pytest.mark.parametrize("names", TABLE, ids="-".join)
+def test_garbage_under_the_mask_changes_no_bit(names):
+    """nan and inf in padding, prompt and tool tokens reach neither the loss nor a gradient (0 × nan is nan)."""
+    a, kl = algorithm(AGGREGATIONS[names[0]], POLICY_LOSSES[names[1]]), KLS[names[2]]
+    batch = prepared(a)
+    logprobs, mask = policy_logprobs(batch), batch.response_mask
+    loss, gradient = whole(batch, logprobs, a, kl)
+    assert gradient[~mask].count_nonzero() == 0 and gradient[mask].count_nonzero() > 0
+    for garbage in (float("nan"), float("inf"), -float("inf"), 1e300):
+        dirty = batch._replace(**{name: getattr(batch, name).where(mask, garbage) for name in TOKENS})
+        got_loss, got_gradient = whole(dirty, logprobs.where(mask, garbage), a, kl)
+        assert torch.equal(got_loss, loss) and torch.equal(got_gradient, gradient)
+
+
+def test_garbage_in_token_advantages_is_masked_where_they_are_made():
+    """A return computed over whole rows has anything outside the replies; 0 × nan must not come of it."""
+    batch = make_batch()
+    a = algorithm(advantage=lambda response_mask: torch.ones(response_mask.shape).double().where(response_mask, float("nan")))
+    loss, gradient = whole(prepared(a, batch), policy_logprobs(batch), a, KLS["none"])
+    assert loss.isfinite() and gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("names", TABLE, ids="-".join)
+def test_only_the_policy_gets_a_gradient(names):
+    """Old, reference and sampler log-probs, advantages and weights are constants."""
+    a, kl = algorithm(AGGREGATIONS[names[0]], POLICY_LOSSES[names[1]]), KLS[names[2]]
+    batch = prepared(a)
+    constants = {name: getattr(batch, name).clone().requires_grad_() for name in (*TOKENS, "advantages")}
+    leaf = policy_logprobs(batch).requires_grad_()
+    loss, terms = surrogate(batch._replace(**constants), leaf, torch.zeros_like(leaf), a, kl)
+    loss.backward()
+    assert leaf.grad.count_nonzero() > 0
+    assert {name: tensor.grad for name, tensor in constants.items() if tensor.grad is not None} == {}
+    assert not any(term.requires_grad for term in terms.values())
+
+
+# ------------------------------------------------------------------------------------------------- portions
+
+
+@pytest.mark.parametrize("budget", [1, 9, 20, 10**6])
+def test_micro_batches_cover_every_trained_row_once_within_the_budget(budget):
+    batch = make_batch()
+    portions = list(micro_batches(batch, budget))
+    rows = torch.cat(portions)
+    assert sorted(rows.tolist()) == [i for i in range(12) if i != 4]  # row 4 has no trained token
+    for portion in portions:
+        assert len(portion) == 1 or select(batch, portion).ids.numel() <= budget
+    lengths = batch.attention_mask.sum(1)[rows]
+    assert (lengths[:-1] >= lengths[1:]).all()  # longest first: the portion that needs most memory fails at once
+
+
+def test_a_row_longer_than_the_budget_is_a_portion_of_its_own():
+    assert [len(p) for p in micro_batches(make_batch(), 1)] == [1] * 11
+
+
+def test_a_batch_without_a_trained_token_has_no_portions():
+    batch = make_batch()
+    assert list(micro_batches(batch._replace(response_mask=torch.zeros_like(batch.response_mask)), 100)) == []
+
+
+def test_selected_rows_lose_padding_only():
+    batch = prepared(algorithm())
+    for rows in micro_batches(batch, 20):
+        part = select(batch, rows)
+        for name, tensor in part._asdict().items():
+            if tensor is None or name in PER_ROLLOUT:
+                assert tensor is getattr(batch, name)
+            elif tensor.dim() == 1:
+                assert torch.equal(tensor, getattr(batch, name)[rows])
+            else:
+                assert torch.equal(tensor, getattr(batch, name)[rows][:, : tensor.shape[1]])
+        assert int(part.attention_mask.sum()) == int(batch.attention_mask[rows].sum())
+
+
+@pytest.mark.parametrize("names", TABLE, ids="-".join)
+def test_no_split_changes_loss_or_gradient(names):
+    """Micro-batches only sum: weights are fixed on the whole update, so budgets, orders of rows and padding leave no trace."""
+    a, kl = algorithm(AGGREGATIONS[names[0]], POLICY_LOSSES[names[1]]), KLS[names[2]]
+    batch, tolerance = prepared(a), 1e-10  # float64 sums in another order
+    logprobs = policy_logprobs(batch)
+    loss, gradient = whole(batch, logprobs, a, kl)
+    for budget in (1, 9, 20, 45, 10**6):
+        got_loss, got = in_portions(batch, logprobs, a, kl, micro_batches(batch, budget))
+        assert distance(got, gradient) < tolerance and got_loss == pytest.approx(float(loss), rel=1e-10)
+    generator = torch.Generator().manual_seed(3)
+    for sizes in ((1, 11), (5, 4, 3), (12,)):  # whatever rows come together, rollouts cut apart too
+        order = torch.randperm(12, generator=generator)
+        assert distance(in_portions(batch, logprobs, a, kl, order.split(list(sizes)))[1], gradient) < tolerance
+
+
+@pytest.mark.parametrize("names", TABLE, ids="-".join)
+def test_neither_padding_nor_the_order_of_rows_changes_the_gradient(names):
+    a, kl = algorithm(AGGREGATIONS[names[0]], POLICY_LOSSES[names[1]]), KLS[names[2]]
+    batch = make_batch()
+    logprobs = policy_logprobs(batch)
+    _, gradient = whole(prepared(a, batch), logprobs, a, kl)
+
+    def changed(change):
+        return batch._replace(**{n: change(t) for n, t in batch._asdict().items() if t is not None and n not in PER_ROLLOUT})
+
+    def pad(tensor, fill=0):
+        return torch.nn.functional.pad(tensor, (0, 6), value=fill) if tensor.dim() == 2 else tensor
+
+    padded = prepared(a, changed(pad))
+    _, got = in_portions(padded, pad(logprobs, float("nan")), a, kl, micro_batches(padded, 20))
+    assert distance(got[:, :9], gradient) < 1e-10 and got[:, 9:].count_nonzero() == 0  # float64 sums in another order
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(4))
+    _, got = whole(prepared(a, changed(lambda t: t[order])), logprobs[order], a, kl)
+    assert distance(got, gradient[order]) < 1e-10
+
+
+@pytest.mark.parametrize("quantity", [n for n, text in QUANTITIES.items() if text.startswith("[N]")])
+def test_a_loss_may_ask_for_any_figure_of_a_rollout_and_no_split_changes_it(quantity):
+    """Figures per rollout must be those of the whole update also where a micro-batch holds only some rows of a rollout."""
+
+    def loss(logprobs, advantages, rollout_ids, **given):
+        figure = given[quantity].double().nan_to_num()[rollout_ids][:, None]
+        return -advantages * logprobs * (1 + figure)
+
+    def by_figure(logprobs, advantages, rollout_ids, figure):
+        return loss(logprobs, advantages, rollout_ids, **{quantity: figure})
+
+    scope = {"loss": by_figure}
+    exec(f"def asks(logprobs, advantages, rollout_ids, {quantity}):\n    return loss(logprobs, advantages, rollout_ids, {quantity})", scope)
+    a = algorithm(policy_loss=scope["asks"])
+    batch = prepared(a)
+    logprobs = policy_logprobs(batch)
+    _, gradient = whole(batch, logprobs, a, KLS["none"])
+    _, got = in_portions(batch, logprobs, a, KLS["none"], micro_batches(batch, 9))
+    assert distance(got, gradient) < 1e-10  # float64 sums in another order
+
+
+# ---------------------------------------------------------------------------------------------- minibatches
+
+
+def members(part: Batch) -> set[int]:
+    return set(part.rollout_ids.tolist())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_minibatches_cover_every_rollout_once_an_epoch_and_split_none(count):
+    a = algorithm(epochs=2, minibatches=count)
+    batch = estimate_advantages(make_batch(), a)
+    parts = list(minibatches(batch, a, seed=1))
+    assert len(parts) == 2 * count
+    for epoch in (parts[:count], parts[count:]):
+        assert sorted(i for part in epoch for i in members(part)) == list(range(8))  # rollout 8 has no row
+        assert sum(len(part.ids) for part in epoch) == 12
+    for part in parts:
+        assert all((part.rollout_ids == i).sum() == (i == ROLLOUTS).sum() for i in members(part))
+
+
+def test_each_minibatch_is_weighted_by_itself():
+    """An optimiser step's weights sum to 1 over its own rows; shares of the whole batch would shrink every step."""
+    a = algorithm(minibatches=3)
+    for part in minibatches(estimate_advantages(make_batch(), a), a, seed=0):
+        assert float(part.weights.double().sum()) == pytest.approx(1.0, abs=1e-6)  # float32 weights
+
+
+def test_minibatches_are_a_function_of_the_seed():
+    a = algorithm(epochs=3, minibatches=3)
+    batch = estimate_advantages(make_batch(), a)
+
+    def split(seed):
+        return [tuple(sorted(members(part))) for part in minibatches(batch, a, seed=seed)]
+
+    torch.manual_seed(0)
+    first = split(11)
+    torch.manual_seed(1)
+    assert split(11) == first  # no global generator
+    assert split(12) != first
+    assert first[:3] != first[3:6]  # each epoch is shuffled anew
+    assert split((1 << 63) - 1)  # the largest seed that rlkit.functional.mix gives
+
+
+def test_advantages_are_not_estimated_again_in_a_minibatch():
+    """Baselines belong to the whole update batch; a minibatch may hold one rollout of a prompt."""
+    a = algorithm(minibatches=3)
+    batch = estimate_advantages(make_batch(), a)
+    for part in minibatches(batch, a, seed=0):
+        for i in members(part):
+            ours, theirs = part.advantages[part.rollout_ids == i], batch.advantages[batch.rollout_ids == i]
+            assert torch.equal(ours, theirs[:, : ours.shape[1]])
+
+
+def test_a_minibatch_of_rollouts_without_rows_does_not_end_the_run():
+    """A prompt that does not fit gives an episode without steps, so without rows; with one rollout a part, a part is empty."""
+    a = algorithm(minibatches=9)
+    batch = estimate_advantages(make_batch(), a)
+    parts = [part for part in minibatches(batch, a, seed=0) if len(part.ids)]
+    assert sorted(i for part in parts for i in members(part)) == list(range(8))
+
+
+def test_as_many_parts_as_asked_for_where_they_do_not_divide_evenly():
+    """9 rollouts in 4 parts: an update must not silently vanish."""
+    a = algorithm(minibatches=4)
+    assert len(list(minibatches(estimate_advantages(make_batch(), a), a, seed=0))) == 4

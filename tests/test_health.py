@@ -1,0 +1,108 @@
+"""Known pathologies: each is said when it is there, not when it is not, and once until it has gone away."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlkit.callbacks.health import CHECKS, Health
+from rlkit.monitor import UpdateTerms, update_metrics
+from rlkit.rollouts import assemble, summarize
+from rlkit.types import Rollout, Step, Task
+
+NAN = float("nan")
+HEALTHY = {
+    "group/frac_zero_std": 0.9,
+    "reward/mean": 0.4,
+    "len/truncated_frac": 0.9,
+    "parse_fail_frac": 0.2,
+    "ratio/first_mean": 1.01,
+    "mismatch/logp_abs_mean": 0.05,
+    "optim/skipped_nonfinite": 0,
+}
+ILL = {  # check → (what makes it speak, words of the message)
+    "all_rewards_equal": ({"group/frac_zero_std": 1.0}, ["equal", "0.40", "batch.group_size"]),
+    "all_truncated": ({"len/truncated_frac": 1.0}, ["truncated", "generation.max_new_tokens"]),
+    "parse_failures": ({"parse_fail_frac": 0.25}, ["25%", "samples/"]),
+    "ratio_off": ({"ratio/first_mean": 1.02}, ["1.020", "not 1"]),
+    "sampler_off": ({"mismatch/logp_abs_mean": 0.06}, ["0.060 nats"]),
+    "update_skipped": ({"optim/skipped_nonfinite": 2}, ["2 update(s) skipped"]),
+}
+
+
+def spoken(row):
+    return {check.__name__: text for check in CHECKS if (text := check(row)) is not None}
+
+
+class Trainer:
+    def __init__(self):
+        self.lines = []
+
+    def print(self, line):
+        self.lines.append(line)
+
+
+class Module:
+    def __init__(self, row, step=1):
+        self.metrics, self.rl_step = row, step
+
+
+def test_a_healthy_row_is_silent():
+    """Every value at the edge of its bound: the bounds belong to health."""
+    assert spoken(HEALTHY) == {}
+
+
+def test_every_check_is_in_the_table():
+    assert [check.__name__ for check in CHECKS] == list(ILL)
+
+
+@pytest.mark.parametrize("name", ILL)
+def test_one_illness_makes_one_check_speak(name):
+    change, words = ILL[name]
+    messages = spoken(HEALTHY | change)
+    assert list(messages) == [name] and all(word in messages[name] for word in words)
+
+
+def test_a_ratio_below_one_counts_too():
+    assert "ratio_off" in spoken(HEALTHY | {"ratio/first_mean": 0.98})
+
+
+@pytest.mark.parametrize("key", ["ratio/first_mean", "mismatch/logp_abs_mean", "reward/mean"])
+def test_what_was_not_measured_is_no_illness(key):
+    """A step without an update has no ratio; nan must not read as a mismatch."""
+    assert spoken(HEALTHY | {key: NAN}) == {}
+
+
+def test_a_real_row_has_every_key_that_the_checks_read(experiment):
+    """A renamed metric must not turn a check into a KeyError in the middle of a run, nor into silence."""
+    rollout = Rollout(Task("row/0", ()), (Step((), (1, 2), (3,), (-1.0,), "stop"),), reward=1.0)
+    batch = assemble([rollout], pad_token_id=0)
+    batch = batch._replace(advantages=torch.zeros(batch.ids.shape))
+    row = summarize([rollout]) | update_metrics(batch, UpdateTerms(), experiment)
+    assert set(HEALTHY) <= set(row)
+    assert list(spoken(row)) == ["all_rewards_equal"]
+
+
+def test_a_warning_comes_once_until_it_has_gone_away():
+    trainer, health = Trainer(), Health()
+    ill = HEALTHY | ILL["all_truncated"][0]
+    for step, row in enumerate([HEALTHY, ill, ill, HEALTHY, ill], start=1):
+        health.on_train_batch_end(trainer, Module(row, step))
+    assert [line[: len("warning: step 2")] for line in trainer.lines] == ["warning: step 2", "warning: step 5"]
+
+
+def test_a_second_illness_is_said_while_the_first_lasts():
+    trainer, health = Trainer(), Health()
+    first = HEALTHY | ILL["all_truncated"][0]
+    health.on_train_batch_end(trainer, Module(first))
+    health.on_train_batch_end(trainer, Module(first | ILL["update_skipped"][0], 2))
+    assert len(trainer.lines) == 2 and "skipped" in trainer.lines[1]
+
+
+def test_warnings_come_in_the_order_of_the_checks():
+    """The output of a run is a function of the run; the order of a set of words differs from process to process."""
+    trainer, row = Trainer(), dict(HEALTHY)
+    for change, _ in ILL.values():
+        row |= change
+    Health().on_train_batch_end(trainer, Module(row))
+    assert trainer.lines == [f"warning: step 1: {text}" for text in spoken(row).values()]

@@ -1,0 +1,127 @@
+"""metrics.jsonl, the truth of a run: rows survive a kill, a resume and the numbers that JSON does not know."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+from rlkit.callbacks.files import finite, write_atomic, write_json
+from rlkit.callbacks.metrics import MetricsFile, append_row, cut_back, export_csv, read_rows
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Rows 1 … 5 in a folder that did not exist."""
+    file = tmp_path / "run" / "metrics.jsonl"
+    for step in range(1, 6):
+        append_row(file, step, {"reward/mean": step / 10, "kl/ref": NAN})
+    return file
+
+
+def test_rows_come_back_as_written_with_their_step_first(path):
+    rows = read_rows(path)
+    assert rows[2] == {"step": 3, "reward/mean": 0.3, "kl/ref": None} and len(rows) == 5
+    assert list(rows[0]) == ["step", "reward/mean", "kl/ref"]
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_numbers_that_json_does_not_know_become_null(tmp_path, value):
+    """json.dumps writes NaN, which no other reader of JSON takes."""
+    append_row(tmp_path / "m.jsonl", 1, {"a": value, "b": {"c": [value, 1.0]}, "d": (value,)})
+    text = (tmp_path / "m.jsonl").read_text()
+    row = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert row == {"step": 1, "a": None, "b": {"c": [None, 1.0]}, "d": [None]}
+
+
+def test_finite_leaves_everything_else():
+    value = {"a": 1, "b": "nan", "c": None, "d": True, "e": 1e308, "f": -0.0}
+    assert finite(value) == value
+
+
+def test_a_last_line_cut_by_a_kill_is_left_out(path):
+    text = path.read_text()
+    for cut in (1, 5, len(text.splitlines()[-1])):
+        path.write_text(text[:-1][:-cut] if cut > 1 else text[:-2])
+        assert [row["step"] for row in read_rows(path)] == [1, 2, 3, 4]
+
+
+def test_a_last_line_that_only_lacks_its_end_counts(path):
+    path.write_text(path.read_text()[:-1])
+    assert len(read_rows(path)) == 5
+
+
+def test_no_file_has_no_rows(tmp_path):
+    assert read_rows(tmp_path / "metrics.jsonl") == []
+
+
+@pytest.mark.parametrize("step, left", [(3, [1, 2, 3]), (0, []), (9, [1, 2, 3, 4, 5])])
+def test_cut_back_to_the_checkpoint(path, step, left):
+    """A resumed run writes the rows after its checkpoint again; none may stand twice."""
+    cut_back(path, step)
+    assert [row["step"] for row in read_rows(path)] == left
+
+
+def test_cut_back_mends_a_half_written_line_so_that_the_next_row_stands_alone(path):
+    path.write_text(path.read_text()[:-9])
+    cut_back(path, 9)
+    append_row(path, 5, {"reward/mean": 0.9})
+    assert [row["step"] for row in read_rows(path)] == [1, 2, 3, 4, 5] and read_rows(path)[-1]["reward/mean"] == 0.9
+
+
+def test_cut_back_changes_no_byte_of_the_rows_it_keeps(path):
+    """An uninterrupted run and a resumed one end in equal files."""
+    before = path.read_bytes()
+    cut_back(path, 5)
+    assert path.read_bytes() == before
+
+
+def test_csv_has_every_column_of_every_row(path):
+    append_row(path, 6, {"eval/accuracy": 0.5, "odd, name": 1})
+    target = export_csv(path)
+    assert target == path.with_suffix(".csv")
+    with target.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["step", "reward/mean", "kl/ref", "eval/accuracy", "odd, name"]
+    assert rows[0] == {"step": "1", "reward/mean": "0.1", "kl/ref": "", "eval/accuracy": "", "odd, name": ""}
+    assert (rows[5]["reward/mean"], rows[5]["eval/accuracy"], rows[5]["odd, name"]) == ("", "0.5", "1")
+
+
+def test_csv_of_a_run_that_wrote_nothing(tmp_path):
+    assert export_csv(tmp_path / "metrics.jsonl").read_text().strip() == ""
+
+
+def test_the_callback_writes_the_row_and_gives_loggers_its_numbers(tmp_path):
+    """A logger takes no nan and no words; the file keeps all."""
+
+    class Logger:
+        def log_metrics(self, numbers, step):
+            self.got = (numbers, step)
+
+    class Stub:
+        loggers, rl_step, metrics = (Logger(),), 4, {"a": 1.5, "b": NAN, "c": 2, "d": "word"}
+
+    MetricsFile(tmp_path / "m.jsonl").on_train_batch_end(Stub(), Stub())
+    assert read_rows(tmp_path / "m.jsonl") == [{"step": 4, "a": 1.5, "b": None, "c": 2, "d": "word"}]
+    assert Stub.loggers[0].got == ({"a": 1.5, "c": 2}, 4)
+
+
+def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
+    """A kill between writing and renaming leaves the old file as it was."""
+    import os
+
+    path = tmp_path / "a" / "summary.json"
+    write_json(path, {"x": NAN, "é": [1]})
+    assert json.loads(path.read_text()) == {"x": None, "é": [1]}
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    before = path.read_bytes()
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomic(path, b"half")
+    assert path.read_bytes() == before

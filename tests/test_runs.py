@@ -1,0 +1,219 @@
+"""Run folders: which one a command means, what a continued run may change, and that nothing is ever overwritten."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from rlkit import runs
+from rlkit.errors import ConfigError
+
+CONFIG = {
+    "name": "grpo",
+    "seed": 0,
+    "resume": "never",
+    "model": {"_target_": "rlkit.models.load_policy", "path": "tiny", "lora": {"rank": 0}},
+    "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1.0e-3, "betas": [0.9, 0.99]},
+    "task": {"_target_": "rlkit.tasks.arithmetic", "max_samples": 64},
+    "trainer": {"steps": 25, "max_time": None, "accelerator": "auto"},
+    "schedule": {"numbers": {}},
+}
+
+
+def changed(path: str, value) -> dict:
+    """CONFIG with one value changed."""
+    config = json.loads(json.dumps(CONFIG))
+    *keys, last = path.split(".")
+    node = config
+    for key in keys:
+        node = node[key]
+    node[last] = value
+    return config
+
+
+@pytest.fixture
+def outputs(tmp_path, monkeypatch):
+    """An outputs folder of its own."""
+    monkeypatch.setattr(runs, "OUTPUTS", tmp_path / "outputs")
+    return tmp_path / "outputs"
+
+
+def make_run(parent: Path, name: str, age: int, config=None, ended: str | None = None) -> Path:
+    """A run folder; the higher its age, the older."""
+    folder = parent / name
+    runs.write_config(folder, config or CONFIG)
+    if ended:
+        (folder / "summary.json").write_text(json.dumps({"ended": ended}))
+    os.utime(folder, (10**9 - age, 10**9 - age))
+    os.utime(folder / "config.yaml", (10**9 - age, 10**9 - age))
+    return folder
+
+
+# ----------------------------------------------------------------------------------------------------- folders
+
+
+def test_a_fresh_folder_is_never_one_that_exists(tmp_path, monkeypatch):
+    """Several runs within one second, the clock standing still: each gets a folder of its own."""
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2026, 1, 2, 3, 4, 5)
+
+    monkeypatch.setattr(runs, "datetime", Clock)
+    folders = []
+    for _ in range(4):
+        folders.append(runs.fresh(tmp_path / "grpo"))
+        folders[-1].mkdir(parents=True, exist_ok=True)
+    assert [f.name for f in folders] == ["2026-01-02_03-04-05"] + [f"2026-01-02_03-04-05_{i}" for i in (2, 3, 4)]
+    assert {f.parent for f in folders} == {tmp_path / "grpo"}
+
+
+def test_names_of_fresh_folders_sort_by_time(tmp_path):
+    stamp = runs.fresh(tmp_path).name
+    assert datetime.strptime(stamp, "%Y-%m-%d_%H-%M-%S")
+
+
+@pytest.mark.parametrize("ended, finished", [("finished", True), ("interrupted", False), ("failed: OSError: x", False), (None, False)])
+def test_only_a_summary_that_says_so_means_finished(tmp_path, ended, finished):
+    assert runs.is_finished(make_run(tmp_path, "run", 0, ended=ended)) is finished
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "3"])
+def test_a_damaged_summary_is_an_unfinished_run(tmp_path, text):
+    """A full disk or an edit by hand must not end `resume=auto` in a traceback."""
+    folder = make_run(tmp_path, "run", 0)
+    (folder / "summary.json").write_text(text)
+    assert runs.is_finished(folder) is False
+
+
+@pytest.mark.parametrize("below", [".", "checkpoints", "checkpoints/step_000010.ckpt"])
+def test_a_run_is_found_by_itself_or_by_its_checkpoints(tmp_path, below):
+    folder = make_run(tmp_path, "run", 0)
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "step_000010.ckpt").touch()
+    assert runs.find_run(str(folder / below), "run") == folder
+
+
+def test_what_is_no_run_is_refused_and_the_newest_is_named(outputs):
+    make_run(outputs / "a", "old", 50)
+    newest = make_run(outputs / "b", "new", 10)
+    with pytest.raises(ConfigError, match=rf"resume=nowhere: no run folder.*newest run is {newest}"):
+        runs.find_run("nowhere", "resume")
+
+
+def test_what_is_no_run_is_refused_where_there_is_none(outputs):
+    with pytest.raises(ConfigError, match="run=nowhere: no run folder of rlkit.$"):
+        runs.find_run("nowhere", "run")
+
+
+def test_a_misspelt_name_inside_a_run_is_refused(tmp_path, monkeypatch):
+    """`run=typo` from within a run folder, or RUN/typo, must not quietly mean that run: the path names nothing."""
+    folder = make_run(tmp_path, "run", 0)
+    monkeypatch.chdir(folder)
+    for text in ("typo", str(folder / "typo")):
+        with pytest.raises(ConfigError, match="no run folder"):
+            runs.find_run(text, "run")
+
+
+# ----------------------------------------------------------------------------------------------------- configs
+
+
+def test_a_config_reads_back_as_it_was_written(tmp_path):
+    runs.write_config(tmp_path / "a" / "run", CONFIG)
+    assert runs.read_config(tmp_path / "a" / "run") == CONFIG
+    assert runs.difference(runs.read_config(tmp_path / "a" / "run"), CONFIG) == {}
+
+
+DIFFERENCES = {
+    "a number": (changed("optimizer.lr", 2e-3), {"optimizer.lr": (1e-3, 2e-3)}),
+    "an entry of a list": (changed("optimizer.betas", [0.9, 0.95]), {"optimizer.betas": ([0.9, 0.99], [0.9, 0.95])}),
+    "a new key": (changed("trainer.threads", 2), {"trainer.threads": (None, 2)}),
+    "a branch for a value": (changed("model.lora", None), {"model.lora.rank": (0, None)}),
+    "an entry of an empty mapping": (
+        changed("schedule.numbers", {"kl.coef": 1}),
+        {"schedule.numbers": ({}, None), "schedule.numbers.kl.coef": (None, 1)},
+    ),
+    "nothing": (changed("seed", 0), {}),
+    "an equal number of another type": (changed("seed", 0.0), {}),
+}
+
+
+@pytest.mark.parametrize("new, want", DIFFERENCES.values(), ids=DIFFERENCES)
+def test_difference_by_dotted_key(new, want):
+    assert runs.difference(CONFIG, new) == want
+
+
+@pytest.mark.parametrize("path, value", [("trainer.steps", 50), ("trainer.max_time", 3.0), ("resume", "auto")])
+def test_the_length_of_a_run_is_no_difference(path, value):
+    assert runs.difference(CONFIG, changed(path, value)) == {}
+
+
+def test_a_key_that_went_away_is_a_difference():
+    new = changed("seed", 0)
+    del new["task"]["max_samples"]
+    assert runs.difference(CONFIG, new) == {"task.max_samples": (64, None)}
+
+
+FIXED = [("model.path", "other"), ("model.lora.rank", 8), ("task.max_samples", 8), ("seed", 1), ("optimizer._target_", "torch.optim.SGD")]
+
+
+@pytest.mark.parametrize("path, value", FIXED)
+def test_a_run_cannot_continue_as_another(path, value):
+    with pytest.raises(ConfigError, match=rf"{path} was .* and is now {value}.*resume=never"):
+        runs.refuse_changes(Path("run"), runs.difference(CONFIG, changed(path, value)))
+
+
+@pytest.mark.parametrize("path, value", [("optimizer.lr", 1e-4), ("trainer.accelerator", "cpu"), ("name", "model")])
+def test_other_changes_are_allowed(path, value):
+    runs.refuse_changes(Path("run"), runs.difference(CONFIG, changed(path, value)))
+
+
+def test_a_key_that_only_begins_like_a_fixed_one_is_free():
+    runs.refuse_changes(Path("run"), {"tasks": (1, 2), "seeds.a": (1, 2), "modelling": (1, 2)})
+
+
+# ------------------------------------------------------------------------------------------------ resume=auto
+
+
+def test_the_newest_unfinished_run_of_this_config_is_continued(outputs):
+    make_run(outputs / "grpo", "1", 50, ended="interrupted")
+    wanted = make_run(outputs / "grpo", "2", 40, changed("trainer.steps", 99))
+    make_run(outputs / "grpo", "3", 30, ended="finished")
+    make_run(outputs / "grpo", "4", 20, changed("optimizer.lr", 9.0))
+    make_run(outputs / "other", "5", 10)
+    (outputs / "grpo" / "no run").mkdir()
+    assert runs.newest_unfinished("grpo", CONFIG) == wanted
+
+
+@pytest.mark.parametrize("name", ["grpo", "absent"])
+def test_nothing_to_continue(outputs, name):
+    make_run(outputs / "grpo", "1", 0, ended="finished")
+    assert runs.newest_unfinished(name, CONFIG) is None
+
+
+@pytest.mark.parametrize("text", ["", "a: [1", "3"])
+def test_a_run_with_a_damaged_config_is_passed_over(outputs, text):
+    """A run killed while its config was being written must not keep `resume=auto` from the one before."""
+    wanted = make_run(outputs / "grpo", "1", 50)
+    damaged = make_run(outputs / "grpo", "2", 10)
+    (damaged / "config.yaml").write_text(text)
+    assert runs.newest_unfinished("grpo", CONFIG) == wanted
+
+
+# -------------------------------------------------------------------------------------------------- overrides
+
+
+def test_saved_overrides_are_those_of_hydra(tmp_path):
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("- seed=3\n- algorithm=grpo\n- ++optimizer.lr=1e-4\n")
+    assert runs.saved_overrides(tmp_path) == ["seed=3", "algorithm=grpo", "++optimizer.lr=1e-4"]
+    assert runs.saved_overrides(tmp_path / "absent") == []
+
+
+def test_a_folder_with_spaces_is_quoted_for_the_shell():
+    assert runs.quoted(Path("outputs/my run")) == "'outputs/my run'"

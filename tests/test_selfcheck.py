@@ -1,0 +1,177 @@
+"""What is proved before the first step: verifiers that score gold answers, and a trainer that sees what the sampler sampled."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from rlkit.errors import DataError, SelfCheckError, TemplateError
+from rlkit.generation import generate
+from rlkit.models import make_codec
+from rlkit.rewards import Reward, Term, exact_match, numeric, weighted_sum
+from rlkit.selfcheck import check_policy, check_verifier
+from rlkit.tasks import arithmetic
+from rlkit.types import Task
+
+
+def reward_of(function) -> Reward:
+    return Reward("mine", {"mine": Term(1.0, function)}, weighted_sum)
+
+
+def rows(*answers):
+    return [Task(f"rows.jsonl:{i}", ({"role": "user", "content": "?"},), a, "mine") for i, a in enumerate(answers, start=1)]
+
+
+# --------------------------------------------------------------------------------------------------- verifiers
+
+
+def test_gold_answers_that_score_and_empty_ones_that_do_not_pass():
+    check_verifier(rows("7", "#### 1,000", "3/4"), reward_of(numeric))
+    check_verifier(rows("yes"), reward_of(exact_match))
+
+
+def test_a_gold_answer_that_does_not_score_names_its_row():
+    """A wrong column, or a verifier for other rows, would train on rewards that are all 0."""
+    with pytest.raises(DataError, match=r"row rows.jsonl:2: the gold answer 'no number' scores None with reward 'mine', not 1"):
+        check_verifier(rows("7", "no number"), reward_of(numeric))
+    with pytest.raises(DataError, match=r"row rows.jsonl:1: the gold answer '7' scores 0.5"):
+        check_verifier(rows("7"), reward_of(lambda r: 0.5))
+
+
+def test_an_empty_answer_that_counts_as_right_names_its_row():
+    with pytest.raises(DataError, match=r"row rows.jsonl:1: an empty answer scores 1.0 with reward 'mine'"):
+        check_verifier(rows("7"), reward_of(lambda r: 1.0))
+
+
+def test_an_empty_answer_may_be_unscored():
+    check_verifier(rows("7"), reward_of(lambda r: 1.0 if r.final_content else None))
+
+
+def test_the_embedded_rows_pass(experiment):
+    for split in ("train", "test"):
+        check_verifier(experiment.task(split=split)[:32], experiment.evaluation.reward)
+
+
+# ---------------------------------------------------------------------------------------------------- policies
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    return arithmetic(max_samples=2)
+
+
+def with_engine(experiment, engine, **more):
+    return experiment._replace(generation=experiment.generation._replace(engine=engine, max_new_tokens=12, **more))
+
+
+def copied(policy):
+    return policy._replace(model=copy.deepcopy(policy.model))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_right_scorer_passes_at_any_temperature(tiny, tasks, experiment, temperature):
+    assert check_policy(tiny, tasks, with_engine(experiment, generate, temperature=temperature)) == []
+
+
+def test_a_sampler_at_another_temperature_is_refused(tiny, tasks, experiment):
+    """The most common silent bug: log-probs before temperature on one side, after it on the other."""
+
+    def hotter(policy, contexts, seeds, /, *, temperature, **settings):
+        return generate(policy, contexts, seeds, temperature=temperature * 1.2, **settings)
+
+    with pytest.raises(SelfCheckError, match="sampler and trainer log-probs differ by up to"):
+        check_policy(tiny, tasks, with_engine(experiment, hotter))
+
+
+def test_weights_that_change_between_sampling_and_scoring_are_refused(tiny, tasks, experiment):
+    """A norm in another precision, a stale copy in the engine: the smallest change of the model shows."""
+    policy = copied(tiny)
+
+    def stale(policy, contexts, seeds, /, **settings):
+        replies = generate(policy, contexts, seeds, **settings)
+        with torch.no_grad():
+            policy.model.model.norm.weight *= 1.05
+        return replies
+
+    with pytest.raises(SelfCheckError, match="training would be wrong"):
+        check_policy(policy, tasks, with_engine(experiment, stale))
+
+
+def test_log_probs_of_other_tokens_are_refused(tiny, tasks, experiment):
+    """Off by one position."""
+
+    def shifted(policy, contexts, seeds, /, **settings):
+        replies = generate(policy, contexts, seeds, **settings)
+        return [r._replace(logprobs=(*r.logprobs[1:], r.logprobs[0])) for r in replies]
+
+    with pytest.raises(SelfCheckError):
+        check_policy(tiny, tasks, with_engine(experiment, shifted))
+
+
+def test_logits_that_are_scaled_behind_the_head_are_refused(tiny, tasks, experiment):
+    """A model that caps or scales its logits in forward is scored without that: trunk and head alone."""
+    policy = copied(tiny)
+    forward = policy.model.forward
+
+    def capped(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits = 5 * torch.tanh(out.logits / 5)
+        return out
+
+    policy.model.forward = capped
+    with pytest.raises(SelfCheckError, match="scale or cap its logits"):
+        check_policy(policy, tasks, with_engine(experiment, generate))
+
+
+def unknown(policy, contexts, seeds, /, **settings):
+    """An engine that does not give log-probs."""
+    return [r._replace(logprobs=(float("nan"),) * len(r.token_ids)) for r in generate(policy, contexts, seeds, **settings)]
+
+
+def test_log_probs_that_are_not_numbers_are_refused(tiny, tasks, experiment):
+    """Every comparison with nan is False, also that it is too large."""
+    with pytest.raises(SelfCheckError):
+        check_policy(tiny, tasks, with_engine(experiment, unknown))
+
+
+def half(policy):
+    return policy._replace(model=copy.deepcopy(policy.model).to(torch.bfloat16))
+
+
+def test_half_precision_may_differ_a_little_and_warns_of_more(tiny, tasks, experiment):
+    """bfloat16 rounds at 0.4 %: a warning, not a refusal, and only for a mean gap beyond 0.05 nats."""
+    policy = half(tiny)
+
+    def off(policy, contexts, seeds, /, **settings):
+        return [r._replace(logprobs=tuple(p - 0.2 for p in r.logprobs)) for r in generate(policy, contexts, seeds, **settings)]
+
+    assert check_policy(policy, tasks, with_engine(experiment, generate)) == []
+    (line,) = check_policy(policy, tasks, with_engine(experiment, off))
+    assert "sampler and trainer differ by" in line
+
+
+def test_log_probs_that_are_not_numbers_do_not_pass_in_half_precision_either(tiny, tasks, experiment):
+    policy = half(tiny)
+    try:
+        lines = check_policy(policy, tasks, with_engine(experiment, unknown))
+    except SelfCheckError:
+        return
+    assert lines, "nan log-probs passed without a word"
+
+
+def test_prompts_that_do_not_fit_are_the_rows_fault(tiny, tasks, experiment):
+    with pytest.raises(DataError, match=r"row arithmetic/train/0/0: the prompt does not fit.*8 tokens"):
+        check_policy(tiny._replace(context_length=8), tasks, with_engine(experiment, generate))
+
+
+def test_a_template_that_cannot_carry_the_tools_is_refused(tiny, tasks, experiment):
+    tokenizer = copy.deepcopy(tiny.codec.tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(TemplateError, match="does not write the tools"):
+        check_policy(tiny._replace(codec=make_codec(tokenizer)), tasks, with_engine(experiment, generate))
+
+
+def test_one_row_is_enough_to_check(tiny, tasks, experiment):
+    assert check_policy(tiny, tasks[:1], with_engine(experiment, generate)) == []
