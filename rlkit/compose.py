@@ -1,26 +1,19 @@
 """From a config to an Experiment: composed by Hydra, checked before anything heavy is loaded, built from plain functions.
 
-Every mapping in a config has a `_target_`, whose signature is its schema, or stands where a signature asks for a mapping of
-named parts. So one walk finds every unknown key, also those added with `+`, every wrong type and every missing value, and
-reports them all at once. The same walk builds.
+Order: overrides → composed config → every key checked (rlkit.schema) → functions built → combinations validated → dry run on fake
+data. Each stage reports all of its problems at once, and none of them imports more than torch.
 """
 
 from __future__ import annotations
 
-import difflib
-import functools
-import importlib
 import inspect
-import types
-import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from rlkit.errors import ConfigError
-
-SPECIAL = ("_target_", "_partial_", "_args_")
-MISSING = "???"
+from rlkit.schema import build, check, nearest
+from rlkit.settings import Experiment
 
 
 def conf_dir() -> Path:
@@ -142,187 +135,22 @@ def _one_sentence(error: Exception) -> str:
     return " ".join(line for line in lines if not line.startswith(("full_key", "object_type", "Config search path", "provider")))
 
 
-# ------------------------------------------------------------------------------------------------------ checking
-
-
-def check(node: Any, path: str = "") -> list[str]:
-    """Every problem of a composed config, one sentence each: path, what is wrong, the nearest valid name."""
-    if isinstance(node, list):
-        return [p for i, item in enumerate(node) for p in check(item, f"{path}[{i}]")]
-    if node == MISSING:
-        return [f"{path}: has no default; set {path}=VALUE"]
-    if not isinstance(node, dict):
-        return []
-    if "_target_" not in node:
-        return [p for key, value in node.items() for p in check(value, _join(path, key))]
-    try:
-        target = resolve(node["_target_"])
-    except ConfigError as error:
-        return [f"{_join(path, '_target_')}: {error}"]
-    return _check_call(node, target, path)
-
-
-def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str) -> list[str]:
-    """The keys and values of a node against its target's signature, then the nodes within."""
-    parameters = inspect.signature(target).parameters
-    partial = node.get("_partial_", False)
-    named = {
-        name: p
-        for name, p in parameters.items()
-        if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and not (partial and p.default is p.empty))
-    }  # a partial part's required positional parameters are what it is called with, not what a config sets
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    hints = _hints(target)
-    keys = [key for key in node if key not in SPECIAL]
-    problems = []
-    for key in keys:
-        where = _join(path, key)
-        if key in named:
-            problems += _check_value(node[key], hints.get(key, Any), where)
-        elif not takes_any:
-            label = f"'{node['_target_']}'" if path else "a run"
-            problems.append(f"{where}: {label} takes no '{key}'.{nearest(key, named)} It takes: {', '.join(named)}")
-    for name, p in named.items():
-        if p.default is p.empty and name not in keys and not node.get("_args_") and not (partial and name in GIVEN_LATER):
-            problems.append(f"{_join(path, name)}: '{node['_target_']}' needs a value here")
-    return problems
-
-
-GIVEN_LATER = ("split", "device")  # keyword-only parameters that the run passes itself
-
-
-def _check_value(value: Any, hint: Any, where: str) -> list[str]:
-    if value == MISSING or isinstance(value, dict | list):
-        return check(value, where) + _misplaced(value, hint, where)
-    if not fits(value, hint):
-        return [f"{where}: {value!r} is not {describe(hint)}"]
-    return []
-
-
-def _misplaced(value: Any, hint: Any, where: str) -> list[str]:
-    """A mapping or list where a number or a word belongs."""
-    if value == MISSING or (isinstance(value, dict) and "_target_" in value):
-        return []
-    scalar = [h for h in _alternatives(hint) if h in (int, float, str, bool) or typing.get_origin(h) is Literal]
-    if scalar and len(scalar) == len([h for h in _alternatives(hint) if h is not type(None)]):
-        return [f"{where}: {value!r} is not {describe(hint)}"]
-    return []
-
-
-def fits(value: Any, hint: Any) -> bool:
-    """Whether a plain value may stand where a signature says `hint`. Numbers are never guessed from words."""
-    for option in _alternatives(hint):
-        if option is Any or (option is type(None) and value is None):
-            return True
-        if typing.get_origin(option) is Literal and value in typing.get_args(option):
-            return True
-        if option is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return True
-        if option in (int, str, bool) and type(value) is option:
-            return True
-    return False
-
-
-def describe(hint: Any) -> str:
-    """A hint in words: 'a whole number or null'."""
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-    words = []
-    for option in _alternatives(hint):
-        if typing.get_origin(option) is Literal:
-            words.append("one of " + ", ".join(map(str, typing.get_args(option))))
-        else:
-            words.append(names.get(option, "a part (a mapping with a _target_); choose an option of the group"))
-    return " or ".join(dict.fromkeys(words))
-
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return tuple(a for h in typing.get_args(hint) for a in _alternatives(h))
-    return (hint,)
-
-
-def _hints(target: Callable[..., Any]) -> dict[str, Any]:
-    """Type hints by parameter; a hint that cannot be evaluated here counts as Any."""
-    try:
-        return typing.get_type_hints(target.__init__ if _is_plain_class(target) else target)
-    except (NameError, TypeError, AttributeError):
-        return {}
-
-
-def _is_plain_class(target: Any) -> bool:
-    return inspect.isclass(target) and not issubclass(target, tuple)
-
-
-@functools.cache
-def resolve(name: Any) -> Callable[..., Any]:
-    """The function that a `_target_` names. Raises ConfigError with the nearest valid name."""
-    module_name, _, attribute = str(name).rpartition(".")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"'{name}' cannot be imported ({error}); is the package installed, and the folder on PYTHONPATH?") from error
-    if not hasattr(module, attribute):
-        public = [n for n in dir(module) if not n.startswith("_")]
-        raise ConfigError(f"'{module_name}' has no '{attribute}'.{nearest(attribute, public)}")
-    target = getattr(module, attribute)
-    if not callable(target):
-        raise ConfigError(f"'{name}' is not a function")
-    return target
-
-
-def nearest(name: str, names: Any) -> str:
-    """ " Did you mean …?" where a valid name is close."""
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f" Did you mean '{close[0]}'?" if close else ""
-
-
-def _join(path: str, key: Any) -> str:
-    return f"{path}.{key}" if path else str(key)
-
-
-# ------------------------------------------------------------------------------------------------------ building
-
-
-def build(node: Any, path: str = "") -> Any:
-    """The objects that a checked config stands for. Partial parts are plain `functools.partial`s.
-
-    Raises: ConfigError naming the config path where a part refuses its values.
-    """
-    if isinstance(node, list):
-        return [build(item, f"{path}[{i}]") for i, item in enumerate(node)]
-    if not isinstance(node, dict):
-        return node
-    values = {key: build(value, _join(path, key)) for key, value in node.items() if key not in SPECIAL}
-    if "_target_" not in node:
-        return values
-    target = resolve(node["_target_"])
-    arguments = [build(a, f"{path}._args_") for a in node.get("_args_", ())]
-    if node.get("_partial_", False):
-        return functools.partial(target, *arguments, **values)
-    try:
-        return target(*arguments, **values)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path or node['_target_']}: {error}") from error
-
-
-def validate(x: Any) -> list[str]:
-    """Combinations that cannot run, or that would silently do nothing, as sentences; `x` is an Experiment."""
+def validate(x: Experiment) -> list[str]:
+    """Combinations that cannot run, or that would silently do nothing, as sentences."""
     rollouts = x.batch.prompts * x.batch.group_size
     problems = []
-    for path, value in (
-        ("batch.prompts", x.batch.prompts),
-        ("batch.group_size", x.batch.group_size),
-        ("trainer.steps", x.trainer.steps),
-        ("trainer.micro_batch_tokens", x.trainer.micro_batch_tokens),
-        ("algorithm.epochs", x.algorithm.epochs),
-        ("algorithm.minibatches", x.algorithm.minibatches),
-        ("generation.max_new_tokens", x.generation.max_new_tokens),
-    ):
-        if value < 1:
-            problems.append(f"{path}={value}: must be at least 1")
-    for path, value in (("kl.coef", x.kl.coef), ("generation.temperature", x.generation.temperature), ("evaluation.n", x.evaluation.n)):
-        if value < 0:
-            problems.append(f"{path}={value}: must not be negative")
+    counts: dict[str, float] = {
+        "batch.prompts": x.batch.prompts,
+        "batch.group_size": x.batch.group_size,
+        "trainer.steps": x.trainer.steps,
+        "trainer.micro_batch_tokens": x.trainer.micro_batch_tokens,
+        "algorithm.epochs": x.algorithm.epochs,
+        "algorithm.minibatches": x.algorithm.minibatches,
+        "generation.max_new_tokens": x.generation.max_new_tokens,
+    }
+    amounts = {"kl.coef": x.kl.coef, "generation.temperature": x.generation.temperature, "evaluation.n": x.evaluation.n}
+    problems += [f"{path}={value}: must be at least 1" for path, value in counts.items() if value < 1]
+    problems += [f"{path}={value}: must not be negative" for path, value in amounts.items() if value < 0]
     if x.generation.temperature == 0:
         problems.append("generation.temperature=0: greedy samples of a prompt are all equal, so nothing is learned; use 1.0")
     if not problems and rollouts % x.algorithm.minibatches:
@@ -337,9 +165,14 @@ def validate(x: Any) -> list[str]:
         )
     if x.kl.active and x.reference.name == "none":
         problems.append(f"kl={x.kl.name} needs a reference to compare with, but reference=none; choose reference=frozen or kl=none")
-    for path, function in (("algorithm.advantage", x.algorithm.advantage), ("algorithm.policy_loss", x.algorithm.policy_loss),
-                           ("algorithm.aggregation", x.algorithm.aggregation), ("algorithm.ratio", x.algorithm.ratio),
-                           ("algorithm.group_filter", x.algorithm.group_filter), ("kl.estimator", x.kl.estimator)):  # fmt: skip
+    for path, function in (
+        ("algorithm.advantage", x.algorithm.advantage),
+        ("algorithm.ratio", x.algorithm.ratio),
+        ("algorithm.policy_loss", x.algorithm.policy_loss),
+        ("algorithm.aggregation", x.algorithm.aggregation),
+        ("algorithm.group_filter", x.algorithm.group_filter),
+        ("kl.estimator", x.kl.estimator),
+    ):
         problems += _check_quantities(path, function)
     return problems
 
@@ -355,7 +188,7 @@ def _check_quantities(path: str, function: Callable[..., Any] | None) -> list[st
     ]
 
 
-def warnings(x: Any) -> list[str]:
+def warnings(x: Experiment) -> list[str]:
     """What is legal but probably not meant."""
     out = []
     if not x.kl.active and x.reference.name != "none":
@@ -365,7 +198,7 @@ def warnings(x: Any) -> list[str]:
     return out
 
 
-def dry_run(x: Any) -> None:
+def dry_run(x: Experiment) -> None:
     """One update on fake data through advantage, weights, loss and backward, in milliseconds and without a model.
 
     Raises: ConfigError where a part fails, or where the gradient is not finite or zero.
@@ -399,7 +232,7 @@ def dry_run(x: Any) -> None:
     _dry_run_numbers(x)
 
 
-def _dry_run_numbers(x: Any) -> None:
+def _dry_run_numbers(x: Experiment) -> None:
     """Every scheduled number finds its place, at the first and at the last step."""
     from rlkit.schedules import at
 
@@ -410,9 +243,9 @@ def _dry_run_numbers(x: Any) -> None:
             raise ConfigError(f"schedule.numbers: {error.args[0]}") from error
 
 
-def experiment(composed: Composed) -> Any:
+def experiment(composed: Composed) -> Experiment:
     """The Experiment of a composed config, validated and dry-run. Raises ConfigError with all problems at once."""
-    x = build({key: value for key, value in composed.config.items()})
+    x = build(composed.config)
     problems = validate(x)
     if problems:
         raise ConfigError("\n".join(problems))

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlkit.compose import build, check, compose, conf_dir, experiment
+from rlkit.compose import compose, conf_dir, experiment
 from rlkit.errors import ConfigError
+from rlkit.schema import build, check
 
 GROUPS = sorted(f.name for f in conf_dir().iterdir() if f.is_dir() and f.name not in ("experiment", "debug"))
 REQUIRED = {"task=jsonl": ["task.path=rows.jsonl"], "reference=none": ["kl=none"]}
@@ -142,3 +143,20 @@ def test_every_option_says_what_it_is(file: Path):
     lines = file.read_text().splitlines()
     assert lines[0].startswith("#")
     assert yaml.safe_load(file.read_text()) is not None
+
+
+NO_COMMENT = ("_target_", "_partial_", "name", "defaults", "hydra")
+
+
+@pytest.mark.parametrize("file", sorted(conf_dir().rglob("*.yaml")), ids=lambda f: str(f.relative_to(conf_dir())))
+def test_every_number_has_its_meaning_above_it(file: Path):
+    """Each field of an option is explained in the line above it. Presets are left out: they set what options explain."""
+    if file.parent.name in ("experiment", "debug") or file.parent == conf_dir() and file.stem != "train":
+        pytest.skip("sets numbers that are explained in their options")
+    lines = [line for line in file.read_text().split("\nhydra:")[0].splitlines() if line.strip()]
+    inherits = "defaults:" in lines and file.stem not in ("train", "by_task", "grpo", "reinforce", "default")
+    for above, line in zip(lines, lines[1:], strict=False):
+        key, _, value = line.strip().partition(":")
+        if not value.strip() or key in NO_COMMENT or line.strip().startswith(("#", "-")) or inherits:
+            continue
+        assert above.strip().startswith("#"), f"{file.name}: '{line.strip()}' has no comment above it"

@@ -138,8 +138,8 @@ def test_lightning_stays_in_the_loop_and_its_callbacks(module):
     assert not used or module in ("rlkit.module", "rlkit.data") or module.startswith("rlkit.callbacks.")
 
 
-def targets() -> set[str]:
-    """Modules of rlkit that a `_target_` of conf/ names."""
+def target_names() -> set[str]:
+    """The parts of rlkit that a `_target_` of conf/ names."""
 
     def walk(node) -> Iterator[str]:
         if isinstance(node, dict):
@@ -151,8 +151,12 @@ def targets() -> set[str]:
             for value in node:
                 yield from walk(value)
 
-    found = {t for file in conf_dir().rglob("*.yaml") for t in walk(yaml.safe_load(file.read_text()))}
-    return {t.rpartition(".")[0] for t in found if t.startswith("rlkit.")}
+    return {t for file in conf_dir().rglob("*.yaml") for t in walk(yaml.safe_load(file.read_text())) if t.startswith("rlkit.")}
+
+
+def targets() -> set[str]:
+    """The modules of those parts."""
+    return {name.rpartition(".")[0] for name in target_names()}
 
 
 def closure(module: str) -> set[str]:
@@ -175,6 +179,17 @@ def test_what_a_config_names_imports_at_most_torch(module):
     """A config is composed and refused before seconds are spent on transformers, peft, lightning or datasets."""
     heavy = {n.split(".")[0] for n in closure(module)} & HEAVY
     assert not heavy, f"importing {module} imports {heavy}"
+
+
+def test_importing_a_file_hides_no_part_of_the_same_name():
+    """`import package.name` sets the attribute `name` of the package, so a function of that name is gone unless the file came first."""
+    hidden = []
+    for package in sorted(targets() & set(MODULES)):
+        names = {f.stem for f in MODULES[package].parent.glob("*.py")} if MODULES[package].name == "__init__.py" else set()
+        for name in sorted(names & {t.rpartition(".")[2] for t in target_names() if t.rpartition(".")[0] == package}):
+            importlib.import_module(f"{package}.{name}")
+            hidden += [] if callable(getattr(importlib.import_module(package), name)) else [f"{package}.{name}"]
+    assert hidden == []
 
 
 @pytest.mark.parametrize("module", ["rlkit.cli", "rlkit.compose", "rlkit.runs", "rlkit.callbacks.files", "rlkit.train", "rlkit.evaluate"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlkit.schedules import Schedule, at, cosine, linear
+from rlkit.schedules import Schedule, at, cosine, decay, linear
 
 
 @pytest.mark.parametrize("shape", [linear, cosine])
@@ -41,3 +41,12 @@ def test_whole_numbers_stay_whole(experiment):
 def test_a_path_that_binds_no_number_is_refused(experiment, path):
     with pytest.raises(KeyError, match=path):
         at(experiment._replace(schedule=Schedule({path: lambda step: 1.0})), 0)
+
+
+def test_decay_starts_from_the_configured_number(experiment):
+    """An override of optimizer.lr moves the whole schedule."""
+    from functools import partial
+
+    lr = experiment.optimizer.keywords["lr"]
+    moving = experiment._replace(schedule=Schedule({"optimizer.lr": partial(decay, to=0.1, steps=10)}))
+    assert [at(moving, s).optimizer.keywords["lr"] for s in (0, 10, 99)] == pytest.approx([lr, 0.1 * lr, 0.1 * lr])

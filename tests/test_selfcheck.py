@@ -161,9 +161,11 @@ def test_log_probs_that_are_not_numbers_do_not_pass_in_half_precision_either(tin
     assert lines, "nan log-probs passed without a word"
 
 
-def test_prompts_that_do_not_fit_are_the_rows_fault(tiny, tasks, experiment):
-    with pytest.raises(DataError, match=r"row arithmetic/train/0/0: the prompt does not fit.*8 tokens"):
-        check_policy(tiny._replace(context_length=8), tasks, with_engine(experiment, generate))
+def test_a_prompt_that_does_not_fit_is_the_rows_fault(tiny, tasks, experiment):
+    """Also where it is not among the first: the longest rows are measured, and the one that is too long is named."""
+    long = tasks[0]._replace(id="rows.jsonl:9", messages=({"role": "user", "content": "How many? " * 99},))
+    with pytest.raises(DataError, match=r"row rows.jsonl:9: its prompt has \d+ tokens, and the model's context is 200"):
+        check_policy(tiny._replace(context_length=200), [*arithmetic(max_samples=8), long], with_engine(experiment, generate))
 
 
 def test_a_template_that_cannot_carry_the_tools_is_refused(tiny, tasks, experiment):

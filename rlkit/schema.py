@@ -1,0 +1,183 @@
+"""A function's signature is the schema of its config node: one walk that checks a config, and one that builds it.
+
+Every mapping in a config has a `_target_`, whose signature says which keys it takes and of what kind, or stands where a signature
+asks for a mapping of named parts. So one walk finds every unknown key, also those added with `+`, every wrong type and every missing
+value, and the same shape of walk builds the plain functions.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from rlkit.errors import ConfigError
+
+SPECIAL = ("_target_", "_partial_", "_args_")
+MISSING = "???"
+GIVEN_LATER = ("split", "device")  # keyword-only parameters that the run passes itself
+
+
+# ------------------------------------------------------------------------------------------------------ checking
+
+
+def check(node: Any, path: str = "") -> list[str]:
+    """Every problem of a composed config, one sentence each: path, what is wrong, the nearest valid name."""
+    if isinstance(node, list):
+        return [p for i, item in enumerate(node) for p in check(item, f"{path}[{i}]")]
+    if node == MISSING:
+        return [f"{path}: has no default; set {path}=VALUE"]
+    if not isinstance(node, dict):
+        return []
+    if "_target_" not in node:
+        return [p for key, value in node.items() for p in check(value, _join(path, key))]
+    try:
+        target = resolve(node["_target_"])
+    except ConfigError as error:
+        return [f"{_join(path, '_target_')}: {error}"]
+    return _check_call(node, target, path)
+
+
+def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str) -> list[str]:
+    """The keys and values of a node against its target's signature, then the nodes within."""
+    parameters = inspect.signature(target).parameters
+    partial = node.get("_partial_", False)
+    named = {
+        name: p
+        for name, p in parameters.items()
+        if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and not (partial and p.default is p.empty))
+    }  # a partial part's required positional parameters are what it is called with, not what a config sets
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    hints = _hints(target)
+    keys = [key for key in node if key not in SPECIAL]
+    problems = []
+    for key in keys:
+        where = _join(path, key)
+        if key in named:
+            problems += _check_value(node[key], hints.get(key, Any), where)
+        elif not takes_any:
+            label = f"'{node['_target_']}'" if path else "a run"
+            problems.append(f"{where}: {label} takes no '{key}'.{nearest(key, named)} It takes: {', '.join(named)}")
+    for name, p in named.items():
+        if p.default is p.empty and name not in keys and not node.get("_args_") and not (partial and name in GIVEN_LATER):
+            problems.append(f"{_join(path, name)}: '{node['_target_']}' needs a value here")
+    return problems
+
+
+def _check_value(value: Any, hint: Any, where: str) -> list[str]:
+    if value == MISSING or isinstance(value, dict | list):
+        return check(value, where) + _misplaced(value, hint, where)
+    if not fits(value, hint):
+        return [f"{where}: {value!r} is not {describe(hint)}"]
+    return []
+
+
+def _misplaced(value: Any, hint: Any, where: str) -> list[str]:
+    """A mapping or list where a number or a word belongs."""
+    if value == MISSING or (isinstance(value, dict) and "_target_" in value):
+        return []
+    scalar = [h for h in _alternatives(hint) if h in (int, float, str, bool) or typing.get_origin(h) is Literal]
+    if scalar and len(scalar) == len([h for h in _alternatives(hint) if h is not type(None)]):
+        return [f"{where}: {value!r} is not {describe(hint)}"]
+    return []
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a plain value may stand where a signature says `hint`. Numbers are never guessed from words."""
+    for option in _alternatives(hint):
+        if option is Any or (option is type(None) and value is None):
+            return True
+        if typing.get_origin(option) is Literal and value in typing.get_args(option):
+            return True
+        if option is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return True
+        if option in (int, str, bool) and type(value) is option:
+            return True
+    return False
+
+
+def describe(hint: Any) -> str:
+    """A hint in words: 'a whole number or null'."""
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    words = []
+    for option in _alternatives(hint):
+        if typing.get_origin(option) is Literal:
+            words.append("one of " + ", ".join(map(str, typing.get_args(option))))
+        else:
+            words.append(names.get(option, "a part (a mapping with a _target_); choose an option of the group"))
+    return " or ".join(dict.fromkeys(words))
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return tuple(a for h in typing.get_args(hint) for a in _alternatives(h))
+    return (hint,)
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    """Type hints by parameter; a hint that cannot be evaluated here counts as Any."""
+    try:
+        return typing.get_type_hints(target.__init__ if _is_plain_class(target) else target)
+    except (NameError, TypeError, AttributeError):
+        return {}
+
+
+def _is_plain_class(target: Any) -> bool:
+    return inspect.isclass(target) and not issubclass(target, tuple)
+
+
+@functools.cache
+def resolve(name: Any) -> Callable[..., Any]:
+    """The function that a `_target_` names. Raises ConfigError with the nearest valid name."""
+    module_name, _, attribute = str(name).rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"'{name}' cannot be imported ({error}); is the package installed, and the folder on PYTHONPATH?") from error
+    if not hasattr(module, attribute):
+        public = [n for n in dir(module) if not n.startswith("_")]
+        raise ConfigError(f"'{module_name}' has no '{attribute}'.{nearest(attribute, public)}")
+    target = getattr(module, attribute)
+    if not callable(target):
+        raise ConfigError(f"'{name}' is not a function")
+    return target
+
+
+def nearest(name: str, names: Any) -> str:
+    """ " Did you mean …?" where a valid name is close."""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+# ------------------------------------------------------------------------------------------------------ building
+
+
+def build(node: Any, path: str = "") -> Any:
+    """The objects that a checked config stands for. Partial parts are plain `functools.partial`s.
+
+    Raises: ConfigError naming the config path where a part refuses its values.
+    """
+    if isinstance(node, list):
+        return [build(item, f"{path}[{i}]") for i, item in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    values = {key: build(value, _join(path, key)) for key, value in node.items() if key not in SPECIAL}
+    if "_target_" not in node:
+        return values
+    target = resolve(node["_target_"])
+    arguments = [build(a, f"{path}._args_") for a in node.get("_args_", ())]
+    if node.get("_partial_", False):
+        return functools.partial(target, *arguments, **values)
+    try:
+        return target(*arguments, **values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path or node['_target_']}: {error}") from error
