@@ -14,8 +14,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkit.functional import fill_masked, segment_sum
+from rlkit.functional import fill_masked
 from rlkit.types import AdvantageFn, AggregationFn, Batch, GroupFilterFn, KLFn, PolicyLossFn
+
+PER_ROLLOUT = ("rewards", "group_ids", "lengths")  # quantities [N]; all others have a row dimension
 
 
 class Algorithm(NamedTuple):
@@ -60,10 +62,7 @@ def call(function: Callable[..., Any], quantities: Mapping[str, Any]) -> Any:
 
 def quantities(batch: Batch) -> dict[str, Any]:
     """What the parts may ask for, before the policy is evaluated."""
-    n = len(batch.rewards)
-    named = {name: getattr(batch, name) for name in Batch._fields if getattr(batch, name) is not None}
-    named["lengths"] = segment_sum(batch.response_mask.sum(1), batch.rollout_ids, n=n)
-    return named
+    return {name: value for name, value in batch._asdict().items() if value is not None}
 
 
 def estimate_advantages(batch: Batch, algorithm: Algorithm) -> Batch:
@@ -127,7 +126,7 @@ def select(batch: Batch, rows: Tensor) -> Batch:
     per_row = {
         name: value[rows][:, :width] if value.dim() == 2 else value[rows]
         for name, value in batch._asdict().items()
-        if value is not None and name not in ("rewards", "group_ids")
+        if value is not None and name not in PER_ROLLOUT
     }
     return batch._replace(**per_row)
 
@@ -141,9 +140,10 @@ def minibatches(batch: Batch, algorithm: Algorithm, seed: int) -> Iterator[Batch
     generator = torch.Generator().manual_seed(seed % (1 << 63))
     for _ in range(algorithm.epochs):
         order = torch.randperm(len(batch.rewards), generator=generator)
-        for part in order.chunk(algorithm.minibatches):
+        for part in order.tensor_split(algorithm.minibatches):
             rows = torch.isin(batch.rollout_ids.cpu(), part).nonzero()[:, 0].to(batch.ids.device)
-            yield weigh(select(batch, rows), algorithm)
+            if len(rows):  # none where every rollout of the part ended before its first reply
+                yield weigh(select(batch, rows), algorithm)
 
 
 def micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:

@@ -101,50 +101,48 @@ def train_command(arguments: Arguments) -> int:
     if arguments.multirun:
         return sweep(arguments)
     from rlkit import runs
-    from rlkit.compose import Composed, compose, experiment, warnings
+    from rlkit.compose import compose, experiment, warnings
     from rlkit.train import load_tasks, start
 
-    overrides, folder, resume = list(arguments.overrides), option(arguments.overrides, "hydra.run.dir"), False
-    named = option(overrides, "resume")
-    if named not in (None, "never", "auto"):
-        found = runs.find_run(named or "", "resume")
-        overrides = drop(runs.saved_overrides(found), "resume") + overrides
-        folder, resume = str(found), True
-    composed: Composed = compose(overrides, config_dir=arguments.config_dir)
+    overrides, named, place = list(arguments.overrides), option(arguments.overrides, "resume"), option(arguments.overrides, "hydra.run.dir")
+    folder = Path(place) if place else None
+    resume: Path | None = None
+    if named and named not in ("never", "auto"):
+        folder = runs.find_run(named, "resume")
+        resume = runs.checkpoint_source(named, folder)
+        overrides = drop(runs.saved_overrides(folder), "resume") + overrides
+    composed = compose(overrides, config_dir=arguments.config_dir)
     x = experiment(composed)
-    where = Path(folder) if folder else None
     if named == "auto":
-        where, resume = find_unfinished(x.name, composed.config, where)
-        if where is not None and runs.is_finished(where):
-            print(f"{where}: finished already; nothing to do")
+        folder = folder or runs.newest_unfinished(x.name, composed.config)
+        if folder is not None and runs.is_finished(folder):
+            print(f"{folder}: finished already; nothing to do")
             return 0
-    if where is not None and runs.is_run(where):
-        if not resume:
-            raise ConfigError(
-                f"{where} already holds a run, which is never overwritten; continue it with resume={where}, or choose another folder"
-            )
-        changed = runs.difference(runs.read_config(where), composed.config)
-        runs.refuse_changes(where, changed)
-        for key, (was, now) in changed.items():
-            print(f"resume: {key} was {was}, is {now}")
-        steps = (runs.read_summary(where) or {}).get("steps") or 0
-        if steps >= x.trainer.steps:
-            raise ConfigError(f"{where} has done all of its {steps} steps; to go on, raise trainer.steps, as in trainer.steps={2 * steps}")
+        resume = folder / "checkpoints" if folder is not None and runs.is_run(folder) else None
+    if folder is not None and runs.is_run(folder):
+        check_continues(folder, composed.config, x.trainer.steps, resume)
     tasks = load_tasks(x)
     for line in warnings(x):
         print(f"warning: {line}")
-    target = where or runs.fresh(runs.OUTPUTS / x.name)
+    target = folder or runs.fresh(runs.OUTPUTS / x.name)
     return in_hydra(composed.overrides, target, arguments, lambda: start(x, composed.config, tasks, target, started=STARTED, resume=resume))
 
 
-def find_unfinished(name: str, config: dict, folder: Path | None) -> tuple[Path | None, bool]:
-    """What resume=auto means: a given folder if a run stands there, else the newest unfinished run of this name and config."""
+def check_continues(folder: Path, config: dict, steps: int, resume: Path | None) -> None:
+    """Prints what changed since the run in `folder` was started. Raises ConfigError where it cannot go on with that."""
     from rlkit import runs
 
-    if folder is not None:
-        return folder, runs.is_run(folder)
-    found = runs.newest_unfinished(name, config)
-    return found, found is not None
+    if resume is None:
+        raise ConfigError(
+            f"{folder} already holds a run, which is never overwritten; continue it with resume={folder}, or choose another folder"
+        )
+    changed = runs.difference(runs.read_config(folder), config)
+    runs.refuse_changes(folder, changed)
+    for key, (was, now) in changed.items():
+        print(f"resume: {key} was {was}, is {now}")
+    done = (runs.read_summary(folder) or {}).get("steps") or 0
+    if resume.is_dir() and done >= steps:
+        raise ConfigError(f"{folder} has done all of its {done} steps; to go on, raise trainer.steps, as in trainer.steps={2 * done}")
 
 
 def option(overrides: Sequence[str], key: str) -> str | None:
@@ -262,6 +260,7 @@ def evaluate_command(arguments: Arguments) -> int:
             f"evaluation.k: pass@{max(x.evaluation.k)} needs evaluation.samples of at least that; it is {x.evaluation.samples}"
         )
     _, held_out = load_tasks(x)
-    out = runs.fresh(run / "evaluation" if run else runs.OUTPUTS / "evaluation")
-    print(table(evaluate(x, held_out, run=run, out=out, started=STARTED), out))
+    checkpoint = runs.checkpoint_source(named, run) if named and run else None
+    parent = run / "evaluation" if run else runs.OUTPUTS / "evaluation"
+    print(table(*evaluate(x, held_out, checkpoint=checkpoint, parent=parent, started=STARTED)))
     return 0

@@ -9,11 +9,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.errors import ConfigError
 from rlkit.schema import build, check, nearest
-from rlkit.settings import Experiment
+
+if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
+    from rlkit.settings import Experiment
 
 
 def conf_dir() -> Path:
@@ -219,6 +221,7 @@ def dry_run(x: Experiment) -> None:
     batch = Batch(
         ids=ids, attention_mask=torch.ones_like(mask), response_mask=mask, rollout_ids=torch.arange(n),
         step_ids=torch.zeros_like(ids), rewards=(torch.arange(n) % 2).float(), group_ids=torch.arange(n) // size,
+        lengths=mask.sum(1),
         logprobs_sampler=fixed, logprobs_old=fixed, logprobs_ref=fixed - 0.1,
     )  # fmt: skip
     try:

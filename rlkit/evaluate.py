@@ -8,20 +8,21 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from rlkit import runs
 from rlkit.callbacks.files import write_json
 from rlkit.rollouts.record import save_rollouts
 from rlkit.settings import Experiment
 from rlkit.types import Policy, Task
 
 
-def evaluate(x: Experiment, tasks: Sequence[Task], *, run: Path | None, out: Path, started: float) -> dict[str, Any]:
+def evaluate(x: Experiment, tasks: Sequence[Task], *, checkpoint: Path | None, parent: Path, started: float) -> tuple[dict[str, Any], Path]:
     """Greedy accuracy, avg@k and pass@k of held-out tasks, by the verifiers of training; written as JSON beside the rollouts.
 
     Args:
       x: the experiment; its evaluation settings decide how replies are sampled.
       tasks: held-out rows, at least one.
-      run: the run folder whose newest checkpoint is evaluated; None evaluates the model as loaded.
-      out: folder of the results.
+      checkpoint: a file, or a folder whose newest checkpoint is evaluated; None evaluates the model as loaded.
+      parent: where a new folder for the results is made.
       started: time.perf_counter() of the command's start.
     """
     from rlkit.rollouts.evaluation import greedy_accuracy, sampled_accuracy
@@ -31,7 +32,7 @@ def evaluate(x: Experiment, tasks: Sequence[Task], *, run: Path | None, out: Pat
     quiet()
     device = pick_device(x)
     policy = x.model(device=device)
-    step = restore(policy, run) if run else None
+    path, step = restore(policy, checkpoint) if checkpoint else (None, None)
     settings = x.evaluation
     collecting: dict[str, Any] = {
         "reward": settings.reward,
@@ -46,7 +47,7 @@ def evaluate(x: Experiment, tasks: Sequence[Task], *, run: Path | None, out: Pat
             policy, tasks, samples=settings.samples, k=settings.k, temperature=settings.temperature, seed=settings.seed, **collecting
         )
     result = {
-        "run": str(run) if run else None,
+        "checkpoint": str(path) if path else None,
         "model": x.model.keywords.get("path") if hasattr(x.model, "keywords") else None,
         "step": step,
         "n": len(tasks),
@@ -58,20 +59,21 @@ def evaluate(x: Experiment, tasks: Sequence[Task], *, run: Path | None, out: Pat
         "wall_seconds": round(time.perf_counter() - started, 2),
         "versions": versions(),
     }
+    out = runs.fresh(parent)
     write_json(out / "result.json", result)
     save_rollouts(out / "greedy.jsonl.gz", greedy_rollouts)
     save_rollouts(out / "sampled.jsonl.gz", sampled_rollouts)
-    return result
+    return result, out
 
 
-def restore(policy: Policy, run: Path) -> int:
-    """Loads the policy of a run's newest checkpoint; the RL step it stands at. Raises DataError where there is none."""
-    from rlkit.callbacks.checkpoint import load_newest
+def restore(policy: Policy, checkpoint: Path) -> tuple[Path, int]:
+    """Loads a checkpoint's policy; the file and the RL step it stands at. Raises DataError where there is none."""
+    from rlkit.callbacks.checkpoints import load_checkpoint
 
-    _, state = load_newest(run / "checkpoints")
+    path, state = load_checkpoint(checkpoint)
     weights = {name.removeprefix("model."): value for name, value in state["state_dict"].items() if name.startswith("model.")}
     policy.model.load_state_dict(weights, strict=False)  # under LoRA the frozen base is not in the checkpoint
-    return int(state["rlkit"]["rl_step"])
+    return path, int(state["rlkit"]["rl_step"])
 
 
 def autocast(x: Experiment, device: Any) -> AbstractContextManager[Any]:

@@ -19,12 +19,15 @@ FIXED = ("model", "optimizer._target_", "task", "seed")  # keys that a continued
 
 
 def fresh(parent: Path) -> Path:
-    """<parent>/<time>, one that does not exist yet."""
+    """A new, empty folder <parent>/<time>."""
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder, number = parent / stamp, 2
-    while folder.exists():
-        folder, number = parent / f"{stamp}_{number}", number + 1
-    return folder
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:  # also where another process came first
+            folder, number = parent / f"{stamp}_{number}", number + 1
 
 
 def is_run(folder: Path) -> bool:
@@ -50,11 +53,16 @@ def find_run(text: str, key: str) -> Path:
     """The run folder that a user names, itself or one of its checkpoints. Raises ConfigError."""
     path = Path(text).expanduser()
     for folder in (path, path.parent, path.parent.parent):
-        if is_run(folder):
+        if path.exists() and is_run(folder):
             return folder
     runs = sorted((p.parent for p in OUTPUTS.glob("*/*/config.yaml")), key=lambda p: p.stat().st_mtime)
     newest = f" The newest run is {runs[-1]}" if runs else ""
     raise ConfigError(f"{key}={text}: no run folder of rlkit.{newest}")
+
+
+def checkpoint_source(text: str, folder: Path) -> Path:
+    """What to load of a run that a user named: the checkpoint file itself, or the run's folder of checkpoints."""
+    return Path(text).expanduser() if text.endswith(".ckpt") else folder / "checkpoints"
 
 
 def newest_unfinished(name: str, config: Mapping[str, Any]) -> Path | None:
@@ -68,7 +76,10 @@ def newest_unfinished(name: str, config: Mapping[str, Any]) -> Path | None:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The resolved config that a run was started with."""
-    return yaml.safe_load((folder / "config.yaml").read_text())
+    try:
+        return yaml.safe_load((folder / "config.yaml").read_text()) or {}
+    except yaml.YAMLError:  # half-written: equal to no config
+        return {}
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:

@@ -81,7 +81,7 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> list[s
     half = torch.is_autocast_enabled(device.type) or any(p.dtype == torch.bfloat16 for p in policy.model.parameters())
     if half:
         mean = float(gap.mean())
-        return [f"sampler and trainer differ by {mean:.3f} nats a token on average"] if mean > BF16_TOLERANCE else []
+        return [f"sampler and trainer differ by {mean:.3f} nats a token on average"] if not mean <= BF16_TOLERANCE else []
     if not gap.max() < FP32_TOLERANCE:
         raise SelfCheckError(
             f"sampler and trainer log-probs differ by up to {float(gap.max()):.2e} nats, more than {FP32_TOLERANCE}: training would "

@@ -32,12 +32,15 @@ def load_tasks(x: Experiment) -> tuple[Sequence[Task], Sequence[Task]]:
     return train, held_out
 
 
-def train(x: Experiment, tasks: tuple[Sequence[Task], Sequence[Task]], folder: Path, *, started: float, resume: bool) -> dict[str, Any]:
+def train(
+    x: Experiment, tasks: tuple[Sequence[Task], Sequence[Task]], folder: Path, *, started: float, resume: Path | None
+) -> dict[str, Any]:
     """Trains to the end and returns the summary, which is also written to the folder.
 
     Args:
       x: the experiment. tasks: training and held-out rows.
-      folder: where everything goes; of the run to continue where `resume` is True.
+      folder: where everything goes; of the run to continue where there is a `resume`.
+      resume: a checkpoint, or a folder whose newest one is taken; None starts anew.
       started: time.perf_counter() of the command's start.
     """
     quiet()
@@ -85,19 +88,19 @@ def train(x: Experiment, tasks: tuple[Sequence[Task], Sequence[Task]], folder: P
 
 
 def make_trainer(
-    x: Experiment, module: Any, held_out: Sequence[Task], folder: Path, results: dict[int, Any], device: Any, *, resume: bool
+    x: Experiment, module: Any, held_out: Sequence[Task], folder: Path, results: dict[int, Any], device: Any, *, resume: Path | None
 ) -> tuple[Any, Path | None]:
     """The Lightning trainer with rlkit's callbacks, and the checkpoint to continue from."""
     import lightning as L
 
-    from rlkit.callbacks.checkpoint import AtomicCheckpointIO, load_newest
+    from rlkit.callbacks.checkpoints import AtomicCheckpointIO, load_checkpoint
     from rlkit.callbacks.evaluation import HeldOut
     from rlkit.callbacks.metrics import MetricsFile, cut_back, read_rows
 
     metrics = folder / "metrics.jsonl"
     path = None
-    if resume:
-        path, state = load_newest(folder / "checkpoints")
+    if resume is not None:
+        path, state = load_checkpoint(resume)
         cut_back(metrics, state["rlkit"]["rl_step"])
         results |= {row["step"]: earlier_result(row, len(held_out)) for row in read_rows(metrics) if "eval/accuracy" in row}
         print(f"resume: {path}, after step {state['rlkit']['rl_step']}", flush=True)
@@ -187,7 +190,7 @@ def header(x: Experiment, policy: Any, device: Any, tasks: tuple[Sequence[Task],
         f"model: {trained:,} of {total:,} parameters trained, on {device}, precision {precision(x, device)}\n"
         f"data: {len(tasks[0])} training and {len(tasks[1])} held-out problems\n"
         f"batch: {x.batch.prompts} prompts × {x.batch.group_size} samples → {updates} update(s) of {per_update} rollouts a step, "
-        f"{x.trainer.steps} steps"
+        f"{x.trainer.steps} steps" + (f"; scheduled: {', '.join(x.schedule.numbers)}" if x.schedule.numbers else "")
     )
 
 
@@ -215,11 +218,11 @@ def closing(summary: Mapping[str, Any], folder: Path) -> str:
     return "\n".join(lines)
 
 
-def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *, started: float, resume: bool) -> int:
+def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *, started: float, resume: Path | None) -> int:
     """Runs in a folder and prints the end; the exit status. A refusal leaves nothing behind that was not there before."""
     import shutil
 
-    fresh = not resume
+    fresh = resume is None
     try:
         runs.write_config(folder, config)
         summary = train(x, tasks, folder, started=started, resume=resume)

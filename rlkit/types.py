@@ -154,6 +154,7 @@ class Batch(NamedTuple):
     step_ids: Tensor  # [B, T] int64, which step of its rollout a token belongs to
     rewards: Tensor  # [N] float, nan where it cannot be scored
     group_ids: Tensor  # [N] int64
+    lengths: Tensor  # [N] int64, sampled tokens of a rollout, trained on or not
     logprobs_sampler: Tensor  # [B, T] by the engine that sampled
     logprobs_old: Tensor | None = None  # [B, T] by the trainer, before the update
     logprobs_ref: Tensor | None = None  # [B, T] by the reference

@@ -48,7 +48,7 @@ KLS = {"none": KL("none"), "k3": KL("k3", k3, coef=0.3)}
 TABLE = list(itertools.product(AGGREGATIONS, POLICY_LOSSES, KLS))
 ROLLOUTS = torch.tensor([0, 0, 0, 1, 2, 2, 3, 4, 5, 6, 6, 7])  # of each row; rollout 8 has no row
 TOKENS = ("logprobs_sampler", "logprobs_old", "logprobs_ref")
-PER_ROLLOUT = ("rewards", "group_ids")
+PER_ROLLOUT = ("rewards", "group_ids", "lengths")
 
 
 def algorithm(aggregation=token_mean, policy_loss=clipped, **more) -> Algorithm:
@@ -76,6 +76,7 @@ def make_batch(seed: int = 0) -> Batch:
         step_ids=torch.zeros(b, t, dtype=torch.int64),
         rewards=torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0, 1.0, 0.0, float("nan"), 1.0], dtype=torch.float64),  # the second prompt's are equal
         group_ids=torch.tensor([5, 5, 5, 2, 2, 2, 9, 9, 9]),
+        lengths=torch.zeros(9, dtype=torch.int64).index_add_(0, ROLLOUTS, response.sum(1)),
         **tokens,
     )
 
@@ -225,7 +226,7 @@ def test_the_loss_by_hand():
     batch = Batch(
         ids=torch.tensor([[1, 2, 3]]), attention_mask=torch.ones(1, 3, dtype=torch.bool), response_mask=mask,
         rollout_ids=torch.tensor([0]), step_ids=torch.zeros(1, 3, dtype=torch.int64), rewards=torch.tensor([1.0]),
-        group_ids=torch.tensor([0]), logprobs_sampler=log, logprobs_old=log, logprobs_ref=torch.tensor([[0.0, -0.5, -1.0]]).double(),
+        group_ids=torch.tensor([0]), lengths=torch.tensor([2]), logprobs_sampler=log, logprobs_old=log, logprobs_ref=torch.tensor([[0.0, -0.5, -1.0]]).double(),
         advantages=torch.tensor([[0.0, 1.0, -2.0]]).double(),
     )  # fmt: skip
     a = algorithm()
@@ -274,6 +275,30 @@ def test_garbage_under_the_mask_changes_no_bit(names):
         dirty = batch._replace(**{name: getattr(batch, name).where(mask, garbage) for name in TOKENS})
         got_loss, got_gradient = whole(dirty, logprobs.where(mask, garbage), a, kl)
         assert torch.equal(got_loss, loss) and torch.equal(got_gradient, gradient)
+
+
+@pytest.mark.parametrize("dirty", ["logprobs", "logprobs_old", "logprobs_ref", "entropy"])
+def test_a_users_own_part_is_safe_from_garbage_without_clamping(dirty):
+    """Shipped parts clamp, which hides nan; a plain exp has 0 × inf in its gradient unless its input is filled before."""
+
+    def loss(logprobs, logprobs_old, entropy, advantages):
+        return -advantages * (logprobs - logprobs_old + entropy).exp()
+
+    def estimator(logprobs, logprobs_ref):
+        return (logprobs_ref - logprobs).exp()
+
+    a, kl = algorithm(policy_loss=loss), KL("mine", estimator, coef=0.3)
+    batch = prepared(a)
+    given = {name: policy_logprobs(batch, seed) for seed, name in enumerate(("logprobs", "logprobs_old", "logprobs_ref", "entropy"))}
+    gradients = []
+    for garbage in (0.0, float("nan"), float("inf"), -float("inf")):
+        q = given | {dirty: given[dirty].where(batch.response_mask, garbage)}
+        leaf = q["logprobs"].clone().requires_grad_()
+        own = batch._replace(logprobs_old=q["logprobs_old"], logprobs_ref=q["logprobs_ref"])
+        value, terms = surrogate(own, leaf, q["entropy"], a, kl)
+        assert all(term.isfinite().all() for term in terms.values())  # the metrics are made of them
+        gradients.append(torch.cat([value.detach()[None], *torch.autograd.grad(value, leaf)[0]]))
+    assert all(torch.equal(gradients[0], other) for other in gradients[1:])
 
 
 def test_garbage_in_token_advantages_is_masked_where_they_are_made():

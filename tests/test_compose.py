@@ -151,7 +151,7 @@ NO_COMMENT = ("_target_", "_partial_", "name", "defaults", "hydra")
 @pytest.mark.parametrize("file", sorted(conf_dir().rglob("*.yaml")), ids=lambda f: str(f.relative_to(conf_dir())))
 def test_every_number_has_its_meaning_above_it(file: Path):
     """Each field of an option is explained in the line above it. Presets are left out: they set what options explain."""
-    if file.parent.name in ("experiment", "debug") or file.parent == conf_dir() and file.stem != "train":
+    if file.parent.name in ("experiment", "debug") or (file.parent == conf_dir() and file.stem != "train"):
         pytest.skip("sets numbers that are explained in their options")
     lines = [line for line in file.read_text().split("\nhydra:")[0].splitlines() if line.strip()]
     inherits = "defaults:" in lines and file.stem not in ("train", "by_task", "grpo", "reinforce", "default")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlkit.callbacks.health import CHECKS, Health
+from rlkit.callbacks.pathologies import CHECKS, Health
 from rlkit.monitor import UpdateTerms, update_metrics
 from rlkit.rollouts import assemble, summarize
 from rlkit.types import Rollout, Step, Task

@@ -21,7 +21,7 @@ LAYERS = (
     ("types", "errors"),
     ("functional",),
     ("rewards", "tasks", "environments", "generation", "models"),
-    ("rollouts", "algorithm", "reference", "schedules", "settings", "monitor", "selfcheck"),
+    ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck"),
     ("module", "data", "loggers"),
     ("compose", "callbacks", "runs"),
     ("train", "evaluate", "cli", "__main__"),
@@ -52,7 +52,8 @@ ONLY = {
     "monitor": {"types", "functional", "settings"},
     "data": set(),
     "loggers": set(),
-    "compose": {"errors"},  # everything else is imported when a config names it
+    "schema": {"errors"},  # it walks any function's signature and knows no part
+    "compose": {"errors", "schema", "settings"},  # everything else is imported when a config names it
     "runs": {"errors"},
     "cli": {"errors"},  # a typo is answered before torch is imported
 }

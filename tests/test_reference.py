@@ -55,9 +55,14 @@ def test_frozen_shares_no_memory_with_the_policy_and_takes_no_gradient(model):
     assert not state.training
 
 
-def test_scoring_with_the_reference_builds_no_graph(model):
+@pytest.mark.parametrize("lora", [False, True])
+def test_scoring_with_the_reference_builds_no_graph(model, lora):
+    """With the adapter off no weight that it uses is trained, but hooks and shared heads may be: nothing is recorded at all."""
+    policy = add_lora(model, LoRA(rank=2)) if lora else model
     kept = reference.frozen()
-    assert not reference_scores(kept, kept.init(model), model).requires_grad
+    with kept.model(kept.init(policy), policy):
+        assert not torch.is_grad_enabled()
+    assert not reference_scores(kept, kept.init(policy), policy).requires_grad
     assert torch.is_grad_enabled()
 
 

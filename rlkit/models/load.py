@@ -55,7 +55,7 @@ def load_policy(
       device: where the weights go.
     Raises: ConfigError or TemplateError that name the key to change.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     if trust_remote_code and not _is_commit(revision):
@@ -69,8 +69,9 @@ def load_policy(
     hub = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **hub)
+        config = without_dropout(AutoConfig.from_pretrained(source, **hub))
         model: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=torch.bfloat16 if half else torch.float32, attn_implementation=attention, **hub
+            source, config=config, dtype=torch.bfloat16 if half else torch.float32, attn_implementation=attention, **hub
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -87,7 +88,16 @@ def load_policy(
     if lora.rank > 0:
         model = add_lora(model, lora)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_ids[0]
-    return Policy(model.eval(), make_codec(tokenizer, enable_thinking=enable_thinking), end_ids, pad, context)
+    model.train()  # gradient checkpointing works in this mode alone; engines sample in the other one
+    return Policy(model, make_codec(tokenizer, enable_thinking=enable_thinking), end_ids, pad, context)
+
+
+def without_dropout(config: Any) -> Any:
+    """The config with every dropout 0: sampler and trainer must see the same policy, or ratios are not 1 on the first pass."""
+    for name in vars(config):
+        if "dropout" in name and isinstance(getattr(config, name), float):
+            setattr(config, name, 0.0)
+    return config
 
 
 def add_lora(model: Any, lora: LoRA) -> Any:

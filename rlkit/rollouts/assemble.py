@@ -69,5 +69,6 @@ def assemble(rollouts: Sequence[Rollout], *, pad_token_id: int, device: torch.de
         step_ids=tensor([r.steps for r in lists], torch.int64, 0),
         rewards=torch.tensor(rewards, dtype=torch.float32, device=device),
         group_ids=torch.tensor([r.group for r in rollouts], device=device),
+        lengths=torch.tensor([r.response_length for r in rollouts], device=device),
         logprobs_sampler=tensor([r.logprobs for r in lists], torch.float32, 0.0),
     )

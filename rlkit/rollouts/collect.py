@@ -87,7 +87,8 @@ def advance(policy: Policy, turn: Turn, reply: Generation) -> Turn | Rollout:
     rollout = turn.rollout._replace(steps=(*turn.rollout.steps, step))
     index = len(rollout.steps) - 1
     if reply.finish_reason == "length":
-        return _truncated(rollout, "length")
+        full = len(step.prompt_ids) + len(step.response_ids) >= policy.context_length
+        return _truncated(rollout, "context" if full else "length")
     if environment.stop(rollout, index):
         return rollout
     if step.tool_calls:

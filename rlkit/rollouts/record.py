@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,15 @@ def save_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
 def load_rollouts(path: Path) -> list[Rollout]:
     """The rollouts of a file, equal to those saved. Raises DataError naming the file and the line that is damaged."""
     rollouts = []
-    with gzip.open(path, "rt", errors="surrogatepass") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                rollouts.append(from_dict(json.loads(line)))
-            except (ValueError, KeyError, TypeError) as error:
-                raise DataError(f"{path}:{number}: not a rollout ({error})") from error
+    try:
+        lines = gzip.decompress(path.read_bytes()).decode(errors="surrogatepass").split("\n")
+    except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not a file of rollouts ({error})") from error
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            rollouts.append(from_dict(json.loads(line)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}:{number}: not a rollout ({error})") from error
     return rollouts
 
 
@@ -60,7 +64,7 @@ def from_dict(data: dict[str, Any]) -> Rollout:
 
 def transcript(rollout: Rollout) -> str:
     """The conversation as Markdown that also reads well as plain text; text of the model is indented, never markup."""
-    lines = [f"### {rollout.task.id} · sample {rollout.sample} · reward {rollout.reward} · {_ending(rollout)}", ""]
+    lines = [f"### {_visible(rollout.task.id)} · sample {rollout.sample} · reward {rollout.reward} · {_ending(rollout)}", ""]
     for message in rollout.conversation:
         lines += [f"**{message['role']}**", ""]
         if thinking := message.get("reasoning_content"):
@@ -70,7 +74,7 @@ def transcript(rollout: Rollout) -> str:
         for call in message.get("tool_calls", []):
             lines += [_indent(f"→ {call['function']['name']}({json.dumps(call['function']['arguments'], ensure_ascii=False)})"), ""]
     if rollout.task.answer:
-        lines += [f"expected: `{rollout.task.answer}`", ""]
+        lines += [f"expected: `{_visible(rollout.task.answer)}`", ""]
     return "\n".join(lines)
 
 
@@ -78,7 +82,10 @@ def _ending(rollout: Rollout) -> str:
     return f"truncated by {rollout.truncation}" if rollout.status == "truncated" else "terminated"
 
 
+def _visible(text: str, kept: str = "") -> str:
+    """Control characters (terminal escapes among them) are shown, not obeyed."""
+    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
+
+
 def _indent(text: str) -> str:
-    # Control characters (terminal escapes among them) are shown, not obeyed.
-    visible = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-    return "\n".join(f"    {line}" for line in visible.splitlines())
+    return "\n".join(f"    {line}" for line in _visible(text, kept="\n").splitlines())

@@ -138,7 +138,7 @@ def arithmetic(
                 answer=str(p.answer),
                 reward="numeric",
                 environment=environment,
-                metadata={"expression": p.expression, "kinds": p.kinds},
+                metadata={"expression": p.expression, "kinds": list(p.kinds)},
             )
         )
     return tasks

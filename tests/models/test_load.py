@@ -66,3 +66,29 @@ def test_model_without_a_template_is_refused(tmp_path):
     (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(TemplateError, match="no chat template"):
         load_policy(path=str(tmp_path / "m"))
+
+
+def test_dropout_is_off_and_the_mode_is_training(tmp_path):
+    """With dropout the first ratio is not 1; in evaluation mode gradient checkpointing is silently off."""
+    shutil.copytree(TINY, tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    policy = load_policy(path=str(tmp_path / "m"))
+    assert policy.model.training and policy.model.config.attention_dropout == 0.0
+    ids = torch.arange(10)[None]
+    assert torch.equal(policy.model(ids).logits, policy.model.eval()(ids).logits)
+
+
+def test_gradient_checkpointing_recomputes(tiny):
+    """Each layer runs again in the backward pass, and the gradient is the same."""
+    policy = load_policy(path="tiny", gradient_checkpointing=True)
+    calls = []
+    layer = policy.model.model.layers[0].mlp
+    layer.register_forward_pre_hook(lambda *_: calls.append(1))
+    ids = torch.arange(12)[None]
+    policy.model(ids).logits.square().mean().backward()
+    assert len(calls) == 2
+    plain = load_policy(path="tiny").model
+    plain(ids).logits.square().mean().backward()
+    # recomputation repeats the same float32 operations
+    torch.testing.assert_close(layer.up_proj.weight.grad, plain.model.layers[0].mlp.up_proj.weight.grad, rtol=1e-5, atol=1e-8)

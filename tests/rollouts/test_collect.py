@@ -234,8 +234,10 @@ def test_a_prompt_that_overflows_gives_an_episode_without_steps_beside_its_neigh
 
 
 def test_nothing_fits_and_the_engine_is_not_asked(tiny):
-    engine = Scripted("done")
-    assert one(tiny._replace(context_length=3), engine).truncation == "context" and engine.seen == []
+    def engine(*_, **__):
+        pytest.fail("an engine must not be called with an empty batch")
+
+    assert one(tiny._replace(context_length=3), engine).truncation == "context"
 
 
 def test_stop_terminates_before_any_tool_runs(tiny):
@@ -373,7 +375,9 @@ def test_stripping_thinking_leaves_none_in_any_context(policy):
     assert [s.thinking for s in rollout.steps] == ["secret one", "secret two", "", "secret three"]
     for step in rollout.steps:
         assert "secret" not in decode(policy.codec, step.prompt_ids)
-    last = decode(policy.codec, rollout.steps[3].prompt_ids)
+    said = [decode(policy.codec, step.prompt_ids) for step in rollout.steps]
+    assert [(t.count("<tool_response>\n2\n"), t.count("noted b")) for t in said] == [(0, 0), (1, 0), (1, 1), (1, 1)]
+    last = said[3]
     parts = ["How many?", '"expression": "1 + 1"', "<tool_response>\n2\n", "noted b", "no thinking, odd   spaces", "and then?"]
     positions = [last.index(part) for part in parts]
     assert positions == sorted(positions) and all(last.count(part) == 1 for part in parts)
@@ -395,7 +399,7 @@ def test_stripping_thinking_keeps_the_tools_in_the_context(policy):
 
 
 def test_the_tiny_model_through_the_real_engine(tiny):
-    """Whole episodes of the embedded model: complete, append-only, and the same in any batch."""
+    """Whole episodes of the embedded model, tool calls among them: complete and append-only."""
     tasks = arithmetic(max_samples=4)
     environment = tool_use(tools={"calculator": calculator})
     settings = {"generate": generate, "environment": environment, "group_size": 2, "seed": 1, "max_new_tokens": 64}
@@ -409,5 +413,18 @@ def test_the_tiny_model_through_the_real_engine(tiny):
             kept = before.prompt_ids + before.response_ids
             assert after.prompt_ids[: len(kept)] == kept
         assert all(len(s.response_ids) == len(s.logprobs) for s in rollout.steps)
-    alone = collect(tiny, tasks[:1], **settings)
-    assert [[s.response_ids for s in r.steps] for r in alone] == [[s.response_ids for s in r.steps] for r in rollouts[:2]]
+
+
+def test_the_real_engine_gives_a_part_of_a_batch_what_it_gives_the_whole(tiny):
+    """Hot, so that noise decides every token: an episode's replies are its own, whoever is sampled beside it."""
+    settings = {"generate": generate, "environment": tool_use(tools={"calculator": calculator}), "max_new_tokens": 16, "temperature": 2.0}
+
+    def ids(tasks, group_size):
+        rollouts = collect(tiny, tasks, group_size=group_size, **settings)
+        return {(r.group, r.sample): [s.response_ids for s in r.steps] for r in rollouts}
+
+    tasks = arithmetic(max_samples=3)
+    whole = ids(tasks, 2)
+    assert len({str(v) for v in whole.values()}) == 6
+    assert ids(tasks[:1], 2) == {k: v for k, v in whole.items() if k[0] == 0}
+    assert ids(tasks, 1) == {k: v for k, v in whole.items() if k[1] == 0}

@@ -66,9 +66,10 @@ def test_the_border_is_a_function_of_the_expression_alone(problems):
         assert all((zlib.crc32(p.expression.encode()) % 10 == 0) == (split == "test") for p in drawn)
 
 
-def test_tasks_carry_the_expression_that_was_held_out(problems):
-    held_out = {t.metadata["expression"] for t in arithmetic(split="test", seed=0, max_samples=N)}
-    assert held_out == {p.expression for p in problems["test", 0]}
+def test_tasks_carry_question_expression_and_answer_of_their_problem(problems):
+    for task, p in zip(arithmetic(split="test", seed=0, max_samples=N), problems["test", 0], strict=True):
+        assert (task.metadata["expression"], task.messages[0]["content"]) == (p.expression, p.question)
+        assert Fraction(task.answer) == independent(p.expression)
 
 
 # ----------------------------------------------------------------------------------------------------- answers

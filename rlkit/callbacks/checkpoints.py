@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +51,17 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{PREFIX}*{SUFFIX}"))
 
 
-def load_newest(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The newest checkpoint that can be read, on the CPU; damaged ones are named and passed over.
+def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint on the CPU: the file that is named, or the newest of a folder that can be read.
 
-    Raises: DataError where there is none.
+    Damaged ones of a folder are named on standard error and passed over. Raises DataError where none can be read.
     """
-    import warnings
+    import sys
 
-    for path in reversed(checkpoints(folder)):
+    for path in [source] if source.suffix == SUFFIX else reversed(checkpoints(source)):
         try:
             return path, torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, OSError, EOFError, KeyError, ValueError) as error:
-            warnings.warn(f"{path} is damaged ({error}); using the one before it", stacklevel=2)
-    raise DataError(f"{folder} holds no checkpoint to continue from; start anew with resume=never")
+        except (RuntimeError, OSError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            print(f"warning: {path} is damaged and passed over ({reason})", file=sys.stderr)
+    raise DataError(f"{source}: no checkpoint that can be read; start anew with resume=never, or name an older run")

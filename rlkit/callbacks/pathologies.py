@@ -68,13 +68,14 @@ CHECKS: tuple[Callable[[Row], str | None], ...] = (
 
 
 class Health(L.Callback):
-    """Adds `warnings` to the module for the progress line to print."""
+    """Prints what it finds, when it appears."""
 
     def __init__(self) -> None:
         self.active: set[str] = set()
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         found = {check.__name__: text for check in CHECKS if (text := check(module.metrics)) is not None}
-        for name in found.keys() - self.active:
-            trainer.print(f"warning: step {module.rl_step}: {found[name]}")
+        for name, text in found.items():
+            if name not in self.active:
+                trainer.print(f"warning: step {module.rl_step}: {text}")
         self.active = set(found)
