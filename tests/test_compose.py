@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -155,7 +156,7 @@ def test_every_number_has_its_meaning_above_it(file: Path):
         pytest.skip("sets numbers that are explained in their options")
     lines = [line for line in file.read_text().split("\nhydra:")[0].splitlines() if line.strip()]
     inherits = "defaults:" in lines and file.stem not in ("train", "by_task", "grpo", "reinforce", "default")
-    for above, line in zip(lines, lines[1:], strict=False):
+    for above, line in itertools.pairwise(lines):
         key, _, value = line.strip().partition(":")
         if not value.strip() or key in NO_COMMENT or line.strip().startswith(("#", "-")) or inherits:
             continue

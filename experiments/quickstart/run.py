@@ -88,12 +88,14 @@ def plot(results: list[dict], curves: dict[int, list]) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
     for result in results:
         steps, rewards = zip(*curves[result["seed"]], strict=True)
         line = axes.plot(steps, rewards, linewidth=1.2, alpha=0.8, label=f"seed {result['seed']}: training reward")[0]
         axes.plot([0, steps[-1]], [result["before"], result["after"]], "o", color=line.get_color())
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.axhline(0.95, color="grey", linewidth=0.8, linestyle=":")
     axes.set(
         xlabel="RL step (16 prompts × 8 samples)",
