@@ -70,6 +70,6 @@ class Experiment(NamedTuple):
     trainer: TrainerSettings
     evaluation: Evaluation
     schedule: Schedule = Schedule()
-    logger: Callable[..., Any] | None = None  # (run folder) → Lightning logger
+    logger: Callable[..., Any] | None = None  # (run folder, RL step) → Lightning logger
     callbacks: Mapping[str, Any] = {}  # name → Lightning callback
     resume: str = "never"  # never, auto, or a run folder

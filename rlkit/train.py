@@ -98,13 +98,14 @@ def make_trainer(
     from rlkit.callbacks.metrics import MetricsFile, cut_back, read_rows
 
     metrics = folder / "metrics.jsonl"
-    path = None
+    path, step = None, 0
     if resume is not None:
         path, state = load_checkpoint(resume)
-        cut_back(metrics, state["rlkit"]["rl_step"])
+        step = state["rlkit"]["rl_step"]
+        cut_back(metrics, step)
         results |= {row["step"]: earlier_result(row, len(held_out)) for row in read_rows(metrics) if "eval/accuracy" in row}
-        print(f"resume: {path}, after step {state['rlkit']['rl_step']}", flush=True)
-    logger = x.logger(folder) if x.logger is not None else None
+        print(f"resume: {path}, after step {step}", flush=True)
+    logger = x.logger(folder, step) if x.logger is not None else None
     callbacks = [HeldOut(held_out, metrics, results), MetricsFile(metrics), *(make(folder) for make in x.callbacks.values())]
     trainer = L.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
