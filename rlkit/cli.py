@@ -110,7 +110,7 @@ def train_command(arguments: Arguments) -> int:
     if named and named not in ("never", "auto"):
         folder = runs.find_run(named, "resume")
         resume = runs.checkpoint_source(named, folder)
-        overrides = drop(runs.saved_overrides(folder), "resume") + overrides
+        overrides = drop(runs.saved_overrides(folder) + overrides, "resume") + [f"resume={quote(named)}"]
     composed = compose(overrides, config_dir=arguments.config_dir)
     x = experiment(composed)
     if named == "auto":
@@ -148,7 +148,7 @@ def check_continues(folder: Path, config: dict, steps: int, resume: Path | None)
 def option(overrides: Sequence[str], key: str) -> str | None:
     """The value that the command line gives a key, or None."""
     values = [o.partition("=")[2] for o in overrides if o.partition("=")[0].lstrip("+") == key]
-    return values[-1] if values else None
+    return unquote(values[-1]) if values else None
 
 
 def drop(overrides: Sequence[str], key: str) -> list[str]:
@@ -179,7 +179,14 @@ def in_hydra(overrides: Sequence[str], folder: Path, arguments: Arguments, job: 
 
 def quote(text: str) -> str:
     """A value as Hydra's override grammar takes it."""
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return "'" + text.replace("'", "\\'") + "'"
+
+
+def unquote(text: str) -> str:
+    """The inverse of `quote`; a text without quotes stays as it is, whatever Hydra's grammar would make of it."""
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1].replace("\\" + text[0], text[0])
+    return text
 
 
 def sweep(arguments: Arguments) -> int:

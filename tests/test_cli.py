@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rlkit.cli import expand, main
+from rlkit.cli import expand, main, quote, unquote
 
 
 def jsonl(path, *rows):
@@ -110,6 +110,16 @@ def test_a_sweep_is_every_combination():
         ["algorithm=reinforce", "seed=1"],
         ["algorithm=reinforce", "seed=2"],
     ]
+
+
+@pytest.mark.parametrize("text", ["outputs/a", "a=b,c=d", "it's", "back\\slash", '"', "with space"])
+def test_quoting_is_undone(text):
+    """Folders of a sweep hold '=' and ','; their names travel through Hydra's grammar and come back."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    quoted = quote(text)
+    assert unquote(quoted) == unquote(text) == text if text != '"' else unquote(quoted) == text
+    assert OverridesParser.create().parse_overrides([f"name={quoted}"])[0].value() == text
 
 
 @pytest.mark.slow
