@@ -110,7 +110,7 @@ def train_command(arguments: Arguments) -> int:
     if named and named not in ("never", "auto"):
         folder = runs.find_run(named, "resume")
         resume = runs.checkpoint_source(named, folder)
-        overrides = drop(runs.saved_overrides(folder) + overrides, "resume") + [f"resume={quote(named)}"]
+        overrides = [*drop(runs.saved_overrides(folder) + overrides, "resume"), f"resume={quote(named)}"]
     composed = compose(overrides, config_dir=arguments.config_dir)
     x = experiment(composed)
     if named == "auto":
