@@ -208,13 +208,14 @@ def closing(summary: Mapping[str, Any], folder: Path) -> str:
         lines.append(f"{'problems':<22}{before['n']:>16}{after['n']:>16}")
         lines.append("")
     lines.append(f"{summary['ended']} after {summary['steps']} steps, {summary['wall_seconds']:.0f} s, {summary['tokens']:,} tokens")
-    more = 2 * summary["steps"] if summary["ended"] == "finished" else None
+    longer = f" trainer.steps={2 * summary['steps']}" if summary["ended"] == "finished" else ""
+    saved = any((folder / "checkpoints").glob("*.ckpt"))
     lines += [
         f"run folder       {folder}",
         "next:",
         f"  curves         tensorboard --logdir {where}",
         f"  conversations  less {where}/samples/*",
-        f"  resume         rlkit train resume={where}" + (f" trainer.steps={more}" if more else ""),
+        f"  resume         rlkit train resume={where}{longer}" if saved else "  (nothing to resume: it ended before its first checkpoint)",
     ]
     return "\n".join(lines)
 

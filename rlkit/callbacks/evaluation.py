@@ -24,6 +24,8 @@ class HeldOut(L.Callback):
         if self.tasks and module.rl_step not in self.results:
             row = self.evaluate(trainer, module)
             append_row(self.metrics, module.rl_step, row)
+            for logger in trainer.loggers:
+                logger.log_metrics(row, step=module.rl_step)
             trainer.print(f"before: held-out accuracy {row['eval/accuracy']:.3f} on {len(self.tasks)} problems, greedy")
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
