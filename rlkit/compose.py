@@ -53,6 +53,7 @@ def compose(overrides: Sequence[str], *, entry: str = "train", config_dir: str |
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         problems, accepted = _check_overrides(overrides, search)
+        problems += _clashes(config_dir)
         try:
             plain = _compose(entry, search, accepted)
         except ConfigError:
@@ -71,6 +72,14 @@ def compose(overrides: Sequence[str], *, entry: str = "train", config_dir: str |
 def searchpath(config_dir: str | None) -> list[str]:
     """The override that makes Hydra look for options in a user's folder too."""
     return [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
+
+
+def _clashes(config_dir: str | None) -> list[str]:
+    """Options of a user's folder that Hydra would silently pass over for a shipped one of the same name."""
+    folder = Path(config_dir) if config_dir else None
+    files = sorted(folder.rglob("*.yaml")) if folder else []
+    hidden = [f for f in files if folder and (conf_dir() / f.relative_to(folder)).exists()]
+    return [f"{f}: an option of this name ships with rlkit and would be taken instead; rename the file" for f in hidden]
 
 
 def _compose(entry: str, search: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from rlkit.environments import environment_of, tool_schema
-from rlkit.errors import DataError, SelfCheckError
+from rlkit.errors import ConfigError, DataError, SelfCheckError
 from rlkit.models import check_template, encode_prompt, score
-from rlkit.rewards import Reward
+from rlkit.rewards import Reward, RewardError
 from rlkit.rewards import score as score_rollouts
 from rlkit.rollouts import assemble, collect
 from rlkit.settings import Experiment
@@ -34,6 +34,23 @@ def check_verifier(tasks: Sequence[Task], reward: Reward) -> None:
                             "mend the row's answer, or name a reward that can score it")  # fmt: skip
         if scores[1] is not None and scores[1] >= 1:
             raise DataError(f"row {task.id}: an empty answer scores {scores[1]} with reward '{task.reward}'; it must not count as right")
+
+
+def check_reward(tasks: Sequence[Task], reward: Reward) -> None:
+    """The training reward runs, and can score at least one of the first rows with their gold answers.
+
+    Raises: ConfigError where a term raises or none can be scored; so a broken reward is found before a model is loaded.
+    """
+    gold = [_answered(task, task.answer) for task in tasks[:ROWS]]
+    try:
+        scores = [r.reward for r in score_rollouts(gold, reward)]
+    except RewardError as error:
+        raise ConfigError(f"reward={reward.name}: {error}") from error
+    if all(score is None for score in scores):
+        raise ConfigError(
+            f"reward={reward.name}: it can score none of the first {len(gold)} rows (the first is {tasks[0].id}); "
+            "choose a reward that fits the task, or reward=by_task"
+        )
 
 
 def _answered(task: Task, text: str) -> Rollout:

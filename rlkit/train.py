@@ -22,13 +22,14 @@ PACKAGES = ("rlkit", "torch", "transformers", "peft", "lightning", "hydra-core",
 
 
 def load_tasks(x: Experiment) -> tuple[Sequence[Task], Sequence[Task]]:
-    """Training and held-out tasks, with the verifier tried on their gold answers. Raises DataError."""
-    from rlkit.selfcheck import check_verifier
+    """Training and held-out tasks, with the verifier and the training reward tried on their gold answers. Raises DataError, ConfigError."""
+    from rlkit.selfcheck import check_reward, check_verifier
 
     train = x.task(split="train")
     held_out = x.task(split="test")[: x.evaluation.n] if x.evaluation.n else []
     for tasks in (train, held_out):
         check_verifier(tasks, x.evaluation.reward)
+    check_reward(train, x.reward)
     return train, held_out
 
 

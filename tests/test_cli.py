@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from rlkit.cli import expand, main, quote, unquote
+from rlkit.schema import resolve
 
 
 def jsonl(path, *rows):
@@ -50,7 +51,17 @@ def no_gpu(folder):
     return ["trainer=gpu"], ["trainer=gpu", "trainer=auto"]
 
 
-CASES = [without_answer, without_number, broken_row, missing_file, long_row, no_template, no_gpu]
+def raising_reward(folder):
+    (folder / "my_rewards.py").write_text("def oops(rollout):\n    return rollout.nothing\n")
+    return ["reward=numeric", "reward.terms.numeric.fn._target_=my_rewards.oops"], ["reward=numeric", "'numeric' raised", "nothing"]
+
+
+def reward_that_cannot_score(folder):
+    (folder / "my_rewards.py").write_text("def unsure(rollout):\n    return None\n")
+    return ["reward=numeric", "reward.terms.numeric.fn._target_=my_rewards.unsure"], ["can score none", "arithmetic/train"]
+
+
+CASES = [raising_reward, reward_that_cannot_score, without_answer, without_number, broken_row, missing_file, long_row, no_template, no_gpu]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
@@ -59,6 +70,9 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(case, tmp_path, monkeypatch,
 
     if case is no_gpu and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("my_rewards", None)
+    resolve.cache_clear()  # names are resolved once a process; this one has had another my_rewards
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     overrides, words = case(tmp_path)

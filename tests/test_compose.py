@@ -131,6 +131,14 @@ def test_options_from_outside(tmp_path):
     assert experiment(compose(["kl=mine"], config_dir=str(tmp_path))).kl.name == "mine"
 
 
+def test_an_option_that_a_shipped_one_hides_is_refused(tmp_path):
+    """Hydra would take the built-in without a word."""
+    (tmp_path / "kl").mkdir()
+    (tmp_path / "kl" / "k3.yaml").write_text("_target_: rlkit.algorithm.KL\nname: mine\n")
+    with pytest.raises(ConfigError, match=r"k3\.yaml.*rename"):
+        compose([], config_dir=str(tmp_path))
+
+
 def test_advantage_that_asks_for_an_unknown_quantity_is_refused(tmp_path, monkeypatch):
     (tmp_path / "my_parts.py").write_text("def odd(reward):\n    return reward\n")
     monkeypatch.syspath_prepend(str(tmp_path))
