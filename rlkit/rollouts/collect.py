@@ -45,9 +45,10 @@ def collect(
       settings: for the engine (temperature, max_new_tokens, …).
     Returns: unscored rollouts, task by task, samples of a task side by side.
     """
+    first = [open_episode(policy, task, environment_of(environment, task), group=i) for i, task in enumerate(tasks)]
     waiting = [
-        open_episode(policy, task, environment_of(environment, task), group=i, sample=j, seed=mix(seed, step, i, j))
-        for i, task in enumerate(tasks)
+        turn._replace(rollout=turn.rollout._replace(sample=j), seed=mix(seed, step, turn.rollout.group, j))
+        for turn in first
         for j in range(group_size)
     ]
     done: dict[tuple[int, int], Rollout] = {}
@@ -68,12 +69,12 @@ def collect(
     return [done[i, j] for i in range(len(tasks)) for j in range(group_size)]
 
 
-def open_episode(policy: Policy, task: Task, environment: Environment, *, group: int, sample: int, seed: int) -> Turn:
-    """The first turn of an episode."""
+def open_episode(policy: Policy, task: Task, environment: Environment, *, group: int) -> Turn:
+    """The first turn of a task's episodes: its samples share everything but their number and seed."""
     prompt = tuple(environment.first_prompt(task))
     tools = [tool_schema(tool) for tool in environment.tools(task).values()]
     context = tuple(encode_prompt(policy.codec, prompt, tools))
-    return Turn(Rollout(task, (), group=group, sample=sample), environment, seed, prompt, context)
+    return Turn(Rollout(task, (), group=group), environment, 0, prompt, context)
 
 
 def advance(policy: Policy, turn: Turn, reply: Generation) -> Turn | Rollout:
