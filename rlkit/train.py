@@ -66,7 +66,7 @@ def train(
     summary = {"ended": "failed", "seed": x.seed, "name": x.name}
     try:
         trainer.fit(module, RLData(x.trainer.steps), ckpt_path=checkpoint, weights_only=True if checkpoint else None)
-        summary["ended"] = "finished" if module.rl_step >= x.trainer.steps or trainer.should_stop else "interrupted"
+        summary["ended"] = how_it_ended(module, results)
     except (KeyboardInterrupt, SystemExit):
         summary["ended"] = "interrupted"
     except BaseException as error:
@@ -86,6 +86,15 @@ def train(
         write_json(folder / "summary.json", summary)
         export_csv(folder / "metrics.jsonl")
     return summary
+
+
+def how_it_ended(module: Any, results: Mapping[int, Mapping[str, Any]]) -> str:
+    """finished: all steps done, or the target reached; out of time: trainer.max_time, so it can be resumed; else interrupted."""
+    target = module.experiment.evaluation.stop_at
+    reached = target is not None and module.rl_step in results and results[module.rl_step]["accuracy"] >= target
+    if module.rl_step >= module.total_steps or reached:
+        return "finished"
+    return "out of time" if module.out_of_time() else "interrupted"
 
 
 def make_trainer(
@@ -227,7 +236,8 @@ def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *,
 
     fresh = resume is None
     try:
-        runs.write_config(folder, config)
+        if fresh:
+            runs.write_config(folder, config)
         summary = train(x, tasks, folder, started=started, resume=resume)
     except Refusal as error:
         print(f"rlkit: {error}", file=sys.stderr)
@@ -237,5 +247,6 @@ def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *,
     except RLKitError as error:
         print(f"rlkit: {error}\nrun folder: {folder}", file=sys.stderr)
         return 1
+    runs.write_config(folder, config)  # a resumed run's, once it has gone on with it
     print(closing(summary, folder), flush=True)
-    return 0 if summary["ended"] == "finished" else 130
+    return 130 if summary["ended"] == "interrupted" else 0

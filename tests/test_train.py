@@ -175,5 +175,42 @@ def test_max_time_ends_a_run_whole(tmp_path):
     folder = tmp_path / "short"
     assert train(folder, "trainer.steps=50", "trainer.max_time=0.0001") == 0
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["steps"] == 1 and summary["after"] is not None
+    assert summary["steps"] == 1 and summary["after"] is not None and summary["ended"] == "out of time"
     assert (folder / "checkpoints" / "step_000001.ckpt").exists()
+
+
+def test_a_target_ends_a_run_as_finished(tmp_path):
+    """evaluation.stop_at 0 is reached at the first evaluation."""
+    folder = tmp_path / "target"
+    assert train(folder, "trainer.steps=50", "evaluation.every=2", "evaluation.stop_at=0.0") == 0
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 2 and summary["ended"] == "finished"
+    assert (folder / "checkpoints" / "step_000002.ckpt").exists()
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, capsys):
+    folder = tmp_path / "damaged"
+    assert train(folder, "trainer.steps=2", "evaluation.n=0") == 0
+    newest = folder / "checkpoints" / "step_000002.ckpt"
+    newest.write_bytes(newest.read_bytes()[:1000])
+    assert main(["train", f"resume={folder}", "trainer.steps=3"]) == 0
+    captured = capsys.readouterr()
+    assert "step_000002.ckpt is damaged" in captured.err and "after step 1" in captured.out
+    assert [r["step"] for r in rows(folder)] == [1, 2, 3]
+
+
+def test_a_named_checkpoint_is_the_one_that_is_used(tmp_path, capsys):
+    folder = tmp_path / "named"
+    assert train(folder, "trainer.steps=2", "evaluation.n=0") == 0
+    first = folder / "checkpoints" / "step_000001.ckpt"
+    assert main(["evaluate", f"run={first}", "evaluation.n=2", "evaluation.samples=1", "evaluation.k=[1]"]) == 0
+    assert json.loads(next((folder / "evaluation").glob("*/result.json")).read_text())["step"] == 1
+    assert main(["train", f"resume={first}", "trainer.steps=2"]) == 0
+    assert "after step 1" in capsys.readouterr().out
+
+
+def test_a_model_that_no_run_has_touched_is_evaluated(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["evaluate", "model=tiny", "evaluation.n=2", "evaluation.samples=1", "evaluation.k=[1]"]) == 0
+    result = json.loads(next((tmp_path / "outputs" / "evaluation").glob("*/result.json")).read_text())
+    assert result["model"] == "tiny" and result["checkpoint"] is None
