@@ -41,7 +41,7 @@ class RLModule(L.LightningModule):
         self.model = policy.model
         self.rl_step, self.tokens, self.started = 0, 0, time.perf_counter()
         self.stream = StreamState(epoch=0, position=0)
-        self.reference = experiment.reference if needs_reference(experiment) else none()
+        self.reference = experiment.reference if experiment.needs_reference else none()
         # In a tuple, so that torch does not take the reference's weights for the policy's.
         self.reference_state = (self.reference.init(self.model),)
         self.metrics: dict[str, float] = {}
@@ -190,11 +190,6 @@ class RLModule(L.LightningModule):
         state = checkpoint["rlkit"]
         self.rl_step, self.tokens, self.stream = state["rl_step"], state["tokens"], StreamState(*state["stream"])
         self.reference_state = (self.reference.load(self.reference_state[0], self.model, state.get("reference", {})),)
-
-
-def needs_reference(experiment: Experiment) -> bool:
-    """Whether any step's KL may be positive."""
-    return experiment.kl.active or "kl.coef" in experiment.schedule.numbers
 
 
 class Clock:
