@@ -174,7 +174,7 @@ def validate(x: Experiment) -> list[str]:
             f"batch.group_size=1: algorithm={x.algorithm.name} compares the samples of a prompt with one another and needs at "
             "least 2; raise it, or choose algorithm=reinforce"
         )
-    if x.kl.active and x.reference.name == "none":
+    if x.needs_reference and x.reference.name == "none":
         problems.append(f"kl={x.kl.name} needs a reference to compare with, but reference=none; choose reference=frozen or kl=none")
     for path, function in (
         ("algorithm.advantage", x.algorithm.advantage),
@@ -202,7 +202,7 @@ def _check_quantities(path: str, function: Callable[..., Any] | None) -> list[st
 def warnings(x: Experiment) -> list[str]:
     """What is legal but probably not meant."""
     out = []
-    if not x.kl.active and x.reference.name != "none":
+    if not x.needs_reference and x.reference.name != "none":
         out.append(f"reference={x.reference.name} is not built: no KL uses it (kl={x.kl.name}, kl.coef={x.kl.coef})")
     if x.batch.group_size == 1:
         out.append("batch.group_size=1: nothing to compare a rollout with but the rest of the batch; the gradient will be noisy")

@@ -15,6 +15,7 @@ from rlkit.algorithm import estimate_advantages, micro_batches, minibatches, sel
 from rlkit.functional import mix
 from rlkit.models.score import score
 from rlkit.monitor import UpdateTerms, hyperparameters, update_metrics
+from rlkit.reference import none
 from rlkit.rewards import score as score_rollouts
 from rlkit.rollouts import assemble, collect, summarize
 from rlkit.schedules import at
@@ -40,8 +41,9 @@ class RLModule(L.LightningModule):
         self.model = policy.model
         self.rl_step, self.tokens, self.started = 0, 0, time.perf_counter()
         self.stream = StreamState(epoch=0, position=0)
+        self.reference = experiment.reference if experiment.needs_reference else none()
         # In a tuple, so that torch does not take the reference's weights for the policy's.
-        self.reference_state = (experiment.reference.init(self.model) if needs_reference(experiment) else None,)
+        self.reference_state = (self.reference.init(self.model),)
         self.metrics: dict[str, float] = {}
         self.rollouts: list[Rollout] = []
 
@@ -62,8 +64,7 @@ class RLModule(L.LightningModule):
             terms = UpdateTerms()
             for minibatch in minibatches(batch, x.algorithm, seed=mix(x.seed, self.rl_step)):
                 self.update(minibatch, terms)
-            kl = terms.mean("kl")
-            state = x.reference.update(self.reference_state[0], self.model, step=self.rl_step + 1, kl=kl)
+            state = self.reference.update(self.reference_state[0], self.model, step=self.rl_step + 1, kl=terms.mean("kl"))
         self.reference_state = (state,)
         self.rl_step += 1
         self.tokens += int(batch.attention_mask.sum())
@@ -95,7 +96,7 @@ class RLModule(L.LightningModule):
             with torch.no_grad():
                 batch = batch._replace(logprobs_old=self.score(self.model, batch))
         if x.kl.active:
-            with x.reference.model(self.reference_state[0], self.model) as model, torch.no_grad():
+            with self.reference.model(self.reference_state[0], self.model) as model, torch.no_grad():
                 batch = batch._replace(logprobs_ref=self.score(model, batch))
         return batch
 
@@ -178,16 +179,17 @@ class RLModule(L.LightningModule):
         trained = {f"model.{name}" for name, p in self.model.named_parameters() if p.requires_grad}
         if len(trained) < sum(1 for _ in self.model.parameters()):  # LoRA: the base comes from model.path
             checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in trained}
-        checkpoint["rlkit"] = {"rl_step": self.rl_step, "tokens": self.tokens, "stream": list(self.stream)}
+        checkpoint["rlkit"] = {
+            "rl_step": self.rl_step,
+            "tokens": self.tokens,
+            "stream": list(self.stream),
+            "reference": self.reference.save(self.reference_state[0]),
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["rlkit"]
         self.rl_step, self.tokens, self.stream = state["rl_step"], state["tokens"], StreamState(*state["stream"])
-
-
-def needs_reference(experiment: Experiment) -> bool:
-    """Whether any step's KL may be positive."""
-    return experiment.kl.active or "kl.coef" in experiment.schedule.numbers
+        self.reference_state = (self.reference.load(self.reference_state[0], self.model, state.get("reference", {})),)
 
 
 class Clock:

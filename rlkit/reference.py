@@ -1,21 +1,30 @@
-"""Reference policies: an (init, update) pair over explicit state, and how to score with it."""
+"""Reference policies: an (init, update) pair over explicit state, how to score with it, and what a checkpoint holds of it.
+
+`none` and `frozen` never move. `ema`, `periodic` and `on_kl` follow the policy, each by a rule of its own and all over the same
+state, `Moving`. Under LoRA only adapters move, so the reference is a second adapter on the one base model; else it is a copy.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rlkit.types import Reference
+
+ADAPTER = "reference"  # name of the second adapter under LoRA
+
+# ------------------------------------------------------------------------------------------------------- options
 
 
 def none() -> Reference:
     """No reference: nothing is kept, nothing is scored."""
-    return Reference(name="none", init=lambda policy: None, update=_keep, model=_no_model)
+    return Reference(name="none", init=lambda policy: None, update=_keep, model=_no_model, save=_save_nothing, load=_load_nothing)
 
 
 def frozen() -> Reference:
@@ -24,10 +33,188 @@ def frozen() -> Reference:
     Under LoRA the state is empty: the start is the same model with its adapter off. Otherwise the state is a copy of the
     weights, without gradient. It never moves, so it is made again from model.path on resume and not checkpointed.
     """
-    return Reference(name="frozen", init=_freeze, update=_keep, model=_frozen_model)
+    return Reference(name="frozen", init=_freeze, update=_keep, model=_frozen_model, save=_save_nothing, load=_load_nothing)
+
+
+def ema(*, decay: float) -> Reference:
+    """An exponential moving average of the policy: reference ← decay · reference + (1 - decay) · policy after every RL step.
+
+    Args:
+      decay: in [0, 1). 0 is the policy of one step ago; 0.99 looks back about 100 steps.
+    Raises: ValueError where decay is outside its range.
+    """
+    if not 0 <= decay < 1:
+        raise ValueError(f"decay={decay}: must be at least 0 and less than 1; for a reference that never moves choose reference=frozen")
+
+    def update(state: Moving, policy: nn.Module, **_: Any) -> Moving:
+        return follow(state, policy, decay=decay)
+
+    return _moving("ema", update)
+
+
+def periodic(*, every: int) -> Reference:
+    """A copy of the policy, taken anew after every `every` RL steps, counted from the start of the run.
+
+    Args:
+      every: RL steps, at least 1.
+    Raises: ValueError where every is less than 1.
+    """
+    if every < 1:
+        raise ValueError(f"every={every}: must be at least 1 RL step")
+
+    def update(state: Moving, policy: nn.Module, *, step: int, **_: Any) -> Moving:
+        return follow(state, policy) if step % every == 0 else state
+
+    return _moving("periodic", update)
+
+
+def on_kl(*, threshold: float) -> Reference:
+    """A copy of the policy, taken anew once the mean KL of the steps since the last copy adds up to more than a threshold.
+
+    A step's KL is the mean per token of the estimator that `kl` names. A step without a finite one adds nothing.
+
+    Args:
+      threshold: nats per token, greater than 0.
+    Raises: ValueError where threshold is not positive.
+    """
+    if not threshold > 0:
+        raise ValueError(f"threshold={threshold}: must be greater than 0 nats; to copy after every step choose reference=periodic")
+
+    def update(state: Moving, policy: nn.Module, *, kl: float, **_: Any) -> Moving:
+        total = state.kl + (kl if math.isfinite(kl) else 0.0)
+        return follow(state, policy)._replace(kl=0.0) if total > threshold else state._replace(kl=total)
+
+    return _moving("on_kl", update)
+
+
+# ------------------------------------------------------------------------------------------- references that move
+
+
+class Moving(NamedTuple):
+    """The state of a reference that moves. Every mapping goes by the policy's own names; `update` writes the tensors in place."""
+
+    weights: Mapping[str, Tensor]  # what is averaged, in float32 or wider: in bfloat16 a decay of 0.999 moves nothing
+    scored: Mapping[str, Tensor]  # what scoring reads: the same tensors, unless the policy is narrower than float32
+    buffers: Mapping[str, Tensor]  # always copies of the policy's
+    model: nn.Module | None  # the copy that they belong to; None under LoRA, where the policy holds both adapters
+    kl: float = 0.0  # nats since the last copy (on_kl)
+
+
+def _moving(name: str, update: Callable[..., Moving]) -> Reference:
+    return Reference(name=name, init=_start, update=update, model=_moving_model, save=_save_moving, load=_load_moving)
+
+
+def _start(policy: nn.Module) -> Moving:
+    """The reference equal to the policy as it is now."""
+    if hasattr(policy, "disable_adapter"):
+        model, scored, buffers = None, _second_adapter(policy), {}
+    else:
+        model = copy.deepcopy(policy).requires_grad_(False).eval()
+        scored, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    weights = {name: t.detach().to(torch.promote_types(t.dtype, torch.float32)) for name, t in scored.items()}
+    return Moving(weights, scored, buffers, model)
+
+
+@torch.no_grad()
+def follow(state: Moving, policy: nn.Module, *, decay: float = 0.0) -> Moving:
+    """Moves the reference to decay · reference + (1 - decay) · policy; buffers are copied. With decay 0 all is copied, bit for bit."""
+    parameters, buffers = dict(policy.named_parameters()), dict(policy.named_buffers())
+    for name, weight in state.weights.items():
+        weight.lerp_(parameters[name].to(weight.dtype), 1 - decay)
+    for name, buffer in state.buffers.items():
+        buffer.copy_(buffers[name])
+    _show(state)
+    return state
+
+
+def _show(state: Moving) -> None:
+    """What is averaged becomes what is scored with; most often they are the same tensors."""
+    for name, weight in state.weights.items():
+        if weight.data_ptr() != state.scored[name].data_ptr():
+            state.scored[name].copy_(weight)
+
+
+@contextmanager
+def _moving_model(state: Moving, policy: nn.Module) -> Iterator[nn.Module]:
+    with torch.no_grad():
+        if state.model is not None:
+            yield state.model
+            return
+        active: Any = policy.active_adapter
+        _activate(policy, ADAPTER)
+        try:
+            yield policy
+        finally:
+            _activate(policy, active)
+
+
+def _save_moving(state: Moving) -> dict[str, Any]:
+    return {"weights": dict(state.weights), "buffers": dict(state.buffers), "kl": state.kl}
+
+
+@torch.no_grad()
+def _load_moving(state: Moving, policy: nn.Module, saved: Mapping[str, Any]) -> Moving:
+    """The saved state. Where nothing was saved (the run had a frozen reference so far), the start stays: it is the same."""
+    if not saved:
+        return state
+    for live, kept in ((state.weights, saved["weights"]), (state.buffers, saved["buffers"])):
+        if live.keys() != kept.keys():
+            odd = sorted(live.keys() ^ kept.keys())
+            raise ValueError(f"reference: the checkpoint is of another model: {len(odd)} names differ, the first is '{odd[0]}'")
+        for name, tensor in kept.items():
+            live[name].copy_(tensor)
+    _show(state)
+    return state._replace(kl=saved["kl"])
+
+
+# ------------------------------------------------------------------------------------------------- adapters of PEFT
+
+
+def _second_adapter(policy: Any) -> dict[str, Tensor]:
+    """Adds the reference's adapter, equal to the active one, and gives its tensors by the names of the policy's."""
+    active, grads = policy.active_adapter, _gradients(policy)
+    if ADAPTER not in policy.peft_config:
+        on = {p.device for p in policy.parameters() if p.device.type == "cuda"}
+        with torch.random.fork_rng(devices=on):  # its random start is overwritten: nobody else's numbers change
+            policy.add_adapter(ADAPTER, copy.deepcopy(policy.peft_config[active]))
+    parameters = dict(policy.named_parameters())
+    twins = {name: ".".join(ADAPTER if part == active else part for part in name.split(".")) for name in parameters}
+    pairs = {name: parameters[twin] for name, twin in twins.items() if twin != name and twin in parameters}
+    with torch.no_grad():
+        for name, tensor in pairs.items():
+            tensor.requires_grad_(False).copy_(parameters[name])
+    _restore(grads)
+    return {name: tensor.detach() for name, tensor in pairs.items()}
+
+
+def _activate(policy: Any, adapter: str) -> None:
+    """Switches adapters. PEFT's own switch also decides what is trained, which here stays as it is."""
+    grads = _gradients(policy)
+    policy.set_adapter(adapter)
+    _restore(grads)
+
+
+def _gradients(policy: nn.Module) -> list[tuple[nn.Parameter, bool]]:
+    return [(p, p.requires_grad) for p in policy.parameters()]
+
+
+def _restore(grads: list[tuple[nn.Parameter, bool]]) -> None:
+    for parameter, wanted in grads:
+        parameter.requires_grad_(wanted)
+
+
+# ------------------------------------------------------------------------------------- references that never move
 
 
 def _keep(state: Any, policy: nn.Module, **progress: Any) -> Any:
+    return state
+
+
+def _save_nothing(state: Any) -> dict[str, Any]:
+    return {}
+
+
+def _load_nothing(state: Any, policy: nn.Module, saved: Mapping[str, Any]) -> Any:
     return state
 
 

@@ -73,3 +73,8 @@ class Experiment(NamedTuple):
     logger: Callable[..., Any] | None = None  # (run folder, RL step) → Lightning logger
     callbacks: Mapping[str, Any] = {}  # name → Lightning callback
     resume: str = "never"  # never, auto, or a run folder
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether any step's KL may be positive: now, or where a schedule raises it."""
+        return self.kl.active or (self.kl.estimator is not None and "kl.coef" in self.schedule.numbers)

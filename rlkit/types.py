@@ -266,10 +266,13 @@ class Policy(NamedTuple):
 class Reference(NamedTuple):
     """How the reference policy is kept: explicit state, made by `init` and moved by `update`.
 
-    `model(state, policy_model)` is a context manager that gives the model to score with.
+    `model(state, policy_model)` is a context manager that gives the model to score with. `save` gives what a checkpoint has to
+    hold, as plain types and tensors (nothing, where `init` makes it again); `load` takes it back into a fresh state.
     """
 
     name: str
     init: Callable[[torch.nn.Module], Any]
-    update: Callable[..., Any]  # (state, policy_model, **progress) → state
+    update: Callable[..., Any]  # (state, policy_model, *, step: RL steps done, kl: the step's mean, maybe nan) → state
     model: Callable[[Any, torch.nn.Module], Any]
+    save: Callable[[Any], dict[str, Any]]
+    load: Callable[[Any, torch.nn.Module, Mapping[str, Any]], Any]  # (state, policy_model, what `save` gave) → state

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlkit.compose import compose, conf_dir, experiment
+from rlkit.compose import compose, conf_dir, experiment, warnings
 from rlkit.errors import ConfigError
 from rlkit.schema import build, check
 
@@ -52,6 +52,7 @@ REFUSALS = {
     "target that is no function": (["kl.estimator._target_=rlkit.functional.k4"], ["kl.estimator._target_", "Did you mean 'k"]),
     "target that cannot be imported": (["kl.estimator._target_=no.such.part"], ["kl.estimator._target_", "no.such.part"]),
     "KL without a reference": (["reference=none"], ["kl=k3", "reference=none", "reference=frozen"]),
+    "scheduled KL without a reference": (["schedule=kl_anneal", "kl.coef=0", "reference=none"], ["kl=k3", "reference=none"]),
     "group of one": (["batch.group_size=1"], ["batch.group_size=1", "algorithm=reinforce"]),
     "parts that do not divide": (["algorithm.minibatches=7"], ["algorithm.minibatches=7", "128 rollouts"]),
     "zero steps": (["trainer.steps=0"], ["trainer.steps=0", "at least 1"]),
@@ -65,6 +66,9 @@ REFUSALS = {
     ),
     "clip out of range": (["algorithm.policy_loss.clip_low=1.5"], ["clip_low", "1.5"]),
     "sweep without -m": (["seed=1,2"], ["seed=1,2", "-m"]),
+    "decay that never moves": (["reference=ema", "reference.decay=1"], ["reference", "decay=1", "less than 1"]),
+    "copies at no step": (["reference=periodic", "reference.every=0"], ["reference", "every=0", "at least 1"]),
+    "no KL to wait for": (["reference=on_kl", "reference.threshold=0"], ["reference", "threshold=0", "greater than 0"]),
     "broken override": (["optimizer.lr=[1"], ["optimizer.lr=[1"]),
 }
 
@@ -75,6 +79,19 @@ def test_refusal_names_the_place_and_the_remedy(overrides, words):
         experiment(compose(overrides))
     for word in words:
         assert word in str(refusal.value)
+
+
+@pytest.mark.parametrize("option", ["ema", "periodic", "on_kl"])
+def test_a_reference_that_no_kl_uses_is_a_warning(option):
+    x = experiment(compose(["kl=none", f"reference={option}"]))
+    assert [line for line in warnings(x) if f"reference={option} is not built" in line]
+
+
+def test_a_reference_that_a_scheduled_kl_uses_is_no_warning():
+    """The coefficient stands at 0 in the config, and the schedule raises it; without an estimator nothing can."""
+    x = experiment(compose(["schedule=kl_anneal", "kl.coef=0"]))
+    assert x.needs_reference and not any("not built" in line for line in warnings(x))
+    assert not experiment(compose(["schedule=kl_anneal", "kl=none", "reference=none"])).needs_reference
 
 
 def test_all_problems_come_in_one_message():

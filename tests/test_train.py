@@ -95,6 +95,55 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(whole, tmp_path):
         assert x == y
 
 
+# Numbers with which this little moves policy and reference within three steps.
+MOVES = ["algorithm=reinforce", "batch.group_size=4", "optimizer.lr=3e-3", "evaluation.n=0", "kl.coef=0.5"]
+REFERENCES = {
+    "ema": ["reference=ema", "reference.decay=0.5"],
+    "periodic": ["reference=periodic", "reference.every=2"],
+    "on_kl": ["reference=on_kl", "reference.threshold=0.5"],
+    "lora": ["reference=ema", "reference.decay=0.5", "model.lora.rank=4"],
+}
+
+
+@pytest.mark.parametrize("option", REFERENCES)
+def test_resumed_run_with_a_moving_reference_equals_an_uninterrupted_one(tmp_path, option):
+    """Policy, reference, its counters and all metrics; the reference has moved and is not the policy, or this shows nothing."""
+    words = [*MOVES, *REFERENCES[option]]
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    assert train(whole, "trainer.steps=4", *words) == 0
+    assert train(halves, "trainer.steps=3", *words) == 0
+    middle = torch.load(halves / "checkpoints" / "step_000003.ckpt", weights_only=True)
+    kept = middle["rlkit"]["reference"]["weights"]
+    assert len(kept) == len({f"model.{n}" for n in kept} & middle["state_dict"].keys()) > 0
+    assert not any(".reference." in n for n in middle["state_dict"])
+    assert any(not torch.equal(kept[n], middle["state_dict"][f"model.{n}"]) for n in kept)
+    assert (middle["rlkit"]["reference"]["kl"] > 0) == (option == "on_kl")
+    assert main(["train", f"resume={halves}", "trainer.steps=4"]) == 0
+    a, b = (torch.load(f / "checkpoints" / "step_000004.ckpt", weights_only=True) for f in (whole, halves))
+    assert same(a["state_dict"], b["state_dict"]) and same(a["rlkit"], b["rlkit"])
+    assert not same(kept, a["rlkit"]["reference"]["weights"])
+    first, second = ([without_clock(r) for r in rows(f)] for f in (whole, halves))
+    assert same(first, second) and any(row["kl/ref_k3"] > 0 for row in first)
+    assert main(["evaluate", f"run={whole}", "evaluation.n=2", "evaluation.samples=1", "evaluation.k=[1]"]) == 0
+
+
+def same(a, b) -> bool:
+    """Equality of nested containers of tensors and numbers, bit for bit; nan equals nan."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b or (a != a and b != b)
+
+
+def test_a_moving_reference_that_no_kl_uses_is_not_built(tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert train(folder, "trainer.steps=1", "evaluation.n=0", "kl=none", "reference=ema") == 0
+    assert "reference=ema is not built" in "".join(capsys.readouterr())
+    state = torch.load(folder / "checkpoints" / "step_000001.ckpt", weights_only=True)
+    assert state["rlkit"]["reference"] == {}
+
+
 def timeless(path: Path) -> list:
     """Rollouts without the seconds that their tools took."""
     with gzip.open(path, "rt") as lines:
