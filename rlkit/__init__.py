@@ -17,9 +17,10 @@ _HOMES = {
     "rlkit.settings": ("BatchSize", "Evaluation", "Experiment", "Sampling", "TrainerSettings"),
     "rlkit.algorithm": ("KL", "Algorithm", "estimate_advantages", "micro_batches", "minibatches", "surrogate", "weigh"),
     "rlkit.functional": (
-        "approximate_kl", "batch_mean", "chunked_log_probs", "clip_fractions", "clipped", "explained_variance", "group_mean", "group_norm",
-        "gumbel_noise", "k1", "k2", "k3", "keep_all", "leave_one_out", "masked_mean", "mix", "mixed_groups",
-        "prompt_mean", "raw", "reinforce", "sequence_mean", "sequence_sum", "token_log_probs", "token_mean", "token_ratio",
+        "approximate_kl", "batch_mean", "chunked_log_probs", "clip_fractions", "clipped", "confident", "explained_variance", "forward",
+        "group_mean", "group_norm", "gumbel_noise", "k1", "k2", "k3", "keep_all", "leave_one_out", "masked_mean", "mix", "mixed_groups",
+        "prompt_mean", "raw", "reinforce", "reverse", "sequence_mean", "sequence_sum", "token_log_probs", "token_mean", "token_ratio",
+        "truncated",
     ),
     "rlkit.functional.statistics": ("mean_interval", "pass_at_k", "wilson"),
     "rlkit.rewards": ("Reward", "Term", "batched", "contains", "exact_match", "format_match", "numeric", "weighted_sum"),

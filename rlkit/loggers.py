@@ -18,4 +18,6 @@ def tensorboard(run: Path, step: int, /) -> Any:
     """TensorBoard event files in tensorboard/; a resumed run goes on in the same folder and hides what came after its checkpoint."""
     from lightning.pytorch.loggers import TensorBoardLogger
 
-    return TensorBoardLogger(save_dir=str(run), name="", version="tensorboard", default_hp_metric=False, purge_step=step + 1 if step else None)
+    return TensorBoardLogger(
+        save_dir=str(run), name="", version="tensorboard", default_hp_metric=False, purge_step=step + 1 if step else None
+    )

@@ -17,7 +17,7 @@ from rlkit.functional.diagnostics import (
 )
 from rlkit.functional.entropy import from_log_probs, from_logits
 from rlkit.functional.filters import keep_all, mixed_groups
-from rlkit.functional.kl import k1, k2, k3
+from rlkit.functional.kl import confident, forward, k1, k2, k3, reverse, truncated
 from rlkit.functional.log_probs import chunked_log_probs, token_log_probs
 from rlkit.functional.masking import fill_masked, full_precision, masked_mean, segment_sum
 from rlkit.functional.policy_losses import clipped, reinforce
@@ -30,10 +30,12 @@ __all__ = [
     "chunked_log_probs",
     "clip_fractions",
     "clipped",
+    "confident",
     "correlation",
     "effective_sample_size",
     "explained_variance",
     "fill_masked",
+    "forward",
     "from_log_probs",
     "from_logits",
     "full_precision",
@@ -52,10 +54,12 @@ __all__ = [
     "ratio_statistics",
     "raw",
     "reinforce",
+    "reverse",
     "segment_sum",
     "sequence_mean",
     "sequence_sum",
     "token_log_probs",
     "token_mean",
     "token_ratio",
+    "truncated",
 ]

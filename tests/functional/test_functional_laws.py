@@ -19,7 +19,7 @@ from rlkit import types
 from rlkit.functional import fill_masked, token_ratio
 
 POLICY_LOSSES = {"clipped": functional.clipped, "reinforce": functional.reinforce}
-KLS = {"k1": functional.k1, "k2": functional.k2, "k3": functional.k3}
+KLS = {name: getattr(functional, name) for name in ("confident", "forward", "k1", "k2", "k3", "reverse", "truncated")}
 AGGREGATIONS = {
     "token_mean": functional.token_mean,
     "sequence_mean": functional.sequence_mean,
