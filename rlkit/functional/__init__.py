@@ -5,7 +5,20 @@ hyperparameters are keyword-only. One module a topic: a new advantage, loss, est
 function in its module and one line here.
 """
 
-from rlkit.functional.advantages import batch_mean, group_mean, group_norm, leave_one_out, raw
+from rlkit.functional.advantages import (
+    batch_mean,
+    best_minus_second,
+    group_mean,
+    group_norm,
+    leave_one_out,
+    length_weighted,
+    max_rl,
+    pass_at_k_advantage,
+    raw,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    reward_to_go,
+)
 from rlkit.functional.aggregation import prompt_mean, sequence_mean, sequence_sum, token_mean
 from rlkit.functional.diagnostics import (
     approximate_kl,
@@ -27,6 +40,7 @@ from rlkit.functional.sampling import gumbel_noise, mix
 __all__ = [
     "approximate_kl",
     "batch_mean",
+    "best_minus_second",
     "chunked_log_probs",
     "clip_fractions",
     "clipped",
@@ -47,14 +61,20 @@ __all__ = [
     "k3",
     "keep_all",
     "leave_one_out",
+    "length_weighted",
     "masked_mean",
+    "max_rl",
     "mix",
     "mixed_groups",
+    "pass_at_k_advantage",
     "prompt_mean",
     "ratio_statistics",
     "raw",
     "reinforce",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
     "reverse",
+    "reward_to_go",
     "segment_sum",
     "sequence_mean",
     "sequence_sum",
