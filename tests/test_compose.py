@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rlkit.algorithm import inputs
 from rlkit.compose import compose, conf_dir, experiment
 from rlkit.errors import ConfigError
 from rlkit.schema import build, check
@@ -75,6 +76,26 @@ def test_refusal_names_the_place_and_the_remedy(overrides, words):
         experiment(compose(overrides))
     for word in words:
         assert word in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "option, numbers",
+    {
+        "clip_higher": {"clip_low": 0.2, "clip_high": 0.28},
+        "dual_clip": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0},
+        "delta_clip": {"clip_low": 0.2, "clip_high": 0.2, "delta": 4.0},
+        "clip_sequence": {"clip_low": 3e-4, "clip_high": 4e-4},
+    }.items(),
+)
+def test_options_that_inherit_the_clip_keep_the_rest_of_it(option, numbers):
+    part = experiment(compose([f"algorithm/policy_loss={option}"])).algorithm.policy_loss
+    assert part.func.__name__ == "clipped" and part.keywords == numbers
+
+
+@pytest.mark.parametrize("name", ["k1", "forward", "reverse"])
+def test_these_estimators_carry_the_ratio_in_the_loss(name):
+    """Without it k1 in the loss has no gradient in expectation, and says nothing about it."""
+    assert "logprobs_old" in inputs(experiment(compose([f"kl={name}"])).kl.estimator)
 
 
 def test_all_problems_come_in_one_message():

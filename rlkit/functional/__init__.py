@@ -32,9 +32,9 @@ from rlkit.functional.entropy import from_log_probs, from_logits
 from rlkit.functional.filters import keep_all, mixed_groups
 from rlkit.functional.kl import confident, forward, k1, k2, k3, reverse, truncated
 from rlkit.functional.log_probs import chunked_log_probs, token_log_probs
-from rlkit.functional.masking import fill_masked, full_precision, masked_mean, segment_sum
-from rlkit.functional.policy_losses import clipped, reinforce
-from rlkit.functional.ratios import token_ratio
+from rlkit.functional.masking import fill_masked, full_precision, masked_mean, rollout_mean, segment_sum
+from rlkit.functional.policy_losses import cispo, clipped, gmpo, reinforce, sapo
+from rlkit.functional.ratios import log_ratio, sequence_ratio, sequence_token_ratio, token_ratio
 from rlkit.functional.sampling import gumbel_noise, mix
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "batch_mean",
     "best_minus_second",
     "chunked_log_probs",
+    "cispo",
     "clip_fractions",
     "clipped",
     "confident",
@@ -53,6 +54,7 @@ __all__ = [
     "from_log_probs",
     "from_logits",
     "full_precision",
+    "gmpo",
     "group_mean",
     "group_norm",
     "gumbel_noise",
@@ -62,6 +64,7 @@ __all__ = [
     "keep_all",
     "leave_one_out",
     "length_weighted",
+    "log_ratio",
     "masked_mean",
     "max_rl",
     "mix",
@@ -75,9 +78,13 @@ __all__ = [
     "reinforce_pp_baseline",
     "reverse",
     "reward_to_go",
+    "rollout_mean",
+    "sapo",
     "segment_sum",
     "sequence_mean",
+    "sequence_ratio",
     "sequence_sum",
+    "sequence_token_ratio",
     "token_log_probs",
     "token_mean",
     "token_ratio",
