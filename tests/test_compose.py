@@ -54,6 +54,10 @@ REFUSALS = {
     "target that cannot be imported": (["kl.estimator._target_=no.such.part"], ["kl.estimator._target_", "no.such.part"]),
     "KL without a reference": (["reference=none"], ["kl=k3", "reference=none", "reference=frozen"]),
     "group of one": (["batch.group_size=1"], ["batch.group_size=1", "algorithm=reinforce"]),
+    "subsets as large as the group": (
+        ["algorithm=pass_at_k", "algorithm.advantage.k=8", "batch.group_size=8"],
+        ["algorithm.advantage.k=8", "group_size=8"],
+    ),
     "parts that do not divide": (["algorithm.minibatches=7"], ["algorithm.minibatches=7", "128 rollouts"]),
     "zero steps": (["trainer.steps=0"], ["trainer.steps=0", "at least 1"]),
     "greedy training": (["generation.temperature=0"], ["generation.temperature=0", "greedy"]),
@@ -76,6 +80,19 @@ def test_refusal_names_the_place_and_the_remedy(overrides, words):
         experiment(compose(overrides))
     for word in words:
         assert word in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm=pass_at_k", "batch.group_size=6"],
+        ["algorithm=pass_at_k", "algorithm.advantage.k=8", "batch.group_size=16"],
+        ["algorithm=grpo", "algorithm/advantage=best_minus_second"],
+    ],
+)
+def test_the_dry_run_shows_every_advantage_a_group_it_learns_from(overrides):
+    """One best sample in a group: among many equal ones an advantage of the best is rightly 0, and the config would be refused."""
+    experiment(compose([*overrides, "kl=none", "reference=none"]))
 
 
 @pytest.mark.parametrize(
