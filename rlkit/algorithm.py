@@ -147,15 +147,23 @@ def minibatches(batch: Batch, algorithm: Algorithm, seed: int) -> Iterator[Batch
 
 
 def micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:
-    """Row numbers, longest rows first, as many at a time as fit into `max_tokens` padded tokens (always at least one row).
+    """Row numbers, longest rollouts first, as many at a time as fit into `max_tokens` padded tokens.
 
+    Rows of one rollout stay together, since a ratio or a mean of a sequence is one of all its tokens; so a portion is always
+    at least one rollout, also where its rows alone exceed `max_tokens`. A rollout is as long as its longest row.
     Rows without a trained token are left out: they add nothing to any sum.
     """
-    lengths = batch.attention_mask.sum(1)
-    order = lengths.argsort(descending=True, stable=True)
-    order = order[batch.response_mask.any(1)[order]]
-    start = 0
-    while start < len(order):
-        count = max(1, max_tokens // int(lengths[order[start]]))
-        yield order[start : start + count]
-        start += count
+    lengths, trained = batch.attention_mask.sum(1).tolist(), batch.response_mask.any(1).tolist()
+    owners = batch.rollout_ids.tolist()
+    rollouts: dict[int, list[int]] = {}
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if trained[row]:
+            rollouts.setdefault(owners[row], []).append(row)
+    portion: list[int] = []
+    for rows in rollouts.values():
+        if portion and (len(portion) + len(rows)) * lengths[portion[0]] > max_tokens:
+            yield torch.tensor(portion, device=batch.ids.device)
+            portion = []
+        portion = portion + rows
+    if portion:
+        yield torch.tensor(portion, device=batch.ids.device)

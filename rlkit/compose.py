@@ -174,6 +174,13 @@ def validate(x: Experiment) -> list[str]:
             f"batch.group_size=1: algorithm={x.algorithm.name} compares the samples of a prompt with one another and needs at "
             "least 2; raise it, or choose algorithm=reinforce"
         )
+    numbers = inspect.signature(x.algorithm.advantage).parameters  # a partial's defaults are what the config has bound
+    k = numbers["k"].default if "k" in numbers else None
+    if isinstance(k, int) and "group_ids" in numbers and k >= x.batch.group_size > 1:
+        problems.append(
+            f"algorithm.advantage.k={k}: with batch.group_size={x.batch.group_size} there is one subset of that many samples and "
+            "nothing to compare it with, so every advantage is 0; lower it, or raise batch.group_size"
+        )
     if x.needs_reference and x.reference.name == "none":
         problems.append(f"kl={x.kl.name} needs a reference to compare with, but reference=none; choose reference=frozen or kl=none")
     for path, function in (
@@ -219,7 +226,7 @@ def dry_run(x: Experiment) -> None:
     from rlkit.algorithm import estimate_advantages, surrogate, weigh
     from rlkit.types import Batch
 
-    groups, size, width, vocabulary = 2, max(2, min(x.batch.group_size, 8)), 6, 7
+    groups, size, width, vocabulary = 2, max(2, min(x.batch.group_size, 64)), 6, 7
     n = groups * size
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (n, width), generator=generator)
@@ -229,7 +236,7 @@ def dry_run(x: Experiment) -> None:
     fixed = logprobs.detach()
     batch = Batch(
         ids=ids, attention_mask=torch.ones_like(mask), response_mask=mask, rollout_ids=torch.arange(n),
-        step_ids=torch.zeros_like(ids), rewards=(torch.arange(n) % 2).float(), group_ids=torch.arange(n) // size,
+        step_ids=torch.zeros_like(ids), rewards=(torch.arange(n) % size == 0).float(), group_ids=torch.arange(n) // size,
         lengths=mask.sum(1),
         logprobs_sampler=fixed, logprobs_old=fixed, logprobs_ref=fixed - 0.1,
     )  # fmt: skip

@@ -23,6 +23,8 @@ from rlkit.algorithm import (
 )
 from rlkit.functional import (
     clipped,
+    forward,
+    gmpo,
     group_norm,
     k3,
     keep_all,
@@ -30,8 +32,11 @@ from rlkit.functional import (
     prompt_mean,
     raw,
     reinforce,
+    reverse,
     sequence_mean,
+    sequence_ratio,
     sequence_sum,
+    sequence_token_ratio,
     token_mean,
     token_ratio,
 )
@@ -44,7 +49,12 @@ AGGREGATIONS = {
     "prompt_mean": prompt_mean,
 }
 POLICY_LOSSES = {"clipped": clipped, "reinforce": reinforce}
-KLS = {"none": KL("none"), "k3": KL("k3", k3, coef=0.3)}
+KLS = {
+    "none": KL("none"),
+    "k3": KL("k3", k3, coef=0.3),
+    "forward": KL("forward", forward, coef=0.3),
+    "reverse": KL("reverse", reverse, coef=0.3),
+}
 TABLE = list(itertools.product(AGGREGATIONS, POLICY_LOSSES, KLS))
 ROLLOUTS = torch.tensor([0, 0, 0, 1, 2, 2, 3, 4, 5, 6, 6, 7])  # of each row; rollout 8 has no row
 TOKENS = ("logprobs_sampler", "logprobs_old", "logprobs_ref")
@@ -333,14 +343,60 @@ def test_micro_batches_cover_every_trained_row_once_within_the_budget(budget):
     portions = list(micro_batches(batch, budget))
     rows = torch.cat(portions)
     assert sorted(rows.tolist()) == [i for i in range(12) if i != 4]  # row 4 has no trained token
+    owners = [set(batch.rollout_ids[portion].tolist()) for portion in portions]
+    assert sum(map(len, owners)) == len(set().union(*owners)) == 8  # no rollout is cut apart
+    for portion, rollouts in zip(portions, owners, strict=True):
+        assert len(rollouts) == 1 or select(batch, portion).ids.numel() <= budget
+    lengths = batch.attention_mask.sum(1)
+    widths = [int(lengths[portion].max()) for portion in portions]
+    assert widths == sorted(widths, reverse=True)  # longest first: the portion that needs most memory fails at once
+
+
+@pytest.mark.parametrize("budget", [1, 9, 20, 45, 10**6])
+def test_single_rows_come_longest_first_and_fill_the_budget(budget):
+    """One row a rollout: rows in order of length, each portion as many as fit at the width of its first."""
+    batch = make_batch()._replace(rollout_ids=torch.arange(12))
+    lengths = batch.attention_mask.sum(1)
+    order = lengths.argsort(descending=True, stable=True)
+    order = order[order != 4]  # no trained token
+    portions = list(micro_batches(batch, budget))
+    assert torch.equal(torch.cat(portions), order)
+    start = 0
     for portion in portions:
-        assert len(portion) == 1 or select(batch, portion).ids.numel() <= budget
-    lengths = batch.attention_mask.sum(1)[rows]
-    assert (lengths[:-1] >= lengths[1:]).all()  # longest first: the portion that needs most memory fails at once
+        want = max(1, budget // int(lengths[order[start]]))
+        assert len(portion) == min(want, len(order) - start)
+        start += len(portion)
 
 
-def test_a_row_longer_than_the_budget_is_a_portion_of_its_own():
-    assert [len(p) for p in micro_batches(make_batch(), 1)] == [1] * 11
+def test_a_rollout_longer_than_the_budget_is_a_portion_of_its_own():
+    """Rollout 0 has three rows, 2 and 6 two, one of which has no trained token."""
+    batch = make_batch()
+    portions = list(micro_batches(batch, 1))
+    assert sorted(len(p) for p in portions) == [1, 1, 1, 1, 1, 1, 2, 3]
+    assert all(len(batch.rollout_ids[p].unique()) == 1 for p in portions)
+
+
+SEQUENCE_PARTS = {
+    "sequence ratio": {"ratio": sequence_ratio},
+    "sequence token ratio": {"ratio": sequence_token_ratio},
+    "gmpo": {"policy_loss": gmpo},
+}
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("part", SEQUENCE_PARTS)
+def test_no_budget_changes_what_is_made_of_whole_rollouts(part, aggregation):
+    """Three rows of a rollout are one sequence: its ratio is the same whatever the budget, down to one row's length."""
+    a = algorithm(AGGREGATIONS[aggregation], **SEQUENCE_PARTS[part])
+    batch = prepared(a)
+    logprobs = policy_logprobs(batch)
+    loss, gradient = whole(batch, logprobs, a, KLS["k3"])
+    for budget in (1, 9, 20, 45, 10**6):
+        got_loss, got = in_portions(batch, logprobs, a, KLS["k3"], micro_batches(batch, budget))
+        assert distance(got, gradient) < 1e-10 and got_loss == pytest.approx(float(loss), rel=1e-10)  # float64 sums reordered
+    for garbage in (float("nan"), float("inf")):
+        got_loss, got = whole(batch, logprobs.where(batch.response_mask, garbage), a, KLS["k3"])
+        assert torch.equal(got_loss, loss) and torch.equal(got, gradient)
 
 
 def test_a_batch_without_a_trained_token_has_no_portions():

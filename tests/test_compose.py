@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rlkit.algorithm import inputs
 from rlkit.compose import compose, conf_dir, experiment, warnings
 from rlkit.errors import ConfigError
 from rlkit.schema import build, check
@@ -54,6 +55,10 @@ REFUSALS = {
     "KL without a reference": (["reference=none"], ["kl=k3", "reference=none", "reference=frozen"]),
     "scheduled KL without a reference": (["schedule=kl_anneal", "kl.coef=0", "reference=none"], ["kl=k3", "reference=none"]),
     "group of one": (["batch.group_size=1"], ["batch.group_size=1", "algorithm=reinforce"]),
+    "subsets as large as the group": (
+        ["algorithm=pass_at_k", "algorithm.advantage.k=8", "batch.group_size=8"],
+        ["algorithm.advantage.k=8", "group_size=8"],
+    ),
     "parts that do not divide": (["algorithm.minibatches=7"], ["algorithm.minibatches=7", "128 rollouts"]),
     "zero steps": (["trainer.steps=0"], ["trainer.steps=0", "at least 1"]),
     "greedy training": (["generation.temperature=0"], ["generation.temperature=0", "greedy"]),
@@ -92,6 +97,39 @@ def test_a_reference_that_a_scheduled_kl_uses_is_no_warning():
     x = experiment(compose(["schedule=kl_anneal", "kl.coef=0"]))
     assert x.needs_reference and not any("not built" in line for line in warnings(x))
     assert not experiment(compose(["schedule=kl_anneal", "kl=none", "reference=none"])).needs_reference
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm=pass_at_k", "batch.group_size=6"],
+        ["algorithm=pass_at_k", "algorithm.advantage.k=8", "batch.group_size=16"],
+        ["algorithm=grpo", "algorithm/advantage=best_minus_second"],
+    ],
+)
+def test_the_dry_run_shows_every_advantage_a_group_it_learns_from(overrides):
+    """One best sample in a group: among many equal ones an advantage of the best is rightly 0, and the config would be refused."""
+    experiment(compose([*overrides, "kl=none", "reference=none"]))
+
+
+@pytest.mark.parametrize(
+    "option, numbers",
+    {
+        "clip_higher": {"clip_low": 0.2, "clip_high": 0.28},
+        "dual_clip": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0},
+        "delta_clip": {"clip_low": 0.2, "clip_high": 0.2, "delta": 4.0},
+        "clip_sequence": {"clip_low": 3e-4, "clip_high": 4e-4},
+    }.items(),
+)
+def test_options_that_inherit_the_clip_keep_the_rest_of_it(option, numbers):
+    part = experiment(compose([f"algorithm/policy_loss={option}"])).algorithm.policy_loss
+    assert part.func.__name__ == "clipped" and part.keywords == numbers
+
+
+@pytest.mark.parametrize("name", ["k1", "forward", "reverse"])
+def test_these_estimators_carry_the_ratio_in_the_loss(name):
+    """Without it k1 in the loss has no gradient in expectation, and says nothing about it."""
+    assert "logprobs_old" in inputs(experiment(compose([f"kl={name}"])).kl.estimator)
 
 
 def test_all_problems_come_in_one_message():
@@ -180,7 +218,7 @@ def test_every_number_has_its_meaning_above_it(file: Path):
     if file.parent.name in ("experiment", "debug") or (file.parent == conf_dir() and file.stem != "train"):
         pytest.skip("sets numbers that are explained in their options")
     lines = [line for line in file.read_text().split("\nhydra:")[0].splitlines() if line.strip()]
-    inherits = "defaults:" in lines and file.stem not in ("train", "by_task", "grpo", "reinforce", "default")
+    inherits = "defaults:" in lines and file.stem not in ("train", "by_task", "default") and file.parent.name != "algorithm"
     for above, line in itertools.pairwise(lines):
         key, _, value = line.strip().partition(":")
         if not value.strip() or key in NO_COMMENT or line.strip().startswith(("#", "-")) or inherits:

@@ -5,7 +5,20 @@ hyperparameters are keyword-only. One module a topic: a new advantage, loss, est
 function in its module and one line here.
 """
 
-from rlkit.functional.advantages import batch_mean, group_mean, group_norm, leave_one_out, raw
+from rlkit.functional.advantages import (
+    batch_mean,
+    best_minus_second,
+    group_mean,
+    group_norm,
+    leave_one_out,
+    length_weighted,
+    max_rl,
+    pass_at_k_advantage,
+    raw,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    reward_to_go,
+)
 from rlkit.functional.aggregation import prompt_mean, sequence_mean, sequence_sum, token_mean
 from rlkit.functional.diagnostics import (
     approximate_kl,
@@ -17,26 +30,31 @@ from rlkit.functional.diagnostics import (
 )
 from rlkit.functional.entropy import from_log_probs, from_logits
 from rlkit.functional.filters import keep_all, mixed_groups
-from rlkit.functional.kl import k1, k2, k3
+from rlkit.functional.kl import confident, forward, k1, k2, k3, reverse, truncated
 from rlkit.functional.log_probs import chunked_log_probs, token_log_probs
-from rlkit.functional.masking import fill_masked, full_precision, masked_mean, segment_sum
-from rlkit.functional.policy_losses import clipped, reinforce
-from rlkit.functional.ratios import token_ratio
+from rlkit.functional.masking import fill_masked, full_precision, masked_mean, rollout_mean, segment_sum
+from rlkit.functional.policy_losses import cispo, clipped, gmpo, reinforce, sapo
+from rlkit.functional.ratios import log_ratio, sequence_ratio, sequence_token_ratio, token_ratio
 from rlkit.functional.sampling import gumbel_noise, mix
 
 __all__ = [
     "approximate_kl",
     "batch_mean",
+    "best_minus_second",
     "chunked_log_probs",
+    "cispo",
     "clip_fractions",
     "clipped",
+    "confident",
     "correlation",
     "effective_sample_size",
     "explained_variance",
     "fill_masked",
+    "forward",
     "from_log_probs",
     "from_logits",
     "full_precision",
+    "gmpo",
     "group_mean",
     "group_norm",
     "gumbel_noise",
@@ -45,17 +63,30 @@ __all__ = [
     "k3",
     "keep_all",
     "leave_one_out",
+    "length_weighted",
+    "log_ratio",
     "masked_mean",
+    "max_rl",
     "mix",
     "mixed_groups",
+    "pass_at_k_advantage",
     "prompt_mean",
     "ratio_statistics",
     "raw",
     "reinforce",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "reverse",
+    "reward_to_go",
+    "rollout_mean",
+    "sapo",
     "segment_sum",
     "sequence_mean",
+    "sequence_ratio",
     "sequence_sum",
+    "sequence_token_ratio",
     "token_log_probs",
     "token_mean",
     "token_ratio",
+    "truncated",
 ]

@@ -3,14 +3,20 @@
 Every estimator is an expectation over tokens drawn from π, and a gradient through the estimate alone leaves out that
 the draw depends on π too. So the value and the gradient are two questions (on-policy, mean over tokens):
 
-    estimator   expected value    its gradient in the loss    the gradient of ratio × estimator in the loss
-    k1          KL(π‖ref)         0                           ∇KL(π‖ref)
-    k2          ½ E[q²]           ∇KL(π‖ref)                  ∇ ½ E[q²]
-    k3          KL(π‖ref)         ∇KL(ref‖π)                  ∇KL(π‖ref)
+    estimator   expected value      its gradient in the loss         the gradient of ratio × estimator in the loss
+    k1          KL(π‖ref)           0                                ∇KL(π‖ref)
+    k2          ½ E[q²]             ∇KL(π‖ref)                       ∇ ½ E[q²]
+    k3          KL(π‖ref)           ∇KL(ref‖π)                       ∇KL(π‖ref)
+    forward     KL(π‖ref)           ∇KL(π‖ref), carries the ratio    -
+    reverse     KL(ref‖π)           ∇KL(ref‖π), carries the ratio    -
+    truncated   k3, |q| capped      ∇KL(ref‖π), tokens with |q| < c  -
+    confident   k3 where π_t > p    ∇KL(ref‖π), tokens with π_t > p  -
 
-with q = log ref - log π. So k1 in the loss needs the ratio; in the reward, where no gradient flows, k1 is the natural
-one. Log-ratios are clamped to ±20, beyond which the gradient is 0; within, nothing is biased. Nothing flows into the
-reference. Estimators that need more than two log-probs (reverse, confident, full) belong here too.
+with q = log ref - log π. k1 is the natural one in the reward, where no gradient flows; in the loss it needs the ratio,
+and `forward` is k1 with it. The ratio is the token's own, π_t / old_t from `logprobs_old`, whatever level of ratio the
+policy loss takes; so `forward` and `reverse` also have the right value and gradient on samples of the old policy.
+Log-ratios are clamped to ±20, beyond which the gradient of the estimate is 0; within, nothing is biased. Nothing flows
+into the reference or the old policy. Estimators that need more than two log-probs (full) belong here too.
 
 Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
 """
@@ -20,7 +26,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkit.functional.masking import full_precision
+from rlkit.functional._arguments import require
+from rlkit.functional.masking import fill_masked, full_precision
 from rlkit.functional.ratios import LOG_RATIO_BOUND
 
 
@@ -84,7 +91,106 @@ def k3(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
     return torch.expm1(q) - q  # expm1: e^q - 1 loses all its digits where q is small
 
 
+def forward(logprobs: Tensor, logprobs_ref: Tensor, logprobs_old: Tensor) -> Tensor:
+    """k1 for the loss: the log-ratio times the ratio, whose gradient is that of the divergence.
+
+    forward_t = r_t (log π_t - log ref_t), r_t = π_t / old_t
+
+    Value: E_old[forward] = KL(π‖ref). Gradient in the loss: ∇KL(π‖ref), through r_t (the log-ratio's own part has
+    expectation 0). Beyond the clamp of the log-ratio it still points towards the reference, as if at ±20.
+
+    Args:
+      logprobs: [B, T] in nats, carries the gradient.
+      logprobs_ref: [B, T] in nats, on the same tokens; a constant.
+      logprobs_old: [B, T] in nats, of the policy that the samples are taken to come from; a constant.
+    Returns: [B, T] in nats, of either sign.
+    Source: Schulman 2020, "Approximating KL divergence"; the ratio as in Tang and Munos 2025, arXiv:2506.09477.
+
+    >>> forward(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]), torch.tensor([[-1.0]]))
+    tensor([[0.5000]])
+    """
+    return _ratio(logprobs, logprobs_old) * k1(logprobs, logprobs_ref)
+
+
+def reverse(logprobs: Tensor, logprobs_ref: Tensor, logprobs_old: Tensor) -> Tensor:
+    """The divergence of the reference from the policy, from the policy's own samples by importance weights.
+
+    reverse_t = r_t e^q q, q = log ref_t - log π_t, r_t = π_t / old_t; its gradient is -r_t e^q ∇log π_t
+
+    Value: E_old[reverse] = E_ref[q] = KL(ref‖π). Gradient in the loss: ∇KL(ref‖π) = -E_ref[∇log π]. The gradient of the
+    expression as written is the same within the clamp, as two terms in e^q q that cancel; beyond it only one of them
+    would be left, with the wrong sign, so the value is a constant here and the gradient stands alone: 0 beyond the clamp.
+    The variance is that of ref / π: use it where the two are close.
+
+    Args:
+      logprobs: [B, T] in nats, carries the gradient.
+      logprobs_ref: [B, T] in nats, on the same tokens; a constant.
+      logprobs_old: [B, T] in nats, of the policy that the samples are taken to come from; a constant.
+    Returns: [B, T] in nats, of either sign, of absolute value at most 20 e^40.
+    Source: importance sampling of the definition of Kullback and Leibler 1951.
+
+    >>> reverse(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]), torch.tensor([[-1.0]]))
+    tensor([[-0.3033]])
+    """
+    q = _log_ratio(logprobs, logprobs_ref)
+    weight = q.exp()  # carries the gradient: -e^q
+    return _ratio(logprobs, logprobs_old).detach() * (weight - weight.detach() + (weight * q).detach())
+
+
+def truncated(logprobs: Tensor, logprobs_ref: Tensor, *, threshold: float = 1.0) -> Tensor:
+    """k3 of a log-ratio that is clamped on both sides: no single token dominates, and never negative.
+
+    truncated_t = e^q - q - 1, q = clamp(log ref_t - log π_t, -threshold, threshold)
+
+    Value: E[truncated] = KL(π‖ref) where no log-ratio passes the threshold, biased otherwise. Gradient in the loss:
+    Σ (π - ref) ∇log π over the tokens within the threshold, which is ∇KL(ref‖π) where all are; 0 beyond.
+
+    Args:
+      logprobs: [B, T] in nats, carries the gradient.
+      logprobs_ref: [B, T] in nats, on the same tokens; a constant.
+      threshold: in nats, 0 < threshold ≤ 20.
+    Returns: [B, T] in nats, 0 … e^threshold - threshold - 1.
+    Raises: ValueError naming the threshold.
+    Source: k3 of Schulman 2020, "Approximating KL divergence". A clamp of one side alone can turn an estimate negative.
+
+    >>> truncated(torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -9.0]]), threshold=0.5)
+    tensor([[0.1065, 0.1065]])
+    """
+    require(0 < threshold <= LOG_RATIO_BOUND, "threshold", threshold, f"0 < threshold ≤ {LOG_RATIO_BOUND:g}")
+    q = _log_ratio(logprobs, logprobs_ref).clamp(-threshold, threshold)
+    return torch.expm1(q) - q
+
+
+def confident(logprobs: Tensor, logprobs_ref: Tensor, *, probability: float = 0.1) -> Tensor:
+    """k3 on the tokens that the policy holds likely, 0 on the others: what it merely explores is not penalised.
+
+    confident_t = e^q - q - 1 where π_t > probability, else 0; q = log ref_t - log π_t
+
+    Value: the part of E[k3] that comes from such tokens; 0 where there is none. Gradient in the loss: Σ (π - ref) ∇log π
+    over such tokens; which tokens those are is a constant.
+
+    Args:
+      logprobs: [B, T] in nats, carries the gradient.
+      logprobs_ref: [B, T] in nats, on the same tokens; a constant.
+      probability: 0 ≤ probability < 1; 0 is k3.
+    Returns: [B, T] in nats, 0 … e^20.
+    Raises: ValueError naming the probability.
+    Source: k3 of Schulman 2020, "Approximating KL divergence", on a subset of the tokens.
+
+    >>> confident(torch.tensor([[-1.0, -3.0]]), torch.tensor([[-1.5, -3.5]]))
+    tensor([[0.1065, 0.0000]])
+    """
+    require(0 <= probability < 1, "probability", probability, "0 ≤ probability < 1")
+    likely = ~(full_precision(logprobs.detach()).exp() <= probability)  # so that nan stays visible
+    return fill_masked(k3(logprobs, logprobs_ref), likely, 0.0)
+
+
 def _log_ratio(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
     """q = log ref - log π, clamped to ±20; the reference is a constant."""
     difference = full_precision(logprobs_ref.detach()) - full_precision(logprobs)
     return difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def _ratio(logprobs: Tensor, logprobs_old: Tensor) -> Tensor:
+    """r = π / old, its log clamped to ±20; the old policy is a constant."""
+    return (-_log_ratio(logprobs, logprobs_old)).exp()

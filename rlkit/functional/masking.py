@@ -78,3 +78,23 @@ def segment_sum(values: Tensor, rollout_ids: Tensor, *, n: int | None = None) ->
     if n is None:
         n = int(rollout_ids.max()) + 1 if rollout_ids.numel() else 0
     return rows.new_zeros(n).index_add(0, rollout_ids, rows)
+
+
+def rollout_mean(values: Tensor, mask: Tensor, rollout_ids: Tensor) -> Tensor:
+    """Mean over the entries of a whole rollout where the mask is True, for each of its rows; 0 where there is none.
+
+    out_i = Σ m x / Σ m over all rows of the rollout that row i belongs to
+
+    Args:
+      values: [B, T].
+      mask: [B, T] bool.
+      rollout_ids: [B] int64; rows of one rollout need not be neighbours, but all must be there.
+    Returns: [B, 1], float32 or float64; the gradient flows through.
+
+    >>> rollout_mean(torch.tensor([[1.0], [3.0], [5.0]]), torch.ones(3, 1).bool(), torch.tensor([0, 0, 1]))
+    tensor([[2.],
+            [2.],
+            [5.]])
+    """
+    total = segment_sum(fill_masked(full_precision(values), mask, 0.0), rollout_ids)
+    return (total / segment_sum(mask, rollout_ids).clamp_min(1))[rollout_ids].unsqueeze(-1)

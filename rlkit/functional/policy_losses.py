@@ -9,32 +9,139 @@ import torch
 from torch import Tensor
 
 from rlkit.functional._arguments import require
+from rlkit.functional.masking import rollout_mean
+from rlkit.functional.ratios import LOG_RATIO_BOUND, log_ratio
 
 
-def clipped(ratio: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Tensor:
+def clipped(
+    ratio: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    delta: float | None = None,
+) -> Tensor:
     """Clipped surrogate loss, per token.
 
     loss_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
+    dual_clip: min(loss_t, -dual_clip · A_t) where A_t < 0
+    delta: min(r_t, delta) in place of the first r_t
 
-    A token has no gradient once its ratio has left the interval in the direction that its advantage asks for.
+    A token has no gradient once its ratio has left the interval in the direction that its advantage asks for. Where the
+    advantage is negative nothing bounds the loss from above, for r_t may be anything; either cap bounds it, and with
+    dual_clip = delta they are the same function.
 
     Args:
       ratio: [B, T] π / π_old, > 0, carries the gradient.
       advantages: [B, T] a constant: no gradient flows into it.
       clip_low, clip_high: dimensionless half-widths, 0 < clip_low ≤ 1, clip_high > 0. DAPO: 0.2 and 0.28.
+      dual_clip: > 1 + clip_high; None: no cap. verl's default loss has 3, TRL's has none.
+      delta: > 1 + clip_high; None: no cap. In TRL `delta`.
     Returns: [B, T] loss in units of advantage.
     Raises: ValueError naming the argument, its value and the allowed range.
-    Source: Schulman et al. 2017 eq. 7, arXiv:1707.06347; two widths Yu et al. 2025 (DAPO) eq. 10, arXiv:2503.14476. No
-      dual
-      clip: verl's default loss has one (c = 3), TRL's has none.
+    Source: Schulman et al. 2017 eq. 7, arXiv:1707.06347; two widths Yu et al. 2025 (DAPO) eq. 10, arXiv:2503.14476; dual
+      clip Ye et al. 2020, arXiv:1912.09729; delta INTELLECT-2, Prime Intellect 2025, arXiv:2505.07291.
 
     >>> clipped(torch.tensor([[1.5]]), torch.tensor([[1.0]]))
     tensor([[-1.2000]])
     """
-    require(0 < clip_low <= 1, "clip_low", clip_low, "0 < clip_low ≤ 1")
-    require(clip_high > 0, "clip_high", clip_high, "> 0")
+    _require_widths(clip_low, clip_high)
+    for name, cap in (("dual_clip", dual_clip), ("delta", delta)):
+        require(cap is None or 1 + clip_high < cap < float("inf"), name, cap, "> 1 + clip_high and finite, or None")
     advantages = advantages.detach()
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    free = ratio if delta is None else ratio.clamp(max=delta)
+    loss = -torch.minimum(free * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    return loss if dual_clip is None else torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+
+
+def cispo(ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, clip_low: float = 1.0, clip_high: float = 4.0) -> Tensor:
+    """Score-function loss weighted by a clipped ratio, per token: the clip bounds a weight and never takes a token's gradient.
+
+    loss_t = -sg[clip(r_t, 1 - clip_low, 1 + clip_high)] A_t log π_t
+
+    Args:
+      ratio: [B, T] π / π_old, > 0; its value alone counts.
+      advantages: [B, T] a constant: no gradient flows into it.
+      logprobs: [B, T] in nats, carries the gradient.
+      clip_low, clip_high: half-widths around 1, as in verl and SkyRL: 0 < clip_low ≤ 1, clip_high > 0. The defaults bound
+        the weight by [0, 5] (SkyRL); clip_low = 1 is no lower bound, as in the paper. verl 0.2 and 0.2. TRL's value is the
+        cap itself: its epsilon_high = 5 is clip_high = 4 here, and its default of 0.2 makes every weight small.
+    Returns: [B, T]; only its gradient means anything.
+    Raises: ValueError naming the argument, its value and the allowed range.
+    Source: CISPO, MiniMax-M1, Chen et al. 2025, section 3.1, arXiv:2506.13585.
+
+    >>> cispo(torch.tensor([[9.0]]), torch.tensor([[2.0]]), torch.tensor([[-0.5]]))
+    tensor([[5.]])
+    """
+    _require_widths(clip_low, clip_high)
+    return -ratio.detach().clamp(1 - clip_low, 1 + clip_high) * advantages.detach() * logprobs
+
+
+def sapo(ratio: Tensor, advantages: Tensor, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Tensor:
+    """Surrogate loss with a soft gate, per token: the gradient fades as the ratio leaves 1, and never stops at once.
+
+    loss_t = -(4/τ) σ(τ (r_t - 1)) A_t, τ = tau_positive where A_t > 0, tau_negative elsewhere
+
+    The gradient with respect to r_t is -4 p (1 - p) A_t, p = σ(τ (r_t - 1)): that of REINFORCE at r_t = 1.
+
+    Args:
+      ratio: [B, T] π / π_old, > 0, carries the gradient.
+      advantages: [B, T] a constant: no gradient flows into it.
+      tau_positive, tau_negative: > 0, dimensionless; a larger one fades faster.
+    Returns: [B, T] loss in units of advantage; at r_t = 1 it is -2 A_t / τ.
+    Raises: ValueError naming the argument, its value and the allowed range.
+    Source: SAPO, Gao et al. 2025, section 3, arXiv:2511.20347.
+
+    >>> sapo(torch.tensor([[1.0]]), torch.tensor([[1.0]]))
+    tensor([[-2.]])
+    """
+    for name, steepness in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
+        require(0 < steepness < float("inf"), name, steepness, "> 0 and finite")
+    advantages = advantages.detach()
+    tau = torch.where(advantages > 0, ratio.new_tensor(tau_positive), ratio.new_tensor(tau_negative))
+    return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
+
+
+def gmpo(
+    logprobs: Tensor,
+    logprobs_old: Tensor,
+    response_mask: Tensor,
+    rollout_ids: Tensor,
+    advantages: Tensor,
+    *,
+    clip_log_low: float = 0.4,
+    clip_log_high: float = 0.4,
+) -> Tensor:
+    """Surrogate loss of the geometric mean of a rollout's clipped ratios: one token's ratio moves it little.
+
+    loss_t = -s_j A_t, s_j = exp(mean over the trained tokens of rollout j of Δ'_t), Δ_t = log π_t - log π_old_t
+    Δ'_t = min(Δ_t, clip_log_high) where A_t > 0, max(Δ_t, -clip_log_low) elsewhere
+
+    The same s_j stands at each token of a rollout, so that `sequence_mean` gives the mean over rollouts of -s_j A_j.
+
+    Args:
+      logprobs: [B, T] in nats, carries the gradient. Anything under the mask.
+      logprobs_old: [B, T] in nats, a constant.
+      response_mask: [B, T] bool.
+      rollout_ids: [B] int64; all rows of a rollout must be there, as `micro_batches` gives them.
+      advantages: [B, T] a constant: no gradient flows into it.
+      clip_log_low, clip_log_high: > 0, widths in nats: the paper's interval is (e^-0.4, e^0.4). verl takes the upper one on
+        both sides.
+    Returns: [B, T] loss in units of advantage.
+    Raises: ValueError naming the argument, its value and the allowed range.
+    Source: GMPO, Zhao et al. 2025, section 3, arXiv:2507.20673.
+
+    >>> old, new, mask = torch.zeros(1, 2), torch.tensor([[0.2, 9.0]]), torch.ones(1, 2, dtype=torch.bool)
+    >>> gmpo(new, old, mask, torch.tensor([0]), torch.ones(1, 2))  # (0.2 + 0.4) / 2 = 0.3
+    tensor([[-1.3499, -1.3499]])
+    """
+    for name, width in (("clip_log_low", clip_log_low), ("clip_log_high", clip_log_high)):
+        require(0 < width < float("inf"), name, width, "> 0 and finite")
+    advantages = advantages.detach()
+    difference = log_ratio(logprobs, logprobs_old, response_mask)
+    clip = torch.where(advantages > 0, difference.clamp(max=clip_log_high), difference.clamp(min=-clip_log_low))
+    return -rollout_mean(clip, response_mask, rollout_ids).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp() * advantages
 
 
 def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
@@ -52,3 +159,8 @@ def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
     tensor([[1.]])
     """
     return -advantages.detach() * logprobs
+
+
+def _require_widths(clip_low: float, clip_high: float) -> None:
+    require(0 < clip_low <= 1, "clip_low", clip_low, "0 < clip_low ≤ 1")
+    require(0 < clip_high < float("inf"), "clip_high", clip_high, "> 0 and finite")

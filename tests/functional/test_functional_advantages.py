@@ -1,6 +1,8 @@
 """Advantages of whole rollouts: by hand, against loops, and the laws that all of them obey."""
 
 import inspect
+import itertools
+import math
 import statistics
 from functools import partial
 
@@ -8,7 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlkit.functional import batch_mean, group_mean, group_norm, leave_one_out, raw
+from rlkit.functional import (
+    batch_mean,
+    best_minus_second,
+    group_mean,
+    group_norm,
+    leave_one_out,
+    length_weighted,
+    max_rl,
+    pass_at_k_advantage,
+    raw,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    reward_to_go,
+)
 
 NAN = float("nan")
 OPTIONS = {
@@ -18,8 +33,35 @@ OPTIONS = {
     "leave_one_out": leave_one_out,
     "group_norm": group_norm,
     "group_norm population": partial(group_norm, std="population", eps=0.0),
+    "length_weighted": length_weighted,
+    "max_rl": max_rl,
+    "pass_at_k": partial(pass_at_k_advantage, k=3),
+    "best_minus_second": best_minus_second,
+    "best_minus_second raw": partial(best_minus_second, std="none"),
 }
 CENTRED = [name for name in OPTIONS if name != "raw"]
+MOVABLE = [name for name in CENTRED if name not in ("max_rl", "pass_at_k")]  # these two know where 0 or "correct" is
+
+
+def _length(i: int) -> int:
+    """Of rollout i, where a test gives none."""
+    return 1 + i * i % 7
+
+
+def _pass_at_k(group: list[float], i: int, k: int) -> float:
+    """By going through all subsets, as the definition has it: their reward, standardised, averaged over those with i."""
+    subsets = list(itertools.combinations(range(len(group)), min(k, len(group))))
+    best = {s: float(any(group[j] > 0.5 for j in s)) for s in subsets}
+    mean = statistics.fmean(best.values())
+    deviation = statistics.pstdev(best.values())
+    return statistics.fmean((best[s] - mean) / deviation for s in subsets if i in s) if deviation else 0.0
+
+
+def _best_minus_second(group: list[float], i: int) -> float:
+    """The best of all less the best without i."""
+    return max(group) - max(group[:i] + group[i + 1 :]) if len(group) > 1 else 0.0
+
+
 # name → (scores of its group, of the whole batch, own position in the group) → advantage
 LOOPS = {
     "raw": lambda group, batch, i: group[i],
@@ -32,13 +74,19 @@ LOOPS = {
     "group_norm population": lambda group, batch, i: (
         (group[i] - statistics.fmean(group)) / statistics.pstdev(group) if len(set(group)) > 1 else 0.0
     ),
+    "max_rl": lambda group, batch, i: group[i] / statistics.fmean(group) - 1 if len(group) > 1 and statistics.fmean(group) > 0 else 0.0,
+    "pass_at_k": lambda group, batch, i: _pass_at_k(group, i, 3),
+    "best_minus_second": lambda group, batch, i: _best_minus_second(group, i) / (statistics.stdev(group) + 1e-6) if len(group) > 1 else 0.0,
+    "best_minus_second raw": lambda group, batch, i: _best_minus_second(group, i),
 }
 
 
-def _call(name: str, rewards: Tensor, group_ids: Tensor) -> Tensor:
-    option = OPTIONS[name]
-    wants_groups = "group_ids" in inspect.signature(option).parameters
-    return option(rewards, group_ids) if wants_groups else option(rewards)
+def _call(name: str, rewards: Tensor, group_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """With the quantities that the option asks for; lengths are those of the positions unless given."""
+    given = {"rewards": rewards, "group_ids": group_ids, "lengths": lengths}
+    if lengths is None:
+        given["lengths"] = torch.tensor([_length(i) for i in range(len(rewards))], dtype=torch.int64)
+    return OPTIONS[name](**{n: given[n] for n in inspect.signature(OPTIONS[name]).parameters if n in given})
 
 
 def _random(seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -62,6 +110,13 @@ def _random(seed: int = 0) -> tuple[Tensor, Tensor]:
         # squares 0+1+1+4 = 6: sample std √2, population √1.5; 1+1 = 2: sample √2, population 1
         ("group_norm", [0, -0.70706, -0.70706, 1.41411, -0.70706, 0, 0.70706]),  # 1 / (1.41421 + 0.0001) = 0.70706
         ("group_norm population", [0, -0.81650, -0.81650, 1.63299, -1, 0, 1]),
+        # lengths 1, 2, 5, 3, 3, 5, 2: (1·1 + 3·3) / 11 = 10/11; (5·3 + 7·2) / 5 = 29/5
+        ("length_weighted", [1 / 11, -10 / 11, -10 / 11, 23 / 11, -0.8, 0, 1.2]),
+        ("max_rl", [0, -1, -1, 2, -1 / 6, 0, 1 / 6]),  # the deviations 0, -1, -1, 2 over 1 and -1, 1 over 6
+        ("pass_at_k", [0, 0, 0, 0, 0, 0, 0]),  # every subset of 3 of 4 holds one of the two correct ones; of the pair both are
+        # 3 - 1 = 2 over √2 + 1e-6, 7 - 5 = 2 over √2 + 1e-6
+        ("best_minus_second", [0, 0, 0, 1.41421, 0, 0, 1.41421]),
+        ("best_minus_second raw", [0, 0, 0, 2, 0, 0, 2]),
     ],
 )
 def test_by_hand(name: str, expected: list[float]) -> None:
@@ -71,7 +126,7 @@ def test_by_hand(name: str, expected: list[float]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", LOOPS)
 def test_against_a_loop(name: str, seed: int) -> None:
     rewards, group_ids = _random(seed)
     got = _call(name, rewards, group_ids).tolist()
@@ -111,7 +166,8 @@ def test_nothing_scored_gives_zeros(name: str) -> None:
 def test_an_unscored_rollout_changes_nobody(name: str) -> None:
     rewards, group_ids = _random()
     scored = ~rewards.isnan()
-    without = _call(name, rewards[scored], group_ids[scored])
+    lengths = torch.tensor([_length(i) for i in range(40)])
+    without = _call(name, rewards[scored], group_ids[scored], lengths[scored])
     assert torch.equal(_call(name, rewards, group_ids)[scored], without)
 
 
@@ -121,11 +177,12 @@ def test_order_and_names_of_groups_do_not_matter(name: str) -> None:
     got = _call(name, rewards, group_ids)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
     close = {"rtol": 0, "atol": 1e-13}  # sums in another order: float64 rounding
-    torch.testing.assert_close(_call(name, rewards[order], group_ids[order]), got[order], **close)
+    lengths = torch.tensor([_length(i) for i in range(40)])
+    torch.testing.assert_close(_call(name, rewards[order], group_ids[order], lengths[order]), got[order], **close)
     torch.testing.assert_close(_call(name, rewards, 5 - group_ids), got, **close)
 
 
-@pytest.mark.parametrize("name", CENTRED)
+@pytest.mark.parametrize("name", MOVABLE)
 def test_a_constant_added_to_all_rewards_changes_nothing(name: str) -> None:
     rewards, group_ids = _random()
     shifted = _call(name, rewards + 64.0, group_ids)
@@ -134,7 +191,16 @@ def test_a_constant_added_to_all_rewards_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "power"),
-    [("raw", 1), ("batch_mean", 1), ("group_mean", 1), ("leave_one_out", 1), ("group_norm population", 0)],
+    [
+        ("raw", 1),
+        ("batch_mean", 1),
+        ("group_mean", 1),
+        ("leave_one_out", 1),
+        ("group_norm population", 0),
+        ("length_weighted", 1),
+        ("max_rl", 0),
+        ("best_minus_second raw", 1),
+    ],
 )
 def test_units(name: str, power: int) -> None:
     """Rewards in other units: the advantage scales along, or not at all once standardised (with eps = 0)."""
@@ -165,3 +231,186 @@ def test_hyperparameters_are_checked() -> None:
     for eps in (-1e-4, NAN):
         with pytest.raises(ValueError, match=r"eps is .*; allowed: ≥ 0"):
             group_norm(rewards, group_ids, eps=eps)
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "value"),
+    [(pass_at_k_advantage, "k", 0), (pass_at_k_advantage, "correct_above", NAN), (best_minus_second, "std", "biased")]
+    + [(best_minus_second, "eps", v) for v in (-1.0, NAN)],
+)
+def test_hyperparameters_of_group_options_are_checked(option, name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"{name} is .*; allowed: "):
+        option(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), **{name: value})
+
+
+def test_length_weighted_by_hand_and_against_a_loop() -> None:
+    """The loop is over groups of 40 random rollouts, three of them unscored; a group without a token counts them alike."""
+    rewards, group_ids = _random()
+    lengths = torch.randint(1, 100, (40,), generator=torch.Generator().manual_seed(2))
+    got = length_weighted(rewards, group_ids, lengths)
+    for i in range(40):
+        members = [j for j in range(40) if group_ids[j] == group_ids[i] and rewards[j] == rewards[j]]
+        if i in members:
+            weighted = sum(float(lengths[j] * rewards[j]) for j in members) / sum(int(lengths[j]) for j in members)
+            assert float(got[i]) == pytest.approx(float(rewards[i]) - weighted, abs=1e-12)  # float64 sums of at most 40 terms
+    zeros = torch.zeros(40, dtype=torch.int64)
+    assert torch.equal(length_weighted(rewards, group_ids, zeros), group_mean(rewards, group_ids))
+
+
+def test_length_weighted_with_equal_lengths_is_the_group_mean() -> None:
+    rewards, group_ids = _random()
+    got = length_weighted(rewards, group_ids, torch.full((40,), 17))
+    torch.testing.assert_close(got, group_mean(rewards, group_ids), rtol=0, atol=1e-14)  # 17 x / 17: float64 rounding
+
+
+def test_max_rl_of_a_group_without_reward_is_zero() -> None:
+    """Mean 0, and a negative mean: nothing was learned of what is correct; dividing would turn the sign around."""
+    rewards = torch.tensor([1.0, -1.0, 1.0, -3.0])
+    assert max_rl(rewards, torch.tensor([0, 0, 1, 1])).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(8, 1, 4), (8, 3, 4), (8, 5, 4), (6, 2, 1), (4, 1, 4), (5, 2, 9), (8, 4, 5)])
+def test_pass_at_k_is_the_mean_over_all_subsets(n: int, c: int, k: int) -> None:
+    rewards = torch.tensor([1.0] * c + [0.0] * (n - c), dtype=torch.float64)
+    got = pass_at_k_advantage(rewards, torch.zeros(n, dtype=torch.int64), k=k)
+    expected = [_pass_at_k(rewards.tolist(), i, k) for i in range(n)]
+    assert got.tolist() == pytest.approx(expected, abs=1e-12)  # float64 sums over at most 126 subsets
+    if n - c >= k:  # as printed in the paper
+        mean = 1 - math.comb(n - c, k) / math.comb(n, k)
+        deviation = math.sqrt(mean * (1 - mean))
+        assert got[0].item() == pytest.approx((1 - mean) / deviation, abs=1e-12)
+        assert got[-1].item() == pytest.approx((1 - mean - math.comb(n - c - 1, k - 1) / math.comb(n - 1, k - 1)) / deviation, abs=1e-12)
+
+
+def test_pass_at_1_is_the_group_norm() -> None:
+    rewards, group_ids = _random()
+    binary = (rewards > 0.5).double().where(~rewards.isnan(), NAN)
+    ours, theirs = pass_at_k_advantage(rewards, group_ids, k=1), group_norm(binary, group_ids, std="population", eps=0.0)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)  # float64 rounding
+
+
+# ------------------------------------------------------------------------------------------------- token by token
+
+TOKEN_OPTIONS = {
+    "reward_to_go": partial(reward_to_go, gamma=0.9),
+    "reinforce_pp": partial(reinforce_pp, gamma=0.9),
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+}
+
+
+def _rows(seed: int = 0) -> dict[str, Tensor]:
+    """9 rows of 7 positions: rollout 2 fills three of them, out of order, rollout 4 two; rollout 1 is unscored, 3 has no token."""
+    generator = torch.Generator().manual_seed(seed)
+    step_ids = torch.tensor([0, 0, 1, 0, 2, 0, 1, 0, 0]).unsqueeze(1).repeat(1, 7)
+    step_ids[0, 4:] = 1  # a row of two steps
+    mask = torch.rand(9, 7, generator=generator) < 0.6
+    mask[3] = False
+    rollout_ids = torch.tensor([0, 1, 2, 3, 2, 4, 4, 2, 5])
+    rewards = torch.randn(6, generator=generator, dtype=torch.float64)
+    rewards[1] = NAN
+    return {
+        "rewards": rewards, "group_ids": torch.tensor([3, 3, 3, 8, 8, 8]), "rollout_ids": rollout_ids, "step_ids": step_ids,
+        "response_mask": mask,
+    }  # fmt: skip
+
+
+def _tokens(name: str, given: dict[str, Tensor]) -> Tensor:
+    return TOKEN_OPTIONS[name](**{n: given[n] for n in inspect.signature(TOKEN_OPTIONS[name]).parameters if n in given})
+
+
+def _loop(name: str, given: dict[str, Tensor], gamma: float) -> dict[tuple[int, int], float]:
+    """G = r + γ G', backwards over the sampled tokens of each rollout, then whitening, one token at a time."""
+    returns = {}
+    for rollout, reward in enumerate(given["rewards"].tolist()):
+        rows = [r for r in range(9) if given["rollout_ids"][r] == rollout]
+        tokens = sorted((int(given["step_ids"][r, t]), t, r) for r in rows for t in range(7) if given["response_mask"][r, t])
+        if name == "reinforce_pp_baseline":
+            members = [float(x) for x, g in zip(given["rewards"], given["group_ids"], strict=True) if g == given["group_ids"][rollout]]
+            reward -= statistics.fmean(x for x in members if x == x)
+        onward = 0.0
+        for position, (_, t, r) in enumerate(reversed(tokens)):
+            onward = reward if position == 0 else gamma * onward
+            if reward == reward:
+                returns[r, t] = onward
+    if name == "reward_to_go":
+        return returns
+    mean, variance = statistics.fmean(returns.values()), statistics.variance(returns.values())
+    return {at: (g - mean) / math.sqrt(variance + 1e-8) for at, g in returns.items()}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", TOKEN_OPTIONS)
+def test_tokens_against_a_loop(name: str, seed: int) -> None:
+    given = _rows(seed)
+    got, expected = _tokens(name, given), _loop(name, given, 1.0 if name == "reinforce_pp_baseline" else 0.9)
+    assert got.shape == (9, 7)
+    for r, t in itertools.product(range(9), range(7)):
+        assert got[r, t].item() == pytest.approx(expected.get((r, t), 0.0), abs=1e-12)  # float64 sums of at most 40 terms
+
+
+def test_tool_tokens_are_passed_over() -> None:
+    """act, act, obs, obs, act, act: the return is 1 on every act, not 0 before the tool; and γ counts acts alone."""
+    mask = torch.tensor([[True, True, False, False, True, True]])
+    given = (torch.tensor([1.0]), torch.tensor([0]), torch.tensor([[0, 0, 0, 0, 1, 1]]), mask)
+    assert reward_to_go(*given).tolist() == [[1.0, 1.0, 0.0, 0.0, 1.0, 1.0]]
+    assert reward_to_go(*given, gamma=0.5).tolist() == [[0.125, 0.25, 0.0, 0.0, 0.5, 1.0]]
+    assert reward_to_go(*given, gamma=0.0).tolist() == [[0.0, 0.0, 0.0, 0.0, 0.0, 1.0]]
+
+
+def test_reinforce_pp_by_hand() -> None:
+    """Returns 1, 1, 0 of two tokens and one: mean 2/3, variance (2/9 + 4/9) / 2 = ⅓; ⅓ / √⅓ = 0.57735, -⅔ / √⅓ = -1.1547."""
+    mask = torch.tensor([[True, False, True], [False, True, False]])
+    got = reinforce_pp(torch.tensor([1.0, 0.0]), torch.tensor([0, 1]), torch.zeros(2, 3).long(), mask)
+    torch.testing.assert_close(got, torch.tensor([[0.57735, 0, 0.57735], [0, -1.1547, 0]]), rtol=0, atol=1e-5)  # five decimals
+
+
+@pytest.mark.parametrize("name", TOKEN_OPTIONS)
+def test_tokens_know_neither_padding_nor_the_order_of_rows(name: str) -> None:
+    given = _rows()
+    got = _tokens(name, given)
+    wide = {n: torch.nn.functional.pad(v, (0, 4)) if v.dim() == 2 else v for n, v in given.items()}
+    close = {"rtol": 0, "atol": 1e-13}  # sums in another order: float64 rounding
+    torch.testing.assert_close(_tokens(name, wide), torch.nn.functional.pad(got, (0, 4)), **close)
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(1))
+    mixed = {n: v[order] if n in ("rollout_ids", "step_ids", "response_mask") else v for n, v in given.items()}
+    torch.testing.assert_close(_tokens(name, mixed), got[order], **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", TOKEN_OPTIONS)
+def test_tokens_have_the_dtype_of_the_rewards_and_ignore_the_unscored(name: str, dtype: torch.dtype) -> None:
+    given = _rows()
+    got = _tokens(name, given | {"rewards": given["rewards"].to(dtype)})
+    assert got.dtype == dtype and got.isfinite().all()
+    assert not got[1].any() and not got[~given["response_mask"]].any()  # row 1 is the unscored rollout's
+
+
+@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
+def test_whitened_tokens(name: str) -> None:
+    """Mean 0 and variance 1 over the sampled tokens; equal rewards give exactly 0, as do one token and none."""
+    option = {"reinforce_pp": reinforce_pp, "reinforce_pp_baseline": reinforce_pp_baseline}[name]
+    given = _rows()
+
+    def call(**changes: Tensor) -> Tensor:
+        both = given | changes
+        return option(**{n: both[n] for n in inspect.signature(option).parameters if n in both})
+
+    counted = call()[given["response_mask"] & (given["rollout_ids"] != 1).unsqueeze(1)]
+    assert counted.mean().item() == pytest.approx(0, abs=1e-12) and counted.var().item() == pytest.approx(1, abs=1e-6)  # eps is 1e-8
+    assert not call(rewards=torch.full((6,), 0.1)).any()
+    assert not call(rewards=torch.full((6,), NAN)).any()
+    one = torch.zeros(9, 7, dtype=torch.bool)
+    assert not call(response_mask=one).any()
+    one[0, 2] = True
+    assert not call(response_mask=one).any()
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "value"),
+    [(o, "gamma", v) for o in (reward_to_go, reinforce_pp) for v in (-0.1, 1.1, NAN)]
+    + [(o, "eps", v) for o in (reinforce_pp, reinforce_pp_baseline) for v in (-1.0, NAN)],
+)
+def test_hyperparameters_of_token_options_are_checked(option, name: str, value: float) -> None:
+    given = _rows()
+    with pytest.raises(ValueError, match=rf"{name} is {value}; allowed: "):
+        option(**{n: given[n] for n in inspect.signature(option).parameters if n in given}, **{name: value})

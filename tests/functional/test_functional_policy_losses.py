@@ -1,9 +1,12 @@
 """Policy losses per token."""
 
+import math
+
 import pytest
 import torch
+from torch import Tensor
 
-from rlkit.functional import clipped, reinforce, token_ratio
+from rlkit.functional import cispo, clipped, gmpo, reinforce, sapo, sequence_mean, token_ratio
 
 # (ratio, advantage) → (loss, gradient with respect to the ratio) at clip_low 0.2, clip_high 0.28
 BY_HAND = [
@@ -68,3 +71,156 @@ def test_advantages_are_constants(loss) -> None:
 def test_clip_widths_are_checked(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"{name} is {value}; allowed: "):
         clipped(torch.ones(1, 1), torch.ones(1, 1), **{name: value})
+
+
+@pytest.mark.parametrize("cap", ["dual_clip", "delta"])
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        (5.0, -1.0, 3.0, 0.0),  # min(5, 3)
+        (2.9, -2.0, 5.8, 2.0),  # below the cap: the ratio itself
+        (5.0, 1.0, -1.2, 0.0),  # a positive advantage is bounded by the clip already
+        (0.5, -1.0, 0.8, 0.0),
+    ],
+)
+def test_both_caps_by_hand(cap: str, ratio: float, advantage: float, loss: float, gradient: float) -> None:
+    r = torch.tensor([[ratio]], requires_grad=True)
+    got = clipped(r, torch.tensor([[advantage]]), **{cap: 3.0})
+    got.backward()
+    assert got.item() == pytest.approx(loss, abs=1e-6)  # float32 rounding of values of order 1
+    assert r.grad.item() == pytest.approx(gradient, abs=1e-6)
+
+
+def _random(seed: int = 0) -> dict[str, Tensor]:
+    """6 rows of 5 positions of 4 rollouts; log-ratios of order 1, one advantage a rollout."""
+    generator = torch.Generator().manual_seed(seed)
+    rollout_ids = torch.tensor([0, 1, 2, 1, 3, 0])
+    logprobs, old = -2 * torch.rand(2, 6, 5, generator=generator, dtype=torch.float64)
+    mask = torch.rand(6, 5, generator=generator) < 0.7
+    mask[2] = False  # rollout 2 has no trained token
+    advantages = torch.randn(4, generator=generator, dtype=torch.float64)[rollout_ids].unsqueeze(1).expand(6, 5)
+    return {"logprobs": logprobs, "logprobs_old": old, "response_mask": mask, "rollout_ids": rollout_ids, "advantages": advantages}
+
+
+def test_the_two_caps_are_the_same_function() -> None:
+    given = _random()
+    ratio = token_ratio(given["logprobs"], given["logprobs_old"], given["response_mask"]).requires_grad_()
+    dual, delta = (clipped(ratio, given["advantages"], **{cap: 1.5}) for cap in ("dual_clip", "delta"))
+    assert torch.equal(dual, delta) and not torch.equal(dual, clipped(ratio, given["advantages"]))
+    assert torch.equal(*(torch.autograd.grad(loss.sum(), ratio, retain_graph=True)[0] for loss in (dual, delta)))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "weight"),
+    [(0.1, 0.8), (0.9, 0.9), (1.0, 1.0), (1.1, 1.1), (7.0, 1.3)],  # [1 - 0.2, 1 + 0.3]
+)
+@pytest.mark.parametrize("advantage", [2.0, -1.0])
+def test_cispo_by_hand(ratio: float, weight: float, advantage: float) -> None:
+    """The gradient is -weight · A, on both sides of the clip and for both signs; none flows into the ratio."""
+    r, logprobs = torch.tensor([[ratio]], requires_grad=True), torch.tensor([[-0.5]], requires_grad=True)
+    loss = cispo(r, torch.tensor([[advantage]]), logprobs, clip_low=0.2, clip_high=0.3)
+    loss.backward()
+    assert loss.item() == pytest.approx(weight * advantage * 0.5, rel=1e-6)  # float32 rounding
+    assert logprobs.grad.item() == pytest.approx(-weight * advantage, rel=1e-6)
+    assert r.grad is None
+
+
+def test_cispo_inside_the_bounds_has_the_gradient_of_the_ratio() -> None:
+    """r ∇log π = ∇r: REINFORCE with the importance weight, and REINFORCE itself on policy."""
+    given = _random()
+    leaf = given["logprobs"].clone().requires_grad_()
+    everywhere = torch.ones_like(given["response_mask"])
+    ratio = token_ratio(leaf, given["logprobs_old"], everywhere)
+    (ours,) = torch.autograd.grad(cispo(ratio, given["advantages"], leaf, clip_high=10.0).sum(), leaf, retain_graph=True)
+    (theirs,) = torch.autograd.grad(-(ratio * given["advantages"]).sum(), leaf)
+    torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)  # one product in another order: float64
+    on_policy = token_ratio(leaf, leaf.detach(), everywhere)
+    (ours,) = torch.autograd.grad(cispo(on_policy, given["advantages"], leaf).sum(), leaf)
+    (theirs,) = torch.autograd.grad(reinforce(leaf, given["advantages"]).sum(), leaf)
+    assert torch.equal(ours, theirs)
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+@pytest.mark.parametrize(("advantage", "tau"), [(2.0, 1.5), (-1.0, 3.0), (0.0, 3.0)])
+@pytest.mark.parametrize("ratio", [0.2, 1.0, 4.0])
+def test_sapo_by_hand(ratio: float, advantage: float, tau: float) -> None:
+    r = torch.tensor([[ratio]], dtype=torch.float64, requires_grad=True)
+    loss = sapo(r, torch.tensor([[advantage]], dtype=torch.float64), tau_positive=1.5, tau_negative=3.0)
+    loss.backward()
+    p = _sigmoid(tau * (ratio - 1))
+    assert loss.item() == pytest.approx(-4 / tau * p * advantage, rel=1e-14)  # float64 rounding
+    assert r.grad.item() == pytest.approx(-4 * p * (1 - p) * advantage, rel=1e-13)
+
+
+def test_sapo_keeps_float64() -> None:
+    """1.05 is not a number of float32: rounded there, the loss is off in the eighth digit."""
+    got = sapo(torch.tensor([[2.0]], dtype=torch.float64), torch.tensor([[-1.0]], dtype=torch.float64))
+    assert got.item() == pytest.approx(4 / 1.05 * _sigmoid(1.05), rel=1e-14)  # float64 rounding
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gmpo_against_a_loop(seed: int) -> None:
+    """One rollout at a time, as the paper writes it: the root of the product of clipped ratios, signs apart."""
+    given, width = _random(seed), 0.3
+    got = gmpo(**given, clip_log_low=width, clip_log_high=width)
+    for rollout in range(4):
+        rows = [r for r in range(6) if given["rollout_ids"][r] == rollout]
+        advantage = float(given["advantages"][rows[0], 0])
+        product, count = 1.0, 0
+        for r, t in [(r, t) for r in rows for t in range(5) if given["response_mask"][r, t]]:
+            ratio = math.exp(float(given["logprobs"][r, t] - given["logprobs_old"][r, t]))
+            clip = min(max(ratio, math.exp(-width)), math.exp(width))
+            product *= min(ratio * advantage, clip * advantage) / advantage
+            count += 1
+        for r in rows:
+            expected = -(product ** (1 / max(count, 1))) * advantage
+            assert got[r].tolist() == pytest.approx([expected] * 5, rel=1e-12)  # float64 rounding of at most 10 factors
+
+
+def test_gmpo_on_policy_has_the_gradient_of_reinforce_over_sequences() -> None:
+    given = _random()
+    leaf = given["logprobs"].clone().requires_grad_()
+    weights = sequence_mean(given["response_mask"], given["rollout_ids"])
+    (ours,) = torch.autograd.grad((weights * gmpo(**given | {"logprobs": leaf, "logprobs_old": leaf.detach()})).sum(), leaf)
+    (theirs,) = torch.autograd.grad((weights * reinforce(leaf, given["advantages"])).sum(), leaf)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-8)  # the weights are float32, whose sum over a rollout rounds
+
+
+def test_gmpo_is_finite_at_any_log_ratio() -> None:
+    for size in (1e4, -1e4, math.inf, -math.inf):
+        leaf = torch.full((2, 2), size, requires_grad=True)
+        loss = gmpo(leaf, torch.zeros(2, 2), torch.ones(2, 2).bool(), torch.arange(2), torch.tensor([[1.0], [-1.0]]).expand(2, 2))
+        loss.sum().backward()
+        assert loss.isfinite().all() and leaf.grad.isfinite().all()
+
+
+def test_advantages_are_constants_in_every_loss() -> None:
+    given = _random()
+    for loss in (cispo, sapo, gmpo):
+        advantages, leaf = given["advantages"].clone().requires_grad_(), given["logprobs"].clone().requires_grad_()
+        ratio = leaf.exp()
+        args = {cispo: (ratio, advantages, leaf), sapo: (ratio, advantages)}
+        rest = (leaf, given["logprobs_old"], given["response_mask"], given["rollout_ids"], advantages)
+        loss(*args.get(loss, rest)).sum().backward()
+        assert advantages.grad is None and leaf.grad is not None
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("loss", "name", "value"),
+    [(clipped, cap, v) for cap in ("dual_clip", "delta") for v in (1.0, 1.2, -3.0, math.inf, NAN)]
+    + [(cispo, "clip_low", v) for v in (0.0, 1.1, NAN)]
+    + [(cispo, "clip_high", v) for v in (0.0, -0.5, NAN)]
+    + [(sapo, name, v) for name in ("tau_positive", "tau_negative") for v in (0.0, -1.0, NAN)]
+    + [(gmpo, name, v) for name in ("clip_log_low", "clip_log_high") for v in (0.0, -1.0, NAN)],
+)
+def test_numbers_are_checked(loss, name: str, value: float) -> None:
+    one = torch.ones(1, 1)
+    args = {clipped: (one, one), cispo: (one, one, one), sapo: (one, one), gmpo: (one, one, one.bool(), one[0].long() * 0, one)}
+    with pytest.raises(ValueError, match=rf"{name} is {value}; allowed: "):
+        loss(*args[loss], **{name: value})
