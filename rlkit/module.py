@@ -116,7 +116,7 @@ class RLModule(L.LightningModule):
         if not self.has_signal(minibatch):
             terms.skip("no_signal")
             return
-        if "optimizer.lr" in x.schedule.numbers:
+        if "optimizer.lr" in x.schedule.paths:
             for group in optimizer.param_groups:
                 group["lr"] = hyperparameters(x.optimizer)["lr"]
         optimizer.zero_grad()

@@ -10,12 +10,25 @@ from typing import Any, NamedTuple
 
 
 class Schedule(NamedTuple):
-    """`numbers` maps a dotted path (kl.coef, optimizer.lr, algorithm.policy_loss.clip_high) to a function.
+    """`numbers` maps a path (kl.coef, optimizer.lr, algorithm.policy_loss.clip_high) to a function.
 
+    A path is a dotted key, {"kl.coef": f}, or nested mappings, {"kl": {"coef": f}}, which a command line can override.
     The function takes the step, counted from 0; where its second positional parameter is `value`, also the configured number.
     """
 
-    numbers: Mapping[str, Callable[..., float]] = {}
+    numbers: Mapping[str, Any] = {}
+
+    @property
+    def paths(self) -> dict[str, Callable[..., float]]:
+        """Dotted path → function."""
+        return _flat(self.numbers)
+
+
+def _flat(numbers: Mapping[str, Any], prefix: str = "") -> dict[str, Callable[..., float]]:
+    paths: dict[str, Callable[..., float]] = {}
+    for key, value in numbers.items():
+        paths |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return paths
 
 
 def linear(step: int, *, start: float, end: float, steps: int) -> float:
@@ -56,7 +69,7 @@ def at(experiment: Any, step: int) -> Any:
 
     Raises: KeyError naming the path that binds nothing.
     """
-    for path, function in experiment.schedule.numbers.items():
+    for path, function in experiment.schedule.paths.items():
         experiment = replace(experiment, path.split("."), functools.partial(_value, function, step), path)
     return experiment
 

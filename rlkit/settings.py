@@ -77,4 +77,4 @@ class Experiment(NamedTuple):
     @property
     def needs_reference(self) -> bool:
         """Whether any step's KL may be positive: now, or where a schedule raises it."""
-        return self.kl.active or (self.kl.estimator is not None and "kl.coef" in self.schedule.numbers)
+        return self.kl.active or (self.kl.estimator is not None and "kl.coef" in self.schedule.paths)

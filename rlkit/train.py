@@ -201,7 +201,7 @@ def header(x: Experiment, policy: Any, device: Any, tasks: tuple[Sequence[Task],
         f"model: {trained:,} of {total:,} parameters trained, on {device}, precision {precision(x, device)}\n"
         f"data: {len(tasks[0])} training and {len(tasks[1])} held-out problems\n"
         f"batch: {x.batch.prompts} prompts × {x.batch.group_size} samples → {updates} update(s) of {per_update} rollouts a step, "
-        f"{x.trainer.steps} steps" + (f"; scheduled: {', '.join(x.schedule.numbers)}" if x.schedule.numbers else "")
+        f"{x.trainer.steps} steps" + (f"; scheduled: {', '.join(x.schedule.paths)}" if x.schedule.paths else "")
     )
 
 

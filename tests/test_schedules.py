@@ -50,3 +50,17 @@ def test_decay_starts_from_the_configured_number(experiment):
     lr = experiment.optimizer.keywords["lr"]
     moving = experiment._replace(schedule=Schedule({"optimizer.lr": partial(decay, to=0.1, steps=10)}))
     assert [at(moving, s).optimizer.keywords["lr"] for s in (0, 10, 99)] == pytest.approx([lr, 0.1 * lr, 0.1 * lr])
+
+
+def test_the_command_line_reaches_into_a_schedule():
+    """A dotted key cannot be named in an override; the shipped options nest."""
+    from rlkit.compose import compose, experiment
+
+    x = experiment(compose(["schedule.numbers.optimizer.lr.to=0.5", "schedule.numbers.optimizer.lr.steps=2"]))
+    lr = x.optimizer.keywords["lr"]
+    assert at(x, 2).optimizer.keywords["lr"] == pytest.approx(0.5 * lr)
+
+
+def test_dotted_and_nested_paths_are_the_same():
+    f = lambda step: 1.0  # noqa: E731
+    assert Schedule({"kl.coef": f, "optimizer": {"lr": f}}).paths == {"kl.coef": f, "optimizer.lr": f}
