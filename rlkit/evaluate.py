@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ def evaluate(x: Experiment, tasks: Sequence[Task], *, checkpoint: Path | None, p
     """
     from rlkit.rollouts.evaluation import greedy_accuracy, sampled_accuracy
     from rlkit.selfcheck import check_policy
-    from rlkit.train import pick_device, quiet, versions
+    from rlkit.train import autocast, pick_device, quiet, versions
 
     quiet()
     device = pick_device(x)
@@ -74,15 +73,6 @@ def restore(policy: Policy, checkpoint: Path) -> tuple[Path, int]:
     weights = {name.removeprefix("model."): value for name, value in state["state_dict"].items() if name.startswith("model.")}
     policy.model.load_state_dict(weights, strict=False)  # under LoRA the frozen base is not in the checkpoint
     return path, int(state["rlkit"]["rl_step"])
-
-
-def autocast(x: Experiment, device: Any) -> AbstractContextManager[Any]:
-    """The numerics of training: bfloat16 autocast under bf16-mixed, none otherwise."""
-    import torch
-
-    from rlkit.train import precision
-
-    return torch.autocast(device.type, torch.bfloat16) if precision(x, device) == "bf16-mixed" else nullcontext()
 
 
 def table(result: Mapping[str, Any], out: Path) -> str:

@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,9 @@ def train(
     device = pick_device(x)
     policy = x.model(device=device)
     print(header(x, policy, device, tasks), flush=True)
-    for line in check_policy(policy, tasks[0], x):
-        print(f"warning: {line}", flush=True)
+    with autocast(x, device):
+        for line in check_policy(policy, tasks[0], x):
+            print(f"warning: {line}", flush=True)
     module = RLModule(x, policy, tasks[0])
     results: dict[int, dict[str, Any]] = {}
     trainer, checkpoint = make_trainer(x, module, tasks[1], folder, results, device, resume=resume)
@@ -159,6 +161,13 @@ def precision(x: Experiment, device: Any) -> str:
         return x.trainer.precision
     lora = x.model.keywords.get("lora") if hasattr(x.model, "keywords") else None
     return "bf16-mixed" if device.type == "cuda" and not (lora and lora.rank) else "32-true"
+
+
+def autocast(x: Experiment, device: Any) -> AbstractContextManager[Any]:
+    """The numerics of training: bfloat16 autocast under bf16-mixed, none otherwise."""
+    import torch
+
+    return torch.autocast(device.type, torch.bfloat16) if precision(x, device) == "bf16-mixed" else nullcontext()
 
 
 def quiet() -> None:
