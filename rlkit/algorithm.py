@@ -14,10 +14,58 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkit.functional import fill_masked
-from rlkit.types import AdvantageFn, AggregationFn, Batch, GroupFilterFn, KLFn, PolicyLossFn
+from rlkit.functional import (
+    episode_positions,
+    every_token,
+    fill_masked,
+    from_episodes,
+    full_precision,
+    keep_overlong,
+    no_correction,
+    no_normalization,
+    rollout_mean,
+    segment_sum,
+    to_episodes,
+    token_ratio,
+)
+from rlkit.types import (
+    AdvantageFn,
+    AggregationFn,
+    Batch,
+    Controller,
+    CorrectionFn,
+    Estimate,
+    GroupFilterFn,
+    KLFn,
+    NormalizationFn,
+    OverlongFn,
+    PolicyLossFn,
+    Scores,
+    TokenFilterFn,
+    ValueLossFn,
+)
 
-PER_ROLLOUT = ("rewards", "group_ids", "lengths")  # quantities [N]; all others have a row dimension
+PER_ROLLOUT = ("rewards", "group_ids", "truncated", "lengths")  # quantities [N]; all others have a row dimension
+
+
+class Critic(NamedTuple):
+    """What predicts returns. No loss means no critic, and none is built.
+
+    `head` reads the last hidden states of the policy's own trunk; `separate` has a trunk of its own, a copy of the policy at the start.
+    """
+
+    name: str = "none"
+    loss: ValueLossFn | None = None
+    optimizer: Callable[..., Any] | None = None  # (parameters) → torch optimizer
+    model: Literal["head", "separate"] = "head"
+    coef: float = 1.0  # weight of the value loss beside the policy loss
+    trunk_gradient: bool = False  # head: the value loss trains the policy's trunk too
+    warmup: int = 0  # RL steps that train the critic alone
+
+    @property
+    def active(self) -> bool:
+        """Whether there is a critic."""
+        return self.loss is not None
 
 
 class Algorithm(NamedTuple):
@@ -29,22 +77,54 @@ class Algorithm(NamedTuple):
     policy_loss: PolicyLossFn
     aggregation: AggregationFn
     group_filter: GroupFilterFn
+    normalization: NormalizationFn = no_normalization
+    overlong: OverlongFn = keep_overlong
+    token_filter: TokenFilterFn = every_token
+    correction: CorrectionFn = no_correction
+    critic: Critic = Critic()
+    entropy_coef: float | Controller = 0.0  # weight of the entropy bonus, in units of reward per nat
     epochs: int = 1
     minibatches: int = 1
+    target_kl: float | None = None  # nats per token from the old policy at which the updates of a step end
+    max_refills: int = 0  # rounds of further prompts where the group filter leaves fewer than batch.prompts
+
+    @property
+    def parts(self) -> dict[str, Callable[..., Any]]:
+        """Name → function, of every slot that is called with quantities."""
+        slots = {name: value for name, value in self._asdict().items() if callable(value) and not isinstance(value, tuple)}
+        return slots | ({"critic.loss": self.critic.loss} if self.critic.loss is not None else {})
 
 
 class KL(NamedTuple):
-    """The penalty that keeps the policy near the reference. `coef` 0 or no estimator means none, and no reference pass."""
+    """The penalty that keeps the policy near the reference. `coef` 0 or no estimator means none, and no reference pass.
+
+    placement            what is added
+    loss                 coef · KL_t to the loss of each token
+    reward               -coef · KL_t to the reward of each token
+    reward_sequence      -coef · mean_t KL_t to the reward of the episode
+    """
 
     name: str
     estimator: KLFn | None = None
-    placement: Literal["loss"] = "loss"
-    coef: float = 0.0
+    placement: Literal["loss", "reward", "reward_sequence"] = "loss"
+    coef: float | Controller = 0.0
+    importance_weight: bool = False  # loss: each token's estimate times its ratio, for the gradient of the sampling too
+    in_baseline: bool = False  # reward: subtracted before the baseline and the normalisation, not after
 
     @property
     def active(self) -> bool:
         """True where the reference has to be scored."""
-        return self.estimator is not None and self.coef > 0
+        return self.estimator is not None and (isinstance(self.coef, Controller) or self.coef > 0)
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether it is a term of the loss."""
+        return self.active and self.placement == "loss"
+
+    @property
+    def in_reward(self) -> bool:
+        """Whether it is a part of the reward."""
+        return self.active and self.placement != "loss"
 
 
 @functools.lru_cache(maxsize=256)
@@ -65,16 +145,63 @@ def quantities(batch: Batch) -> dict[str, Any]:
     return {name: value for name, value in batch._asdict().items() if value is not None}
 
 
-def estimate_advantages(batch: Batch, algorithm: Algorithm) -> Batch:
-    """The batch with advantages [B, T], zero outside the response mask and for rollouts that the group filter drops.
+# -------------------------------------------------------------------------- before the update, without gradient
 
-    Computed once over the whole update batch, without gradient, from raw rewards: a KL penalty never enters here.
-    Raises: ValueError where the advantage has neither shape [N] nor [B, T].
+
+def choose(batch: Batch, algorithm: Algorithm) -> Batch:
+    """The batch with the rollouts that are trained on, and the rewards that the advantage sees.
+
+    The group filter reads the raw rewards; then the overlong rule may change rewards (and with them the token rewards, at the
+    last sampled token) and take rollouts out. What is taken out leaves `response_mask`; its reward still counts in baselines.
     """
     with torch.no_grad():
         given = quantities(batch)
-        advantages = call(algorithm.advantage, given)
         kept = call(algorithm.group_filter, given)
+        rewards, trained = call(algorithm.overlong, given)
+        shaped = (rewards - batch.rewards).nan_to_num(0.0)[batch.rollout_ids][:, None]
+        return batch._replace(
+            rewards=rewards,
+            token_rewards=batch.token_rewards + shaped * last_tokens(batch),
+            response_mask=batch.response_mask & (kept & trained)[batch.rollout_ids][:, None],
+        )
+
+
+def last_tokens(batch: Batch) -> Tensor:
+    """[B, T] True at the last sampled token of each rollout."""
+    positions, mask = episode_positions(batch.rollout_ids, batch.step_ids, batch.response_mask)
+    last = mask & (torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, keepdim=True) - 1)
+    return from_episodes(last, positions, mask, batch.response_mask)
+
+
+def scale_tokens(batch: Batch, algorithm: Algorithm) -> Batch:
+    """The batch with the factor on each token's policy loss: off-policy correction × token filter."""
+    with torch.no_grad():
+        given = quantities(batch)
+        factor = call(algorithm.correction, given) * call(algorithm.token_filter, given)
+        return batch._replace(scale=fill_masked(factor, batch.response_mask, 0.0))
+
+
+def estimate_advantages(batch: Batch, algorithm: Algorithm, kl: KL = KL("none")) -> Batch:  # noqa: B008  (immutable)
+    """The batch with advantages [B, T], and returns where there is a critic; zero outside the response mask.
+
+    advantage → normalisation → minus the KL to come, where the KL stands in the reward. An advantage that asks for
+    `token_rewards` gets the KL in them instead, and with `kl.in_baseline` every advantage gets it in its rewards. Computed once
+    over the whole update batch, without gradient.
+    Raises: ValueError where the advantage has neither shape [N] nor [B, T], or a critic gets no returns.
+    """
+    with torch.no_grad():
+        mask = batch.response_mask
+        penalty = penalize(batch, kl)
+        batch = batch._replace(token_rewards=fill_masked(batch.token_rewards - penalty, mask, 0.0))
+        if kl.in_baseline:
+            batch = batch._replace(rewards=batch.rewards - segment_sum(penalty, batch.rollout_ids, n=len(batch.rewards)))
+        given = quantities(batch)
+        estimate = call(algorithm.advantage, given)
+        advantages, returns = estimate if isinstance(estimate, Estimate) else (estimate, None)
+        if algorithm.critic.active and returns is None:
+            raise ValueError(
+                "algorithm.advantage gave no returns, and the critic needs them; give rlkit.types.Estimate(advantages, returns)"
+            )
         if advantages.shape == batch.rewards.shape:
             advantages = advantages[batch.rollout_ids][:, None].expand_as(batch.ids)
         if advantages.shape != batch.ids.shape:
@@ -82,8 +209,32 @@ def estimate_advantages(batch: Batch, algorithm: Algorithm) -> Batch:
                 f"algorithm.advantage gave shape {tuple(advantages.shape)}; it must be [N] = {tuple(batch.rewards.shape)} "
                 f"or [B, T] = {tuple(batch.ids.shape)}"
             )
-        trained = batch.response_mask & kept[batch.rollout_ids][:, None]
-        return batch._replace(advantages=fill_masked(advantages, trained, 0.0), response_mask=trained)
+        advantages = call(algorithm.normalization, given | {"advantages": fill_masked(advantages, mask, 0.0)})
+        if kl.in_reward and not kl.in_baseline and "token_rewards" not in inputs(algorithm.advantage):
+            advantages = advantages - to_come(penalty, batch)
+        returns = None if returns is None else fill_masked(returns, mask, 0.0)
+        return batch._replace(advantages=fill_masked(advantages, mask, 0.0), returns=returns)
+
+
+def penalize(batch: Batch, kl: KL) -> Tensor:
+    """What the KL takes off the reward of each token [B, T], at the policy before the update; zeros where it is not in the reward."""
+    if not kl.in_reward:
+        return torch.zeros_like(batch.token_rewards)
+    mask = batch.response_mask
+    given = quantities(batch)
+    given["logprobs"] = given["logprobs_old"] = fill_masked(_required(batch.logprobs_old, "logprobs_old"), mask, 0.0)
+    given["logprobs_ref"] = fill_masked(_required(batch.logprobs_ref, "logprobs_ref"), mask, 0.0)
+    divergence = fill_masked(call(_required(kl.estimator, "estimator"), given), mask, 0.0)
+    if kl.placement == "reward_sequence":
+        divergence = rollout_mean(divergence, mask, batch.rollout_ids) * last_tokens(batch)
+    return kl.coef * divergence.to(batch.token_rewards.dtype)
+
+
+def to_come(values: Tensor, batch: Batch) -> Tensor:
+    """Sum over a token and all trained tokens of its rollout after it [B, T]: tools and users are passed over."""
+    positions, mask = episode_positions(batch.rollout_ids, batch.step_ids, batch.response_mask)
+    later = to_episodes(values, positions, mask).flip(1).cumsum(1).flip(1)
+    return from_episodes(later, positions, mask, values)
 
 
 def weigh(batch: Batch, algorithm: Algorithm) -> Batch:
@@ -92,31 +243,54 @@ def weigh(batch: Batch, algorithm: Algorithm) -> Batch:
         return batch._replace(weights=call(algorithm.aggregation, quantities(batch)))
 
 
-def surrogate(batch: Batch, logprobs: Tensor, entropy: Tensor, algorithm: Algorithm, kl: KL) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of some rows of an update batch: Σ weights · (policy loss + coef · KL). Sums over rows, never means.
+# ------------------------------------------------------------------------------------------------------ the loss
+
+
+def surrogate(batch: Batch, scores: Scores, algorithm: Algorithm, kl: KL) -> tuple[Tensor, dict[str, Tensor]]:
+    """The policy's loss on some rows of an update batch: Σ weights · (scale · policy loss + coef · KL - entropy_coef · entropy).
+
+    Sums over rows, never means.
 
     Args:
-      batch: with advantages, weights, old log-probs and, where `kl` is active, reference log-probs.
-      logprobs, entropy: [B, T] of the policy being trained.
+      batch: with advantages, weights, old log-probs and, where `kl` stands in the loss, reference log-probs.
+      scores: of the policy being trained.
     Returns: the loss, and the per-token terms [B, T] that the metrics are made of (detached).
     """
     mask = batch.response_mask
-    given = quantities(batch) | {"logprobs": fill_masked(logprobs, mask, 0.0), "entropy": fill_masked(entropy, mask, 0.0)}
-    given["logprobs_old"] = fill_masked(logprobs.detach() if batch.logprobs_old is None else batch.logprobs_old, mask, 0.0)
+    given = quantities(batch) | {name: fill_masked(value, mask, 0.0) for name, value in scores._asdict().items() if value is not None}
+    old = scores.logprobs.detach() if batch.logprobs_old is None else batch.logprobs_old
+    given["logprobs_old"] = fill_masked(old, mask, 0.0)
     given["ratio"] = call(algorithm.ratio, given)
-    per_token = call(algorithm.policy_loss, given)
-    terms = {"policy_loss": per_token, "ratio": given["ratio"]}
+    terms = {"policy_loss": call(algorithm.policy_loss, given), "ratio": given["ratio"]}
+    per_token = terms["policy_loss"] if batch.scale is None else batch.scale * terms["policy_loss"]
     if kl.active:
         given["logprobs_ref"] = fill_masked(_required(batch.logprobs_ref, "logprobs_ref"), mask, 0.0)
         terms["kl"] = call(_required(kl.estimator, "estimator"), given)
-        per_token = per_token + kl.coef * terms["kl"]
+    if kl.in_loss:
+        weight = token_ratio(given["logprobs"], given["logprobs_old"], mask) if kl.importance_weight else 1.0
+        per_token = per_token + kl.coef * weight * terms["kl"]
+    if algorithm.entropy_coef:
+        per_token = per_token - algorithm.entropy_coef * given["entropy"]
     loss = (_required(batch.weights, "weights") * fill_masked(per_token, mask, 0.0)).sum()
     return loss, {name: term.detach() for name, term in terms.items()}
 
 
+def value_surrogate(batch: Batch, scores: Scores, critic: Critic) -> tuple[Tensor, dict[str, Tensor]]:
+    """The critic's loss on some rows of an update batch: coef · Σ weights · value loss; and its terms, detached."""
+    mask = batch.response_mask
+    given = quantities(batch) | {
+        "values": fill_masked(full_precision(_required(scores.values, "values")), mask, 0.0),
+        "values_old": fill_masked(_required(batch.values, "values"), mask, 0.0),
+        "returns": _required(batch.returns, "returns"),
+    }
+    per_token = call(_required(critic.loss, "critic.loss"), given)
+    loss = critic.coef * (_required(batch.weights, "weights") * fill_masked(per_token, mask, 0.0)).sum()
+    return loss, {"value_loss": per_token.detach(), "values": given["values"].detach()}
+
+
 def _required(value: Any, name: str) -> Any:
     if value is None:
-        raise ValueError(f"surrogate: the batch has no {name}; prepare it before the update")
+        raise ValueError(f"the batch has no {name}; prepare it before the update")
     return value
 
 

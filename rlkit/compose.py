@@ -183,15 +183,9 @@ def validate(x: Experiment) -> list[str]:
         )
     if x.needs_reference and x.reference.name == "none":
         problems.append(f"kl={x.kl.name} needs a reference to compare with, but reference=none; choose reference=frozen or kl=none")
-    for path, function in (
-        ("algorithm.advantage", x.algorithm.advantage),
-        ("algorithm.ratio", x.algorithm.ratio),
-        ("algorithm.policy_loss", x.algorithm.policy_loss),
-        ("algorithm.aggregation", x.algorithm.aggregation),
-        ("algorithm.group_filter", x.algorithm.group_filter),
-        ("kl.estimator", x.kl.estimator),
-    ):
-        problems += _check_quantities(path, function)
+    for name, function in x.algorithm.parts.items():
+        problems += _check_quantities(f"algorithm.{name}", function)
+    problems += _check_quantities("kl.estimator", x.kl.estimator)
     return problems
 
 
@@ -223,8 +217,8 @@ def dry_run(x: Experiment) -> None:
     """
     import torch
 
-    from rlkit.algorithm import estimate_advantages, surrogate, weigh
-    from rlkit.types import Batch
+    from rlkit.algorithm import choose, estimate_advantages, scale_tokens, surrogate, value_surrogate, weigh
+    from rlkit.types import Batch, Scores
 
     groups, size, width, vocabulary = 2, max(2, min(x.batch.group_size, 64)), 6, 7
     n = groups * size
@@ -234,15 +228,24 @@ def dry_run(x: Experiment) -> None:
     logits = torch.randn(n, width, vocabulary, generator=generator).requires_grad_()
     logprobs = logits.log_softmax(-1).gather(2, ids[:, :, None])[:, :, 0]
     fixed = logprobs.detach()
+    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    rewards = (torch.arange(n) % size == 0).float()
+    values = torch.zeros(n, width).requires_grad_()
     batch = Batch(
         ids=ids, attention_mask=torch.ones_like(mask), response_mask=mask, rollout_ids=torch.arange(n),
-        step_ids=torch.zeros_like(ids), rewards=(torch.arange(n) % size == 0).float(), group_ids=torch.arange(n) // size,
-        lengths=mask.sum(1),
-        logprobs_sampler=fixed, logprobs_old=fixed, logprobs_ref=fixed - 0.1,
+        step_ids=torch.zeros_like(ids), rewards=rewards, group_ids=torch.arange(n) // size,
+        truncated=torch.zeros(n, dtype=torch.bool), lengths=mask.sum(1),
+        token_rewards=torch.zeros(n, width).index_fill(1, torch.tensor([width - 1]), 1.0) * rewards[:, None],
+        logprobs_sampler=fixed, logprobs_old=fixed, entropy_old=entropy.detach(), logprobs_ref=fixed - 0.1,
+        full_kl=torch.full_like(fixed, 0.1), values=values.detach(),
     )  # fmt: skip
     try:
-        batch = weigh(estimate_advantages(batch, x.algorithm), x.algorithm)
-        loss, _ = surrogate(batch, logprobs, -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1), x.algorithm, x.kl)
+        batch = estimate_advantages(scale_tokens(choose(batch, x.algorithm), x.algorithm), x.algorithm, x.kl)
+        batch = weigh(batch, x.algorithm)
+        scores = Scores(logprobs, entropy, values, full_kl=logprobs - fixed + 0.1)
+        loss, _ = surrogate(batch, scores, x.algorithm, x.kl)
+        if x.algorithm.critic.active:
+            loss = loss + value_surrogate(batch, scores, x.algorithm.critic)[0]
         loss.backward()
     except (TypeError, ValueError, RuntimeError, KeyError, IndexError) as error:
         raise ConfigError(f"algorithm={x.algorithm.name}, kl={x.kl.name}: the dry run on fake data fails: {error}") from error

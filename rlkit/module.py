@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from rlkit.algorithm import estimate_advantages, micro_batches, minibatches, select, surrogate
+from rlkit.algorithm import choose, estimate_advantages, micro_batches, minibatches, scale_tokens, select, surrogate
 from rlkit.functional import mix
 from rlkit.models.score import score
 from rlkit.monitor import UpdateTerms, hyperparameters, update_metrics
@@ -60,7 +60,8 @@ class RLModule(L.LightningModule):
             self.rollouts = score_rollouts(rollouts, x.reward)
         with clock.part("update"):
             batch = assemble(self.rollouts, pad_token_id=self.policy.pad_token_id, device=self.device)
-            batch = self.with_logprobs(estimate_advantages(batch, x.algorithm))
+            batch = self.with_logprobs(choose(batch, x.algorithm))
+            batch = estimate_advantages(scale_tokens(batch, x.algorithm), x.algorithm, x.kl)
             terms = UpdateTerms()
             for minibatch in minibatches(batch, x.algorithm, seed=mix(x.seed, self.rl_step)):
                 self.update(minibatch, terms)
@@ -105,7 +106,7 @@ class RLModule(L.LightningModule):
         out = torch.zeros_like(batch.logprobs_sampler)
         for rows in micro_batches(batch, self.x.trainer.micro_batch_tokens):
             part = select(batch, rows)
-            logprobs, _ = score(model, part.ids, part.response_mask, temperature=self.temperature)
+            logprobs = score(model, part.ids, part.response_mask, temperature=self.temperature).logprobs
             out[rows, : part.ids.shape[1]] = logprobs.to(out.dtype)
         return out
 
@@ -122,10 +123,10 @@ class RLModule(L.LightningModule):
         optimizer.zero_grad()
         for rows in micro_batches(minibatch, x.trainer.micro_batch_tokens):
             part = select(minibatch, rows)
-            logprobs, entropy = score(self.model, part.ids, part.response_mask, temperature=self.temperature)
-            loss, parts = surrogate(part, logprobs, entropy, x.algorithm, x.kl)
+            scores = score(self.model, part.ids, part.response_mask, temperature=self.temperature)
+            loss, parts = surrogate(part, scores, x.algorithm, x.kl)
             self.manual_backward(loss)
-            terms.add(part, loss, logprobs, entropy, parts)
+            terms.add(part, loss, scores.logprobs, scores.entropy, parts)
         norm = torch.nn.utils.clip_grad_norm_(self.trained_parameters(), x.trainer.max_grad_norm)
         if torch.isfinite(norm):
             optimizer.step()

@@ -93,7 +93,7 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> list[s
     if int(batch.response_mask.sum()) != sampled:
         raise SelfCheckError(f"the loss mask has {int(batch.response_mask.sum())} tokens, {sampled} were sampled")
     with torch.no_grad():
-        logprobs, _ = score(policy.model, batch.ids, batch.response_mask, temperature=x.generation.temperature or 1.0)
+        logprobs = score(policy.model, batch.ids, batch.response_mask, temperature=x.generation.temperature or 1.0).logprobs
     gap = (logprobs - batch.logprobs_sampler)[batch.response_mask].abs()
     half = torch.is_autocast_enabled(device.type) or any(p.dtype == torch.bfloat16 for p in policy.model.parameters())
     if half:

@@ -154,14 +154,28 @@ class Batch(NamedTuple):
     step_ids: Tensor  # [B, T] int64, which step of its rollout a token belongs to
     rewards: Tensor  # [N] float, nan where it cannot be scored
     group_ids: Tensor  # [N] int64
+    truncated: Tensor  # [N] bool, cut off by a limit instead of ended
     lengths: Tensor  # [N] int64, sampled tokens of a rollout, trained on or not
+    token_rewards: Tensor  # [B, T] float, a step's reward at its last sampled token, the episode's at the last of all
     logprobs_sampler: Tensor  # [B, T] by the engine that sampled
     logprobs_old: Tensor | None = None  # [B, T] by the trainer, before the update
+    entropy_old: Tensor | None = None  # [B, T] in nats, by the trainer, before the update
     logprobs_ref: Tensor | None = None  # [B, T] by the reference
-    values: Tensor | None = None  # [B, T]
+    full_kl: Tensor | None = None  # [B, T] in nats, exact over the vocabulary, policy to reference
+    values: Tensor | None = None  # [B, T] by the critic, before the update, of the state before each sampled token
     advantages: Tensor | None = None  # [B, T]
-    returns: Tensor | None = None  # [B, T]
+    returns: Tensor | None = None  # [B, T] what the critic learns to predict
+    scale: Tensor | None = None  # [B, T] factor on each token's policy loss: off-policy correction × token filter
     weights: Tensor | None = None  # [B, T] share of each token in the loss; sums to 1 over an update
+
+
+class Scores(NamedTuple):
+    """What the model being trained says of the sampled tokens; everything [B, T], 0 outside the response mask."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor | None = None  # by the critic, where there is one
+    full_kl: Tensor | None = None  # to the reference, where the KL is exact
 
 
 # -------------------------------------------------------------------------------------------- extension points
@@ -172,7 +186,9 @@ class Batch(NamedTuple):
 QUANTITIES: Mapping[str, str] = {
     "rewards": "[N] task reward, nan where it cannot be scored",
     "group_ids": "[N] which prompt a rollout belongs to",
+    "truncated": "[N] True where a rollout was cut off by a limit",
     "lengths": "[N] sampled tokens of a rollout",
+    "token_rewards": "[B, T] a step's reward at its last sampled token, the episode's at the last; a KL in the reward is in it",
     "rollout_ids": "[B] which rollout a row belongs to",
     "step_ids": "[B, T] which step of its rollout a token belongs to",
     "response_mask": "[B, T] True on sampled tokens",
@@ -183,17 +199,63 @@ QUANTITIES: Mapping[str, str] = {
     "logprobs_sampler": "[B, T] of the engine that sampled",
     "ratio": "[B, T] policy over old policy; carries the gradient",
     "entropy": "[B, T] entropy of the policy's next-token distribution, in nats",
+    "entropy_old": "[B, T] the same before the update",
+    "full_kl": "[B, T] exact KL(policy ‖ reference) over the vocabulary at each sampled token; carries the gradient",
+    "values": "[B, T] the critic's value of the state before each sampled token; in the value loss it carries the gradient",
+    "values_old": "[B, T] the same before the update (value loss only)",
+    "returns": "[B, T] what the critic learns to predict, a constant (value loss only)",
 }
 
 
+class Estimate(NamedTuple):
+    """What an advantage gives that uses a critic: advantages, and the returns that the critic learns from; both [B, T]."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
 class AdvantageFn(Protocol):
-    """(quantities of the whole update batch) → [N], one number a rollout, or [B, T]."""
+    """(quantities of the whole update batch) → [N], one number a rollout, or [B, T]; with a critic an Estimate.
+
+    What asks for `token_rewards` is at the level of tokens: a KL in the reward is part of them. For all others it is
+    subtracted from the normalised advantage.
+    """
+
+    def __call__(self, **quantities: Tensor) -> Tensor | Estimate: ...
+
+
+class NormalizationFn(Protocol):
+    """(advantages [B, T], …) → advantages [B, T] on another scale. Entries outside the response mask are ignored."""
+
+    def __call__(self, **quantities: Tensor) -> Tensor: ...
+
+
+class OverlongFn(Protocol):
+    """(rewards [N], lengths [N], truncated [N], …) → (rewards [N] as the advantage sees them, [N] bool: trained on)."""
+
+    def __call__(self, **quantities: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class CorrectionFn(Protocol):
+    """(logprobs_old, logprobs_sampler, response_mask, …) → factor ≥ 0 on each token's policy loss [B, T], a constant."""
+
+    def __call__(self, **quantities: Tensor) -> Tensor: ...
+
+
+class TokenFilterFn(Protocol):
+    """(entropy_old, response_mask, …) → [B, T] bool, True for tokens whose policy loss counts."""
 
     def __call__(self, **quantities: Tensor) -> Tensor: ...
 
 
 class PolicyLossFn(Protocol):
     """(ratio, advantages, …) → loss per token [B, T], unmasked and unreduced."""
+
+    def __call__(self, **quantities: Tensor) -> Tensor: ...
+
+
+class ValueLossFn(Protocol):
+    """(values, values_old, returns) → loss per token [B, T], unmasked and unreduced."""
 
     def __call__(self, **quantities: Tensor) -> Tensor: ...
 
@@ -261,6 +323,16 @@ class Policy(NamedTuple):
     eos_token_ids: tuple[int, ...]  # every one of them ends a reply
     pad_token_id: int
     context_length: int
+
+
+class Controller(NamedTuple):
+    """A number that follows what the run measures: explicit state, made by `init` and moved by `update` after every RL step.
+
+    The state is plain numbers; `state["value"]` is the number in force. It goes into the checkpoint under the number's path.
+    """
+
+    init: Callable[[], dict[str, float]]
+    update: Callable[[Mapping[str, float], Mapping[str, float]], dict[str, float]]  # (state, the step's metrics) → state
 
 
 class Reference(NamedTuple):

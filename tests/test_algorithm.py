@@ -12,11 +12,13 @@ from rlkit.algorithm import (
     KL,
     Algorithm,
     call,
+    choose,
     estimate_advantages,
     inputs,
     micro_batches,
     minibatches,
     quantities,
+    scale_tokens,
     select,
     surrogate,
     weigh,
@@ -40,7 +42,7 @@ from rlkit.functional import (
     token_mean,
     token_ratio,
 )
-from rlkit.types import QUANTITIES, Batch
+from rlkit.types import QUANTITIES, Batch, Scores
 
 AGGREGATIONS = {
     "token_mean": token_mean,
@@ -58,7 +60,7 @@ KLS = {
 TABLE = list(itertools.product(AGGREGATIONS, POLICY_LOSSES, KLS))
 ROLLOUTS = torch.tensor([0, 0, 0, 1, 2, 2, 3, 4, 5, 6, 6, 7])  # of each row; rollout 8 has no row
 TOKENS = ("logprobs_sampler", "logprobs_old", "logprobs_ref")
-PER_ROLLOUT = ("rewards", "group_ids", "lengths")
+PER_ROLLOUT = ("rewards", "group_ids", "truncated", "lengths")
 
 
 def algorithm(aggregation=token_mean, policy_loss=clipped, **more) -> Algorithm:
@@ -86,9 +88,16 @@ def make_batch(seed: int = 0) -> Batch:
         step_ids=torch.zeros(b, t, dtype=torch.int64),
         rewards=torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0, 1.0, 0.0, float("nan"), 1.0], dtype=torch.float64),  # the second prompt's are equal
         group_ids=torch.tensor([5, 5, 5, 2, 2, 2, 9, 9, 9]),
+        truncated=torch.arange(9) % 4 == 0,
         lengths=torch.zeros(9, dtype=torch.int64).index_add_(0, ROLLOUTS, response.sum(1)),
+        token_rewards=torch.zeros(b, t, dtype=torch.float64),
         **tokens,
     )
+
+
+def estimated(batch: Batch, a: Algorithm, kl: KL = KLS["none"]) -> Batch:
+    """Chosen rollouts with advantages, as the module prepares them."""
+    return estimate_advantages(scale_tokens(choose(batch, a), a), a, kl)
 
 
 def policy_logprobs(batch: Batch, seed: int = 7) -> torch.Tensor:
@@ -97,13 +106,13 @@ def policy_logprobs(batch: Batch, seed: int = 7) -> torch.Tensor:
 
 
 def prepared(a: Algorithm, batch: Batch | None = None) -> Batch:
-    return weigh(estimate_advantages(batch or make_batch(), a), a)
+    return weigh(estimated(batch or make_batch(), a), a)
 
 
 def whole(batch: Batch, logprobs: torch.Tensor, a: Algorithm, kl: KL):
     """Loss and gradient in one piece."""
     leaf = logprobs.clone().requires_grad_()
-    loss, _ = surrogate(batch, leaf, torch.zeros_like(leaf), a, kl)
+    loss, _ = surrogate(batch, Scores(leaf, torch.zeros_like(leaf)), a, kl)
     (gradient,) = torch.autograd.grad(loss, leaf)
     return loss.detach(), gradient
 
@@ -114,7 +123,7 @@ def in_portions(batch: Batch, logprobs: torch.Tensor, a: Algorithm, kl: KL, port
     for rows in portions:
         part = select(batch, rows)
         mine = leaf[rows][:, : part.ids.shape[1]]
-        loss, _ = surrogate(part, mine, torch.zeros_like(mine), a, kl)
+        loss, _ = surrogate(part, Scores(mine, torch.zeros_like(mine)), a, kl)
         loss.backward()
         total += float(loss.detach())
     return total, leaf.grad
@@ -154,14 +163,17 @@ def test_a_quantity_that_is_not_there_is_named():
 
 
 def test_every_promised_quantity_reaches_a_loss():
-    """types.QUANTITIES is the contract: a loss that asks for all of them gets all of them."""
-    source = f"def everything({', '.join(QUANTITIES)}):\n    seen.update(locals())\n    return -advantages * logprobs"
+    """types.QUANTITIES is the contract: a loss that asks for all of them gets all of them, but for what is the critic's own."""
+    promised = set(QUANTITIES) - {"values_old"}
+    source = f"def everything({', '.join(promised)}):\n    seen.update(locals())\n    return -advantages * logprobs"
     seen: dict = {}
     scope = {"seen": seen}
     exec(source, scope)
     batch = prepared(algorithm())
-    surrogate(batch, policy_logprobs(batch), torch.zeros(batch.ids.shape), algorithm(policy_loss=scope["everything"]), KLS["k3"])
-    assert set(QUANTITIES) <= set(seen)
+    zeros = torch.zeros(batch.ids.shape)
+    batch = batch._replace(entropy_old=zeros, returns=zeros)
+    surrogate(batch, Scores(policy_logprobs(batch), zeros, zeros, zeros), algorithm(policy_loss=scope["everything"]), KLS["k3"])
+    assert promised <= set(seen)
 
 
 def test_lengths_are_the_sampled_tokens_of_all_rows_of_a_rollout():
@@ -175,14 +187,14 @@ def test_lengths_are_the_sampled_tokens_of_all_rows_of_a_rollout():
 
 def test_one_number_a_rollout_reaches_every_trained_token_of_all_its_rows():
     batch = make_batch()
-    got = estimate_advantages(batch, algorithm(advantage=lambda rewards: torch.arange(9.0))).advantages
+    got = estimated(batch, algorithm(advantage=lambda rewards: torch.arange(9.0))).advantages
     assert torch.equal(got, torch.arange(9.0)[batch.rollout_ids][:, None] * batch.response_mask)
 
 
 def test_token_advantages_are_taken_as_they_are_inside_the_mask():
     batch = make_batch()
     values = torch.randn(batch.ids.shape, generator=torch.Generator().manual_seed(1))
-    got = estimate_advantages(batch, algorithm(advantage=lambda response_mask: values)).advantages
+    got = estimated(batch, algorithm(advantage=lambda response_mask: values)).advantages
     assert torch.equal(got, values * batch.response_mask)
 
 
@@ -190,13 +202,13 @@ def test_token_advantages_are_taken_as_they_are_inside_the_mask():
 def test_another_shape_is_refused(shape):
     """[B] in place of [N] would broadcast or index without a word."""
     with pytest.raises(ValueError, match=r"algorithm.advantage gave shape .*\[N\] = \(9,\).*\[B, T\] = \(12, 9\)"):
-        estimate_advantages(make_batch(), algorithm(advantage=lambda rewards: torch.zeros(shape)))
+        estimated(make_batch(), algorithm(advantage=lambda rewards: torch.zeros(shape)))
 
 
 def test_the_group_filter_masks_whole_prompts():
     """Rollouts 3, 4, 5 are all right; of 6, 7, 8 two are scored, and they differ."""
     batch = make_batch()
-    got = estimate_advantages(batch, algorithm(group_filter=mixed_groups, advantage=raw))
+    got = estimated(batch, algorithm(group_filter=mixed_groups, advantage=raw))
     dropped = torch.isin(batch.rollout_ids, torch.tensor([3, 4, 5]))
     assert not got.response_mask[dropped].any() and got.advantages[dropped].count_nonzero() == 0
     assert torch.equal(got.response_mask[~dropped], batch.response_mask[~dropped])
@@ -207,15 +219,13 @@ def test_the_group_filter_masks_whole_prompts():
 
 def test_baselines_see_the_rollouts_that_the_filter_drops():
     """Filtering is of the update, not of the statistics: the advantage is the same, masked or not."""
-    kept = estimate_advantages(make_batch(), algorithm(advantage=lambda rewards: rewards.nan_to_num() - rewards.nanmean()))
-    cut = estimate_advantages(
-        make_batch(), algorithm(advantage=lambda rewards: rewards.nan_to_num() - rewards.nanmean(), group_filter=mixed_groups)
-    )
+    kept = estimated(make_batch(), algorithm(advantage=lambda rewards: rewards.nan_to_num() - rewards.nanmean()))
+    cut = estimated(make_batch(), algorithm(advantage=lambda rewards: rewards.nan_to_num() - rewards.nanmean(), group_filter=mixed_groups))
     assert torch.equal(cut.advantages, kept.advantages * cut.response_mask)
 
 
 def test_an_unscored_rollout_has_advantage_zero_not_nan():
-    batch = estimate_advantages(make_batch(), algorithm())
+    batch = estimated(make_batch(), algorithm())
     assert batch.advantages.isfinite().all() and batch.advantages[batch.rollout_ids == 7].count_nonzero() == 0
 
 
@@ -236,12 +246,12 @@ def test_the_loss_by_hand():
     batch = Batch(
         ids=torch.tensor([[1, 2, 3]]), attention_mask=torch.ones(1, 3, dtype=torch.bool), response_mask=mask,
         rollout_ids=torch.tensor([0]), step_ids=torch.zeros(1, 3, dtype=torch.int64), rewards=torch.tensor([1.0]),
-        group_ids=torch.tensor([0]), lengths=torch.tensor([2]),
+        group_ids=torch.tensor([0]), truncated=torch.tensor([False]), lengths=torch.tensor([2]), token_rewards=torch.zeros(1, 3),
         logprobs_sampler=log, logprobs_old=log, logprobs_ref=torch.tensor([[0.0, -0.5, -1.0]]).double(),
         advantages=torch.tensor([[0.0, 1.0, -2.0]]).double(),
     )  # fmt: skip
     a = algorithm()
-    loss, terms = surrogate(weigh(batch, a), log, torch.zeros_like(log), a, KLS["k3"])
+    loss, terms = surrogate(weigh(batch, a), Scores(log, torch.zeros_like(log)), a, KLS["k3"])
     k = torch.tensor(0.5).double().exp() - 1.5
     assert float(loss) == pytest.approx(0.5 + 0.3 * float(k) / 2, abs=1e-12)  # double rounding
     assert terms["kl"][0].tolist() == pytest.approx([0.0, float(k), 0.0], abs=1e-12)
@@ -254,7 +264,7 @@ def test_without_old_log_probs_the_policy_is_its_own_old():
     logprobs = policy_logprobs(batch)
     alone, given = batch._replace(logprobs_old=None), batch._replace(logprobs_old=logprobs)
     leaf = logprobs.clone().requires_grad_()
-    _, terms = surrogate(alone, leaf, torch.zeros_like(leaf), a, KLS["none"])
+    _, terms = surrogate(alone, Scores(leaf, torch.zeros_like(leaf)), a, KLS["none"])
     assert torch.equal(terms["ratio"], torch.ones_like(logprobs))
     assert torch.equal(whole(alone, logprobs, a, KLS["none"])[1], whole(given, logprobs, a, KLS["none"])[1])
 
@@ -263,7 +273,7 @@ def test_without_old_log_probs_the_policy_is_its_own_old():
 def test_an_unprepared_batch_is_refused_by_name(missing, kl):
     batch = prepared(algorithm())._replace(**{missing: None})
     with pytest.raises(ValueError, match=missing):
-        surrogate(batch, policy_logprobs(batch), torch.zeros(batch.ids.shape), algorithm(), KLS[kl])
+        surrogate(batch, Scores(policy_logprobs(batch), torch.zeros(batch.ids.shape)), algorithm(), KLS[kl])
 
 
 def test_an_inactive_kl_needs_no_reference_and_adds_nothing():
@@ -306,7 +316,7 @@ def test_a_users_own_part_is_safe_from_garbage_without_clamping(dirty):
         q = given | {dirty: given[dirty].where(batch.response_mask, garbage)}
         leaf = q["logprobs"].clone().requires_grad_()
         own = batch._replace(logprobs_old=q["logprobs_old"], logprobs_ref=q["logprobs_ref"])
-        value, terms = surrogate(own, leaf, q["entropy"], a, kl)
+        value, terms = surrogate(own, Scores(leaf, q["entropy"]), a, kl)
         assert all(term.isfinite().all() for term in terms.values())  # the metrics are made of them
         gradients.append(torch.cat([value.detach()[None], *torch.autograd.grad(value, leaf)[0]]))
     assert all(torch.equal(gradients[0], other) for other in gradients[1:])
@@ -327,7 +337,7 @@ def test_only_the_policy_gets_a_gradient(names):
     batch = prepared(a)
     constants = {name: getattr(batch, name).clone().requires_grad_() for name in (*TOKENS, "advantages")}
     leaf = policy_logprobs(batch).requires_grad_()
-    loss, terms = surrogate(batch._replace(**constants), leaf, torch.zeros_like(leaf), a, kl)
+    loss, terms = surrogate(batch._replace(**constants), Scores(leaf, torch.zeros_like(leaf)), a, kl)
     loss.backward()
     assert leaf.grad.count_nonzero() > 0
     assert {name: tensor.grad for name, tensor in constants.items() if tensor.grad is not None} == {}
@@ -486,7 +496,7 @@ def members(part: Batch) -> set[int]:
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_minibatches_cover_every_rollout_once_an_epoch_and_split_none(count):
     a = algorithm(epochs=2, minibatches=count)
-    batch = estimate_advantages(make_batch(), a)
+    batch = estimated(make_batch(), a)
     parts = list(minibatches(batch, a, seed=1))
     assert len(parts) == 2 * count
     for epoch in (parts[:count], parts[count:]):
@@ -499,13 +509,13 @@ def test_minibatches_cover_every_rollout_once_an_epoch_and_split_none(count):
 def test_each_minibatch_is_weighted_by_itself():
     """An optimiser step's weights sum to 1 over its own rows; shares of the whole batch would shrink every step."""
     a = algorithm(minibatches=3)
-    for part in minibatches(estimate_advantages(make_batch(), a), a, seed=0):
+    for part in minibatches(estimated(make_batch(), a), a, seed=0):
         assert float(part.weights.double().sum()) == pytest.approx(1.0, abs=1e-6)  # float32 weights
 
 
 def test_minibatches_are_a_function_of_the_seed():
     a = algorithm(epochs=3, minibatches=3)
-    batch = estimate_advantages(make_batch(), a)
+    batch = estimated(make_batch(), a)
 
     def split(seed):
         return [tuple(sorted(members(part))) for part in minibatches(batch, a, seed=seed)]
@@ -522,7 +532,7 @@ def test_minibatches_are_a_function_of_the_seed():
 def test_advantages_are_not_estimated_again_in_a_minibatch():
     """Baselines belong to the whole update batch; a minibatch may hold one rollout of a prompt."""
     a = algorithm(minibatches=3)
-    batch = estimate_advantages(make_batch(), a)
+    batch = estimated(make_batch(), a)
     for part in minibatches(batch, a, seed=0):
         for i in members(part):
             ours, theirs = part.advantages[part.rollout_ids == i], batch.advantages[batch.rollout_ids == i]
@@ -532,7 +542,7 @@ def test_advantages_are_not_estimated_again_in_a_minibatch():
 def test_a_minibatch_of_rollouts_without_rows_does_not_end_the_run():
     """A prompt that does not fit gives an episode without steps, so without rows; with one rollout a part, a part is empty."""
     a = algorithm(minibatches=9)
-    batch = estimate_advantages(make_batch(), a)
+    batch = estimated(make_batch(), a)
     parts = [part for part in minibatches(batch, a, seed=0) if len(part.ids)]
     assert sorted(i for part in parts for i in members(part)) == list(range(8))
 
@@ -540,4 +550,4 @@ def test_a_minibatch_of_rollouts_without_rows_does_not_end_the_run():
 def test_as_many_parts_as_asked_for_where_they_do_not_divide_evenly():
     """9 rollouts in 4 parts: an update must not silently vanish."""
     a = algorithm(minibatches=4)
-    assert len(list(minibatches(estimate_advantages(make_batch(), a), a, seed=0))) == 4
+    assert len(list(minibatches(estimated(make_batch(), a), a, seed=0))) == 4

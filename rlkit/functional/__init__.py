@@ -20,6 +20,7 @@ from rlkit.functional.advantages import (
     reward_to_go,
 )
 from rlkit.functional.aggregation import prompt_mean, sequence_mean, sequence_sum, token_mean
+from rlkit.functional.corrections import no_correction
 from rlkit.functional.diagnostics import (
     approximate_kl,
     clip_fractions,
@@ -29,10 +30,21 @@ from rlkit.functional.diagnostics import (
     ratio_statistics,
 )
 from rlkit.functional.entropy import from_log_probs, from_logits
-from rlkit.functional.filters import keep_all, mixed_groups
+from rlkit.functional.filters import every_token, keep_all, mixed_groups
 from rlkit.functional.kl import confident, forward, k1, k2, k3, reverse, truncated
 from rlkit.functional.log_probs import chunked_log_probs, token_log_probs
-from rlkit.functional.masking import fill_masked, full_precision, masked_mean, rollout_mean, segment_sum
+from rlkit.functional.masking import (
+    episode_positions,
+    fill_masked,
+    from_episodes,
+    full_precision,
+    masked_mean,
+    rollout_mean,
+    segment_sum,
+    to_episodes,
+)
+from rlkit.functional.normalization import no_normalization
+from rlkit.functional.overlong import keep_overlong
 from rlkit.functional.policy_losses import cispo, clipped, gmpo, reinforce, sapo
 from rlkit.functional.ratios import log_ratio, sequence_ratio, sequence_token_ratio, token_ratio
 from rlkit.functional.sampling import gumbel_noise, mix
@@ -48,9 +60,12 @@ __all__ = [
     "confident",
     "correlation",
     "effective_sample_size",
+    "episode_positions",
+    "every_token",
     "explained_variance",
     "fill_masked",
     "forward",
+    "from_episodes",
     "from_log_probs",
     "from_logits",
     "full_precision",
@@ -62,6 +77,7 @@ __all__ = [
     "k2",
     "k3",
     "keep_all",
+    "keep_overlong",
     "leave_one_out",
     "length_weighted",
     "log_ratio",
@@ -69,6 +85,8 @@ __all__ = [
     "max_rl",
     "mix",
     "mixed_groups",
+    "no_correction",
+    "no_normalization",
     "pass_at_k_advantage",
     "prompt_mean",
     "ratio_statistics",
@@ -85,6 +103,7 @@ __all__ = [
     "sequence_ratio",
     "sequence_sum",
     "sequence_token_ratio",
+    "to_episodes",
     "token_log_probs",
     "token_mean",
     "token_ratio",

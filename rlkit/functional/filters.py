@@ -1,4 +1,4 @@
-"""Group filters: which rollouts take part in the update. Each is (rewards, group_ids) → [N] bool."""
+"""Filters: which rollouts take part in the update, (rewards, group_ids) → [N] bool; which tokens, (…) → [B, T] bool."""
 
 from __future__ import annotations
 
@@ -43,3 +43,17 @@ def mixed_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
     highest = torch.full_like(rewards, -torch.inf).scatter_reduce(0, group, rewards.where(scored, -torch.inf), "amax")
     lowest = torch.full_like(rewards, torch.inf).scatter_reduce(0, group, rewards.where(scored, torch.inf), "amin")
     return (highest > lowest)[group]
+
+
+def every_token(response_mask: Tensor) -> Tensor:
+    """The policy loss of every sampled token counts.
+
+    Args:
+      response_mask: [B, T] bool.
+    Returns: [B, T] bool, the same.
+    Source: GRPO as published, Shao et al. 2024, arXiv:2402.03300.
+
+    >>> every_token(torch.tensor([[True, False]]))
+    tensor([[ True, False]])
+    """
+    return response_mask

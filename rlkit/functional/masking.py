@@ -98,3 +98,58 @@ def rollout_mean(values: Tensor, mask: Tensor, rollout_ids: Tensor) -> Tensor:
     """
     total = segment_sum(fill_masked(full_precision(values), mask, 0.0), rollout_ids)
     return (total / segment_sum(mask, rollout_ids).clamp_min(1))[rollout_ids].unsqueeze(-1)
+
+
+def episode_positions(rollout_ids: Tensor, step_ids: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the trained tokens of each rollout stand, in the order of time: across rows, over tool and user tokens.
+
+    What is computed along an episode (returns, GAE) is computed on `to_episodes` of these positions: there a token's
+    neighbour is the next *sampled* token of the rollout, so that nothing resets, discounts or bootstraps in between.
+
+    Args:
+      rollout_ids: [B] int64; rows of one rollout need not be neighbours.
+      step_ids: [B, T]; where a rollout fills several rows, they follow one another by step.
+      response_mask: [B, T] bool.
+    Returns: positions [N, L] int64 into a flattened [B · T], and a mask [N, L] that is True on real ones; N is the largest
+      rollout id plus one, L the trained tokens of the longest rollout.
+
+    >>> mask = torch.tensor([[True, False], [True, True]])
+    >>> episode_positions(torch.tensor([0, 0]), torch.tensor([[1, 1], [0, 0]]), mask)[0]
+    tensor([[2, 3, 0]])
+    """
+    rows, columns = response_mask.nonzero(as_tuple=True)  # by row, then by column
+    order = step_ids[rows, columns].argsort(stable=True)
+    order = order[rollout_ids[rows][order].argsort(stable=True)]
+    owners = rollout_ids[rows][order]
+    counts = segment_sum(response_mask, rollout_ids)
+    place = torch.arange(len(owners), device=owners.device) - (counts.cumsum(0) - counts)[owners]
+    width = int(counts.max()) if counts.numel() else 0
+    positions = rows.new_zeros(counts.numel(), width).index_put((owners, place), (rows * response_mask.shape[1] + columns)[order])
+    return positions, torch.arange(width, device=owners.device) < counts.unsqueeze(1)
+
+
+def to_episodes(values: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] → [N, L]: each rollout's trained tokens side by side, 0 beyond the last.
+
+    Args:
+      values: [B, T]. positions, mask: [N, L], of `episode_positions`.
+    Returns: [N, L].
+
+    >>> to_episodes(torch.tensor([[5.0, 6.0]]), torch.tensor([[1, 0]]), torch.tensor([[True, False]]))
+    tensor([[6., 0.]])
+    """
+    return fill_masked(values.flatten()[positions], mask, 0)
+
+
+def from_episodes(values: Tensor, positions: Tensor, mask: Tensor, like: Tensor) -> Tensor:
+    """[N, L] → [B, T]: the way back from `to_episodes`; 0 outside the trained tokens.
+
+    Args:
+      values: [N, L]. positions, mask: [N, L], of `episode_positions`. like: [B, T], for its shape.
+    Returns: [B, T], of the dtype of `values`.
+
+    >>> mask = torch.tensor([[True, False]])
+    >>> from_episodes(torch.tensor([[6.0, 9.0]]), torch.tensor([[1, 0]]), mask, torch.zeros(1, 2))
+    tensor([[0., 6.]])
+    """
+    return values.new_zeros(like.numel()).index_put((positions[mask],), values[mask]).view(like.shape)

@@ -1,13 +1,13 @@
-"""Log-probs of given tokens under a model: the trainer's side of every ratio."""
+"""What a model says of given tokens: the trainer's side of every ratio, value and divergence."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rlkit.functional import chunked_log_probs
+from rlkit.types import Scores
 
 CHUNK_LOGITS = 1 << 25  # logits held at once: 128 MiB in float32
 
@@ -18,30 +18,55 @@ def trunk_and_head(model: Any) -> tuple[Any, Any]:
     return causal.base_model, causal.get_output_embeddings()
 
 
-def score(
-    model: nn.Module, ids: Tensor, response_mask: Tensor, *, temperature: float = 1.0, entropy_gradient: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Log-prob and entropy of every sampled token.
+def states(model: nn.Module, ids: Tensor, response_mask: Tensor) -> Tensor:
+    """The last hidden states [M, H] that predict the sampled tokens: each at the position before its token.
 
-    The head is applied only at the positions that predict a sampled token, in chunks, so [B, T, V] never exists.
     Rows are right-padded: causal attention never looks at padding, so no attention mask is built.
 
     Args:
       ids: [B, T]. response_mask: [B, T], True on sampled tokens; the first token of a row is never one.
-      temperature: > 0, the one that was sampled with.
-    Returns: log-probs [B, T] and entropies [B, T] in nats (without gradient unless asked for), 0 outside the mask.
     """
-    trunk, head = trunk_and_head(model)
-    hidden = trunk(input_ids=ids, use_cache=False).last_hidden_state
-    predicted = response_mask[:, 1:]
-    chunk = max(1, CHUNK_LOGITS // head.weight.shape[0])
-    logprobs, entropy = chunked_log_probs(
-        hidden[:, :-1][predicted],
+    trunk, _ = trunk_and_head(model)
+    return trunk(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][response_mask[:, 1:]]
+
+
+def score(
+    model: nn.Module,
+    ids: Tensor,
+    response_mask: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy_gradient: bool = False,
+    critic: nn.Module | None = None,
+    reference: tuple[Tensor, nn.Module] | None = None,
+) -> Scores:
+    """Log-prob and entropy of every sampled token, and where asked for its value and the exact KL to the reference.
+
+    One pass through the trunk. The head is applied only at the positions that predict a sampled token, in chunks, so
+    [B, T, V] never exists.
+
+    Args:
+      ids: [B, T]. response_mask: [B, T], True on sampled tokens; the first token of a row is never one.
+      temperature: > 0, the one that was sampled with.
+      entropy_gradient: lets the entropy carry the gradient.
+      critic: of `rlkit.models.critic`; gives `values`.
+      reference: hidden states [M, H] and head of the reference, as `reference_states` gives them; gives `full_kl`.
+    Returns: everything [B, T] in nats, or in units of reward for values; 0 outside the mask.
+    """
+    _, head = trunk_and_head(model)
+    hidden = states(model, ids, response_mask)
+    sizes = [head.weight.shape[0], *([reference[1].weight.shape[0]] if reference is not None else [])]  # type: ignore[union-attr]
+    logprobs, entropy, *divergence = chunked_log_probs(
+        hidden,
         head,
-        ids[:, 1:][predicted],
+        ids[:, 1:][response_mask[:, 1:]],
         temperature=temperature,
-        chunk_size=chunk,
+        chunk_size=max(1, CHUNK_LOGITS // sum(sizes)),
         entropy_gradient=entropy_gradient,
     )
-    empty = torch.zeros(ids.shape, dtype=logprobs.dtype, device=ids.device)
-    return empty.masked_scatter(response_mask, logprobs), empty.masked_scatter(response_mask, entropy)
+    values = None if critic is None else critic(hidden, ids, response_mask)
+
+    def placed(tokens: Tensor | None) -> Tensor | None:
+        return None if tokens is None else tokens.new_zeros(ids.shape).masked_scatter(response_mask, tokens)
+
+    return Scores(placed(logprobs), placed(entropy), placed(values), placed(divergence[0] if divergence else None))  # type: ignore[arg-type]

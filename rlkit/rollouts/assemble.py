@@ -18,6 +18,7 @@ class Row(NamedTuple):
     sampled: list[bool]
     logprobs: list[float]
     steps: list[int]
+    rewards: list[float]
 
 
 def rows(rollout: Rollout) -> list[Row]:
@@ -27,10 +28,11 @@ def rows(rollout: Rollout) -> list[Row]:
     context was rewritten (a template that drops earlier thinking) starts a new row. One rule for every history policy.
     """
     out: list[Row] = []
+    spot: tuple[Row, int] | None = None  # the last sampled token so far: where a reward is earned
     for index, step in enumerate(rollout.steps):
         prompt = list(step.prompt_ids)
         if not out or prompt[: len(out[-1].ids)] != out[-1].ids:
-            out.append(Row([], [], [], []))
+            out.append(Row([], [], [], [], []))
         row = out[-1]
         new = prompt[len(row.ids) :] + list(step.response_ids)
         observed = len(new) - len(step.response_ids)
@@ -38,6 +40,11 @@ def rows(rollout: Rollout) -> list[Row]:
         row.sampled.extend([False] * observed + [True] * len(step.response_ids))
         row.logprobs.extend([0.0] * observed + list(step.logprobs))
         row.steps.extend([index] * len(new))
+        row.rewards.extend([0.0] * len(new))
+        if step.response_ids:
+            spot = row, len(row.ids) - 1
+        if spot is not None and rollout.reward is not None:
+            spot[0].rewards[spot[1]] += (step.reward or 0.0) + (rollout.reward if index == len(rollout.steps) - 1 else 0.0)
     return out
 
 
@@ -45,7 +52,8 @@ def assemble(rollouts: Sequence[Rollout], *, pad_token_id: int, device: torch.de
     """A batch of scored rollouts.
 
     Args:
-      rollouts: with their rewards; None becomes nan ("cannot be scored").
+      rollouts: with their rewards; None becomes nan ("cannot be scored"). An episode's reward is that of the verifier plus those of
+        its steps; at the level of tokens each stands where it was earned.
       pad_token_id: fills the right side of short rows. What is padding is told by `attention_mask` alone, so it may equal
         an end-of-sequence id.
       device: where the tensors go.
@@ -55,7 +63,7 @@ def assemble(rollouts: Sequence[Rollout], *, pad_token_id: int, device: torch.de
     if not numbered:
         raise ValueError("assemble: no rollout has a step; every episode ended before its first reply")
     lists = [row for _, row in numbered]
-    rewards = [float("nan") if r.reward is None else r.reward for r in rollouts]
+    rewards = [float("nan") if r.reward is None else r.reward + sum(s.reward or 0.0 for s in r.steps) for r in rollouts]
 
     def tensor(values: list, dtype: torch.dtype, fill: float) -> Tensor:
         width = max(map(len, values))
@@ -69,6 +77,8 @@ def assemble(rollouts: Sequence[Rollout], *, pad_token_id: int, device: torch.de
         step_ids=tensor([r.steps for r in lists], torch.int64, 0),
         rewards=torch.tensor(rewards, dtype=torch.float32, device=device),
         group_ids=torch.tensor([r.group for r in rollouts], device=device),
+        truncated=torch.tensor([r.status == "truncated" for r in rollouts], device=device),
         lengths=torch.tensor([r.response_length for r in rollouts], device=device),
+        token_rewards=tensor([r.rewards for r in lists], torch.float32, 0.0),
         logprobs_sampler=tensor([r.logprobs for r in lists], torch.float32, 0.0),
     )

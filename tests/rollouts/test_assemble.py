@@ -121,7 +121,7 @@ def test_a_reward_that_is_missing_becomes_nan():
 def test_dtypes_are_those_of_the_contract():
     batch = assemble([APPENDED], pad_token_id=0)
     kinds = {name: getattr(batch, name).dtype for name in batch._fields if getattr(batch, name) is not None}
-    floats, flags = {"rewards", "logprobs_sampler"}, {"attention_mask", "response_mask"}
+    floats, flags = {"rewards", "token_rewards", "logprobs_sampler"}, {"attention_mask", "response_mask", "truncated"}
     assert all(kind == (torch.float32 if name in floats else torch.bool if name in flags else torch.int64) for name, kind in kinds.items())
 
 

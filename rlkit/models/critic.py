@@ -1,0 +1,65 @@
+"""Critics: from the states before sampled tokens to values. A critic sees what the policy saw, never the token that it judges."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+
+from rlkit.models.score import states, trunk_and_head
+
+
+class ValueHead(nn.Sequential):
+    """hidden → hidden/2 → ReLU → 1, in float32. The last layer starts at zero, so every value starts at 0."""
+
+    def __init__(self, hidden: int):
+        half = max(1, hidden // 2)
+        super().__init__(nn.Linear(hidden, half), nn.ReLU(), nn.Linear(half, 1))
+        nn.init.zeros_(self[2].weight)
+        nn.init.zeros_(self[2].bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., hidden] → [...]."""
+        return super().forward(hidden.to(self[0].weight.dtype)).squeeze(-1)
+
+
+class HeadCritic(nn.Module):
+    """A value head on the policy's own trunk, which it trains only where `trunk_gradient` says so."""
+
+    def __init__(self, policy: nn.Module, *, trunk_gradient: bool):
+        super().__init__()
+        self.trunk_gradient = trunk_gradient
+        self.head = ValueHead(width(policy))
+
+    def forward(self, hidden: Tensor, ids: Tensor, response_mask: Tensor) -> Tensor:
+        """Values [M] of the states [M, H] that the policy's trunk gave."""
+        return self.head(hidden if self.trunk_gradient else hidden.detach())
+
+
+class SeparateCritic(nn.Module):
+    """A trunk of its own, a copy of the policy's as it is now, and a value head on it; all of it is trained."""
+
+    def __init__(self, policy: nn.Module):
+        super().__init__()
+        causal: Any = policy.get_base_model() if hasattr(policy, "disable_adapter") else policy  # type: ignore[operator]
+        self.model = copy.deepcopy(causal).float().requires_grad_(True)
+        self.model.get_output_embeddings().requires_grad_(self.model.config.tie_word_embeddings)  # its logits are never asked for
+        self.head = ValueHead(width(policy))
+
+    def forward(self, hidden: Tensor, ids: Tensor, response_mask: Tensor) -> Tensor:
+        """Values [M] of the states before the sampled tokens; the policy's own states are not read."""
+        return self.head(states(self.model, ids, response_mask))
+
+
+def width(policy: nn.Module) -> int:
+    """The size of the last hidden states."""
+    _, head = trunk_and_head(policy)
+    return int(head.weight.shape[1])
+
+
+def make_critic(policy: nn.Module, *, model: str, trunk_gradient: bool = False) -> nn.Module:
+    """The critic that `algorithm.critic.model` names, on the policy's device."""
+    device = next(policy.parameters()).device
+    critic = SeparateCritic(policy) if model == "separate" else HeadCritic(policy, trunk_gradient=trunk_gradient)
+    return critic.to(device)
