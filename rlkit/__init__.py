@@ -29,11 +29,20 @@ _HOMES = {
     "rlkit.tasks": ("arithmetic", "gsm8k", "jsonl"),
     "rlkit.environments": ("calculator", "execute", "hermes", "single_turn", "split_thinking", "tool_schema", "tool_use"),
     "rlkit.generation": ("generate",),
-    "rlkit.models": ("LoRA", "load_policy", "make_codec", "score"),
+    "rlkit.models": ("LoRA", "load_policy", "make_codec", "make_policy", "score"),
     "rlkit.rollouts": ("assemble", "collect", "load_rollouts", "save_rollouts", "summarize", "transcript"),
     "rlkit.rollouts.evaluation": ("greedy_accuracy", "sampled_accuracy"),
     "rlkit.schedules": ("Schedule", "cosine", "linear"),
     "rlkit.module": ("RLModule",),
+    "rlkit.notebook": (
+        "Checkpoint", "TrainingConfig", "TrainingState", "attach_logprobs", "compute_advantages", "compute_advantages_and_returns",
+        "compute_forward_kl", "compute_grpo_loss", "compute_kl", "compute_kl_divergence", "compute_pairwise_loss",
+        "compute_policy_gradient_loss", "compute_ppo_loss", "compute_reverse_kl", "compute_value_loss", "confident_share",
+        "create_adaptive_kl", "create_dapo_config", "create_ema_updater", "create_grpo_config", "create_kl_updater",
+        "create_pairwise_config", "create_periodic_updater", "create_ppo_config", "create_reference_model", "create_switch_strategy",
+        "create_truncated_kl", "get_algorithm_config", "load_checkpoint", "plot_training", "save_checkpoint", "stack_rollouts",
+        "train_model", "training_iteration", "truncated_kl", "update_ema_metrics", "update_policy", "update_reference_model",
+    ),
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

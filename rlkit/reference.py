@@ -107,12 +107,19 @@ def _moving(name: str, update: Callable[..., Moving]) -> Reference:
 def _start(policy: nn.Module) -> Moving:
     """The reference equal to the policy as it is now."""
     if hasattr(policy, "disable_adapter"):
-        model, scored, buffers = None, _second_adapter(policy), {}
-    else:
-        model = copy.deepcopy(policy).requires_grad_(False).eval()
-        scored, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    weights = {name: t.detach().to(torch.promote_types(t.dtype, torch.float32)) for name, t in scored.items()}
-    return Moving(weights, scored, buffers, model)
+        scored = _second_adapter(policy)
+        return Moving(_averaged(scored), scored, {}, None)
+    return track(copy.deepcopy(policy).requires_grad_(False).eval())
+
+
+def track(model: nn.Module) -> Moving:
+    """The state of a reference that is this very model: `follow` writes into it. Only what is narrower than float32 is copied."""
+    scored = dict(model.named_parameters())
+    return Moving(_averaged(scored), scored, dict(model.named_buffers()), model)
+
+
+def _averaged(scored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.detach().to(torch.promote_types(t.dtype, torch.float32)) for name, t in scored.items()}
 
 
 @torch.no_grad()

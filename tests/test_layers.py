@@ -24,7 +24,7 @@ LAYERS = (
     ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck"),
     ("module", "data", "loggers"),
     ("compose", "callbacks", "runs"),
-    ("train", "evaluate", "cli", "__main__"),
+    ("train", "evaluate", "notebook", "cli", "__main__"),
 )
 # Within a line, at top level: who uses whom. It has no circle.
 BESIDE = {
@@ -193,7 +193,9 @@ def test_importing_a_file_hides_no_part_of_the_same_name():
     assert hidden == []
 
 
-@pytest.mark.parametrize("module", ["rlkit.cli", "rlkit.compose", "rlkit.runs", "rlkit.callbacks.files", "rlkit.train", "rlkit.evaluate"])
+@pytest.mark.parametrize(
+    "module", ["rlkit.cli", "rlkit.compose", "rlkit.runs", "rlkit.callbacks.files", "rlkit.train", "rlkit.evaluate", "rlkit.notebook"]
+)
 def test_commands_start_light(module):
     assert not {n.split(".")[0] for n in closure(module)} & HEAVY
 

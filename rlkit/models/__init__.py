@@ -1,7 +1,7 @@
 """Policies: loading them, talking to them in token ids, and scoring tokens under them."""
 
 from rlkit.models.chat import Codec, check_template, continuation, decode, encode_prompt, encode_text, make_codec
-from rlkit.models.load import LoRA, load_policy
+from rlkit.models.load import LoRA, load_policy, make_policy
 from rlkit.models.score import score
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "encode_text",
     "load_policy",
     "make_codec",
+    "make_policy",
     "score",
 ]

@@ -83,12 +83,17 @@ def load_policy(
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
-    context = int(getattr(model.config, "max_position_embeddings", 1 << 20))
-    end_ids = end_token_ids(model, tokenizer)
     if lora.rank > 0:
         model = add_lora(model, lora)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_ids[0]
     model.train()  # gradient checkpointing works in this mode alone; engines sample in the other one
+    return make_policy(model, tokenizer, enable_thinking=enable_thinking)
+
+
+def make_policy(model: Any, tokenizer: Any, *, enable_thinking: bool | None = None) -> Policy:
+    """A policy of a causal LM that is already built, also under PEFT, and its tokenizer. Raises TemplateError."""
+    context = int(getattr(model.config, "max_position_embeddings", 1 << 20))
+    end_ids = end_token_ids(model, tokenizer)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_ids[0]
     return Policy(model, make_codec(tokenizer, enable_thinking=enable_thinking), end_ids, pad, context)
 
 
