@@ -1,6 +1,6 @@
 """rlkit: reinforcement learning of language models on multi-turn, tool-using tasks.
 
-Every primitive is importable from here and works without Hydra: `from rlkit import collect, assemble, group_norm, k3, …`.
+Every primitive is importable from here and works without Hydra: `from rlkit import collect, assemble, group_mean, k3, …`.
 Nothing is imported before it is asked for.
 """
 
@@ -17,11 +17,12 @@ _HOMES = {
     "rlkit.settings": ("BatchSize", "Evaluation", "Experiment", "Sampling", "TrainerSettings"),
     "rlkit.algorithm": ("KL", "Algorithm", "estimate_advantages", "micro_batches", "minibatches", "surrogate", "weigh"),
     "rlkit.functional": (
-        "approximate_kl", "batch_mean", "best_minus_second", "chunked_log_probs", "cispo", "clip_fractions", "clipped", "confident",
-        "explained_variance", "forward", "gmpo", "group_mean", "group_norm", "gumbel_noise", "k1", "k2", "k3", "keep_all",
-        "leave_one_out", "length_weighted", "log_ratio", "masked_mean", "max_rl", "mix", "mixed_groups", "pass_at_k_advantage",
-        "prompt_mean", "raw", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "reverse", "reward_to_go", "sapo", "sequence_mean",
-        "sequence_ratio", "sequence_sum", "sequence_token_ratio", "token_log_probs", "token_mean", "token_ratio", "truncated",
+        "all_pairs", "approximate_kl", "batch_mean", "best_minus_second", "best_worst", "chunked_log_probs", "cispo", "clip_fractions",
+        "clipped", "clipped_squared_error", "confident", "explained_variance", "forward", "gae", "gmpo", "group_mean", "gumbel_noise",
+        "k1", "k2", "k3", "keep_all", "leave_one_out", "length_weighted", "log_ratio", "masked_mean", "max_rl", "mix", "mixed_groups",
+        "normalize_batch", "normalize_group", "pairwise", "pairwise_loss", "pass_at_k_advantage", "prompt_mean", "raw", "reinforce",
+        "reverse", "reward_to_go", "sapo", "sequence_mean", "sequence_ratio", "sequence_sum", "sequence_token_ratio", "squared_error",
+        "token_log_probs", "token_mean", "token_ratio", "truncated", "turn_gae", "whiten",
     ),
     "rlkit.functional.statistics": ("mean_interval", "pass_at_k", "wilson"),
     "rlkit.rewards": ("Reward", "Term", "batched", "contains", "exact_match", "format_match", "numeric", "weighted_sum"),

@@ -27,10 +27,14 @@ from rlkit.functional import (
     clipped,
     forward,
     gmpo,
-    group_norm,
+    group_mean,
     k3,
     keep_all,
     mixed_groups,
+    no_normalization,
+    normalize_group,
+    pairwise,
+    pairwise_loss,
     prompt_mean,
     raw,
     reinforce,
@@ -64,7 +68,7 @@ PER_ROLLOUT = ("rewards", "group_ids", "truncated", "lengths")
 
 
 def algorithm(aggregation=token_mean, policy_loss=clipped, **more) -> Algorithm:
-    parts = {"advantage": group_norm, "ratio": token_ratio, "group_filter": keep_all} | more
+    parts = {"advantage": group_mean, "normalization": normalize_group, "ratio": token_ratio, "group_filter": keep_all} | more
     return Algorithm("test", policy_loss=policy_loss, aggregation=aggregation, **parts)
 
 
@@ -551,3 +555,26 @@ def test_as_many_parts_as_asked_for_where_they_do_not_divide_evenly():
     """9 rollouts in 4 parts: an update must not silently vanish."""
     a = algorithm(minibatches=4)
     assert len(list(minibatches(estimated(make_batch(), a), a, seed=0))) == 4
+
+
+# -------------------------------------------------------------------------------------------------------------- pairs
+
+
+@pytest.mark.parametrize("group_filter", [keep_all, mixed_groups])
+@pytest.mark.parametrize("length_normalise", [False, True])
+def test_the_update_of_pairwise_is_the_gradient_of_the_preference_loss(length_normalise, group_filter):
+    """Through every stage, at the old policy (ratio 1), with rollouts of several rows, one unscored and one without a row."""
+    numbers = {"beta": 0.7, "length_normalise": length_normalise}
+    a = algorithm(
+        functools.partial(sequence_sum, constant=1.0),
+        reinforce,
+        advantage=functools.partial(pairwise, **numbers),
+        group_filter=group_filter,
+    )
+    a = a._replace(normalization=no_normalization)
+    batch = prepared(a)
+    pairs = torch.tensor([[0, 1], [0, 2], [2, 1], [8, 6]])  # 8 has no row, so this one is none; all of the second prompt are alike
+    leaf = batch.logprobs_old.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(pairwise_loss(leaf, batch.response_mask, batch.rollout_ids, pairs[:3], **numbers).mean(), leaf)
+    _, gradient = whole(batch, batch.logprobs_old, a, KLS["none"])
+    assert (gradient - expected).norm() <= 1e-7 * expected.norm()  # the weights are float32

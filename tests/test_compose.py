@@ -16,7 +16,19 @@ from rlkit.errors import ConfigError
 from rlkit.schema import build, check
 
 GROUPS = sorted(f.name for f in conf_dir().iterdir() if f.is_dir() and f.name not in ("experiment", "debug"))
-REQUIRED = {"task=jsonl": ["task.path=rows.jsonl"], "reference=none": ["kl=none"]}
+CRITIC, GAE = "algorithm/critic=head", "algorithm/advantage=gae"  # neither goes without the other
+REQUIRED = {
+    "task=jsonl": ["task.path=rows.jsonl"],
+    "reference=none": ["kl=none"],
+    GAE: [CRITIC],
+    "algorithm/advantage=turn_gae": [CRITIC],
+    CRITIC: [GAE],
+    "algorithm/critic=separate": [GAE],
+    "algorithm/critic/loss=clipped": [CRITIC, GAE],
+    "algorithm/critic/loss=squared": [CRITIC, GAE],
+    "algorithm/advantage/pair_selector=all_pairs": ["algorithm/advantage=pairwise"],
+    "algorithm/advantage/pair_selector=best_worst": ["algorithm/advantage=pairwise"],
+}
 
 
 def options(group: str) -> list[str]:
@@ -24,7 +36,8 @@ def options(group: str) -> list[str]:
 
 
 def nested_options() -> list[str]:
-    return sorted(f"{f.parent.parent.name}/{f.parent.name}={f.stem}" for group in GROUPS for f in (conf_dir() / group).glob("*/*.yaml"))
+    files = [f.relative_to(conf_dir()) for group in GROUPS for f in (conf_dir() / group).glob("*/**/*.yaml")]
+    return sorted(f"{f.parent.as_posix()}={f.stem}" for f in files)
 
 
 @pytest.mark.parametrize("option", [o for g in GROUPS for o in options(g)] + nested_options())
@@ -105,6 +118,7 @@ def test_a_reference_that_a_scheduled_kl_uses_is_no_warning():
         ["algorithm=pass_at_k", "batch.group_size=6"],
         ["algorithm=pass_at_k", "algorithm.advantage.k=8", "batch.group_size=16"],
         ["algorithm=grpo", "algorithm/advantage=best_minus_second"],
+        ["algorithm=pairwise", "algorithm/advantage/pair_selector=best_worst", "algorithm.advantage.beta=0.2"],
     ],
 )
 def test_the_dry_run_shows_every_advantage_a_group_it_learns_from(overrides):
@@ -124,6 +138,17 @@ def test_the_dry_run_shows_every_advantage_a_group_it_learns_from(overrides):
 def test_options_that_inherit_the_clip_keep_the_rest_of_it(option, numbers):
     part = experiment(compose([f"algorithm/policy_loss={option}"])).algorithm.policy_loss
     assert part.func.__name__ == "clipped" and part.keywords == numbers
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "max_rl", "opo"])
+def test_a_sum_over_a_reply_is_divided_by_the_longest_reply(name):
+    """The two numbers cannot drift apart; a number of one's own stays possible."""
+
+    def constant(*overrides):
+        return experiment(compose([f"algorithm={name}", *overrides])).algorithm.aggregation.keywords["constant"]
+
+    assert constant("generation.max_new_tokens=77") == 77
+    assert constant("generation.max_new_tokens=77", "algorithm.aggregation.constant=3") == 3
 
 
 @pytest.mark.parametrize("name", ["k1", "forward", "reverse"])

@@ -38,7 +38,7 @@ BESIDE = {
 ONLY = {
     "types": set(),
     "errors": set(),
-    "functional": set(),
+    "functional": {"types"},  # for what an advantage with a critic gives
     "rewards": {"types", "errors"},
     "tasks": {"types", "errors", "environments"},
     "environments": {"types", "errors"},

@@ -8,16 +8,15 @@ function in its module and one line here.
 from rlkit.functional.advantages import (
     batch_mean,
     best_minus_second,
+    gae,
     group_mean,
-    group_norm,
     leave_one_out,
     length_weighted,
     max_rl,
     pass_at_k_advantage,
     raw,
-    reinforce_pp,
-    reinforce_pp_baseline,
     reward_to_go,
+    turn_gae,
 )
 from rlkit.functional.aggregation import prompt_mean, sequence_mean, sequence_sum, token_mean
 from rlkit.functional.corrections import no_correction
@@ -43,20 +42,25 @@ from rlkit.functional.masking import (
     segment_sum,
     to_episodes,
 )
-from rlkit.functional.normalization import no_normalization
+from rlkit.functional.normalization import no_normalization, normalize_batch, normalize_group, whiten
 from rlkit.functional.overlong import keep_overlong
+from rlkit.functional.pairs import all_pairs, best_worst, pairwise, pairwise_loss
 from rlkit.functional.policy_losses import cispo, clipped, gmpo, reinforce, sapo
 from rlkit.functional.ratios import log_ratio, sequence_ratio, sequence_token_ratio, token_ratio
 from rlkit.functional.sampling import gumbel_noise, mix
+from rlkit.functional.value_losses import clipped_squared_error, squared_error
 
 __all__ = [
+    "all_pairs",
     "approximate_kl",
     "batch_mean",
     "best_minus_second",
+    "best_worst",
     "chunked_log_probs",
     "cispo",
     "clip_fractions",
     "clipped",
+    "clipped_squared_error",
     "confident",
     "correlation",
     "effective_sample_size",
@@ -69,9 +73,9 @@ __all__ = [
     "from_log_probs",
     "from_logits",
     "full_precision",
+    "gae",
     "gmpo",
     "group_mean",
-    "group_norm",
     "gumbel_noise",
     "k1",
     "k2",
@@ -87,13 +91,15 @@ __all__ = [
     "mixed_groups",
     "no_correction",
     "no_normalization",
+    "normalize_batch",
+    "normalize_group",
+    "pairwise",
+    "pairwise_loss",
     "pass_at_k_advantage",
     "prompt_mean",
     "ratio_statistics",
     "raw",
     "reinforce",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
     "reverse",
     "reward_to_go",
     "rollout_mean",
@@ -103,9 +109,12 @@ __all__ = [
     "sequence_ratio",
     "sequence_sum",
     "sequence_token_ratio",
+    "squared_error",
     "to_episodes",
     "token_log_probs",
     "token_mean",
     "token_ratio",
     "truncated",
+    "turn_gae",
+    "whiten",
 ]

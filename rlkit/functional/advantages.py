@@ -11,14 +11,14 @@ nor a step of the discount.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from rlkit.functional._arguments import require
+from rlkit.functional._groups import centred
 from rlkit.functional.filters import mixed_groups
-from rlkit.functional.masking import fill_masked, segment_sum
+from rlkit.functional.masking import episode_positions, from_episodes, to_episodes
+from rlkit.types import Estimate
 
 
 def raw(rewards: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def group_mean(rewards: Tensor, group_ids: Tensor) -> Tensor:
     >>> group_mean(torch.tensor([1.0, 0.0, 3.0]), torch.tensor([0, 0, 1]))
     tensor([ 0.5000, -0.5000,  0.0000])
     """
-    deviation, _, _ = _centred(rewards, group_ids)
+    deviation, _, _ = centred(rewards, group_ids)
     return deviation.to(rewards.dtype)
 
 
@@ -86,32 +86,8 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
     >>> leave_one_out(torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0, 0, 0]))
     tensor([ 1.0000, -0.5000, -0.5000])
     """
-    deviation, count, group = _centred(rewards, group_ids)
+    deviation, count, group = centred(rewards, group_ids)
     return (deviation * (count / (count - 1).clamp_min(1))[group]).to(rewards.dtype)
-
-
-def group_norm(rewards: Tensor, group_ids: Tensor, *, std: Literal["sample", "population"] = "sample", eps: float = 1e-4) -> Tensor:
-    """The reward standardised within its group.
-
-    A_i = (R_i - mean_g(R)) / (std_g(R) + eps)
-
-    Args:
-      rewards: [N], nan where it cannot be scored.
-      group_ids: [N] any integers.
-      std: "sample" divides the squares by n-1 (TRL, verl, OpenRLHF), "population" by n (open-instruct, the paper's code
-        leaves it open). For two rollouts, 0 and 1, that is ±0.71 against ±1.
-      eps: ≥ 0, in units of reward. TRL 1e-4, verl and SkyRL 1e-6, OpenRLHF 1e-9.
-    Returns: [N], dimensionless. All equal, or a group of one: exactly 0 (verl gives a group of one its reward).
-    Raises: ValueError naming `std` or `eps`.
-    Source: GRPO, Shao et al. 2024, section 4.1.2, arXiv:2402.03300.
-
-    >>> group_norm(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), std="population", eps=0.0)
-    tensor([ 1., -1.])
-    """
-    require(std in ("sample", "population"), "std", std, "sample or population")
-    require(0 <= eps < float("inf"), "eps", eps, "≥ 0 and finite")
-    deviation, count, group = _centred(rewards, group_ids)
-    return (deviation / _spread(deviation, count, group, std, eps)[group]).to(rewards.dtype)
 
 
 def length_weighted(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
@@ -132,7 +108,7 @@ def length_weighted(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tens
     >>> length_weighted(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([30, 10]))
     tensor([ 0.2500, -0.7500])
     """
-    deviation, count, group = _centred(rewards, group_ids)
+    deviation, count, group = centred(rewards, group_ids)
     weight = lengths.double().where(~rewards.isnan(), 0.0)
     total = torch.zeros_like(count).index_add(0, group, weight)
     excess = torch.zeros_like(count).index_add(0, group, weight * deviation) / total.where(total > 0, 1.0)
@@ -157,7 +133,7 @@ def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
     >>> max_rl(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([0, 0, 0, 0]))
     tensor([ 3., -1., -1., -1.])
     """
-    deviation, count, group = _centred(rewards, group_ids)
+    deviation, count, group = centred(rewards, group_ids)
     mean = torch.zeros_like(count).index_add(0, group, rewards.double().nan_to_num(0.0)) / count.clamp_min(1)
     return (deviation / mean.where(mean > 0, torch.inf)[group]).to(rewards.dtype)
 
@@ -173,8 +149,8 @@ def pass_at_k_advantage(rewards: Tensor, group_ids: Tensor, *, k: int = 4, corre
     Args:
       rewards: [N], nan where it cannot be scored.
       group_ids: [N] any integers.
-      k: ≥ 1 samples in a subset; all of them in a group that has fewer scored. 1 is group_norm of 0 and 1 with the
-        population's deviation and no epsilon.
+      k: ≥ 1 samples in a subset; all of them in a group that has fewer scored. 1 is group_mean of 0 and 1 under
+        normalize_group with the population's deviation and no epsilon.
       correct_above: rewards above this are correct.
     Returns: [N], dimensionless; sums to 0 over a group. 0 where every subset holds a correct rollout, or none does.
     Raises: ValueError naming `k` or `correct_above`.
@@ -200,158 +176,178 @@ def pass_at_k_advantage(rewards: Tensor, group_ids: Tensor, *, k: int = 4, corre
     return advantage.where(scored, 0.0).to(rewards.dtype)
 
 
-def best_minus_second(
-    rewards: Tensor, group_ids: Tensor, *, std: Literal["sample", "population", "none"] = "sample", eps: float = 1e-6
-) -> Tensor:
+def best_minus_second(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """Only the best rollout of a group counts, by how far it is above the second: the best of all samples, leave-one-out.
 
-    A_i = max_g(R) - max_{j≠i} R_j, which is R₁ - R₂ for the best and 0 for all others; over std_g(R) + eps unless "none"
+    A_i = max_g(R) - max_{j≠i} R_j, which is R₁ - R₂ for the best and 0 for all others
 
     Args:
       rewards: [N], nan where it cannot be scored.
       group_ids: [N] any integers.
-      std: "sample" (verl), "population", or "none", the estimator as published.
-      eps: ≥ 0, in units of reward; verl 1e-6.
-    Returns: [N], never negative. Two that share the best place, or a group of one: 0.
-    Raises: ValueError naming `std` or `eps`.
+    Returns: [N], in units of reward, never negative. Two that share the best place, or a group of one: 0. verl divides by
+      std_g + 1e-6: that is normalize_group with eps=1e-6.
     Source: Tang et al. 2025, "Optimizing language models for inference time objectives using reinforcement learning",
       arXiv:2503.19595; in verl `grpo_passk`. For the closed form over all subsets see `pass_at_k_advantage`.
 
-    >>> best_minus_second(torch.tensor([0.2, 1.0, 0.7]), torch.tensor([0, 0, 0]), std="none")
+    >>> best_minus_second(torch.tensor([0.2, 1.0, 0.7]), torch.tensor([0, 0, 0]))
     tensor([0.0000, 0.3000, 0.0000])
     """
-    require(std in ("sample", "population", "none"), "std", std, "sample, population or none")
-    require(0 <= eps < float("inf"), "eps", eps, "≥ 0 and finite")
-    deviation, count, group = _centred(rewards, group_ids)
+    deviation, count, group = centred(rewards, group_ids)
     compared = deviation.where(~rewards.isnan() & mixed_groups(rewards, group_ids), -torch.inf)
     lowest = torch.full_like(count, -torch.inf)
     first = lowest.scatter_reduce(0, group, compared, "amax")
     best = (compared == first[group]) & compared.isfinite()
     alone = torch.zeros_like(count).index_add(0, group, best.double()) == 1
     second = lowest.scatter_reduce(0, group, compared.where(~best, -torch.inf), "amax")
-    margin = (first[group] - second[group]).where(best & alone[group], 0.0)
-    scale = 1.0 if std == "none" else _spread(deviation, count, group, std, eps)[group]
-    return (margin / scale).to(rewards.dtype)
+    return (first[group] - second[group]).where(best & alone[group], 0.0).to(rewards.dtype)
 
 
-def reward_to_go(rewards: Tensor, rollout_ids: Tensor, step_ids: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """The discounted return of each sampled token, for a reward at the last sampled token of the rollout.
+def reward_to_go(token_rewards: Tensor, rollout_ids: Tensor, step_ids: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Tensor:
+    """The discounted return of each sampled token: of rewards of steps, of one at the end, of a KL in the reward.
 
-    G_t = γ^(sampled tokens of the rollout after t) · R
+    G_t = Σ_{s ≥ t} γ^(sampled tokens of the rollout from t to s) r_s
 
     Tool and user tokens are passed over: they neither end the return nor discount it. Peers have zeroed it there, which
     takes the credit from all that was sampled before a tool's answer.
 
     Args:
-      rewards: [N], nan where it cannot be scored.
+      token_rewards: [B, T], 0 where a token earns nothing, anything under the mask.
       rollout_ids: [B], rows of one rollout need not be neighbours.
       step_ids: [B, T]; where a rollout fills several rows, they follow one another by the step of their sampled tokens.
       response_mask: [B, T] bool.
       gamma: 0 ≤ gamma ≤ 1, per sampled token.
-    Returns: [B, T], in units of reward; 0 outside the mask and where the reward is nan.
+    Returns: [B, T], in units of reward, of the dtype of `token_rewards`; 0 outside the mask.
     Raises: ValueError naming gamma.
     Source: Sutton and Barto 2018, "Reinforcement Learning", section 3.3.
 
     >>> mask = torch.tensor([[False, True, False, True, True]])
-    >>> reward_to_go(torch.tensor([1.0]), torch.tensor([0]), torch.zeros(1, 5).long(), mask, gamma=0.5)
+    >>> rewards = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0]])
+    >>> reward_to_go(rewards, torch.tensor([0]), torch.zeros(1, 5).long(), mask, gamma=0.5)
     tensor([[0.0000, 0.2500, 0.0000, 0.5000, 1.0000]])
     """
     require(0 <= gamma <= 1, "gamma", gamma, "0 ≤ gamma ≤ 1")
-    after = _tokens_after(rollout_ids, step_ids, response_mask)
-    returns = gamma ** after.double() * raw(rewards).double()[rollout_ids].unsqueeze(-1)
-    return fill_masked(returns, response_mask, 0.0).to(rewards.dtype)
+    positions, mask = episode_positions(rollout_ids, step_ids, response_mask)
+    returns = _accumulated(to_episodes(token_rewards.double(), positions, mask), gamma)
+    return from_episodes(returns, positions, mask, token_rewards).to(token_rewards.dtype)
 
 
-def reinforce_pp(
-    rewards: Tensor, rollout_ids: Tensor, step_ids: Tensor, response_mask: Tensor, *, gamma: float = 1.0, eps: float = 1e-8
-) -> Tensor:
-    """The discounted return of each sampled token, standardised over all sampled tokens of the batch.
+def gae(
+    token_rewards: Tensor,
+    values: Tensor,
+    truncated: Tensor,
+    rollout_ids: Tensor,
+    step_ids: Tensor,
+    response_mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    bootstrap_truncated: bool = False,
+) -> Estimate:
+    """Generalised advantage estimation; one action is one sampled token.
 
-    A_t = (G_t - mean(G)) / √(var(G) + eps), G as in `reward_to_go`, var with n - 1
+    δ_t = r_t + γ V_{t+1} - V_t,  Â_t = δ_t + γ λ Â_{t+1},  return_t = Â_t + V_t
 
-    Args:
-      rewards: [N], nan where it cannot be scored: its tokens take no part.
-      rollout_ids: [B]. step_ids: [B, T]. response_mask: [B, T] bool. As in `reward_to_go`.
-      gamma: 0 ≤ gamma ≤ 1, per sampled token. eps: ≥ 0, in squared units of reward.
-    Returns: [B, T], dimensionless, 0 outside the mask; sums to 0 over the tokens of the batch. All returns equal: 0.
-    Raises: ValueError naming `gamma` or `eps`.
-    Source: REINFORCE++, Hu 2025, arXiv:2501.03262; the whitening as in verl. The KL that the paper puts into the reward
-      is the business of the `kl` part.
-
-    >>> mask = torch.tensor([[True, False], [True, True]])
-    >>> reinforce_pp(torch.tensor([1.0, 0.0]), torch.tensor([0, 1]), torch.zeros(2, 2).long(), mask)
-    tensor([[ 1.1547,  0.0000],
-            [-0.5774, -0.5774]])
-    """
-    require(0 <= eps < float("inf"), "eps", eps, "≥ 0 and finite")
-    returns = reward_to_go(rewards.double(), rollout_ids, step_ids, response_mask, gamma=gamma)
-    scored = response_mask & ~rewards.isnan()[rollout_ids].unsqueeze(-1)
-    return _whitened(returns, scored, eps).to(rewards.dtype)
-
-
-def reinforce_pp_baseline(rewards: Tensor, group_ids: Tensor, rollout_ids: Tensor, response_mask: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """The reward above the mean of its group, standardised over all sampled tokens of the batch.
-
-    A_t = (D_t - mean(D)) / √(var(D) + eps), D_t = R_i - mean_g(R) on each token of rollout i, var with n - 1
+    t + 1 is the next *sampled* token of the rollout, over tools, users and rows: nothing resets, discounts or bootstraps in
+    between. Behind the last one V and Â are 0. Not whitened: that is the normalisation's business.
 
     Args:
-      rewards: [N], nan where it cannot be scored: its tokens take no part.
-      group_ids: [N] any integers. rollout_ids: [B]. response_mask: [B, T] bool.
-      eps: ≥ 0, in squared units of reward.
-    Returns: [B, T], dimensionless, 0 outside the mask; sums to 0 over the tokens of the batch. No group has spread: 0.
-    Raises: ValueError naming eps.
-    Source: REINFORCE++-baseline, Hu 2025, arXiv:2501.03262; as in verl.
+      token_rewards: [B, T], 0 where a token earns nothing, anything under the mask.
+      values: [B, T], of the state before each sampled token, in units of reward; a constant, anything under the mask.
+      truncated: [N] bool. rollout_ids: [B]. step_ids: [B, T]. response_mask: [B, T] bool. As in `reward_to_go`.
+      gamma: 0 ≤ gamma ≤ 1, per sampled token.
+      lam: 0 ≤ lam ≤ 1; 1 is the return minus the value, 0 the one-step error. OpenRLHF and verl 1, TRL 0.95.
+      bootstrap_truncated: behind the last token of a truncated rollout V is that of its last state, the nearest the critic
+        has seen, not 0: being cut off is then no failure.
+    Returns: advantages and returns, [B, T] each, in units of reward, of the dtype of `token_rewards`; 0 outside the mask.
+    Raises: ValueError naming `gamma` or `lam`.
+    Source: Schulman et al. 2016, section 3, arXiv:1506.02438.
 
-    >>> mask = torch.tensor([[True, False], [True, True]])
-    >>> reinforce_pp_baseline(torch.tensor([3.0, 2.0]), torch.tensor([7, 7]), torch.tensor([0, 1]), mask)
-    tensor([[ 1.1547,  0.0000],
-            [-0.5774, -0.5774]])
+    >>> given = (torch.zeros(1).bool(), torch.tensor([0]), torch.zeros(1, 2).long(), torch.ones(1, 2).bool())
+    >>> gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.0]]), *given, lam=0.5).advantages
+    tensor([[0., 1.]])
     """
-    require(0 <= eps < float("inf"), "eps", eps, "≥ 0 and finite")
-    deviation, _, _ = _centred(rewards, group_ids)
-    scored = response_mask & ~rewards.isnan()[rollout_ids].unsqueeze(-1)
-    return _whitened(deviation[rollout_ids].unsqueeze(-1).expand(response_mask.shape), scored, eps).to(rewards.dtype)
+    _require_discounts(gamma, lam)
+    positions, mask = episode_positions(rollout_ids, step_ids, response_mask)
+    rewards, states = (to_episodes(x.detach().double(), positions, mask) for x in (token_rewards, values))
+    last = _last_values(states, mask, truncated) * bootstrap_truncated
+    advantages = _accumulated(_errors(rewards, states, mask, last, gamma), gamma * lam)
+    back = [from_episodes(x, positions, mask, token_rewards).to(token_rewards.dtype) for x in (advantages, advantages + states)]
+    return Estimate(*back)
 
 
-def _spread(deviation: Tensor, count: Tensor, group: Tensor, std: str, eps: float) -> Tensor:
-    """Standard deviation of each group plus eps [groups]; 1 where there is no spread, and so nothing to divide."""
-    squares = torch.zeros_like(count).index_add(0, group, deviation.square())
-    free = (count - 1 if std == "sample" else count).clamp_min(1)
-    scale = (squares / free).sqrt() + eps
-    return scale.where(squares > 0, 1.0)
+def turn_gae(
+    token_rewards: Tensor,
+    values: Tensor,
+    truncated: Tensor,
+    rollout_ids: Tensor,
+    step_ids: Tensor,
+    response_mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    bootstrap_truncated: bool = False,
+) -> Estimate:
+    """Generalised advantage estimation; one action is one turn, all that the policy samples in one step of the episode.
 
+    δ_k = r_k + γ V_{k+1} - V_k,  Â_k = δ_k + γ λ Â_{k+1},  return_k = Â_k + V_k;  r_k sums the turn's token rewards, V_k is the
+    value at its first sampled token
 
-def _whitened(values: Tensor, mask: Tensor, eps: float) -> Tensor:
-    """Standardised over the entries where the mask is True; 0 elsewhere, and everywhere where those are all equal."""
-    counted = values[mask]
-    if counted.numel() < 2 or bool((counted == counted[0]).all()):
-        return torch.zeros_like(values)
-    centred = values - counted.mean()
-    return fill_masked(centred / (counted.var() + eps).sqrt(), mask, 0.0)
+    γ and λ count turns, so that credit reaches the first turn however long the turns are.
 
+    Args:
+      token_rewards: [B, T]. values: [B, T]. truncated: [N] bool. rollout_ids: [B]. step_ids: [B, T], one number a turn.
+      response_mask: [B, T] bool. As in `gae`.
+      gamma: 0 ≤ gamma ≤ 1, per turn. lam: 0 ≤ lam ≤ 1.
+      bootstrap_truncated: behind the last turn of a truncated rollout V is that of its last sampled token, not 0.
+    Returns: advantages and returns, [B, T] each, the same at all tokens of a turn; as in `gae`.
+    Raises: ValueError naming `gamma` or `lam`.
+    Source: Schulman et al. 2016, section 3, arXiv:1506.02438, on turns; Zhou et al. 2024 (ArCHer), arXiv:2402.19446, for
+      the turn as the action.
 
-def _tokens_after(rollout_ids: Tensor, step_ids: Tensor, response_mask: Tensor) -> Tensor:
-    """How many sampled tokens of the same rollout come after each position [B, T], over all rows of the rollout."""
-    counts = response_mask.sum(1)
-    within = counts.unsqueeze(1) - response_mask.cumsum(1)
-    first_step = step_ids.where(response_mask, torch.iinfo(step_ids.dtype).max).amin(1)
-    order = first_step.argsort(stable=True)
-    order = order[rollout_ids[order].argsort(stable=True)]  # by rollout, then by step
-    ends = segment_sum(counts, rollout_ids).cumsum(0)[rollout_ids[order]]  # tokens up to the end of the row's rollout
-    later = torch.empty_like(counts).index_copy(0, order, ends - counts[order].cumsum(0))
-    return within + later.unsqueeze(1)
-
-
-def _centred(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Deviations from the group's mean [N], scored rollouts a group [groups], and which group each rollout is in [N].
-
-    Deviations are exactly 0 for nan rewards and in groups without spread.
+    >>> given = (torch.zeros(1).bool(), torch.tensor([0]), torch.tensor([[0, 0, 1]]), torch.ones(1, 3).bool())
+    >>> turn_gae(torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 9.0, 0.25]]), *given, lam=0.0).advantages
+    tensor([[-0.2500, -0.2500,  0.7500]])
     """
-    groups, group = group_ids.unique(return_inverse=True)
-    scored = ~rewards.isnan()
-    scores = rewards.double().where(scored, 0.0)
-    zeros = scores.new_zeros(groups.numel())
-    count = zeros.index_add(0, group, scored.double())
-    mean = zeros.index_add(0, group, scores) / count.clamp_min(1)
-    deviation = (scores - mean[group]).where(scored & mixed_groups(rewards, group_ids), 0.0)
-    return deviation, count, group
+    _require_discounts(gamma, lam)
+    positions, mask = episode_positions(rollout_ids, step_ids, response_mask)
+    rewards, states = (to_episodes(x.detach().double(), positions, mask) for x in (token_rewards, values))
+    steps = to_episodes(step_ids, positions, mask)
+    first = mask & (torch.arange(mask.shape[1], device=mask.device) == 0)
+    first[:, 1:] |= mask[:, 1:] & (steps[:, 1:] != steps[:, :-1])
+    turn = (first.cumsum(1) - 1).clamp_min(0)  # [N, L], which turn of its rollout a token is in
+    earned = torch.zeros_like(rewards).scatter_add(1, turn, rewards)
+    begun = torch.zeros_like(states).scatter_add(1, turn, states.where(first, 0.0))
+    taken = torch.arange(mask.shape[1], device=mask.device) < first.sum(1, keepdim=True)
+    last = _last_values(states, mask, truncated) * bootstrap_truncated
+    advantages = _accumulated(_errors(earned, begun, taken, last, gamma), gamma * lam)
+    back = [from_episodes(x.gather(1, turn), positions, mask, token_rewards) for x in (advantages, advantages + begun)]
+    return Estimate(*(x.to(token_rewards.dtype) for x in back))
+
+
+def _require_discounts(gamma: float, lam: float) -> None:
+    require(0 <= gamma <= 1, "gamma", gamma, "0 ≤ gamma ≤ 1")
+    require(0 <= lam <= 1, "lam", lam, "0 ≤ lam ≤ 1")
+
+
+def _accumulated(values: Tensor, factor: float) -> Tensor:
+    """x_t = values_t + factor · x_{t+1}, backwards along the last axis of [N, L]; all rollouts at once."""
+    out = values.clone()
+    for t in range(values.shape[1] - 2, -1, -1):
+        out[:, t] += factor * out[:, t + 1]
+    return out
+
+
+def _errors(rewards: Tensor, states: Tensor, mask: Tensor, last: Tensor, gamma: float) -> Tensor:
+    """r_t + γ V_{t+1} - V_t [N, L], with `last` [N, 1] as the value behind each rollout's last entry; 0 beyond it."""
+    following = torch.cat([states[:, 1:], torch.zeros_like(states[:, :1])], 1)
+    return (rewards + gamma * torch.where(_is_last(mask), last, following) - states).where(mask, 0.0)
+
+
+def _last_values(states: Tensor, mask: Tensor, truncated: Tensor) -> Tensor:
+    """The value of the last state of each truncated rollout [N, 1], 0 for all others."""
+    return states.where(_is_last(mask), 0.0).sum(1, keepdim=True) * truncated[: len(states), None]
+
+
+def _is_last(mask: Tensor) -> Tensor:
+    """[N, L] True at each rollout's last entry; entries fill a row from the left."""
+    return mask & (torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, keepdim=True) - 1)

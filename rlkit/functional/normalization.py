@@ -1,11 +1,19 @@
 """Scales of advantages: (advantages [B, T], …) → [B, T], over the whole update batch and without gradient.
 
-An axis of its own: any advantage with any scale. Entries outside the response mask are ignored and may be anything.
+An axis of its own: any advantage with any scale. Entries outside the response mask are ignored and may be anything. The
+arithmetic is in float64 and the result has the dtype of `advantages`.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
+import torch
 from torch import Tensor
+
+from rlkit.functional._arguments import require
+from rlkit.functional._groups import spread
+from rlkit.functional.masking import fill_masked
 
 
 def no_normalization(advantages: Tensor) -> Tensor:
@@ -18,8 +26,97 @@ def no_normalization(advantages: Tensor) -> Tensor:
     Returns: [B, T], the same.
     Source: Dr. GRPO, Liu et al. 2025, section 3.2, arXiv:2503.20783.
 
-    >>> import torch
     >>> no_normalization(torch.tensor([[2.0]]))
     tensor([[2.]])
     """
     return advantages
+
+
+def normalize_group(
+    advantages: Tensor,
+    rewards: Tensor,
+    group_ids: Tensor,
+    rollout_ids: Tensor,
+    *,
+    std: Literal["sample", "population"] = "sample",
+    eps: float = 1e-4,
+) -> Tensor:
+    """Advantages over the standard deviation of the rewards of their group: with `group_mean` this is GRPO.
+
+    A_t / (std_g(R) + eps)
+
+    Args:
+      advantages: [B, T], in units of reward.
+      rewards: [N], nan where it cannot be scored: no part of the deviation.
+      group_ids: [N] any integers. rollout_ids: [B], indices into both.
+      std: "sample" divides the squares by n-1 (TRL, verl, OpenRLHF), "population" by n (open-instruct, the paper's code
+        leaves it open). For two rollouts, 0 and 1, that is ±0.71 against ±1.
+      eps: ≥ 0, in units of reward. TRL 1e-4, verl and SkyRL 1e-6, OpenRLHF 1e-9.
+    Returns: [B, T], dimensionless. Of a group without spread, or of one, as they are: there a group's advantages are 0
+      anyway, and an epsilon would only blow up those that are not.
+    Raises: ValueError naming `std` or `eps`.
+    Source: GRPO, Shao et al. 2024, section 4.1.2, arXiv:2402.03300.
+
+    >>> advantages, rewards = torch.tensor([[0.5], [-0.5]]), torch.tensor([1.0, 0.0])
+    >>> normalize_group(advantages, rewards, torch.tensor([0, 0]), torch.tensor([0, 1]), std="population", eps=0.0)
+    tensor([[ 1.],
+            [-1.]])
+    """
+    _require_deviation(std, eps)
+    return (advantages.double() / spread(rewards, group_ids, std, eps)[rollout_ids].unsqueeze(-1)).to(advantages.dtype)
+
+
+def normalize_batch(advantages: Tensor, rewards: Tensor, *, std: Literal["sample", "population"] = "sample", eps: float = 1e-4) -> Tensor:
+    """Advantages over the standard deviation of all rewards of the batch: one scale for easy and hard prompts.
+
+    A_t / (std(R) + eps)
+
+    Args:
+      advantages: [B, T], in units of reward.
+      rewards: [N], nan where it cannot be scored: no part of the deviation.
+      std: "sample" or "population", as in `normalize_group`. eps: ≥ 0, in units of reward.
+    Returns: [B, T], dimensionless. All rewards equal, or only one scored: as they are.
+    Raises: ValueError naming `std` or `eps`.
+    Source: Liu et al. 2025, "Part I: Tricks or Traps? A Deep Dive into RL for LLM Reasoning", arXiv:2508.08221; in TRL
+      `scale_rewards="batch"`.
+
+    >>> normalize_batch(torch.tensor([[0.5], [-0.5]]), torch.tensor([1.0, -1.0]), std="population", eps=0.25)
+    tensor([[ 0.4000],
+            [-0.4000]])
+    """
+    _require_deviation(std, eps)
+    scale = spread(rewards, torch.zeros_like(rewards, dtype=torch.int64), std, eps)[:1]  # the same for all; empty where N is 0
+    return (advantages.double() / scale).to(advantages.dtype) if scale.numel() else advantages
+
+
+def whiten(advantages: Tensor, rewards: Tensor, rollout_ids: Tensor, response_mask: Tensor, *, eps: float = 1e-8) -> Tensor:
+    """Advantages standardised over all trained tokens of the batch: with `gae` this is PPO, with `reward_to_go` REINFORCE++.
+
+    (A_t - mean(A)) / √(var(A) + eps), var with n - 1
+
+    Args:
+      advantages: [B, T].
+      rewards: [N], nan where it cannot be scored: its tokens take no part. rollout_ids: [B], indices into it.
+      response_mask: [B, T] bool.
+      eps: ≥ 0, in squared units of `advantages`; 1e-8 as in verl.
+    Returns: [B, T], dimensionless; sums to 0 over the trained tokens of scored rollouts and is 0 everywhere else. All equal,
+      or fewer than two tokens: 0.
+    Raises: ValueError naming eps.
+    Source: Andrychowicz et al. 2021, section 3.3, arXiv:2006.05990; REINFORCE++, Hu 2025, arXiv:2501.03262.
+
+    >>> mask = torch.tensor([[True, False], [True, True]])
+    >>> whiten(torch.tensor([[1.0, 9.0], [0.0, 0.0]]), torch.tensor([1.0, 0.0]), torch.tensor([0, 1]), mask)
+    tensor([[ 1.1547,  0.0000],
+            [-0.5774, -0.5774]])
+    """
+    require(0 <= eps < float("inf"), "eps", eps, "≥ 0 and finite")
+    counts = response_mask & ~rewards.isnan()[rollout_ids].unsqueeze(-1)
+    counted = advantages.double()[counts]
+    if counted.numel() < 2 or bool((counted == counted[0]).all()):
+        return torch.zeros_like(advantages)
+    return fill_masked((advantages.double() - counted.mean()) / (counted.var() + eps).sqrt(), counts, 0.0).to(advantages.dtype)
+
+
+def _require_deviation(std: str, eps: float) -> None:
+    require(std in ("sample", "population"), "std", std, "sample or population")
+    require(0 <= eps < float("inf"), "eps", eps, "≥ 0 and finite")

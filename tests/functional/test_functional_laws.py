@@ -35,7 +35,11 @@ AGGREGATIONS = {
     "prompt_mean": functional.prompt_mean,
 }
 COMBINATIONS = list(product(POLICY_LOSSES, KLS, AGGREGATIONS))
-PARTS = ["advantages", "aggregation", "filters", "kl", "policy_losses", "ratios"]  # called with quantities by name
+# Called with quantities by name: all of these modules, and these of a module with helpers besides.
+PARTS = [
+    "advantages", "aggregation", "corrections", "filters", "kl", "normalization", "overlong", "pairs.all_pairs", "pairs.best_worst",
+    "pairs.pairwise", "policy_losses", "ratios", "value_losses",
+]  # fmt: skip
 PLAIN = {"statistics"}  # figures on Python numbers: no tensors, imported from their module
 MODULES = {m.name: importlib.import_module(f"rlkit.functional.{m.name}") for m in pkgutil.iter_modules(functional.__path__)}
 PUBLIC = {
@@ -147,7 +151,7 @@ def test_every_option_stands_in_a_table() -> None:
         assert {name.split()[0] for name in table} == {name.split(".")[1] for name in PUBLIC if name.startswith(f"{module}.")}
 
 
-@pytest.mark.parametrize("name", [n for n in PUBLIC if n.split(".")[0] in PARTS])
+@pytest.mark.parametrize("name", [n for n in PUBLIC if n in PARTS or n.split(".")[0] in PARTS])
 def test_parameters_are_quantities_or_keywords(name: str) -> None:
     """Parts are called by name: a positional parameter that is no quantity could never be filled in."""
     for parameter in inspect.signature(PUBLIC[name]).parameters.values():

@@ -47,7 +47,7 @@ def test_one_training_step_with_lora(random_qwen3):
     )
     from rlkit.algorithm import KL, Algorithm
     from rlkit.data import RLData
-    from rlkit.functional import clipped, group_norm, k3, keep_all, sequence_mean, token_ratio
+    from rlkit.functional import clipped, group_mean, k3, keep_all, normalize_group, sequence_mean, token_ratio
     from rlkit.reference import frozen
     from rlkit.rewards import Reward, Term, weighted_sum
     from rlkit.settings import Evaluation
@@ -62,7 +62,7 @@ def test_one_training_step_with_lora(random_qwen3):
     x = Experiment(
         name="gpu", seed=0, batch=BatchSize(2, 4), task=arithmetic, environment=tool_use(tools={"calculator": calculator}),
         model=load_policy, generation=Sampling(generate, max_new_tokens=16), reward=length,
-        algorithm=Algorithm("grpo", group_norm, token_ratio, clipped, sequence_mean, keep_all), kl=KL("k3", k3, coef=0.1),
+        algorithm=Algorithm("grpo", group_mean, token_ratio, clipped, sequence_mean, keep_all, normalize_group), kl=KL("k3", k3, coef=0.1),
         reference=frozen(), optimizer=functools.partial(torch.optim.AdamW, lr=1e-4), trainer=TrainerSettings(steps=1),
         evaluation=Evaluation(length, n=0),
     )  # fmt: skip

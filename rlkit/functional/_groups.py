@@ -1,0 +1,31 @@
+"""What advantages and their scales ask of a group of rewards."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlkit.functional.filters import mixed_groups
+
+
+def centred(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Deviations from the group's mean [N], scored rollouts a group [groups], and which group each rollout is in [N].
+
+    In float64; exactly 0 for nan rewards and in groups without spread.
+    """
+    groups, group = group_ids.unique(return_inverse=True)
+    scored = ~rewards.isnan()
+    scores = rewards.double().where(scored, 0.0)
+    zeros = scores.new_zeros(groups.numel())
+    count = zeros.index_add(0, group, scored.double())
+    mean = zeros.index_add(0, group, scores) / count.clamp_min(1)
+    deviation = (scores - mean[group]).where(scored & mixed_groups(rewards, group_ids), 0.0)
+    return deviation, count, group
+
+
+def spread(rewards: Tensor, group_ids: Tensor, std: str, eps: float) -> Tensor:
+    """Standard deviation of each rollout's group plus eps [N]; 1 where there is no spread, and so nothing to divide."""
+    deviation, count, group = centred(rewards, group_ids)
+    squares = torch.zeros_like(count).index_add(0, group, deviation.square())
+    free = (count - 1 if std == "sample" else count).clamp_min(1)
+    return ((squares / free).sqrt() + eps).where(squares > 0, 1.0)[group]

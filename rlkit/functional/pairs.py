@@ -1,0 +1,139 @@
+"""Learning from pairs of one prompt's rollouts: which pairs, their loss, and the advantage that has its gradient.
+
+A selector is (rewards [N], group_ids [N]) → [P, 2] int64, the preferred rollout first. The reward alone orders a pair:
+ties and rewards of nan are in none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rlkit.functional._arguments import require
+from rlkit.functional.masking import fill_masked, segment_sum
+
+
+def all_pairs(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Every two rollouts of a prompt whose rewards differ.
+
+    {(i, j): R_i > R_j, i and j of one group}
+
+    Args:
+      rewards: [N], nan where it cannot be scored.
+      group_ids: [N] any integers; members need not be neighbours.
+    Returns: [P, 2] int64, (preferred, dispreferred); P = 0 where no group has spread.
+    Source: Ouyang et al. 2022 (InstructGPT), section 3.5, arXiv:2203.02155: all comparisons of one prompt.
+
+    >>> all_pairs(torch.tensor([1.0, 0.0, 1.0, 5.0]), torch.tensor([0, 0, 0, 1]))
+    tensor([[0, 1],
+            [2, 1]])
+    """
+    same = group_ids.unsqueeze(1) == group_ids.unsqueeze(0)
+    return (same & (rewards.unsqueeze(1) > rewards.unsqueeze(0))).nonzero()
+
+
+def best_worst(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """The best rollout of a prompt against its worst; the first of several that are equal.
+
+    {(argmax_g R, argmin_g R)}, groups whose rewards differ
+
+    Args:
+      rewards: [N], nan where it cannot be scored.
+      group_ids: [N] any integers; members need not be neighbours.
+    Returns: [P, 2] int64, (preferred, dispreferred), at most one pair a group; P = 0 where no group has spread.
+    Source: best-of-n against worst-of-n, Dong et al. 2024 (RLHF Workflow), section 3, arXiv:2405.07863.
+
+    >>> best_worst(torch.tensor([1.0, 0.0, 1.0, 0.5]), torch.tensor([0, 0, 0, 0]))
+    tensor([[0, 1]])
+    """
+    groups, group = group_ids.unique(return_inverse=True)
+    n = len(rewards)
+    ends = []
+    for sign in (1.0, -1.0):
+        score = (sign * rewards).where(~rewards.isnan(), -torch.inf)
+        top = score.new_full((groups.numel(),), -torch.inf).scatter_reduce(0, group, score, "amax")
+        place = torch.arange(n, device=rewards.device).where((score == top[group]) & ~rewards.isnan(), n)
+        ends.append(place.new_full((groups.numel(),), n).scatter_reduce(0, group, place, "amin"))
+    pairs = torch.stack(ends, 1)
+    pairs = pairs[(pairs < n).all(1)]
+    return pairs[rewards[pairs[:, 0]] > rewards[pairs[:, 1]]]
+
+
+def pairwise_loss(
+    logprobs: Tensor, response_mask: Tensor, rollout_ids: Tensor, pairs: Tensor, *, beta: float = 0.1, length_normalise: bool = False
+) -> Tensor:
+    """How far the policy is from preferring the better rollout of each pair; for notebooks and tests.
+
+    loss_ij = -log σ(β (s_i - s_j)), s_i = Σ_t log π_t over the trained tokens of rollout i
+
+    Args:
+      logprobs: [B, T] in nats, carries the gradient. Anything under the mask.
+      response_mask: [B, T] bool.
+      rollout_ids: [B] int64; all rows of a rollout must be there.
+      pairs: [P, 2] int64, (preferred, dispreferred), rollouts with a row.
+      beta: > 0, per nat.
+      length_normalise: s_i is the mean over tokens, not the sum.
+    Returns: [P] > 0, in nats; log 2 where both are as likely. P = 0 gives [0], whose sum still has a gradient of 0.
+    Raises: ValueError naming beta.
+    Source: Rafailov et al. 2023 (DPO), section 4, arXiv:2305.18290, without a reference; the mean and the missing reference
+      as in SimPO, Meng et al. 2024, section 2.2, arXiv:2405.14734.
+
+    >>> mask, pairs = torch.ones(2, 1).bool(), torch.tensor([[0, 1]])
+    >>> pairwise_loss(torch.tensor([[-1.0], [-1.0]]), mask, torch.tensor([0, 1]), pairs)
+    tensor([0.6931])
+    """
+    require(0 < beta < float("inf"), "beta", beta, "> 0 and finite")
+    scores = segment_sum(fill_masked(logprobs, response_mask, 0.0), rollout_ids)
+    if length_normalise:
+        scores = scores / segment_sum(response_mask, rollout_ids).clamp_min(1)
+    return -logsigmoid(beta * (scores[pairs[:, 0]] - scores[pairs[:, 1]]))
+
+
+def pairwise(
+    rewards: Tensor,
+    group_ids: Tensor,
+    logprobs_old: Tensor,
+    response_mask: Tensor,
+    rollout_ids: Tensor,
+    *,
+    beta: float = 0.1,
+    length_normalise: bool = False,
+    pair_selector: Callable[[Tensor, Tensor], Tensor] = all_pairs,
+) -> Tensor:
+    """The advantage with which a policy gradient is the gradient of the mean `pairwise_loss` at the old policy.
+
+    A_i = N/P · β (Σ_{(i,j)} σ(-β (s_i - s_j)) - Σ_{(j,i)} σ(-β (s_j - s_i))), s as in `pairwise_loss`; over |y_i| where
+    s is a mean
+
+    That of the preference loss exactly with policy_loss `reinforce` and aggregation `sequence_sum` with constant 1, whose
+    weights are 1/N.
+
+    Args:
+      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers.
+      logprobs_old: [B, T] in nats, anything under the mask. response_mask: [B, T] bool. rollout_ids: [B].
+      beta: > 0, per nat; how much nearer to equal a pair has to be for its full weight. 0.1 as in DPO.
+      length_normalise: s_i is the mean over tokens, not the sum; SimPO takes beta 2 to 2.5 with it.
+      pair_selector: (rewards, group_ids) → [P, 2]. Rollouts without a trained token have the reward nan there.
+    Returns: [B, T], one number a rollout, of the dtype of `logprobs_old`; sums to 0 over the rollouts of a group unless
+      length_normalise. 0 for rollouts in no pair, so all 0 where there is none.
+    Raises: ValueError naming beta.
+    Source: the gradient of the loss of DPO, Rafailov et al. 2023, section 4, arXiv:2305.18290, without a reference.
+
+    >>> given = (torch.zeros(2, 1), torch.ones(2, 1).bool(), torch.tensor([0, 1]))
+    >>> pairwise(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), *given, beta=1.0)
+    tensor([[ 1.],
+            [-1.]])
+    """
+    require(0 < beta < float("inf"), "beta", beta, "> 0 and finite")
+    n = len(rewards)
+    tokens = segment_sum(response_mask, rollout_ids, n=n)
+    scores = segment_sum(fill_masked(logprobs_old.detach().double(), response_mask, 0.0), rollout_ids, n=n)
+    share = 1.0 / tokens.clamp_min(1).double() if length_normalise else torch.ones_like(scores)
+    better, worse = pair_selector(rewards.where(tokens > 0, torch.nan), group_ids).unbind(1)
+    pull = beta * torch.sigmoid(-beta * ((scores * share)[better] - (scores * share)[worse]))
+    balance = torch.zeros_like(scores).index_add(0, better, pull).index_add(0, worse, -pull)
+    advantages = balance * share * (rollout_ids.unique().numel() / max(len(better), 1))
+    return advantages[rollout_ids].unsqueeze(-1).expand(response_mask.shape).to(logprobs_old.dtype)

@@ -1,0 +1,54 @@
+"""Losses of the critic per token, [B, T], unmasked and unreduced: (values, values_old, returns) → [B, T].
+
+Their weights are those of the policy loss, so that the critic learns from the same tokens in the same shares.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlkit.functional._arguments import require
+
+
+def squared_error(values: Tensor, returns: Tensor) -> Tensor:
+    """Half the squared distance of the value from the return.
+
+    loss_t = ½ (V_t - G_t)²
+
+    Args:
+      values: [B, T] in units of reward, carries the gradient.
+      returns: [B, T] in units of reward, a constant: no gradient flows into it.
+    Returns: [B, T] ≥ 0, in squared units of reward.
+    Source: Schulman et al. 2017, section 5, arXiv:1707.06347.
+
+    >>> squared_error(torch.tensor([[1.0]]), torch.tensor([[3.0]]))
+    tensor([[2.]])
+    """
+    return 0.5 * (values - returns.detach()).square()
+
+
+def clipped_squared_error(values: Tensor, values_old: Tensor, returns: Tensor, *, clip: float = 0.2) -> Tensor:
+    """Half the squared distance from the return, the larger of the value's and of that of the value held near the old one.
+
+    loss_t = ½ max((V_t - G_t)², (clip(V_t, V_old_t - clip, V_old_t + clip) - G_t)²)
+
+    No gradient where the value has already moved by more than `clip` towards the return.
+
+    Args:
+      values: [B, T] in units of reward, carries the gradient.
+      values_old: [B, T] before the update, a constant: no gradient flows into it.
+      returns: [B, T] in units of reward, a constant: no gradient flows into it.
+      clip: > 0, in units of reward. TRL and SkyRL 0.2, verl and OpenRLHF 0.5.
+    Returns: [B, T] ≥ 0, in squared units of reward; never less than `squared_error`.
+    Raises: ValueError naming clip.
+    Source: the implementation of Schulman et al. 2017, arXiv:1707.06347 (OpenAI baselines, ppo2); Engstrom et al. 2020,
+      section 3, arXiv:2005.12729.
+
+    >>> clipped_squared_error(torch.tensor([[1.0]]), torch.tensor([[0.0]]), torch.tensor([[1.0]]), clip=0.5)
+    tensor([[0.1250]])
+    """
+    require(0 < clip < float("inf"), "clip", clip, "> 0 and finite")
+    values_old, returns = values_old.detach(), returns.detach()
+    held = torch.clamp(values, values_old - clip, values_old + clip)
+    return 0.5 * torch.maximum((values - returns).square(), (held - returns).square())
