@@ -148,65 +148,141 @@ def _one_sentence(error: Exception) -> str:
 
 def validate(x: Experiment) -> list[str]:
     """Combinations that cannot run, or that would silently do nothing, as sentences."""
+    return _check_numbers(x) + _check_groups(x) + _check_kl(x) + _check_critic(x) + _check_quantities(x)
+
+
+def _check_numbers(x: Experiment) -> list[str]:
     rollouts = x.batch.prompts * x.batch.group_size
-    problems = []
+    a, critic = x.algorithm, x.algorithm.critic
     counts: dict[str, float] = {
         "batch.prompts": x.batch.prompts,
         "batch.group_size": x.batch.group_size,
         "trainer.steps": x.trainer.steps,
         "trainer.micro_batch_tokens": x.trainer.micro_batch_tokens,
-        "algorithm.epochs": x.algorithm.epochs,
-        "algorithm.minibatches": x.algorithm.minibatches,
+        "algorithm.epochs": a.epochs,
+        "algorithm.minibatches": a.minibatches,
         "generation.max_new_tokens": x.generation.max_new_tokens,
     }
-    amounts = {"kl.coef": x.kl.coef, "generation.temperature": x.generation.temperature, "evaluation.n": x.evaluation.n}
-    problems += [f"{path}={value}: must be at least 1" for path, value in counts.items() if value < 1]
-    problems += [f"{path}={value}: must not be negative" for path, value in amounts.items() if value < 0]
+    amounts = {
+        "kl.coef": x.kl.coef,
+        "generation.temperature": x.generation.temperature,
+        "evaluation.n": x.evaluation.n,
+        "algorithm.entropy_coef": a.entropy_coef,
+        "algorithm.max_refills": a.max_refills,
+        "algorithm.critic.warmup": critic.warmup,
+        "algorithm.critic.coef": critic.coef,
+    }
+    problems = [f"{path}={value}: must be at least 1" for path, value in counts.items() if value < 1]
+    problems += [f"{path}={value}: must not be negative" for path, value in amounts.items() if isinstance(value, int | float) and value < 0]
+    if a.target_kl is not None and not a.target_kl > 0:
+        problems.append(f"algorithm.target_kl={a.target_kl}: must be greater than 0 nats per token; null never ends a step's updates early")
     if x.generation.temperature == 0:
         problems.append("generation.temperature=0: greedy samples of a prompt are all equal, so nothing is learned; use 1.0")
-    if not problems and rollouts % x.algorithm.minibatches:
+    if x.generation.top_p < 1 or x.generation.top_k > 0:
         problems.append(
-            f"algorithm.minibatches={x.algorithm.minibatches}: {x.batch.prompts} prompts × {x.batch.group_size} samples are "
+            f"generation.top_p={x.generation.top_p}, generation.top_k={x.generation.top_k}: training samples from the full distribution, "
+            "since ratios and KL compare full distributions and are wrong on samples of a cut one; set top_p=1 and top_k=0"
+        )
+    if not problems and rollouts % a.minibatches:
+        problems.append(
+            f"algorithm.minibatches={a.minibatches}: {x.batch.prompts} prompts × {x.batch.group_size} samples are "
             f"{rollouts} rollouts, which do not divide into that many equal parts; change it, batch.prompts or batch.group_size"
         )
-    if x.batch.group_size == 1 and "group_ids" in inspect.signature(x.algorithm.advantage).parameters:
+    return problems
+
+
+def _check_groups(x: Experiment) -> list[str]:
+    from rlkit.functional import keep_all
+
+    problems = []
+    numbers = inspect.signature(x.algorithm.advantage).parameters  # a partial's defaults are what the config has bound
+    if x.batch.group_size == 1 and "group_ids" in numbers:
         problems.append(
             f"batch.group_size=1: algorithm={x.algorithm.name} compares the samples of a prompt with one another and needs at "
             "least 2; raise it, or choose algorithm=reinforce"
         )
-    numbers = inspect.signature(x.algorithm.advantage).parameters  # a partial's defaults are what the config has bound
     k = numbers["k"].default if "k" in numbers else None
     if isinstance(k, int) and "group_ids" in numbers and k >= x.batch.group_size > 1:
         problems.append(
             f"algorithm.advantage.k={k}: with batch.group_size={x.batch.group_size} there is one subset of that many samples and "
             "nothing to compare it with, so every advantage is 0; lower it, or raise batch.group_size"
         )
-    if x.needs_reference and x.reference.name == "none":
-        problems.append(f"kl={x.kl.name} needs a reference to compare with, but reference=none; choose reference=frozen or kl=none")
-    for name, function in x.algorithm.parts.items():
-        problems += _check_quantities(f"algorithm.{name}", function)
-    problems += _check_quantities("kl.estimator", x.kl.estimator)
+    if x.algorithm.max_refills > 0 and getattr(x.algorithm.group_filter, "func", x.algorithm.group_filter) is keep_all:
+        problems.append(
+            f"algorithm.max_refills={x.algorithm.max_refills}: the group filter accepts every prompt, so none is ever replaced; "
+            "choose algorithm/group_filter=mixed, or set it to 0"
+        )
     return problems
 
 
-def _check_quantities(path: str, function: Callable[..., Any] | None) -> list[str]:
+def _check_kl(x: Experiment) -> list[str]:
+    from rlkit.algorithm import inputs
+
+    kl, problems = x.kl, []
+    asked = inputs(kl.estimator) if kl.estimator is not None else ()
+    if x.needs_reference and x.reference.name == "none":
+        problems.append(f"kl={kl.name} needs a reference to compare with, but reference=none; choose reference=frozen or kl=none")
+    if not x.needs_reference and x.reference.name not in ("none", "frozen"):
+        problems.append(
+            f"reference={x.reference.name}: it would be updated and never used, since no KL compares with it (kl={kl.name}, "
+            f"kl.coef={kl.coef}); choose a kl, or reference=frozen"
+        )
+    if kl.importance_weight and kl.placement != "loss":
+        problems.append(f"kl.importance_weight: there is no ratio in the reward (kl.placement={kl.placement}); set it to false")
+    if kl.importance_weight and "logprobs_old" in asked:
+        problems.append(f"kl.importance_weight: kl={kl.name} carries the ratio already; set it to false")
+    if kl.in_baseline and kl.placement == "loss":
+        problems.append(
+            "kl.in_baseline: with kl.placement=loss nothing of the KL is in the reward; set it to false, or choose another placement"
+        )
+    if "full_kl" in asked and kl.placement != "loss":
+        problems.append(
+            f"kl={kl.name} kl.placement={kl.placement}: the exact KL of a position is the same whatever token was drawn there, so as a "
+            "reward it cannot teach that token; choose kl.placement=loss, or kl=k1"
+        )
+    return problems
+
+
+def _check_critic(x: Experiment) -> list[str]:
+    a, problems = x.algorithm, []
+    if a.critic.active and a.critic.optimizer is None:
+        problems.append("algorithm.critic.optimizer: the critic needs an optimizer of its own")
+    for name, function in a.parts.items():
+        if "values" in inspect.signature(function).parameters and not a.critic.active:
+            problems.append(
+                f"algorithm.{name} asks for the values of a critic, but there is none; choose algorithm/critic=head (or separate), "
+                "or a part without values"
+            )
+    return problems
+
+
+def _check_quantities(x: Experiment) -> list[str]:
     from rlkit.algorithm import inputs
     from rlkit.types import QUANTITIES
 
+    parts = {f"algorithm.{name}": function for name, function in x.algorithm.parts.items()}
+    if x.kl.estimator is not None:
+        parts["kl.estimator"] = x.kl.estimator
     return [
         f"{path}: asks for a quantity '{name}' that does not exist.{nearest(name, QUANTITIES)} There are: {', '.join(QUANTITIES)}"
-        for name in (inputs(function) if function is not None else ())
+        for path, function in parts.items()
+        for name in inputs(function)
         if name not in QUANTITIES
     ]
 
 
 def warnings(x: Experiment) -> list[str]:
     """What is legal but probably not meant."""
-    out = []
+    a, out = x.algorithm, []
+    updates = a.epochs * a.minibatches
     if not x.needs_reference and x.reference.name != "none":
         out.append(f"reference={x.reference.name} is not built: no KL uses it (kl={x.kl.name}, kl.coef={x.kl.coef})")
     if x.batch.group_size == 1:
         out.append("batch.group_size=1: nothing to compare a rollout with but the rest of the batch; the gradient will be noisy")
+    if a.target_kl is not None and updates == 1:
+        out.append(f"algorithm.target_kl={a.target_kl} does nothing: with one update a step the policy has not moved when it is checked")
+    if "pair_selector" in inspect.signature(a.advantage).parameters and updates > 1:
+        out.append(f"algorithm={a.name}: with {updates} updates a step, pair weights after the first are those of the policy before it")
     return out
 
 

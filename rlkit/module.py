@@ -3,77 +3,121 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor
 
-from rlkit.algorithm import choose, estimate_advantages, micro_batches, minibatches, scale_tokens, select, surrogate
-from rlkit.functional import mix
-from rlkit.models.score import score
-from rlkit.monitor import UpdateTerms, hyperparameters, update_metrics
-from rlkit.reference import none
+from rlkit.algorithm import (
+    call,
+    choose,
+    estimate_advantages,
+    inputs,
+    micro_batches,
+    minibatches,
+    quantities,
+    scale_tokens,
+    select,
+    surrogate,
+    value_surrogate,
+)
+from rlkit.functional import approximate_kl, mix
+from rlkit.models.critic import make_critic
+from rlkit.models.score import score, states, trunk_and_head
+from rlkit.monitor import Clock, UpdateTerms, hyperparameters, peak_memory, update_metrics
 from rlkit.rewards import score as score_rollouts
 from rlkit.rollouts import assemble, collect, summarize
-from rlkit.schedules import at
+from rlkit.schedules import Progress, advance, at, phases, start, values
 from rlkit.settings import Experiment
 from rlkit.tasks.stream import StreamState, take
-from rlkit.types import Batch, Policy, Rollout, Task
+from rlkit.types import Batch, Policy, Rollout, Scores, Task
 
 
 class RLModule(L.LightningModule):
-    """Rolls out, scores, estimates advantages and updates the policy, one RL step per training_step.
+    """Rolls out, scores, estimates advantages and updates policy and critic, one RL step per training_step.
 
-    Everything that decides the future is explicit: `rl_step`, `stream` (the position in the prompts), `reference_state`, the
-    weights and the optimizer. Sampling needs no generator state: its randomness is a function of (seed, step, prompt, sample).
-    After each step `metrics` holds the row to log and `rollouts` the scored episodes, for the callbacks to read.
+    Everything that decides the future is explicit: `rl_step`, `progress` (phase and controllers), `stream` (the position in the
+    prompts), `references`, the weights and the optimizers. Sampling needs no generator state: its randomness is a function of
+    (seed, step, prompt, sample). After each step `metrics` holds the row to log and `rollouts` the scored episodes, for the
+    callbacks to read.
     """
 
     def __init__(self, experiment: Experiment, policy: Policy, tasks: Sequence[Task]):
         super().__init__()
         self.automatic_optimization = False
         self.strict_loading = False  # a frozen base is not in the checkpoint
-        self.experiment = self.x = experiment  # x: with the scheduled numbers as they are at this step
-        self.policy, self.tasks = policy, tasks
+        self.experiment, self.policy, self.tasks = experiment, policy, tasks
+        self.phases = phases(experiment)  # name → its whole experiment; one without a name where there are no phases
+        self.progress = start(experiment)
+        self.x = at(experiment, self.progress)  # the experiment of this step: its phase, and scheduled numbers as they are now
         self.model = policy.model
+        self.critic = self.make_critic()
         self.rl_step, self.tokens, self.started = 0, 0, time.perf_counter()
         self.stream = StreamState(epoch=0, position=0)
-        self.reference = experiment.reference if experiment.needs_reference else none()
-        # In a tuple, so that torch does not take the reference's weights for the policy's.
-        self.reference_state = (self.reference.init(self.model),)
-        self.metrics: dict[str, float] = {}
+        self.references: dict[str, Any] = {}  # owner ("" for the run's own, else a phase) → state
+        if any(x.needs_reference for name, x in self.phases.items() if not self.owner(name)):
+            self.references[""] = experiment.reference.init(self.model, step=0)
+        self.enter_phase()
+        self.metrics: dict[str, Any] = {}
         self.rollouts: list[Rollout] = []
 
     # -------------------------------------------------------------------------------------------- one RL step
 
     def training_step(self, index: int, _: int) -> None:
         """Rollouts → rewards → advantages → updates → reference."""
+        if self.progress.step < self.rl_step:
+            self.advance()
         clock = Clock()
-        self.x = x = at(self.experiment, self.rl_step)
-        tasks, self.stream = take(self.tasks, self.stream, x.batch.prompts, seed=x.seed)
-        with clock.part("generate"):
-            rollouts = self.roll_out(tasks)
-        with clock.part("reward"):
-            self.rollouts = score_rollouts(rollouts, x.reward)
+        self.x = x = at(self.experiment, self.progress)
+        self.rollouts, trained = self.experience(clock)
         with clock.part("update"):
-            batch = assemble(self.rollouts, pad_token_id=self.policy.pad_token_id, device=self.device)
-            batch = self.with_logprobs(choose(batch, x.algorithm))
-            batch = estimate_advantages(scale_tokens(batch, x.algorithm), x.algorithm, x.kl)
+            batch = choose(assemble(trained, pad_token_id=self.policy.pad_token_id, device=self.device), x.algorithm)
+            batch = scale_tokens(self.with_scores(batch), x.algorithm)
+            batch = estimate_advantages(batch, x.algorithm, x.kl)
             terms = UpdateTerms()
             for minibatch in minibatches(batch, x.algorithm, seed=mix(x.seed, self.rl_step)):
-                self.update(minibatch, terms)
-            state = self.reference.update(self.reference_state[0], self.model, step=self.rl_step + 1, kl=terms.mean("kl"))
-        self.reference_state = (state,)
+                if not self.update(minibatch, terms):
+                    break
+            self.update_reference(terms.mean("kl"))
         self.rl_step += 1
         self.tokens += int(batch.attention_mask.sum())
         self.metrics = summarize(self.rollouts) | update_metrics(batch, terms, x) | self.performance(batch, clock)
+        self.metrics |= self.refill_metrics(trained) | self.schedule_metrics()
         self.trainer.should_stop = self.rl_step >= self.total_steps or self.out_of_time()
 
-    def roll_out(self, tasks: Sequence[Task]) -> list[Rollout]:
-        """The step's episodes, sampled from the policy as it is now."""
+    def experience(self, clock: Clock) -> tuple[list[Rollout], list[Rollout]]:
+        """All scored episodes of the step, and those to train on.
+
+        With `max_refills` these are the groups that the group filter accepts, of as many rounds of further prompts as it takes to
+        have batch.prompts of them (dynamic sampling, DAPO, Yu et al. 2025, section 3.2). Where it accepts none, it is all of them,
+        and the filter leaves nothing to train on.
+        """
+        x = self.x
+        sampled: list[Rollout] = []
+        accepted: list[Rollout] = []
+        for _ in range(1 + x.algorithm.max_refills):
+            missing = x.batch.prompts - len(accepted) // x.batch.group_size
+            if not missing:
+                break
+            tasks, self.stream = take(self.tasks, self.stream, missing, seed=x.seed)
+            with clock.part("generate"):
+                rollouts = self.roll_out(tasks, first=len(sampled) // x.batch.group_size)
+            with clock.part("reward"):
+                rollouts = score_rollouts(rollouts, x.reward)
+            sampled += rollouts
+            accepted += self.accepted(rollouts) if x.algorithm.max_refills else rollouts
+        return sampled, accepted or sampled
+
+    def accepted(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """The groups of which the group filter keeps something."""
+        given = quantities(assemble(rollouts, pad_token_id=self.policy.pad_token_id))
+        kept = {r.group for r, keep in zip(rollouts, call(self.x.algorithm.group_filter, given).tolist(), strict=True) if keep}
+        return [r for r in rollouts if r.group in kept]
+
+    def roll_out(self, tasks: Sequence[Task], *, first: int) -> list[Rollout]:
+        """Episodes sampled from the policy as it is now; `first` is the position of the first task in the step."""
         x = self.x
         return collect(
             self.policy,
@@ -83,60 +127,172 @@ class RLModule(L.LightningModule):
             group_size=x.batch.group_size,
             seed=x.seed,
             step=self.rl_step,
+            first=first,
             temperature=x.generation.temperature,
             max_new_tokens=x.generation.max_new_tokens,
         )
 
-    def with_logprobs(self, batch: Batch) -> Batch:
-        """Old and reference log-probs, where the update needs them.
+    def with_scores(self, batch: Batch) -> Batch:
+        """Old log-probs, entropies and values, and reference log-probs, where anything before or in the update needs them.
 
         With one epoch of one minibatch the old policy is the current one, so "old" is its detached value and costs nothing.
         """
-        x = self.x
-        if x.algorithm.epochs * x.algorithm.minibatches > 1:
-            with torch.no_grad():
-                batch = batch._replace(logprobs_old=self.score(self.model, batch))
-        if x.kl.active:
-            with self.reference.model(self.reference_state[0], self.model) as model, torch.no_grad():
-                batch = batch._replace(logprobs_ref=self.score(model, batch))
+        a, kl = self.x.algorithm, self.x.kl
+        before = (a.advantage, a.normalization, a.overlong, a.correction, a.token_filter)
+        asked = {name for part in before for name in inputs(part)} & {"logprobs_old", "entropy_old", "values"}
+        with torch.no_grad():
+            if a.epochs * a.minibatches > 1 or asked or kl.in_reward or a.critic.active:
+                old = self.score(self.model, batch, critic=self.critic if a.critic.active else None)
+                batch = batch._replace(logprobs_old=old.logprobs, entropy_old=old.entropy, values=old.values)
+            if kl.active:
+                with self.reference_model() as model:
+                    batch = batch._replace(logprobs_ref=self.score(model, batch).logprobs)
         return batch
 
-    def score(self, model: torch.nn.Module, batch: Batch) -> Tensor:
-        """Log-probs [B, T] of a batch, one micro-batch at a time."""
-        out = torch.zeros_like(batch.logprobs_sampler)
+    def score(self, model: torch.nn.Module, batch: Batch, *, critic: torch.nn.Module | None = None) -> Scores:
+        """Scores [B, T] of a batch, one micro-batch at a time."""
+        out: dict[str, Tensor] = {}
         for rows in micro_batches(batch, self.x.trainer.micro_batch_tokens):
             part = select(batch, rows)
-            logprobs = score(model, part.ids, part.response_mask, temperature=self.temperature).logprobs
-            out[rows, : part.ids.shape[1]] = logprobs.to(out.dtype)
-        return out
+            scores = score(model, part.ids, part.response_mask, temperature=self.temperature, critic=critic)
+            for name, value in scores._asdict().items():
+                if value is not None:
+                    whole = out.setdefault(name, torch.zeros_like(batch.logprobs_sampler))
+                    whole[rows, : part.ids.shape[1]] = value.to(whole.dtype)
+        nothing = torch.zeros_like(batch.logprobs_sampler)  # no row has a trained token
+        return Scores(**out) if out else Scores(nothing, nothing, None if critic is None else nothing)
 
-    def update(self, minibatch: Batch, terms: UpdateTerms) -> None:
-        """One optimiser step. Micro-batches only sum; weights of the minibatch are fixed before it is split."""
-        x = self.x
-        optimizer: Any = self.optimizers()
-        if not self.has_signal(minibatch):
+    def update(self, minibatch: Batch, terms: UpdateTerms) -> bool:
+        """One step of each optimiser; False ends the updates of this RL step. Micro-batches only sum: their weights are fixed before."""
+        x, critic = self.x, self.x.algorithm.critic
+        learns = not self.warming_up() and self.has_signal(minibatch)
+        if not learns and not critic.active:
             terms.skip("no_signal")
-            return
-        if "optimizer.lr" in x.schedule.paths:
-            for group in optimizer.param_groups:
-                group["lr"] = hyperparameters(x.optimizer)["lr"]
-        optimizer.zero_grad()
+            return True
+        self.zero_grad()
+        moved, tokens = 0.0, 0
         for rows in micro_batches(minibatch, x.trainer.micro_batch_tokens):
             part = select(minibatch, rows)
-            scores = score(self.model, part.ids, part.response_mask, temperature=self.temperature)
+            scores = score(
+                self.model,
+                part.ids,
+                part.response_mask,
+                temperature=self.temperature,
+                entropy_gradient=bool(x.algorithm.entropy_coef),
+                critic=self.critic if critic.active else None,
+                reference=self.exact_reference(part),
+            )
             loss, parts = surrogate(part, scores, x.algorithm, x.kl)
-            self.manual_backward(loss)
-            terms.add(part, loss, scores.logprobs, scores.entropy, parts)
-        norm = torch.nn.utils.clip_grad_norm_(self.trained_parameters(), x.trainer.max_grad_norm)
-        if torch.isfinite(norm):
+            total = loss if learns else loss.new_zeros(())
+            if critic.active:
+                value_loss, value_parts = value_surrogate(part, scores, critic)
+                total, parts = total + value_loss, parts | value_parts
+            if total.requires_grad:
+                self.manual_backward(total)
+            terms.add(part, loss, scores, parts)
+            count = int(part.response_mask.sum())
+            if part.logprobs_old is not None:
+                moved += count * float(approximate_kl(scores.logprobs.detach(), part.logprobs_old, part.response_mask))
+            tokens += count
+        limit = x.algorithm.target_kl
+        if limit is not None and moved > limit * tokens:
+            terms.skip("target_kl")
+            return False
+        if learns:
+            terms.stepped("policy", *self.step_optimizer(0, x.optimizer, self.trained_parameters()))
+        if critic.active:
+            terms.stepped("critic", *self.step_optimizer(1, critic.optimizer, self.critic.parameters()))
+        return True
+
+    def step_optimizer(self, index: int, configured: Any, parameters: Any) -> tuple[float, float]:
+        """Clips and steps one optimiser at the learning rate in force; its gradient norm and rate. No step where the norm is not finite."""
+        optimizers: Any = self.optimizers()
+        optimizer = optimizers[index] if isinstance(optimizers, list) else optimizers
+        rate = hyperparameters(configured).get("lr", optimizer.param_groups[0]["lr"])
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.x.trainer.max_grad_norm))
+        if norm < float("inf"):
             optimizer.step()
-            terms.stepped(float(norm), optimizer.param_groups[0]["lr"])
-        else:
-            terms.skip("nonfinite")
+        return norm, rate
 
     def has_signal(self, batch: Batch) -> bool:
-        """False where every term of the loss is constant: no advantage and no KL. Stepping would only replay old momentum."""
-        return self.x.kl.active or batch.advantages is None or bool(batch.advantages.any())
+        """False where every term of the policy's loss is constant. Stepping would only replay old momentum."""
+        a = self.x.algorithm
+        return self.x.kl.in_loss or bool(a.entropy_coef) or batch.advantages is None or bool(batch.advantages.any())
+
+    # ------------------------------------------------------------------------------- phases, reference and critic
+
+    def advance(self) -> str:
+        """What follows from a step's metrics: controllers move, and perhaps the next phase begins; then a line that says so."""
+        before = self.progress.phase
+        self.progress = advance(self.experiment, self.progress, self.metrics)
+        if self.progress.phase == before:
+            return ""
+        names = list(self.phases)
+        self.x = at(self.experiment, self.progress)
+        kept = self.enter_phase()
+        return f"phase {names[before]} → {names[self.progress.phase]} after step {self.rl_step}: {self.x.algorithm.name}; {kept}"
+
+    def enter_phase(self) -> str:
+        """Begins the phase that `progress` names: what it brings starts from the policy as it is now. What was kept, what was reset."""
+        name = list(self.phases)[self.progress.phase]
+        phase = self.experiment.schedule.phases.get(name)
+        owner = self.owner(name)
+        reset = ["controllers that it brings"]
+        if owner or (phase and "reference" in phase.reset):
+            if self.phases[name].needs_reference:
+                self.references[owner] = self.x.reference.init(self.model, step=self.progress.since)
+            reset.append("reference")
+        if phase and "optimizer" in phase.reset and self._trainer is not None:
+            for optimizer in self.trainer.optimizers:
+                optimizer.state.clear()
+            reset.append("optimizer moments")
+        needed = {self.owner(later) for later in list(self.phases)[self.progress.phase :]}
+        self.references = {key: state for key, state in self.references.items() if key in needed}
+        kept = [what for what in ("optimizer moments", "reference") if what not in reset]
+        return f"keeps {', '.join(['weights', 'prompt order', *kept])}; resets {', '.join(reset)}"
+
+    def owner(self, phase: str) -> str:
+        """Whose reference a phase uses: its own, or the run's ("")."""
+        phases = self.experiment.schedule.phases
+        return phase if phase in phases and phases[phase].reference is not None else ""
+
+    @property
+    def reference_key(self) -> str:
+        """The owner of the reference in use."""
+        return self.owner(list(self.phases)[self.progress.phase])
+
+    def reference_model(self) -> Any:
+        """Context manager: the reference in use, to score with."""
+        return self.x.reference.model(self.references.get(self.reference_key), self.model)
+
+    def update_reference(self, kl: float) -> None:
+        """Moves the reference in use, after the updates of a step."""
+        if self.reference_key in self.references:
+            state = self.references[self.reference_key]
+            self.references[self.reference_key] = self.x.reference.update(state, self.model, step=self.rl_step + 1, kl=kl)
+
+    def exact_reference(self, batch: Batch) -> tuple[Tensor, torch.nn.Module] | None:
+        """Hidden states and head of the reference, where the KL is exact over the vocabulary."""
+        if not self.x.kl.active or "full_kl" not in inputs(self.x.kl.estimator):  # type: ignore[arg-type]
+            return None
+        with self.reference_model() as model, torch.no_grad():
+            return states(model, batch.ids, batch.response_mask), trunk_and_head(model)[1]
+
+    def make_critic(self) -> torch.nn.Module | None:
+        """The critic of the first phase that has one; it is built at the start, whenever it begins to learn."""
+        active = [x.algorithm.critic for x in self.phases.values() if x.algorithm.critic.active]
+        if not active:
+            return None
+        with torch.random.fork_rng(devices=[]):  # its random start changes nobody else's numbers
+            torch.manual_seed(self.experiment.seed)
+            return make_critic(self.model, model=active[0].model, trunk_gradient=active[0].trunk_gradient)
+
+    def warming_up(self) -> bool:
+        """Whether the critic learns alone, in the first steps of its phase."""
+        critic = self.x.algorithm.critic
+        return critic.active and self.rl_step - self.progress.since < critic.warmup
 
     @property
     def total_steps(self) -> int:
@@ -171,55 +327,50 @@ class RLModule(L.LightningModule):
             "perf/peak_mem_gb": peak_memory(self.device),
         }
 
+    def refill_metrics(self, trained: list[Rollout]) -> dict[str, float]:
+        """batch/rollouts: trained on. group/sampled: prompts of the step; group/acceptance_rate: the share of them that was trained on."""
+        sampled = len(self.rollouts) // self.x.batch.group_size
+        rate = len({r.group for r in trained}) / sampled
+        return {"batch/rollouts": len(trained), "group/sampled": sampled, "group/acceptance_rate": rate}
+
+    def schedule_metrics(self) -> dict[str, Any]:
+        """schedule/PATH: every scheduled number as it was in this step; schedule/phase: which phase, from 0."""
+        numbers = {f"schedule/{path}": value for path, value in values(self.experiment, self.progress).items()}
+        return numbers | ({"schedule/phase": self.progress.phase} if len(self.phases) > 1 else {})
+
     # ------------------------------------------------------------------------------------------------ Lightning
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.experiment.optimizer(self.trained_parameters())
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        optimizers = [self.experiment.optimizer(self.trained_parameters())]
+        if self.critic is not None:
+            critic = next(x.algorithm.critic for x in self.phases.values() if x.algorithm.critic.active)
+            optimizers.append(critic.optimizer(self.critic.parameters()))  # type: ignore[misc]
+        return optimizers
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        trained = {f"model.{name}" for name, p in self.model.named_parameters() if p.requires_grad}
-        if len(trained) < sum(1 for _ in self.model.parameters()):  # LoRA: the base comes from model.path
-            checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in trained}
+        frozen = {f"model.{name}" for name, p in self.model.named_parameters() if not p.requires_grad}
+        if frozen:  # LoRA: the base comes from model.path
+            trained = {f"model.{name}" for name, p in self.model.named_parameters() if p.requires_grad}
+            checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in trained or not k.startswith("model.")}
         checkpoint["rlkit"] = {
             "rl_step": self.rl_step,
+            "progress": self.progress._asdict(),
             "tokens": self.tokens,
             "stream": list(self.stream),
-            "reference": self.reference.save(self.reference_state[0]),
+            "references": {owner: self.reference_of(owner).save(state) for owner, state in self.references.items()},
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["rlkit"]
         self.rl_step, self.tokens, self.stream = state["rl_step"], state["tokens"], StreamState(*state["stream"])
-        self.reference_state = (self.reference.load(self.reference_state[0], self.model, state.get("reference", {})),)
+        self.progress = Progress(**state["progress"])
+        self.x = at(self.experiment, self.progress)
+        self.enter_phase()
+        saved = state["references"]
+        self.references = {
+            owner: self.reference_of(owner).load(kept, self.model, saved.get(owner, {})) for owner, kept in self.references.items()
+        }
 
-
-class Clock:
-    """Seconds of the named parts of a step."""
-
-    def __init__(self) -> None:
-        self.started = time.perf_counter()
-        self.parts: dict[str, float] = {}
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Measures a block, device work included."""
-        begun = time.perf_counter()
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.parts[name] = time.perf_counter() - begun
-
-    def total(self) -> float:
-        """Seconds since the step began."""
-        return time.perf_counter() - self.started
-
-
-def peak_memory(device: torch.device) -> float:
-    """Peak memory in GiB: of the device on CUDA, of the process elsewhere."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource
-    import sys
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**30 if sys.platform == "darwin" else 2**20)
+    def reference_of(self, owner: str) -> Any:
+        """The reference functions of an owner."""
+        return self.phases[owner].reference if owner else self.experiment.reference

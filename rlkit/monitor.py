@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import inspect
+import math
+import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlkit.functional import approximate_kl, clip_fractions, correlation, effective_sample_size, k1, k3, ratio_statistics
+from rlkit.functional import (
+    approximate_kl,
+    clip_fractions,
+    correlation,
+    effective_sample_size,
+    explained_variance,
+    k1,
+    k3,
+    ratio_statistics,
+)
 from rlkit.settings import Experiment
-from rlkit.types import Batch
+from rlkit.types import Batch, Scores
 
 NAN = float("nan")
 
@@ -22,26 +34,31 @@ class UpdateTerms:
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[Tensor]] = defaultdict(list)
-        self.loss, self.norms, self.lr = 0.0, [], NAN  # type: ignore[var-annotated]
+        self.loss = 0.0
+        self.norms: dict[str, list[float]] = {"policy": [], "critic": []}
+        self.rates = {"policy": NAN, "critic": NAN}
         self.first_ratio: Tensor | None = None
-        self.skipped = {"no_signal": 0, "nonfinite": 0}
+        self.skipped = {"no_signal": 0, "nonfinite": 0, "target_kl": 0}
 
-    def add(self, batch: Batch, loss: Tensor, logprobs: Tensor, entropy: Tensor, parts: dict[str, Tensor]) -> None:
-        """The terms of one micro-batch."""
-        old = logprobs if batch.logprobs_old is None else batch.logprobs_old
-        terms = parts | {"logprobs": logprobs, "logprobs_old": old, "entropy": entropy, "advantages": batch.advantages}
-        terms |= {"logprobs_sampler": batch.logprobs_sampler, "logprobs_ref": batch.logprobs_ref}
+    def add(self, batch: Batch, loss: Tensor, scores: Scores, parts: dict[str, Tensor]) -> None:
+        """The terms of one micro-batch; `loss` is the policy's."""
+        old = scores.logprobs if batch.logprobs_old is None else batch.logprobs_old
+        terms = parts | {"logprobs": scores.logprobs, "logprobs_old": old, "entropy": scores.entropy, "advantages": batch.advantages}
+        terms |= {"logprobs_sampler": batch.logprobs_sampler, "logprobs_ref": batch.logprobs_ref, "returns": batch.returns}
         for name, term in terms.items():
             if term is not None:
                 self.tokens[name].append(term.detach()[batch.response_mask].float())
         self.loss += float(loss.detach())
 
-    def stepped(self, norm: float, lr: float) -> None:
-        """An optimiser step was taken."""
+    def stepped(self, who: str, norm: float, lr: float) -> None:
+        """An optimiser step of the policy or the critic was taken, or left out where the norm is not finite."""
         if self.first_ratio is None and self.tokens["ratio"]:
             self.first_ratio = torch.cat(self.tokens["ratio"])
-        self.norms.append(norm)
-        self.lr = lr
+        self.rates[who] = lr
+        if math.isfinite(norm):
+            self.norms[who].append(norm)
+        else:
+            self.skip("nonfinite")
 
     def skip(self, why: str) -> None:
         """An optimiser step was not taken."""
@@ -65,12 +82,17 @@ def update_metrics(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> 
     ratio/*           policy over old policy; first_mean must be 1 (the first minibatch is on-policy)
     clip/*            share of tokens beyond each bound and held by the clip
     kl/ref, ref_k3    to the reference, k1 and k3, nats per token; kl/old: moved within the step
+    kl/estimate       mean of the estimator that `kl` names; nonzero_frac: share of tokens on which it is not 0
     mismatch/*        trainer against sampler on the same tokens
     adv/*             advantages of trained tokens
-    optim/*           gradient norm before clipping, learning rate, updates taken and skipped
+    scale/*           factor on the policy loss (off-policy correction × token filter): mean, share of tokens at 0
+    value/*           the critic: loss, mean, mean return, 1 - Var(return - value) / Var(return) before the update
+    optim/*           gradient norms before clipping, learning rates, updates taken and skipped, updates ended by target_kl
     """
     values = {"loss/total": terms.loss, "loss/policy": terms.mean("policy_loss"), "policy/entropy": terms.mean("entropy")}
-    return values | _ratios(terms, experiment) | _divergences(terms, experiment) | _advantages(batch) | _optimizer(terms)
+    values["policy/entropy_coef"] = experiment.algorithm.entropy_coef  # type: ignore[assignment]  (a number in an experiment of a step)
+    values |= _ratios(terms, experiment) | _divergences(batch, terms, experiment) | _advantages(batch)
+    return values | _scale(batch) | _critic(batch, terms) | _optimizer(terms)
 
 
 def _ratios(terms: UpdateTerms, experiment: Experiment) -> dict[str, float]:
@@ -89,18 +111,23 @@ def _ratios(terms: UpdateTerms, experiment: Experiment) -> dict[str, float]:
     return out
 
 
-def _divergences(terms: UpdateTerms, experiment: Experiment) -> dict[str, float]:
+def _divergences(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> dict[str, float]:
     names = ("kl/ref", "kl/ref_k3", "kl/old", "mismatch/kl", "mismatch/logp_abs_mean", "mismatch/logp_abs_max")
     out = dict.fromkeys((*names, "mismatch/ratio_max", "mismatch/ess", "mismatch/pearson"), NAN)
-    out["kl/coef"] = experiment.kl.coef
-    logprobs, old, sampler = terms.get("logprobs"), terms.get("logprobs_old"), terms.get("logprobs_sampler")
-    if logprobs is None or old is None or sampler is None:
+    out["kl/coef"] = experiment.kl.coef  # type: ignore[assignment]  (a number in an experiment of a step)
+    out["kl/estimate"], out["kl/nonzero_frac"] = terms.mean("kl"), NAN
+    if (estimates := terms.get("kl")) is not None:
+        out["kl/nonzero_frac"] = float((estimates != 0).float().mean())
+    logprobs = terms.get("logprobs")
+    if logprobs is not None:
+        before = terms.get("logprobs_old")
+        out["kl/old"] = float(approximate_kl(logprobs, before, torch.ones_like(logprobs, dtype=torch.bool)))  # type: ignore[arg-type]
+    old, sampler, reference = (_before(batch, terms, f"logprobs_{who}") for who in ("old", "sampler", "ref"))
+    if old is None or sampler is None or not len(old):
         return out
-    mask = torch.ones_like(logprobs, dtype=torch.bool)
-    reference = terms.get("logprobs_ref")
+    mask = torch.ones_like(old, dtype=torch.bool)
     if reference is not None:
         out["kl/ref"], out["kl/ref_k3"] = float(k1(old, reference).mean()), float(k3(old, reference).mean())
-    out["kl/old"] = float(approximate_kl(logprobs, old, mask))
     gap = (old - sampler).abs()
     out["mismatch/kl"] = float(approximate_kl(old, sampler, mask))
     out["mismatch/logp_abs_mean"], out["mismatch/logp_abs_max"] = float(gap.mean()), float(gap.max())
@@ -108,6 +135,14 @@ def _divergences(terms: UpdateTerms, experiment: Experiment) -> dict[str, float]
     out["mismatch/ess"] = float(effective_sample_size(old, sampler, mask))
     out["mismatch/pearson"] = float(correlation(old.exp(), sampler.exp(), mask))
     return out
+
+
+def _before(batch: Batch, terms: UpdateTerms, name: str) -> Tensor | None:
+    """Log-probs of the trained tokens before the update: of the whole batch, or gathered on the way where there was no pass before."""
+    if batch.logprobs_old is None:
+        return terms.get(name)
+    values = getattr(batch, name)
+    return None if values is None else values[batch.response_mask].float()
 
 
 def _advantages(batch: Batch) -> dict[str, float]:
@@ -125,13 +160,32 @@ def _advantages(batch: Batch) -> dict[str, float]:
     }
 
 
+def _scale(batch: Batch) -> dict[str, float]:
+    if batch.scale is None or not batch.response_mask.any():
+        return {"scale/mean": NAN, "scale/zero_frac": NAN}
+    values = batch.scale[batch.response_mask].float()
+    return {"scale/mean": float(values.mean()), "scale/zero_frac": float((values == 0).float().mean())}
+
+
+def _critic(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
+    out = {"value/loss": terms.mean("value_loss"), "value/mean": terms.mean("values"), "value/return_mean": terms.mean("returns")}
+    if batch.values is None or batch.returns is None:
+        return out | {"value/explained_variance": NAN}
+    return out | {"value/explained_variance": float(explained_variance(batch.values, batch.returns, batch.response_mask))}
+
+
 def _optimizer(terms: UpdateTerms) -> dict[str, float]:
+    norms = {who: sum(values) / len(values) if values else NAN for who, values in terms.norms.items()}
     return {
-        "optim/grad_norm": sum(terms.norms) / len(terms.norms) if terms.norms else NAN,
-        "optim/lr": terms.lr,
-        "optim/updates": len(terms.norms),
+        "optim/grad_norm": norms["policy"],
+        "optim/lr": terms.rates["policy"],
+        "optim/updates": len(terms.norms["policy"]),
+        "optim/critic_grad_norm": norms["critic"],
+        "optim/critic_lr": terms.rates["critic"],
+        "optim/critic_updates": len(terms.norms["critic"]),
         "optim/skipped_nonfinite": terms.skipped["nonfinite"],
         "optim/skipped_no_signal": terms.skipped["no_signal"],
+        "optim/ended_by_target_kl": terms.skipped["target_kl"],
     }
 
 
@@ -139,3 +193,35 @@ def hyperparameters(function: Callable[..., Any]) -> dict[str, Any]:
     """The keyword-only parameters of a part and their values."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+
+
+class Clock:
+    """Seconds of the named parts of a step."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.parts = {"generate": 0.0, "reward": 0.0}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Measures a block, device work included; blocks of one name add up."""
+        begun = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - begun
+
+    def total(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self.started
+
+
+def peak_memory(device: torch.device) -> float:
+    """Peak memory in GiB: of the device on CUDA, of the process elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)

@@ -58,9 +58,7 @@ from rlkit.callbacks.files import write_json
 from rlkit.environments import single_turn
 from rlkit.errors import DataError
 from rlkit.generation import generate as sample
-from rlkit.models.critic import make_critic
-from rlkit.models.load import make_policy
-from rlkit.models.score import score
+from rlkit.models import make_critic, make_policy, score
 from rlkit.rewards import Reward, Term, weighted_sum
 from rlkit.rewards import score as score_rollouts
 from rlkit.rollouts import assemble, collect
@@ -498,15 +496,27 @@ def create_grpo_config(
 
 
 def create_dapo_config(
-    *, clip_range: float = 0.2, clip_high: float = 0.28, kl_coef: float = 0.0, normalize_advantages: bool = True, **numbers: Any
+    *,
+    clip_range: float = 0.2,
+    clip_high: float = 0.28,
+    kl_coef: float = 0.0,
+    overlong_limit: int | None = None,
+    normalize_advantages: bool = True,
+    **numbers: Any,
 ) -> TrainingConfig:
     """DAPO of Yu et al. 2025, arXiv:2503.14476: two clip widths, a token mean, prompts with equal rewards left out, no KL.
 
-    Its refill of such prompts and its overlong penalty are parts of `rlkit train`. The notebooks' DAPO is `create_pairwise_config`.
+    The notebooks' DAPO is `create_pairwise_config`. Further prompts in place of those left out are a part of `rlkit train`.
+
+    Args:
+      clip_range, clip_high: widths below and above 1. kl_coef: ≥ 0. overlong_limit: tokens of a rollout from which its reward is lower
+        by 1, over the last fifth gradually; None: no penalty. normalize_advantages, numbers: as in `create_grpo_config`.
     """
     scale = F.normalize_group if normalize_advantages else F.no_normalization
     loss = partial(F.clipped, clip_low=clip_range, clip_high=clip_high)
-    parts = {"policy_loss": loss, "normalization": scale, "aggregation": F.token_mean, "group_filter": F.mixed_groups}
+    parts: dict[str, Any] = {"policy_loss": loss, "normalization": scale, "aggregation": F.token_mean, "group_filter": F.mixed_groups}
+    if overlong_limit is not None:
+        parts["overlong"] = partial(F.soft_penalty, limit=overlong_limit)
     return TrainingConfig(_algorithm("dapo", **parts), _kl("k3", F.k3, kl_coef), **numbers)
 
 
@@ -514,12 +524,12 @@ def create_pairwise_config(*, beta: float = 0.1, kl_coef: float = 0.1, length_no
     """The preference loss over pairs of a prompt, as an advantage with its gradient. The notebooks call it DAPO.
 
     Args:
-      beta: > 0, per nat. kl_coef: ≥ 0, here per nat of a whole sequence. length_normalise: means of log-probs instead of sums.
-      numbers: the other fields of TrainingConfig.
+      beta: > 0, per nat. kl_coef: ≥ 0; the mean KL of a sequence is taken off its reward. length_normalise: means of log-probs
+        instead of sums. numbers: the other fields of TrainingConfig.
     """
     advantage = partial(F.pairwise, beta=beta, length_normalise=length_normalise)
     parts = {"advantage": advantage, "policy_loss": F.reinforce, "aggregation": partial(F.sequence_sum, constant=1.0)}
-    return TrainingConfig(_algorithm("pairwise", **parts), _kl("k3", F.k3, kl_coef), **numbers)
+    return TrainingConfig(_algorithm("pairwise", **parts), _kl("k1", F.k1, kl_coef, "reward_sequence"), **numbers)
 
 
 def create_ppo_config(
@@ -534,7 +544,7 @@ def create_ppo_config(
     epochs: int = 4,
     **numbers: Any,
 ) -> TrainingConfig:
-    """PPO: GAE over steps with a value head on the policy's trunk, a clipped ratio, k1 in the reward.
+    """PPO: GAE over steps with a value head on the policy's trunk, a clipped ratio, the mean KL of a sequence in its reward.
 
     Args:
       clip_range: 0 < clip_range ≤ 1. kl_coef: ≥ 0. value_loss_coef: weight of the value loss. value_clip_range: > 0; None: no clipping.
@@ -551,7 +561,7 @@ def create_ppo_config(
         critic=Critic("head", value_loss, coef=value_loss_coef),
         epochs=epochs,
     )
-    return TrainingConfig(algorithm, _kl("k1", F.k1, kl_coef, "reward"), **{"learning_rate": 1e-5, "group_size": 1} | numbers)
+    return TrainingConfig(algorithm, _kl("k1", F.k1, kl_coef, "reward_sequence"), **{"learning_rate": 1e-5, "group_size": 1} | numbers)
 
 
 CONFIGS: Mapping[str, Callable[..., TrainingConfig]] = {
@@ -761,6 +771,8 @@ def _hooked(
 ) -> TrainingConfig:
     """The config with the hooks in it; refuses what would silently do nothing."""
     algorithm, kl = config.algorithm, config.kl
+    if algorithm.target_kl is not None or algorithm.max_refills or algorithm.critic.warmup:
+        raise ValueError(f"'{algorithm.name}' has target_kl, max_refills or critic.warmup, which only `rlkit train` knows; leave them out")
     if kl_fn is not None:
         if not kl.coef:
             raise ValueError(f"kl_fn is given, and the coefficient of the KL in '{algorithm.name}' is 0; set kl_coef")

@@ -24,16 +24,17 @@ ADAPTER = "reference"  # name of the second adapter under LoRA
 
 def none() -> Reference:
     """No reference: nothing is kept, nothing is scored."""
-    return Reference(name="none", init=lambda policy: None, update=_keep, model=_no_model, save=_save_nothing, load=_load_nothing)
+    return Reference(name="none", init=lambda policy, **_: None, update=_keep, model=_no_model, save=_save_nothing, load=_load_nothing)
 
 
 def frozen() -> Reference:
-    """The policy as it was at the start, for the whole run.
+    """The policy as it was when this began: at the start of the run, or of the phase that brings it.
 
-    Under LoRA the state is empty: the start is the same model with its adapter off. Otherwise the state is a copy of the
-    weights, without gradient. It never moves, so it is made again from model.path on resume and not checkpointed.
+    At the start of the run: under LoRA the state is empty, since the start is the same model with its adapter off; otherwise it is a
+    copy of the weights, without gradient. Both are made again from model.path on resume and not checkpointed. Later than that the
+    state is that of a reference that could move (a second adapter under LoRA) and is checkpointed.
     """
-    return Reference(name="frozen", init=_freeze, update=_keep, model=_frozen_model, save=_save_nothing, load=_load_nothing)
+    return Reference(name="frozen", init=_freeze, update=_keep, model=_frozen_model, save=_save_frozen, load=_load_frozen)
 
 
 def ema(*, decay: float) -> Reference:
@@ -104,7 +105,7 @@ def _moving(name: str, update: Callable[..., Moving]) -> Reference:
     return Reference(name=name, init=_start, update=update, model=_moving_model, save=_save_moving, load=_load_moving)
 
 
-def _start(policy: nn.Module) -> Moving:
+def _start(policy: nn.Module, **_: Any) -> Moving:
     """The reference equal to the policy as it is now."""
     if hasattr(policy, "disable_adapter"):
         scored = _second_adapter(policy)
@@ -225,16 +226,31 @@ def _load_nothing(state: Any, policy: nn.Module, saved: Mapping[str, Any]) -> An
     return state
 
 
-def _freeze(policy: nn.Module) -> nn.Module | None:
+def _freeze(policy: nn.Module, *, step: int = 0) -> nn.Module | Moving | None:
+    if step > 0:
+        return _start(policy)
     if hasattr(policy, "disable_adapter"):
         return None
     return copy.deepcopy(policy).requires_grad_(False).eval()
 
 
+def _save_frozen(state: nn.Module | Moving | None) -> dict[str, Any]:
+    return {"frozen": _save_moving(state)} if isinstance(state, Moving) else {}
+
+
+def _load_frozen(state: nn.Module | Moving | None, policy: nn.Module, saved: Mapping[str, Any]) -> Any:
+    if "frozen" not in saved:  # it began with the run, or the run had another reference before
+        return state
+    return _load_moving(state if isinstance(state, Moving) else _start(policy), policy, saved["frozen"])
+
+
 @contextmanager
-def _frozen_model(state: nn.Module | None, policy: nn.Module) -> Iterator[nn.Module]:
+def _frozen_model(state: nn.Module | Moving | None, policy: nn.Module) -> Iterator[nn.Module]:
     with torch.no_grad():
-        if state is not None:
+        if isinstance(state, Moving):
+            with _moving_model(state, policy) as model:
+                yield model
+        elif state is not None:
             yield state
         else:
             with policy.disable_adapter():  # type: ignore[operator]

@@ -19,11 +19,16 @@ class BatchSize(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """How replies are sampled in training: always from the full distribution (no top-k, no top-p)."""
+    """How replies are sampled in training: always from the full distribution, so `top_p` and `top_k` take one value each.
+
+    They stand here to be refused with a reason, not to be missed.
+    """
 
     engine: Generate
     temperature: float = 1.0
     max_new_tokens: int = 256
+    top_p: float = 1.0
+    top_k: int = 0
 
 
 class Evaluation(NamedTuple):

@@ -108,6 +108,7 @@ def make_trainer(
     from rlkit.callbacks.checkpoints import AtomicCheckpointIO, load_checkpoint
     from rlkit.callbacks.evaluation import HeldOut
     from rlkit.callbacks.metrics import MetricsFile, cut_back, read_rows
+    from rlkit.callbacks.phases import Phases
 
     metrics = folder / "metrics.jsonl"
     path, step = None, 0
@@ -118,7 +119,8 @@ def make_trainer(
         results |= {row["step"]: earlier_result(row, len(held_out)) for row in read_rows(metrics) if "eval/accuracy" in row}
         print(f"resume: {path}, after step {step}", flush=True)
     logger = x.logger(folder, step) if x.logger is not None else None
-    callbacks = [HeldOut(held_out, metrics, results), MetricsFile(metrics), *(make(folder) for make in x.callbacks.values())]
+    rows = [HeldOut(held_out, metrics, results), MetricsFile(metrics), Phases(metrics)]
+    callbacks = [*rows, *(make(folder) for make in x.callbacks.values())]
     trainer = L.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=1,

@@ -343,7 +343,7 @@ class Reference(NamedTuple):
     """
 
     name: str
-    init: Callable[[torch.nn.Module], Any]
+    init: Callable[..., Any]  # (policy_model, *, step: RL steps done) → state
     update: Callable[..., Any]  # (state, policy_model, *, step: RL steps done, kl: the step's mean, maybe nan) → state
     model: Callable[[Any, torch.nn.Module], Any]
     save: Callable[[Any], dict[str, Any]]

@@ -19,7 +19,7 @@ from rlkit.functional.advantages import (
     turn_gae,
 )
 from rlkit.functional.aggregation import prompt_mean, sequence_mean, sequence_sum, token_mean
-from rlkit.functional.corrections import no_correction
+from rlkit.functional.corrections import no_correction, sequence_correction, token_correction
 from rlkit.functional.diagnostics import (
     approximate_kl,
     clip_fractions,
@@ -29,8 +29,8 @@ from rlkit.functional.diagnostics import (
     ratio_statistics,
 )
 from rlkit.functional.entropy import from_log_probs, from_logits
-from rlkit.functional.filters import every_token, keep_all, mixed_groups
-from rlkit.functional.kl import confident, forward, k1, k2, k3, reverse, truncated
+from rlkit.functional.filters import every_token, keep_all, mixed_groups, top_entropy
+from rlkit.functional.kl import confident, forward, full, k1, k2, k3, reverse, truncated
 from rlkit.functional.log_probs import chunked_log_probs, token_log_probs
 from rlkit.functional.masking import (
     episode_positions,
@@ -43,7 +43,7 @@ from rlkit.functional.masking import (
     to_episodes,
 )
 from rlkit.functional.normalization import no_normalization, normalize_batch, normalize_group, whiten
-from rlkit.functional.overlong import keep_overlong
+from rlkit.functional.overlong import keep_overlong, mask_truncated, soft_penalty
 from rlkit.functional.pairs import all_pairs, best_worst, pairwise, pairwise_loss
 from rlkit.functional.policy_losses import cispo, clipped, gmpo, reinforce, sapo
 from rlkit.functional.ratios import log_ratio, sequence_ratio, sequence_token_ratio, token_ratio
@@ -72,6 +72,7 @@ __all__ = [
     "from_episodes",
     "from_log_probs",
     "from_logits",
+    "full",
     "full_precision",
     "gae",
     "gmpo",
@@ -85,6 +86,7 @@ __all__ = [
     "leave_one_out",
     "length_weighted",
     "log_ratio",
+    "mask_truncated",
     "masked_mean",
     "max_rl",
     "mix",
@@ -105,15 +107,19 @@ __all__ = [
     "rollout_mean",
     "sapo",
     "segment_sum",
+    "sequence_correction",
     "sequence_mean",
     "sequence_ratio",
     "sequence_sum",
     "sequence_token_ratio",
+    "soft_penalty",
     "squared_error",
     "to_episodes",
+    "token_correction",
     "token_log_probs",
     "token_mean",
     "token_ratio",
+    "top_entropy",
     "truncated",
     "turn_gae",
     "whiten",

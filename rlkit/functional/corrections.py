@@ -1,13 +1,28 @@
 """Off-policy corrections between the engine that sampled and the trainer: a factor on each token's policy loss [B, T].
 
 Two implementations of one policy give slightly different log-probs, so the samples come from a policy that is not quite
-the old one. The factor is computed once over the whole update batch, without gradient.
+the old one. The factor is computed once over the whole update batch, without gradient; it is 1 under the mask.
+
+    function              ρ                                                  truncate       mask
+    token_correction      π_old / μ of each token                            min(ρ, cap)    ρ where ρ ≤ cap, else 0
+    sequence_correction   their product over all tokens of the rollout       min(ρ, cap)    ρ where ρ ≤ cap, else 0
+
+A token's factor leaves the bias of the tokens before it, a sequence's has none below the cap and a variance that grows with
+the length. Peers differ: TRL takes the sequence's by default and masks above 3; verl truncates at 2, from above alone, and can
+divide by the mean of the batch, which is not done here; the sequence mask of OpenRLHF keeps or drops and leaves the weight
+unbounded in between.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
+
+from rlkit.functional._arguments import require
+from rlkit.functional.masking import fill_masked, segment_sum
+from rlkit.functional.ratios import LOG_RATIO_BOUND, log_ratio, token_ratio
 
 
 def no_correction(response_mask: Tensor) -> Tensor:
@@ -24,3 +39,77 @@ def no_correction(response_mask: Tensor) -> Tensor:
     tensor([[1., 1.]])
     """
     return torch.ones(response_mask.shape, device=response_mask.device)
+
+
+def token_correction(
+    logprobs_old: Tensor,
+    logprobs_sampler: Tensor,
+    response_mask: Tensor,
+    *,
+    cap: float = 2.0,
+    mode: Literal["truncate", "mask"] = "truncate",
+) -> Tensor:
+    """Each token's own importance weight, bounded above.
+
+    ρ_t = exp(clamp(log π_old_t - log μ_t, -20, 20)); w_t = min(ρ_t, cap), or with mode=mask ρ_t where ρ_t ≤ cap, else 0
+
+    Args:
+      logprobs_old: [B, T] in nats, by the trainer, before the update. Anything, nan and inf included, under the mask.
+      logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
+      response_mask: [B, T] bool.
+      cap: > 0; inf bounds nothing.
+      mode: truncate bounds a weight above the cap, mask takes its token out of the policy loss.
+    Returns: [B, T] in 0 … cap, float32 or float64, a constant; 1 where both agree, and under the mask.
+    Raises: ValueError naming the cap or the mode.
+    Source: truncated importance sampling, Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+      Training", fengyao.notion.site/off-policy-rl; the bound itself: Ionides 2008, "Truncated importance sampling".
+
+    >>> old, sampler = torch.tensor([[0.5, 0.9]]).log(), torch.tensor([[0.25, 0.3]]).log()
+    >>> token_correction(old, sampler, torch.tensor([[True, True]]))
+    tensor([[2., 2.]])
+    >>> token_correction(old, sampler, torch.tensor([[True, True]]), cap=2.5, mode="mask")
+    tensor([[2., 0.]])
+    """
+    return _bounded(token_ratio(logprobs_old.detach(), logprobs_sampler, response_mask), response_mask, cap, mode)
+
+
+def sequence_correction(
+    logprobs_old: Tensor,
+    logprobs_sampler: Tensor,
+    response_mask: Tensor,
+    rollout_ids: Tensor,
+    *,
+    cap: float = 2.0,
+    mode: Literal["truncate", "mask"] = "truncate",
+) -> Tensor:
+    """The importance weight of the whole rollout, bounded above, on each of its tokens.
+
+    ρ_j = exp(clamp(Σ over the trained tokens of rollout j of (log π_old_t - log μ_t), -20, 20)); w as in `token_correction`
+
+    Args:
+      logprobs_old: [B, T] in nats, by the trainer, before the update. Anything, nan and inf included, under the mask.
+      logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
+      response_mask: [B, T] bool.
+      rollout_ids: [B] int64; all rows of a rollout must be there.
+      cap: > 0; inf bounds nothing.
+      mode: truncate bounds a weight above the cap, mask takes its rollout out of the policy loss.
+    Returns: [B, T] in 0 … cap, float32 or float64, a constant, equal at all trained tokens of a rollout; 1 under the mask.
+    Raises: ValueError naming the cap or the mode.
+    Source: Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch"; TRL's
+      default is mode=mask with a cap of 3.
+
+    >>> old, sampler = torch.tensor([[0.5, 0.9]]).log(), torch.tensor([[0.25, 0.6]]).log()
+    >>> sequence_correction(old, sampler, torch.tensor([[True, True]]), torch.tensor([0]), cap=4.0)
+    tensor([[3.0000, 3.0000]])
+    """
+    total = segment_sum(log_ratio(logprobs_old.detach(), logprobs_sampler, response_mask), rollout_ids)
+    ratio = total.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()[rollout_ids].unsqueeze(-1)
+    return _bounded(ratio.expand(response_mask.shape), response_mask, cap, mode)
+
+
+def _bounded(ratio: Tensor, response_mask: Tensor, cap: float, mode: str) -> Tensor:
+    """The ratio bounded above, or 0 where it is out of bounds; 1 under the mask."""
+    require(0 < cap, "cap", cap, "> 0")
+    require(mode in ("truncate", "mask"), "mode", mode, "truncate or mask")
+    within = ~(ratio > cap)  # so that nan stays visible
+    return fill_masked(fill_masked(ratio, within, cap if mode == "truncate" else 0.0), response_mask, 1.0)

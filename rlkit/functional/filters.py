@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlkit.functional._arguments import require
+from rlkit.functional.masking import full_precision
+
 
 def keep_all(rewards: Tensor) -> Tensor:
     """Every rollout is kept, also those that cannot be scored (their advantage is 0).
@@ -57,3 +60,32 @@ def every_token(response_mask: Tensor) -> Tensor:
     tensor([[ True, False]])
     """
     return response_mask
+
+
+def top_entropy(entropy_old: Tensor, response_mask: Tensor, *, fraction: float = 0.2) -> Tensor:
+    """The tokens at which the policy was least certain: only they train.
+
+    keep_t = H_t ≥ the (1 - fraction) quantile of H over all trained tokens of the update batch
+
+    That quantile is interpolated between two neighbours, so what is kept is the ⌊fraction · (n - 1)⌋ + 1 highest of n, and what
+    ties with the last of them. The loss is still a mean over all n tokens: the others are 0 in it, and keep their KL.
+
+    Args:
+      entropy_old: [B, T] in nats, before the update. Anything, nan and inf included, under the mask.
+      response_mask: [B, T] bool.
+      fraction: in (0, 1]; 1 keeps every token.
+    Returns: [B, T] bool, False under the mask; at least one True where anything is trained.
+    Raises: ValueError naming the fraction.
+    Source: Wang et al. 2025, "Beyond the 80/20 rule", section 5, arXiv:2506.01939; the quantile as in TRL, ≥ kept.
+
+    >>> top_entropy(torch.tensor([[0.1, 2.0, 0.3, 9.0]]), torch.tensor([[True, True, True, False]]))
+    tensor([[False,  True, False, False]])
+    """
+    require(0 < fraction <= 1, "fraction", fraction, "0 < fraction ≤ 1")
+    entropies = full_precision(entropy_old)
+    trained = entropies[response_mask]
+    if not trained.numel():
+        return response_mask
+    kept = int(round(fraction * (trained.numel() - 1), 6)) + 1  # rounded: 0.29 · 100 is 28.999…
+    threshold = trained.kthvalue(trained.numel() - kept + 1).values  # torch.quantile ends at 16 million
+    return response_mask & ~(entropies < threshold)  # so that nan stays visible

@@ -1,22 +1,31 @@
-"""Estimates of KL(π‖ref) per token, from log-probs of the tokens that π sampled.
+"""Estimates of KL(π‖ref) per token, from log-probs of the tokens that π sampled; `full` from the whole vocabulary.
 
-Every estimator is an expectation over tokens drawn from π, and a gradient through the estimate alone leaves out that
-the draw depends on π too. So the value and the gradient are two questions (on-policy, mean over tokens):
+Every estimator f is an expectation over tokens drawn from π, and a gradient through the estimate alone leaves out that
+the draw depends on π too. So the value and the gradient are separate questions, and the placement decides (on-policy; what
+is descended, per unit of the coefficient; q = log ref - log π):
 
-    estimator   expected value      its gradient in the loss         the gradient of ratio × estimator in the loss
-    k1          KL(π‖ref)           0                                ∇KL(π‖ref)
-    k2          ½ E[q²]             ∇KL(π‖ref)                       ∇ ½ E[q²]
-    k3          KL(π‖ref)           ∇KL(ref‖π)                       ∇KL(π‖ref)
-    forward     KL(π‖ref)           ∇KL(π‖ref), carries the ratio    -
-    reverse     KL(ref‖π)           ∇KL(ref‖π), carries the ratio    -
-    truncated   k3, |q| capped      ∇KL(ref‖π), tokens with |q| < c  -
-    confident   k3 where π_t > p    ∇KL(ref‖π), tokens with π_t > p  -
+    estimator  value V      loss                loss, importance_weight  reward
+    k1         KL(π‖ref)    0                   ∇KL(π‖ref)               ∇KL(π‖ref)
+    k2         ½ E[q²]      ∇KL(π‖ref)          ∇ ½ E[q²]                ∇ ½ E[q²] - ∇KL(π‖ref) = ½ E[q² ∇log π]
+    k3         KL(π‖ref)    ∇KL(ref‖π)          ∇KL(π‖ref)               ∇KL(π‖ref) - ∇KL(ref‖π)
+    forward    KL(π‖ref)    ∇KL(π‖ref)          refused: it carries it   ∇KL(π‖ref): its ratio is 1 there, it is k1
+    reverse    KL(ref‖π)    ∇KL(ref‖π)          refused: it carries it   E_ref[q ∇log π] = -∇ ½ E_ref[q²]
+    truncated  k3, |q| ≤ c  ∇KL(ref‖π), |q| < c ∇V                       ∇V - its gradient in the loss
+    confident  k3, π_t > p  ∇KL(ref‖π), π_t > p ∇V                       ∇V - its gradient in the loss
+    full       KL(π‖ref)    ∇KL(π‖ref)          ∇KL(π‖ref)               ∇KL(π‖ref) of what comes after; 0 for one token
 
-with q = log ref - log π. k1 is the natural one in the reward, where no gradient flows; in the loss it needs the ratio,
-and `forward` is k1 with it. The ratio is the token's own, π_t / old_t from `logprobs_old`, whatever level of ratio the
-policy loss takes; so `forward` and `reverse` also have the right value and gradient on samples of the old policy.
-Log-ratios are clamped to ±20, beyond which the gradient of the estimate is 0; within, nothing is biased. Nothing flows
-into the reference or the old policy. Estimators that need more than two log-probs (full) belong here too.
+In the loss each token answers for itself: the gradient is the expectation over the states that were visited, as if π did not
+decide which. In the reward each token answers for itself and all that come after it, so `reward` with k1 gives ∇KL(π‖ref) of
+whole rollouts, and to every row above comes the gradient of V of the tokens after, through the states they are drawn in.
+`reward_sequence` has f / |y| in place of f, a rollout's mean for its sum. `in_baseline` has the gradient of `reward` where what is
+subtracted knows nothing of the rollout (`leave_one_out`), and no such fact where a group is divided by its deviation.
+So k1 (or forward) belongs into the reward. Near the reference k2, k3, truncated and confident in the reward pull with second
+order in q, which is not at all, and reverse pushes away; full in the reward is the part that full in the loss leaves out.
+
+The ratio is the token's own, π_t / old_t from `logprobs_old`, whatever level of ratio the policy loss takes; so `forward`,
+`reverse` and whatever has importance_weight also have the right value and gradient on samples of the old policy, state by
+state; `full` has them without. Log-ratios of tokens are clamped to ±20, beyond which the gradient of the estimate is 0;
+within, nothing is biased. Nothing flows into the reference or the old policy.
 
 Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
 """
@@ -183,6 +192,25 @@ def confident(logprobs: Tensor, logprobs_ref: Tensor, *, probability: float = 0.
     require(0 <= probability < 1, "probability", probability, "0 ≤ probability < 1")
     likely = ~(full_precision(logprobs.detach()).exp() <= probability)  # so that nan stays visible
     return fill_masked(k3(logprobs, logprobs_ref), likely, 0.0)
+
+
+def full(full_kl: Tensor) -> Tensor:
+    """The divergence itself, exact over the vocabulary at each sampled token's state: no noise from the token that was drawn.
+
+    full_t = Σ_v π(v) (log π(v) - log ref(v))
+
+    Value: KL(π‖ref) at the states that were visited, and ∇KL(π‖ref) there in the loss; no ratio wanted. It costs the reference's
+    head at every step of the update, and no more memory than a chunk of logits.
+
+    Args:
+      full_kl: [B, T] in nats, of `chunked_log_probs` with a reference; in the loss it carries the gradient.
+    Returns: [B, T] in nats, the same; ≥ 0 up to rounding.
+    Source: the definition of Kullback and Leibler 1951; as a penalty in the loss, Tang and Munos 2025, arXiv:2506.09477.
+
+    >>> full(torch.tensor([[0.25]]))
+    tensor([[0.2500]])
+    """
+    return full_kl
 
 
 def _log_ratio(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rlkit.functional._arguments import require
 from rlkit.functional.entropy import from_log_probs
-from rlkit.functional.masking import full_precision
+from rlkit.functional.masking import fill_masked, full_precision
 
 
 def token_log_probs(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -46,8 +46,11 @@ def chunked_log_probs(
     temperature: float = 1.0,
     chunk_size: int,
     entropy_gradient: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of tokens from hidden states, `chunk_size` tokens at a time.
+    reference: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None,
+) -> tuple[Tensor, ...]:
+    """Log-probs and entropies of tokens from hidden states, `chunk_size` tokens at a time; with a reference the exact KL too.
+
+    KL_m = Σ_v π_v (log π_v - log ref_v), over the whole vocabulary, both at the same temperature
 
     Equal to `token_log_probs(lm_head(hidden), ids)` and `entropy.from_logits(lm_head(hidden) / temperature)`. With
     gradient enabled each chunk is checkpointed: the backward pass applies the head again instead of keeping its logits,
@@ -60,7 +63,10 @@ def chunked_log_probs(
       temperature: > 0 and finite, the sampler's own.
       chunk_size: ≥ 1, tokens a chunk; a matter of memory alone.
       entropy_gradient: True lets the entropy carry the gradient, for an entropy bonus.
-    Returns: log-probs [M] and entropies [M], in nats, float32 or float64.
+      reference: hidden states [M, H'] of the reference at the same tokens, and its head over the same vocabulary; constants.
+    Returns: log-probs [M], entropies [M] and, with a reference, KL(π‖ref) [M]; in nats, float32 or float64. The KL is ≥ 0 up to
+      rounding, its gradient that of the policy alone; inf where the reference excludes (-inf) what the policy may sample, and a
+      token that the policy excludes adds nothing.
     Raises: ValueError naming the argument that is out of range.
     Source: gradient checkpointing, Chen et al. 2016, arXiv:1604.06174.
 
@@ -70,24 +76,46 @@ def chunked_log_probs(
     ([0.25, 0.25, 0.25], [4.0, 4.0, 4.0])
     """
     require(chunk_size >= 1, "chunk_size", chunk_size, "≥ 1")
-    score = partial(_score, lm_head=lm_head, temperature=temperature, entropy_gradient=entropy_gradient)
+    columns, head_ref = [hidden, ids], None
+    if reference is not None:
+        require(len(reference[0]) == len(hidden), "len(hidden of the reference)", len(reference[0]), f"{len(hidden)}, one a token")
+        columns, head_ref = [hidden, ids, reference[0].detach()], reference[1]
+    score = partial(_score, lm_head=lm_head, head_ref=head_ref, temperature=temperature, entropy_gradient=entropy_gradient)
     if torch.is_grad_enabled():
         score = partial(checkpoint, score, use_reentrant=False)
-    pieces = zip(hidden.split(chunk_size), ids.split(chunk_size), strict=True)
-    logprobs, entropy = zip(*[score(h, i) for h, i in pieces], strict=True)
-    return torch.cat(logprobs), torch.cat(entropy)
+    pieces = zip(*[column.split(chunk_size) for column in columns], strict=True)
+    return tuple(torch.cat(parts) for parts in zip(*[score(*piece) for piece in pieces], strict=True))
 
 
 def _score(
-    hidden: Tensor, ids: Tensor, *, lm_head: Callable[[Tensor], Tensor], temperature: float, entropy_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of one chunk; log-probs first, since a recomputation ends with the last tensor needed."""
+    hidden: Tensor,
+    ids: Tensor,
+    hidden_ref: Tensor | None = None,
+    *,
+    lm_head: Callable[[Tensor], Tensor],
+    head_ref: Callable[[Tensor], Tensor] | None,
+    temperature: float,
+    entropy_gradient: bool,
+) -> tuple[Tensor, ...]:
+    """One chunk. The entropy is computed last, since a recomputation ends with the last tensor needed."""
     logits = _tempered(lm_head(hidden), temperature)
     normaliser = logits.logsumexp(-1)  # [m], the only one
     logprobs = _select(logits, ids) - normaliser
+    divergence: tuple[Tensor, ...] = ()
+    if hidden_ref is not None and head_ref is not None:
+        with torch.no_grad():
+            logits_ref = _tempered(head_ref(hidden_ref), temperature)
+            logits_ref = logits_ref - logits_ref.logsumexp(-1, keepdim=True)
+        divergence = (_divergence(logits - normaliser.unsqueeze(-1), logits_ref),)
     with torch.set_grad_enabled(entropy_gradient):
         entropy = from_log_probs(logits - normaliser.unsqueeze(-1))
-    return logprobs, entropy
+    return logprobs, entropy, *divergence
+
+
+def _divergence(logp: Tensor, logp_ref: Tensor) -> Tensor:
+    """KL(π‖ref) of each row: [m, V], [m, V] → [m]; what π excludes adds 0, whatever the reference says."""
+    probabilities = logp.exp()
+    return (probabilities * fill_masked(logp - logp_ref, probabilities > 0, 0.0)).sum(-1)
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:

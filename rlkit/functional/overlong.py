@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlkit.functional._arguments import require
+
 
 def keep_overlong(rewards: Tensor) -> tuple[Tensor, Tensor]:
     """Length changes nothing: every rollout is trained on, with the reward that it got.
@@ -18,3 +20,45 @@ def keep_overlong(rewards: Tensor) -> tuple[Tensor, Tensor]:
     (tensor([1.]), tensor([True]))
     """
     return rewards, torch.ones_like(rewards, dtype=torch.bool)
+
+
+def soft_penalty(rewards: Tensor, lengths: Tensor, *, limit: float, buffer: float = 0.2) -> tuple[Tensor, Tensor]:
+    """The reward falls with the length, over the last part of what is allowed.
+
+    R'_i = R_i + clamp((L - b - |y_i|) / b, -1, 0), L = limit, b = buffer · limit: 0 up to L - b tokens, -1 from L on
+
+    Args:
+      rewards: [N], nan where it cannot be scored.
+      lengths: [N] sampled tokens of a rollout, all of its replies together.
+      limit: > 0, in tokens, from which the whole penalty is taken off.
+      buffer: in (0, 1], the share of the limit over which it grows; the paper: 4096 of 20480.
+    Returns: rewards [N], lower by 0 … 1, nan where they were; and all True [N].
+    Raises: ValueError naming the limit or the buffer.
+    Source: soft overlong punishment, DAPO, Yu et al. 2025, section 3.4, eq. 13, arXiv:2503.14476, of one reply. Where a rollout has
+      several, `limit` is of their sum.
+
+    >>> soft_penalty(torch.ones(4), torch.tensor([80, 90, 100, 500]), limit=100)[0]
+    tensor([1.0000, 0.5000, 0.0000, 0.0000])
+    """
+    require(0 < limit < float("inf"), "limit", limit, "> 0 and finite")
+    require(0 < buffer <= 1, "buffer", buffer, "0 < buffer ≤ 1")
+    start, width = (1 - buffer) * limit, buffer * limit
+    penalty = ((start - lengths.to(rewards.dtype)) / width).clamp(-1.0, 0.0)
+    return rewards + penalty, torch.ones_like(rewards, dtype=torch.bool)
+
+
+def mask_truncated(rewards: Tensor, truncated: Tensor) -> tuple[Tensor, Tensor]:
+    """Rollouts that were cut off are not trained on: their reward says nothing of what they would have come to.
+
+    trained_i = not truncated_i; the rewards stay, and count in the baseline of their group.
+
+    Args:
+      rewards: [N], nan where it cannot be scored.
+      truncated: [N] bool, cut off by a limit instead of ended.
+    Returns: the same rewards [N], and [N] bool.
+    Source: overlong filtering, DAPO, Yu et al. 2025, section 3.4, arXiv:2503.14476; in TRL `mask_truncated_completions`.
+
+    >>> mask_truncated(torch.tensor([1.0, 0.0]), torch.tensor([False, True]))
+    (tensor([1., 0.]), tensor([ True, False]))
+    """
+    return rewards, ~truncated

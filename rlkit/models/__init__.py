@@ -1,12 +1,16 @@
 """Policies: loading them, talking to them in token ids, and scoring tokens under them."""
 
 from rlkit.models.chat import Codec, check_template, continuation, decode, encode_prompt, encode_text, make_codec
+from rlkit.models.critic import HeadCritic, SeparateCritic, ValueHead, make_critic
 from rlkit.models.load import LoRA, load_policy, make_policy
 from rlkit.models.score import score
 
 __all__ = [
     "Codec",
+    "HeadCritic",
     "LoRA",
+    "SeparateCritic",
+    "ValueHead",
     "check_template",
     "continuation",
     "decode",
@@ -14,6 +18,7 @@ __all__ = [
     "encode_text",
     "load_policy",
     "make_codec",
+    "make_critic",
     "make_policy",
     "score",
 ]

@@ -50,7 +50,7 @@ def score(
       temperature: > 0, the one that was sampled with.
       entropy_gradient: lets the entropy carry the gradient.
       critic: of `rlkit.models.critic`; gives `values`.
-      reference: hidden states [M, H] and head of the reference, as `reference_states` gives them; gives `full_kl`.
+      reference: `states` of the reference on the same rows [M, H], taken without gradient, and its head; gives `full_kl`.
     Returns: everything [B, T] in nats, or in units of reward for values; 0 outside the mask.
     """
     _, head = trunk_and_head(model)
@@ -63,6 +63,7 @@ def score(
         temperature=temperature,
         chunk_size=max(1, CHUNK_LOGITS // sum(sizes)),
         entropy_gradient=entropy_gradient,
+        reference=reference,
     )
     values = None if critic is None else critic(hidden, ids, response_mask)
 

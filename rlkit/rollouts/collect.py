@@ -30,6 +30,7 @@ def collect(
     group_size: int = 1,
     seed: int = 0,
     step: int = 0,
+    first: int = 0,
     **settings: Any,
 ) -> list[Rollout]:
     """Runs `group_size` independent episodes per task; all episodes that wait are generated as one batch.
@@ -42,13 +43,14 @@ def collect(
       group_size: samples per task, > 0.
       seed, step: of the run and of the RL step. With the position of the task and the sample they are all the randomness
         there is (rlkit.functional.mix), so the same call gives the same rollouts in any batch, on any rank.
+      first: position of the first task, where these are further prompts of the same step.
       settings: for the engine (temperature, max_new_tokens, …).
     Returns: unscored rollouts, task by task, samples of a task side by side.
     """
-    first = [open_episode(policy, task, environment_of(environment, task), group=i) for i, task in enumerate(tasks)]
+    opened = [open_episode(policy, task, environment_of(environment, task), group=i) for i, task in enumerate(tasks, first)]
     waiting = [
         turn._replace(rollout=turn.rollout._replace(sample=j), seed=mix(seed, step, turn.rollout.group, j))
-        for turn in first
+        for turn in opened
         for j in range(group_size)
     ]
     done: dict[tuple[int, int], Rollout] = {}
@@ -66,7 +68,7 @@ def collect(
                 waiting.append(after)
             else:
                 done[after.group, after.sample] = after
-    return [done[i, j] for i in range(len(tasks)) for j in range(group_size)]
+    return [done[turn.rollout.group, j] for turn in opened for j in range(group_size)]
 
 
 def open_episode(policy: Policy, task: Task, environment: Environment, *, group: int) -> Turn:

@@ -1,0 +1,27 @@
+"""Phases as they change: one line in the terminal, a row in metrics.jsonl, a mark in TensorBoard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from rlkit.callbacks.metrics import append_row
+
+
+class Phases(L.Callback):
+    """Lets the module draw its conclusions from a step's metrics, held-out ones included. Runs after whatever adds to the row."""
+
+    def __init__(self, metrics: Path):
+        self.metrics = metrics
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        line = module.advance()
+        if not line:
+            return
+        trainer.print(line)
+        append_row(self.metrics, module.rl_step, {"schedule/switch": line})
+        for logger in trainer.loggers:
+            if hasattr(logger.experiment, "add_text"):
+                logger.experiment.add_text("schedule/switch", line, module.rl_step)

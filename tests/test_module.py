@@ -1,0 +1,149 @@
+"""What the training step does with the options of an algorithm, on whole little runs of the embedded model."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlkit.cli import main
+
+FAST = ["debug=fast", "trainer.accelerator=cpu", "logger=none", "optimizer.lr=1e-3"]
+MIXED = ["batch.group_size=8"]  # with which little steps have a gradient
+
+
+def train(folder: Path, *overrides: str) -> list[dict]:
+    """The rows of a run's steps."""
+    assert main(["train", *FAST, f"hydra.run.dir={folder}", *overrides]) == 0
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in found if "reward/mean" in row]
+
+
+def checkpoint(folder: Path, step: int) -> dict:
+    return torch.load(folder / "checkpoints" / f"step_{step:06d}.ckpt", weights_only=True)
+
+
+def equal(ours, theirs) -> bool:
+    """Nested containers of tensors and plain values, bit for bit."""
+    if isinstance(ours, torch.Tensor):
+        return torch.equal(ours, theirs)
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(equal(value, theirs[key]) for key, value in ours.items())
+    if isinstance(ours, list | tuple):
+        return len(ours) == len(theirs) and all(equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    return ours == theirs or (ours != ours and theirs != theirs)
+
+
+def without_clock(rows: list[dict]) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in rows]
+
+
+# ---------------------------------------------------------------------------------------------- dynamic sampling
+
+
+def test_prompts_without_signal_are_replaced_until_there_are_enough(tmp_path):
+    rows = train(tmp_path / "run", "algorithm/group_filter=mixed", "algorithm.max_refills=8", "trainer.steps=2")
+    for row in rows:
+        assert row["group/sampled"] >= 2 and row["batch/rollouts"] == 4
+        assert row["group/acceptance_rate"] == pytest.approx(2 / row["group/sampled"])
+        assert row["group/frac_mixed"] == pytest.approx(row["group/acceptance_rate"])  # metrics are of all that was sampled
+    assert max(row["group/sampled"] for row in rows) > 2
+
+
+def test_the_cap_ends_the_refilling_and_what_is_there_is_trained_on(tmp_path):
+    """No reward is ever given: every prompt is refused, the cap is reached, and nothing is trained on."""
+    (row,) = train(
+        tmp_path / "run", "algorithm/group_filter=mixed", "algorithm.max_refills=2", "trainer.steps=1", "reward=format",
+        "reward.terms.format.fn.pattern=never", "kl=none", "reference=none", "trainer.micro_batch_tokens=64",
+    )  # fmt: skip
+    assert row["group/sampled"] == 2 * 3 and row["group/frac_mixed"] == 0
+    assert row["optim/updates"] == 0 and row["optim/skipped_no_signal"] > 0
+
+
+# ------------------------------------------------------------------------------------------------ ends and scores
+
+
+def test_updates_end_where_the_policy_has_moved_too_far(tmp_path):
+    free = train(tmp_path / "free", "algorithm.epochs=4", "algorithm.minibatches=1", "trainer.steps=1", *MIXED)
+    held = train(tmp_path / "held", "algorithm.epochs=4", "algorithm.minibatches=1", "trainer.steps=1", "algorithm.target_kl=1e-7", *MIXED)
+    assert free[0]["optim/updates"] == 4 and free[0]["optim/ended_by_target_kl"] == 0
+    assert held[0]["optim/updates"] == 1 and held[0]["optim/ended_by_target_kl"] == 1  # the first update starts at the old policy
+
+
+@pytest.mark.parametrize("placement", ["reward", "reward_sequence"])
+def test_a_kl_in_the_reward_is_no_term_of_the_loss_and_moves_the_advantages(tmp_path, placement):
+    rows = train(tmp_path / "run", "kl=k1", f"kl.placement={placement}", "kl.coef=10", "trainer.steps=3", *MIXED)
+    assert rows[0]["adv/mean"] == pytest.approx(rows[0]["adv/mean"]) and abs(rows[0]["kl/ref"]) < 1e-6  # the policy is the reference
+    assert rows[-1]["kl/ref_k3"] > 1e-5
+    assert all(math.isfinite(row["loss/total"]) for row in rows)
+
+
+def test_an_exact_kl_trains(tmp_path):
+    rows = train(tmp_path / "run", "kl=full", "trainer.steps=2", *MIXED)
+    assert rows[0]["kl/estimate"] >= -1e-6 and rows[1]["kl/estimate"] > 1e-7
+
+
+def test_an_entropy_bonus_keeps_the_entropy_up(tmp_path):
+    """The same step with and without; the policy of the second step shows the difference."""
+    plain = train(tmp_path / "plain", "kl=none", "reference=none", "trainer.steps=4", *MIXED)
+    bonus = train(tmp_path / "bonus", "kl=none", "reference=none", "algorithm.entropy_coef=1.0", "trainer.steps=4", *MIXED)
+    assert bonus[0]["policy/entropy"] == pytest.approx(plain[0]["policy/entropy"], rel=0.2)
+    assert bonus[-1]["policy/entropy"] > 2 * plain[-1]["policy/entropy"]
+
+
+# ------------------------------------------------------------------------------------------------------- critics
+
+
+PPO = ["algorithm=ppo", "batch.group_size=4", "batch.prompts=4", "algorithm.minibatches=2"]
+
+
+@pytest.fixture(scope="module")
+def ppo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "ppo"
+    return folder, train(folder, *PPO, "trainer.steps=3", "algorithm.critic.warmup=1")
+
+
+def test_the_critic_learns_alone_in_its_warm_up(ppo):
+    folder, rows = ppo
+    first = rows[0]
+    assert first["optim/updates"] == 0 and first["optim/critic_updates"] > 0
+    assert rows[1]["optim/updates"] == rows[1]["optim/critic_updates"] > 0
+    assert all(row["value/loss"] is not None and row["value/explained_variance"] is not None for row in rows)
+    assert first["optim/critic_lr"] != first["optim/lr"]
+
+
+def test_the_policy_does_not_move_in_the_critics_warm_up(tmp_path, tiny):
+    train(tmp_path / "run", *PPO, "trainer.steps=1", "algorithm.critic.warmup=1")
+    state = checkpoint(tmp_path / "run", 1)["state_dict"]
+    assert all(torch.equal(state[f"model.{name}"], tensor) for name, tensor in tiny.model.state_dict().items())
+    assert any(name.startswith("critic.") for name in state)
+
+
+def test_a_resumed_run_with_a_critic_is_the_same_run(ppo, tmp_path):
+    folder, rows = ppo
+    again = tmp_path / "again"
+    train(again, *PPO, "trainer.steps=2", "algorithm.critic.warmup=1")
+    overrides = ["train", *FAST, *PPO, f"resume={again}", "trainer.steps=3", "algorithm.critic.warmup=1"]
+    assert main(overrides) == 0
+    ours, theirs = checkpoint(again, 3), checkpoint(folder, 3)
+    for key in ("state_dict", "optimizer_states", "rlkit"):
+        assert equal(ours[key], theirs[key]), key
+
+
+def test_a_separate_critic_trains_its_own_trunk_and_not_the_policys(tmp_path, tiny):
+    train(tmp_path / "run", *PPO, "algorithm/critic=separate", "trainer.steps=1", "algorithm.critic.warmup=1")
+    state = checkpoint(tmp_path / "run", 1)["state_dict"]
+    base = dict(tiny.model.named_parameters())
+    assert all(torch.equal(state[f"model.{name}"], tensor) for name, tensor in base.items())
+    moved = [name for name in base if not torch.equal(state[f"critic.model.{name}"], base[name])]
+    assert len(moved) > len(base) / 2
+
+
+def test_under_lora_the_critic_is_in_the_checkpoint_and_the_base_is_not(tmp_path):
+    train(tmp_path / "run", *PPO, "model.lora.rank=4", "trainer.steps=1")
+    names = checkpoint(tmp_path / "run", 1)["state_dict"].keys()
+    assert any(name.startswith("critic.head.") for name in names)
+    assert all("lora_" in name for name in names if name.startswith("model."))
