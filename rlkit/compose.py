@@ -63,10 +63,26 @@ def compose(overrides: Sequence[str], *, entry: str = "train", config_dir: str |
                 plain = _compose(entry, search, accepted)
             except ConfigError as error:
                 raise ConfigError("\n".join([*problems, str(error)])) from error
-    problems += check(plain)
+    problems += check(plain) + phase_problems(plain, overrides)
     if problems:
         raise ConfigError("\n".join(problems))
     return Composed(plain, accepted)
+
+
+def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Overrides of a group of the whole run that every phase replaces: they would change nothing, silently."""
+    phases = (config.get("schedule") or {}).get("phases") or {}
+    out = []
+    for text in overrides:
+        key, _, value = text.lstrip("+~").partition("=")
+        group = key.partition("/")[0].partition(".")[0]
+        if "@" in key or not phases or not all(isinstance(phase, dict) and phase.get(group) is not None for phase in phases.values()):
+            continue
+        places = [f"schedule.phases.{name}.{key.replace('/', '.')}" for name in phases]
+        is_option = "/" in key or key == group  # an option is chosen at its new place, group@place=option
+        meant = [f"{key}@{place}={value}" if is_option else f"{place}={value}" for place in places]
+        out.append(f"{text}: changes nothing, every phase of the schedule has its own {group}; write {' or '.join(meant)}")
+    return out
 
 
 def searchpath(config_dir: str | None) -> list[str]:
@@ -202,7 +218,9 @@ def _check_quantities(path: str, function: Callable[..., Any] | None) -> list[st
 
 def warnings(x: Experiment) -> list[str]:
     """What is legal but probably not meant."""
-    out = []
+    from rlkit.schedules import schedule_warnings
+
+    out = schedule_warnings(x)
     if not x.needs_reference and x.reference.name != "none":
         out.append(f"reference={x.reference.name} is not built: no KL uses it (kl={x.kl.name}, kl.coef={x.kl.coef})")
     if x.batch.group_size == 1:
@@ -251,25 +269,35 @@ def dry_run(x: Experiment) -> None:
         raise ConfigError(f"algorithm={x.algorithm.name}, kl={x.kl.name}: the dry run on fake data fails: {error}") from error
     if logits.grad is None or not torch.isfinite(logits.grad).all() or not logits.grad.any():
         raise ConfigError(f"algorithm={x.algorithm.name}: the dry run's gradient is zero or not finite; check its numbers")
-    _dry_run_numbers(x)
 
 
-def _dry_run_numbers(x: Experiment) -> None:
-    """Every scheduled number finds its place, at the first and at the last step."""
-    from rlkit.schedules import at
+def first_steps(x: Experiment) -> dict[str, Experiment]:
+    """Phase → its experiment at its first step, every number a plain number; each finds its place at the first and the last step.
 
-    for step in (0, x.trainer.steps - 1):
+    Raises: ConfigError naming the path that does not.
+    """
+    from rlkit.schedules import at, phases, start
+
+    out = {}
+    for name, phase in phases(x).items():
         try:
-            at(x, step)
+            at(phase, start(phase)._replace(step=x.trainer.steps - 1))
+            out[name] = at(phase, start(phase))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ConfigError(f"schedule.numbers: {error.args[0]}") from error
+            raise ConfigError(f"{f'schedule.phases.{name}, ' if name else ''}schedule.numbers: {error.args[0]}") from error
+    return out
 
 
 def experiment(composed: Composed) -> Experiment:
-    """The Experiment of a composed config, validated and dry-run. Raises ConfigError with all problems at once."""
+    """The Experiment of a composed config, validated and dry-run phase by phase. Raises ConfigError with all problems at once."""
+    from rlkit.schedules import schedule_problems
+
     x = build(composed.config)
-    problems = validate(x)
+    problems = schedule_problems(x)
+    firsts = {} if problems else first_steps(x)
+    problems += [f"schedule.phases.{name}: {problem}" if name else problem for name, first in firsts.items() for problem in validate(first)]
     if problems:
         raise ConfigError("\n".join(problems))
-    dry_run(x)
+    for first in firsts.values():
+        dry_run(first)
     return x

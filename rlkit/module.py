@@ -18,7 +18,7 @@ from rlkit.monitor import UpdateTerms, hyperparameters, update_metrics
 from rlkit.reference import none
 from rlkit.rewards import score as score_rollouts
 from rlkit.rollouts import assemble, collect, summarize
-from rlkit.schedules import at
+from rlkit.schedules import Progress, advance, at, start
 from rlkit.settings import Experiment
 from rlkit.tasks.stream import StreamState, take
 from rlkit.types import Batch, Policy, Rollout, Task
@@ -27,7 +27,7 @@ from rlkit.types import Batch, Policy, Rollout, Task
 class RLModule(L.LightningModule):
     """Rolls out, scores, estimates advantages and updates the policy, one RL step per training_step.
 
-    Everything that decides the future is explicit: `rl_step`, `stream` (the position in the prompts), `reference_state`, the
+    Everything that decides the future is explicit: `progress`, `stream` (the position in the prompts), `reference_state`, the
     weights and the optimizer. Sampling needs no generator state: its randomness is a function of (seed, step, prompt, sample).
     After each step `metrics` holds the row to log and `rollouts` the scored episodes, for the callbacks to read.
     """
@@ -36,10 +36,11 @@ class RLModule(L.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.strict_loading = False  # a frozen base is not in the checkpoint
-        self.experiment = self.x = experiment  # x: with the scheduled numbers as they are at this step
         self.policy, self.tasks = policy, tasks
         self.model = policy.model
-        self.rl_step, self.tokens, self.started = 0, 0, time.perf_counter()
+        self.experiment, self.progress = experiment, start(experiment)
+        self.x = at(experiment, self.progress)  # of this step: its phase's parts, its scheduled numbers
+        self.tokens, self.started = 0, time.perf_counter()
         self.stream = StreamState(epoch=0, position=0)
         self.reference = experiment.reference if experiment.needs_reference else none()
         # In a tuple, so that torch does not take the reference's weights for the policy's.
@@ -52,7 +53,7 @@ class RLModule(L.LightningModule):
     def training_step(self, index: int, _: int) -> None:
         """Rollouts → rewards → advantages → updates → reference."""
         clock = Clock()
-        self.x = x = at(self.experiment, self.rl_step)
+        self.x = x = at(self.experiment, self.progress)
         tasks, self.stream = take(self.tasks, self.stream, x.batch.prompts, seed=x.seed)
         with clock.part("generate"):
             rollouts = self.roll_out(tasks)
@@ -67,9 +68,9 @@ class RLModule(L.LightningModule):
                 self.update(minibatch, terms)
             state = self.reference.update(self.reference_state[0], self.model, step=self.rl_step + 1, kl=terms.mean("kl"))
         self.reference_state = (state,)
-        self.rl_step += 1
         self.tokens += int(batch.attention_mask.sum())
         self.metrics = summarize(self.rollouts) | update_metrics(batch, terms, x) | self.performance(batch, clock)
+        self.progress = advance(self.experiment, self.progress, self.metrics | {"batch/rollouts": len(self.rollouts)})
         self.trainer.should_stop = self.rl_step >= self.total_steps or self.out_of_time()
 
     def roll_out(self, tasks: Sequence[Task]) -> list[Rollout]:
@@ -117,9 +118,8 @@ class RLModule(L.LightningModule):
         if not self.has_signal(minibatch):
             terms.skip("no_signal")
             return
-        if "optimizer.lr" in x.schedule.paths:
-            for group in optimizer.param_groups:
-                group["lr"] = hyperparameters(x.optimizer)["lr"]
+        for group in optimizer.param_groups if "lr" in hyperparameters(x.optimizer) else ():
+            group["lr"] = hyperparameters(x.optimizer)["lr"]
         optimizer.zero_grad()
         for rows in micro_batches(minibatch, x.trainer.micro_batch_tokens):
             part = select(minibatch, rows)
@@ -137,6 +137,11 @@ class RLModule(L.LightningModule):
     def has_signal(self, batch: Batch) -> bool:
         """False where every term of the loss is constant: no advantage and no KL. Stepping would only replay old momentum."""
         return self.x.kl.active or batch.advantages is None or bool(batch.advantages.any())
+
+    @property
+    def rl_step(self) -> int:
+        """RL steps done."""
+        return self.progress.step
 
     @property
     def total_steps(self) -> int:
@@ -174,7 +179,7 @@ class RLModule(L.LightningModule):
     # ------------------------------------------------------------------------------------------------ Lightning
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.experiment.optimizer(self.trained_parameters())
+        return self.x.optimizer(self.trained_parameters())
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         trained = {f"model.{name}" for name, p in self.model.named_parameters() if p.requires_grad}
@@ -182,6 +187,7 @@ class RLModule(L.LightningModule):
             checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in trained}
         checkpoint["rlkit"] = {
             "rl_step": self.rl_step,
+            "progress": self.progress._asdict(),
             "tokens": self.tokens,
             "stream": list(self.stream),
             "reference": self.reference.save(self.reference_state[0]),
@@ -189,7 +195,7 @@ class RLModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["rlkit"]
-        self.rl_step, self.tokens, self.stream = state["rl_step"], state["tokens"], StreamState(*state["stream"])
+        self.progress, self.tokens, self.stream = Progress(**state["progress"]), state["tokens"], StreamState(*state["stream"])
         self.reference_state = (self.reference.load(self.reference_state[0], self.model, state.get("reference", {})),)
 
 

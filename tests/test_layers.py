@@ -47,7 +47,7 @@ ONLY = {
     "rollouts": {"types", "errors", "functional", "rewards", "environments", "models"},
     "algorithm": {"types", "functional"},
     "reference": {"types"},
-    "schedules": set(),
+    "schedules": {"types"},
     "settings": {"types", "algorithm", "rewards", "schedules"},
     "monitor": {"types", "functional", "settings"},
     "data": set(),
