@@ -23,5 +23,6 @@ class Phases(L.Callback):
         trainer.print(line)
         append_row(self.metrics, module.rl_step, {"schedule/switch": line})
         for logger in trainer.loggers:
-            if hasattr(logger.experiment, "add_text"):
-                logger.experiment.add_text("schedule/switch", line, module.rl_step)
+            add_text = getattr(logger.experiment, "add_text", None)  # type: ignore[attr-defined]
+            if add_text is not None:
+                add_text("schedule/switch", line, module.rl_step)

@@ -55,7 +55,7 @@ def score(
     """
     _, head = trunk_and_head(model)
     hidden = states(model, ids, response_mask)
-    sizes = [head.weight.shape[0], *([reference[1].weight.shape[0]] if reference is not None else [])]  # type: ignore[union-attr]
+    sizes = [head.weight.shape[0], *([reference[1].weight.shape[0]] if reference is not None else [])]  # type: ignore[index]
     logprobs, entropy, *divergence = chunked_log_probs(
         hidden,
         head,
