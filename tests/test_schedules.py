@@ -396,3 +396,13 @@ def test_an_end_that_is_never_reached_is_a_warning(experiment):
         assert bool(schedule_warnings(x)) is warned
     last = experiment._replace(schedule=Schedule(phases={"a": a._replace(until=1), "b": a._replace(until=3)}))
     assert "schedule.phases.b.until=3: is without effect" in schedule_warnings(last)[0]
+
+
+def test_a_row_of_one_phase_does_not_count_in_the_next_and_the_last_phase_stays(experiment):
+    a = Phase(experiment.algorithm, until="go > 0 for 2")
+    x = experiment._replace(schedule=Schedule(phases={"a": a, "b": a, "c": a}))
+    progress, seen = start(x), []
+    for _ in range(8):
+        progress = advance(x, progress, {"go": 1.0})
+        seen.append(progress.phase)
+    assert seen == [0, 1, 1, 2, 2, 2, 2, 2]
