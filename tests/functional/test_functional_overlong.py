@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from rlkit.compose import compose, experiment
 from rlkit.functional import keep_overlong, mask_truncated, soft_penalty
 
 
@@ -43,3 +44,8 @@ def test_mask_truncated_changes_who_trains_and_no_reward() -> None:
     assert torch.equal(got.isnan(), rewards.isnan()) and torch.equal(got[::2], rewards[::2])
     assert trained.tolist() == [True, False, False]
     assert keep_overlong(rewards)[1].all()
+
+
+def test_the_limit_follows_the_generation() -> None:
+    x = experiment(compose(["algorithm/overlong=penalty", "generation.max_new_tokens=100"]))
+    assert x.algorithm.overlong.keywords == {"limit": 100, "buffer": 0.2}
