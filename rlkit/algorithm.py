@@ -214,10 +214,11 @@ def estimate_advantages(batch: Batch, algorithm: Algorithm, kl: KL = KL("none"))
                 f"algorithm.advantage gave shape {tuple(advantages.shape)}; it must be [N] = {tuple(batch.rewards.shape)} "
                 f"or [B, T] = {tuple(batch.ids.shape)}"
             )
-        advantages = call(algorithm.normalization, given | {"advantages": fill_masked(advantages, mask, 0.0)})
+        scored = mask & ~batch.rewards.isnan()[batch.rollout_ids][:, None]  # what cannot be scored teaches neither policy nor critic
+        advantages = call(algorithm.normalization, given | {"advantages": fill_masked(advantages, scored, 0.0)})
         if kl.in_reward and not kl.in_baseline and not asks(algorithm.advantage, "token_rewards"):
             advantages = advantages - to_come(penalty, batch)
-        returns = None if returns is None else fill_masked(returns, mask, 0.0)
+        returns = None if returns is None else fill_masked(torch.where(scored, returns, _required(batch.values, "values")), mask, 0.0)
         return batch._replace(advantages=fill_masked(advantages, mask, 0.0), returns=returns)
 
 
@@ -270,6 +271,8 @@ def surrogate(batch: Batch, scores: Scores, algorithm: Algorithm, kl: KL) -> tup
     per_token = terms["policy_loss"] if batch.scale is None else batch.scale * terms["policy_loss"]
     if kl.active:
         given["logprobs_ref"] = fill_masked(_required(batch.logprobs_ref, "logprobs_ref"), mask, 0.0)
+        if asks(kl.estimator, "full_kl"):
+            _required(scores.full_kl, "full_kl")
         terms["kl"] = call(_required(kl.estimator, "estimator"), given)
     if kl.in_loss:
         weight = token_ratio(given["logprobs"], given["logprobs_old"], mask) if kl.importance_weight else 1.0

@@ -208,11 +208,12 @@ def _check_numbers(x: Experiment) -> list[str]:
 
 
 def _check_groups(x: Experiment) -> list[str]:
+    from rlkit.algorithm import asks
     from rlkit.functional import keep_all
 
     problems = []
     numbers = inspect.signature(x.algorithm.advantage).parameters  # a partial's defaults are what the config has bound
-    if x.batch.group_size == 1 and "group_ids" in numbers:
+    if x.batch.group_size == 1 and (asks(x.algorithm.advantage, "group_ids") or asks(x.algorithm.normalization, "group_ids")):
         problems.append(
             f"batch.group_size=1: algorithm={x.algorithm.name} compares the samples of a prompt with one another and needs at "
             "least 2; raise it, or choose algorithm=reinforce"
@@ -288,6 +289,7 @@ def _check_quantities(x: Experiment) -> list[str]:
 
 def warnings(x: Experiment) -> list[str]:
     """What is legal but probably not meant."""
+    from rlkit.functional import forward, k1
     from rlkit.schedules import schedule_warnings
 
     a, out = x.algorithm, schedule_warnings(x)
@@ -296,6 +298,11 @@ def warnings(x: Experiment) -> list[str]:
         out.append(f"reference={x.reference.name} is not built: no KL uses it (kl={x.kl.name}, kl.coef={x.kl.coef})")
     if x.batch.group_size == 1:
         out.append("batch.group_size=1: nothing to compare a rollout with but the rest of the batch; the gradient will be noisy")
+    if x.kl.in_reward and getattr(x.kl.estimator, "func", x.kl.estimator) not in (k1, forward):
+        out.append(
+            f"kl={x.kl.name} kl.placement={x.kl.placement}: as a reward this estimator hardly pulls towards the reference, or pushes away "
+            "(table in rlkit/functional/kl.py); kl=k1 does"
+        )
     if a.target_kl is not None and updates == 1:
         out.append(f"algorithm.target_kl={a.target_kl} does nothing: with one update a step the policy has not moved when it is checked")
     if "pair_selector" in inspect.signature(a.advantage).parameters and updates > 1:
