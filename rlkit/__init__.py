@@ -11,7 +11,8 @@ from typing import Any
 
 _HOMES = {
     "rlkit.types": (
-        "Batch", "Environment", "Generation", "Message", "Policy", "Reference", "Rollout", "Step", "Task", "ToolCall", "ToolResult",
+        "Batch", "Controller", "Environment", "Generation", "Message", "Policy", "Reference", "Rollout", "Step", "Task", "ToolCall",
+        "ToolResult",
     ),
     "rlkit.errors": ("ConfigError", "DataError", "Refusal", "RLKitError", "SelfCheckError", "TemplateError"),
     "rlkit.settings": ("BatchSize", "Evaluation", "Experiment", "Sampling", "TrainerSettings"),
@@ -33,7 +34,10 @@ _HOMES = {
     "rlkit.models": ("LoRA", "load_policy", "make_codec", "make_policy", "score"),
     "rlkit.rollouts": ("assemble", "collect", "load_rollouts", "save_rollouts", "summarize", "transcript"),
     "rlkit.rollouts.evaluation": ("greedy_accuracy", "sampled_accuracy"),
-    "rlkit.schedules": ("Schedule", "cosine", "linear"),
+    "rlkit.schedules": (
+        "Phase", "Progress", "Schedule", "adaptive", "adaptive_entropy", "advance", "at", "condition", "constant", "cosine", "decay",
+        "exponential", "linear", "on_metric", "phases", "piecewise", "start", "values",
+    ),
     "rlkit.module": ("RLModule",),
     "rlkit.notebook": (
         "Checkpoint", "TrainingConfig", "TrainingState", "attach_logprobs", "compute_advantages", "compute_advantages_and_returns",

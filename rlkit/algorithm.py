@@ -135,6 +135,11 @@ def inputs(function: Callable[..., Any]) -> tuple[str, ...]:
     )
 
 
+def asks(function: Callable[..., Any] | None, name: str) -> bool:
+    """Whether a part asks for a quantity."""
+    return function is not None and name in inputs(function)
+
+
 def call(function: Callable[..., Any], quantities: Mapping[str, Any]) -> Any:
     """Calls a part with the quantities that its signature names."""
     return function(**{name: quantities[name] for name in inputs(function)})
@@ -209,10 +214,11 @@ def estimate_advantages(batch: Batch, algorithm: Algorithm, kl: KL = KL("none"))
                 f"algorithm.advantage gave shape {tuple(advantages.shape)}; it must be [N] = {tuple(batch.rewards.shape)} "
                 f"or [B, T] = {tuple(batch.ids.shape)}"
             )
-        advantages = call(algorithm.normalization, given | {"advantages": fill_masked(advantages, mask, 0.0)})
-        if kl.in_reward and not kl.in_baseline and "token_rewards" not in inputs(algorithm.advantage):
+        scored = mask & ~batch.rewards.isnan()[batch.rollout_ids][:, None]  # what cannot be scored teaches neither policy nor critic
+        advantages = call(algorithm.normalization, given | {"advantages": fill_masked(advantages, scored, 0.0)})
+        if kl.in_reward and not kl.in_baseline and not asks(algorithm.advantage, "token_rewards"):
             advantages = advantages - to_come(penalty, batch)
-        returns = None if returns is None else fill_masked(returns, mask, 0.0)
+        returns = None if returns is None else fill_masked(torch.where(scored, returns, _required(batch.values, "values")), mask, 0.0)
         return batch._replace(advantages=fill_masked(advantages, mask, 0.0), returns=returns)
 
 
@@ -227,7 +233,7 @@ def penalize(batch: Batch, kl: KL) -> Tensor:
     divergence = fill_masked(call(_required(kl.estimator, "estimator"), given), mask, 0.0)
     if kl.placement == "reward_sequence":
         divergence = rollout_mean(divergence, mask, batch.rollout_ids) * last_tokens(batch)
-    return kl.coef * divergence.to(batch.token_rewards.dtype)
+    return number(kl.coef) * divergence.to(batch.token_rewards.dtype)
 
 
 def to_come(values: Tensor, batch: Batch) -> Tensor:
@@ -265,12 +271,14 @@ def surrogate(batch: Batch, scores: Scores, algorithm: Algorithm, kl: KL) -> tup
     per_token = terms["policy_loss"] if batch.scale is None else batch.scale * terms["policy_loss"]
     if kl.active:
         given["logprobs_ref"] = fill_masked(_required(batch.logprobs_ref, "logprobs_ref"), mask, 0.0)
+        if asks(kl.estimator, "full_kl"):
+            _required(scores.full_kl, "full_kl")
         terms["kl"] = call(_required(kl.estimator, "estimator"), given)
     if kl.in_loss:
         weight = token_ratio(given["logprobs"], given["logprobs_old"], mask) if kl.importance_weight else 1.0
-        per_token = per_token + kl.coef * weight * terms["kl"]
+        per_token = per_token + number(kl.coef) * weight * terms["kl"]
     if algorithm.entropy_coef:
-        per_token = per_token - algorithm.entropy_coef * given["entropy"]
+        per_token = per_token - number(algorithm.entropy_coef) * given["entropy"]
     loss = (_required(batch.weights, "weights") * fill_masked(per_token, mask, 0.0)).sum()
     return loss, {name: term.detach() for name, term in terms.items()}
 
@@ -286,6 +294,15 @@ def value_surrogate(batch: Batch, scores: Scores, critic: Critic) -> tuple[Tenso
     per_token = call(_required(critic.loss, "critic.loss"), given)
     loss = critic.coef * (_required(batch.weights, "weights") * fill_masked(per_token, mask, 0.0)).sum()
     return loss, {"value_loss": per_token.detach(), "values": given["values"].detach()}
+
+
+def number(coefficient: float | Controller) -> float:
+    """A coefficient in an experiment of a step, where every controller has become a number (rlkit.schedules.at)."""
+    if isinstance(coefficient, Controller):
+        raise TypeError(
+            "a controller stands where a number is needed; take the experiment of a step, rlkit.schedules.at(experiment, progress)"
+        )
+    return coefficient
 
 
 def _required(value: Any, name: str) -> Any:

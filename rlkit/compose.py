@@ -7,7 +7,7 @@ data. Each stage reports all of its problems at once, and none of them imports m
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -63,10 +63,26 @@ def compose(overrides: Sequence[str], *, entry: str = "train", config_dir: str |
                 plain = _compose(entry, search, accepted)
             except ConfigError as error:
                 raise ConfigError("\n".join([*problems, str(error)])) from error
-    problems += check(plain)
+    problems += check(plain) + phase_problems(plain, overrides)
     if problems:
         raise ConfigError("\n".join(problems))
     return Composed(plain, accepted)
+
+
+def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Overrides of a group of the whole run that every phase replaces: they would change nothing, silently."""
+    phases = (config.get("schedule") or {}).get("phases") or {}
+    out = []
+    for text in overrides:
+        key, _, value = text.lstrip("+~").partition("=")
+        group = key.partition("/")[0].partition(".")[0]
+        if "@" in key or not phases or not all(isinstance(phase, dict) and phase.get(group) is not None for phase in phases.values()):
+            continue
+        places = [f"schedule.phases.{name}.{key.replace('/', '.')}" for name in phases]
+        is_option = "/" in key or key == group  # an option is chosen at its new place, group@place=option
+        meant = [f"{key}@{place}={value}" if is_option else f"{place}={value}" for place in places]
+        out.append(f"{text}: changes nothing, every phase of the schedule has its own {group}; write {' or '.join(meant)}")
+    return out
 
 
 def searchpath(config_dir: str | None) -> list[str]:
@@ -192,11 +208,12 @@ def _check_numbers(x: Experiment) -> list[str]:
 
 
 def _check_groups(x: Experiment) -> list[str]:
+    from rlkit.algorithm import asks
     from rlkit.functional import keep_all
 
     problems = []
     numbers = inspect.signature(x.algorithm.advantage).parameters  # a partial's defaults are what the config has bound
-    if x.batch.group_size == 1 and "group_ids" in numbers:
+    if x.batch.group_size == 1 and (asks(x.algorithm.advantage, "group_ids") or asks(x.algorithm.normalization, "group_ids")):
         problems.append(
             f"batch.group_size=1: algorithm={x.algorithm.name} compares the samples of a prompt with one another and needs at "
             "least 2; raise it, or choose algorithm=reinforce"
@@ -216,10 +233,9 @@ def _check_groups(x: Experiment) -> list[str]:
 
 
 def _check_kl(x: Experiment) -> list[str]:
-    from rlkit.algorithm import inputs
+    from rlkit.algorithm import asks
 
     kl, problems = x.kl, []
-    asked = inputs(kl.estimator) if kl.estimator is not None else ()
     if x.needs_reference and x.reference.name == "none":
         problems.append(f"kl={kl.name} needs a reference to compare with, but reference=none; choose reference=frozen or kl=none")
     if not x.needs_reference and x.reference.name not in ("none", "frozen"):
@@ -229,13 +245,13 @@ def _check_kl(x: Experiment) -> list[str]:
         )
     if kl.importance_weight and kl.placement != "loss":
         problems.append(f"kl.importance_weight: there is no ratio in the reward (kl.placement={kl.placement}); set it to false")
-    if kl.importance_weight and "logprobs_old" in asked:
+    if kl.importance_weight and asks(kl.estimator, "logprobs_old"):
         problems.append(f"kl.importance_weight: kl={kl.name} carries the ratio already; set it to false")
     if kl.in_baseline and kl.placement == "loss":
         problems.append(
             "kl.in_baseline: with kl.placement=loss nothing of the KL is in the reward; set it to false, or choose another placement"
         )
-    if "full_kl" in asked and kl.placement != "loss":
+    if asks(kl.estimator, "full_kl") and kl.placement != "loss":
         problems.append(
             f"kl={kl.name} kl.placement={kl.placement}: the exact KL of a position is the same whatever token was drawn there, so as a "
             "reward it cannot teach that token; choose kl.placement=loss, or kl=k1"
@@ -273,12 +289,20 @@ def _check_quantities(x: Experiment) -> list[str]:
 
 def warnings(x: Experiment) -> list[str]:
     """What is legal but probably not meant."""
-    a, out = x.algorithm, []
+    from rlkit.functional import forward, k1
+    from rlkit.schedules import schedule_warnings
+
+    a, out = x.algorithm, schedule_warnings(x)
     updates = a.epochs * a.minibatches
     if not x.needs_reference and x.reference.name != "none":
         out.append(f"reference={x.reference.name} is not built: no KL uses it (kl={x.kl.name}, kl.coef={x.kl.coef})")
     if x.batch.group_size == 1:
         out.append("batch.group_size=1: nothing to compare a rollout with but the rest of the batch; the gradient will be noisy")
+    if x.kl.in_reward and getattr(x.kl.estimator, "func", x.kl.estimator) not in (k1, forward):
+        out.append(
+            f"kl={x.kl.name} kl.placement={x.kl.placement}: as a reward this estimator hardly pulls towards the reference, or pushes away "
+            "(table in rlkit/functional/kl.py); kl=k1 does"
+        )
     if a.target_kl is not None and updates == 1:
         out.append(f"algorithm.target_kl={a.target_kl} does nothing: with one update a step the policy has not moved when it is checked")
     if "pair_selector" in inspect.signature(a.advantage).parameters and updates > 1:
@@ -327,25 +351,39 @@ def dry_run(x: Experiment) -> None:
         raise ConfigError(f"algorithm={x.algorithm.name}, kl={x.kl.name}: the dry run on fake data fails: {error}") from error
     if logits.grad is None or not torch.isfinite(logits.grad).all() or not logits.grad.any():
         raise ConfigError(f"algorithm={x.algorithm.name}: the dry run's gradient is zero or not finite; check its numbers")
-    _dry_run_numbers(x)
 
 
-def _dry_run_numbers(x: Experiment) -> None:
-    """Every scheduled number finds its place, at the first and at the last step."""
-    from rlkit.schedules import at
+def first_steps(x: Experiment) -> dict[str, Experiment]:
+    """Phase → its experiment at its first step, every number a plain number; each finds its place at the first and the last step.
 
-    for step in (0, x.trainer.steps - 1):
+    Raises: ConfigError naming the path that does not.
+    """
+    from rlkit.schedules import at, phases, start
+
+    out = {}
+    for name, phase in phases(x).items():
         try:
-            at(x, step)
+            at(phase, start(phase)._replace(step=x.trainer.steps - 1))
+            out[name] = at(phase, start(phase))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ConfigError(f"schedule.numbers: {error.args[0]}") from error
+            raise ConfigError(f"{f'schedule.phases.{name}, ' if name else ''}schedule.numbers: {error.args[0]}") from error
+    return out
 
 
 def experiment(composed: Composed) -> Experiment:
-    """The Experiment of a composed config, validated and dry-run. Raises ConfigError with all problems at once."""
+    """The Experiment of a composed config, validated and dry-run phase by phase. Raises ConfigError with all problems at once."""
+    from rlkit.schedules import schedule_problems
+
     x = build(composed.config)
-    problems = validate(x)
+    problems = schedule_problems(x)
+    firsts = {} if problems else first_steps(x)
+    problems += [f"schedule.phases.{name}: {problem}" if name else problem for name, first in firsts.items() for problem in validate(first)]
+    critics = {name: first.algorithm.critic.model for name, first in firsts.items() if first.algorithm.critic.active}
+    if len(set(critics.values())) > 1:
+        kinds = ", ".join(f"{name}: {model}" for name, model in critics.items())
+        problems.append(f"schedule.phases: a run has one critic, and its phases ask for several ({kinds}); choose one for all of them")
     if problems:
         raise ConfigError("\n".join(problems))
-    dry_run(x)
+    for first in firsts.values():
+        dry_run(first)
     return x

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlkit.algorithm import (
+    asks,
     call,
     choose,
     estimate_advantages,
@@ -200,7 +201,7 @@ class RLModule(L.LightningModule):
             return False
         if learns:
             terms.stepped("policy", *self.step_optimizer(0, x.optimizer, self.trained_parameters()))
-        if critic.active:
+        if self.critic is not None and critic.active:
             terms.stepped("critic", *self.step_optimizer(1, critic.optimizer, self.critic.parameters()))
         return True
 
@@ -275,7 +276,7 @@ class RLModule(L.LightningModule):
 
     def exact_reference(self, batch: Batch) -> tuple[Tensor, torch.nn.Module] | None:
         """Hidden states and head of the reference, where the KL is exact over the vocabulary."""
-        if not self.x.kl.active or "full_kl" not in inputs(self.x.kl.estimator):  # type: ignore[arg-type]
+        if not self.x.kl.active or not asks(self.x.kl.estimator, "full_kl"):
             return None
         with self.reference_model() as model, torch.no_grad():
             return states(model, batch.ids, batch.response_mask), trunk_and_head(model)[1]
@@ -344,7 +345,7 @@ class RLModule(L.LightningModule):
         optimizers = [self.experiment.optimizer(self.trained_parameters())]
         if self.critic is not None:
             critic = next(x.algorithm.critic for x in self.phases.values() if x.algorithm.critic.active)
-            optimizers.append(critic.optimizer(self.critic.parameters()))  # type: ignore[misc]
+            optimizers.append(critic.optimizer(self.critic.parameters()))
         return optimizers
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

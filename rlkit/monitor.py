@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkit.algorithm import number
 from rlkit.functional import (
     approximate_kl,
     clip_fractions,
@@ -90,7 +91,7 @@ def update_metrics(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> 
     optim/*           gradient norms before clipping, learning rates, updates taken and skipped, updates ended by target_kl
     """
     values = {"loss/total": terms.loss, "loss/policy": terms.mean("policy_loss"), "policy/entropy": terms.mean("entropy")}
-    values["policy/entropy_coef"] = experiment.algorithm.entropy_coef  # type: ignore[assignment]  (a number in an experiment of a step)
+    values["policy/entropy_coef"] = number(experiment.algorithm.entropy_coef)
     values |= _ratios(terms, experiment) | _divergences(batch, terms, experiment) | _advantages(batch)
     return values | _scale(batch) | _critic(batch, terms) | _optimizer(terms)
 
@@ -114,7 +115,7 @@ def _ratios(terms: UpdateTerms, experiment: Experiment) -> dict[str, float]:
 def _divergences(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> dict[str, float]:
     names = ("kl/ref", "kl/ref_k3", "kl/old", "mismatch/kl", "mismatch/logp_abs_mean", "mismatch/logp_abs_max")
     out = dict.fromkeys((*names, "mismatch/ratio_max", "mismatch/ess", "mismatch/pearson"), NAN)
-    out["kl/coef"] = experiment.kl.coef  # type: ignore[assignment]  (a number in an experiment of a step)
+    out["kl/coef"] = number(experiment.kl.coef)
     out["kl/estimate"], out["kl/nonzero_frac"] = terms.mean("kl"), NAN
     if (estimates := terms.get("kl")) is not None:
         out["kl/nonzero_frac"] = float((estimates != 0).float().mean())

@@ -1,12 +1,14 @@
 """Reference policies: an (init, update) pair over explicit state, how to score with it, and what a checkpoint holds of it.
 
 `none` and `frozen` never move. `ema`, `periodic` and `on_kl` follow the policy, each by a rule of its own and all over the same
-state, `Moving`. Under LoRA only adapters move, so the reference is a second adapter on the one base model; else it is a copy.
+state, `Moving`. Their numbers are keywords of `update`, where a schedule reaches them: `reference.update.decay`. Under LoRA only
+adapters move, so the reference is a second adapter on the one base model; else it is a copy.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -47,10 +49,11 @@ def ema(*, decay: float) -> Reference:
     if not 0 <= decay < 1:
         raise ValueError(f"decay={decay}: must be at least 0 and less than 1; for a reference that never moves choose reference=frozen")
 
-    def update(state: Moving, policy: nn.Module, **_: Any) -> Moving:
-        return follow(state, policy, decay=decay)
+    return _moving("ema", functools.partial(_average, decay=decay))
 
-    return _moving("ema", update)
+
+def _average(state: Moving, policy: nn.Module, *, decay: float, **_: Any) -> Moving:
+    return follow(state, policy, decay=decay)
 
 
 def periodic(*, every: int) -> Reference:
@@ -63,10 +66,11 @@ def periodic(*, every: int) -> Reference:
     if every < 1:
         raise ValueError(f"every={every}: must be at least 1 RL step")
 
-    def update(state: Moving, policy: nn.Module, *, step: int, **_: Any) -> Moving:
-        return follow(state, policy) if step % every == 0 else state
+    return _moving("periodic", functools.partial(_copy_each, every=every))
 
-    return _moving("periodic", update)
+
+def _copy_each(state: Moving, policy: nn.Module, *, every: int, step: int, **_: Any) -> Moving:
+    return follow(state, policy) if step % every == 0 else state
 
 
 def on_kl(*, threshold: float) -> Reference:
@@ -81,11 +85,12 @@ def on_kl(*, threshold: float) -> Reference:
     if not threshold > 0:
         raise ValueError(f"threshold={threshold}: must be greater than 0 nats; to copy after every step choose reference=periodic")
 
-    def update(state: Moving, policy: nn.Module, *, kl: float, **_: Any) -> Moving:
-        total = state.kl + (kl if math.isfinite(kl) else 0.0)
-        return follow(state, policy)._replace(kl=0.0) if total > threshold else state._replace(kl=total)
+    return _moving("on_kl", functools.partial(_copy_beyond, threshold=threshold))
 
-    return _moving("on_kl", update)
+
+def _copy_beyond(state: Moving, policy: nn.Module, *, threshold: float, kl: float, **_: Any) -> Moving:
+    total = state.kl + (kl if math.isfinite(kl) else 0.0)
+    return follow(state, policy)._replace(kl=0.0) if total > threshold else state._replace(kl=total)
 
 
 # ------------------------------------------------------------------------------------------- references that move

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from rlkit.algorithm import KL, Algorithm
 from rlkit.rewards import Reward
-from rlkit.schedules import Schedule
+from rlkit.schedules import Schedule, phases
 from rlkit.types import Environment, Generate, Policy, Reference, Task
 
 
@@ -81,5 +81,5 @@ class Experiment(NamedTuple):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any step's KL may be positive: now, or where a schedule raises it."""
-        return self.kl.active or (self.kl.estimator is not None and "kl.coef" in self.schedule.paths)
+        """Whether any step's KL may be positive: in any phase, now or where a schedule raises it."""
+        return any(x.kl.active or (x.kl.estimator is not None and "kl.coef" in x.schedule.paths) for x in phases(self).values())

@@ -202,6 +202,10 @@ def versions() -> dict[str, str]:
 
 def header(x: Experiment, policy: Any, device: Any, tasks: tuple[Sequence[Task], Sequence[Task]]) -> str:
     """What runs, on what, and the batch arithmetic."""
+    from rlkit.schedules import phases
+
+    named = phases(x)
+    x = next(iter(named.values()))  # what the run begins with
     total = sum(p.numel() for p in policy.model.parameters())
     trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     rollouts = x.batch.prompts * x.batch.group_size
@@ -212,7 +216,9 @@ def header(x: Experiment, policy: Any, device: Any, tasks: tuple[Sequence[Task],
         f"model: {trained:,} of {total:,} parameters trained, on {device}, precision {precision(x, device)}\n"
         f"data: {len(tasks[0])} training and {len(tasks[1])} held-out problems\n"
         f"batch: {x.batch.prompts} prompts × {x.batch.group_size} samples → {updates} update(s) of {per_update} rollouts a step, "
-        f"{x.trainer.steps} steps" + (f"; scheduled: {', '.join(x.schedule.paths)}" if x.schedule.paths else "")
+        f"{x.trainer.steps} steps"
+        + (f"; scheduled: {', '.join(x.schedule.paths)}" if x.schedule.paths else "")
+        + (f"\nphases: {' → '.join(f'{name} ({phase.algorithm.name})' for name, phase in named.items())}" if len(named) > 1 else "")
     )
 
 

@@ -221,49 +221,49 @@ class AdvantageFn(Protocol):
     subtracted from the normalised advantage.
     """
 
-    def __call__(self, **quantities: Tensor) -> Tensor | Estimate: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | Estimate: ...
 
 
 class NormalizationFn(Protocol):
     """(advantages [B, T], …) → advantages [B, T] on another scale. Entries outside the response mask are ignored."""
 
-    def __call__(self, **quantities: Tensor) -> Tensor: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
 
 class OverlongFn(Protocol):
     """(rewards [N], lengths [N], truncated [N], …) → (rewards [N] as the advantage sees them, [N] bool: trained on)."""
 
-    def __call__(self, **quantities: Tensor) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]: ...
 
 
 class CorrectionFn(Protocol):
     """(logprobs_old, logprobs_sampler, response_mask, …) → factor ≥ 0 on each token's policy loss [B, T], a constant."""
 
-    def __call__(self, **quantities: Tensor) -> Tensor: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
 
 class TokenFilterFn(Protocol):
     """(entropy_old, response_mask, …) → [B, T] bool, True for tokens whose policy loss counts."""
 
-    def __call__(self, **quantities: Tensor) -> Tensor: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
 
 class PolicyLossFn(Protocol):
     """(ratio, advantages, …) → loss per token [B, T], unmasked and unreduced."""
 
-    def __call__(self, **quantities: Tensor) -> Tensor: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
 
 class ValueLossFn(Protocol):
     """(values, values_old, returns) → loss per token [B, T], unmasked and unreduced."""
 
-    def __call__(self, **quantities: Tensor) -> Tensor: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
 
 class KLFn(Protocol):
     """(logprobs, logprobs_ref) → estimate of the divergence per token [B, T], in nats."""
 
-    def __call__(self, **quantities: Tensor) -> Tensor: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
 
 class AggregationFn(Protocol):
@@ -272,13 +272,13 @@ class AggregationFn(Protocol):
     The loss is Σ weights × loss per token, so any split into micro-batches gives the same gradient.
     """
 
-    def __call__(self, **quantities: Tensor) -> Tensor: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
 
 class GroupFilterFn(Protocol):
     """(rewards [N], group_ids [N]) → [N] bool, True for rollouts that are kept."""
 
-    def __call__(self, **quantities: Tensor) -> Tensor: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
 
 class RewardFn(Protocol):

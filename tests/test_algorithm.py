@@ -11,10 +11,12 @@ import torch
 from rlkit.algorithm import (
     KL,
     Algorithm,
+    Critic,
     call,
     choose,
     estimate_advantages,
     inputs,
+    last_tokens,
     micro_batches,
     minibatches,
     quantities,
@@ -26,12 +28,12 @@ from rlkit.algorithm import (
 from rlkit.functional import (
     clipped,
     forward,
+    gae,
     gmpo,
     group_mean,
     k3,
     keep_all,
     mixed_groups,
-    no_normalization,
     normalize_group,
     pairwise,
     pairwise_loss,
@@ -39,12 +41,16 @@ from rlkit.functional import (
     raw,
     reinforce,
     reverse,
+    reward_to_go,
     sequence_mean,
     sequence_ratio,
     sequence_sum,
     sequence_token_ratio,
+    squared_error,
     token_mean,
     token_ratio,
+    turn_gae,
+    whiten,
 )
 from rlkit.types import QUANTITIES, Batch, Scores
 
@@ -68,7 +74,8 @@ PER_ROLLOUT = ("rewards", "group_ids", "truncated", "lengths")
 
 
 def algorithm(aggregation=token_mean, policy_loss=clipped, **more) -> Algorithm:
-    parts = {"advantage": group_mean, "normalization": normalize_group, "ratio": token_ratio, "group_filter": keep_all} | more
+    scale = {} if "advantage" in more else {"normalization": normalize_group}  # GRPO's, unless a test brings an advantage
+    parts = {"advantage": group_mean, "ratio": token_ratio, "group_filter": keep_all} | scale | more
     return Algorithm("test", policy_loss=policy_loss, aggregation=aggregation, **parts)
 
 
@@ -565,16 +572,41 @@ def test_as_many_parts_as_asked_for_where_they_do_not_divide_evenly():
 def test_the_update_of_pairwise_is_the_gradient_of_the_preference_loss(length_normalise, group_filter):
     """Through every stage, at the old policy (ratio 1), with rollouts of several rows, one unscored and one without a row."""
     numbers = {"beta": 0.7, "length_normalise": length_normalise}
-    a = algorithm(
-        functools.partial(sequence_sum, constant=1.0),
-        reinforce,
-        advantage=functools.partial(pairwise, **numbers),
-        group_filter=group_filter,
-    )
-    a = a._replace(normalization=no_normalization)
+    preference = functools.partial(pairwise, **numbers)
+    a = algorithm(functools.partial(sequence_sum, constant=1.0), reinforce, advantage=preference, group_filter=group_filter)
     batch = prepared(a)
-    pairs = torch.tensor([[0, 1], [0, 2], [2, 1], [8, 6]])  # 8 has no row, so this one is none; all of the second prompt are alike
+    pairs = torch.tensor([[0, 1], [0, 2], [2, 1]])  # the second prompt's are all alike, of the third only one is scored and has a row
     leaf = batch.logprobs_old.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(pairwise_loss(leaf, batch.response_mask, batch.rollout_ids, pairs[:3], **numbers).mean(), leaf)
+    (expected,) = torch.autograd.grad(pairwise_loss(leaf, batch.response_mask, batch.rollout_ids, pairs, **numbers).mean(), leaf)
     _, gradient = whole(batch, batch.logprobs_old, a, KLS["none"])
     assert (gradient - expected).norm() <= 1e-7 * expected.norm()  # the weights are float32
+
+
+# ------------------------------------------------------------------------------------------------- tokens and a critic
+
+
+def at_the_end(batch: Batch) -> Batch:
+    """The same batch with each scored rollout's reward at its last trained token, as `assemble` places it."""
+    return batch._replace(token_rewards=batch.rewards.nan_to_num(0.0)[batch.rollout_ids][:, None] * last_tokens(batch))
+
+
+def test_a_kl_in_the_reward_is_the_same_taken_from_tokens_or_subtracted_afterwards():
+    """Undiscounted and without baseline: the return to go of reward minus KL is the reward minus the KL to come."""
+    kl = KL("k3", k3, placement="reward", coef=0.3)
+    batch = at_the_end(make_batch())
+    tokens = estimated(batch, algorithm(advantage=reward_to_go), kl).advantages
+    torch.testing.assert_close(tokens, estimated(batch, algorithm(advantage=raw), kl).advantages, rtol=0, atol=1e-12)  # float64 rounding
+    assert not torch.equal(tokens, estimated(batch, algorithm(advantage=raw)).advantages)
+
+
+@pytest.mark.parametrize("advantage", [gae, turn_gae])
+def test_an_estimate_gives_the_critic_its_returns(advantage):
+    """Without decay they are the return to go, whatever the critic says; the advantages are whitened, the returns are not."""
+    batch = at_the_end(make_batch())
+    values = torch.randn(batch.ids.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    a = algorithm(advantage=functools.partial(advantage, lam=1.0), normalization=whiten, critic=Critic("head", squared_error))
+    got = estimated(batch._replace(values=values), a)
+    returns = estimated(batch, algorithm(advantage=reward_to_go)).advantages
+    torch.testing.assert_close(got.returns, returns, rtol=0, atol=1e-12)  # float64 rounding
+    counted = got.advantages[batch.response_mask & ~batch.rewards.isnan()[batch.rollout_ids][:, None]]
+    assert counted.mean().item() == pytest.approx(0, abs=1e-12) and counted.var().item() == pytest.approx(1, abs=1e-6)  # eps is 1e-8

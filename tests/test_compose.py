@@ -13,6 +13,7 @@ import yaml
 from rlkit.algorithm import inputs
 from rlkit.compose import compose, conf_dir, experiment, warnings
 from rlkit.errors import ConfigError
+from rlkit.schedules import Progress, at, phases, start, values
 from rlkit.schema import build, check
 
 GROUPS = sorted(f.name for f in conf_dir().iterdir() if f.is_dir() and f.name not in ("experiment", "debug"))
@@ -87,6 +88,26 @@ REFUSALS = {
     "decay that never moves": (["reference=ema", "reference.decay=1"], ["reference", "decay=1", "less than 1"]),
     "copies at no step": (["reference=periodic", "reference.every=0"], ["reference", "every=0", "at least 1"]),
     "no KL to wait for": (["reference=on_kl", "reference.threshold=0"], ["reference", "threshold=0", "greater than 0"]),
+    "end that is no condition": (
+        ["schedule=on_reward", "schedule.phases.explore.until=soon"],
+        ["schedule.phases.explore.until", "reward/mean > 0.8"],
+    ),
+    "phase without an end": (["schedule=on_reward", "schedule.phases.explore.until=null"], ["schedule.phases.explore", "until"]),
+    "part of a group in a phase": (["schedule=on_reward", "schedule.phases.explore.kl.coef=1"], ["+kl@schedule.phases.explore.kl=OPTION"]),
+    "number of a phase that binds nothing": (
+        [
+            "schedule=on_reward",
+            "schedule.phases.refine.numbers={kl.cof: {_target_: rlkit.schedules.constant, _partial_: true, value: 1}}",
+        ],
+        ["schedule.phases.refine", "kl.cof", "coef"],
+    ),
+    "phase that cannot run": (
+        ["schedule=on_reward", "schedule.phases.refine.algorithm.minibatches=7"],
+        ["schedule.phases.refine", "minibatches=7", "128 rollouts"],
+    ),
+    "unknown key of a phase": (["schedule=on_reward", "schedule.phases.explore.untl=3"], ["schedule.phases.explore.untl", "'until'"]),
+    "number scheduled twice": (["schedule=kl_anneal", "kl/coef=adaptive"], ["kl.coef", "controller", "schedule.numbers.kl.coef"]),
+    "controller out of range": (["kl/coef=adaptive", "kl.coef.target=0"], ["kl.coef", "target=0"]),
     "broken override": (["optimizer.lr=[1"], ["optimizer.lr=[1"]),
 }
 
@@ -155,6 +176,101 @@ def test_a_sum_over_a_reply_is_divided_by_the_longest_reply(name):
 def test_these_estimators_carry_the_ratio_in_the_loss(name):
     """Without it k1 in the loss has no gradient in expectation, and says nothing about it."""
     assert "logprobs_old" in inputs(experiment(compose([f"kl={name}"])).kl.estimator)
+
+
+@pytest.fixture
+def two_phases(tmp_path):
+    """A folder with schedule=two: algorithm and KL in both phases, the reference in one."""
+    (tmp_path / "schedule").mkdir()
+    (tmp_path / "schedule" / "two.yaml").write_text(
+        "defaults:\n  - /algorithm@phases.first.algorithm: grpo\n  - /kl@phases.first.kl: k1\n  - /reference@phases.first.reference: ema\n"
+        "  - /algorithm@phases.second.algorithm: rloo\n  - /kl@phases.second.kl: k2\n  - _self_\n\n_target_: rlkit.schedules.Schedule\n"
+        "phases:\n  first: {_target_: rlkit.schedules.Phase, until: 10}\n  second: {_target_: rlkit.schedules.Phase}\n"
+    )
+    return str(tmp_path)
+
+
+def test_overrides_reach_into_a_phase(two_phases):
+    overrides = [
+        "schedule=two",
+        "schedule.phases.first.until=3",
+        "schedule.phases.first.algorithm.policy_loss.clip_high=0.5",
+        "algorithm/advantage@schedule.phases.second.algorithm.advantage=raw",
+        "kl@schedule.phases.second.kl=k3",
+        "kl/coef@schedule.phases.second.kl.coef=adaptive",
+        "schedule.phases.second.kl.coef.target=0.5",
+        "reference=periodic",
+    ]
+    x = experiment(compose(overrides, config_dir=two_phases))
+    first, second = phases(x).values()
+    assert x.schedule.phases["first"].until == 3 and list(x.schedule.phases) == ["first", "second"]
+    assert first.algorithm.policy_loss.keywords["clip_high"] == 0.5 and first.kl.name == "k1" and first.reference.name == "ema"
+    assert second.algorithm.name == "rloo" and second.algorithm.advantage.func.__name__ == "raw" and second.reference.name == "periodic"
+    assert second.kl.name == "k3" and second.kl.coef.update.keywords["target"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "override, meant",
+    {
+        "algorithm=rloo": "algorithm@schedule.phases.first.algorithm=rloo",
+        "algorithm/policy_loss=sapo": "algorithm/policy_loss@schedule.phases.second.algorithm.policy_loss=sapo",
+        "algorithm.policy_loss.clip_high=0.5": "schedule.phases.first.algorithm.policy_loss.clip_high=0.5",
+        "++algorithm.epochs=2": "schedule.phases.second.algorithm.epochs=2",
+        "kl.coef=0.1": "schedule.phases.first.kl.coef=0.1",
+        "kl/coef=adaptive": "kl/coef@schedule.phases.first.kl.coef=adaptive",
+    }.items(),
+)
+def test_an_override_that_every_phase_replaces_is_refused(two_phases, override, meant):
+    """Hydra would compose it, and it would change nothing."""
+    with pytest.raises(ConfigError) as refusal:
+        compose(["schedule=two", override], config_dir=two_phases)
+    assert str(refusal.value).startswith(f"{override}: ") and meant in str(refusal.value)
+    compose(["schedule=two", meant], config_dir=two_phases)
+
+
+def test_an_override_of_a_group_that_some_phase_shares_stands(two_phases):
+    x = experiment(compose(["schedule=two", "reference=ema", "reference.decay=0.5", "batch.prompts=8"], config_dir=two_phases))
+    assert [p.reference.update.keywords["decay"] for p in phases(x).values()] == [0.99, 0.5]
+
+
+def test_a_reference_is_needed_where_any_phase_needs_one(two_phases):
+    x = experiment(compose(["schedule=two", "kl@schedule.phases.first.kl=none"], config_dir=two_phases))
+    assert [p.needs_reference for p in phases(x).values()] == [False, True]
+    assert x._replace(kl=x.schedule.phases["first"].kl).needs_reference  # whatever stands at the top, where no phase reads it
+
+
+def test_phases_keep_the_decay_of_the_learning_rate():
+    """It counts over the whole run."""
+    x = experiment(compose(["schedule=on_reward"]))
+    lr = x.optimizer.keywords["lr"]
+    assert at(x, Progress(10, phase=1, since=5)).optimizer.keywords["lr"] == pytest.approx(0.55 * lr)
+
+
+def test_an_end_beyond_the_run_is_a_warning():
+    (text,) = warnings(experiment(compose(["schedule=on_reward", "schedule.phases.explore.until=50"])))
+    assert "schedule.phases.explore.until=50" in text and "trainer.steps=20" in text
+
+
+@pytest.mark.parametrize("option", options("kl"))
+def test_every_kl_takes_an_adaptive_coefficient(option):
+    """In either order, and its numbers without a plus."""
+    for chosen in ([option, "kl/coef=adaptive"], ["kl/coef=adaptive", option]):
+        x = experiment(compose([*chosen, "kl.coef.target=0.02"]))
+        assert f"kl={x.kl.name}" == option and at(x, start(x)).kl.coef == 0.05 and x.kl.coef.update.keywords["target"] == 0.02
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "kl.coef={_target_: rlkit.schedules.on_metric, when: 'reward/mean > 0.8', before: 0.1, after: 0.0}",
+        "algorithm.entropy_coef={_target_: rlkit.schedules.adaptive_entropy, start: 0.1, target: 0.3}",
+        "schedule.numbers.algorithm.entropy_coef={_target_: rlkit.schedules.adaptive_entropy, start: 0.1}",
+    ],
+)
+def test_a_controller_may_be_written_in_place_of_a_number(override):
+    x = experiment(compose([override]))
+    path = override.partition("=")[0].removeprefix("schedule.numbers.")
+    assert values(x, start(x))[path] == 0.1
 
 
 def test_all_problems_come_in_one_message():
@@ -243,7 +359,11 @@ def test_every_number_has_its_meaning_above_it(file: Path):
     if file.parent.name in ("experiment", "debug") or (file.parent == conf_dir() and file.stem != "train"):
         pytest.skip("sets numbers that are explained in their options")
     lines = [line for line in file.read_text().split("\nhydra:")[0].splitlines() if line.strip()]
-    inherits = "defaults:" in lines and file.stem not in ("train", "by_task", "default") and file.parent.name != "algorithm"
+    inherits = (
+        "defaults:" in lines
+        and file.stem not in ("train", "by_task", "default")
+        and file.parent.name not in ("algorithm", "kl", "schedule")
+    )
     for above, line in itertools.pairwise(lines):
         key, _, value = line.strip().partition(":")
         if not value.strip() or key in NO_COMMENT or line.strip().startswith(("#", "-")) or inherits:

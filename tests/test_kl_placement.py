@@ -273,6 +273,22 @@ def test_k1_in_the_reward_descends_the_divergence_of_whole_rollouts(name: str, k
     torch.testing.assert_close(_descended(kind, _kl_of(name, "reward"))[1], expected, **CLOSE)
 
 
+@pytest.mark.parametrize("name", FACTS)
+def test_in_the_baseline_of_the_others_the_gradient_is_the_same(name: str) -> None:
+    """All 25 pairs of samples, each a group: what the other sample is worth does not depend on this one."""
+    logits, pairs = POLICY.clone().requires_grad_(), torch.cartesian_prod(torch.arange(5), torch.arange(5)).flatten()
+    old = _batch("single", POLICY, POLICY)
+    batch = Batch(**{k: v[pairs] for k, v in old._asdict().items() if v is not None})
+    batch = batch._replace(rollout_ids=torch.arange(50), group_ids=torch.arange(50) // 2)
+    weights = _probabilities("single", POLICY)[pairs].view(25, 2).prod(1).repeat_interleave(2) / 2
+    algorithm = _algorithm(weights, leave_one_out)
+    kl = _kl_of(name, "reward", in_baseline=True)
+    batch = weigh(estimate_advantages(batch, algorithm, kl), algorithm)
+    logprobs = _logprobs("single", logits)[pairs]
+    loss, _ = surrogate(batch, Scores(logprobs, torch.zeros_like(logprobs), full_kl=batch.full_kl), algorithm, kl)
+    torch.testing.assert_close(_gradient(loss, logits) / COEF, _descended("single", kl._replace(in_baseline=False))[1], **CLOSE)
+
+
 @pytest.mark.parametrize("name, pulls", {"k1": 1.0, "forward": 1.0, "k2": 0.0, "k3": 0.0, "truncated": 0.0, "reverse": -1.0}.items())
 def test_near_the_reference_only_k1_in_the_reward_pulls(name: str, pulls: float) -> None:
     """To first order in the distance: the gradient of KL(π‖ref), nothing, or away."""

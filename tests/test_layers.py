@@ -30,7 +30,7 @@ LAYERS = (
 BESIDE = {
     "tasks": {"environments"},  # one system prompt for rows and environments
     "settings": {"algorithm", "schedules"},
-    "monitor": {"settings"},
+    "monitor": {"algorithm", "settings"},
     "selfcheck": {"rollouts", "settings"},
     "__main__": {"cli"},
 }
@@ -47,9 +47,9 @@ ONLY = {
     "rollouts": {"types", "errors", "functional", "rewards", "environments", "models"},
     "algorithm": {"types", "functional"},
     "reference": {"types"},
-    "schedules": set(),
+    "schedules": {"types"},
     "settings": {"types", "algorithm", "rewards", "schedules"},
-    "monitor": {"types", "functional", "settings"},
+    "monitor": {"types", "functional", "algorithm", "settings"},
     "data": set(),
     "loggers": set(),
     "schema": {"errors"},  # it walks any function's signature and knows no part

@@ -12,7 +12,7 @@ import torch
 from rlkit.cli import main
 
 FAST = ["debug=fast", "trainer.accelerator=cpu", "logger=none", "optimizer.lr=1e-3"]
-MIXED = ["batch.group_size=8"]  # with which little steps have a gradient
+MIXED = ["batch.group_size=8", "batch.prompts=4"]  # with which little steps have a gradient
 
 
 def train(folder: Path, *overrides: str) -> list[dict]:
@@ -107,7 +107,7 @@ def ppo(tmp_path_factory):
 
 
 def test_the_critic_learns_alone_in_its_warm_up(ppo):
-    folder, rows = ppo
+    _, rows = ppo
     first = rows[0]
     assert first["optim/updates"] == 0 and first["optim/critic_updates"] > 0
     assert rows[1]["optim/updates"] == rows[1]["optim/critic_updates"] > 0
@@ -123,7 +123,7 @@ def test_the_policy_does_not_move_in_the_critics_warm_up(tmp_path, tiny):
 
 
 def test_a_resumed_run_with_a_critic_is_the_same_run(ppo, tmp_path):
-    folder, rows = ppo
+    folder, _ = ppo
     again = tmp_path / "again"
     train(again, *PPO, "trainer.steps=2", "algorithm.critic.warmup=1")
     overrides = ["train", *FAST, *PPO, f"resume={again}", "trainer.steps=3", "algorithm.critic.warmup=1"]

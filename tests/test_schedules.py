@@ -1,18 +1,185 @@
-"""Scheduled numbers: values at the ends, and the experiment of a step."""
+"""Schedules: the functions of the step, conditions, numbers that follow measurements, and the phases of a run."""
 
 from __future__ import annotations
 
+import json
+import math
+import re
+from functools import partial
+
 import pytest
 
-from rlkit.schedules import Schedule, at, cosine, decay, linear
+from rlkit.schedules import (
+    Condition,
+    Phase,
+    Progress,
+    Schedule,
+    adaptive,
+    adaptive_entropy,
+    advance,
+    at,
+    condition,
+    constant,
+    cosine,
+    decay,
+    exponential,
+    linear,
+    on_metric,
+    phases,
+    piecewise,
+    schedule_problems,
+    schedule_warnings,
+    start,
+    streak,
+    values,
+)
+from rlkit.types import Controller
+
+NAN = float("nan")
 
 
-@pytest.mark.parametrize("shape", [linear, cosine])
-def test_ends_and_beyond(shape):
-    assert shape(0, start=2.0, end=1.0, steps=10) == pytest.approx(2.0)
-    assert shape(10, start=2.0, end=1.0, steps=10) == pytest.approx(1.0)
-    assert shape(99, start=2.0, end=1.0, steps=10) == pytest.approx(1.0)
-    assert 1.0 < shape(5, start=2.0, end=1.0, steps=10) < 2.0
+# ------------------------------------------------------------------------------------------ functions of the step
+
+
+@pytest.mark.parametrize("shape", [linear, cosine, exponential])
+@pytest.mark.parametrize("ends", [(2.0, 1.0), (1e-6, 3.0), (-1.0, -2.0)])
+def test_ends_and_beyond_and_one_direction(shape, ends):
+    found = [shape(s, start=ends[0], end=ends[1], steps=10) for s in (*range(11), 99)]
+    assert found[0] == pytest.approx(ends[0], rel=1e-12) and found[10] == found[11] == pytest.approx(ends[1], rel=1e-12)
+    assert found[:11] == sorted(found[:11], reverse=ends[1] < ends[0]) and len(set(found[:11])) == 11
+
+
+@pytest.mark.parametrize(
+    "function, expected",
+    [
+        (partial(constant, value=3.0), [3.0, 3.0, 3.0]),
+        (partial(linear, start=1.0, end=0.0, steps=4), [1.0, 0.75, 0.5]),
+        (partial(cosine, start=1.0, end=0.0, steps=4), [1.0, (1 + math.sqrt(0.5)) / 2, 0.5]),
+        (partial(exponential, start=16.0, end=1.0, steps=4), [16.0, 8.0, 4.0]),
+        (partial(piecewise, points={0: 1.0, 2: 5.0}), [1.0, 1.0, 5.0]),
+        (partial(piecewise, points=[[1, 1.0], [3, 5.0]], interpolate=True), [1.0, 1.0, 3.0]),
+        (partial(piecewise, points={"0": 1.0, "2": 5.0}, interpolate=True), [1.0, 3.0, 5.0]),
+    ],
+)
+def test_values_by_hand(function, expected):
+    assert [function(step) for step in range(3)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("interpolate", [False, True])
+def test_piecewise_holds_at_both_ends_and_meets_its_points(interpolate):
+    points = {3: 1.0, 5: 4.0, 9: -2.0}
+    f = partial(piecewise, points=points, interpolate=interpolate)
+    assert {s: f(s) for s in points} == points and f(0) == 1.0 and f(99) == -2.0
+    assert (f(4), f(7)) == ((2.5, 1.0) if interpolate else (1.0, 4.0))
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: exponential(0, start=1.0, end=0.0, steps=2), "end=0.0.*choose linear"),
+        (lambda: exponential(0, start=-1.0, end=1.0, steps=2), "both"),
+        (lambda: linear(0, start=0.0, end=1.0, steps=0), "steps=0"),
+        (lambda: piecewise(0, points={}), "at least one"),
+        (lambda: piecewise(0, points={5: 1.0, 0: 2.0}), "ascending"),
+        (lambda: piecewise(0, points=[[5, 1.0], [5, 2.0]]), "ascending"),
+        (lambda: on_metric(when="a > 1", before=0, after=1, steps=-1), "steps=-1"),
+        (lambda: on_metric(when="a", before=0, after=1), "METRIC > NUMBER"),
+        (lambda: adaptive(start=0.0, target=0.1), "start=0"),
+        (lambda: adaptive(start=0.1, target=-0.1), "target=-0.1"),
+        (lambda: adaptive(start=0.1, target=NAN), "target=nan"),
+        (lambda: adaptive(start=0.1, target=0.1, horizon=0), "horizon=0"),
+        (lambda: adaptive(start=0.1, target=0.1, limit=1.0), "limit=1"),
+        (lambda: adaptive_entropy(step=0.0), "step=0"),
+        (lambda: adaptive_entropy(start=2.0), "start=2.0.*ascend"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+# ------------------------------------------------------------------------------------------------------ conditions
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("reward/mean > 0.8 for 5", Condition("reward/mean", ">", 0.8, 5)),
+        ("reward/mean>=.8", Condition("reward/mean", ">=", 0.8)),
+        (" kl/ref_k3 <= -1e-3  for 2 ", Condition("kl/ref_k3", "<=", -1e-3, 2)),
+        ("eval/pass@8 < 3", Condition("eval/pass@8", "<", 3.0)),
+    ],
+)
+def test_conditions_are_read(text, expected):
+    assert condition(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "reward/mean",
+        "reward/mean > ",
+        "> 1",
+        "a = 1",
+        "a == 1",
+        "a > b",
+        "a > nan",
+        "a > 1 for",
+        "a > 1 for 0",
+        "a > 1 for 1.5",
+        "a>1 b>2",
+    ],
+)
+def test_what_is_no_condition_is_answered_with_the_grammar(text):
+    with pytest.raises(ValueError, match=r"METRIC > NUMBER for N"):
+        condition(text)
+
+
+@pytest.mark.parametrize("sign, held", [(">", [0, 0, 1]), (">=", [0, 1, 1]), ("<", [1, 0, 0]), ("<=", [1, 1, 0])])
+def test_every_operator(sign, held):
+    assert [streak(condition(f"a {sign} 2"), 0, {"a": a}) for a in (1.0, 2.0, 3.0)] == held
+
+
+def test_nan_breaks_a_row_and_a_step_without_the_metric_does_not():
+    seen, row = [{"a": 2.0}, {}, {"a": 2.0}, {"a": NAN}, {}, {"a": 2.0}, {"a": 0.0}], []
+    for metrics in seen:
+        row.append(streak(condition("a > 1 for 3"), row[-1] if row else 0, metrics))
+    assert row == [1, 1, 2, 0, 0, 1, 0]
+
+
+# ------------------------------------------------------------------------------------- numbers that follow measurements
+
+
+def follow(controller: Controller, measured: list[dict[str, float]]) -> list[float]:
+    """The value of the first step, and of each after it."""
+    states = [controller.init()]
+    for metrics in measured:
+        states.append(controller.update(states[-1], metrics))
+    return [state["value"] for state in states]
+
+
+def test_on_metric_waits_then_switches_for_good():
+    rewards = [{"r": r} for r in (0.9, 0.1, 0.9, 0.9, 0.0, 0.0)]
+    assert follow(on_metric(when="r > 0.5 for 2", before=1.0, after=0.0), rewards) == [1, 1, 1, 1, 0, 0, 0]
+    assert follow(on_metric(when="r > 0.5 for 2", before=1.0, after=0.0, steps=2), rewards) == [1, 1, 1, 1, 0.5, 0, 0]
+
+
+def test_adaptive_by_hand():
+    """Ziegler et al.: the error is cut to ±0.2; one in 10 rollouts of the horizon moves a tenth of it."""
+    made = adaptive(start=1.0, target=0.1, horizon=100)
+    found = follow(made, [{"kl/ref_k3": kl, "batch/rollouts": 10} for kl in (0.1, 0.11, 5.0, 0.0, NAN)] + [{"batch/rollouts": 10}])
+    assert found == pytest.approx([1.0, 1.0, 1.01, 1.01 * 1.02, 1.01 * 1.02 * 0.98, 1.01 * 1.02 * 0.98, 1.01 * 1.02 * 0.98])
+    assert follow(made, [{"kl/ref_k3": 0.0, "batch/rollouts": 1e9}] * 99)[-1] == pytest.approx(0.8**99)  # never 0 or negative
+
+
+def test_adaptive_entropy_by_hand():
+    made = adaptive_entropy(start=0.0, target=0.2, step=0.3, high=0.5)
+    found = follow(made, [{"policy/entropy": e} for e in (0.3, 0.1, 0.1, 0.2, NAN, 0.3)] + [{}])
+    assert found == pytest.approx([0.0, 0.0, 0.3, 0.5, 0.5, 0.5, 0.2, 0.2])
+
+
+# ------------------------------------------------------------------------------------------------ numbers of a step
 
 
 @pytest.mark.parametrize(
@@ -23,33 +190,42 @@ def test_ends_and_beyond(shape):
         ("algorithm.policy_loss.clip_high", lambda x: x.algorithm.policy_loss.keywords["clip_high"]),
         ("reward.terms.task.weight", lambda x: x.reward.terms["task"].weight),
         ("generation.temperature", lambda x: x.generation.temperature),
+        ("optimizer.eps", lambda x: x.optimizer.keywords["eps"]),  # in no YAML: a default of AdamW's
     ],
 )
 def test_any_number_of_any_part_follows_its_schedule(experiment, path, read):
     moving = experiment._replace(schedule=Schedule({path: lambda step: 0.25 + step}))
-    assert read(at(moving, 0)) == 0.25
-    assert read(at(moving, 1)) == 1.25
-    assert read(moving) == read(experiment)  # the experiment itself is never edited
+    assert read(at(moving, Progress(0))) == 0.25
+    assert read(at(moving, Progress(1))) == 1.25
+    assert values(moving, Progress(1)) == {path: 1.25}
+    if path != "optimizer.eps":
+        assert read(moving) == read(experiment)  # the experiment itself is never edited
+
+
+def test_numbers_of_a_reference_follow_too(experiment):
+    from rlkit.reference import ema
+
+    moving = experiment._replace(reference=ema(decay=0.9), schedule=Schedule({"reference.update.decay": lambda step: step / 10}))
+    assert at(moving, Progress(5)).reference.update.keywords == {"decay": 0.5}
 
 
 def test_whole_numbers_stay_whole(experiment):
-    moving = experiment._replace(schedule=Schedule({"batch.group_size": lambda step: 4.0}))
-    assert at(moving, 0).batch.group_size == 4 and isinstance(at(moving, 0).batch.group_size, int)
+    moving = experiment._replace(schedule=Schedule({"batch.group_size": partial(exponential, start=3, end=10, steps=7)}))
+    found = [at(moving, Progress(step)).batch.group_size for step in range(8)]
+    assert found == [round(3 * (10 / 3) ** (s / 7)) for s in range(8)] and found[-1] == 10 and {type(n) for n in found} == {int}
 
 
-@pytest.mark.parametrize("path", ["kl.cof", "nothing", "kl.name", "kl.coef.deeper"])
+@pytest.mark.parametrize("path", ["kl.cof", "nothing", "kl.name", "kl.coef.deeper", "kl.importance_weight", "algorithm.target_kl"])
 def test_a_path_that_binds_no_number_is_refused(experiment, path):
     with pytest.raises(KeyError, match=path):
-        at(experiment._replace(schedule=Schedule({path: lambda step: 1.0})), 0)
+        at(experiment._replace(schedule=Schedule({path: lambda step: 1.0})), Progress())
 
 
 def test_decay_starts_from_the_configured_number(experiment):
     """An override of optimizer.lr moves the whole schedule."""
-    from functools import partial
-
     lr = experiment.optimizer.keywords["lr"]
     moving = experiment._replace(schedule=Schedule({"optimizer.lr": partial(decay, to=0.1, steps=10)}))
-    assert [at(moving, s).optimizer.keywords["lr"] for s in (0, 10, 99)] == pytest.approx([lr, 0.1 * lr, 0.1 * lr])
+    assert [at(moving, Progress(s)).optimizer.keywords["lr"] for s in (0, 10, 99)] == pytest.approx([lr, 0.1 * lr, 0.1 * lr])
 
 
 def test_the_command_line_reaches_into_a_schedule():
@@ -58,9 +234,175 @@ def test_the_command_line_reaches_into_a_schedule():
 
     x = experiment(compose(["schedule.numbers.optimizer.lr.to=0.5", "schedule.numbers.optimizer.lr.steps=2"]))
     lr = x.optimizer.keywords["lr"]
-    assert at(x, 2).optimizer.keywords["lr"] == pytest.approx(0.5 * lr)
+    assert at(x, Progress(2)).optimizer.keywords["lr"] == pytest.approx(0.5 * lr)
 
 
 def test_dotted_and_nested_paths_are_the_same():
     f = lambda step: 1.0  # noqa: E731
     assert Schedule({"kl.coef": f, "optimizer": {"lr": f}}).paths == {"kl.coef": f, "optimizer.lr": f}
+
+
+def switch(metric: str, before: float, after: float) -> Controller:
+    return on_metric(when=f"{metric} > 0", before=before, after=after)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda x, c: x._replace(kl=x.kl._replace(coef=c), schedule=Schedule()),
+        lambda x, c: x._replace(schedule=Schedule({"kl": {"coef": c}})),
+    ],
+)
+def test_a_controller_in_place_of_a_number_or_in_the_schedule(experiment, place):
+    x = place(experiment, switch("a", 0.5, 0.25))
+    progress = start(x)
+    assert at(x, progress).kl.coef == 0.5 and values(x, progress) == {"kl.coef": 0.5}
+    progress = advance(x, progress, {"a": 1.0})
+    assert progress.step == 1 and at(x, progress).kl.coef == 0.25 and values(x, progress) == {"kl.coef": 0.25}
+
+
+def test_a_controller_is_found_in_any_part_and_keeps_whole_numbers_whole(experiment):
+    loss = partial(experiment.algorithm.policy_loss, clip_high=switch("a", 0.2, 0.3))
+    algorithm = experiment.algorithm._replace(entropy_coef=switch("a", 0.0, 0.1), policy_loss=loss)
+    x = experiment._replace(
+        algorithm=algorithm, generation=experiment.generation._replace(max_new_tokens=switch("a", 8, 16)), schedule=Schedule()
+    )
+    now = at(x, advance(x, start(x), {"a": 1.0}))
+    assert now.algorithm.entropy_coef == 0.1 and now.algorithm.policy_loss.keywords["clip_high"] == 0.3
+    assert now.generation.max_new_tokens == 16 and type(now.generation.max_new_tokens) is int
+
+
+# ----------------------------------------------------------------------------------------------------------- phases
+
+
+@pytest.fixture
+def three(experiment):
+    """10 steps; then until the reward is high thrice; then for good, with a KL of its own."""
+    shared, other = experiment.algorithm, experiment.algorithm._replace(name="other")
+    return experiment._replace(
+        kl=experiment.kl._replace(coef=switch("go", 0.5, 0.25)),
+        schedule=Schedule(
+            numbers={"optimizer.lr": partial(linear, start=0.0, end=1.0, steps=100), "generation.temperature": switch("go", 1.0, 2.0)},
+            phases={
+                "a": Phase(shared, until=2, numbers={"batch.prompts": lambda step: 10 + step}),
+                "b": Phase(other, until="reward/mean > 0.8 for 2", numbers={"optimizer": {"lr": lambda step: step}}),
+                "c": Phase(
+                    shared,
+                    kl=experiment.kl._replace(name="own", coef=switch("go", 7.0, 8.0)),
+                    numbers={"generation.temperature": switch("go", 3.0, 4.0)},
+                ),
+            },
+        ),
+    )
+
+
+METRICS = [{"reward/mean": r, "go": g} for r, g in [(1, 0), (1, 1), (1, 0), (NAN, 0), (1, 0), (0.9, 0), (0, 0), (0, 1), (0, 0)]]
+
+
+def test_a_run_through_its_phases(three):
+    progress, seen = start(three), []
+    for metrics in [*METRICS, {}]:
+        x = at(three, progress)
+        seen.append(
+            (progress.phase, x.algorithm.name, x.kl.name, x.batch.prompts, x.optimizer.keywords["lr"], x.kl.coef, x.generation.temperature)
+        )
+        progress = advance(three, progress, metrics)
+    assert progress.step == 10 and progress.since == 6
+    assert seen == [
+        (0, "grpo", "k3", 10, 0.0, 0.5, 1.0),
+        (0, "grpo", "k3", 11, 0.01, 0.5, 1.0),
+        (1, "other", "k3", 16, 0.0, 0.25, 2.0),  # shared controllers go on; the phase's own steps count from its start
+        (1, "other", "k3", 16, 1.0, 0.25, 2.0),
+        (1, "other", "k3", 16, 2.0, 0.25, 2.0),  # nan broke the row
+        (1, "other", "k3", 16, 3.0, 0.25, 2.0),
+        (2, "grpo", "own", 16, 0.06, 7.0, 3.0),  # shared functions count over the whole run; what the phase brings starts anew
+        (2, "grpo", "own", 16, 0.07, 7.0, 3.0),
+        (2, "grpo", "own", 16, 0.08, 8.0, 4.0),
+        (2, "grpo", "own", 16, 0.09, 8.0, 4.0),
+    ]
+
+
+@pytest.mark.parametrize("stop", range(len(METRICS)))
+def test_a_saved_progress_has_the_same_future(three, stop):
+    progress = start(three)
+    for i, metrics in enumerate(METRICS):
+        if i == stop:
+            again = Progress(**json.loads(json.dumps(progress._asdict())))
+            assert again == progress
+        progress = advance(three, progress, metrics)
+        if i >= stop:
+            again = advance(three, again, metrics)
+            assert again == progress and values(three, again) == values(three, progress)
+
+
+def test_each_phase_is_an_experiment(three, experiment):
+    found = phases(three)
+    assert list(found) == ["a", "b", "c"] and [x.kl.name for x in found.values()] == ["k3", "k3", "own"]
+    assert set(found["a"].schedule.paths) == {"optimizer.lr", "generation.temperature", "batch.prompts"} and not found["a"].schedule.phases
+    assert found["c"].reward is three.reward
+    assert phases(experiment) == {"": experiment}
+
+
+@pytest.mark.parametrize("until", [lambda metrics: metrics["go"] > 0, lambda metrics, steps: steps == 2, 2, "go > 0"])
+def test_every_kind_of_end(experiment, until):
+    algorithm = experiment.algorithm
+    x = experiment._replace(schedule=Schedule(phases={"a": Phase(algorithm, until=until), "b": Phase(algorithm)}))
+    progress, seen = start(x), []
+    for go in (0, 1, 0, 0):
+        progress = advance(x, progress, {"go": go})
+        seen.append((progress.phase, progress.since))
+    assert seen == [(0, 0), (1, 2), (1, 2), (1, 2)]
+
+
+def test_two_evaluations_in_a_row_end_a_phase(experiment):
+    x = experiment._replace(
+        schedule=Schedule(phases={"a": Phase(experiment.algorithm, until="eval/accuracy > 0.9 for 2"), "b": Phase(experiment.algorithm)})
+    )
+    progress = start(x)
+    for step in range(1, 11):
+        progress = advance(x, progress, {"reward/mean": 0.0} | ({"eval/accuracy": 0.95} if step % 5 == 0 else {}))
+    assert (progress.phase, progress.since) == (1, 10)
+
+
+def problems_of(experiment, numbers=None, **phases):
+    return schedule_problems(experiment._replace(schedule=Schedule(numbers or {}, phases)))
+
+
+def test_what_cannot_run_is_named(experiment, three):
+    a = Phase(experiment.algorithm)
+    assert problems_of(experiment, a=a) == schedule_problems(three) == []
+    for words, found in {
+        "schedule.phases.a: has no end.*schedule.phases.a.until": problems_of(experiment, a=a, b=a),
+        "schedule.phases.a.until=0": problems_of(experiment, a=a._replace(until=0), b=a),
+        "schedule.phases.a.until: 'reward' .*METRIC": problems_of(experiment, a=a._replace(until="reward"), b=a),
+        "schedule.phases.a.reset: 'policy'.*optimizer": problems_of(experiment, a=a._replace(reset=["policy"])),
+        "schedule.phases.a: is no phase.*~schedule.phases.a": problems_of(experiment, a=None),
+        r"schedule.phases.a.kl: must be whole.*\+kl@schedule.phases.a.kl": problems_of(experiment, a=a._replace(kl={"coef": 1})),
+        "schedule.phases.a.numbers.kl.coef=0.5: is no function": problems_of(experiment, a=a._replace(numbers={"kl.coef": 0.5})),
+        "schedule.numbers.kl.coef=1: is no function": problems_of(experiment, {"kl": {"coef": 1}}),
+        "kl.coef: is set by a controller and by": problems_of(
+            experiment._replace(kl=experiment.kl._replace(coef=switch("a", 1, 2))), {"kl.coef": lambda step: 1.0}
+        ),
+    }.items():
+        assert len(found) == 1
+        assert re.match(words, found[0])
+
+
+def test_an_end_that_is_never_reached_is_a_warning(experiment):
+    a = Phase(experiment.algorithm)
+    steps = experiment.trainer.steps
+    for until, warned in ((steps - 1, False), (steps, True), ("reward/mean > 1", False)):
+        x = experiment._replace(schedule=Schedule(phases={"a": a._replace(until=until), "b": a}))
+        assert bool(schedule_warnings(x)) is warned
+    last = experiment._replace(schedule=Schedule(phases={"a": a._replace(until=1), "b": a._replace(until=3)}))
+    assert "schedule.phases.b.until=3: is without effect" in schedule_warnings(last)[0]
+
+
+def test_a_row_of_one_phase_does_not_count_in_the_next_and_the_last_phase_stays(experiment):
+    a = Phase(experiment.algorithm, until="go > 0 for 2")
+    x = experiment._replace(schedule=Schedule(phases={"a": a, "b": a, "c": a}))
+    progress, seen = start(x), []
+    for _ in range(8):
+        progress = advance(x, progress, {"go": 1.0})
+        seen.append(progress.phase)
+    assert seen == [0, 1, 1, 2, 2, 2, 2, 2]

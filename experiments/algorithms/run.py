@@ -111,7 +111,8 @@ def table(rows: list[dict]) -> str:
         seconds = statistics.fmean(float(row["training_seconds"]) for row in mine)
         lines.append(
             f"| {name} | {statistics.fmean(float(row['base']) for row in mine):.3f} | {statistics.fmean(final):.3f} "
-            f"({min(final):.3f} – {max(final):.3f}) | {', '.join(reached)} | {seconds:.0f} | {statistics.fmean(kl) if kl else float('nan'):.4f} |"
+            f"({min(final):.3f} – {max(final):.3f}) | {', '.join(reached)} | {seconds:.0f} "
+            f"| {f'{statistics.fmean(kl):.4f}' if kl else '–'} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -14,14 +14,19 @@ class Phases(L.Callback):
     """Lets the module draw its conclusions from a step's metrics, held-out ones included. Runs after whatever adds to the row."""
 
     def __init__(self, metrics: Path):
-        self.metrics = metrics
+        self.metrics, self.line = metrics, ""
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        line = module.advance()
+        self.line = line = module.advance()
         if not line:
             return
-        trainer.print(line)
         append_row(self.metrics, module.rl_step, {"schedule/switch": line})
         for logger in trainer.loggers:
-            if hasattr(logger.experiment, "add_text"):
-                logger.experiment.add_text("schedule/switch", line, module.rl_step)
+            add_text = getattr(logger.experiment, "add_text", None)  # type: ignore[attr-defined]
+            if add_text is not None:
+                add_text("schedule/switch", line, module.rl_step)
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        if self.line:  # below the line of the step that ended the phase
+            trainer.print(self.line)
+            self.line = ""

@@ -5,8 +5,9 @@ A reward of nan cannot be scored: it takes no part in any baseline and its advan
 with each other are all equal the advantage is exactly 0, with no rounding for an epsilon to blow up. The arithmetic is
 in float64 and the result has the dtype of `rewards`.
 
-Token-level estimators count sampled tokens only: what tools and users say between them is passed over, neither a reset
-nor a step of the discount.
+Token-level estimators read `token_rewards` in place of rewards and have its dtype; what cannot be scored earns nothing there
+but a KL. They count sampled tokens only: what tools and users say between them is passed over, neither a reset nor a step
+of the discount.
 """
 
 from __future__ import annotations

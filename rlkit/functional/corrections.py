@@ -109,7 +109,7 @@ def sequence_correction(
 
 def _bounded(ratio: Tensor, response_mask: Tensor, cap: float, mode: str) -> Tensor:
     """The ratio bounded above, or 0 where it is out of bounds; 1 under the mask."""
-    require(0 < cap, "cap", cap, "> 0")
+    require(cap > 0, "cap", cap, "> 0")
     require(mode in ("truncate", "mask"), "mode", mode, "truncate or mask")
     within = ~(ratio > cap)  # so that nan stays visible
     return fill_masked(fill_masked(ratio, within, cap if mode == "truncate" else 0.0), response_mask, 1.0)

@@ -14,13 +14,14 @@ is descended, per unit of the coefficient; q = log ref - log π):
     confident  k3, π_t > p  ∇KL(ref‖π), π_t > p ∇V                       ∇V - its gradient in the loss
     full       KL(π‖ref)    ∇KL(π‖ref)          ∇KL(π‖ref)               ∇KL(π‖ref) of what comes after; 0 for one token
 
-In the loss each token answers for itself: the gradient is the expectation over the states that were visited, as if π did not
-decide which. In the reward each token answers for itself and all that come after it, so `reward` with k1 gives ∇KL(π‖ref) of
-whole rollouts, and to every row above comes the gradient of V of the tokens after, through the states they are drawn in.
-`reward_sequence` has f / |y| in place of f, a rollout's mean for its sum. `in_baseline` has the gradient of `reward` where what is
-subtracted knows nothing of the rollout (`leave_one_out`), and no such fact where a group is divided by its deviation.
-So k1 (or forward) belongs into the reward. Near the reference k2, k3, truncated and confident in the reward pull with second
-order in q, which is not at all, and reverse pushes away; full in the reward is the part that full in the loss leaves out.
+The table is of one state. Over a rollout, the gradient of the loss is its expectation over the states that were visited, as
+if π did not decide which. The reward adds, to every row, the gradient of V of the later tokens through the states they are
+drawn in; so `reward` with k1 gives ∇KL(π‖ref) of whole rollouts, and loss and reward together, of one estimator without a ratio,
+give ∇V. `reward_sequence` is `reward` with f / |y| in place of f: a rollout's mean for its sum. `in_baseline` has the same
+expected gradient where what is subtracted does not depend on the rollout's own reward (`raw`, `leave_one_out`).
+
+So k1 (or forward) belongs into the reward. Near the reference k2, k3 and truncated in the reward have a gradient of second order
+in q only: they do not pull; and reverse pushes away. full in the reward is the part that full in the loss leaves out.
 
 The ratio is the token's own, π_t / old_t from `logprobs_old`, whatever level of ratio the policy loss takes; so `forward`,
 `reverse` and whatever has importance_weight also have the right value and gradient on samples of the old policy, state by

@@ -65,8 +65,8 @@ def chunked_log_probs(
       entropy_gradient: True lets the entropy carry the gradient, for an entropy bonus.
       reference: hidden states [M, H'] of the reference at the same tokens, and its head over the same vocabulary; constants.
     Returns: log-probs [M], entropies [M] and, with a reference, KL(π‖ref) [M]; in nats, float32 or float64. The KL is ≥ 0 up to
-      rounding, its gradient that of the policy alone; inf where the reference excludes (-inf) what the policy may sample, and a
-      token that the policy excludes adds nothing.
+      rounding, its gradient that of the policy alone; inf, without a gradient that is finite, where the reference excludes (-inf) what
+      the policy may sample; a token that the policy excludes adds nothing.
     Raises: ValueError naming the argument that is out of range.
     Source: gradient checkpointing, Chen et al. 2016, arXiv:1604.06174.
 

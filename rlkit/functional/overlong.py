@@ -42,8 +42,7 @@ def soft_penalty(rewards: Tensor, lengths: Tensor, *, limit: float, buffer: floa
     """
     require(0 < limit < float("inf"), "limit", limit, "> 0 and finite")
     require(0 < buffer <= 1, "buffer", buffer, "0 < buffer ≤ 1")
-    start, width = (1 - buffer) * limit, buffer * limit
-    penalty = ((start - lengths.to(rewards.dtype)) / width).clamp(-1.0, 0.0)
+    penalty = ((limit - lengths.to(rewards.dtype)) / (buffer * limit) - 1).clamp(-1.0, 0.0)  # so written, exactly -1 at the limit
     return rewards + penalty, torch.ones_like(rewards, dtype=torch.bool)
 
 

@@ -10,18 +10,19 @@ from torch import Tensor, nn
 from rlkit.models.score import states, trunk_and_head
 
 
-class ValueHead(nn.Sequential):
+class ValueHead(nn.Module):
     """hidden → hidden/2 → ReLU → 1, in float32. The last layer starts at zero, so every value starts at 0."""
 
     def __init__(self, hidden: int):
+        super().__init__()
         half = max(1, hidden // 2)
-        super().__init__(nn.Linear(hidden, half), nn.ReLU(), nn.Linear(half, 1))
-        nn.init.zeros_(self[2].weight)
-        nn.init.zeros_(self[2].bias)
+        self.hidden, self.value = nn.Linear(hidden, half), nn.Linear(half, 1)
+        nn.init.zeros_(self.value.weight)
+        nn.init.zeros_(self.value.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., hidden] → [...]."""
-        return super().forward(hidden.to(self[0].weight.dtype)).squeeze(-1)
+        return self.value(self.hidden(hidden.to(self.hidden.weight.dtype)).relu()).squeeze(-1)
 
 
 class HeadCritic(nn.Module):

@@ -38,7 +38,7 @@ def score(
     temperature: float = 1.0,
     entropy_gradient: bool = False,
     critic: nn.Module | None = None,
-    reference: tuple[Tensor, nn.Module] | None = None,
+    reference: tuple[Tensor, Any] | None = None,
 ) -> Scores:
     """Log-prob and entropy of every sampled token, and where asked for its value and the exact KL to the reference.
 
@@ -55,7 +55,7 @@ def score(
     """
     _, head = trunk_and_head(model)
     hidden = states(model, ids, response_mask)
-    sizes = [head.weight.shape[0], *([reference[1].weight.shape[0]] if reference is not None else [])]  # type: ignore[union-attr]
+    sizes = [head.weight.shape[0], *([reference[1].weight.shape[0]] if reference is not None else [])]
     logprobs, entropy, *divergence = chunked_log_probs(
         hidden,
         head,

@@ -284,3 +284,10 @@ def test_pass_at_1_is_the_group_norm() -> None:
     binary = (rewards > 0.5).double().where(~rewards.isnan(), NAN)
     ours, theirs = pass_at_k_advantage(rewards, group_ids, k=1), _group_norm(binary, group_ids, std="population", eps=0.0)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)  # float64 rounding
+
+
+def test_best_minus_second_of_two_that_share_the_best_place_is_zero() -> None:
+    """Each is the other's second; the third is no matter. Without the tie it is, and an unscored rollout never."""
+    groups = torch.zeros(4, dtype=torch.int64)
+    assert best_minus_second(torch.tensor([2.0, 0.5, 2.0, NAN]), groups).tolist() == [0.0] * 4
+    assert best_minus_second(torch.tensor([2.0, 0.5, 1.0, NAN]), groups).tolist() == [1.0, 0.0, 0.0, 0.0]

@@ -27,7 +27,7 @@ POLICY_LOSSES = {
     "reinforce": functional.reinforce,
     "sapo": functional.sapo,
 }
-KLS = {name: getattr(functional, name) for name in ("confident", "forward", "k1", "k2", "k3", "reverse", "truncated")}
+KLS = {name: getattr(functional, name) for name in ("confident", "forward", "full", "k1", "k2", "k3", "reverse", "truncated")}
 AGGREGATIONS = {
     "token_mean": functional.token_mean,
     "sequence_mean": functional.sequence_mean,
@@ -58,7 +58,7 @@ def _batch(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     rollouts = torch.tensor([0, 1, 2, 3, 4, 5, 6, 0, 0, 3])
     tokens = {
         name: -3 * torch.rand(10, 8, generator=generator, dtype=torch.float64).to(dtype)
-        for name in ("logprobs", "logprobs_old", "logprobs_ref")
+        for name in ("logprobs", "logprobs_old", "logprobs_ref", "full_kl")
     }
     advantages = torch.randn(7, generator=generator, dtype=torch.float64).to(dtype)[rollouts].unsqueeze(-1).expand(10, 8)
     groups = torch.tensor([0, 0, 1, 1, 1, 2, 2])
@@ -72,7 +72,7 @@ def _inject(part: Callable[..., Tensor], quantities: Mapping[str, Tensor]) -> Te
 def _loss(names: tuple[str, str, str], batch: Mapping[str, Tensor], weights: Tensor) -> Tensor:
     """The loss as a caller writes it: fill under the mask, then ratio, then the parts, then Σ weights × loss."""
     mask = batch["response_mask"]
-    filled = {k: fill_masked(v, mask, 0.0) if k.startswith("logprobs") or k == "advantages" else v for k, v in batch.items()}
+    filled = {k: fill_masked(v, mask, 0.0) if v.is_floating_point() else v for k, v in batch.items()}
     filled["ratio"] = token_ratio(batch["logprobs"], batch["logprobs_old"], mask)
     per_token = _inject(POLICY_LOSSES[names[0]], filled) + 0.3 * filled["ratio"] * _inject(KLS[names[1]], filled)
     return (weights * per_token).sum()

@@ -139,3 +139,101 @@ def test_lengths_that_differ_are_an_error() -> None:
     hidden, weight, ids = _problem()
     with pytest.raises((ValueError, RuntimeError)):
         chunked_log_probs(hidden, lambda x: x @ weight.T, ids[:4], chunk_size=4)
+
+
+def _reference() -> tuple[Tensor, Tensor]:
+    """Hidden states of another width, and a head over the same nine tokens."""
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(n, 4, generator=generator, dtype=torch.float64, requires_grad=True) for n in (11, 9))
+    return hidden, weight
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 11, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_exact_divergence_equals_the_naive_form(chunk_size: int, temperature: float, entropy_gradient: bool) -> None:
+    """Its value and its gradient into the policy, beside those of the log-probs; none into the reference."""
+    hidden, weight, ids = _problem()
+    hidden_ref, weight_ref = _reference()
+    logp, ref = ((h @ w.T / temperature).log_softmax(-1) for h, w in ((hidden, weight), (hidden_ref, weight_ref)))
+    naive = (logp.exp() * (logp - ref.detach())).sum(-1)
+    scale = torch.linspace(-1, 2, 11, dtype=torch.float64)
+    expected = torch.autograd.grad((naive * scale).sum() + logp[torch.arange(11), ids].sum(), (hidden, weight))
+    logprobs, entropy, divergence = chunked_log_probs(
+        hidden,
+        lambda x: x @ weight.T,
+        ids,
+        temperature=temperature,
+        chunk_size=chunk_size,
+        entropy_gradient=entropy_gradient,
+        reference=(hidden_ref, lambda x: x @ weight_ref.T),
+    )
+    ((divergence * scale).sum() + logprobs.sum()).backward()
+    close = {"rtol": 0, "atol": 1e-13}  # float64 rounding over sums of 11 terms of order 1
+    torch.testing.assert_close(divergence, naive, **close)
+    torch.testing.assert_close(entropy, -(logp.exp() * logp).sum(-1), **close)
+    for ours, theirs in zip((hidden.grad, weight.grad), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, **close)
+    assert hidden_ref.grad is None and weight_ref.grad is None
+
+
+def test_exact_divergence_by_hand() -> None:
+    """¾ and ¼ against ½ and ½: ¾ log 1.5 + ¼ log 0.5."""
+    logits, even = torch.tensor([[math.log(3.0), 0.0]], dtype=torch.float64), torch.zeros(1, 2, dtype=torch.float64)
+    given = {"chunk_size": 1, "reference": (even, lambda x: x)}
+    _, _, divergence = chunked_log_probs(logits, lambda x: x, torch.tensor([0]), **given)
+    assert divergence.item() == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5), abs=1e-15)  # float64 rounding
+
+
+def test_exact_divergence_of_tokens_that_are_excluded() -> None:
+    """What the policy excludes adds nothing, with or without the reference; what the reference alone excludes is infinite."""
+    inf = math.inf
+    logits = torch.tensor([[0.0, 0.0, -inf], [0.0, 0.0, -inf], [0.0, -1e4, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    ref = torch.tensor([[0.0, 0.0, -inf], [0.0, 0.0, 0.0], [0.0, -inf, 0.0], [0.0, 0.0, -inf]], dtype=torch.float64)
+    given = {"chunk_size": 3, "reference": (ref, lambda x: x)}
+    _, _, divergence = chunked_log_probs(logits, lambda x: x, torch.zeros(4, dtype=torch.int64), **given)
+    assert divergence.tolist() == pytest.approx([0.0, math.log(1.5), 0.0, inf], abs=1e-15)
+    finite = logits[:3].detach().requires_grad_()
+    given = {"chunk_size": 3, "reference": (ref[:3], lambda x: x)}
+    chunked_log_probs(finite, lambda x: x, torch.zeros(3, dtype=torch.int64), **given)[2].sum().backward()
+    torch.testing.assert_close(finite.grad, torch.zeros_like(finite), rtol=0, atol=1e-15)  # rounding; log 1.5 is a constant here
+
+
+def test_exact_divergence_of_equal_policies_is_zero_up_to_rounding() -> None:
+    hidden, weight, ids = _problem(dtype=torch.float32)
+    _, _, divergence = chunked_log_probs(hidden, lambda x: x @ weight.T, ids, chunk_size=4, reference=(hidden, lambda x: x @ weight.T))
+    assert divergence.tolist() == [0.0] * 11
+    near = chunked_log_probs(hidden, lambda x: x @ weight.T, ids, chunk_size=4, reference=(hidden * 1.001, lambda x: x @ weight.T))[2]
+    assert (near > -1e-6).all()  # float32 rounding of nine terms of order 1
+
+
+def test_no_logits_of_the_reference_survive_the_forward_pass() -> None:
+    """Both heads run once a chunk forward and once backward; nothing of width V is kept in between."""
+    hidden, weight, ids = _problem()
+    hidden_ref, weight_ref = _reference()
+    alive: list[weakref.ref[Tensor]] = []
+
+    def head(x: Tensor) -> Tensor:
+        logits = x @ (weight if x.shape[1] == 6 else weight_ref).T
+        alive.append(weakref.ref(logits))
+        return logits
+
+    *_, divergence = chunked_log_probs(hidden, head, ids, chunk_size=4, reference=(hidden_ref, head))
+    assert len(alive) == 6 and all(logits() is None for logits in alive)
+    divergence.sum().backward()
+    assert len(alive) == 12
+
+
+def test_reference_without_tokens_or_with_other_tokens() -> None:
+    hidden, weight, ids = _problem(m=0)
+    _, weight_ref = _reference()
+    empty = torch.zeros(0, 4, dtype=torch.float64)
+    _, _, divergence = chunked_log_probs(hidden, lambda x: x @ weight.T, ids, chunk_size=4, reference=(empty, lambda x: x @ weight_ref.T))
+    assert divergence.shape == (0,)
+    with pytest.raises(ValueError, match=r"reference.* is 1; allowed: 0"):
+        chunked_log_probs(hidden, lambda x: x @ weight.T, ids, chunk_size=4, reference=(torch.zeros(1, 4), lambda x: x))
+
+
+def test_without_a_reference_there_are_two() -> None:
+    hidden, weight, ids = _problem()
+    assert len(chunked_log_probs(hidden, lambda x: x @ weight.T, ids, chunk_size=4)) == 2

@@ -111,7 +111,7 @@ def test_gae_by_hand_with_a_tool_in_the_middle() -> None:
     """γ = 1, λ = ½, V = .1 .2 · · .3 .4, reward 1 at the end.
 
     δ = .1, .1, .1, .6 → Â₄ = .6, Â₃ = .1 + .3 = .4, Â₂ = .1 + .2 = .3, Â₁ = .1 + .15 = .25. A reset at the tool would give
-    -.2 and 0 before it, a bootstrap from the tool's own value something else again.
+    -.2 at the second act. The returns are those that verl's function gives here.
     """
     given = _episode([0, 0, 0, 0, 1, 1], [1, 1, 0, 0, 1, 1], [0, 0, 0, 0, 0, 1], [0.1, 0.2, 77.0, NAN, 0.3, 0.4])
     got = _call(gae, given, lam=0.5)

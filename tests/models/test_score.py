@@ -9,6 +9,7 @@ import torch
 
 from rlkit.models import score
 from rlkit.models.load import LoRA, add_lora
+from rlkit.models.score import states, trunk_and_head
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +64,23 @@ def test_adapter_off_is_the_base(tiny, rows):
     assert not torch.allclose(score(model, *rows)[0], base)
     with model.disable_adapter():
         assert torch.equal(score(model, *rows)[0], base)
+
+
+def test_exact_divergence_equals_the_naive_form(double, rows):
+    """Against another model, at each sampled token's own place; 0 outside the mask, and the reference is a constant."""
+    ids, mask = rows
+    other = copy.deepcopy(double)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(2), dtype=p.dtype))
+        reference = (states(other, ids, mask), trunk_and_head(other)[1])
+        p, ref = ((model(ids).logits[:, :-1] / 0.7).log_softmax(-1) for model in (double, other))
+    expected = torch.zeros(ids.shape, dtype=torch.float64)
+    expected[:, 1:] = (p.exp() * (p - ref)).sum(-1)
+    got = score(double, ids, mask, temperature=0.7, reference=reference)
+    torch.testing.assert_close(got.full_kl, expected * mask, rtol=0, atol=1e-10)  # float64 rounding over a few hundred operations
+    assert got.full_kl[mask].min() > 1e-3 and got.full_kl.requires_grad
+    torch.autograd.grad(got.full_kl.sum(), [p for p in double.parameters() if p.requires_grad], allow_unused=True)
+    assert all(p.grad is None for p in other.parameters())
+    torch.testing.assert_close(got.logprobs, score(double, ids, mask, temperature=0.7).logprobs, rtol=0, atol=1e-10)
+    assert score(double, ids, mask).full_kl is None
