@@ -96,9 +96,8 @@ def compute_kl(
     policy = F.fill_masked(policy_logprobs, mask, 0.0)
     ref = F.fill_masked(ref_logprobs.detach().to(policy.device), mask, 0.0)
     if _asks_for(kl_fn, "logprobs"):
-        return _row_mean(
-            call(kl_fn, {"logprobs": policy, "logprobs_ref": ref, "logprobs_old": policy.detach(), "response_mask": mask}), mask
-        )
+        given = {"logprobs": policy, "logprobs_ref": ref, "logprobs_old": policy.detach(), "response_mask": mask}
+        return _row_mean(call(kl_fn, given), mask)
     kl = kl_fn(policy, ref, mask)
     if kl.shape != policy.shape[:1]:
         raise ValueError(f"kl_fn gave shape {tuple(kl.shape)}; it must be [B] = {tuple(policy.shape[:1])}")
@@ -246,34 +245,34 @@ def _plain(rollout: Rollout) -> Rollout:
 def attach_logprobs(model: nn.Module, rollouts: Sequence[Rollout], *, temperature: float = 1.0) -> list[Rollout]:
     """The rollouts with the model's own log-probs in their steps, as tensors that carry the gradient: what a loss_fn works on.
 
-    The log-probs that the steps had go to `metadata["old_logprobs"]` [T], the "old" of ratios.
+    The log-probs that the steps had go to `metadata["old_logprobs"]` [T], the "old" of ratios; what is there already stays, so that
+    rollouts may be attached anew for every update.
 
     Args:
       model: a causal LM. rollouts: with at least one step among them. temperature: > 0, the sampler's.
     """
-    batch = assemble(rollouts, pad_token_id=0, device=next(model.parameters()).device)
+    batch = assemble([_plain(r) for r in rollouts], pad_token_id=0, device=next(model.parameters()).device)
     logprobs = score(model, batch.ids, batch.response_mask, temperature=temperature).logprobs
     return _attach(rollouts, batch, logprobs, batch.logprobs_sampler)
 
 
 def _attach(rollouts: Sequence[Rollout], batch: Batch, logprobs: Tensor, old: Tensor) -> list[Rollout]:
-    positions, mask = _episodes(batch, len(rollouts))
+    positions, mask = _episodes(batch)
     new, old = F.to_episodes(logprobs, positions, mask), F.to_episodes(old, positions, mask)
     attached = []
     for rollout, tokens, before in zip(rollouts, new, old, strict=True):
         sizes = [len(s.response_ids) for s in rollout.steps]
         parts = tokens[: sum(sizes)].split(sizes) if sizes else ()
         steps = tuple(s._replace(logprobs=part) for s, part in zip(rollout.steps, parts, strict=True))
-        metadata = {**rollout.metadata, "old_logprobs": before[: sum(sizes)]}
+        metadata = {"old_logprobs": before[: sum(sizes)], **rollout.metadata}
         attached.append(rollout._replace(steps=steps, metadata=metadata))
     return attached
 
 
-def _episodes(batch: Batch, n: int | None = None) -> tuple[Tensor, Tensor]:
+def _episodes(batch: Batch) -> tuple[Tensor, Tensor]:
     """Positions and mask [N, T] of each rollout's sampled tokens, also for rollouts at the end without any."""
     positions, mask = F.episode_positions(batch.rollout_ids, batch.step_ids, batch.response_mask)
-    missing = (len(batch.rewards) if n is None else n) - len(mask)
-    padding = (0, 0, 0, missing)
+    padding = (0, 0, 0, len(batch.rewards) - len(mask))
     return nn.functional.pad(positions, padding), nn.functional.pad(mask, padding)
 
 
@@ -671,7 +670,7 @@ def update_policy(
     """
     config = _hooked(config, rollouts, ref_model, critic, kl_fn, pair_selector)
     algorithm, kl = config.algorithm, config.kl
-    sampled = assemble(rollouts, pad_token_id=0, device=next(model.parameters()).device)
+    sampled = assemble([_plain(r) for r in rollouts], pad_token_id=0, device=next(model.parameters()).device)
     batch = choose(sampled, algorithm)
     old = _score(model, batch, temperature, micro_batch_tokens, critic)
     batch = batch._replace(logprobs_old=old.logprobs, entropy_old=old.entropy, values=old.values)

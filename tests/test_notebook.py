@@ -604,6 +604,9 @@ def test_rollouts_that_are_there_already_are_trained_on(model, tokenizer):
     batch = stack_rollouts(attached)
     assert batch.logprobs_sampler.requires_grad
     torch.testing.assert_close(batch.logprobs_sampler.detach(), stack_rollouts(rollouts).logprobs_sampler, rtol=0, atol=0.05)
+    kept, model.lm_head.weight.data = attached[0].metadata["old_logprobs"], model.lm_head.weight.data + 0.01
+    again = attach_logprobs(model, attached)[0]
+    assert torch.equal(again.metadata["old_logprobs"], kept) and not torch.equal(again.steps[0].logprobs, attached[0].steps[0].logprobs)
     critic = make_critic(model, model="head")
     optimizer = torch.optim.SGD([*model.parameters(), *critic.parameters()], lr=1e-3)
     figures = update_policy(model, rollouts, optimizer, create_ppo_config(kl_coef=0.0, epochs=1), critic=critic)
@@ -618,6 +621,18 @@ def test_adapters_are_saved_and_loaded(model, tokenizer, tmp_path):
     trained = {n: p for n, p in policy.named_parameters() if p.requires_grad}
     found = {n: p for n, p in again.named_parameters() if p.requires_grad}
     assert found.keys() == trained.keys() and all(torch.equal(found[n], trained[n]) for n in trained)
+
+
+def test_adapters_are_trained_beside_a_reference_that_moves(model, tokenizer):
+    policy = add_lora(model, LoRA(rank=2))
+    base = model.model.layers[0].mlp.up_proj.base_layer.weight.clone()
+    before = {n: p.detach().clone() for n, p in policy.named_parameters() if p.requires_grad}
+    trained, statistics = train_model(
+        policy, tokenizer, PROMPTS, by_sample, steps=2, batch_size=2, max_new_tokens=4, progress=None,
+        numbers={"group_size": 2}, ref_update_fn=create_ema_updater(0.5),
+    )  # fmt: skip
+    assert any(not torch.equal(p, before[n]) for n, p in trained.named_parameters() if n in before)
+    assert torch.equal(model.model.layers[0].mlp.up_proj.base_layer.weight, base) and statistics[1]["kl"] >= 0
 
 
 def test_a_run_goes_on_from_its_state(tiny, tokenizer):
