@@ -931,7 +931,7 @@ def train_model(
             settings: dict[str, Any] = {"config": now, "ref_model": ref_model, "max_new_tokens": max_new_tokens, "seed": seed}
             settings |= {"critic": critic if now.algorithm.critic.active else None}
             settings |= {name: hook for name, hook in hooks.items() if not idle.get(name)}
-            drawn, _ = take(tasks, StreamState(*divmod(step * batch_size, len(tasks))), batch_size, seed=seed)
+            drawn, _ = take(tasks, StreamState(*divmod(step * batch_size, max(1, len(tasks)))), batch_size, seed=seed)
             state, _ = training_iteration(model, tokenizer, drawn, optimizer, state, reward_fn=reward_fn, **settings)
             statistics.append({"step": state.step, "algorithm": now.algorithm.name, **state.metrics})
             if progress is not None:
