@@ -219,7 +219,7 @@ def estimate_advantages(batch: Batch, algorithm: Algorithm, kl: KL = KL("none"))
         if kl.in_reward and not kl.in_baseline and not asks(algorithm.advantage, "token_rewards"):
             advantages = advantages - to_come(penalty, batch)
         returns = None if returns is None else fill_masked(torch.where(scored, returns, _required(batch.values, "values")), mask, 0.0)
-        return batch._replace(advantages=fill_masked(advantages, mask, 0.0), returns=returns)
+        return batch._replace(advantages=fill_masked(advantages, scored, 0.0), returns=returns)
 
 
 def penalize(batch: Batch, kl: KL) -> Tensor:

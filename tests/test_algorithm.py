@@ -111,6 +111,11 @@ def estimated(batch: Batch, a: Algorithm, kl: KL = KLS["none"]) -> Batch:
     return estimate_advantages(scale_tokens(choose(batch, a), a), a, kl)
 
 
+def scored(batch: Batch) -> torch.Tensor:
+    """The sampled tokens of rollouts with a reward: what cannot be scored has advantage 0, whatever an estimator says."""
+    return batch.response_mask & ~batch.rewards.isnan()[batch.rollout_ids][:, None]
+
+
 def policy_logprobs(batch: Batch, seed: int = 7) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return -2 * torch.rand(batch.ids.shape, generator=generator, dtype=torch.float64)
@@ -199,14 +204,14 @@ def test_lengths_are_the_sampled_tokens_of_all_rows_of_a_rollout():
 def test_one_number_a_rollout_reaches_every_trained_token_of_all_its_rows():
     batch = make_batch()
     got = estimated(batch, algorithm(advantage=lambda rewards: torch.arange(9.0))).advantages
-    assert torch.equal(got, torch.arange(9.0)[batch.rollout_ids][:, None] * batch.response_mask)
+    assert torch.equal(got, torch.arange(9.0)[batch.rollout_ids][:, None] * scored(batch))
 
 
 def test_token_advantages_are_taken_as_they_are_inside_the_mask():
     batch = make_batch()
     values = torch.randn(batch.ids.shape, generator=torch.Generator().manual_seed(1))
     got = estimated(batch, algorithm(advantage=lambda response_mask: values)).advantages
-    assert torch.equal(got, values * batch.response_mask)
+    assert torch.equal(got, values * scored(batch))
 
 
 @pytest.mark.parametrize("shape", [(12,), (9, 1), (12, 8), (), (9, 9)])
@@ -607,6 +612,8 @@ def test_an_estimate_gives_the_critic_its_returns(advantage):
     a = algorithm(advantage=functools.partial(advantage, lam=1.0), normalization=whiten, critic=Critic("head", squared_error))
     got = estimated(batch._replace(values=values), a)
     returns = estimated(batch, algorithm(advantage=reward_to_go)).advantages
-    torch.testing.assert_close(got.returns, returns, rtol=0, atol=1e-12)  # float64 rounding
-    counted = got.advantages[batch.response_mask & ~batch.rewards.isnan()[batch.rollout_ids][:, None]]
+    torch.testing.assert_close(got.returns * scored(batch), returns, rtol=0, atol=1e-12)  # float64 rounding
+    unscored = batch.response_mask & ~scored(batch)
+    assert unscored.any() and torch.equal(got.returns[unscored], values[unscored])  # the critic has nothing to learn there
+    counted = got.advantages[scored(batch)]
     assert counted.mean().item() == pytest.approx(0, abs=1e-12) and counted.var().item() == pytest.approx(1, abs=1e-6)  # eps is 1e-8
