@@ -110,7 +110,7 @@ def train_command(arguments: Arguments) -> int:
     if named and named not in ("never", "auto"):
         folder = runs.find_run(named, "resume")
         resume = runs.checkpoint_source(named, folder)
-        overrides = [*drop(runs.saved_overrides(folder) + overrides, "resume"), f"resume={quote(named)}"]
+        overrides = [*drop(added(runs.saved_overrides(folder), overrides), "resume"), f"resume={quote(named)}"]
     composed = compose(overrides, config_dir=arguments.config_dir)
     x = experiment(composed)
     if named == "auto":
@@ -149,6 +149,11 @@ def option(overrides: Sequence[str], key: str) -> str | None:
     """The value that the command line gives a key, or None."""
     values = [o.partition("=")[2] for o in overrides if o.partition("=")[0].lstrip("+") == key]
     return unquote(values[-1]) if values else None
+
+
+def added(saved: list[str], overrides: list[str]) -> list[str]:
+    """Overrides after those of a run; what is said again word for word is said once, since `+group=option` can stand only once."""
+    return [text for text in saved if text not in overrides] + overrides
 
 
 def drop(overrides: Sequence[str], key: str) -> list[str]:
@@ -257,7 +262,7 @@ def evaluate_command(arguments: Arguments) -> int:
     named, overrides = option(arguments.overrides, "run"), drop(arguments.overrides, "run")
     run = runs.find_run(named, "run") if named else None
     if run is not None:
-        overrides = drop(runs.saved_overrides(run), "resume") + overrides
+        overrides = added(drop(runs.saved_overrides(run), "resume"), overrides)
     composed = compose(overrides, entry="evaluate", config_dir=arguments.config_dir)
     x = experiment(composed)
     if x.evaluation.n < 1:

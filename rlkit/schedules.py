@@ -46,11 +46,12 @@ class Schedule(NamedTuple):
 
     A path is a dotted key, {"kl.coef": f}, or nested mappings, {"kl": {"coef": f}}, which a command line can override.
     A function takes the step, counted from 0; where its second positional parameter is `value`, also the configured number.
-    `phases` maps names to phases, in order.
+    `phases` maps names to phases, in order. `name` is that of a run with phases, which no algorithm alone describes.
     """
 
     numbers: Mapping[str, Any] = {}
     phases: Mapping[str, Phase] = {}
+    name: str = ""
 
     @property
     def paths(self) -> dict[str, Callable[..., float] | Controller]:

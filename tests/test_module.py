@@ -9,15 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkit.cli import main
+from rlkit.compose import compose, experiment
+from rlkit.train import load_tasks
+from rlkit.train import train as train_in
 
-FAST = ["debug=fast", "trainer.accelerator=cpu", "logger=none", "optimizer.lr=1e-3"]
+FAST = ["debug=fast", "trainer.accelerator=cpu", "logger=none", "evaluation.n=0", "optimizer.lr=1e-3", "task.max_samples=64"]
 MIXED = ["batch.group_size=8", "batch.prompts=4"]  # with which little steps have a gradient
 
 
-def train(folder: Path, *overrides: str) -> list[dict]:
-    """The rows of a run's steps."""
-    assert main(["train", *FAST, f"hydra.run.dir={folder}", *overrides]) == 0
+def train(folder: Path, *overrides: str, resume: bool = False) -> list[dict]:
+    """Trains in a folder, or goes on there; the rows of the run's steps."""
+    x = experiment(compose([*FAST, *overrides]))
+    train_in(x, load_tasks(x), folder, started=0.0, resume=folder / "checkpoints" if resume else None)
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row for row in found if "reward/mean" in row]
 
@@ -126,8 +129,7 @@ def test_a_resumed_run_with_a_critic_is_the_same_run(ppo, tmp_path):
     folder, _ = ppo
     again = tmp_path / "again"
     train(again, *PPO, "trainer.steps=2", "algorithm.critic.warmup=1")
-    overrides = ["train", *FAST, *PPO, f"resume={again}", "trainer.steps=3", "algorithm.critic.warmup=1"]
-    assert main(overrides) == 0
+    train(again, *PPO, "trainer.steps=3", "algorithm.critic.warmup=1", resume=True)
     ours, theirs = checkpoint(again, 3), checkpoint(folder, 3)
     for key in ("state_dict", "optimizer_states", "rlkit"):
         assert equal(ours[key], theirs[key]), key
@@ -147,3 +149,60 @@ def test_under_lora_the_critic_is_in_the_checkpoint_and_the_base_is_not(tmp_path
     names = checkpoint(tmp_path / "run", 1)["state_dict"].keys()
     assert any(name.startswith("critic.head.") for name in names)
     assert all("lora_" in name for name in names if name.startswith("model."))
+
+
+# -------------------------------------------------------------------------------------------------------- phases
+
+
+PHASED = ["schedule=reinforce_to_ppo", "schedule.phases.explore.until=1", "batch.group_size=4", "batch.prompts=4", "kl/coef=adaptive"]
+
+
+@pytest.fixture(scope="module")
+def phased(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "phased"
+    return folder, train(folder, *PHASED, "trainer.steps=3", "schedule.phases.refine.algorithm.critic.warmup=1")
+
+
+def test_the_second_phase_begins_with_its_critic(phased):
+    folder, rows = phased
+    assert [row["schedule/phase"] for row in rows] == [0, 1, 1]
+    assert rows[0]["optim/critic_updates"] == 0 and rows[1]["optim/critic_updates"] > 0
+    assert [row["optim/updates"] > 0 for row in rows] == [True, False, True]  # the critic's warm-up is the phase's first step
+    switches = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if "schedule/switch" in line]
+    assert len(switches) == 1 and switches[0]["step"] == 1
+    assert "explore → refine" in switches[0]["schedule/switch"] and "ppo" in switches[0]["schedule/switch"]
+
+
+def test_every_scheduled_number_is_in_every_row(phased):
+    _, rows = phased
+    assert all({"schedule/optimizer.lr", "schedule/kl.coef"} <= row.keys() for row in rows)
+    assert rows[0]["schedule/kl.coef"] == rows[0]["kl/coef"] and rows[-1]["schedule/kl.coef"] != rows[0]["schedule/kl.coef"]
+    assert all(row["schedule/optimizer.lr"] == row["optim/lr"] for row in rows if row["optim/updates"])
+
+
+@pytest.mark.parametrize("stop", [1, 2])
+def test_a_run_that_is_resumed_at_or_behind_a_switch_is_the_same_run(phased, tmp_path, stop):
+    folder, rows = phased
+    again, warm = tmp_path / "again", "schedule.phases.refine.algorithm.critic.warmup=1"
+    train(again, *PHASED, warm, f"trainer.steps={stop}")
+    found = train(again, *PHASED, warm, "trainer.steps=3", resume=True)
+    ours, theirs = checkpoint(again, 3), checkpoint(folder, 3)
+    for key in ("state_dict", "optimizer_states", "rlkit"):
+        assert equal(ours[key], theirs[key]), key
+    assert equal(without_clock(found)[-1], without_clock(rows)[-1])
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_a_phase_of_its_own_reference_starts_it_from_the_policy_of_that_moment(tmp_path, lora):
+    """Also a frozen one, under LoRA too: and a resumed run compares with the same reference."""
+    own = [
+        "schedule=on_reward", "schedule.phases.explore.until=1", "+kl@schedule.phases.refine.kl=k2",
+        "+reference@schedule.phases.refine.reference=frozen", "schedule.phases.refine.reset=[optimizer]", f"model.lora.rank={lora}", *MIXED,
+    ]  # fmt: skip
+    rows = train(tmp_path / "whole", *own, "trainer.steps=3")
+    assert abs(rows[1]["kl/ref_k3"]) < 1e-9 < rows[2]["kl/ref_k3"]  # nothing moved since the phase began
+    train(tmp_path / "again", *own, "trainer.steps=2")
+    train(tmp_path / "again", *own, "trainer.steps=3", resume=True)
+    ours, theirs = checkpoint(tmp_path / "again", 3), checkpoint(tmp_path / "whole", 3)
+    for key in ("state_dict", "optimizer_states", "rlkit"):
+        assert equal(ours[key], theirs[key]), key
