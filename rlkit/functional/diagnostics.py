@@ -111,8 +111,7 @@ def correlation(values: Tensor, others: Tensor, response_mask: Tensor) -> Tensor
     >>> correlation(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([5.0, 3.0, 1.0]), torch.ones(3, dtype=torch.bool))
     tensor(-1.)
     """
-    x, y = values[response_mask].double(), others[response_mask].double()
-    x, y = x - x.mean(), y - y.mean()
+    x, y = (_deviations(v[response_mask].double()) for v in (values, others))
     return ((x * y).sum() / (x.square().sum() * y.square().sum()).sqrt()).clamp(-1.0, 1.0).float()
 
 
@@ -133,6 +132,11 @@ def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -
     tensor(0.)
     """
     value, target = values[response_mask].double(), returns[response_mask].double()
-    residual = target - value
-    spread = (target - target.mean()).square().sum()
-    return (1 - (residual - residual.mean()).square().sum() / spread.where(spread > 0, torch.nan)).float()
+    spread = _deviations(target).square().sum()
+    return (1 - _deviations(target - value).square().sum() / spread.where(spread > 0, torch.nan)).float()
+
+
+def _deviations(values: Tensor) -> Tensor:
+    """From the mean [n]; exactly 0 where all are equal, whose mean in float64 need not be one of them."""
+    shifted = values - values[:1]
+    return shifted - shifted.mean()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rlkit.functional._arguments import require
+from rlkit.functional.masking import full_precision
 
 
 def keep_overlong(rewards: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,8 +43,9 @@ def soft_penalty(rewards: Tensor, lengths: Tensor, *, limit: float, buffer: floa
     """
     require(0 < limit < float("inf"), "limit", limit, "> 0 and finite")
     require(0 < buffer <= 1, "buffer", buffer, "0 < buffer ≤ 1")
-    penalty = ((limit - lengths.to(rewards.dtype)) / (buffer * limit) - 1).clamp(-1.0, 0.0)  # so written, exactly -1 at the limit
-    return rewards + penalty, torch.ones_like(rewards, dtype=torch.bool)
+    exact = full_precision(rewards)  # bfloat16 has no 4001
+    penalty = ((limit - lengths.to(exact.dtype)) / (buffer * limit) - 1).clamp(-1.0, 0.0)  # so written, exactly -1 at the limit
+    return (exact + penalty).to(rewards.dtype), torch.ones_like(rewards, dtype=torch.bool)
 
 
 def mask_truncated(rewards: Tensor, truncated: Tensor) -> tuple[Tensor, Tensor]:

@@ -115,7 +115,7 @@ def gmpo(
 ) -> Tensor:
     """Surrogate loss of the geometric mean of a rollout's clipped ratios: one token's ratio moves it little.
 
-    loss_t = -s_j A_t, s_j = exp(mean over the trained tokens of rollout j of Δ'_t), Δ_t = log π_t - log π_old_t
+    loss_t = -s_j A_t, s_j = exp(clamp(mean over the trained tokens of rollout j of Δ'_t, -20, 20)), Δ_t = log π_t - log π_old_t
     Δ'_t = min(Δ_t, clip_log_high) where A_t > 0, max(Δ_t, -clip_log_low) elsewhere
 
     The same s_j stands at each token of a rollout, so that `sequence_mean` gives the mean over rollouts of -s_j A_j.

@@ -18,7 +18,11 @@ from rlkit.functional import (
 )
 
 MASK = torch.tensor([[True, True, False], [True, True, False]])
-FIGURES = [f for _, f in inspect.getmembers(diagnostics, inspect.isfunction) if f.__module__ == diagnostics.__name__]
+FIGURES = [
+    f
+    for name, f in inspect.getmembers(diagnostics, inspect.isfunction)
+    if f.__module__ == diagnostics.__name__ and not name.startswith("_")
+]
 
 
 def test_approximate_kl_by_hand() -> None:
@@ -98,6 +102,14 @@ def test_undefined_figures_are_nan_and_not_a_number_that_lies() -> None:
     assert explained_variance(flat, flat, none).isnan()
     assert all(figure.isnan() for figure in ratio_statistics(flat, none))
     assert approximate_kl(flat, flat, none) == 0.0
+
+
+@pytest.mark.parametrize("n", range(2, 20))
+def test_a_constant_is_one_in_float64_too(n: int) -> None:
+    """The mean of n times 0.1 need not be 0.1: deviations of 1e-17 are not a spread."""
+    flat, steps, mask = torch.full((n,), 0.1, dtype=torch.float64), torch.arange(n).double(), torch.ones(n, dtype=torch.bool)
+    assert explained_variance(steps, flat, mask).isnan()
+    assert correlation(flat, steps, mask).isnan()
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda f: f.__name__)
