@@ -12,11 +12,14 @@ from typing import Any
 _HOMES = {
     "rlkit.types": (
         "Batch", "Controller", "Environment", "Generation", "Message", "Policy", "Reference", "Rollout", "Step", "Task", "ToolCall",
-        "ToolResult",
+        "ToolResult", "Estimate", "Scores",
     ),
     "rlkit.errors": ("ConfigError", "DataError", "Refusal", "RLKitError", "SelfCheckError", "TemplateError"),
     "rlkit.settings": ("BatchSize", "Evaluation", "Experiment", "Sampling", "TrainerSettings"),
-    "rlkit.algorithm": ("KL", "Algorithm", "estimate_advantages", "micro_batches", "minibatches", "surrogate", "weigh"),
+    "rlkit.algorithm": (
+        "KL", "Algorithm", "Critic", "choose", "estimate_advantages", "micro_batches", "minibatches", "scale_tokens", "surrogate",
+        "value_surrogate", "weigh",
+    ),
     "rlkit.functional": (
         "all_pairs", "approximate_kl", "batch_mean", "best_minus_second", "best_worst", "chunked_log_probs", "cispo", "clip_fractions",
         "clipped", "clipped_squared_error", "confident", "explained_variance", "forward", "full", "gae", "gmpo", "group_mean",
@@ -31,7 +34,7 @@ _HOMES = {
     "rlkit.tasks": ("arithmetic", "gsm8k", "jsonl"),
     "rlkit.environments": ("calculator", "execute", "hermes", "single_turn", "split_thinking", "tool_schema", "tool_use"),
     "rlkit.generation": ("generate",),
-    "rlkit.models": ("LoRA", "load_policy", "make_codec", "make_policy", "score"),
+    "rlkit.models": ("LoRA", "ValueHead", "load_policy", "make_codec", "make_critic", "make_policy", "score"),
     "rlkit.rollouts": ("assemble", "collect", "load_rollouts", "save_rollouts", "summarize", "transcript"),
     "rlkit.rollouts.evaluation": ("greedy_accuracy", "sampled_accuracy"),
     "rlkit.schedules": (

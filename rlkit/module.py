@@ -171,7 +171,7 @@ class RLModule(L.LightningModule):
             terms.skip("no_signal")
             return True
         self.zero_grad()
-        moved, tokens = 0.0, 0
+        moved, tokens, limit = 0.0, 0, x.algorithm.target_kl
         for rows in micro_batches(minibatch, x.trainer.micro_batch_tokens):
             part = select(minibatch, rows)
             scores = score(
@@ -191,11 +191,10 @@ class RLModule(L.LightningModule):
             if total.requires_grad:
                 self.manual_backward(total)
             terms.add(part, loss, scores, parts)
-            count = int(part.response_mask.sum())
-            if part.logprobs_old is not None:
+            if limit is not None and part.logprobs_old is not None:
+                count = int(part.response_mask.sum())
                 moved += count * float(approximate_kl(scores.logprobs.detach(), part.logprobs_old, part.response_mask))
-            tokens += count
-        limit = x.algorithm.target_kl
+                tokens += count
         if limit is not None and moved > limit * tokens:
             terms.skip("target_kl")
             return False
