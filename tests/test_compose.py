@@ -300,6 +300,17 @@ def test_a_controller_may_be_written_in_place_of_a_number(override):
     assert values(x, start(x))[path] == 0.1
 
 
+def test_dapo_with_its_overrides_taken_back_is_grpo():
+    taken_back = ["policy_loss=clipped", "aggregation=sequence_mean", "group_filter=none", "overlong=none"]
+    dapo = experiment(compose(["algorithm=dapo", *(f"algorithm/{text}" for text in taken_back), "algorithm.max_refills=0"])).algorithm
+    grpo = experiment(compose(["algorithm=grpo"])).algorithm
+
+    def plain(part):
+        return (part.func, part.args, part.keywords) if hasattr(part, "keywords") else part
+
+    assert {k: plain(v) for k, v in dapo._replace(name="grpo")._asdict().items()} == {k: plain(v) for k, v in grpo._asdict().items()}
+
+
 def test_all_problems_come_in_one_message():
     with pytest.raises(ConfigError) as refusal:
         compose(["algorithm=grp", "optimizer.lrr=1", "batch.prompts=many", "+nonsense=1"])

@@ -56,6 +56,28 @@ def test_one_row_for_histories_that_append_and_one_a_step_for_those_rewritten():
     assert [len(rows(r)) for r in (APPENDED, REWRITTEN)] == [1, 3]
 
 
+def test_rewards_stand_at_the_last_token_that_earned_them():
+    """Of a step at its last sampled token, of the episode at the last of all, on whatever row; a rollout's reward is their sum."""
+    steps = [s._replace(reward=r) for s, r in zip(REWRITTEN.steps, (0.25, None, 2.0), strict=True)]
+    batch = assemble([APPENDED, REWRITTEN._replace(steps=tuple(steps))], pad_token_id=0)
+    assert batch.token_rewards.tolist() == [
+        [0, 0, 0, 0, 0, 0, 0, 1.0, 0],
+        [0, 0, 0, 0, 0.25, 0, 0, 0, 0],
+        [0, 0, 0, 0, 0, 0, 0, 0, 0],
+        [0, 0, 1.5, 0, 0, 0, 0, 0, 0],
+    ]
+    assert batch.rewards.tolist() == [1.0, 1.75]
+
+
+def test_what_a_silent_or_unscored_episode_earned():
+    """A last step without a reply earns at the last token before it; what cannot be scored earns nothing anywhere."""
+    silent = rollout(([1, 2], [3]), ([1, 2, 3, 4], []), reward=1.0)
+    unscored = APPENDED._replace(reward=None, steps=tuple(s._replace(reward=1.0) for s in APPENDED.steps))
+    batch = assemble([silent, unscored], pad_token_id=0)
+    assert batch.token_rewards[0, :4].tolist() == [0, 0, 1.0, 0] and batch.token_rewards[1].count_nonzero() == 0
+    assert batch.rewards.isnan().tolist() == [False, True]
+
+
 def test_a_context_that_drops_one_token_starts_a_row():
     """A prefix test that only compared lengths would put tokens into a history that never held them."""
     assert len(rows(rollout(([1, 2], [3, 4]), ([1, 2, 3], [5])))) == 2  # shorter than what came before

@@ -321,6 +321,16 @@ def test_the_same_call_gives_the_same_rollouts_and_so_does_a_part_of_it(tiny):
         assert all(v != whole[k] for k, v in ids(run(tasks, group_size=3, **other)).items())
 
 
+def test_further_prompts_of_a_step_are_those_of_one_larger_step(tiny):
+    """Refilling samples what a batch with more prompts would have: nothing is sampled twice with one seed."""
+    tasks = [task(str(i), i) for i in range(4)]
+    settings = {"generate": generate, "environment": single_turn(), "group_size": 2, "seed": 1, "temperature": 1.0, "max_new_tokens": 4}
+    whole = collect(tiny, tasks, **settings)
+    parts = collect(tiny, tasks[:1], **settings) + collect(tiny, tasks[1:], first=1, **settings)
+    assert [[s.response_ids for s in r.steps] for r in parts] == [[s.response_ids for s in r.steps] for r in whole]
+    assert [r.group for r in parts] == [r.group for r in whole] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
 def test_no_two_replies_share_a_seed(tiny):
     engine = Scripted("a", "b")
     collect(tiny, [task(), task("b", 1)], generate=engine, environment=environment(next_prompt=lambda r, i: "go" if i == 0 else None),
