@@ -300,6 +300,14 @@ def test_a_controller_may_be_written_in_place_of_a_number(override):
     assert values(x, start(x))[path] == 0.1
 
 
+@pytest.mark.parametrize("value", ["reward/mean > 0.8 for 3", "'reward/mean > 0.8 for 3'"])
+def test_a_condition_needs_no_second_quotes(value):
+    """The shell takes one pair; Hydra's own grammar would want another."""
+    composed = compose(["schedule=grpo_to_dapo", f"schedule.phases.explore.until={value}"])
+    assert experiment(composed).schedule.phases["explore"].until == "reward/mean > 0.8 for 3"
+    assert composed.overrides[1] == "schedule.phases.explore.until='reward/mean > 0.8 for 3'"
+
+
 def test_dapo_with_its_overrides_taken_back_is_grpo():
     taken_back = ["policy_loss=clipped", "aggregation=sequence_mean", "group_filter=none", "overlong=none"]
     dapo = experiment(compose(["algorithm=dapo", *(f"algorithm/{text}" for text in taken_back), "algorithm.max_refills=0"])).algorithm
