@@ -3,6 +3,7 @@
 from rlkit.rewards.aggregators import weighted_sum
 from rlkit.rewards.answers import final_answer
 from rlkit.rewards.by_task import by_task
+from rlkit.rewards.few_turns import few_turns
 from rlkit.rewards.numeric import extract_answer, numeric, parse_number
 from rlkit.rewards.score import Reward, RewardError, Term, batched, score
 from rlkit.rewards.text import contains, exact_match, format_match
@@ -16,6 +17,7 @@ __all__ = [
     "contains",
     "exact_match",
     "extract_answer",
+    "few_turns",
     "final_answer",
     "format_match",
     "numeric",
