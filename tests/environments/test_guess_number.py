@@ -94,5 +94,5 @@ def test_a_prompt_fn_that_has_nothing_to_say_ends_the_dialogue(tiny):
 def test_limits_and_tool_names_are_checked():
     with pytest.raises(ConfigError, match="max_turns is 0"):
         dialogue(prompt_fn=continue_with_step, max_turns=0)
-    with pytest.raises(ConfigError, match="environment.tools.other"):
+    with pytest.raises(ConfigError, match=r"environment\.tools\.other"):
         dialogue(prompt_fn=continue_with_step, tools={"other": said_done})
