@@ -69,6 +69,7 @@ def train(
             print(f"warning: {line}", flush=True)
     module = RLModule(x, policy, tasks[0])
     results: dict[int, dict[str, Any]] = {}
+    (folder / FAILED).unlink(missing_ok=True)  # of the run that is continued
     trainer, checkpoint = make_trainer(x, module, tasks[1], folder, results, device, resume=resume)
     summary = {"ended": "failed", "seed": x.seed, "name": x.name}
     try:

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -23,12 +24,16 @@ from rlkit.types import Rollout
 
 START = 120.0  # seconds for the child to import sympy
 MEMORY = 4 * 2**30  # bytes of address space that the child may take
+LATEX = re.compile(r"[\\^]")
+DELIMITER = re.compile(r"\$|\\\(|\\\[|\\boxed|####")
 _LOCK = Lock()
 _children: list[subprocess.Popen[str]] = []  # none or one
 
 
 def math_verify(rollout: Rollout, *, correct: float = 1.0, wrong: float = 0.0, deadline: float = 5.0) -> float | None:
     r"""Whether the final reply's mathematical answer equals `task.answer`: 1/2, 0.5 and \frac{1}{2} do, sets and intervals too.
+
+    LaTeX is read between $ $, \( \), \[ \] and in \boxed{}; a text without any of these that has LaTeX in it is taken as one formula.
 
     Args:
       correct, wrong: the two scores.
@@ -130,12 +135,17 @@ def serve() -> None:
 
 def _judged(package: Any, truth: str, answer: str) -> str:
     try:
-        gold = package.parse(truth)
+        gold = package.parse(_delimited(truth))
         if not gold:
             return "no truth"
-        given = package.parse(answer)
+        given = package.parse(_delimited(answer))
         if not given:
             return "unparseable"
         return "equal" if package.verify(gold, given) else "different"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def _delimited(text: str) -> str:
+    r"""Bare LaTeX as a formula: math-verify reads 2\sqrt{3} without dollars as 2."""
+    return f"${text.strip()}$" if LATEX.search(text) and not DELIMITER.search(text) else text
