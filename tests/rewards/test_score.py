@@ -272,6 +272,12 @@ def test_rewards_of_steps_alone_have_an_outcome_of_zero():
     assert [(r.reward, r.total_reward) for r in scored] == [(0.0, 2.0), (0.0, 0.0)]
 
 
+def test_a_shadow_term_of_steps_leaves_the_steps_alone():
+    terms = {"one": Term(1.0, lambda r: 1.0), "shadow": Term(0.0, lambda r: [9.0] * len(r.steps), per_step=True)}
+    (scored,) = score([episode(2)], reward(**terms))
+    assert [s.reward for s in scored.steps] == [None, None] and scored.rewards["shadow"] == 18.0
+
+
 def test_rewards_of_steps_may_be_missing_for_the_whole_rollout():
     (scored,) = score([episode(2)], reward(steps=Term(1.0, lambda r: None, per_step=True)))
     assert scored.reward is None and scored.total_reward is None and [s.reward for s in scored.steps] == [None, None]
