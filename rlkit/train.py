@@ -19,18 +19,21 @@ from rlkit.errors import Refusal, RLKitError
 from rlkit.settings import Experiment, RolloutRun
 from rlkit.types import Task
 
+FAILED = "failed_rollout.jsonl.gz"  # the rollout on which a reward failed
 PACKAGES = ("rlkit", "torch", "transformers", "peft", "lightning", "hydra-core", "numpy")
 
 
 def load_tasks(x: Experiment) -> tuple[Sequence[Task], Sequence[Task]]:
-    """Training and held-out tasks, with the verifier and the training reward tried on their gold answers. Raises DataError, ConfigError."""
+    """Training and held-out tasks, verifier and every phase's reward tried on their gold answers. Raises DataError, ConfigError."""
+    from rlkit.schedules import phases
     from rlkit.selfcheck import check_reward, check_verifier
 
     train = x.task(split="train")
     held_out = x.task(split="test")[: x.evaluation.n] if x.evaluation.n else []
     for tasks in (train, held_out):
         check_verifier(tasks, x.evaluation.reward)
-    check_reward(train, x.reward)
+    for phase in phases(x).values():
+        check_reward(train, phase.reward)
     return train, held_out
 
 
@@ -51,6 +54,8 @@ def train(
     from rlkit.callbacks.metrics import export_csv
     from rlkit.data import RLData
     from rlkit.module import RLModule, peak_memory
+    from rlkit.rewards import RewardError
+    from rlkit.rollouts import save_rollouts
     from rlkit.selfcheck import check_policy
 
     if x.trainer.threads:
@@ -64,6 +69,7 @@ def train(
             print(f"warning: {line}", flush=True)
     module = RLModule(x, policy, tasks[0])
     results: dict[int, dict[str, Any]] = {}
+    (folder / FAILED).unlink(missing_ok=True)  # of the run that is continued
     trainer, checkpoint = make_trainer(x, module, tasks[1], folder, results, device, resume=resume)
     summary = {"ended": "failed", "seed": x.seed, "name": x.name}
     try:
@@ -73,6 +79,8 @@ def train(
         summary["ended"] = "interrupted"
     except BaseException as error:
         summary["ended"] = f"failed: {type(error).__name__}: {error}"
+        if isinstance(error, RewardError) and error.rollout is not None:
+            save_rollouts(folder / FAILED, [error.rollout])
         raise
     finally:
         summary |= {
@@ -263,6 +271,8 @@ def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *,
         return 2
     except RLKitError as error:
         print(f"rlkit: {error}\nrun folder: {folder}", file=sys.stderr)
+        if (folder / FAILED).exists():
+            print(f"the rollout on which it failed: {folder / FAILED}", file=sys.stderr)
         return 1
     runs.write_config(folder, config)  # a resumed run's, once it has gone on with it
     print(closing(summary, folder), flush=True)
