@@ -3,6 +3,7 @@
 from rlkit.environments.by_task import by_task, environment_of
 from rlkit.environments.calculator import calculator
 from rlkit.environments.prompts import with_system_prompt
+from rlkit.environments.python import python_tool
 from rlkit.environments.single_turn import single_turn
 from rlkit.environments.thinking import split_thinking
 from rlkit.environments.tool_parsers import hermes, none
@@ -16,6 +17,7 @@ __all__ = [
     "execute",
     "hermes",
     "none",
+    "python_tool",
     "single_turn",
     "split_thinking",
     "tool_name",

@@ -3,6 +3,7 @@
 from rlkit.rewards.aggregators import weighted_sum
 from rlkit.rewards.answers import final_answer
 from rlkit.rewards.by_task import by_task
+from rlkit.rewards.code_exec import Verdict, code_exec, extract_code, verdicts
 from rlkit.rewards.numeric import extract_answer, numeric, parse_number
 from rlkit.rewards.score import Reward, RewardError, Term, batched, score
 from rlkit.rewards.text import contains, exact_match, format_match
@@ -11,15 +12,19 @@ __all__ = [
     "Reward",
     "RewardError",
     "Term",
+    "Verdict",
     "batched",
     "by_task",
+    "code_exec",
     "contains",
     "exact_match",
     "extract_answer",
+    "extract_code",
     "final_answer",
     "format_match",
     "numeric",
     "parse_number",
     "score",
+    "verdicts",
     "weighted_sum",
 ]

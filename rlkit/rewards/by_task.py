@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rlkit.errors import ConfigError
-from rlkit.rewards.score import is_batched
+from rlkit.rewards.score import Term, batched, column
 from rlkit.types import Rollout
 
 
-def by_task(rollout: Rollout, *, rewards: Mapping[str, Callable[[Rollout], float | None]]) -> float | None:
-    """Score a rollout with the reward that its task names, so that a mixture scores each row its own way.
+@batched
+def by_task(rollouts: Sequence[Rollout], *, rewards: Mapping[str, Callable[..., Any]]) -> list[float | None]:
+    """Score rollouts with the rewards that their tasks name, so that a mixture scores each row its own way.
 
     Args:
-      rewards: name → function of one rollout.
-    Returns: what that function returns.
-    Raises: ConfigError naming the row, the name it asks for and the known names; also for a function that is marked
-      `@batched`, which needs all rollouts at once.
+      rewards: name → function of one rollout, or of the list of them where it is marked `@batched`; such a one sees all rollouts
+        whose tasks name it.
+    Returns: a score for each rollout.
+    Raises: ConfigError naming the row, the name it asks for and the known names; RewardError, see `score`.
     """
-    name = rollout.task.reward
-    if name not in rewards:
-        raise ConfigError(
-            f"task {rollout.task.id!r} asks for the reward {name!r}; known are {', '.join(sorted(rewards)) or 'none'}. "
-            "Correct the row's reward, or set reward= to one option for all rows"
-        )
-    if is_batched(rewards[name]):
-        raise ConfigError(f"the reward {name!r} scores whole batches; make it a term of its own in reward.terms")
-    return rewards[name](rollout)
+    for rollout in rollouts:
+        if rollout.task.reward not in rewards:
+            raise ConfigError(
+                f"task {rollout.task.id!r} asks for the reward {rollout.task.reward!r}; known are {', '.join(sorted(rewards)) or 'none'}. "
+                "Correct the row's reward, or set reward= to one option for all rows"
+            )
+    scores: list[float | None] = [None] * len(rollouts)
+    for name in dict.fromkeys(rollout.task.reward for rollout in rollouts):
+        places = [i for i, rollout in enumerate(rollouts) if rollout.task.reward == name]
+        for i, score in zip(places, column(name, Term(1.0, rewards[name]), [rollouts[i] for i in places]), strict=True):
+            scores[i] = score
+    return scores

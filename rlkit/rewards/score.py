@@ -54,7 +54,7 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
     """
     if not any(term.weight for term in reward.terms.values()):
         raise ConfigError(f"reward {reward.name!r} has no term of non-zero weight; set one of reward.terms.NAME.weight")
-    columns = {name: _column(name, term, rollouts) for name, term in reward.terms.items()}
+    columns = {name: column(name, term, rollouts) for name, term in reward.terms.items()}
     scored = []
     for i, rollout in enumerate(rollouts):
         rewards = {name: column[i] for name, column in columns.items()}
@@ -62,8 +62,8 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
     return scored
 
 
-def _column(name: str, term: Term, rollouts: Sequence[Rollout]) -> list[float | None]:
-    """Scores of one term for all rollouts."""
+def column(name: str, term: Term, rollouts: Sequence[Rollout]) -> list[float | None]:
+    """Scores of one term for all rollouts, each checked. Raises: see `score`."""
     if not (term.batched or is_batched(term.fn)):
         return [_checked(name, rollout.task.id, partial(term.fn, rollout)) for rollout in rollouts]
     ids = f"{rollouts[0].task.id} … {rollouts[-1].task.id}" if rollouts else "none"
@@ -89,7 +89,7 @@ def _checked(name: str, task: str, call: Callable[[], Any]) -> float | None:
 def _called(name: str, task: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
-    except Refusal:
+    except (Refusal, RewardError):  # a RewardError of a reward within this one names its place already
         raise
     except Exception as error:
         raise RewardError(f"reward term {name!r} raised on task {task!r}: {type(error).__name__}: {error}") from error

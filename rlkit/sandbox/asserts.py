@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import ast
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from rlkit.sandbox.process import Result
-from rlkit.sandbox.values import same
+from rlkit.sandbox.values import Opaque, same
 
-MAKERS = {"set": set, "frozenset": frozenset, "list": list, "tuple": tuple, "dict": dict, "sorted": sorted, "float": float, "complex": complex}
+MAKERS: dict[str, Callable[..., Any]] = {
+    "set": set,
+    "frozenset": frozenset,
+    "list": list,
+    "tuple": tuple,
+    "dict": dict,
+    "sorted": sorted,
+    "float": float,
+    "complex": complex,
+}
 CLOSE = {"rel_tol": 1e-9, "abs_tol": 0.0}  # math.isclose's own
 
 
@@ -101,10 +111,8 @@ def passes(check: Check, result: Result) -> bool:
     if result.error:
         return False
     value = result.value
-    if check.truth:  # what is of no literal type counts as neither
-        return isinstance(value, bool | int | float | str | list | tuple | set | dict | None) and type(value).__name__ != "Opaque" and bool(
-            value
-        ) is check.expected
+    if check.truth:
+        return not isinstance(value, Opaque) and bool(value) is check.expected
     if check.tolerance:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return number and math.isclose(value, check.expected, rel_tol=check.tolerance[0], abs_tol=check.tolerance[1])
