@@ -202,6 +202,7 @@ def versions() -> dict[str, str]:
 
 def header(x: Experiment, policy: Any, device: Any, tasks: tuple[Sequence[Task], Sequence[Task]]) -> str:
     """What runs, on what, and the batch arithmetic."""
+    from rlkit.sandbox import seen
     from rlkit.schedules import phases
 
     named = phases(x)
@@ -219,6 +220,7 @@ def header(x: Experiment, policy: Any, device: Any, tasks: tuple[Sequence[Task],
         f"{x.trainer.steps} steps"
         + (f"; scheduled: {', '.join(x.schedule.paths)}" if x.schedule.paths else "")
         + (f"\nphases: {' → '.join(f'{name} ({phase.algorithm.name})' for name, phase in named.items())}" if len(named) > 1 else "")
+        + (f"\n{level}" if (level := seen()) else "")
     )
 
 

@@ -72,7 +72,9 @@ def bpf(machine: str) -> list[tuple[int, int, int, int]]:
         program += [(equal, 0, 1, number), (give, 0, 0, ALLOW)]
     program += [(equal, 0, 1, 435), (give, 0, 0, ENOSYS), (equal, 0, 1, ioctl), (give, 0, 0, ENOTTY)]
     program += [(equal, 0, 4, clone), (load, 0, 0, 16), (bits, 0, 1, 0x10000), (give, 0, 0, ALLOW), (give, 0, 0, EPERM)]
-    program += [(equal, 0, 5, prlimit), (load, 0, 0, 32), (equal, 0, 3, 0), (load, 0, 0, 36), (equal, 0, 1, 0), (give, 0, 0, ALLOW)]
+    program += [(equal, 0, 7, prlimit)]  # of process 0, oneself, without new limits: arguments 0 and 2, each 64 bits, all zero
+    program += [x for offset, jump in ((16, 5), (32, 3), (36, 1)) for x in ((load, 0, 0, offset), (equal, 0, jump, 0))]
+    program += [(give, 0, 0, ALLOW)]
     return [*program, (give, 0, 0, EPERM)]
 
 
