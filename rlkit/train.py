@@ -51,6 +51,7 @@ def train(
     from rlkit.callbacks.metrics import export_csv
     from rlkit.data import RLData
     from rlkit.module import RLModule, peak_memory
+    from rlkit.sandbox import seen
     from rlkit.selfcheck import check_policy
 
     if x.trainer.threads:
@@ -84,6 +85,7 @@ def train(
             "peak_memory_gb": round(peak_memory(device), 3),
             "device": str(device),
             "versions": versions(),
+            "sandbox": str(level) if (level := seen()) else None,
         }
         write_json(folder / "summary.json", summary)
         export_csv(folder / "metrics.jsonl")
