@@ -36,6 +36,15 @@ def latency(jobs: Sequence[Job], features: Sequence[str]) -> list[float]:
     return sorted(seconds)
 
 
+def processor(jobs: Sequence[Job], features: Sequence[str]) -> float:
+    """Seconds of processor time a program, parent and child: what a busy machine does not change much."""
+    before = os.times()
+    for job in jobs:
+        run_with(job, SANDBOX, features)
+    after = os.times()
+    return sum(after[:4]) / len(jobs) - sum(before[:4]) / len(jobs)
+
+
 def throughput(jobs: Sequence[Job], features: Sequence[str]) -> float:
     """Programs a second of all workers together."""
     start = time.perf_counter()
@@ -61,13 +70,14 @@ def main() -> None:
     jobs = [Job(r["code"], ("1",)) for r in rows if r["task_id"] not in (123,)][: arguments.programs]
     cores = min(workers(SANDBOX), os.cpu_count() or 1)
     print(f"{probe()}\n{len(jobs)} reference solutions of MBPP, {cores} workers\n")
-    print("| level | median | p95 | programs a second, one after another | all workers | per core |\n|---|---|---|---|---|---|")
+    print("| level | median | p95 | one after another | all workers | per core | processor time |\n|---|---|---|---|---|---|---|")
     for features in CHOICES:
         if set(features) <= set(probe().features):
             seconds, many = latency(jobs, features), throughput(jobs, features)
             p95 = seconds[int(0.95 * len(seconds))]
             print(f"| {'+'.join(features) or 'limits only'} | {1e3 * statistics.median(seconds):.0f} ms | {1e3 * p95:.0f} ms "
-                  f"| {1 / statistics.mean(seconds):.1f} | {many:.1f} | {many / cores:.1f} |")  # fmt: skip
+                  f"| {1 / statistics.mean(seconds):.1f} /s | {many:.1f} /s | {many / cores:.1f} /s "
+                  f"| {1e3 * processor(jobs, features):.0f} ms |")  # fmt: skip
     print(f"\n{len(rows)} rows, {len(tasks)} with tests that can be split")
     found = {r.task.id.rpartition("/")[2]: v for r, v in zip(rollouts, verdicts(rollouts), strict=True) if v}
     failed = {name: v for name, v in found.items() if v.status != "ok"}
