@@ -25,6 +25,7 @@ def evaluate(x: Experiment, tasks: Sequence[Task], *, checkpoint: Path | None, p
       started: time.perf_counter() of the command's start.
     """
     from rlkit.rollouts.evaluation import greedy_accuracy, sampled_accuracy
+    from rlkit.sandbox import seen
     from rlkit.selfcheck import check_policy
     from rlkit.train import autocast, pick_device, quiet, versions
 
@@ -57,6 +58,7 @@ def evaluate(x: Experiment, tasks: Sequence[Task], *, checkpoint: Path | None, p
         "seed": settings.seed,
         "wall_seconds": round(time.perf_counter() - started, 2),
         "versions": versions(),
+        "sandbox": str(level) if (level := seen()) else None,
     }
     out = runs.fresh(parent)
     write_json(out / "result.json", result)

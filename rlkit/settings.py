@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from rlkit.algorithm import KL, Algorithm
 from rlkit.rewards import Reward
+from rlkit.sandbox import Sandbox
 from rlkit.schedules import Schedule, phases
 from rlkit.types import Environment, Generate, Policy, Reference, Task
 
@@ -91,6 +92,7 @@ class Experiment(NamedTuple):
     optimizer: Callable[..., Any]  # (parameters) → torch optimizer
     trainer: TrainerSettings
     evaluation: Evaluation
+    sandbox: Sandbox = Sandbox()
     schedule: Schedule = Schedule()
     logger: Callable[..., Any] | None = None  # (run folder, RL step) → Lightning logger
     callbacks: Mapping[str, Any] = {}  # name → Lightning callback

@@ -56,6 +56,7 @@ def train(
     from rlkit.module import RLModule, peak_memory
     from rlkit.rewards import RewardError
     from rlkit.rollouts import save_rollouts
+    from rlkit.sandbox import seen
     from rlkit.selfcheck import check_policy
 
     if x.trainer.threads:
@@ -92,6 +93,7 @@ def train(
             "peak_memory_gb": round(peak_memory(device), 3),
             "device": str(device),
             "versions": versions(),
+            "sandbox": str(level) if (level := seen()) else None,
         }
         write_json(folder / "summary.json", summary)
         export_csv(folder / "metrics.jsonl")
@@ -210,6 +212,7 @@ def versions() -> dict[str, str]:
 
 def header(x: Experiment, policy: Any, device: Any, tasks: tuple[Sequence[Task], Sequence[Task]]) -> str:
     """What runs, on what, and the batch arithmetic."""
+    from rlkit.sandbox import seen
     from rlkit.schedules import phases
 
     named = phases(x)
@@ -227,6 +230,7 @@ def header(x: Experiment, policy: Any, device: Any, tasks: tuple[Sequence[Task],
         f"{x.trainer.steps} steps"
         + (f"; scheduled: {', '.join(x.schedule.paths)}" if x.schedule.paths else "")
         + (f"\nphases: {' → '.join(f'{name} ({phase.algorithm.name})' for name, phase in named.items())}" if len(named) > 1 else "")
+        + (f"\n{level}" if (level := seen()) else "")
     )
 
 

@@ -5,6 +5,7 @@ from rlkit.environments.calculator import calculator
 from rlkit.environments.dialogue import continue_with_step, dialogue, said_done
 from rlkit.environments.guess_number import guess_number
 from rlkit.environments.prompts import with_system_prompt
+from rlkit.environments.python import python_tool
 from rlkit.environments.single_turn import single_turn
 from rlkit.environments.thinking import split_thinking
 from rlkit.environments.tool_parsers import hermes, none
@@ -21,6 +22,7 @@ __all__ = [
     "guess_number",
     "hermes",
     "none",
+    "python_tool",
     "said_done",
     "single_turn",
     "split_thinking",

@@ -3,6 +3,7 @@
 from rlkit.rewards.aggregators import batched, group_normalised, largest, mean, product, smallest, weighted_sum
 from rlkit.rewards.answers import final_answer
 from rlkit.rewards.by_task import by_task
+from rlkit.rewards.code_exec import ProgramVerdict, code_exec, extract_code, verdicts
 from rlkit.rewards.few_turns import few_turns
 from rlkit.rewards.length import length, soft_length
 from rlkit.rewards.math_verify import math_verify
@@ -13,15 +14,18 @@ from rlkit.rewards.text import contains, exact_match, format_match
 from rlkit.rewards.tool_usage import tool_usage
 
 __all__ = [
+    "ProgramVerdict",
     "Reward",
     "RewardError",
     "Term",
     "Verdict",
     "batched",
     "by_task",
+    "code_exec",
     "contains",
     "exact_match",
     "extract_answer",
+    "extract_code",
     "few_turns",
     "final_answer",
     "format_match",
@@ -38,5 +42,6 @@ __all__ = [
     "smallest",
     "soft_length",
     "tool_usage",
+    "verdicts",
     "weighted_sum",
 ]

@@ -58,7 +58,7 @@ def jsonl(
     defaults = Task(id=f"{Path(source).stem}/{split}", messages=(), reward=reward, environment=environment)
     rows: list[Place] = [(i, where, row) for i, (where, row) in enumerate(read_rows(source, split=split))]
     if is_file(path) and not test_path:
-        rows = _side(rows, fields["prompt"], held_out, split, source)
+        rows = side(rows, fields["prompt"], held_out, split, source)
     tasks = [_task(where, row, fields, defaults._replace(id=f"{defaults.id}/{i}"), system_prompt) for i, where, row in rows]
     return select(tasks, seed=seed, max_samples=max_samples, source=source)
 
@@ -72,7 +72,7 @@ def _check(fields: Mapping[str, str], held_out: float) -> None:
         raise ConfigError(f"task.held_out is {held_out}; it must be above 0 and below 1")
 
 
-def _side(rows: list[Place], field: str, held_out: float, split: str, source: str) -> list[Place]:
+def side(rows: list[Place], field: str, held_out: float, split: str, source: str) -> list[Place]:
     """The rows on one side of the border: prompts in the order of their hash, the last share of them is "test"."""
 
     def rank(row: Mapping[str, Any]) -> str:

@@ -1,0 +1,31 @@
+"""Running code that a model wrote: one confined child a program, verdicts computed outside it.
+
+A child is a fresh interpreter with an empty environment, an empty folder, limits of time, memory, output and files, and where the
+kernel has them Landlock (files), seccomp (processes, network, signals) and namespaces. What holds is probed by a self-test:
+`probe()` gives the level. A bug of the kernel is beyond it: for code from an adversary use a virtual machine around the whole run.
+"""
+
+from rlkit.sandbox.asserts import Check, Unsplittable, passes, split
+from rlkit.sandbox.level import Level, probe, require, run, run_many, seen
+from rlkit.sandbox.process import Job, Outcome, Result, Sandbox, SandboxError
+from rlkit.sandbox.values import Opaque, same
+
+__all__ = [
+    "Check",
+    "Job",
+    "Level",
+    "Opaque",
+    "Outcome",
+    "Result",
+    "Sandbox",
+    "SandboxError",
+    "Unsplittable",
+    "passes",
+    "probe",
+    "require",
+    "run",
+    "run_many",
+    "same",
+    "seen",
+    "split",
+]

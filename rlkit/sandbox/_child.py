@@ -1,0 +1,337 @@
+"""Runs one untrusted program inside its limits and reports values, never a verdict. A script of its own: it imports no rlkit.
+
+    python -I -S -B _child.py < job      job: marshal of a dict, see `process._job`
+
+Records on the old standard output: tag, decimal length, ":", payload.
+    R  ready, limits are on       X  limits could not be set, nothing ran (why)
+    D  the program ran            P  what it printed       E  it raised (what)
+    V  the next call's value      F  the next call raised (what)
+Whatever the program does here, it can only change what this process says; expected values are in another process.
+"""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False  # importing typing costs a fifth of the start
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+# ------------------------------------------------------------------------------------------------------- limits
+
+# Everything else is refused with EPERM. Pairs: number on x86_64, number on aarch64 (None where it does not exist).
+ALLOWED = {
+    "read": (0, 63), "write": (1, 64), "open": (2, None), "close": (3, 57), "stat": (4, None), "fstat": (5, 80), "lstat": (6, None),
+    "poll": (7, None), "lseek": (8, 62), "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214),
+    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "pread64": (17, 67), "pwrite64": (18, 68),
+    "readv": (19, 65), "writev": (20, 66), "access": (21, None), "pipe": (22, None), "select": (23, None), "sched_yield": (24, 124),
+    "mremap": (25, 216), "madvise": (28, 233), "dup": (32, 23), "dup2": (33, None), "pause": (34, None), "nanosleep": (35, 101),
+    "getitimer": (36, 102), "alarm": (37, None), "setitimer": (38, 103), "getpid": (39, 172), "exit": (60, 93), "uname": (63, 160),
+    "fcntl": (72, 25), "fsync": (74, 82), "fdatasync": (75, 83), "ftruncate": (77, 46), "getdents": (78, None), "getcwd": (79, 17),
+    "rename": (82, None), "unlink": (87, None), "readlink": (89, None), "umask": (95, 166), "gettimeofday": (96, 169),
+    "getrlimit": (97, 163), "getrusage": (98, 165), "sysinfo": (99, 179), "times": (100, 153), "getuid": (102, 174), "getgid": (104, 176),
+    "geteuid": (107, 175), "getegid": (108, 177), "getppid": (110, 173), "rt_sigpending": (127, 136), "rt_sigtimedwait": (128, 137),
+    "sigaltstack": (131, 132), "gettid": (186, 178), "time": (201, None), "futex": (202, 98), "sched_getaffinity": (204, 123),
+    "getdents64": (217, 61), "set_tid_address": (218, 96), "restart_syscall": (219, 128), "clock_gettime": (228, 113),
+    "clock_getres": (229, 114), "clock_nanosleep": (230, 115), "exit_group": (231, 94), "openat": (257, 56), "newfstatat": (262, 79),
+    "unlinkat": (263, 35), "renameat": (264, 38), "readlinkat": (267, 78), "faccessat": (269, 48), "pselect6": (270, 72),
+    "ppoll": (271, 73), "set_robust_list": (273, 99), "dup3": (292, 24), "pipe2": (293, 59), "getcpu": (309, 168), "renameat2": (316, 276),
+    "getrandom": (318, 278), "membarrier": (324, 283), "statx": (332, 291), "rseq": (334, 293), "close_range": (436, 436),
+    "faccessat2": (439, 439),
+}  # fmt: skip
+# name of the machine: (index into the pairs, audit architecture, clone, ioctl, prlimit64); clone3 is 435 on both
+MACHINES = {"x86_64": (0, 0xC000003E, 56, 16, 302), "aarch64": (1, 0xC00000B7, 220, 29, 261)}
+ALLOW, KILL, EPERM, ENOTTY, ENOSYS = 0x7FFF0000, 0x80000000, 0x50001, 0x50019, 0x50026
+READ, CWD = 0x4 | 0x8, 0x2 | 0x4 | 0x8 | 0x20 | 0x100 | 0x4000  # Landlock: read file and folder; also write, remove, make, truncate files
+SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
+
+
+def checked(result: int, what: str) -> int:
+    """The result of a C call, or OSError naming the call."""
+    import ctypes
+
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"{what} failed")
+    return result
+
+
+def bpf(machine: str) -> list[tuple[int, int, int, int]]:
+    """The seccomp filter as (code, jump if true, jump if false, constant) instructions.
+
+    Allowed are `ALLOWED`, threads, and asking for one's own limits. clone3 does not exist, so that threads fall back on clone, whose
+    flags can be read here; ioctl says "not a terminal".
+    """
+    column, audit, clone, ioctl, prlimit = MACHINES[machine]
+    load, equal, above, bits, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    program = [(load, 0, 0, 4), (equal, 1, 0, audit), (give, 0, 0, KILL), (load, 0, 0, 0)]
+    if machine == "x86_64":
+        program += [(above, 0, 1, 0x40000000), (give, 0, 0, KILL)]  # the x32 interface has other numbers
+    numbers: list[Any] = [pair[column] for pair in ALLOWED.values()]
+    for number in sorted(n for n in numbers if n is not None):
+        program += [(equal, 0, 1, number), (give, 0, 0, ALLOW)]
+    program += [(equal, 0, 1, 435), (give, 0, 0, ENOSYS), (equal, 0, 1, ioctl), (give, 0, 0, ENOTTY)]
+    program += [(equal, 0, 4, clone), (load, 0, 0, 16), (bits, 0, 1, 0x10000), (give, 0, 0, ALLOW), (give, 0, 0, EPERM)]
+    program += [(equal, 0, 7, prlimit)]  # of process 0, oneself, without new limits: arguments 0 and 2, each 64 bits, all zero
+    program += [x for offset, jump in ((16, 5), (32, 3), (36, 1)) for x in ((load, 0, 0, offset), (equal, 0, jump, 0))]
+    program += [(give, 0, 0, ALLOW)]
+    return [*program, (give, 0, 0, EPERM)]
+
+
+def seccomp(libc: Any) -> None:
+    """Puts the filter on this process and all its threads, for good."""
+    import ctypes
+    import os
+
+    instructions = bpf(os.uname().machine)  # KeyError on another machine: the level says so
+    code = b"".join(
+        c.to_bytes(2, sys.byteorder) + bytes((t, f)) + k.to_bytes(4, sys.byteorder) for c, t, f, k in instructions
+    )  # struct sock_filter
+    buffer = ctypes.create_string_buffer(code, len(code))
+
+    class Program(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
+
+    checked(libc.prctl(22, 2, ctypes.byref(Program(len(instructions), ctypes.addressof(buffer))), 0, 0), "seccomp")
+
+
+def landlock(libc: Any, readable: list[str]) -> None:
+    """Only `readable` and the system's libraries can be read, only the current folder written; later ABIs also bar TCP and signals."""
+    import ctypes
+    import os
+
+    abi = checked(libc.syscall(444, None, ctypes.c_size_t(0), 1), "Landlock")
+    files = (1 << (13 if abi == 1 else 14 if abi == 2 else 15 if abi < 5 else 16)) - 1
+    words = (files, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
+    attributes = b"".join(w.to_bytes(8, sys.byteorder) for w in words)[: 8 if abi < 4 else 16 if abi < 6 else 24]
+    rules = checked(libc.syscall(444, attributes, ctypes.c_size_t(len(attributes)), 0), "landlock_create_ruleset")
+    allowed = [(path, READ) for path in (*SYSTEM, *readable)] + [(".", CWD), ("/dev/null", 0x6), ("/dev/urandom", 0x4), ("/dev/zero", 0x4)]
+    for path, rights in allowed:
+        if not os.path.exists(path):
+            continue
+        beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        rights &= files & (-1 if os.path.isdir(path) else ~0x8)
+        rule = rights.to_bytes(8, sys.byteorder) + beneath.to_bytes(4, sys.byteorder)
+        checked(libc.syscall(445, rules, 1, rule, 0), f"landlock_add_rule {path}")
+        os.close(beneath)
+    checked(libc.syscall(446, rules, 0), "landlock_restrict_self")
+    os.close(rules)
+
+
+def namespaces(libc: Any, size: int) -> None:
+    """A user, network, mount, IPC and host name of its own, and a folder in memory of `size` bytes over the current one."""
+    import ctypes
+    import os
+
+    uid, gid = os.geteuid(), os.getegid()
+    checked(libc.unshare(0x10000000 | 0x40000000 | 0x00020000 | 0x08000000 | 0x04000000), "unshare")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    here = os.getcwd()
+    checked(libc.mount(b"none", b"/", None, ctypes.c_ulong(0x4000 | 0x40000), None), "mount private")
+    options = f"size={size},nr_inodes=1000,mode=700".encode()
+    checked(libc.mount(b"tmpfs", here.encode(), b"tmpfs", ctypes.c_ulong(2 | 4 | 8), options), "mount tmpfs")
+    os.chdir(here)
+
+
+def rlimits(job: Mapping[str, Any]) -> None:
+    import resource
+
+    megabyte = 1 << 20
+    limits = {
+        "RLIMIT_AS": job["memory_mb"] * megabyte, "RLIMIT_CPU": int(job["time_limit"]) + 2, "RLIMIT_FSIZE": megabyte, "RLIMIT_NOFILE": 64,
+        "RLIMIT_CORE": 0, "RLIMIT_NPROC": None if "seccomp" in job["features"] else 1,
+    }  # fmt: skip
+    for name, limit in limits.items():
+        if limit is None or not hasattr(resource, name):
+            continue
+        try:
+            resource.setrlimit(getattr(resource, name), (limit, limit))
+        except (ValueError, OSError):
+            if sys.platform.startswith("linux"):  # macOS refuses RLIMIT_AS; the level is "basic" there
+                raise
+
+
+def confine(job: Mapping[str, Any]) -> None:
+    """All limits, in an order in which none prevents the next. Raises where one cannot be set."""
+    features = job["features"]
+    if sys.platform.startswith("linux"):
+        import ctypes
+
+        libc = ctypes.CDLL(None, use_errno=True)
+        if "namespaces" in features:
+            namespaces(libc, job["disk_mb"] << 20)
+        checked(libc.prctl(38, 1, 0, 0, 0), "no_new_privs")
+        rlimits(job)
+        if "landlock" in features:
+            landlock(libc, job["readable"])
+        header, none = (0x20080522).to_bytes(4, sys.byteorder) + bytes(4), bytes(24)
+        checked(libc.capset(header, none), "capset")  # root inside a container has no power left
+        checked(libc.prctl(1, 9, 0, 0, 0), "parent death signal")
+        checked(libc.prctl(4, 0, 0, 0, 0), "not dumpable")
+        if "seccomp" in features:
+            seccomp(libc)
+    else:
+        rlimits(job)
+
+
+# ------------------------------------------------------------------------------------------------------- values
+
+
+def encode(value: Any, room: int, depth: int = 0) -> bytes:
+    """A value of Python's literal types as bytes; subclasses as what they derive from; anything else as its name.
+
+    Raises: ValueError where it is larger than `room` bytes or nested too deeply.
+    """
+    if depth > 60:
+        raise ValueError("the value is nested too deeply")
+    if value is None or value is True or value is False:
+        return {None: b"N", True: b"T", False: b"F"}[value]
+    if isinstance(value, int):
+        if int.bit_length(value) > 4 * room:
+            raise ValueError("the value is too large")
+        tag, payload = b"i", int.__format__(value, "x").encode()
+    elif isinstance(value, float):
+        tag, payload = b"f", float.hex(value).encode()
+    elif isinstance(value, complex):
+        tag, payload = b"c", f"{value.real.hex()},{value.imag.hex()}".encode()
+    elif isinstance(value, str):
+        tag, payload = b"s", str.encode(value, "utf-8", "surrogatepass")
+    elif isinstance(value, bytes):
+        tag, payload = b"b", bytes(value)
+    else:
+        return collection(value, room, depth)
+    if len(payload) > room:
+        raise ValueError("the value is too large")
+    return tag + str(len(payload)).encode() + b":" + payload
+
+
+def collection(value: Any, room: int, depth: int) -> bytes:
+    kinds: list[Any] = [list, tuple, set, frozenset, dict]
+    kind = next((k for k in kinds if isinstance(value, k)), None)
+    if kind is None:
+        name = type(value).__name__.encode()[:80]
+        return b"o" + str(len(name)).encode() + b":" + name
+    tag = b"ltSZd"[kinds.index(kind) :][:1]
+    items = [x for pair in dict.items(value) for x in pair] if kind is dict else kind.__iter__(value)
+    parts: list[bytes] = []
+    count = 0
+    for item in items:
+        parts.append(encode(item, room, depth + 1))
+        room -= len(parts[-1])
+        count += 1
+        if room < 0:
+            raise ValueError("the value is too large")
+    return tag + str(count // 2 if kind is dict else count).encode() + b":" + b"".join(parts)
+
+
+def say(fd: int, tag: bytes, payload: bytes = b"") -> None:
+    import os
+
+    data = tag + str(len(payload)).encode() + b":" + payload
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def reason(error: BaseException) -> bytes:
+    """An exception in one line; its own text may be long, and may raise."""
+    try:
+        text = " ".join(str(error).split())[:300]
+    except BaseException:
+        text = ""
+    line, trace = 0, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == "<program>":
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    name = type(error).__name__ + (f": {text}" if text else "")
+    return (name + (f" (line {line})" if line else "")).encode("utf-8", "replace")
+
+
+# ------------------------------------------------------------------------------------------------------ running
+
+
+class Printed:
+    """Standard output of the program: kept up to a limit, the rest is dropped."""
+
+    encoding = "utf-8"
+
+    def __init__(self, limit: int) -> None:
+        self.parts: list[str] = []
+        self.room = limit
+
+    def write(self, text: str) -> int:
+        if self.room > 0:
+            self.parts.append(text[: self.room])
+        self.room -= len(text)
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+    def isatty(self) -> bool:
+        return False
+
+
+def interactive(code: str, namespace: dict[str, Any]) -> str:
+    """Runs code; the value of its last expression as text, or ''. As at Python's prompt."""
+    tree: Any = compile(code, "<program>", "exec", 0x400)  # PyCF_ONLY_AST
+    last = tree.body.pop() if tree.body and type(tree.body[-1]).__name__ == "Expr" else None
+    exec(compile(tree, "<program>", "exec"), namespace)
+    if last is None:
+        return ""
+    import _ast
+
+    value = eval(compile(_ast.Expression(last.value), "<program>", "eval"), namespace)
+    return "" if value is None else repr(value)
+
+
+def main() -> None:
+    import marshal
+    import os
+
+    job = marshal.loads(sys.stdin.buffer.read())
+    out = os.dup(1)
+    null = os.open("/dev/null", os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    try:
+        confine(job)
+    except BaseException as error:
+        say(out, b"X", reason(error))
+        os._exit(0)
+    say(out, b"R")
+    room = job["output_kb"] << 10
+    printed = Printed(room // 4)
+    module = type(sys)(job["name"])
+    sys.modules[job["name"]] = module  # dataclasses and pickle look there
+    namespace = module.__dict__
+    sys.argv = [""]
+    if job["interactive"]:
+        sys.stdout = sys.stderr = printed
+    try:
+        if job["interactive"]:
+            text = interactive(job["code"], namespace)
+            printed.write(text)
+        else:
+            exec(compile(job["code"], "<program>", "exec"), namespace)
+        failed = None
+    except BaseException as error:
+        failed = reason(error)
+    if job["interactive"]:
+        say(out, b"P", "".join(printed.parts).encode("utf-8", "replace"))
+    if failed is not None:
+        say(out, b"E", failed)
+        os._exit(0)
+    say(out, b"D")
+    for call in job["calls"]:
+        try:
+            say(out, b"V", encode(eval(compile(call, "<call>", "eval"), namespace), room // 4))
+        except BaseException as error:
+            say(out, b"F", reason(error))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Which isolation this machine gives, found out by running hostile programs; and running programs under it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rlkit.errors import ConfigError
+from rlkit.sandbox.process import Job, Outcome, Sandbox, SandboxError, check, run_many_with, run_with
+
+LEVELS = ("basic", "kernel", "kernel+ns")  # weakest first
+CHOICES = (("seccomp", "landlock", "namespaces"), ("seccomp", "landlock"), ("seccomp",), ("landlock",), ())  # strongest first
+
+# Each gives True where it gets through. CANARY is a readable file outside, PARENT the process id of the parent.
+ATTACKS = {
+    "files": "open(CANARY).read()",
+    "writing": "open(CANARY, 'a')",
+    "network": "__import__('_socket').socket()",
+    "fork": "os.fork() or os._exit(0)",
+    "exec": "os.execv('/bin/sh', ['sh', '-c', 'exit']) if os.fork() == 0 else os.wait()",
+    "signals": "os.kill(PARENT, 0)",
+    "parent": "open(f'/proc/{PARENT}/environ', 'rb').read()",
+}
+SELF_TEST = """
+import os
+def attempt(text):
+    try:
+        eval(text)
+    except BaseException:
+        return False
+    return True
+"""
+
+
+class Level(NamedTuple):
+    """What stands between a program and this machine. `open` names the attacks of the self-test that got through."""
+
+    name: str
+    features: tuple[str, ...]
+    open: tuple[str, ...]
+    reasons: tuple[str, ...] = ()  # why there is no stronger level
+
+    def __str__(self) -> str:
+        blocked = ", ".join(f"{name} blocked" for name in ATTACKS if name not in self.open)
+        through = f"; NOT blocked: {', '.join(self.open)}" if self.open else ""
+        return f"sandbox: {self.name} - {blocked or 'time and memory limits only'}{through}"
+
+
+@functools.cache
+def probe() -> Level:
+    """The strongest level whose self-test holds here; found once a process. The weakest, `basic`, has limits of time and memory only.
+
+    Raises: SandboxError where not even that runs.
+    """
+    reasons = []
+    for features in CHOICES if sys.platform.startswith("linux") else ((),):
+        try:
+            open_ = self_test(features)
+        except SandboxError as error:
+            if not features:
+                raise
+            reasons.append(f"{'+'.join(features)}: {error}")
+            continue
+        if open_ and {"seccomp", "landlock"} <= set(features):
+            reasons.append(f"{'+'.join(features)}: the self-test got through with {', '.join(open_)}")
+            continue
+        name = "basic" if not {"seccomp", "landlock"} <= set(features) else "kernel+ns" if "namespaces" in features else "kernel"
+        return Level(name, features, open_, tuple(reasons))
+    raise SandboxError("no level of the sandbox runs here: " + "; ".join(reasons))
+
+
+def self_test(features: Sequence[str]) -> tuple[str, ...]:
+    """The attacks that get through under these features. Raises: SandboxError where they cannot be set, or the test itself fails."""
+    with tempfile.NamedTemporaryFile() as canary:
+        os.chmod(canary.name, 0o644)
+        code = f"CANARY, PARENT = {canary.name!r}, {os.getpid()}\n{SELF_TEST}"
+        outcome = run_with(Job(code, tuple(f"attempt({text!r})" for text in ATTACKS.values())), Sandbox(time_limit=20.0), features)
+    if outcome.status != "ok" or any(result.error for result in outcome.results):
+        raise SandboxError(f"the self-test ended with {outcome.status} {outcome.error}")
+    return tuple(name for name, result in zip(ATTACKS, outcome.results, strict=True) if result.value is not False)
+
+
+def require(sandbox: Sandbox) -> Level:
+    """The level here. Raises: ConfigError where it is weaker than asked for and that was not consented to, or a number is out of range."""
+    check(sandbox)
+    if sandbox.min_level not in LEVELS:
+        raise ConfigError(f"sandbox.min_level is {sandbox.min_level!r}; it must be one of {', '.join(LEVELS)}")
+    level = probe()
+    if LEVELS.index(level.name) < LEVELS.index(sandbox.min_level) and not sandbox.allow_weak:
+        raise ConfigError(
+            f"sandbox.min_level is {sandbox.min_level}, but this machine gives {level.name} ({'; '.join(level.reasons) or sys.platform}). "
+            "Run where the kernel has Landlock and seccomp (Linux 5.13 or newer), or consent with sandbox.allow_weak=true: "
+            "model-written code could then read files, use the network and start processes"
+        )
+    return level
+
+
+def seen() -> Level | None:
+    """The level, where a program has run or the level was asked for; None where no sandbox was needed so far."""
+    return probe() if probe.cache_info().currsize else None
+
+
+def run(job: Job, sandbox: Sandbox | None = None) -> Outcome:
+    """Runs one untrusted program, at least as isolated as `sandbox.min_level`.
+
+    Raises: ConfigError, see `require`; SandboxError where the limits cannot be set. Nothing that a program does is an error.
+    """
+    sandbox = sandbox or Sandbox()
+    return run_with(job, sandbox, require(sandbox).features)
+
+
+def run_many(jobs: Sequence[Job], sandbox: Sandbox | None = None) -> list[Outcome]:
+    """`run` for many programs, a few at once; outcomes in the order of the jobs."""
+    sandbox = sandbox or Sandbox()
+    return run_many_with(jobs, sandbox, require(sandbox).features) if jobs else []

@@ -1,0 +1,188 @@
+"""One child process a program: started, read, timed and killed by the parent, which never runs a line of it."""
+
+from __future__ import annotations
+
+import contextlib
+import marshal
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from time import monotonic
+from typing import Any, Literal, NamedTuple
+
+from rlkit.errors import ConfigError, RLKitError
+from rlkit.sandbox.values import Malformed, decode, records
+
+CHILD = Path(__file__).with_name("_child.py")
+START_LIMIT = 30.0  # seconds until the interpreter stands: a loaded machine is not the program's fault
+DISK_MB = 16  # of the folder in memory, where namespaces are
+Status = Literal["ok", "error", "timeout", "flood", "died"]
+
+
+class SandboxError(RLKitError, RuntimeError):
+    """The limits could not be put on a child. Its program did not run."""
+
+
+class Sandbox(NamedTuple):
+    """How untrusted programs run."""
+
+    time_limit: float = 5.0  # seconds a program, its start not counted
+    memory_mb: int = 512  # address space of one program
+    output_kb: int = 64  # what one program may send back
+    min_level: Literal["basic", "kernel", "kernel+ns"] = "kernel"  # of isolation; a weaker one is refused
+    allow_weak: bool = False  # run where min_level cannot be reached
+    workers: int | None = None  # programs at once; None: one a core, at most 8
+
+
+class Job(NamedTuple):
+    """A program, and the expressions whose values are wanted after it ran. Nothing expected stands here."""
+
+    code: str
+    calls: tuple[str, ...] = ()
+    interactive: bool = False  # capture what it prints, the last expression's repr included
+
+
+class Result(NamedTuple):
+    """What one call gave: a value, or why there is none."""
+
+    value: Any = None
+    error: str = ""
+
+
+class Outcome(NamedTuple):
+    """How a program ended, as told by the parent's clock and by the child.
+
+    `status`: ok (it ran to its end and every call was answered, perhaps by an exception), error (the program raised, see
+    `error`), timeout, flood (more output than allowed), died (exit, signal, or out of memory for good).
+    """
+
+    status: Status
+    results: tuple[Result, ...] = ()
+    printed: str = ""
+    error: str = ""
+    seconds: float = 0.0
+
+
+def check(sandbox: Sandbox) -> None:
+    """Raises: ConfigError naming the number that is out of range."""
+    least = {"time_limit": 0.01, "memory_mb": 64, "output_kb": 1, "workers": 1}
+    for name, bound in least.items():
+        value = getattr(sandbox, name)
+        if value is not None and not bound <= value:
+            raise ConfigError(f"sandbox.{name} is {value}; it must be at least {bound}")
+
+
+def workers(sandbox: Sandbox) -> int:
+    """Programs at once: as asked, or one a core up to 8; never more than fit in half of the memory."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return max(1, min(sandbox.workers or min(cores, 8), memory // (sandbox.memory_mb << 20)))
+
+
+def run_with(job: Job, sandbox: Sandbox, features: Sequence[str]) -> Outcome:
+    """Runs one program under these features of the kernel, whatever their level. `run` is the function to use.
+
+    Raises: SandboxError where the limits cannot be set.
+    """
+    check(sandbox)
+    with _folder() as folder, tempfile.TemporaryFile() as given:
+        given.write(marshal.dumps(_job(job, sandbox, features)))
+        given.seek(0)
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-B", str(CHILD)],
+            stdin=given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=folder, env={}, start_new_session=True,
+        )  # fmt: skip
+        assert child.stdout is not None
+        try:
+            data, how, seconds = _read(child.stdout.fileno(), sandbox)
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)  # also what it may have started
+            child.kill()
+            child.stdout.close()
+            child.wait()
+    return _outcome(records(data), job, how, seconds)
+
+
+def run_many_with(jobs: Sequence[Job], sandbox: Sandbox, features: Sequence[str]) -> list[Outcome]:
+    """`run_with` on a few threads, each driving one child at a time; outcomes in the order of the jobs."""
+    with ThreadPoolExecutor(min(workers(sandbox), max(1, len(jobs)))) as pool:
+        return list(pool.map(lambda job: run_with(job, sandbox, features), jobs))
+
+
+def _job(job: Job, sandbox: Sandbox, features: Sequence[str]) -> dict[str, Any]:
+    paths = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), sysconfig.get_config_var("DESTSHARED")}
+    return {
+        "code": job.code, "calls": list(job.calls), "interactive": job.interactive, "name": "__main__" if job.interactive else "solution",
+        "features": list(features), "time_limit": sandbox.time_limit, "memory_mb": sandbox.memory_mb, "output_kb": sandbox.output_kb,
+        "disk_mb": DISK_MB, "readable": sorted(str(Path(p).resolve()) for p in paths if p),
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    """An empty folder that is gone afterwards, whatever a program left in it."""
+    path = tempfile.mkdtemp(prefix="rlkit-sandbox-")
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError, RecursionError):
+            shutil.rmtree(path)
+        if os.path.exists(path):  # folders nested too deeply, or made unreadable (basic level only)
+            subprocess.run(["chmod", "-R", "u+rwx", path], check=False, stderr=subprocess.DEVNULL)
+            subprocess.run(["rm", "-rf", path], check=False, stderr=subprocess.DEVNULL)
+
+
+def _read(fd: int, sandbox: Sandbox) -> tuple[bytes, Literal["end", "timeout", "flood"], float]:
+    """What the child says until it ends, its time is up, or it has said too much; and the seconds since it was ready."""
+    limit = sandbox.output_kb << 10
+    data, ready = bytearray(), False
+    start = monotonic()
+    poller = select.poll()
+    poller.register(fd, select.POLLIN | select.POLLHUP)
+    while True:
+        left = start + (sandbox.time_limit if ready else START_LIMIT) - monotonic()
+        if left <= 0:
+            return bytes(data), "timeout", monotonic() - start
+        if not poller.poll(left * 1000):
+            continue
+        chunk = os.read(fd, 65536)
+        if not chunk:
+            return bytes(data), "end", monotonic() - start
+        data += chunk
+        if not ready:  # the first record is ours: the program runs after it
+            ready, start = True, monotonic()
+        if len(data) > limit:
+            return bytes(data[:limit]), "flood", monotonic() - start
+
+
+def _outcome(said: list[tuple[str, bytes]], job: Job, how: str, seconds: float) -> Outcome:
+    if not said or said[0][0] != "R":
+        why = said[0][1].decode("utf-8", "replace") if said else f"the child said nothing ({how})"
+        raise SandboxError(f"the sandbox could not be set up, and the program did not run: {why}; see `rlkit.sandbox.probe()`")
+    first = {tag: payload.decode("utf-8", "replace") for tag, payload in reversed(said[1:]) if tag in ("P", "E", "D")}
+    results = tuple(_result(tag, payload) for tag, payload in said[1:] if tag in ("V", "F"))[: len(job.calls)]
+    if how != "end":
+        status: Status = "flood" if how == "flood" else "timeout"
+    elif "E" in first:
+        status = "error"
+    else:
+        status = "ok" if "D" in first and len(results) == len(job.calls) else "died"
+    return Outcome(status, results, first.get("P", ""), first.get("E", ""), seconds)
+
+
+def _result(tag: str, payload: bytes) -> Result:
+    if tag == "F":
+        return Result(error=payload.decode("utf-8", "replace") or "failed")
+    try:
+        return Result(decode(payload))
+    except Malformed as error:
+        return Result(error=f"no value: {error}")

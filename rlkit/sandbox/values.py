@@ -1,0 +1,122 @@
+"""Values from untrusted programs: decoding what a child sent, and comparing it with a literal. Nothing here runs their code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+MAX_DEPTH = 64
+
+
+class Opaque(NamedTuple):
+    """A value that is of no literal type. It equals nothing expected."""
+
+    type: str
+
+
+class Malformed(ValueError):
+    """Bytes that are no value: the program wrote to the channel itself."""
+
+
+def records(data: bytes) -> list[tuple[str, bytes]]:
+    """The whole records of a child's output: (tag, payload). Reading stops at what is no record."""
+    out, position = [], 0
+    while position < len(data):
+        colon = data.find(b":", position + 1, position + 9)
+        if colon < 0 or not data[position + 1 : colon].isdigit():
+            break
+        end = colon + 1 + int(data[position + 1 : colon])
+        if end > len(data):
+            break
+        out.append((chr(data[position]), data[colon + 1 : end]))
+        position = end
+    return out
+
+
+def decode(data: bytes) -> Any:
+    """The value that `_child.encode` wrote: numbers, text, bytes, None, and lists, tuples, sets and dicts of them; else `Opaque`.
+
+    Raises: Malformed for any other bytes. Time and memory are linear in the bytes.
+    """
+    try:
+        value, end = _decode(data, 0, 0)
+    except (ValueError, IndexError, TypeError, OverflowError) as error:  # TypeError: a list in a set
+        raise Malformed(str(error)) from error
+    if end != len(data):
+        raise Malformed("bytes after the value")
+    return value
+
+
+def _decode(data: bytes, position: int, depth: int) -> tuple[Any, int]:
+    if depth > MAX_DEPTH:
+        raise ValueError("nested too deeply")
+    tag = data[position : position + 1]
+    if tag in (b"N", b"T", b"F"):
+        return {b"N": None, b"T": True, b"F": False}[tag], position + 1
+    colon = data.index(b":", position + 1, position + 9)
+    size, start = int(data[position + 1 : colon]), colon + 1
+    if size < 0 or size > len(data):
+        raise ValueError("impossible size")
+    if tag in (b"l", b"t", b"S", b"Z", b"d"):
+        return _collection(data, tag, size, start, depth)
+    payload = data[start : start + size]
+    if len(payload) != size:
+        raise ValueError("cut off")
+    return _scalar(tag, payload), start + size
+
+
+def _scalar(tag: bytes, payload: bytes) -> Any:
+    if tag == b"i":
+        return int(payload, 16)
+    if tag == b"f":
+        return float.fromhex(payload.decode())
+    if tag == b"c":
+        return complex(*map(float.fromhex, payload.decode().split(",")))
+    if tag == b"s":
+        return payload.decode("utf-8", "surrogatepass")
+    if tag == b"b":
+        return payload
+    if tag == b"o":
+        return Opaque(payload.decode("utf-8", "replace"))
+    raise ValueError("unknown tag")
+
+
+def _collection(data: bytes, tag: bytes, size: int, position: int, depth: int) -> tuple[Any, int]:
+    items = []
+    for _ in range(2 * size if tag == b"d" else size):
+        item, position = _decode(data, position, depth + 1)
+        items.append(item)
+    if tag == b"d":
+        return dict(zip(items[::2], items[1::2], strict=True)), position
+    kind: Any = {b"l": list, b"t": tuple, b"S": set, b"Z": frozenset}[tag]
+    return kind(items), position
+
+
+def same(value: Any, expected: Any) -> bool:
+    """Whether a value equals what is expected, types included: True is not 1, (1, 2) is not [1, 2]; 2.0 is 2, as numbers are one kind.
+
+    NaN equals nothing, as in Python. Dict order does not count.
+    >>> same([1, (2.0, "a")], [1, (2, "a")]), same(True, 1), same((1,), [1])
+    (True, False, False)
+    """
+    if _is_number(value) and _is_number(expected):
+        return bool(value == expected)
+    if isinstance(value, set | frozenset) and isinstance(expected, set | frozenset):
+        return len(value) == len(expected) and {(_kind(v), v) for v in value} == {(_kind(v), v) for v in expected}
+    if type(value) is not type(expected):
+        return False
+    if isinstance(value, list | tuple):
+        return len(value) == len(expected) and all(map(same, value, expected))
+    if isinstance(value, Mapping):
+        keys = {(_kind(k), k) for k in value} == {(_kind(k), k) for k in expected}
+        return len(value) == len(expected) and keys and all(same(value[k], expected[k]) for k in expected)
+    return bool(value == expected)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | complex) and not isinstance(value, bool)
+
+
+def _kind(value: Any) -> str:
+    """What keeps True and 1 apart where hashing does not."""
+    return "number" if _is_number(value) else type(value).__name__

@@ -1,0 +1,96 @@
+"""MBPP: small Python problems, each with a reference solution and tests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from rlkit.errors import DataError
+from rlkit.sandbox import Unsplittable
+from rlkit.sandbox import split as split_test
+from rlkit.tasks.jsonl import Place, side
+from rlkit.tasks.select import select
+from rlkit.tasks.source import Row, is_file, read_rows
+from rlkit.types import Task
+
+INSTRUCTION = "Answer with one Python program in a ```python block. It must pass tests like this one:"
+
+
+def mbpp(
+    *,
+    path: str = "google-research-datasets/mbpp",
+    split: str,
+    seed: int,
+    held_out: float = 0.1,
+    max_samples: int | None = None,
+    exclude: Sequence[int] = (123, 414),
+    environment: str = "single_turn",
+) -> Sequence[Task]:
+    """The problems of one split as tasks for the `code_exec` reward.
+
+    The prompt shows the first test, without which nobody knows the function's name; only the others score, so that a program that
+    knows one case does not pass.
+
+    Args:
+      path: a hub id, or a local file or folder of rows with `text` (or `prompt`), `code` and `test_list` (see `read_rows`).
+      split: train or test. Of a single file, "test" is a share that "train" leaves out.
+      seed: of the order.
+      held_out: that share, above 0 and below 1.
+      max_samples: how many, after the shuffle; None for all.
+      exclude: task_ids to leave out.
+      environment: name of the environment that every task asks for.
+    Returns: tasks called mbpp/SPLIT/TASK_ID. `answer` is the reference solution in a block; `metadata` has `tests` (hidden), `shown`
+      and `setup`. Rows with fewer than two tests that the sandbox can check are left out, and named in a warning of the log.
+    Raises: DataError naming the row that lacks a field, or where nothing is left; see also `read_rows`.
+    Source: Austin et al. 2021, arXiv:2108.07732.
+    """
+    rows: list[Place] = [(i, where, row) for i, (where, row) in enumerate(read_rows(path, split=split, name=_config(path)))]
+    if is_file(path):
+        rows = side(rows, "text" if rows and "text" in rows[0][2] else "prompt", held_out, split, path)
+    tasks: list[Task] = []
+    dropped: list[Task] = []
+    for i, where, row in rows:
+        number = row.get("task_id", i)
+        if number in exclude:
+            continue
+        task = _task(f"mbpp/{split}/{number}", where, row, environment)
+        (tasks if len(task.metadata["tests"]) > 0 else dropped).append(task)
+    if dropped:
+        names = ", ".join(task.id for task in dropped[:20])
+        logging.getLogger(__name__).warning("%d of %d rows have no tests that can be checked: %s", len(dropped), len(rows), names)
+    return select(tasks, seed=seed, max_samples=max_samples, source=path)
+
+
+def _config(path: str) -> str | None:
+    return "full" if path == "google-research-datasets/mbpp" else None
+
+
+def _task(id: str, where: str, row: Row, environment: str) -> Task:
+    text = row.get("text") or row.get("prompt")
+    code, tests = row.get("code"), row.get("test_list")
+    if not isinstance(text, str) or not isinstance(code, str) or not isinstance(tests, list):
+        raise DataError(f"{where}: task=mbpp needs `text` (or `prompt`) and `code` as text, and `test_list` as a list; correct the row")
+    shown, *hidden = [test for test in tests if _checkable(test)] or [""]
+    setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or ())
+    return Task(
+        id=id,
+        messages=({"role": "user", "content": f"{text.strip()}\n\n{INSTRUCTION}\n\n{shown}"},),
+        answer=f"```python\n{_lines(code)}\n```",
+        reward="code_exec",
+        environment=environment,
+        metadata={"tests": tuple(hidden), "shown": shown, "setup": _lines(setup)},
+    )
+
+
+def _lines(text: str) -> str:
+    """The rows' line ends are those of Windows."""
+    return "\n".join(text.splitlines())
+
+
+def _checkable(test: Any) -> bool:
+    try:
+        split_test(str(test))
+    except Unsplittable:
+        return False
+    return True

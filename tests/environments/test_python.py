@@ -1,0 +1,55 @@
+"""The python tool: what it prints, its last value, its errors as sentences, and nothing of this machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlkit.environments import execute, python_tool, tool_name, tool_schema, tool_use
+from rlkit.errors import ConfigError
+from rlkit.sandbox import Sandbox
+from rlkit.types import ToolCall
+
+TOOL = python_tool(sandbox=Sandbox(time_limit=0.5), max_chars=100)
+
+CALLS = {
+    "value": ("1 + 1", "2", True),
+    "text is shown as a literal": ("'a' + 'b'", "'ab'", True),
+    "prints": ("for i in range(3): print(i)", "0\n1\n2", True),
+    "prints, then a value": ("print('a')\nx = 3\nx", "a\n3", True),
+    "nothing": ("x = 1", "(no output)", True),
+    "None is nothing": ("None", "(no output)", True),
+    "main guard": ("if __name__ == '__main__': print('main')", "main", True),
+    "error": ("print('before')\n1 / 0", "ZeroDivisionError: division by zero (line 2)", False),
+    "not Python": ("1 +", "SyntaxError", False),
+    "endless": ("while True: pass", "took longer", False),
+    "exit": ("import os\nos._exit(0)", "ended early", False),
+    "file": ("open('/etc/passwd').read()", "PermissionError", False),
+    "network": ("import socket\nsocket.create_connection(('127.0.0.1', 80))", "PermissionError", False),
+    "long": ("'x' * 10**5", "… (", True),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_the_policy_reads(name):
+    code, text, ok = CALLS[name]
+    result = execute(ToolCall("1", "python", {"code": code}), {"python": TOOL})
+    assert result.ok is ok and text in result.content and len(result.content) < 200
+    if ok and name != "long":
+        assert result.content == text
+
+
+def test_calls_keep_nothing():
+    assert TOOL("x = 1") == "(no output)"
+    with pytest.raises(ValueError, match="NameError"):
+        TOOL("x")
+
+
+def test_its_schema_has_the_code_alone():
+    schema = tool_schema(TOOL)["function"]
+    assert schema["name"] == "python" == tool_name(TOOL) and list(schema["parameters"]["properties"]) == ["code"]
+    assert tool_use(tools={"python": TOOL}).max_steps == 4
+
+
+def test_a_limit_below_one_is_refused():
+    with pytest.raises(ConfigError, match="max_chars is 0"):
+        python_tool(max_chars=0)

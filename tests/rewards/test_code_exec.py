@@ -1,0 +1,124 @@
+"""The reward of code: hidden tests decide, every way to fail has its name, and reference solutions of MBPP score 1."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+import pytest
+
+from rlkit.errors import ConfigError, DataError
+from rlkit.rewards import Reward, Term, by_task, code_exec, extract_code, numeric, score, verdicts, weighted_sum
+from rlkit.sandbox import Sandbox, level, run_many
+from rlkit.sandbox.level import Level
+from rlkit.tasks import mbpp
+from rlkit.types import Rollout, Step, Task
+
+TASK = Task("t/0", (), reward="code_exec", metadata={"tests": ("assert f(1) == 2", "assert f(2) == 3"), "setup": ""})
+FAST = Sandbox(time_limit=0.5)
+REPLIES = {
+    "right": ("Here:\n```python\ndef f(n):\n  return n + 1\n```\nIt adds one.", "ok", 2),
+    "right without a block": ("def f(n): return n + 1", "ok", 2),
+    "the last block counts": ("```python\ndef f(n): return 0\n```\nBetter:\n```python\ndef f(n): return n + 1\n```", "ok", 2),
+    "knows the visible case only": ("```python\ndef f(n): return 2\n```", "wrong", 1),
+    "another type": ("```python\ndef f(n): return str(n + 1)\n```", "wrong", 0),
+    "another name": ("```python\ndef g(n): return n + 1\n```", "wrong", 0),
+    "always equal": ("```python\nclass A:\n  __eq__ = lambda s, o: True\ndef f(n): return A()\n```", "wrong", 0),
+    "stops at once": ("```python\nimport os\nos._exit(0)\n```", "error", 0),
+    "raises": ("```python\nraise ValueError\n```", "error", 0),
+    "endless": ("```python\nwhile True: pass\n```", "timeout", 0),
+    "endless in the second": ("```python\ndef f(n):\n  while n == 2: pass\n  return n + 1\n```", "timeout", 1),
+    "no Python": ("```python\ndef f(n) return\n```", "unparseable", 0),
+    "words": ("I cannot do that.", "unparseable", 0),
+    "empty": ("", "unparseable", 0),
+    "cannot be compiled": ("```python\nx = '\0'\n```", "error", 0),
+}  # fmt: skip
+
+
+def rollout(content: str, task: Task = TASK, **changes) -> Rollout:
+    step = Step(prompt=(), prompt_ids=(), response_ids=(), logprobs=(), finish_reason="stop", content=content)
+    return Rollout(task, (step._replace(**changes),))
+
+
+def test_every_end_has_its_name_and_only_all_tests_score():
+    rollouts = [rollout(text) for text, _, _ in REPLIES.values()]
+    found = verdicts(rollouts, sandbox=FAST)
+    expected = [(status, passed, 2) for _, status, passed in REPLIES.values()]
+    got = [(v.status, v.passed, v.total) for v in found]
+    names = list(REPLIES)
+    assert {n: g for n, g, e in zip(names, got, expected, strict=True) if g != e and n != "cannot be compiled"} == {}
+    assert got[names.index("cannot be compiled")][0] in ("error", "unparseable")
+    assert [v.detail != "" for v in found] == [v.status != "ok" for v in found]
+    assert code_exec(rollouts, sandbox=FAST) == [float(status == "ok") for _, status, _ in REPLIES.values()]
+    assert code_exec(rollouts[:4], sandbox=FAST, credit="share", correct=2.0, wrong=-2.0) == [2.0, 2.0, 2.0, 0.0]
+
+
+def test_thinking_is_not_run_and_a_reply_cut_off_is_wrong():
+    right = REPLIES["right"][0]
+    assert code_exec([rollout("", thinking=right), rollout(right, finish_reason="length")]) == [0.0, 0.0]
+
+
+def test_a_task_without_tests_cannot_be_scored_and_a_test_that_cannot_be_checked_is_named():
+    assert code_exec([rollout("x = 1", Task("t/1", ()))]) == [None] and code_exec([]) == []
+    with pytest.raises(DataError, match=r"t/2.*f\(1\) != 2.*cannot be checked"):
+        code_exec([rollout("x = 1", Task("t/2", (), metadata={"tests": ("assert f(1) != 2",)}))])
+
+
+def test_equal_programs_run_once(monkeypatch):
+    counts = []
+
+    def counted(jobs, sandbox):
+        counts.append(len(jobs))
+        return run_many(jobs, sandbox)
+
+    monkeypatch.setattr(sys.modules["rlkit.rewards.code_exec"], "run_many", counted)
+    assert code_exec([rollout(REPLIES["right"][0])] * 5 + [rollout("x = 1")]) == [1.0] * 5 + [0.0] and counts == [2]
+
+
+def test_the_setup_of_a_row_runs_after_the_program():
+    task = TASK._replace(metadata={"tests": ("assert f(N(1)) == 1",), "setup": "class N(int): pass"})
+    assert code_exec([rollout("def f(n): return int(n)", task)]) == [1.0]
+
+
+def test_a_mixture_scores_code_and_numbers():
+    terms = {"task": Term(1.0, partial(by_task, rewards={"code_exec": code_exec, "numeric": numeric}))}
+    rows = [rollout(REPLIES["right"][0]), rollout("#### 4", Task("n", (), answer="4")), rollout("x = 1")]
+    assert [r.reward for r in score(rows, Reward("by_task", terms, weighted_sum))] == [1.0, 1.0, 0.0]
+
+
+def test_a_machine_without_isolation_refuses_to_run_model_written_code(monkeypatch):
+    monkeypatch.setattr(level, "probe", lambda: Level("basic", (), ("files", "network"), ("no Landlock",)))
+    with pytest.raises(ConfigError, match=r"no Landlock.*sandbox\.allow_weak=true"):
+        code_exec([rollout("x = 1")])
+    assert code_exec([rollout(REPLIES["right"][0])], sandbox=Sandbox(allow_weak=True)) == [1.0]
+
+
+def test_the_last_block_is_the_program():
+    assert extract_code("no block") == "no block"
+    assert extract_code("```python\na\n```\n```\n\n```\n") == "a"  # an empty one does not count
+    assert extract_code("```Python\na\nb\n``` \n```text\nc\n```") == "a\nb"
+    assert extract_code("  ```py\n  x\n  ```") == "  x"
+    assert extract_code("```python\nnot closed") == "```python\nnot closed"
+
+
+def gold(shared, rows: slice) -> list[tuple[str, str]]:
+    tasks = mbpp(path=str(shared / "mbpp" / "mbpp.jsonl"), split="train", seed=0, held_out=0.002)
+    tasks = sorted(tasks, key=lambda task: task.id)[rows]
+    shown = [t._replace(metadata={**t.metadata, "tests": (t.metadata["shown"], *t.metadata["tests"])}) for t in tasks]
+    return [
+        (t.id, v.status)
+        for t, v in zip(shown, verdicts([rollout(t.answer, t) for t in shown], sandbox=Sandbox(time_limit=20.0)), strict=True)
+    ]
+
+
+def test_reference_solutions_of_mbpp_pass(shared):
+    """All tests of 100 rows, the shown one included."""
+    found = gold(shared, slice(0, 100))
+    assert len(found) == 100 and [entry for entry in found if entry[1] != "ok"] == []
+
+
+@pytest.mark.slow
+def test_all_reference_solutions_of_mbpp_pass(shared):
+    """497 of 500: 123 and 414 are left out by name (`task.exclude`), and one row is held out here."""
+    found = gold(shared, slice(None))
+    assert len(found) == 497 and [entry for entry in found if entry[1] != "ok"] == []
