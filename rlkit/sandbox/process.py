@@ -83,8 +83,11 @@ def check(sandbox: Sandbox) -> None:
 def workers(sandbox: Sandbox) -> int:
     """Programs at once: as asked, or one a core up to 8; never more than fit in half of the memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    asked = sandbox.workers or min(cores, 8)
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return asked
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return max(1, min(sandbox.workers or min(cores, 8), memory // (sandbox.memory_mb << 20)))
+    return max(1, min(asked, memory // (sandbox.memory_mb << 20)))
 
 
 def run_with(job: Job, sandbox: Sandbox, features: Sequence[str]) -> Outcome:
