@@ -3,16 +3,16 @@
 from rlkit.rewards.aggregators import weighted_sum
 from rlkit.rewards.answers import final_answer
 from rlkit.rewards.by_task import by_task
-from rlkit.rewards.code_exec import Verdict, code_exec, extract_code, verdicts
+from rlkit.rewards.code_exec import Judgement, code_exec, extract_code, judgements
 from rlkit.rewards.numeric import extract_answer, numeric, parse_number
 from rlkit.rewards.score import Reward, RewardError, Term, batched, score
 from rlkit.rewards.text import contains, exact_match, format_match
 
 __all__ = [
+    "Judgement",
     "Reward",
     "RewardError",
     "Term",
-    "Verdict",
     "batched",
     "by_task",
     "code_exec",
@@ -22,9 +22,9 @@ __all__ = [
     "extract_code",
     "final_answer",
     "format_match",
+    "judgements",
     "numeric",
     "parse_number",
     "score",
-    "verdicts",
     "weighted_sum",
 ]
