@@ -1,4 +1,4 @@
-"""The command line: `rlkit train`, `rlkit evaluate`. Refusals are one sentence and exit status 2, without a traceback."""
+"""The command line: `rlkit train`, `rlkit evaluate`, `rlkit rollout`. Refusals are one sentence and exit status 2, without a traceback."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit train resume=outputs/NAME/TIME           continue a run (resume=auto: the newest unfinished one)
   rlkit evaluate run=outputs/NAME/TIME           greedy accuracy, avg@k and pass@k on held-out problems
   rlkit evaluate model=qwen3_0.6b task=gsm8k     of a model that no run has touched
+  rlkit rollout task=guess_number n=64           episodes without training: recorded, scored, summed up
 
   --config-dir DIR    options of your own
   -m, --multirun      a sweep
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(HELP + list_groups())
         return 0
-    commands = {"train": train_command, "evaluate": evaluate_command}
+    commands = {"train": train_command, "evaluate": evaluate_command, "rollout": rollout_command}
     try:
         if words[0] not in commands:
             raise ConfigError(f"there is no command '{words[0]}'; there are: {', '.join(commands)}")
@@ -275,4 +276,23 @@ def evaluate_command(arguments: Arguments) -> int:
     checkpoint = runs.checkpoint_source(named, run) if named and run else None
     parent = run / "evaluation" if run else runs.OUTPUTS / "evaluation"
     print(table(*evaluate(x, held_out, checkpoint=checkpoint, parent=parent, started=STARTED)))
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------- rollout
+
+
+def rollout_command(arguments: Arguments) -> int:
+    """Plays episodes without training and sums them up."""
+    from rlkit import runs
+    from rlkit.compose import compose
+    from rlkit.rollout import roll_out, table
+    from rlkit.schema import build
+
+    if arguments.multirun:
+        raise ConfigError("rlkit rollout plays one set of episodes at a time; -m belongs to rlkit train")
+    composed = compose(arguments.overrides, entry="rollout", config_dir=arguments.config_dir)
+    x = build(composed.config)
+    rollouts, out = roll_out(x, parent=runs.OUTPUTS / x.name, started=STARTED)
+    print(f"{table(rollouts)}\n\nwritten to {out}")
     return 0

@@ -137,11 +137,11 @@ def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[l
     loader = hydra.config_loader
     parser = OverridesParser.create(config_loader=loader)
     problems, accepted = [], []
-    for text in overrides:
+    for given in overrides:
         try:
-            override = parser.parse_overrides([text])[0]
+            override, text = _parse(parser, given)
         except HydraException as error:
-            problems.append(f"'{text}' cannot be read: {_one_sentence(error)}")
+            problems.append(f"'{given}' cannot be read: {_one_sentence(error)}")
             continue
         group = override.key_or_group
         options = loader.get_group_options(group, ObjectType.CONFIG)
@@ -155,6 +155,20 @@ def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[l
         else:
             accepted.append(text)
     return problems, accepted
+
+
+def _parse(parser: Any, text: str) -> tuple[Any, str]:
+    """An override, and its text in Hydra's grammar: a condition such as `reward/mean > 0.8 for 3` gets the quotes that the shell took."""
+    from hydra.errors import HydraException
+
+    try:
+        return parser.parse_overrides([text])[0], text
+    except HydraException:
+        key, _, value = text.partition("=")
+        if not value or value[0] in "[{'\"":  # a broken list or mapping is no text
+            raise
+        quoted = f"{key}='{value}'"
+        return parser.parse_overrides([quoted])[0], quoted
 
 
 def _one_sentence(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from rlkit.rewards import Reward, RewardError
 from rlkit.rewards import score as score_rollouts
 from rlkit.rollouts import assemble, collect
 from rlkit.settings import Experiment
-from rlkit.types import Policy, Rollout, Step, Task
+from rlkit.types import Environment, Policy, Rollout, Step, Task
 
 FP32_TOLERANCE = 1e-3  # max |Δ log-prob|: two correct float32 paths differ by rounding alone
 BF16_TOLERANCE = 0.05  # mean |Δ log-prob|
@@ -58,17 +58,17 @@ def _answered(task: Task, text: str) -> Rollout:
     return Rollout(task, (step,))
 
 
-def check_contexts(policy: Policy, tasks: Sequence[Task], x: Experiment) -> None:
+def check_contexts(policy: Policy, tasks: Sequence[Task], environment: Environment | Callable[[Task], Environment]) -> None:
     """The template carries the rows' tools, and the longest rows leave room for a reply.
 
     Raises: TemplateError, DataError naming the row.
     """
     longest = sorted(tasks, key=lambda task: -sum(len(m["content"]) for m in task.messages))[:LONGEST]
     for task in longest:
-        environment = environment_of(x.environment, task)
-        tools = [tool_schema(tool) for tool in environment.tools(task).values()]
+        own = environment_of(environment, task)
+        tools = [tool_schema(tool) for tool in own.tools(task).values()]
         check_template(policy.codec, tools)
-        length = len(encode_prompt(policy.codec, list(environment.first_prompt(task)), tools))
+        length = len(encode_prompt(policy.codec, list(own.first_prompt(task)), tools))
         if length >= policy.context_length:
             raise DataError(
                 f"row {task.id}: its prompt has {length} tokens, and the model's context is {policy.context_length}; "
@@ -82,7 +82,7 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> list[s
     Returns: warnings. Raises: TemplateError, SelfCheckError.
     """
     few = list(tasks[:2])
-    check_contexts(policy, tasks, x)
+    check_contexts(policy, tasks, x.environment)
     rollouts = collect(
         policy, few, generate=x.generation.engine, environment=x.environment, group_size=2, seed=x.seed,
         temperature=x.generation.temperature or 1.0, max_new_tokens=min(x.generation.max_new_tokens, 32),

@@ -58,6 +58,23 @@ class TrainerSettings(NamedTuple):
     threads: int | None = None  # of torch on the CPU; None leaves torch's choice
 
 
+class RolloutRun(NamedTuple):
+    """Episodes without training: the groups that an episode needs, and how many to play."""
+
+    name: str
+    seed: int
+    n: int
+    task: Callable[..., Sequence[Task]]  # (split=…) → tasks
+    environment: Environment | Callable[[Task], Environment]
+    model: Callable[..., Policy]  # (device=…) → policy
+    generation: Sampling
+    reward: Reward
+    trainer: TrainerSettings
+    num_return_sequences: int = 1
+    max_steps: int | None = None  # replies of an episode; None leaves the environment's own limit
+    split: Literal["train", "test"] = "test"
+
+
 class Experiment(NamedTuple):
     """Everything a run needs, as functions and numbers. One field per config group."""
 

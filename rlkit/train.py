@@ -16,21 +16,24 @@ from typing import Any
 from rlkit import runs
 from rlkit.callbacks.files import write_json
 from rlkit.errors import Refusal, RLKitError
-from rlkit.settings import Experiment
+from rlkit.settings import Experiment, RolloutRun
 from rlkit.types import Task
 
+FAILED = "failed_rollout.jsonl.gz"  # the rollout on which a reward failed
 PACKAGES = ("rlkit", "torch", "transformers", "peft", "lightning", "hydra-core", "numpy")
 
 
 def load_tasks(x: Experiment) -> tuple[Sequence[Task], Sequence[Task]]:
-    """Training and held-out tasks, with the verifier and the training reward tried on their gold answers. Raises DataError, ConfigError."""
+    """Training and held-out tasks, verifier and every phase's reward tried on their gold answers. Raises DataError, ConfigError."""
+    from rlkit.schedules import phases
     from rlkit.selfcheck import check_reward, check_verifier
 
     train = x.task(split="train")
     held_out = x.task(split="test")[: x.evaluation.n] if x.evaluation.n else []
     for tasks in (train, held_out):
         check_verifier(tasks, x.evaluation.reward)
-    check_reward(train, x.reward)
+    for phase in phases(x).values():
+        check_reward(train, phase.reward)
     return train, held_out
 
 
@@ -51,6 +54,8 @@ def train(
     from rlkit.callbacks.metrics import export_csv
     from rlkit.data import RLData
     from rlkit.module import RLModule, peak_memory
+    from rlkit.rewards import RewardError
+    from rlkit.rollouts import save_rollouts
     from rlkit.sandbox import seen
     from rlkit.selfcheck import check_policy
 
@@ -65,6 +70,7 @@ def train(
             print(f"warning: {line}", flush=True)
     module = RLModule(x, policy, tasks[0])
     results: dict[int, dict[str, Any]] = {}
+    (folder / FAILED).unlink(missing_ok=True)  # of the run that is continued
     trainer, checkpoint = make_trainer(x, module, tasks[1], folder, results, device, resume=resume)
     summary = {"ended": "failed", "seed": x.seed, "name": x.name}
     try:
@@ -74,6 +80,8 @@ def train(
         summary["ended"] = "interrupted"
     except BaseException as error:
         summary["ended"] = f"failed: {type(error).__name__}: {error}"
+        if isinstance(error, RewardError) and error.rollout is not None:
+            save_rollouts(folder / FAILED, [error.rollout])
         raise
     finally:
         summary |= {
@@ -148,7 +156,7 @@ def earlier_result(row: Mapping[str, Any], n: int) -> dict[str, Any]:
     return {"accuracy": row["eval/accuracy"], "interval": interval, "n": n, "reward": row["eval/reward"]}
 
 
-def pick_device(x: Experiment) -> Any:
+def pick_device(x: Experiment | RolloutRun) -> Any:
     """The device that the trainer's settings name. Raises ConfigError where there is no GPU."""
     import torch
 
@@ -159,7 +167,7 @@ def pick_device(x: Experiment) -> Any:
     return torch.device("cuda", 0) if x.trainer.accelerator != "cpu" and torch.cuda.is_available() else torch.device("cpu")
 
 
-def precision(x: Experiment, device: Any) -> str:
+def precision(x: Experiment | RolloutRun, device: Any) -> str:
     """auto: bf16-mixed where all weights are trained on a GPU; else nothing is cast (under LoRA the base is bfloat16 already)."""
     if x.trainer.precision != "auto":
         return x.trainer.precision
@@ -167,7 +175,7 @@ def precision(x: Experiment, device: Any) -> str:
     return "bf16-mixed" if device.type == "cuda" and not (lora and lora.rank) else "32-true"
 
 
-def autocast(x: Experiment, device: Any) -> AbstractContextManager[Any]:
+def autocast(x: Experiment | RolloutRun, device: Any) -> AbstractContextManager[Any]:
     """The numerics of training: bfloat16 autocast under bf16-mixed, none otherwise."""
     import torch
 
@@ -267,6 +275,8 @@ def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *,
         return 2
     except RLKitError as error:
         print(f"rlkit: {error}\nrun folder: {folder}", file=sys.stderr)
+        if (folder / FAILED).exists():
+            print(f"the rollout on which it failed: {folder / FAILED}", file=sys.stderr)
         return 1
     runs.write_config(folder, config)  # a resumed run's, once it has gone on with it
     print(closing(summary, folder), flush=True)

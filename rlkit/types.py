@@ -105,6 +105,12 @@ class Rollout(NamedTuple):
     reward: float | None = None
     rewards: Mapping[str, float | None] = {}  # named components
     metadata: Mapping[str, Any] = {}
+    statuses: Mapping[str, str] = {}  # component → how its score came about: ok, wrong, unparseable, timeout or error
+
+    @property
+    def total_reward(self) -> float | None:
+        """`reward` plus those of the steps: what the episode is trained on."""
+        return None if self.reward is None else self.reward + sum(step.reward or 0.0 for step in self.steps)
 
     @property
     def final_content(self) -> str:

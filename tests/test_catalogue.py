@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from rlkit.algorithm import choose, estimate_advantages, micro_batches, scale_tokens, select, surrogate, value_surrogate, weigh
-from rlkit.compose import compose, conf_dir, validate
+from rlkit.compose import compose, conf_dir, dry_run, validate
+from rlkit.compose import experiment as built
 from rlkit.errors import ConfigError
-from rlkit.schema import build
+from rlkit.schedules import at, start
 from rlkit.types import Batch, Scores
 
 B, T, V = 12, 9, 6
@@ -35,6 +36,8 @@ KLS = [
     if f.stem != "none"
 ]
 OTHERS = [
+    ("kl=none",),
+    ("kl/coef=adaptive",),
     ("algorithm.entropy_coef=0.1",),
     ("algorithm=ppo", "kl=k1", "kl.placement=reward"),
     ("algorithm=ppo", "kl=k1", "kl.placement=reward_sequence"),
@@ -52,15 +55,18 @@ def composed(overrides: tuple[str, ...]):
         x = x._replace(
             kl=x.kl._replace(**{name: value == "true" if value in ("true", "false") else value for name, value in fields.items()})
         )
-        return None if validate(x) else x
+        if validate(x):
+            return None
+        dry_run(x)
+        return x
     needs = {"algorithm/advantage=gae": CRITIC, "algorithm/advantage=turn_gae": CRITIC}.get(overrides[0], ())
     needs = ("algorithm=ppo",) if overrides[0].startswith("algorithm/critic") and overrides[0] != "algorithm/critic=none" else needs
     needs = ("algorithm=pairwise",) if "pair_selector" in overrides[0] else needs
     try:
-        x = build(compose([*needs, *overrides]).config)
+        x = built(compose([*needs, *overrides]))
     except ConfigError:
         return None
-    return None if validate(x) else x
+    return at(x, start(x))
 
 
 def experiment(overrides):

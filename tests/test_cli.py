@@ -56,12 +56,29 @@ def raising_reward(folder):
     return ["reward=numeric", "reward.terms.numeric.fn._target_=my_rewards.oops"], ["reward=numeric", "'numeric' raised", "nothing"]
 
 
+def raising_reward_of_a_later_phase(folder):
+    (folder / "my_rewards.py").write_text("def oops(rollout):\n    return rollout.nothing\n")
+    phase = "schedule.phases.refine.reward"
+    return (
+        ["schedule=on_reward", f"+reward@{phase}=numeric", f"{phase}.terms.numeric.fn._target_=my_rewards.oops"],
+        ["reward=numeric", "'numeric' raised", "nothing"],
+    )
+
+
+def missing_extra(folder):
+    (folder / "math_verify.py").write_text("import a_package_that_is_not_there\n")
+    return ["reward=math_verify"], ["rlkit[math]", "reward=numeric"]
+
+
 def reward_that_cannot_score(folder):
     (folder / "my_rewards.py").write_text("def unsure(rollout):\n    return None\n")
     return ["reward=numeric", "reward.terms.numeric.fn._target_=my_rewards.unsure"], ["can score none", "arithmetic/train"]
 
 
-CASES = [raising_reward, reward_that_cannot_score, without_answer, without_number, broken_row, missing_file, long_row, no_template, no_gpu]
+CASES = [
+    raising_reward, raising_reward_of_a_later_phase, missing_extra, reward_that_cannot_score, without_answer, without_number, broken_row,
+    missing_file, long_row, no_template, no_gpu,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)

@@ -17,31 +17,20 @@ from rlkit.schedules import Progress, at, phases, start, values
 from rlkit.schema import build, check
 
 GROUPS = sorted(f.name for f in conf_dir().iterdir() if f.is_dir() and f.name not in ("experiment", "debug"))
-CRITIC, GAE = "algorithm/critic=head", "algorithm/advantage=gae"  # neither goes without the other
-REQUIRED = {
-    "task=jsonl": ["task.path=rows.jsonl"],
-    "reference=none": ["kl=none"],
-    GAE: [CRITIC],
-    "algorithm/advantage=turn_gae": [CRITIC],
-    CRITIC: [GAE],
-    "algorithm/critic=separate": [GAE],
-    "algorithm/critic/loss=clipped": [CRITIC, GAE],
-    "algorithm/critic/loss=squared": [CRITIC, GAE],
-    "algorithm/advantage/pair_selector=all_pairs": ["algorithm/advantage=pairwise"],
-    "algorithm/advantage/pair_selector=best_worst": ["algorithm/advantage=pairwise"],
-}
+REQUIRED = {"task=jsonl": ["task.path=rows.jsonl"], "reference=none": ["kl=none"]}
 
 
 def options(group: str) -> list[str]:
     return sorted(f"{group}={f.stem}" for f in (conf_dir() / group).glob("*.yaml"))
 
 
-def nested_options() -> list[str]:
-    files = [f.relative_to(conf_dir()) for group in GROUPS for f in (conf_dir() / group).glob("*/**/*.yaml")]
+def nested_options(group: str) -> list[str]:
+    files = [f.relative_to(conf_dir()) for f in (conf_dir() / group).glob("*/**/*.yaml")]
     return sorted(f"{f.parent.as_posix()}={f.stem}" for f in files)
 
 
-@pytest.mark.parametrize("option", [o for g in GROUPS for o in options(g)] + nested_options())
+# Algorithms, their parts and KLs are built and dry-run in test_catalogue.py, which holds them to their laws too.
+@pytest.mark.parametrize("option", [o for g in GROUPS for o in options(g) + nested_options(g) if g not in ("algorithm", "kl")])
 def test_every_option_composes_builds_and_dry_runs(option):
     experiment(compose([option, *REQUIRED.get(option, [])]))
 
@@ -298,6 +287,14 @@ def test_a_controller_may_be_written_in_place_of_a_number(override):
     x = experiment(compose([override]))
     path = override.partition("=")[0].removeprefix("schedule.numbers.")
     assert values(x, start(x))[path] == 0.1
+
+
+@pytest.mark.parametrize("value", ["reward/mean > 0.8 for 3", "'reward/mean > 0.8 for 3'"])
+def test_a_condition_needs_no_second_quotes(value):
+    """The shell takes one pair; Hydra's own grammar would want another."""
+    composed = compose(["schedule=grpo_to_dapo", f"schedule.phases.explore.until={value}"])
+    assert experiment(composed).schedule.phases["explore"].until == "reward/mean > 0.8 for 3"
+    assert composed.overrides[1] == "schedule.phases.explore.until='reward/mean > 0.8 for 3'"
 
 
 def test_dapo_with_its_overrides_taken_back_is_grpo():

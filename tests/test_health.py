@@ -16,6 +16,10 @@ HEALTHY = {
     "reward/mean": 0.4,
     "len/truncated_frac": 0.9,
     "parse_fail_frac": 0.2,
+    "reward/numeric/error_frac": 0.0,
+    "reward/numeric/timeout_frac": 0.0,
+    "reward/format/error_frac": 0.0,
+    "reward/format/timeout_frac": 0.0,
     "ratio/first_mean": 1.009,
     "mismatch/logp_abs_mean": 0.05,
     "optim/skipped_nonfinite": 0,
@@ -24,6 +28,7 @@ ILL = {  # check → (what makes it speak, words of the message)
     "all_rewards_equal": ({"group/frac_zero_std": 1.0}, ["equal", "0.40", "batch.group_size"]),
     "all_truncated": ({"len/truncated_frac": 1.0}, ["truncated", "generation.max_new_tokens"]),
     "parse_failures": ({"parse_fail_frac": 0.25}, ["25%", "samples/"]),
+    "reward_failures": ({"reward/format/timeout_frac": 0.05}, ["format", "5.0%", "timeout_frac"]),
     "ratio_off": ({"ratio/first_mean": 1.02}, ["1.020", "not 1"]),
     "sampler_off": ({"mismatch/logp_abs_mean": 0.06}, ["0.060 nats"]),
     "update_skipped": ({"optim/skipped_nonfinite": 2}, ["2 update(s) skipped"]),
@@ -75,7 +80,7 @@ def test_what_was_not_measured_is_no_illness(key):
 
 def test_a_real_row_has_every_key_that_the_checks_read(experiment):
     """A renamed metric must not turn a check into a KeyError in the middle of a run, nor into silence."""
-    rollout = Rollout(Task("row/0", ()), (Step((), (1, 2), (3,), (-1.0,), "stop"),), reward=1.0)
+    rollout = Rollout(Task("row/0", ()), (Step((), (1, 2), (3,), (-1.0,), "stop"),), reward=1.0, rewards={"numeric": 1.0, "format": 1.0})
     batch = assemble([rollout], pad_token_id=0)
     batch = batch._replace(advantages=torch.zeros(batch.ids.shape))
     row = summarize([rollout]) | update_metrics(batch, UpdateTerms(), experiment)

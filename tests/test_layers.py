@@ -24,7 +24,7 @@ LAYERS = (
     ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck"),
     ("module", "data", "loggers"),
     ("compose", "callbacks", "runs"),
-    ("train", "evaluate", "notebook", "cli", "__main__"),
+    ("train", "evaluate", "rollout", "notebook", "cli", "__main__"),
 )
 # Within a line, at top level: who uses whom. It has no circle.
 BESIDE = {

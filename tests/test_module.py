@@ -76,6 +76,7 @@ def test_updates_end_where_the_policy_has_moved_too_far(tmp_path):
     assert held[0]["optim/updates"] == 1 and held[0]["optim/ended_by_target_kl"] == 1  # the first update starts at the old policy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["reward", "reward_sequence"])
 def test_a_kl_in_the_reward_is_no_term_of_the_loss_and_moves_the_advantages(tmp_path, placement):
     rows = train(tmp_path / "run", "kl=k1", f"kl.placement={placement}", "kl.coef=10", "trainer.steps=3", *MIXED)
@@ -89,6 +90,7 @@ def test_an_exact_kl_trains(tmp_path):
     assert rows[0]["kl/estimate"] >= -1e-6 and rows[1]["kl/estimate"] > 1e-7
 
 
+@pytest.mark.slow
 def test_an_entropy_bonus_keeps_the_entropy_up(tmp_path):
     """The same run with and without: the same policy before the first update, another one after it."""
     common = ("kl=none", "reference=none", "algorithm.minibatches=1", "trainer.steps=3", *MIXED)
@@ -135,6 +137,7 @@ def test_a_resumed_run_with_a_critic_is_the_same_run(ppo, tmp_path):
         assert equal(ours[key], theirs[key]), key
 
 
+@pytest.mark.slow
 def test_a_separate_critic_trains_its_own_trunk_and_not_the_policys(tmp_path, tiny):
     train(tmp_path / "run", *PPO, "algorithm/critic=separate", "trainer.steps=1", "algorithm.critic.warmup=1")
     state = checkpoint(tmp_path / "run", 1)["state_dict"]
@@ -144,6 +147,7 @@ def test_a_separate_critic_trains_its_own_trunk_and_not_the_policys(tmp_path, ti
     assert len(moved) > len(base) / 2
 
 
+@pytest.mark.slow
 def test_under_lora_the_critic_is_in_the_checkpoint_and_the_base_is_not(tmp_path):
     train(tmp_path / "run", *PPO, "model.lora.rank=4", "trainer.steps=1")
     names = checkpoint(tmp_path / "run", 1)["state_dict"].keys()
@@ -180,7 +184,7 @@ def test_every_scheduled_number_is_in_every_row(phased):
     assert all(row["schedule/optimizer.lr"] == row["optim/lr"] for row in rows if row["optim/updates"])
 
 
-@pytest.mark.parametrize("stop", [1, 2])
+@pytest.mark.parametrize("stop", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_that_is_resumed_at_or_behind_a_switch_is_the_same_run(phased, tmp_path, stop):
     folder, rows = phased
     again, warm = tmp_path / "again", "schedule.phases.refine.algorithm.critic.warmup=1"
@@ -192,6 +196,7 @@ def test_a_run_that_is_resumed_at_or_behind_a_switch_is_the_same_run(phased, tmp
     assert equal(without_clock(found)[-1], without_clock(rows)[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [0, 4])
 def test_a_phase_of_its_own_reference_starts_it_from_the_policy_of_that_moment(tmp_path, lora):
     """Also a frozen one, under LoRA too: and a resumed run compares with the same reference."""

@@ -15,9 +15,14 @@ from torch import nn
 
 import rlkit
 from rlkit import (
+    Reward,
+    RewardError,
     Rollout,
     Step,
     Task,
+    Term,
+    ToolResult,
+    aggregate_vector_rewards,
     attach_logprobs,
     best_worst,
     clipped,
@@ -32,7 +37,9 @@ from rlkit import (
     compute_policy_gradient_loss,
     compute_ppo_loss,
     compute_reverse_kl,
+    compute_scalar_reward,
     compute_value_loss,
+    compute_vector_reward,
     confident_share,
     create_adaptive_kl,
     create_dapo_config,
@@ -45,13 +52,20 @@ from rlkit import (
     create_reference_model,
     create_switch_strategy,
     create_truncated_kl,
+    exact_match_reward,
+    format_reward,
     get_algorithm_config,
     k3,
+    length_penalty,
     load_checkpoint,
+    numeric,
     plot_training,
     save_checkpoint,
+    smallest,
     squared_error,
     stack_rollouts,
+    tool_band_reward,
+    tool_usage_reward,
     train_model,
     training_iteration,
     truncated_kl,
@@ -646,6 +660,49 @@ def test_a_run_goes_on_from_its_state(tiny, tokenizer):
         )  # fmt: skip
         rows.append([(row["step"], row["algorithm"]) for row in statistics])
     assert rows == [[(1, "grpo"), (2, "dapo")], [(2, "dapo")]]
+
+
+# ----------------------------------------------------------------------------------------------------------- rewards
+
+
+def said(content: str, truth: str = "", calls: str = "") -> Rollout:
+    """`calls`: o worked, f failed."""
+    results = tuple(ToolResult(f"call_{i}", "calculator", "", ok=c == "o") for i, c in enumerate(calls))
+    return Rollout(Task("t", (), truth), (Step((), (), (), (), "stop", content=content, tool_results=results),))
+
+
+def test_a_vector_is_named_and_becomes_one_number_before_it_is_trained_on(model, tokenizer):
+    """The slips: a vector broadcast over tokens; what cannot be scored counted as 0."""
+    parts = {"correctness": numeric, "safety": lambda r: 1.0, "helpfulness": lambda r: 0.5}
+    weights = {"correctness": 0.5, "safety": 0.3, "helpfulness": 0.2}
+    vector = compute_vector_reward(said("#### 7", "7"), parts)
+    assert vector == {"correctness": 1.0, "safety": 1.0, "helpfulness": 0.5} and compute_scalar_reward(said("8", "7"), numeric) == 0.0
+    assert aggregate_vector_rewards(vector, weights) == pytest.approx(0.9) and aggregate_vector_rewards(vector, weights, smallest) == 0.1
+    unknown = compute_vector_reward(said("7"), parts)
+    assert unknown["correctness"] is None and aggregate_vector_rewards(unknown, weights) is None
+    assert aggregate_vector_rewards(unknown, {"safety": 0.3}) == 0.3  # correctness is only logged
+    reward = Reward("vector", {name: Term(weights[name], fn) for name, fn in (parts | {"correctness": by_sample}).items()})
+    _, rollouts = iterate(model, tokenizer, create_dapo_config(), reward_fn=reward)
+    assert all(r.rewards.keys() == parts.keys() and isinstance(r.reward, float) for r in rollouts)
+
+
+def test_the_notebooks_rewards():
+    """Equality and whole words instead of substrings, no reward for calls that failed, no score for an empty truth."""
+    words = " ".join(["w"] * 50)
+    assert [length_penalty(said(text)) for text in ("short", words, words * 11)] == [-0.5, 0.0, -0.3]
+    assert [format_reward(r"#### \d+")(said(text)) for text in ("#### 7", "7")] == [1.0, 0.0]
+    exact = exact_match_reward(lambda r: r.task.metadata.get("gold", "10"))
+    assert [exact(said(text)) for text in ("10", " 10 ", "1", "100")] == [1.0, 1.0, 0.0, 0.0]
+    assert exact_match_reward(lambda r: "")(said("")) is None
+    assert exact_match_reward(lambda r: "b", str.upper)(said("B")) == 1.0
+    assert [tool_usage_reward()(said("", calls=c)) for c in ("", "f", "o", "fo", "oooo")] == [0.0, 0.0, 1.0, 1.0, 1.0]
+    assert tool_usage_reward(2)(said("", calls="of")) == 0.0
+    assert [tool_band_reward()(said("", calls=c)) for c in ("", "fff", "o", "ooo", "oooo")] == [0.0, 0.0, 1.0, 1.0, 0.5]
+
+
+def test_a_reward_that_fails_is_no_zero():
+    with pytest.raises(RewardError, match="no answer"):
+        compute_scalar_reward(said(""), lambda r: r.task.metadata["no answer"])
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlkit.cli import main
+from rlkit.rollouts import load_rollouts
 
 LEARNS = ["batch.group_size=8", "optimizer.lr=1e-3"]  # with which little steps have a gradient
 FAST = ["debug=fast", "trainer.accelerator=cpu"]
@@ -189,6 +190,7 @@ def test_resume_auto_continues_the_newest_unfinished_run(tmp_path, monkeypatch, 
     [
         ["algorithm=reinforce", "kl=none", "reference=none"],
         ["reward=[numeric,format]", "algorithm/aggregation=token_mean"],
+        ["reward=[numeric,repetition]", "reward/aggregator=group_normalised", "algorithm/normalization=batch"],
         ["algorithm.epochs=2", "algorithm.minibatches=2", "trainer.micro_batch_tokens=100"],
         ["schedule=kl_anneal", "logger=none", "algorithm/group_filter=mixed"],
         ["environment=single_turn"],
@@ -197,6 +199,21 @@ def test_resume_auto_continues_the_newest_unfinished_run(tmp_path, monkeypatch, 
 )
 def test_other_compositions_train(tmp_path, overrides):
     assert train(tmp_path / "run", "trainer.steps=1", "evaluation.n=0", *overrides) == 0
+
+
+def test_a_reward_that_fails_in_training_leaves_its_rollout_behind(tmp_path, monkeypatch, capsys):
+    """It passed the try on gold answers; the run stops, and the sample is there to look at. Allowed, it goes on and says so."""
+    (tmp_path / "failing_reward.py").write_text("def late(r):\n    return 1.0 if not r.steps[0].response_ids or r.sample else r.nothing\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    overrides = ["trainer.steps=1", "evaluation.n=0", "reward=numeric", "reward.terms.numeric.fn._target_=failing_reward.late"]
+    assert train(tmp_path / "run", *overrides) == 1
+    (kept,) = load_rollouts(tmp_path / "run" / "failed_rollout.jsonl.gz")
+    assert kept.sample == 0 and kept.reward is None
+    assert "failed_rollout.jsonl.gz" in capsys.readouterr().err
+    assert train(tmp_path / "more", *overrides, "reward.max_error_rate=0.9") == 0
+    (row,) = rows(tmp_path / "more")
+    assert row["reward/numeric/error_frac"] == row["reward/unscored_frac"] > 0
+    assert "the reward term numeric failed" in capsys.readouterr().out
 
 
 def test_lora_trains_and_saves_adapters_alone(tmp_path):

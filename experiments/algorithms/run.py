@@ -138,7 +138,7 @@ def plot(rows: list[dict]) -> None:
     axes.axvline(0.9, color="grey", linewidth=0.8, linestyle=":")
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
-    axes.set(xlim=(0, 1.01), xlabel="held-out accuracy, greedy (bar at the left: before training; dots: seeds; bands: 95 % intervals)")
+    axes.set(xlim=(0, 1.01), xlabel="held-out accuracy, greedy (bar: before; dots: seeds; bands: 95 %)")
     axes.set_title("Every algorithm as it ships, embedded task")
     figure.savefig(HERE / "accuracy.png", dpi=130)
 

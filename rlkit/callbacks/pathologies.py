@@ -35,6 +35,19 @@ def parse_failures(row: Row) -> str | None:
     return f"{row['parse_fail_frac']:.0%} of the episodes have a tool call that cannot be read: look at samples/"
 
 
+def reward_failures(row: Row) -> str | None:
+    """A term raised, hung or returned no reward; reward.max_error_rate let it pass."""
+    names = [key.removeprefix("reward/").removesuffix("/error_frac") for key in row if key.endswith("/error_frac")]
+    rates = {name: row[f"reward/{name}/error_frac"] + row[f"reward/{name}/timeout_frac"] for name in names}
+    if not any(rates.values()):
+        return None
+    worst = max(rates, key=lambda name: rates[name])
+    return (
+        f"the reward term {worst} failed on {rates[worst]:.1%} of the episodes, which are not trained on; "
+        f"reward/{worst}/error_frac and timeout_frac follow it"
+    )
+
+
 def ratio_off(row: Row) -> str | None:
     """The first minibatch is on-policy, so its ratio is 1."""
     ratio = row["ratio/first_mean"]
@@ -61,6 +74,7 @@ CHECKS: tuple[Callable[[Row], str | None], ...] = (
     all_rewards_equal,
     all_truncated,
     parse_failures,
+    reward_failures,
     ratio_off,
     sampler_off,
     update_skipped,

@@ -2,6 +2,8 @@
 
 from rlkit.environments.by_task import by_task, environment_of
 from rlkit.environments.calculator import calculator
+from rlkit.environments.dialogue import continue_with_step, dialogue, said_done
+from rlkit.environments.guess_number import guess_number
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.environments.python import python_tool
 from rlkit.environments.single_turn import single_turn
@@ -13,11 +15,15 @@ from rlkit.environments.tools import execute, tool_name, tool_schema
 __all__ = [
     "by_task",
     "calculator",
+    "continue_with_step",
+    "dialogue",
     "environment_of",
     "execute",
+    "guess_number",
     "hermes",
     "none",
     "python_tool",
+    "said_done",
     "single_turn",
     "split_thinking",
     "tool_name",

@@ -1,18 +1,24 @@
 """Verifiable rewards: functions of a rollout that give a score, or None where it cannot be scored."""
 
-from rlkit.rewards.aggregators import weighted_sum
+from rlkit.rewards.aggregators import batched, group_normalised, largest, mean, product, smallest, weighted_sum
 from rlkit.rewards.answers import final_answer
 from rlkit.rewards.by_task import by_task
 from rlkit.rewards.code_exec import Judgement, code_exec, extract_code, judgements
+from rlkit.rewards.few_turns import few_turns
+from rlkit.rewards.length import length, soft_length
+from rlkit.rewards.math_verify import math_verify
 from rlkit.rewards.numeric import extract_answer, numeric, parse_number
-from rlkit.rewards.score import Reward, RewardError, Term, batched, score
+from rlkit.rewards.repetition import repetition
+from rlkit.rewards.score import Reward, RewardError, Term, Verdict, score
 from rlkit.rewards.text import contains, exact_match, format_match
+from rlkit.rewards.tool_usage import tool_usage
 
 __all__ = [
     "Judgement",
     "Reward",
     "RewardError",
     "Term",
+    "Verdict",
     "batched",
     "by_task",
     "code_exec",
@@ -20,11 +26,22 @@ __all__ = [
     "exact_match",
     "extract_answer",
     "extract_code",
+    "few_turns",
     "final_answer",
     "format_match",
+    "group_normalised",
     "judgements",
+    "largest",
+    "length",
+    "math_verify",
+    "mean",
     "numeric",
     "parse_number",
+    "product",
+    "repetition",
     "score",
+    "smallest",
+    "soft_length",
+    "tool_usage",
     "weighted_sum",
 ]

@@ -6,19 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlkit.errors import ConfigError
-from rlkit.rewards.score import Term, batched, column
+from rlkit.rewards.aggregators import batched
+from rlkit.rewards.score import Term, called_on
 from rlkit.types import Rollout
 
 
 @batched
-def by_task(rollouts: Sequence[Rollout], *, rewards: Mapping[str, Callable[..., Any]]) -> list[float | None]:
+def by_task(rollouts: Sequence[Rollout], *, rewards: Mapping[str, Callable[..., Any]]) -> list[Any]:
     """Score rollouts with the rewards that their tasks name, so that a mixture scores each row its own way.
 
     Args:
       rewards: name → function of one rollout, or of the list of them where it is marked `@batched`; such a one sees all rollouts
         whose tasks name it.
-    Returns: a score for each rollout.
-    Raises: ConfigError naming the row, the name it asks for and the known names; RewardError, see `score`.
+    Returns: for each rollout what that function returns, or the exception that it raises.
+    Raises: ConfigError naming the row, the name it asks for and the known names.
     """
     for rollout in rollouts:
         if rollout.task.reward not in rewards:
@@ -26,9 +27,9 @@ def by_task(rollouts: Sequence[Rollout], *, rewards: Mapping[str, Callable[..., 
                 f"task {rollout.task.id!r} asks for the reward {rollout.task.reward!r}; known are {', '.join(sorted(rewards)) or 'none'}. "
                 "Correct the row's reward, or set reward= to one option for all rows"
             )
-    scores: list[float | None] = [None] * len(rollouts)
+    values: list[Any] = [None] * len(rollouts)
     for name in dict.fromkeys(rollout.task.reward for rollout in rollouts):
         places = [i for i, rollout in enumerate(rollouts) if rollout.task.reward == name]
-        for i, score in zip(places, column(name, Term(1.0, rewards[name]), [rollouts[i] for i in places]), strict=True):
-            scores[i] = score
-    return scores
+        for i, value in zip(places, called_on(Term(1.0, rewards[name]), [rollouts[i] for i in places]), strict=True):
+            values[i] = value
+    return values

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from rlkit.errors import DataError
+from rlkit.rewards.aggregators import batched
 from rlkit.rewards.answers import final_answer
-from rlkit.rewards.score import batched
+from rlkit.rewards.score import Verdict
 from rlkit.sandbox import Check, Job, Outcome, Sandbox, Unsplittable, passes, run_many, split
 from rlkit.types import Rollout, Task
 
@@ -45,7 +46,7 @@ def code_exec(
       credit: all gives `correct` where every test passes; share gives what lies between `wrong` and `correct` by the share that
         passes, which rewards programs that are right on easy cases only.
       correct, wrong: the two scores.
-    Returns: a score each; None for a task without tests.
+    Returns: a score each, with the status of its judgement; None for a task without tests.
     Raises: DataError naming the row whose test cannot be checked; ConfigError where the sandbox is weaker than asked for.
     """
 
@@ -53,7 +54,7 @@ def code_exec(
         if judgement is None:
             return None
         share = judgement.passed / judgement.total if credit == "share" else float(judgement.status == "ok")
-        return wrong + (correct - wrong) * share
+        return Verdict(wrong + (correct - wrong) * share, judgement.status)
 
     return [value(judgement) for judgement in judgements(rollouts, sandbox=sandbox)]
 

@@ -6,6 +6,7 @@ import re
 from fractions import Fraction
 
 from rlkit.rewards.answers import final_answer
+from rlkit.rewards.score import Verdict
 from rlkit.types import Rollout
 
 MAX_DIGITS = 200  # of one number as written; a longer one is no answer
@@ -38,14 +39,17 @@ def numeric(rollout: Rollout, *, correct: float = 1.0, wrong: float = 0.0) -> fl
       rollout: scored by its last reply's content; thinking is not read.
       correct, wrong: the two scores.
     Returns: `correct` or `wrong`; None where `task.answer` holds no number. An episode without a final answer is wrong
-      (no reply, truncated, cut off by length, still calling tools), and so is a reply without a number.
+      (no reply, truncated, cut off by length, still calling tools), and so is a reply without a number; its status is unparseable.
     Source: Cobbe et al. 2021, arXiv:2110.14168 (the form `#### 18`).
     """
     truth = extract_answer(rollout.task.answer)
     if truth is None:
         return None
     answer = final_answer(rollout)
-    return correct if answer is not None and extract_answer(answer) == truth else wrong
+    number = None if answer is None else extract_answer(answer)
+    if number is None:
+        return Verdict(wrong, "unparseable")
+    return correct if number == truth else wrong
 
 
 def extract_answer(text: str) -> Fraction | None:

@@ -1,112 +1,299 @@
-"""Filling in the rewards of rollouts: every term by name, and their aggregate."""
+"""Filling in the rewards of rollouts: every term by name, how each score came about, and their aggregate."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from numbers import Real
-from typing import Any, NamedTuple, TypeVar
+from threading import Thread
+from typing import Any, Literal, NamedTuple
 
 from rlkit.errors import ConfigError, Refusal, RLKitError
+from rlkit.rewards.aggregators import weighted_sum
 from rlkit.types import Rollout
 
-F = TypeVar("F", bound=Callable[..., Any])
+GRACE = 5.0  # seconds beyond a term's timeout after which async calls that block their event loop are given up
+ScoreStatus = Literal["ok", "wrong", "unparseable", "timeout", "error"]
 
 
 class RewardError(RLKitError, RuntimeError):
-    """A reward function raised, or returned what is no reward. Never counted as a score of 0."""
+    """A reward function raised, hung, or returned what is no reward. Never counted as a score of 0. `rollout` is where it happened."""
+
+    def __init__(self, message: str, rollout: Rollout | None = None) -> None:
+        super().__init__(message)
+        self.rollout = rollout
+
+
+class Verdict(float):
+    """A score that says how it came about, where the number alone does not: Verdict(0.0, "unparseable"), Verdict(0.0, "timeout")."""
+
+    status: ScoreStatus
+
+    def __new__(cls, score: float, status: ScoreStatus) -> Verdict:
+        verdict = super().__new__(cls, score)
+        verdict.status = status
+        return verdict
 
 
 class Term(NamedTuple):
-    """A component of a reward. Weight 0 makes it a shadow metric: scored and logged, not part of the reward."""
+    """A component of a reward: a function of one rollout, plain or async.
+
+    weight    factor in the aggregate; 0 makes it a shadow metric: scored and logged, not part of the reward
+    batched   fn takes the list of all rollouts and returns a list of scores
+    per_step  fn returns a list, one number or None a step. weight * number is added to `Step.reward`, beside the aggregate of the
+              other terms, which stands at the end; the component that is logged is their sum
+    timeout   seconds that a call may take (of a batched term: the call for all rollouts); None: no limit. An async function is
+              cancelled. A plain one runs in a thread, which cannot be killed: it is given up and goes on in the background, so what
+              may truly hang belongs into a child process, as math_verify does it
+    """
 
     weight: float
     fn: Callable[..., Any]
-    batched: bool = False  # fn takes the list of all rollouts and returns a list of scores
+    batched: bool = False
+    per_step: bool = False
+    timeout: float | None = None
 
 
 class Reward(NamedTuple):
-    """Named terms in order, and how they become one number: (scores, weights) → float."""
+    """Named terms in order, and how they become one number.
+
+    aggregator      (scores, weights) → float, or one of the whole batch (rlkit.rewards.aggregators)
+    max_error_rate  share of the rollouts, 0 … 1, on which a term may raise, hang or return what is no reward; beyond it scoring stops.
+                    Up to it, such a rollout cannot be scored (None) and is counted under `reward/NAME/error_frac` and `timeout_frac`
+    """
 
     name: str
     terms: Mapping[str, Term]
-    aggregator: Callable[[Mapping[str, float], Mapping[str, float]], float]
+    aggregator: Callable[..., Any] = weighted_sum
+    max_error_rate: float = 0.0
 
 
-def batched(fn: F) -> F:
-    """Mark a reward function as one of the whole batch: (rollouts) → list of scores. The same as `batched: true`."""
-    fn.batched = True  # type: ignore[attr-defined]
-    return fn
+class Cell(NamedTuple):
+    """What one term makes of one rollout. `steps` is empty unless the term is one of steps."""
+
+    score: float | None
+    status: ScoreStatus
+    steps: tuple[float, ...] = ()
+    failure: str = ""  # why there is no score, where the term is to blame
+    cause: BaseException | None = None
 
 
 def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
-    """The rollouts with `reward` and `rewards` filled in; nothing else changes.
+    """The rollouts with `reward`, `rewards` and `statuses` filled in, and the rewards of steps where terms give some.
 
     Args:
       rollouts: scored in order; earlier scores on them are replaced.
       reward: its terms of non-zero weight are aggregated; the others only appear in `rewards`.
-    Returns: new rollouts. `rewards` holds every term by name. `reward` is None, "cannot be scored", where any term of
-      non-zero weight is None; it is kept out of every baseline.
-    Raises: RewardError naming the term, the task and the cause where a function raises, or returns anything but a
-      finite number, a bool or None (a batched one: a list with one of these per rollout). ConfigError where every
-      weight is 0. A Refusal raised by a function says what the user has to mend and passes unchanged.
+    Returns: new rollouts. `rewards` holds every term by name, `statuses` how each came about: ok (> 0), wrong (≤ 0), unparseable (None,
+      or a Verdict that says so), timeout, error. `reward` is None, "cannot be scored", where any term of non-zero weight is None;
+      it is kept out of every baseline. With terms of steps alone it is 0.
+    Raises: RewardError naming the term, the task and the cause where more than `max_error_rate` of the rollouts make a term raise,
+      hang, or return anything but a finite number, a bool or None (a list of these, one a rollout, where it is batched; one a step,
+      where it is per step), and where the aggregator does. ConfigError where every weight is 0, or a limit is out of range. A
+      Refusal raised by a function says what the user has to mend and passes unchanged.
     """
-    if not any(term.weight for term in reward.terms.values()):
-        raise ConfigError(f"reward {reward.name!r} has no term of non-zero weight; set one of reward.terms.NAME.weight")
-    columns = {name: column(name, term, rollouts) for name, term in reward.terms.items()}
+    _require(reward)
+    columns = {name: _column(name, term, rollouts, reward.max_error_rate) for name, term in reward.terms.items()}
     scored = []
     for i, rollout in enumerate(rollouts):
-        rewards = {name: column[i] for name, column in columns.items()}
-        scored.append(rollout._replace(reward=_aggregate(rollout, rewards, reward), rewards=rewards))
-    return scored
+        cells = {name: column[i] for name, column in columns.items()}
+        rewards, statuses = ({name: getattr(cell, field) for name, cell in cells.items()} for field in ("score", "status"))
+        scored.append(_with_step_rewards(rollout._replace(reward=None, rewards=rewards, statuses=statuses), cells, reward))
+    return _aggregated(scored, reward)
 
 
-def column(name: str, term: Term, rollouts: Sequence[Rollout]) -> list[float | None]:
-    """Scores of one term for all rollouts, each checked. Raises: see `score`."""
+def _require(reward: Reward) -> None:
+    if not any(term.weight for term in reward.terms.values()):
+        raise ConfigError(f"reward {reward.name!r} has no term of non-zero weight; set one of reward.terms.NAME.weight")
+    if not 0 <= reward.max_error_rate <= 1:
+        raise ConfigError(f"reward {reward.name!r}: max_error_rate is a share of the rollouts, 0 … 1, not {reward.max_error_rate}")
+    for name, term in reward.terms.items():
+        if term.timeout is not None and not term.timeout > 0:
+            raise ConfigError(f"reward term {name!r}: timeout must be > 0 seconds, or null for no limit, not {term.timeout}")
+
+
+# ----------------------------------------------------------------------------------------------------------- a term
+
+
+def _column(name: str, term: Term, rollouts: Sequence[Rollout], max_error_rate: float) -> list[Cell]:
+    """What one term makes of all rollouts, in their order; async calls are awaited together, after the plain ones."""
+    cells: dict[int, Cell] = {}
+    pending: dict[int, Awaitable[Any]] = {}
+
+    def take(i: int, value: Any) -> None:
+        cells[i] = _cell(term, rollouts[i], value)
+        failed = sum(bool(cell.failure) for cell in cells.values())
+        if failed > max_error_rate * len(rollouts):
+            raise _refused(name, rollouts[i], cells[i], failed, len(rollouts), max_error_rate)
+
+    for i, value in enumerate(called_on(term, rollouts) if rollouts else ()):
+        if inspect.isawaitable(value):
+            pending[i] = value
+        else:
+            take(i, value)
+    for i, value in zip(pending, _awaited(list(pending.values()), term.timeout), strict=True):
+        take(i, value)
+    return [cells[i] for i in range(len(rollouts))]
+
+
+def called_on(term: Term, rollouts: Sequence[Rollout]) -> Iterable[Any]:
+    """What the function returned for each rollout, one by one: a value, an exception, or what has yet to be awaited."""
     if not (term.batched or is_batched(term.fn)):
-        return [_checked(name, rollout.task.id, partial(term.fn, rollout)) for rollout in rollouts]
-    ids = f"{rollouts[0].task.id} … {rollouts[-1].task.id}" if rollouts else "none"
-    values = _called(name, ids, partial(term.fn, list(rollouts)))
-    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(rollouts):
-        size = f"{len(values)} scores" if isinstance(values, Sequence) else type(values).__name__
-        raise RewardError(f"reward term {name!r} is batched and gave {size} for {len(rollouts)} rollouts; return a list, one for each")
-    return [_number(name, rollout.task.id, value) for rollout, value in zip(rollouts, values, strict=True)]
+        return (_called(partial(term.fn, rollout), term.timeout) for rollout in rollouts)
+    values = _called(partial(term.fn, list(rollouts)), term.timeout)
+    return _spread(_awaited([values], term.timeout)[0] if inspect.isawaitable(values) else values, len(rollouts))
 
 
-def _aggregate(rollout: Rollout, rewards: Mapping[str, float | None], reward: Reward) -> float | None:
-    weights = {name: term.weight for name, term in reward.terms.items() if term.weight}
-    scores = {name: value for name in weights if (value := rewards[name]) is not None}
-    if len(scores) < len(weights):
-        return None
-    return _checked("aggregator", rollout.task.id, partial(reward.aggregator, scores, weights))
-
-
-def _checked(name: str, task: str, call: Callable[[], Any]) -> float | None:
-    return _number(name, task, _called(name, task, call))
-
-
-def _called(name: str, task: str, call: Callable[[], Any]) -> Any:
+def _called(call: Callable[[], Any], timeout: float | None) -> Any:
+    """What a call returns, or the exception that it raises."""
     try:
-        return call()
-    except (Refusal, RewardError):  # a RewardError of a reward within this one names its place already
+        return call() if timeout is None else _in_thread(call, timeout)
+    except Refusal:
         raise
     except Exception as error:
-        raise RewardError(f"reward term {name!r} raised on task {task!r}: {type(error).__name__}: {error}") from error
+        return error
 
 
-def _number(name: str, task: str, value: Any) -> float | None:
+def _awaited(awaitables: Sequence[Awaitable[Any]], timeout: float | None) -> list[Any]:
+    """Results or exceptions, all in flight together. In a thread: a notebook has a running event loop of its own."""
+    if not awaitables:
+        return []
+
+    async def together() -> list[Any]:
+        return await asyncio.gather(*(asyncio.wait_for(a, timeout) for a in awaitables), return_exceptions=True)
+
+    try:
+        results = _in_thread(lambda: asyncio.run(together()), None if timeout is None else timeout + GRACE)
+    except TimeoutError as error:
+        return [error] * len(awaitables)
+    for result in results:
+        if isinstance(result, Refusal) or (isinstance(result, BaseException) and not isinstance(result, Exception)):
+            raise result
+    return results
+
+
+def _in_thread(call: Callable[[], Any], seconds: float | None) -> Any:
+    """A call's result from a thread that does not keep the process alive. Raises TimeoutError after `seconds`."""
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # raised again by the one who waits
+            future.set_exception(error)
+
+    Thread(target=work, daemon=True).start()
+    return future.result(seconds)
+
+
+def _spread(values: Any, count: int) -> Sequence[Any]:
+    """A batched function's list, or its failure as that of every rollout."""
+    if isinstance(values, Exception):
+        return [values] * count
+    if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count:
+        return values
+    size = f"{len(values)} scores" if isinstance(values, Sequence) else type(values).__name__
+    return [_Misshapen(f"{size} for {count} rollouts; a batched term returns a list, one for each")] * count
+
+
+class _Misshapen(Exception):
+    """What a function returned is no reward."""
+
+
+def _cell(term: Term, rollout: Rollout, value: Any) -> Cell:
+    """A returned value, or a raised exception, as a score with its status."""
+    where = f"on task {rollout.task.id!r}:"
+    try:
+        if isinstance(value, Exception):
+            raise value
+        if not term.per_step or value is None:
+            number = _number(value)
+            return Cell(number, _status(value, number))
+        steps = tuple(_number(entry) or 0.0 for entry in _per_step(value, len(rollout.steps)))
+        return Cell(sum(steps), _status(None, sum(steps)), steps)
+    except _Misshapen as error:
+        return Cell(None, "error", failure=f"returned no reward {where} {error}")
+    except TimeoutError as error:
+        limit = "it timed out" if term.timeout is None else f"nothing within {term.timeout:g} s"
+        return Cell(None, "timeout", failure=f"gave no score {where} {limit}", cause=error)
+    except Exception as error:
+        return Cell(None, "error", failure=f"raised {where} {type(error).__name__}: {error}", cause=error)
+
+
+def _per_step(value: Any, count: int) -> Sequence[Any]:
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == count:
+        return value
+    size = f"{len(value)} entries" if isinstance(value, Sequence) else type(value).__name__
+    raise _Misshapen(f"{size} for {count} steps; a term per step returns a list, one number or None a step")
+
+
+def _number(value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, Real) and math.isfinite(value):
         return float(value)
-    raise RewardError(
-        f"reward term {name!r} returned {value!r:.200} on task {task!r}; return a finite number, or None where the rollout cannot be scored"
-    )
+    raise _Misshapen(f"{value!r:.200}; return a finite number, or None where the rollout cannot be scored")
+
+
+def _status(value: Any, number: float | None) -> ScoreStatus:
+    if isinstance(value, Verdict):
+        return value.status
+    if number is None:
+        return "unparseable"
+    return "ok" if number > 0 else "wrong"
+
+
+def _refused(name: str, rollout: Rollout, cell: Cell, failed: int, count: int, limit: float) -> RewardError:
+    said = f"the last reply was {rollout.final_content[:200]!r}" if rollout.steps else "there is no reply"
+    rate = f" ({failed} of {count} rollouts failed, more than max_error_rate={limit:g})" if limit else ""
+    error = RewardError(f"reward term {name!r} {cell.failure}{rate}; {said}", rollout)
+    error.__cause__ = cell.cause
+    return error
+
+
+# ---------------------------------------------------------------------------------------------------- the aggregate
+
+
+def _with_step_rewards(rollout: Rollout, cells: Mapping[str, Cell], reward: Reward) -> Rollout:
+    """Σ weight * number of the terms of steps, at each step; unchanged where there is no such term."""
+    weights = {name: term.weight for name, term in reward.terms.items() if term.per_step and term.weight and cells[name].steps}
+    if not weights:
+        return rollout
+    totals = [sum(weight * cells[name].steps[i] for name, weight in weights.items()) for i in range(len(rollout.steps))]
+    return rollout._replace(steps=tuple(step._replace(reward=total) for step, total in zip(rollout.steps, totals, strict=True)))
+
+
+def _aggregated(rollouts: list[Rollout], reward: Reward) -> list[Rollout]:
+    """The rollouts with `reward`, where no term of non-zero weight is None."""
+    weighted = [name for name, term in reward.terms.items() if term.weight]
+    weights = {name: reward.terms[name].weight for name in weighted if not reward.terms[name].per_step}
+    places = [i for i, rollout in enumerate(rollouts) if all(rollout.rewards[name] is not None for name in weighted)]
+    chosen = [rollouts[i] for i in places]
+    if not weights:
+        values: Any = [0.0] * len(chosen)
+    elif is_batched(reward.aggregator):
+        values = _spread(_called(partial(reward.aggregator, chosen, weights), None), len(chosen)) if chosen else []
+    else:
+        values = [_called(partial(reward.aggregator, {name: r.rewards[name] for name in weights}, weights), None) for r in chosen]
+    out = list(rollouts)
+    for i, rollout, value in zip(places, chosen, values, strict=True):
+        cell = _cell(Term(1.0, reward.aggregator), rollout, value)
+        if cell.failure:
+            raise _refused("aggregator", rollout, cell, 1, len(chosen), 0.0)
+        out[i] = rollout._replace(reward=cell.score)
+    return out
 
 
 def is_batched(fn: Callable[..., Any]) -> bool:
     """Whether a function, or the one inside a `functools.partial`, is marked `@batched`."""
+    return bool(getattr(_innermost(fn), "batched", False))
+
+
+def _innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(fn, partial):
         fn = fn.func
-    return bool(getattr(fn, "batched", False))
+    return fn

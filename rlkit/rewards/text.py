@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 from rlkit.errors import ConfigError
 from rlkit.rewards.answers import final_answer
+from rlkit.rewards.score import Verdict
 from rlkit.types import Rollout
 
 
-def exact_match(rollout: Rollout, *, ignore_case: bool = False, correct: float = 1.0, wrong: float = 0.0) -> float | None:
-    """Whether the final reply equals `task.answer`, surrounding white space aside.
+def exact_match(
+    rollout: Rollout,
+    *,
+    parse: Callable[[str], Any] | None = None,
+    ignore_case: bool = False,
+    correct: float = 1.0,
+    wrong: float = 0.0,
+) -> float | None:
+    """Whether the final reply equals `task.answer`, surrounding white space aside, after a parse where one is given.
 
     Args:
-      ignore_case: compare case-folded.
+      parse: what is compared of both texts, such as `rlkit.rewards.extract_answer`; None from it: there is nothing to compare.
+        null compares the texts.
+      ignore_case: both are case-folded first.
       correct, wrong: the two scores.
-    Returns: `correct` or `wrong`; None for an empty `task.answer`.
+    Returns: `correct` or `wrong`; None for an empty `task.answer`, or one that cannot be parsed. A reply that cannot be parsed is
+      wrong, and its status unparseable.
     """
-    truth = _folded(rollout.task.answer, ignore_case)
-    if not truth:
+    truth = _parsed(rollout.task.answer, parse, ignore_case)
+    if truth is None:
         return None
     answer = final_answer(rollout)
-    return correct if answer is not None and _folded(answer, ignore_case) == truth else wrong
+    given = None if answer is None else _parsed(answer, parse, ignore_case)
+    if given is None:
+        return Verdict(wrong, "unparseable")
+    return correct if given == truth else wrong
 
 
 def contains(rollout: Rollout, *, ignore_case: bool = False, correct: float = 1.0, wrong: float = 0.0) -> float | None:
@@ -40,7 +56,7 @@ def contains(rollout: Rollout, *, ignore_case: bool = False, correct: float = 1.
         return None
     answer = final_answer(rollout)
     if answer is None:
-        return wrong
+        return Verdict(wrong, "unparseable")
     before = r"(?<!\w)" + (r"(?<![-\u2212])(?<!\d[.,/])" if words[0][0].isdigit() else "")
     after = r"(?!\w)" + (r"(?![.,/]\d)" if words[-1][-1].isdigit() else "")
     pattern = before + r"\s++".join(map(re.escape, words)) + after
@@ -66,10 +82,15 @@ def format_match(rollout: Rollout, *, pattern: str, whole: bool = False, correct
         raise ConfigError(f"the format reward's pattern {pattern!r} is not a regular expression: {error}") from error
     answer = final_answer(rollout)
     if answer is None:
-        return wrong
+        return Verdict(wrong, "unparseable")
     found = compiled.fullmatch(answer.strip()) if whole else compiled.search(answer)
     return correct if found else wrong
 
 
 def _folded(text: str, ignore_case: bool) -> str:
     return text.strip().casefold() if ignore_case else text.strip()
+
+
+def _parsed(text: str, parse: Callable[[str], Any] | None, ignore_case: bool) -> Any:
+    folded = _folded(text, ignore_case)
+    return (parse(folded) if parse is not None else folded) if folded else None

@@ -63,7 +63,7 @@ def assemble(rollouts: Sequence[Rollout], *, pad_token_id: int, device: torch.de
     if not numbered:
         raise ValueError("assemble: no rollout has a step; every episode ended before its first reply")
     lists = [row for _, row in numbered]
-    rewards = [float("nan") if r.reward is None else r.reward + sum(s.reward or 0.0 for s in r.steps) for r in rollouts]
+    rewards = [float("nan") if r.total_reward is None else r.total_reward for r in rollouts]
 
     def tensor(values: list, dtype: torch.dtype, fill: float) -> Tensor:
         width = max(map(len, values))

@@ -31,6 +31,7 @@ def collect(
     seed: int = 0,
     step: int = 0,
     first: int = 0,
+    on_done: Callable[[Rollout], None] | None = None,
     **settings: Any,
 ) -> list[Rollout]:
     """Runs `group_size` independent episodes per task; all episodes that wait are generated as one batch.
@@ -44,6 +45,7 @@ def collect(
       seed, step: of the run and of the RL step. With the position of the task and the sample they are all the randomness
         there is (rlkit.functional.mix), so the same call gives the same rollouts in any batch, on any rank.
       first: position of the first task, where these are further prompts of the same step.
+      on_done: called with each episode once it is over.
       settings: for the engine (temperature, max_new_tokens, …).
     Returns: unscored rollouts, task by task, samples of a task side by side.
     """
@@ -54,11 +56,17 @@ def collect(
         for j in range(group_size)
     ]
     done: dict[tuple[int, int], Rollout] = {}
+
+    def finish(rollout: Rollout) -> None:
+        done[rollout.group, rollout.sample] = rollout
+        if on_done is not None:
+            on_done(rollout)
+
     while waiting:
         fitting = [turn for turn in waiting if len(turn.context) < policy.context_length]
         for turn in waiting:
             if len(turn.context) >= policy.context_length:
-                done[turn.rollout.group, turn.rollout.sample] = _truncated(turn.rollout, "context")
+                finish(_truncated(turn.rollout, "context"))
         seeds = [mix(turn.seed, len(turn.rollout.steps)) for turn in fitting]
         replies = generate(policy, [turn.context for turn in fitting], seeds, **settings) if fitting else []
         waiting = []
@@ -67,7 +75,7 @@ def collect(
             if isinstance(after, Turn):
                 waiting.append(after)
             else:
-                done[after.group, after.sample] = after
+                finish(after)
     return [done[turn.rollout.group, j] for turn in opened for j in range(group_size)]
 
 

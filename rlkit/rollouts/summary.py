@@ -9,12 +9,17 @@ from statistics import fmean, pstdev
 from rlkit.types import Rollout
 
 NAN = float("nan")
+STATUSES = ("ok", "wrong", "unparseable", "timeout", "error")  # of a component's score
 
 
 def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Metrics of scored rollouts. The keys depend on the reward's names only; what cannot be computed is nan.
 
-    reward/*            raw task reward and its components; unscored_frac is the share without a score
+    reward/*            raw task reward, those of steps included; unscored_frac is the share without a score
+    reward/NAME/*       a component, shadow ones too: mean, std; ok_frac, wrong_frac, unparseable_frac, timeout_frac and error_frac, how its
+                        scores came about; variance_share, the share of the reward's variance within groups, and so of the
+                        advantage's, that the component alone explains: its squared correlation with the reward, 0 … 1. Of the
+                        terms of a weighted sum that are independent they add up to 1
     group/*             shares of prompts whose rewards are all equal (split into all good: > 0, all bad: <= 0) and mixed
     len/*               sampled tokens of an episode, all steps together
     stop_reason/*       how episodes ended: stop (the policy or the environment), length, context, steps
@@ -24,11 +29,11 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
     tools/*             calls and failures per episode, replies per episode
     rollout/empty_frac  share of episodes that said nothing at all
     """
-    scores = [r.reward for r in rollouts if r.reward is not None]
+    scores = [total for r in rollouts if (total := r.total_reward) is not None]
     lengths = [r.response_length for r in rollouts]
     ended = [r for r in rollouts if r.status == "terminated"]
-    solved = [r.response_length for r in rollouts if r.reward is not None and r.reward > 0]
-    unsolved = [r.response_length for r in rollouts if r.reward is not None and r.reward <= 0]
+    solved = [r.response_length for r in rollouts if r.total_reward is not None and r.total_reward > 0]
+    unsolved = [r.response_length for r in rollouts if r.total_reward is not None and r.total_reward <= 0]
     calls = [[call for step in r.steps for call in step.tool_calls] for r in rollouts]
     results = [[result for step in r.steps for result in step.tool_results] for r in rollouts]
     return {
@@ -60,8 +65,8 @@ def group_rewards(rollouts: Sequence[Rollout]) -> dict[int, list[float]]:
     """Scores by prompt; rollouts that cannot be scored are left out."""
     groups: dict[int, list[float]] = defaultdict(list)
     for r in rollouts:
-        if r.reward is not None:
-            groups[r.group].append(r.reward)
+        if (total := r.total_reward) is not None:
+            groups[r.group].append(total)
     return groups
 
 
@@ -83,7 +88,24 @@ def _components(rollouts: Sequence[Rollout]) -> dict[str, float]:
         values = [v for r in rollouts if (v := r.rewards[name]) is not None]
         out[f"reward/{name}/mean"] = _mean(values)
         out[f"reward/{name}/std"] = pstdev(values) if values else NAN
+        out[f"reward/{name}/variance_share"] = _variance_share(rollouts, name)
+        for status in STATUSES:
+            out[f"reward/{name}/{status}_frac"] = _share(r.statuses.get(name) == status for r in rollouts)
     return out
+
+
+def _variance_share(rollouts: Sequence[Rollout], name: str) -> float:
+    """(Σ x y)² / (Σ x² Σ y²) of component and reward, each less its mean in the group; nan where one of them does not vary."""
+    groups: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for r in rollouts:
+        if (value := r.rewards[name]) is not None and (total := r.total_reward) is not None:
+            groups[r.group].append((value, total))
+    pairs = [(x - fmean(xs), y - fmean(ys)) for group in groups.values() for xs, ys in [zip(*group, strict=True)] for x, y in group]
+    xx, yy = sum(x * x for x, _ in pairs), sum(y * y for _, y in pairs)
+    scale = sum(abs(r.rewards[name] or 0.0) + abs(r.total_reward or 0.0) for r in rollouts)
+    if min(xx, yy) <= (1e-9 * scale) ** 2:  # rounding of the means
+        return NAN
+    return min(1.0, sum(x * y for x, y in pairs) ** 2 / (xx * yy))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -2,9 +2,10 @@
 
 from rlkit.tasks.arithmetic import arithmetic
 from rlkit.tasks.gsm8k import gsm8k
+from rlkit.tasks.guess_number import guess_number
 from rlkit.tasks.jsonl import jsonl
 from rlkit.tasks.mbpp import mbpp
 from rlkit.tasks.source import read_rows
 from rlkit.tasks.stream import StreamState, order, take
 
-__all__ = ["StreamState", "arithmetic", "gsm8k", "jsonl", "mbpp", "order", "read_rows", "take"]
+__all__ = ["StreamState", "arithmetic", "gsm8k", "guess_number", "jsonl", "mbpp", "order", "read_rows", "take"]

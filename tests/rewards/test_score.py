@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from functools import partial
 
 import pytest
 
 from rlkit.errors import ConfigError
-from rlkit.rewards import Reward, RewardError, Term, batched, by_task, exact_match, numeric, score, weighted_sum
-from rlkit.types import Rollout, Task
+from rlkit.rewards import Reward, RewardError, Term, Verdict, batched, by_task, exact_match, numeric, score, weighted_sum
+from rlkit.rollouts import assemble
+from rlkit.types import Rollout, Step, Task
 
 ROLLOUTS = [Rollout(Task(f"t/{i}", (), reward=name), ()) for i, name in enumerate(["a", "b"])]
 
@@ -104,7 +107,189 @@ def test_by_task_gives_a_batched_reward_all_rows_that_name_it():
     assert [r.reward for r in score(rows, reward(by_task=Term(1.0, fn)))] == [-4.0, 1.0, 4.0]  # mean of 0 and 4 is 2
 
 
-def test_by_task_names_the_reward_and_the_row_that_raise():
-    fn = partial(by_task, rewards={"a": index, "b": boom})
-    with pytest.raises(RewardError, match=r"'b' raised on task 't/1'"):
-        score(ROLLOUTS, reward(by_task=Term(1.0, fn)))
+# ------------------------------------------------------------------------------------------------- how scores come about
+
+FOUR = [Rollout(Task(f"t/{i}", ()), ()) for i in range(4)]
+
+
+def lenient(rate: float = 0.5, **terms: Term) -> Reward:
+    return Reward("test", terms, weighted_sum, max_error_rate=rate)
+
+
+def patchy(rollout: Rollout) -> float | str:
+    """ok, wrong, error by raising, error by shape."""
+    i = int(index(rollout))
+    return boom(rollout) if i == 2 else "no number" if i == 3 else 1.0 - i
+
+
+def test_every_score_has_a_status_and_failures_are_none_and_never_zero():
+    scored = score(FOUR, lenient(odd=Term(1.0, patchy)))
+    assert [r.statuses["odd"] for r in scored] == ["ok", "wrong", "error", "error"]
+    assert [r.reward for r in scored] == [1.0, 0.0, None, None]
+
+
+def test_none_is_unparseable_and_a_verdict_says_its_own_status():
+    scored = score(FOUR[:1], reward(none=Term(1.0, lambda r: None), late=Term(1.0, lambda r: Verdict(-1.0, "timeout"))))
+    assert scored[0].statuses == {"none": "unparseable", "late": "timeout"} and scored[0].rewards == {"none": None, "late": -1.0}
+    assert type(scored[0].rewards["late"]) is float
+
+
+def test_above_the_error_rate_scoring_stops_with_the_rollout():
+    seen = []
+    with pytest.raises(RewardError, match=r"'odd'.*'t/3'.*2 of 4 rollouts failed, more than max_error_rate=0.25") as caught:
+        score(FOUR, lenient(0.25, odd=Term(1.0, lambda r: seen.append(r) or patchy(r))))
+    assert caught.value.rollout is FOUR[3]
+    with pytest.raises(RewardError) as caught:
+        score(FOUR, lenient(0.0, odd=Term(1.0, patchy)))
+    assert caught.value.rollout is FOUR[2]
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.1])
+def test_an_error_rate_is_a_share(rate):
+    with pytest.raises(ConfigError, match="max_error_rate"):
+        score(FOUR, lenient(rate, one=Term(1.0, index)))
+
+
+def test_a_refusal_passes_whatever_the_error_rate():
+    def refusing(rollout):
+        raise ConfigError("install it")
+
+    for fn in (refusing, asynchronous(refusing)):
+        for timeout in (None, 5.0):
+            with pytest.raises(ConfigError, match="install it"):
+                score(FOUR, lenient(1.0, odd=Term(1.0, fn, timeout=timeout)))
+
+
+# -------------------------------------------------------------------------------------------------------------- timeouts
+
+
+def sleepy(rollout: Rollout) -> float:
+    if index(rollout) == 1:
+        time.sleep(2)
+    return 1.0
+
+
+def asynchronous(fn):
+    async def run(rollout):
+        return fn(rollout)
+
+    return run
+
+
+async def waiting(rollout: Rollout) -> float:
+    await asyncio.sleep(60 if index(rollout) == 1 else 0)
+    return 1.0
+
+
+@pytest.mark.parametrize("fn", [sleepy, waiting])
+def test_a_reward_that_hangs_is_given_up(fn):
+    start = time.perf_counter()
+    scored = score(FOUR, lenient(slow=Term(1.0, fn, timeout=0.2)))
+    assert time.perf_counter() - start < 1.5
+    assert [r.statuses["slow"] for r in scored] == ["ok", "timeout", "ok", "ok"] and scored[1].reward is None
+    with pytest.raises(RewardError, match=r"'slow'.*'t/1': nothing within 0.2 s"):
+        score(FOUR, reward(slow=Term(1.0, fn, timeout=0.2)))
+
+
+def test_a_batched_reward_that_hangs_has_no_score_at_all():
+    scored = score(FOUR, lenient(1.0, slow=Term(1.0, lambda rollouts: list(map(sleepy, rollouts)), batched=True, timeout=0.2)))
+    assert {r.statuses["slow"] for r in scored} == {"timeout"} and all(r.reward is None for r in scored)
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0])
+def test_a_timeout_is_positive(timeout):
+    with pytest.raises(ConfigError, match="timeout"):
+        score(FOUR, reward(one=Term(1.0, index, timeout=timeout)))
+
+
+# ----------------------------------------------------------------------------------------------------------------- async
+
+
+def test_async_rewards_are_in_flight_together_and_keep_their_order():
+    most = running = 0
+
+    async def slow(rollout):
+        nonlocal most, running
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.05 * (4 - index(rollout)))
+        running -= 1
+        return index(rollout)
+
+    for fn in (slow, partial(slow), lambda r: slow(r)):
+        most = 0
+        assert [r.reward for r in score(FOUR, reward(slow=Term(1.0, fn)))] == [0.0, 1.0, 2.0, 3.0] and most == 4
+
+
+def test_async_errors_are_those_of_their_rollout():
+    scored = score(FOUR, lenient(odd=Term(1.0, asynchronous(patchy))))
+    assert [r.statuses["odd"] for r in scored] == ["ok", "wrong", "error", "error"]
+
+
+def test_an_async_batched_reward_and_one_chosen_by_row():
+    async def all_at_once(rollouts):
+        return [index(r) for r in rollouts]
+
+    fn = partial(by_task, rewards={"a": asynchronous(index), "b": lambda r: -1.0})
+    scored = score(ROLLOUTS, reward(many=Term(1.0, all_at_once, batched=True), row=Term(1.0, fn)))
+    assert [r.rewards for r in scored] == [{"many": 0.0, "row": 0.0}, {"many": 1.0, "row": -1.0}]
+
+
+def test_async_rewards_work_inside_a_running_loop():
+    """As in a notebook."""
+
+    async def cell():
+        return score(FOUR, reward(slow=Term(1.0, asynchronous(index))))
+
+    assert [r.reward for r in asyncio.run(cell())] == [0.0, 1.0, 2.0, 3.0]
+
+
+# ------------------------------------------------------------------------------------------------------ rewards of steps
+
+
+def episode(count: int) -> Rollout:
+    steps = [Step((), (10 * i,), (10 * i + 1,), (-1.0,), "stop") for i in range(count)]
+    return Rollout(Task("t/0", ()), tuple(steps))
+
+
+def test_rewards_of_steps_go_to_their_steps_beside_the_outcome():
+    terms = {
+        "outcome": Term(1.0, lambda r: 5.0),
+        "steps": Term(0.5, lambda r: [1.0, None, 3], per_step=True),
+        "cost": Term(-1.0, lambda r: [0.1] * len(r.steps), per_step=True),
+        "shadow": Term(0.0, lambda r: [9.0] * len(r.steps), per_step=True),
+    }
+    (scored,) = score([episode(3)], reward(**terms))
+    assert [s.reward for s in scored.steps] == pytest.approx([0.4, -0.1, 1.4])
+    assert scored.reward == 5.0 and scored.total_reward == pytest.approx(6.7)
+    assert scored.rewards == pytest.approx({"outcome": 5.0, "steps": 4.0, "cost": 0.3, "shadow": 27.0})
+    batch = assemble([scored], pad_token_id=0)
+    assert batch.token_rewards[batch.response_mask].tolist() == pytest.approx([0.4, -0.1, 6.4])
+    assert batch.rewards.tolist() == pytest.approx([6.7])
+
+
+def test_rewards_of_steps_alone_have_an_outcome_of_zero():
+    scored = score([episode(2), episode(0)], reward(steps=Term(1.0, lambda r: [1.0] * len(r.steps), per_step=True)))
+    assert [(r.reward, r.total_reward) for r in scored] == [(0.0, 2.0), (0.0, 0.0)]
+
+
+def test_a_shadow_term_of_steps_leaves_the_steps_alone():
+    terms = {"one": Term(1.0, lambda r: 1.0), "shadow": Term(0.0, lambda r: [9.0] * len(r.steps), per_step=True)}
+    (scored,) = score([episode(2)], reward(**terms))
+    assert [s.reward for s in scored.steps] == [None, None] and scored.rewards["shadow"] == 18.0
+
+
+def test_rewards_of_steps_may_be_missing_for_the_whole_rollout():
+    (scored,) = score([episode(2)], reward(steps=Term(1.0, lambda r: None, per_step=True)))
+    assert scored.reward is None and scored.total_reward is None and [s.reward for s in scored.steps] == [None, None]
+
+
+@pytest.mark.parametrize("value", [1.0, [1.0], [1.0, float("nan")], "ab", [1.0, "b"]])
+def test_rewards_of_steps_have_one_entry_a_step(value):
+    with pytest.raises(RewardError, match=r"'steps'.*'t/0'"):
+        score([episode(2)], reward(steps=Term(1.0, lambda r: value, per_step=True)))
+
+
+def test_a_batched_term_may_be_one_of_steps():
+    term = Term(1.0, lambda rollouts: [[1.0] * len(r.steps) for r in rollouts], batched=True, per_step=True)
+    assert [s.reward for s in score([episode(2)], reward(steps=term))[0].steps] == [1.0, 1.0]

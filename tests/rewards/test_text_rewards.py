@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
+from rlkit.environments import split_thinking
 from rlkit.errors import ConfigError
-from rlkit.rewards import contains, exact_match, format_match
+from rlkit.rewards import contains, exact_match, extract_answer, format_match, numeric
 from rlkit.types import Rollout, Step, Task
 
 
@@ -18,6 +21,22 @@ def test_exact_match_strips_and_folds_on_request():
     assert exact_match(rollout("paris", "Paris")) == 0.0
     assert exact_match(rollout("PARIS", "paris"), ignore_case=True) == 1.0
     assert exact_match(rollout("Paris!", "Paris"), wrong=-1.0) == -1.0
+
+
+def test_exact_match_compares_what_a_parse_gives():
+    """Equality after the parse, never a substring; what cannot be parsed of the truth cannot be scored."""
+    parsed = partial(exact_match, parse=extract_answer)
+    assert [parsed(rollout(text, "10")) for text in ("it is 10.0", "#### 1", "100", "none")] == [1.0, 0.0, 0.0, 0.0]
+    assert parsed(rollout("none", "10")).status == "unparseable" and parsed(rollout("10", "no number")) is None
+    assert exact_match(rollout("B", "b"), parse=str.swapcase) == 0.0 and exact_match(rollout("B", "b"), parse=str.upper) == 1.0
+
+
+def test_an_answer_inside_an_unclosed_thinking_block_is_none():
+    thinking, content, closed = split_thinking("<think>\nit is Paris, so Paris")
+    assert not closed
+    for reward in (exact_match, contains, partial(format_match, pattern="Paris"), numeric):
+        found = reward(rollout(content, "7" if reward is numeric else "Paris", thinking=thinking))
+        assert found == 0.0
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,9 @@ def step(length: int, content: str = "", thinking: str = "", calls=(), failed: i
 
 def rollout(*steps: Step, group: int, reward: float | None, truncation: str = "", accuracy: float | None = None) -> Rollout:
     status = "truncated" if truncation else "terminated"
-    return Rollout(TASK, steps, status, truncation, group, reward=reward, rewards={"numeric": accuracy, "shadow": None})
+    statuses = {"numeric": {1.0: "ok", 0.0: "wrong", None: "unparseable"}[accuracy], "shadow": "timeout" if truncation else "error"}
+    rewards = {"numeric": accuracy, "shadow": None}
+    return Rollout(TASK, steps, status, truncation, group, reward=reward, rewards=rewards, statuses=statuses)
 
 
 # group 0: 1 and 0, mixed; group 1: 1 and unscored, all good; group 2: 0 and 0, all bad; group 3: nobody scored
@@ -41,6 +43,17 @@ BY_HAND = {
     "reward/unscored_frac": 3 / 8,
     "reward/numeric/mean": 2 / 5,
     "reward/numeric/std": math.sqrt(2 / 5 * 3 / 5),
+    "reward/numeric/variance_share": 1.0,  # it is the reward
+    "reward/numeric/ok_frac": 2 / 8,
+    "reward/numeric/wrong_frac": 3 / 8,
+    "reward/numeric/unparseable_frac": 3 / 8,
+    "reward/numeric/timeout_frac": 0.0,
+    "reward/numeric/error_frac": 0.0,
+    "reward/shadow/ok_frac": 0.0,
+    "reward/shadow/wrong_frac": 0.0,
+    "reward/shadow/unparseable_frac": 0.0,
+    "reward/shadow/timeout_frac": 4 / 8,  # the truncated ones
+    "reward/shadow/error_frac": 4 / 8,
     "group/frac_zero_std": 2 / 3,  # of the three prompts with a score
     "group/frac_all_good": 1 / 3,
     "group/frac_all_bad": 1 / 3,
@@ -74,7 +87,7 @@ def test_by_hand(key):
 def test_every_key_is_computed_by_hand_above():
     """A new metric needs a worked number; those left over are what cannot be computed."""
     rest = {k: v for k, v in summarize(ROLLOUTS).items() if k not in BY_HAND}
-    assert set(rest) == {"reward/shadow/mean", "reward/shadow/std"} and all(map(math.isnan, rest.values()))
+    assert set(rest) == {f"reward/shadow/{name}" for name in ("mean", "std", "variance_share")} and all(map(math.isnan, rest.values()))
 
 
 @pytest.mark.parametrize("chosen", [slice(0, 1), slice(3, 4), slice(6, 8)])
@@ -97,3 +110,23 @@ def test_the_ways_to_end_add_up():
 
 def test_groups_leave_out_what_has_no_score():
     assert group_rewards(ROLLOUTS) == {0: [1.0, 0.0], 1: [1.0], 2: [0.0, 0.0]}
+
+
+def scored(group: int, a: float, b: float, reward: float, step_reward: float | None = None) -> Rollout:
+    one = step(1)._replace(reward=step_reward)
+    return Rollout(TASK, (one,), group=group, reward=reward, rewards={"a": a, "b": b})
+
+
+def test_shares_of_the_advantages_variance_by_hand():
+    """reward = a + 2 b, independent in the group: variances 1/4 and 4/4, so shares 1/5 and 4/5. Levels of groups do not count."""
+    rollouts = [scored(g, a, b, a + 2 * b + 100 * g) for g in (0, 1) for a in (0.0, 1.0) for b in (0.0, 1.0)]
+    found = summarize(rollouts)
+    assert (found["reward/a/variance_share"], found["reward/b/variance_share"]) == pytest.approx((0.2, 0.8))
+    constant = summarize([scored(0, 0.1, b, 0.1 + b) for b in (0.0, 1.0, 1.0)])
+    assert math.isnan(constant["reward/a/variance_share"]) and constant["reward/b/variance_share"] == pytest.approx(1)
+
+
+def test_rewards_of_steps_are_part_of_the_reward():
+    """What the advantage sees is what is logged: else a run on rewards of steps alone reads as one where all rewards are equal."""
+    found = summarize([scored(0, 0, 0, 0.0, step_reward=1.0), scored(0, 0, 0, 0.0, step_reward=-1.0)])
+    assert (found["reward/mean"], found["reward/std"], found["group/frac_zero_std"]) == (0.0, 1.0, 0.0)

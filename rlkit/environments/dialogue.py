@@ -1,0 +1,67 @@
+"""A conversation whose user side is a function: what is said next, and when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from rlkit.environments.prompts import with_system_prompt
+from rlkit.environments.single_turn import never, no_tools
+from rlkit.environments.tool_parsers import hermes, none
+from rlkit.environments.tools import tool_name
+from rlkit.errors import ConfigError
+from rlkit.types import Environment, Messages, Rollout, Task
+
+
+def dialogue(
+    *,
+    prompt_fn: Callable[[Rollout, int], Messages | str | None],
+    termination_fn: Callable[[Rollout, int], bool] = never,
+    tools: Mapping[str, Callable[..., Any]] = {},
+    max_turns: int = 50,
+    system_prompt: str | None = None,
+    history: Literal["keep_thinking", "strip_thinking"] = "strip_thinking",
+) -> Environment:
+    """The task's messages, then whatever `prompt_fn` says after each reply.
+
+    Args:
+      prompt_fn: (rollout, step) → the next user message, or messages, or None: the episode ends as terminated. `rollout` holds the
+        replies so far, `step` is the number of the last one, from 0.
+      termination_fn: (rollout, step) → True ends the episode as terminated, before prompt_fn is asked and before any tool runs.
+      tools: name → typed function; with any, calls in replies are answered before prompt_fn is asked.
+      max_turns: replies of an episode, at least 1; an episode that would go on after the last one is truncated.
+      system_prompt: put in front of the task's messages; None adds none.
+      history: strip_thinking renders the conversation anew for every reply, without earlier thinking; keep_thinking only appends.
+    Raises: ConfigError for a limit below 1, or a tool whose name is not the function's.
+    """
+    if max_turns < 1:
+        raise ConfigError(f"environment.max_turns is {max_turns}; it must be at least 1")
+    for name, tool in tools.items():
+        if name != tool_name(tool):
+            raise ConfigError(f"environment.tools.{name} is {tool!r}; it must be a function of that name")
+
+    def first_prompt(task: Task) -> Messages:
+        return with_system_prompt(task.messages, system_prompt)
+
+    def tools_of(task: Task) -> Mapping[str, Callable[..., Any]]:
+        return tools
+
+    return Environment(
+        first_prompt=first_prompt,
+        next_prompt=prompt_fn,
+        tools=tools_of if tools else no_tools,
+        stop=termination_fn,
+        parse_calls=hermes if tools else none,
+        max_steps=max_turns,
+        history=history,
+    )
+
+
+def continue_with_step(rollout: Rollout, step: int) -> str:
+    """The example prompt_fn: "Continue with step n", n counted from 1 for the second reply."""
+    return f"Continue with step {step + 1}."
+
+
+def said_done(rollout: Rollout, step: int) -> bool:
+    """The example termination_fn: the last reply says DONE."""
+    return "DONE" in rollout.final_content

@@ -1,0 +1,133 @@
+"""`rlkit rollout`: episodes without training, recorded, scored, summed up and saved. The loop is the one of training."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlkit import runs
+from rlkit.callbacks.files import finite, write_json
+from rlkit.environments import environment_of
+from rlkit.errors import ConfigError
+from rlkit.rollouts.record import save_rollouts
+from rlkit.rollouts.summary import summarize
+from rlkit.settings import RolloutRun
+from rlkit.types import Environment, Rollout, Task
+
+
+def validate(x: RolloutRun) -> list[str]:
+    """Numbers out of range, as sentences."""
+    counts = {"n": x.n, "num_return_sequences": x.num_return_sequences, "generation.max_new_tokens": x.generation.max_new_tokens}
+    if x.max_steps is not None:
+        counts["max_steps"] = x.max_steps
+    problems = [f"{path}={value}: must be at least 1" for path, value in counts.items() if value < 1]
+    if x.generation.temperature < 0:
+        problems.append(f"generation.temperature={x.generation.temperature}: must not be negative; 0 is greedy")
+    if x.generation.top_p < 1 or x.generation.top_k > 0:
+        problems.append("generation.top_p, generation.top_k: the engine samples from the full distribution only; set top_p=1 and top_k=0")
+    return problems
+
+
+def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollout], Path]:
+    """Plays the episodes, scores them and writes rollouts.jsonl.gz, summary.json and transcripts; the rollouts and their folder.
+
+    Raises: ConfigError where the settings are out of range or there are no tasks.
+    """
+    problems = validate(x)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    tasks = list(x.task(split=x.split))[: x.n]
+    if not tasks:
+        raise ConfigError(f"split={x.split}: the task has no rows there")
+    from rlkit.rewards import score
+    from rlkit.rollouts import collect, transcript
+    from rlkit.selfcheck import check_contexts
+    from rlkit.train import autocast, pick_device, quiet, versions
+
+    quiet()
+    device = pick_device(x)
+    policy = x.model(device=device)
+    environment = limited(x.environment, x.max_steps)
+    show = Bar(len(tasks) * x.num_return_sequences)
+    with autocast(x, device):
+        check_contexts(policy, tasks, environment)
+        rollouts = collect(
+            policy,
+            tasks,
+            generate=x.generation.engine,
+            environment=environment,
+            group_size=x.num_return_sequences,
+            seed=x.seed,
+            on_done=show.advance,
+            temperature=x.generation.temperature,
+            max_new_tokens=x.generation.max_new_tokens,
+        )
+    show.close()
+    rollouts = score(rollouts, x.reward)
+    out = runs.fresh(parent)
+    save_rollouts(out / "rollouts.jsonl.gz", rollouts)
+    (out / "conversations.txt").write_text("\n\n".join(transcript(r) for r in rollouts[:8]))
+    figures = {"seconds": round(time.perf_counter() - started, 2), "seed": x.seed, "versions": versions()}
+    write_json(out / "summary.json", finite(summarize(rollouts)) | {"steps": step_counts(rollouts)} | figures)
+    return rollouts, out
+
+
+def limited(environment: Environment | Callable[[Task], Environment], max_steps: int | None) -> Environment | Callable[[Task], Environment]:
+    """The environment with another limit of replies; None leaves its own."""
+    if max_steps is None:
+        return environment
+    return lambda task: environment_of(environment, task)._replace(max_steps=max_steps)
+
+
+def step_counts(rollouts: Sequence[Rollout]) -> dict[int, int]:
+    """Replies of an episode → how many episodes had as many."""
+    return dict(sorted(Counter(len(r.steps) for r in rollouts).items()))
+
+
+def table(rollouts: Sequence[Rollout]) -> str:
+    """The episodes in columns: counts, steps, rewards, how they ended, tool calls."""
+    row, steps = summarize(rollouts), [len(r.steps) for r in rollouts]
+    rewards = [r.reward for r in rollouts if r.reward is not None]
+    low, high = (f"{min(rewards):.3f}", f"{max(rewards):.3f}") if rewards else ("-", "-")
+    counts = step_counts(rollouts).items()
+    ended = Counter("terminated" if r.status == "terminated" else f"truncated: {r.truncation}" for r in rollouts)
+    lines = [
+        ("episodes", f"{len(rollouts)}"),
+        ("steps: mean, min, max", f"{row['tools/turns']:.2f}, {min(steps)}, {max(steps)}"),
+        ("reward: mean, std, min, max", f"{row['reward/mean']:.3f}, {row['reward/std']:.3f}, {low}, {high}"),
+        ("not scored", f"{row['reward/unscored_frac']:.0%}"),
+        ("tokens an episode", f"{row['len/mean']:.1f}"),
+        ("tool calls, failures an episode", f"{row['tools/calls']:.2f}, {row['tools/failures']:.2f}"),
+        *((f"ended: {why}", f"{count}") for why, count in sorted(ended.items())),
+        *((f"{number} step{'s' * (number != 1)}", f"{count:>4} {'▪' * round(40 * count / len(rollouts))}") for number, count in counts),
+    ]  # fmt: skip
+    return "\n".join(f"{name:<34}{value}" for name, value in lines)
+
+
+class Bar:
+    """A bar over episodes where the output is a terminal, nothing elsewhere."""
+
+    def __init__(self, total: int):
+        self.done = 0
+        self.bar: Any = None
+        if sys.stdout.isatty():
+            from rich.progress import Progress
+
+            self.bar = Progress()
+            self.task = self.bar.add_task("episodes", total=total)
+            self.bar.start()
+
+    def advance(self, rollout: Rollout) -> None:
+        """One more episode is over."""
+        self.done += 1
+        if self.bar is not None:
+            self.bar.update(self.task, completed=self.done)
+
+    def close(self) -> None:
+        """Leaves the terminal as it was."""
+        if self.bar is not None:
+            self.bar.stop()

@@ -1,0 +1,98 @@
+"""The guessing game and the scripted dialogue: who says what, when it ends, and what it is worth."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlkit.environments import continue_with_step, dialogue, guess_number, said_done
+from rlkit.errors import ConfigError, DataError
+from rlkit.models import decode, encode_text
+from rlkit.rewards import few_turns
+from rlkit.rollouts import assemble, collect
+from rlkit.tasks import guess_number as games
+from rlkit.types import Generation, Rollout, Step, Task
+
+
+def engine(policy, say):
+    """An engine without a model: `say` gives the reply to the text of a context."""
+
+    def generate(_, contexts, seeds, /, **settings):
+        replies = [(*encode_text(policy.codec, say(decode(policy.codec, c))), policy.eos_token_ids[0]) for c in contexts]
+        return [Generation(tuple(ids), (0.0,) * len(ids), "stop") for ids in replies]
+
+    return generate
+
+
+def game(number: int) -> Task:
+    return games(max_samples=1)[0]._replace(answer=str(number))
+
+
+@pytest.mark.parametrize("number", [1, 50, 73, 100])
+def test_a_player_that_halves_finds_every_number_in_seven_guesses(tiny, number):
+    guesses = []
+
+    def say(context: str) -> str:
+        hints = [w for w in context.replace("<|im_end|>", " ").split() if w in ("higher", "lower")]
+        low, high = 1, 100
+        for i, word in enumerate(hints[len(hints) - len(guesses) :]):
+            low, high = (guesses[i] + 1, high) if word == "higher" else (low, guesses[i] - 1)
+        guesses.append((low + high) // 2)
+        return str(guesses[-1])
+
+    (rollout,) = collect(tiny, [game(number)], generate=engine(tiny, say), environment=guess_number())
+    assert guesses[-1] == number and len(guesses) == len(rollout.steps) <= 7 and rollout.status == "terminated"
+    assert few_turns(rollout) == pytest.approx(1 - (len(guesses) - 1) / 50)
+    assert len(assemble([rollout._replace(reward=1.0)], pad_token_id=0).ids) == 1  # append-only: one training sequence
+    said = [m["content"] for m in rollout.conversation if m["role"] == "user"][1:]
+    assert said == ["higher" if g < number else "lower" for g in guesses[:-1]]
+
+
+def test_a_game_without_the_right_guess_is_truncated_and_worth_nothing(tiny):
+    (rollout,) = collect(tiny, [game(7)], generate=engine(tiny, lambda _: "9"), environment=guess_number(max_turns=5))
+    assert (rollout.status, rollout.truncation, len(rollout.steps)) == ("truncated", "steps", 5)
+    assert few_turns(rollout) == 0
+
+
+def test_a_reply_without_a_number_is_asked_for_one(tiny):
+    (rollout,) = collect(tiny, [game(7)], generate=engine(tiny, lambda _: "hm"), environment=guess_number(max_turns=2))
+    assert rollout.steps[1].prompt == ({"role": "user", "content": "Say a whole number."},)
+
+
+@pytest.mark.parametrize("turns, worth", [(1, 1.0), (2, 0.75), (4, 0.25), (9, 0.25)])
+def test_the_sooner_the_better(turns, worth):
+    steps = tuple(Step((), (), (), (), "stop", content="7") for _ in range(turns))
+    assert few_turns(Rollout(game(7), steps), max_turns=4) == worth
+
+
+def test_held_out_numbers_are_never_trained_on():
+    train, test = ({t.answer for t in games(split=s, max_samples=500)} for s in ("train", "test"))
+    assert test <= {str(n) for n in range(10, 101, 10)} and not train & test
+    assert (
+        [t.answer for t in games(seed=1, max_samples=9)]
+        == [t.answer for t in games(seed=1, max_samples=9)]
+        != [t.answer for t in games(seed=2, max_samples=9)]
+    )
+    with pytest.raises(DataError, match="test split"):
+        games(split="test", low=1, high=9)
+
+
+def test_a_dialogue_of_ten_lines(tiny):
+    """The example functions: the user goes on until the policy says DONE."""
+    replies = iter(["one", "two", "DONE"])
+    env = dialogue(prompt_fn=continue_with_step, termination_fn=said_done)
+    (rollout,) = collect(tiny, [game(7)], generate=engine(tiny, lambda _: next(replies)), environment=env)
+    assert [s.prompt[-1]["content"] for s in rollout.steps[1:]] == ["Continue with step 1.", "Continue with step 2."]
+    assert rollout.status == "terminated" and rollout.final_content == "DONE"
+
+
+def test_a_prompt_fn_that_has_nothing_to_say_ends_the_dialogue(tiny):
+    env = dialogue(prompt_fn=lambda rollout, step: None)
+    (rollout,) = collect(tiny, [game(7)], generate=engine(tiny, lambda _: "x"), environment=env)
+    assert (rollout.status, len(rollout.steps)) == ("terminated", 1)
+
+
+def test_limits_and_tool_names_are_checked():
+    with pytest.raises(ConfigError, match="max_turns is 0"):
+        dialogue(prompt_fn=continue_with_step, max_turns=0)
+    with pytest.raises(ConfigError, match=r"environment\.tools\.other"):
+        dialogue(prompt_fn=continue_with_step, tools={"other": said_done})
