@@ -73,6 +73,7 @@ class RolloutRun(NamedTuple):
     num_return_sequences: int = 1
     max_steps: int | None = None  # replies of an episode; None leaves the environment's own limit
     split: Literal["train", "test"] = "test"
+    sandbox: Sandbox = Sandbox()  # named by the parts that run code
 
 
 class Experiment(NamedTuple):

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlkit.rewards import verdicts
+from rlkit.rewards import judgements
 from rlkit.sandbox import Job, Sandbox, probe
 from rlkit.sandbox.level import CHOICES
 from rlkit.sandbox.process import run_many_with, run_with, workers
@@ -79,11 +79,11 @@ def main() -> None:
                   f"| {1 / statistics.mean(seconds):.1f} /s | {many:.1f} /s | {many / cores:.1f} /s "
                   f"| {1e3 * processor(jobs, features):.0f} ms |")  # fmt: skip
     print(f"\n{len(rows)} rows, {len(tasks)} with tests that can be split")
-    found = {r.task.id.rpartition("/")[2]: v for r, v in zip(rollouts, verdicts(rollouts), strict=True) if v}
+    found = {r.task.id.rpartition("/")[2]: v for r, v in zip(rollouts, judgements(rollouts), strict=True) if v}
     failed = {name: v for name, v in found.items() if v.status != "ok"}
     print(f"{len(found) - len(failed)} reference solutions pass; the others:")
-    for name, verdict in sorted(failed.items()):
-        print(f"  {name}: {verdict.status}, {verdict.passed} of {verdict.total} tests, {verdict.detail}")
+    for name, judgement in sorted(failed.items()):
+        print(f"  {name}: {judgement.status}, {judgement.passed} of {judgement.total} tests, {judgement.detail}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from rlkit.rewards.aggregators import batched, group_normalised, largest, mean, product, smallest, weighted_sum
 from rlkit.rewards.answers import final_answer
 from rlkit.rewards.by_task import by_task
-from rlkit.rewards.code_exec import ProgramVerdict, code_exec, extract_code, verdicts
+from rlkit.rewards.code_exec import Judgement, code_exec, extract_code, judgements
 from rlkit.rewards.few_turns import few_turns
 from rlkit.rewards.length import length, soft_length
 from rlkit.rewards.math_verify import math_verify
@@ -14,7 +14,7 @@ from rlkit.rewards.text import contains, exact_match, format_match
 from rlkit.rewards.tool_usage import tool_usage
 
 __all__ = [
-    "ProgramVerdict",
+    "Judgement",
     "Reward",
     "RewardError",
     "Term",
@@ -30,6 +30,7 @@ __all__ = [
     "final_answer",
     "format_match",
     "group_normalised",
+    "judgements",
     "largest",
     "length",
     "math_verify",
@@ -42,6 +43,5 @@ __all__ = [
     "smallest",
     "soft_length",
     "tool_usage",
-    "verdicts",
     "weighted_sum",
 ]

@@ -15,7 +15,7 @@ from rlkit.types import Rollout, Task
 FENCES = ("```python", "```py", "```")
 
 
-class ProgramVerdict(NamedTuple):
+class Judgement(NamedTuple):
     """What became of one program.
 
     `status`: ok (every test passes), wrong (some test fails), timeout, error (it raised, was killed or said too much),
@@ -37,7 +37,7 @@ def code_exec(
     credit: Literal["all", "share"] = "all",
     correct: float = 1.0,
     wrong: float = 0.0,
-) -> list[Verdict | None]:
+) -> list[float | None]:
     """Whether the program in the final reply passes the tests of its task, `task.metadata["tests"]`.
 
     Args:
@@ -46,31 +46,27 @@ def code_exec(
       credit: all gives `correct` where every test passes; share gives what lies between `wrong` and `correct` by the share that
         passes, which rewards programs that are right on easy cases only.
       correct, wrong: the two scores.
-    Returns: a score each, with the status of its program; None for a task without tests.
+    Returns: a score each, with the status of its judgement; None for a task without tests.
     Raises: DataError naming the row whose test cannot be checked; ConfigError where the sandbox is weaker than asked for.
     """
 
-    def value(verdict: ProgramVerdict | None) -> Verdict | None:
-        if verdict is None:
+    def value(judgement: Judgement | None) -> float | None:
+        if judgement is None:
             return None
-        share = verdict.passed / verdict.total if credit == "share" else float(verdict.status == "ok")
-        return Verdict(wrong + (correct - wrong) * share, verdict.status)
+        share = judgement.passed / judgement.total if credit == "share" else float(judgement.status == "ok")
+        return Verdict(wrong + (correct - wrong) * share, judgement.status)
 
-    return [value(verdict) for verdict in verdicts(rollouts, sandbox=sandbox)]
+    return [value(judgement) for judgement in judgements(rollouts, sandbox=sandbox)]
 
 
-def verdicts(rollouts: Sequence[Rollout], *, sandbox: Sandbox | None = None) -> list[ProgramVerdict | None]:
+def judgements(rollouts: Sequence[Rollout], *, sandbox: Sandbox | None = None) -> list[Judgement | None]:
     """What became of each rollout's program, with its status for a log; None for a task without tests. See `code_exec`."""
     checks = [tests_of(rollout.task) for rollout in rollouts]
     jobs = [_job(rollout, tests) for rollout, tests in zip(rollouts, checks, strict=True)]
     distinct = list(dict.fromkeys(job for job in jobs if job))
     outcomes = dict(zip(distinct, run_many(distinct, sandbox), strict=True))
     return [
-        None
-        if not tests
-        else ProgramVerdict("unparseable", 0, len(tests), detail="no code")
-        if job is None
-        else _verdict(outcomes[job], tests)
+        None if not tests else Judgement("unparseable", 0, len(tests), detail="no code") if job is None else _judged(outcomes[job], tests)
         for job, tests in zip(jobs, checks, strict=True)
     ]
 
@@ -116,17 +112,17 @@ def _job(rollout: Rollout, tests: Sequence[Check]) -> Job | None:
     return Job(f"{code}\n{rollout.task.metadata.get('setup', '')}", tuple(check.call for check in tests))
 
 
-def _verdict(outcome: Outcome, tests: Sequence[Check]) -> ProgramVerdict:
+def _judged(outcome: Outcome, tests: Sequence[Check]) -> Judgement:
     right = [passes(check, result) for check, result in zip(tests, outcome.results, strict=False)]
-    verdict = ProgramVerdict("wrong", sum(right), len(tests), outcome.seconds)
+    judgement = Judgement("wrong", sum(right), len(tests), outcome.seconds)
     if outcome.status == "timeout":
-        return verdict._replace(status="timeout", detail=f"more than {outcome.seconds:.1f} s")
+        return judgement._replace(status="timeout", detail=f"more than {outcome.seconds:.1f} s")
     if outcome.status == "error":
         syntax = outcome.error.startswith(("SyntaxError", "IndentationError", "TabError"))
-        return verdict._replace(status="unparseable" if syntax else "error", passed=0, detail=outcome.error)
+        return judgement._replace(status="unparseable" if syntax else "error", passed=0, detail=outcome.error)
     if outcome.status != "ok":
-        return verdict._replace(status="error", passed=0, detail=outcome.status)
-    if verdict.passed == verdict.total:
-        return verdict._replace(status="ok")
+        return judgement._replace(status="error", passed=0, detail=outcome.status)
+    if judgement.passed == judgement.total:
+        return judgement._replace(status="ok")
     failed = right.index(False)
-    return verdict._replace(detail=f"{tests[failed].call:.80}: {outcome.results[failed].error or 'another value'}")
+    return judgement._replace(detail=f"{tests[failed].call:.80}: {outcome.results[failed].error or 'another value'}")

@@ -130,7 +130,7 @@ def _column(name: str, term: Term, rollouts: Sequence[Rollout], max_error_rate: 
         if failed > max_error_rate * len(rollouts):
             raise _refused(name, rollouts[i], cells[i], failed, len(rollouts), max_error_rate)
 
-    for i, value in enumerate(_values(term, rollouts) if rollouts else ()):
+    for i, value in enumerate(called_on(term, rollouts) if rollouts else ()):
         if inspect.isawaitable(value):
             pending[i] = value
         else:
@@ -140,7 +140,7 @@ def _column(name: str, term: Term, rollouts: Sequence[Rollout], max_error_rate: 
     return [cells[i] for i in range(len(rollouts))]
 
 
-def _values(term: Term, rollouts: Sequence[Rollout]) -> Iterable[Any]:
+def called_on(term: Term, rollouts: Sequence[Rollout]) -> Iterable[Any]:
     """What the function returned for each rollout, one by one: a value, an exception, or what has yet to be awaited."""
     if not (term.batched or is_batched(term.fn)):
         return (_called(partial(term.fn, rollout), term.timeout) for rollout in rollouts)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from rlkit.errors import ConfigError, DataError
-from rlkit.rewards import Reward, Term, by_task, code_exec, extract_code, numeric, score, verdicts, weighted_sum
+from rlkit.rewards import Reward, Term, by_task, code_exec, extract_code, judgements, numeric, score, weighted_sum
 from rlkit.sandbox import Sandbox, level, run_many
 from rlkit.sandbox.level import Level
 from rlkit.tasks import mbpp
@@ -42,7 +42,7 @@ def rollout(content: str, task: Task = TASK, **changes) -> Rollout:
 
 def test_every_end_has_its_name_and_only_all_tests_score():
     rollouts = [rollout(text) for text, _, _ in REPLIES.values()]
-    found = verdicts(rollouts, sandbox=FAST)
+    found = judgements(rollouts, sandbox=FAST)
     expected = [(status, passed, 2) for _, status, passed in REPLIES.values()]
     got = [(v.status, v.passed, v.total) for v in found]
     names = list(REPLIES)
@@ -107,7 +107,7 @@ def gold(shared, rows: slice) -> list[tuple[str, str]]:
     shown = [t._replace(metadata={**t.metadata, "tests": (t.metadata["shown"], *t.metadata["tests"])}) for t in tasks]
     return [
         (t.id, v.status)
-        for t, v in zip(shown, verdicts([rollout(t.answer, t) for t in shown], sandbox=Sandbox(time_limit=20.0)), strict=True)
+        for t, v in zip(shown, judgements([rollout(t.answer, t) for t in shown], sandbox=Sandbox(time_limit=20.0)), strict=True)
     ]
 
 

@@ -107,14 +107,6 @@ def test_by_task_gives_a_batched_reward_all_rows_that_name_it():
     assert [r.reward for r in score(rows, reward(by_task=Term(1.0, fn)))] == [-4.0, 1.0, 4.0]  # mean of 0 and 4 is 2
 
 
-def test_by_task_fails_for_the_row_whose_reward_raises():
-    fn = partial(by_task, rewards={"a": index, "b": boom})
-    with pytest.raises(RewardError, match="'t/1'"):
-        score(ROLLOUTS, reward(by_task=Term(1.0, fn)))
-    lenient = Reward("lenient", {"by_task": Term(1.0, fn)}, max_error_rate=0.5)
-    assert [r.statuses["by_task"] for r in score(ROLLOUTS, lenient)].count("error") == 1
-
-
 # ------------------------------------------------------------------------------------------------- how scores come about
 
 FOUR = [Rollout(Task(f"t/{i}", ()), ()) for i in range(4)]
