@@ -43,7 +43,8 @@ OTHERS = [
     ("algorithm=ppo", "kl=k1", "kl.placement=reward_sequence"),
     ("algorithm=reinforce_pp", "kl=k1", "kl.placement=reward"),
 ]
-TABLE = PRESETS + PARTS + KLS + OTHERS
+SLOW = pytest.mark.slow
+TABLE = [*PRESETS, *(pytest.param(x, marks=SLOW) for x in PARTS), *KLS[::4], *(pytest.param(x, marks=SLOW) for x in KLS), *OTHERS]
 
 
 @functools.cache
@@ -242,7 +243,7 @@ def test_only_policy_and_critic_get_a_gradient(overrides):
     assert [name for name, tensor in (constants | later).items() if tensor.grad is not None] == []
 
 
-@pytest.mark.parametrize("overrides", PRESETS + KLS, ids=ids)
+@pytest.mark.parametrize("overrides", [*PRESETS, *(pytest.param(x, marks=SLOW) for x in KLS)], ids=ids)
 def test_a_batch_without_a_trained_token_is_a_zero(overrides):
     """Everything filtered, or every reply empty: no nan, and a gradient of 0."""
     x = experiment(overrides)
@@ -252,7 +253,7 @@ def test_a_batch_without_a_trained_token_is_a_zero(overrides):
     assert loss == 0 and gradient.count_nonzero() == 0
 
 
-@pytest.mark.parametrize("overrides", PRESETS + KLS, ids=ids)
+@pytest.mark.parametrize("overrides", [*PRESETS, *(pytest.param(x, marks=SLOW) for x in KLS)], ids=ids)
 def test_huge_log_ratios_stay_finite(overrides):
     x = experiment(overrides)
     batch, policy = make_batch(), make_policy()
@@ -263,9 +264,10 @@ def test_huge_log_ratios_stay_finite(overrides):
         assert loss.isfinite() and gradient.isfinite().all()
 
 
+@pytest.mark.slow
 def test_only_these_combinations_are_refused():
     """So that a combination is not lost without a word."""
-    refused = {ids(overrides) for overrides in TABLE if composed(overrides) is None}
+    refused = {ids(overrides) for overrides in PRESETS + PARTS + KLS + OTHERS if composed(overrides) is None}
     carry_the_ratio = {f"kl={name},kl.placement=loss,kl.importance_weight=true" for name in ("forward", "k1", "reverse")}
     exact = {ids(overrides) for overrides in KLS if overrides[0] == "kl=full" and overrides[1] != "kl.placement=loss"}
     assert refused == carry_the_ratio | exact
