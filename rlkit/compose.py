@@ -252,11 +252,6 @@ def _check_kl(x: Experiment) -> list[str]:
     kl, problems = x.kl, []
     if x.needs_reference and x.reference.name == "none":
         problems.append(f"kl={kl.name} needs a reference to compare with, but reference=none; choose reference=frozen or kl=none")
-    if not x.needs_reference and x.reference.name not in ("none", "frozen"):
-        problems.append(
-            f"reference={x.reference.name}: it would be updated and never used, since no KL compares with it (kl={kl.name}, "
-            f"kl.coef={kl.coef}); choose a kl, or reference=frozen"
-        )
     if kl.importance_weight and kl.placement != "loss":
         problems.append(f"kl.importance_weight: there is no ratio in the reward (kl.placement={kl.placement}); set it to false")
     if kl.importance_weight and asks(kl.estimator, "logprobs_old"):
@@ -392,6 +387,11 @@ def experiment(composed: Composed) -> Experiment:
     problems = schedule_problems(x)
     firsts = {} if problems else first_steps(x)
     problems += [f"schedule.phases.{name}: {problem}" if name else problem for name, first in firsts.items() for problem in validate(first)]
+    if not x.needs_reference and x.reference.name not in ("none", "frozen"):
+        problems.append(
+            f"reference={x.reference.name}: it would be updated and never used, since no KL compares with it (kl={x.kl.name}, "
+            f"kl.coef={x.kl.coef}); choose a kl, or reference=frozen"
+        )
     critics = {name: first.algorithm.critic.model for name, first in firsts.items() if first.algorithm.critic.active}
     if len(set(critics.values())) > 1:
         kinds = ", ".join(f"{name}: {model}" for name, model in critics.items())
