@@ -109,7 +109,8 @@ REFERENCES = {
 }
 
 
-@pytest.mark.parametrize("option", ["ema", *(pytest.param(name, marks=pytest.mark.slow) for name in REFERENCES if name != "ema")])
+@pytest.mark.slow
+@pytest.mark.parametrize("option", REFERENCES)
 def test_resumed_run_with_a_moving_reference_equals_an_uninterrupted_one(tmp_path, option):
     """Policy, reference, its counters and all metrics; the reference has moved and is not the policy, or this shows nothing."""
     words = [*MOVES, *REFERENCES[option]]
@@ -201,6 +202,7 @@ def test_other_compositions_train(tmp_path, overrides):
     assert train(tmp_path / "run", "trainer.steps=1", "evaluation.n=0", *overrides) == 0
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_in_training_leaves_its_rollout_behind(tmp_path, monkeypatch, capsys):
     """It passed the try on gold answers; the run stops, and the sample is there to look at. Allowed, it goes on and says so."""
     (tmp_path / "failing_reward.py").write_text("def late(r):\n    return 1.0 if not r.steps[0].response_ids or r.sample else r.nothing\n")
@@ -224,6 +226,7 @@ def test_lora_trains_and_saves_adapters_alone(tmp_path):
     assert main(["evaluate", f"run={folder}", "evaluation.n=2", "evaluation.samples=2", "evaluation.k=[1]"]) == 0
 
 
+@pytest.mark.slow
 def test_real_questions_go_through_and_the_log_says_that_rewards_are_equal(tmp_path, shared, capsys):
     folder = tmp_path / "gsm8k"
     assert train(folder, "task=gsm8k", f"task.path={shared / 'gsm8k'}", "trainer.steps=2") == 0
@@ -239,6 +242,7 @@ def test_evaluate_writes_accuracy_with_intervals(whole, capsys):
     assert "greedy accuracy" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_max_time_ends_a_run_whole(tmp_path):
     """The run stops after the step in which the time runs out, evaluated and saved."""
     folder = tmp_path / "short"
@@ -248,6 +252,7 @@ def test_max_time_ends_a_run_whole(tmp_path):
     assert (folder / "checkpoints" / "step_000001.ckpt").exists()
 
 
+@pytest.mark.slow
 def test_a_target_ends_a_run_as_finished(tmp_path):
     """evaluation.stop_at 0 is reached at the first evaluation."""
     folder = tmp_path / "target"
@@ -257,6 +262,7 @@ def test_a_target_ends_a_run_as_finished(tmp_path):
     assert (folder / "checkpoints" / "step_000002.ckpt").exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, capsys):
     folder = tmp_path / "damaged"
     assert train(folder, "trainer.steps=2", "evaluation.n=0") == 0
@@ -268,6 +274,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, caps
     assert [r["step"] for r in rows(folder)] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_named_checkpoint_is_the_one_that_is_used(tmp_path, capsys):
     folder = tmp_path / "named"
     assert train(folder, "trainer.steps=2", "evaluation.n=0") == 0
@@ -278,6 +285,7 @@ def test_a_named_checkpoint_is_the_one_that_is_used(tmp_path, capsys):
     assert "after step 1" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_model_that_no_run_has_touched_is_evaluated(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", "model=tiny", "evaluation.n=2", "evaluation.samples=1", "evaluation.k=[1]"]) == 0
