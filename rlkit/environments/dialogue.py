@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from rlkit.environments.prompts import with_system_prompt
-from rlkit.environments.single_turn import never, no_tools
-from rlkit.environments.tool_parsers import hermes, none
-from rlkit.environments.tools import tool_name
+from rlkit.environments.single_turn import never, single_turn
+from rlkit.environments.tool_use import tool_use
 from rlkit.errors import ConfigError
-from rlkit.types import Environment, Messages, Rollout, Task
+from rlkit.types import Environment, Messages, Rollout
 
 
 def dialogue(
@@ -36,25 +34,11 @@ def dialogue(
     """
     if max_turns < 1:
         raise ConfigError(f"environment.max_turns is {max_turns}; it must be at least 1")
-    for name, tool in tools.items():
-        if name != tool_name(tool):
-            raise ConfigError(f"environment.tools.{name} is {tool!r}; it must be a function of that name")
-
-    def first_prompt(task: Task) -> Messages:
-        return with_system_prompt(task.messages, system_prompt)
-
-    def tools_of(task: Task) -> Mapping[str, Callable[..., Any]]:
-        return tools
-
-    return Environment(
-        first_prompt=first_prompt,
-        next_prompt=prompt_fn,
-        tools=tools_of if tools else no_tools,
-        stop=termination_fn,
-        parse_calls=hermes if tools else none,
-        max_steps=max_turns,
-        history=history,
-    )
+    if tools:
+        base = tool_use(tools=tools, max_turns=max_turns, system_prompt=system_prompt)
+    else:
+        base = single_turn(system_prompt=system_prompt)._replace(max_steps=max_turns)
+    return base._replace(next_prompt=prompt_fn, stop=termination_fn, history=history)
 
 
 def continue_with_step(rollout: Rollout, step: int) -> str:
