@@ -387,7 +387,7 @@ def experiment(composed: Composed) -> Experiment:
     problems = schedule_problems(x)
     firsts = {} if problems else first_steps(x)
     problems += [f"schedule.phases.{name}: {problem}" if name else problem for name, first in firsts.items() for problem in validate(first)]
-    if not x.needs_reference and x.reference.name not in ("none", "frozen"):
+    if firsts and not x.needs_reference and x.reference.name not in ("none", "frozen"):
         problems.append(
             f"reference={x.reference.name}: it would be updated and never used, since no KL compares with it (kl={x.kl.name}, "
             f"kl.coef={x.kl.coef}); choose a kl, or reference=frozen"
