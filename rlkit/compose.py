@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlkit.errors import ConfigError
-from rlkit.schema import build, check, nearest
+from rlkit.errors import ConfigError, nearest
+from rlkit.schema import build, check
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
     from rlkit.settings import Experiment

@@ -4,6 +4,9 @@ A `Refusal` is the user's to mend (a config, a file, a row): the command line pr
 traceback. Every other error is ours.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class RLKitError(Exception):
     """Root of every error that rlkit raises on purpose."""
@@ -27,3 +30,9 @@ class TemplateError(Refusal):
 
 class SelfCheckError(RLKitError, AssertionError):
     """An invariant proved at start-up does not hold on this model and tokenizer: training would be wrong."""
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """ " Did you mean …?" where a valid name is close: the end of a sentence, or nothing."""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f" Did you mean '{close[0]}'?" if close else ""

@@ -24,13 +24,14 @@ from rlkit.algorithm import (
     surrogate,
     value_surrogate,
 )
+from rlkit.errors import ConfigError
 from rlkit.functional import approximate_kl, mix
 from rlkit.models.critic import make_critic
 from rlkit.models.score import score, states, trunk_and_head
 from rlkit.monitor import Clock, UpdateTerms, hyperparameters, peak_memory, update_metrics
 from rlkit.rewards import score as score_rollouts
 from rlkit.rollouts import assemble, collect, summarize
-from rlkit.schedules import Progress, advance, at, phases, start, values
+from rlkit.schedules import Progress, advance, at, phases, start, unmeasured, values
 from rlkit.settings import Experiment
 from rlkit.tasks.stream import StreamState, take
 from rlkit.types import Batch, Policy, Rollout, Scores, Task
@@ -226,6 +227,8 @@ class RLModule(L.LightningModule):
     def advance(self) -> str:
         """What follows from a step's metrics: controllers move, and perhaps the next phase begins; then a line that says so."""
         before = self.progress.phase
+        if problems := unmeasured(self.experiment, self.progress, self.metrics):
+            raise ConfigError("\n".join(problems))
         self.progress = advance(self.experiment, self.progress, self.metrics)
         if self.progress.phase == before:
             return ""

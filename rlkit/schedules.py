@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from rlkit.errors import nearest
 from rlkit.types import Controller
 
 PHASED = ("algorithm", "kl", "reference", "reward")  # the groups that a phase may replace
@@ -381,6 +382,29 @@ def advance(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -
     return progress._replace(controllers=kept)
 
 
+def watched(experiment: Any, progress: Progress) -> dict[str, str]:
+    """Path → the metric that it follows, in the phase in force: controllers, and the condition that ends the phase."""
+    phase, x = _current(experiment, progress)
+    out = {}
+    for path, controller in controllers(x).items():
+        numbers = getattr(controller.update, "keywords", {})
+        metric = numbers["when"].metric if isinstance(numbers.get("when"), Condition) else numbers.get("metric")
+        if isinstance(metric, str):
+            out[path] = metric
+    if phase is not None and isinstance(phase.until, str):
+        out[f"schedule.phases.{list(experiment.schedule.phases)[progress.phase]}.until"] = condition(phase.until).metric
+    return out
+
+
+def unmeasured(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> list[str]:
+    """Sentences on what waits for a metric that a step has not measured. Held-out ones (eval/…) are not of every step."""
+    return [
+        f"{path}: waits for '{metric}', which is not measured.{nearest(metric, metrics)} Every step measures: {', '.join(sorted(metrics))}"
+        for path, metric in watched(experiment, progress).items()
+        if metric not in metrics and not metric.startswith("eval/")
+    ]
+
+
 def _ended(until: Any, progress: Progress, metrics: Mapping[str, float]) -> tuple[bool, int]:
     """Whether the phase is over, and the steps in a row on which its condition has held."""
     steps = progress.step - progress.since
@@ -426,6 +450,13 @@ def schedule_problems(experiment: Any) -> list[str]:
             except ValueError as error:
                 problems.append(f"{where}.until: {error}")
         problems += [f"{where}.reset: '{word}' is not one of {', '.join(RESETS)}" for word in phase.reset if word not in RESETS]
+    if not problems and (experiment.evaluation.n == 0 or experiment.evaluation.every == 0):
+        for position in range(len(given) or 1):
+            problems += [
+                f"{path}: waits for '{metric}', which is measured before and after the run only; set evaluation.every and evaluation.n"
+                for path, metric in watched(experiment, Progress(phase=position)).items()
+                if metric.startswith("eval/")
+            ]
     for name, x in phases(experiment).items():
         where = f"schedule.phases.{name}: " if name else ""
         twice = x.schedule.paths.keys() & dict(_inline(x._replace(schedule=None))).keys()

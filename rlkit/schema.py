@@ -7,7 +7,6 @@ value, and the same shape of walk builds the plain functions.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -16,7 +15,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, nearest
 
 SPECIAL = ("_target_", "_partial_", "_args_")
 MISSING = "???"
@@ -146,12 +145,6 @@ def resolve(name: Any) -> Callable[..., Any]:
     if not callable(target):
         raise ConfigError(f"'{name}' is not a function")
     return target
-
-
-def nearest(name: str, names: Any) -> str:
-    """ " Did you mean …?" where a valid name is close."""
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f" Did you mean '{close[0]}'?" if close else ""
 
 
 def _join(path: str, key: Any) -> str:

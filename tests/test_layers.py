@@ -48,7 +48,7 @@ ONLY = {
     "rollouts": {"types", "errors", "functional", "rewards", "environments", "models"},
     "algorithm": {"types", "functional"},
     "reference": {"types"},
-    "schedules": {"types"},
+    "schedules": {"types", "errors"},
     "settings": {"types", "algorithm", "rewards", "sandbox", "schedules"},
     "monitor": {"types", "functional", "algorithm", "settings"},
     "data": set(),

@@ -31,6 +31,7 @@ from rlkit.schedules import (
     schedule_warnings,
     start,
     streak,
+    unmeasured,
     values,
 )
 from rlkit.types import Controller
@@ -333,6 +334,31 @@ def test_a_saved_progress_has_the_same_future(three, stop):
         if i >= stop:
             again = advance(three, again, metrics)
             assert again == progress and values(three, again) == values(three, progress)
+
+
+def test_a_metric_that_is_never_measured_is_named(three):
+    """A condition on a misspelt metric would never hold, and nobody would know. Only what is in force is asked."""
+    measured = {"reward/mean": 1.0, "go": 0.0}
+    assert not unmeasured(three, Progress(phase=1), measured)
+    (text,) = unmeasured(three, Progress(phase=1), {"reward/means": 1.0, "go": 0.0})
+    assert text.startswith("schedule.phases.b.until: waits for 'reward/mean'") and "Did you mean 'reward/means'?" in text
+    assert [t.partition(":")[0] for t in unmeasured(three, Progress(phase=2), {"reward/mean": 1.0})] == [
+        "kl.coef",
+        "generation.temperature",
+    ]
+    adapted = three._replace(kl=three.kl._replace(coef=adaptive(start=0.1, target=0.1, metric="kl/ref_k33")))
+    assert unmeasured(adapted, Progress(), {"kl/ref_k3": 0.1, "go": 0.0})[0].startswith("kl.coef: waits for 'kl/ref_k33'")
+
+
+def test_a_held_out_metric_needs_evaluations_on_the_way(three):
+    waits = three._replace(
+        kl=three.kl._replace(coef=0.5), schedule=Schedule({"kl.coef": on_metric(when="eval/accuracy > 0.9", before=1, after=0)})
+    )
+    often = waits._replace(evaluation=waits.evaluation._replace(n=4, every=2))
+    assert not schedule_problems(often) and not unmeasured(often, Progress(), {"reward/mean": 1.0})
+    for evaluation in (often.evaluation._replace(every=0), often.evaluation._replace(n=0)):
+        (problem,) = schedule_problems(often._replace(evaluation=evaluation))
+        assert problem.startswith("kl.coef: waits for 'eval/accuracy'") and "evaluation.every" in problem
 
 
 def test_each_phase_is_an_experiment(three, experiment):
