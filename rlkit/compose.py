@@ -7,6 +7,7 @@ data. Each stage reports all of its problems at once, and none of them imports m
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -108,7 +109,9 @@ def _compose(entry: str, search: Sequence[str], overrides: Sequence[str]) -> dic
     try:
         plain = OmegaConf.to_container(hydra.compose(entry, overrides=[*search, *overrides]), resolve=True)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(_one_sentence(error)) from error
+        absent = re.match(r"Could not override '(\w+)'", str(error))  # a whole group: adding it, as Hydra proposes, would not help
+        text = f"{absent[1]}: rlkit {entry} has no such group" if absent else _one_sentence(error)
+        raise ConfigError(text) from error
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
 

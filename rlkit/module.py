@@ -10,6 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from rlkit import schedules
 from rlkit.algorithm import (
     asks,
     call,
@@ -31,7 +32,6 @@ from rlkit.models.score import score, states, trunk_and_head
 from rlkit.monitor import Clock, UpdateTerms, hyperparameters, peak_memory, update_metrics
 from rlkit.rewards import score as score_rollouts
 from rlkit.rollouts import assemble, collect, summarize
-from rlkit.schedules import Progress, advance, at, phases, start, unmeasured, values
 from rlkit.settings import Experiment
 from rlkit.tasks.stream import StreamState, take
 from rlkit.types import Batch, Policy, Rollout, Scores, Task
@@ -51,9 +51,9 @@ class RLModule(L.LightningModule):
         self.automatic_optimization = False
         self.strict_loading = False  # a frozen base is not in the checkpoint
         self.experiment, self.policy, self.tasks = experiment, policy, tasks
-        self.phases = phases(experiment)  # name → its whole experiment; one without a name where there are no phases
-        self.progress = start(experiment)
-        self.x = at(experiment, self.progress)  # the experiment of this step: its phase, and scheduled numbers as they are now
+        self.phases = schedules.phases(experiment)  # name → its whole experiment; one without a name where there are no phases
+        self.progress = schedules.start(experiment)
+        self.x = schedules.at(experiment, self.progress)  # the experiment of this step: its phase, and scheduled numbers as they are now
         self.model = policy.model
         self.critic = self.make_critic()
         self.rl_step, self.tokens, self.started = 0, 0, time.perf_counter()
@@ -72,7 +72,7 @@ class RLModule(L.LightningModule):
         if self.progress.step < self.rl_step:
             self.advance()
         clock = Clock()
-        self.x = x = at(self.experiment, self.progress)
+        self.x = x = schedules.at(self.experiment, self.progress)
         self.rollouts, trained = self.experience(clock)
         with clock.part("update"):
             batch = choose(assemble(trained, pad_token_id=self.policy.pad_token_id, device=self.device), x.algorithm)
@@ -227,13 +227,13 @@ class RLModule(L.LightningModule):
     def advance(self) -> str:
         """What follows from a step's metrics: controllers move, and perhaps the next phase begins; then a line that says so."""
         before = self.progress.phase
-        if problems := unmeasured(self.experiment, self.progress, self.metrics):
+        if problems := schedules.unmeasured(self.experiment, self.progress, self.metrics):
             raise ConfigError("\n".join(problems))
-        self.progress = advance(self.experiment, self.progress, self.metrics)
+        self.progress = schedules.advance(self.experiment, self.progress, self.metrics)
         if self.progress.phase == before:
             return ""
         names = list(self.phases)
-        self.x = at(self.experiment, self.progress)
+        self.x = schedules.at(self.experiment, self.progress)
         kept = self.enter_phase()
         return f"phase {names[before]} → {names[self.progress.phase]} after step {self.rl_step}: {self.x.algorithm.name}; {kept}"
 
@@ -338,7 +338,7 @@ class RLModule(L.LightningModule):
 
     def schedule_metrics(self) -> dict[str, Any]:
         """schedule/PATH: every scheduled number as it was in this step; schedule/phase: which phase, from 0."""
-        numbers = {f"schedule/{path}": value for path, value in values(self.experiment, self.progress).items()}
+        numbers = {f"schedule/{path}": value for path, value in schedules.values(self.experiment, self.progress).items()}
         return numbers | ({"schedule/phase": self.progress.phase} if len(self.phases) > 1 else {})
 
     # ------------------------------------------------------------------------------------------------ Lightning
@@ -366,8 +366,8 @@ class RLModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["rlkit"]
         self.rl_step, self.tokens, self.stream = state["rl_step"], state["tokens"], StreamState(*state["stream"])
-        self.progress = Progress(**state["progress"])
-        self.x = at(self.experiment, self.progress)
+        self.progress = schedules.Progress(**state["progress"])
+        self.x = schedules.at(self.experiment, self.progress)
         self.enter_phase()
         saved = state["references"]
         self.references = {

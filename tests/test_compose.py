@@ -308,6 +308,11 @@ def test_dapo_with_its_overrides_taken_back_is_grpo():
     assert {k: plain(v) for k, v in dapo._replace(name="grpo")._asdict().items()} == {k: plain(v) for k, v in grpo._asdict().items()}
 
 
+def test_a_group_that_a_command_does_not_have_is_refused():
+    with pytest.raises(ConfigError, match="algorithm: rlkit rollout has no such group"):
+        compose(["algorithm=grpo"], entry="rollout")
+
+
 def test_all_problems_come_in_one_message():
     with pytest.raises(ConfigError) as refusal:
         compose(["algorithm=grp", "optimizer.lrr=1", "batch.prompts=many", "+nonsense=1"])
