@@ -38,7 +38,9 @@ _HOMES = {
     "rlkit.environments": ("calculator", "execute", "hermes", "single_turn", "split_thinking", "tool_schema", "tool_use"),
     "rlkit.generation": ("generate",),
     "rlkit.models": ("LoRA", "ValueHead", "load_policy", "make_codec", "make_critic", "make_policy", "score"),
-    "rlkit.rollouts": ("assemble", "collect", "load_rollouts", "save_rollouts", "summarize", "transcript"),
+    "rlkit.rollouts": (
+        "append_rollouts", "assemble", "collect", "load_rollouts", "rollout_schema", "save_rollouts", "summarize", "transcript",
+    ),
     "rlkit.rollouts.evaluation": ("greedy_accuracy", "sampled_accuracy"),
     "rlkit.schedules": (
         "Phase", "Progress", "Schedule", "adaptive", "adaptive_entropy", "advance", "at", "condition", "constant", "cosine", "decay",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rlkit.errors import ConfigError, Refusal
+from rlkit.errors import ConfigError, Refusal, RLKitError
 
 STARTED = time.perf_counter()
 
@@ -59,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"rlkit: {line}", file=sys.stderr)
         return 2
+    except RLKitError as error:
+        print("\n".join((f"rlkit: {error}", *getattr(error, "__notes__", ()))), file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 

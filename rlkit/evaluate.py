@@ -9,7 +9,7 @@ from typing import Any
 
 from rlkit import runs
 from rlkit.callbacks.files import write_json
-from rlkit.rollouts.record import save_rollouts
+from rlkit.rollouts.record import failed_rollout_kept, save_rollouts
 from rlkit.settings import Experiment
 from rlkit.types import Policy, Task
 
@@ -23,6 +23,7 @@ def evaluate(x: Experiment, tasks: Sequence[Task], *, checkpoint: Path | None, p
       checkpoint: a file, or a folder whose newest checkpoint is evaluated; None evaluates the model as loaded.
       parent: where a new folder for the results is made.
       started: time.perf_counter() of the command's start.
+    Raises: RewardError where a reward fails; its note names the file in the new folder that keeps the rollout.
     """
     from rlkit.rollouts.evaluation import greedy_accuracy, sampled_accuracy
     from rlkit.sandbox import seen
@@ -42,10 +43,14 @@ def evaluate(x: Experiment, tasks: Sequence[Task], *, checkpoint: Path | None, p
     }
     with autocast(x, device):
         check_policy(policy, tasks, x)
-        greedy, greedy_rollouts = greedy_accuracy(policy, tasks, **collecting)
-        sampled, sampled_rollouts = sampled_accuracy(
-            policy, tasks, samples=settings.samples, k=settings.k, temperature=settings.temperature, seed=settings.seed, **collecting
-        )
+        out = runs.fresh(parent)
+        with failed_rollout_kept(out):
+            greedy, greedy_rollouts = greedy_accuracy(policy, tasks, **collecting)
+            save_rollouts(out / "greedy.jsonl.gz", greedy_rollouts)
+            sampled, sampled_rollouts = sampled_accuracy(
+                policy, tasks, samples=settings.samples, k=settings.k, temperature=settings.temperature, seed=settings.seed, **collecting
+            )
+            save_rollouts(out / "sampled.jsonl.gz", sampled_rollouts)
     result = {
         "checkpoint": str(path) if path else None,
         "model": x.model.keywords.get("path") if hasattr(x.model, "keywords") else None,
@@ -60,10 +65,7 @@ def evaluate(x: Experiment, tasks: Sequence[Task], *, checkpoint: Path | None, p
         "versions": versions(),
         "sandbox": str(level) if (level := seen()) else None,
     }
-    out = runs.fresh(parent)
     write_json(out / "result.json", result)
-    save_rollouts(out / "greedy.jsonl.gz", greedy_rollouts)
-    save_rollouts(out / "sampled.jsonl.gz", sampled_rollouts)
     return result, out
 
 

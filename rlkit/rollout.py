@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from rlkit import runs
 from rlkit.callbacks.files import finite, write_json
 from rlkit.environments import environment_of
 from rlkit.errors import ConfigError
-from rlkit.rollouts.record import save_rollouts
+from rlkit.rollouts.record import append_rollouts, failed_rollout_kept, save_rollouts
 from rlkit.rollouts.summary import summarize
 from rlkit.settings import RolloutRun
 from rlkit.types import Environment, Rollout, Task
+
+UNSCORED = "unscored.jsonl.gz"  # the episodes that have ended, until all are scored
 
 
 def validate(x: RolloutRun) -> list[str]:
@@ -33,9 +36,10 @@ def validate(x: RolloutRun) -> list[str]:
 
 
 def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollout], Path]:
-    """Plays the episodes, scores them and writes rollouts.jsonl.gz, summary.json and transcripts; the rollouts and their folder.
+    """Plays the episodes, scores them and writes the rollouts, summary.json and transcripts; the rollouts and their folder.
 
-    Raises: ConfigError where the settings are out of range or there are no tasks.
+    Each episode is written when it ends, to unscored.jsonl.gz, which goes once all are scored: what ends early leaves them behind.
+    Raises: ConfigError where the settings are out of range or there are no tasks; RewardError where a reward fails.
     """
     problems = validate(x)
     if problems:
@@ -52,28 +56,45 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     device = pick_device(x)
     policy = x.model(device=device)
     environment = limited(x.environment, x.max_steps)
-    show = Bar(len(tasks) * x.num_return_sequences)
     with autocast(x, device):
         check_contexts(policy, tasks, environment)
-        rollouts = collect(
-            policy,
-            tasks,
-            generate=x.generation.engine,
-            environment=environment,
-            group_size=x.num_return_sequences,
-            seed=x.seed,
-            on_done=show.advance,
-            temperature=x.generation.temperature,
-            max_new_tokens=x.generation.max_new_tokens,
-        )
-    show.close()
-    rollouts = score(rollouts, x.reward)
-    out = runs.fresh(parent)
-    save_rollouts(out / "rollouts.jsonl.gz", rollouts)
+        out = runs.fresh(parent)
+        with unscored_kept(out / UNSCORED, len(tasks) * x.num_return_sequences) as keep, failed_rollout_kept(out):
+            rollouts = collect(
+                policy,
+                tasks,
+                generate=x.generation.engine,
+                environment=environment,
+                group_size=x.num_return_sequences,
+                seed=x.seed,
+                on_done=keep,
+                temperature=x.generation.temperature,
+                max_new_tokens=x.generation.max_new_tokens,
+            )
+            rollouts = score(rollouts, x.reward)
+            save_rollouts(out / f"rollouts.{x.format}", rollouts)
     (out / "conversations.txt").write_text("\n\n".join(transcript(r) for r in rollouts[:8]))
     figures = {"seconds": round(time.perf_counter() - started, 2), "seed": x.seed, "versions": versions()}
     write_json(out / "summary.json", finite(summarize(rollouts)) | {"steps": step_counts(rollouts)} | figures)
     return rollouts, out
+
+
+@contextmanager
+def unscored_kept(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]:
+    """Gives what takes each episode as it ends: it goes into the file and onto the bar. The file is gone after a good end."""
+    show = Bar(total)
+
+    def keep(rollout: Rollout) -> None:
+        append_rollouts(path, [rollout])
+        show.advance(rollout)
+
+    try:
+        yield keep
+        path.unlink()
+    finally:
+        show.close()
+        if path.exists():
+            print(f"rlkit: {show.done} of {total} episodes had ended; they are in {path}, unscored", file=sys.stderr)
 
 
 def limited(environment: Environment | Callable[[Task], Environment], max_steps: int | None) -> Environment | Callable[[Task], Environment]:

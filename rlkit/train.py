@@ -19,7 +19,6 @@ from rlkit.errors import Refusal, RLKitError
 from rlkit.settings import Experiment, RolloutRun
 from rlkit.types import Task
 
-FAILED = "failed_rollout.jsonl.gz"  # the rollout on which a reward failed
 PACKAGES = ("rlkit", "torch", "transformers", "peft", "lightning", "hydra-core", "numpy")
 
 
@@ -54,8 +53,7 @@ def train(
     from rlkit.callbacks.metrics import export_csv
     from rlkit.data import RLData
     from rlkit.module import RLModule, peak_memory
-    from rlkit.rewards import RewardError
-    from rlkit.rollouts import save_rollouts
+    from rlkit.rollouts.record import FAILED, failed_rollout_kept
     from rlkit.sandbox import seen
     from rlkit.selfcheck import check_policy
 
@@ -74,14 +72,13 @@ def train(
     trainer, checkpoint = make_trainer(x, module, tasks[1], folder, results, device, resume=resume)
     summary = {"ended": "failed", "seed": x.seed, "name": x.name}
     try:
-        trainer.fit(module, RLData(x.trainer.steps), ckpt_path=checkpoint, weights_only=True if checkpoint else None)
+        with failed_rollout_kept(folder):
+            trainer.fit(module, RLData(x.trainer.steps), ckpt_path=checkpoint, weights_only=True if checkpoint else None)
         summary["ended"] = how_it_ended(module, results)
     except (KeyboardInterrupt, SystemExit):
         summary["ended"] = "interrupted"
     except BaseException as error:
         summary["ended"] = f"failed: {type(error).__name__}: {error}"
-        if isinstance(error, RewardError) and error.rollout is not None:
-            save_rollouts(folder / FAILED, [error.rollout])
         raise
     finally:
         summary |= {
@@ -274,9 +271,7 @@ def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *,
             shutil.rmtree(folder, ignore_errors=True)
         return 2
     except RLKitError as error:
-        print(f"rlkit: {error}\nrun folder: {folder}", file=sys.stderr)
-        if (folder / FAILED).exists():
-            print(f"the rollout on which it failed: {folder / FAILED}", file=sys.stderr)
+        print("\n".join((f"rlkit: {error}", f"run folder: {folder}", *getattr(error, "__notes__", ()))), file=sys.stderr)
         return 1
     runs.write_config(folder, config)  # a resumed run's, once it has gone on with it
     print(closing(summary, folder), flush=True)

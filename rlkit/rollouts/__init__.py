@@ -2,7 +2,16 @@
 
 from rlkit.rollouts.assemble import assemble
 from rlkit.rollouts.collect import collect
-from rlkit.rollouts.record import load_rollouts, save_rollouts, transcript
+from rlkit.rollouts.record import append_rollouts, load_rollouts, rollout_schema, save_rollouts, transcript
 from rlkit.rollouts.summary import summarize
 
-__all__ = ["assemble", "collect", "load_rollouts", "save_rollouts", "summarize", "transcript"]
+__all__ = [
+    "append_rollouts",
+    "assemble",
+    "collect",
+    "load_rollouts",
+    "rollout_schema",
+    "save_rollouts",
+    "summarize",
+    "transcript",
+]
