@@ -53,6 +53,7 @@ def from_dict(data: dict[str, Any]) -> Rollout:
         Step(
             **s
             | {name: tuple(s[name]) for name in ("prompt", "prompt_ids", "response_ids", "logprobs")}
+            | {"forced": tuple(s.get("forced", ()))}
             | {"tool_calls": tuple(ToolCall(**c) for c in s["tool_calls"])}
             | {"tool_results": tuple(ToolResult(**r) for r in s["tool_results"])}
         )
