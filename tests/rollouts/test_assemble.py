@@ -162,15 +162,13 @@ def test_nothing_to_train_on_is_refused(nothing):
 
 def test_forced_tokens_are_read_and_not_trained():
     """In the row and its attention, in no mask, length or log-prob; a reward stands at the last token that was sampled."""
-    steps = (
-        step([1, 2], [3, 4, 5])._replace(forced=(1,)),
-        step([1, 2, 3, 4, 5, 6], [7, 8])._replace(forced=(0, 1)),
-    )
+    given = (([1, 2], [3, 4, 5], (1,)), ([1, 2, 3, 4, 5, 6], [7, 8], (1,)), ([1, 2, 3, 4, 5, 6, 7, 8], [9], (0,)))
+    steps = tuple(step(prompt_ids, response_ids)._replace(forced=forced) for prompt_ids, response_ids, forced in given)
     batch = assemble([Rollout(TASK, steps, reward=1.0)], pad_token_id=0)
-    assert batch.ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]] and batch.attention_mask.all()
-    assert batch.response_mask.int().tolist() == [[0, 0, 1, 0, 1, 0, 0, 0]] and batch.lengths.tolist() == [2]
-    assert batch.token_rewards.tolist() == [[0, 0, 0, 0, 1.0, 0, 0, 0]]
-    assert batch.logprobs_sampler.count_nonzero(dim=1).tolist() == [2] and not batch.logprobs_sampler[~batch.response_mask].any()
+    assert batch.ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9]] and batch.attention_mask.all()
+    assert batch.response_mask.int().tolist() == [[0, 0, 1, 0, 1, 0, 1, 0, 0]] and batch.lengths.tolist() == [3]
+    assert batch.token_rewards.tolist() == [[0, 0, 0, 0, 0, 0, 1.0, 0, 0]]
+    assert batch.logprobs_sampler.count_nonzero(dim=1).tolist() == [3] and not batch.logprobs_sampler[~batch.response_mask].any()
 
 
 @pytest.mark.parametrize("overflow", ["truncate", "drop_oldest"])
