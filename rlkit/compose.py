@@ -185,6 +185,8 @@ def validate(x: Experiment) -> list[str]:
 
 
 def _check_numbers(x: Experiment) -> list[str]:
+    from rlkit.settings import thinking_problems
+
     rollouts = x.batch.prompts * x.batch.group_size
     a, critic = x.algorithm, x.algorithm.critic
     counts: dict[str, float] = {
@@ -206,6 +208,7 @@ def _check_numbers(x: Experiment) -> list[str]:
         "algorithm.critic.coef": critic.coef,
     }
     problems = [f"{path}={value}: must be at least 1" for path, value in counts.items() if value < 1]
+    problems += thinking_problems(x.generation)
     problems += [f"{path}={value}: must not be negative" for path, value in amounts.items() if isinstance(value, int | float) and value < 0]
     if a.target_kl is not None and not a.target_kl > 0:
         problems.append(f"algorithm.target_kl={a.target_kl}: must be greater than 0 nats per token; null never ends a step's updates early")

@@ -40,6 +40,7 @@ def evaluate(x: Experiment, tasks: Sequence[Task], *, checkpoint: Path | None, p
         "generate": x.generation.engine,
         "environment": x.environment,
         "max_new_tokens": settings.max_new_tokens or x.generation.max_new_tokens,
+        "max_thinking_tokens": x.generation.max_thinking_tokens,
     }
     with autocast(x, device):
         check_policy(policy, tasks, x)

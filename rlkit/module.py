@@ -132,6 +132,7 @@ class RLModule(L.LightningModule):
             first=first,
             temperature=x.generation.temperature,
             max_new_tokens=x.generation.max_new_tokens,
+            max_thinking_tokens=x.generation.max_thinking_tokens,
         )
 
     def with_scores(self, batch: Batch) -> Batch:

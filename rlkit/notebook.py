@@ -227,7 +227,7 @@ def stack_rollouts(rollouts: Sequence[Rollout]) -> Batch:
 
     `logprobs_sampler` carries the gradient where the steps' log-probs do (`attach_logprobs`).
     """
-    logprobs = [[torch.as_tensor(step.logprobs) for step in r.steps] for r in rollouts]
+    logprobs = [[torch.as_tensor(step.logprobs)[step.sampled] for step in r.steps] for r in rollouts]
     device = next((part.device for parts in logprobs for part in parts), torch.device("cpu"))
     stacked = pad_sequence([torch.cat([torch.zeros(0, device=device), *parts]) for parts in logprobs], batch_first=True)
     batch = assemble([_plain(r) for r in rollouts], pad_token_id=0, device=device)
@@ -261,9 +261,12 @@ def _attach(rollouts: Sequence[Rollout], batch: Batch, logprobs: Tensor, old: Te
     new, old = F.to_episodes(logprobs, positions, mask), F.to_episodes(old, positions, mask)
     attached = []
     for rollout, tokens, before in zip(rollouts, new, old, strict=True):
-        sizes = [len(s.response_ids) for s in rollout.steps]
+        sizes = [len(s.sampled) for s in rollout.steps]
         parts = tokens[: sum(sizes)].split(sizes) if sizes else ()
-        steps = tuple(s._replace(logprobs=part) for s, part in zip(rollout.steps, parts, strict=True))
+        steps = tuple(
+            s._replace(logprobs=part.new_zeros(len(s.response_ids)).index_put((positions.new_tensor(s.sampled),), part))
+            for s, part in zip(rollout.steps, parts, strict=True)
+        )
         metadata = {"old_logprobs": before[: sum(sizes)], **rollout.metadata}
         attached.append(rollout._replace(steps=steps, metadata=metadata))
     return attached

@@ -16,7 +16,7 @@ from rlkit.environments import environment_of
 from rlkit.errors import ConfigError
 from rlkit.rollouts.record import append_rollouts, failed_rollout_kept, save_rollouts
 from rlkit.rollouts.summary import summarize
-from rlkit.settings import RolloutRun
+from rlkit.settings import RolloutRun, thinking_problems
 from rlkit.types import Environment, Rollout, Task
 
 UNSCORED = "unscored.jsonl.gz"  # the episodes that have ended, until all are scored
@@ -32,7 +32,7 @@ def validate(x: RolloutRun) -> list[str]:
         problems.append(f"generation.temperature={x.generation.temperature}: must not be negative; 0 is greedy")
     if x.generation.top_p < 1 or x.generation.top_k > 0:
         problems.append("generation.top_p, generation.top_k: the engine samples from the full distribution only; set top_p=1 and top_k=0")
-    return problems
+    return problems + thinking_problems(x.generation)
 
 
 def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollout], Path]:
@@ -70,6 +70,7 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
                 on_done=keep,
                 temperature=x.generation.temperature,
                 max_new_tokens=x.generation.max_new_tokens,
+                max_thinking_tokens=x.generation.max_thinking_tokens,
             )
             rollouts = score(rollouts, x.reward)
             save_rollouts(out / f"rollouts.{x.format}", rollouts)
@@ -115,6 +116,7 @@ def table(rollouts: Sequence[Rollout]) -> str:
     rewards = [r.reward for r in rollouts if r.reward is not None]
     low, high = (f"{min(rewards):.3f}", f"{max(rewards):.3f}") if rewards else ("-", "-")
     counts = step_counts(rollouts).items()
+    replies = (f"{row[f'finish_reason/{why}']:.0%}" for why in ("stop", "tool", "budget", "length"))
     ended = Counter("terminated" if r.status == "terminated" else f"truncated: {r.truncation}" for r in rollouts)
     lines = [
         ("episodes", f"{len(rollouts)}"),
@@ -123,6 +125,7 @@ def table(rollouts: Sequence[Rollout]) -> str:
         ("not scored", f"{row['reward/unscored_frac']:.0%}"),
         ("tokens an episode", f"{row['len/mean']:.1f}"),
         ("tool calls, failures an episode", f"{row['tools/calls']:.2f}, {row['tools/failures']:.2f}"),
+        ("replies: stop, tool, budget, cut", ", ".join(replies)),
         *((f"ended: {why}", f"{count}") for why, count in sorted(ended.items())),
         *((f"{number} step{'s' * (number != 1)}", f"{count:>4} {'▪' * round(40 * count / len(rollouts))}") for number, count in counts),
     ]  # fmt: skip

@@ -28,8 +28,20 @@ class Sampling(NamedTuple):
     engine: Generate
     temperature: float = 1.0
     max_new_tokens: int = 256
+    max_thinking_tokens: int | None = None
     top_p: float = 1.0
     top_k: int = 0
+
+
+def thinking_problems(generation: Sampling) -> list[str]:
+    """A thinking budget out of range, or one that no reply can reach, as a sentence."""
+    budget, limit = generation.max_thinking_tokens, generation.max_new_tokens
+    if budget is None or 0 <= budget < limit:
+        return []
+    return [
+        f"generation.max_thinking_tokens={budget}: must be at least 0 and below generation.max_new_tokens={limit}, where a reply ends "
+        "anyway; null sets no limit"
+    ]
 
 
 class Evaluation(NamedTuple):

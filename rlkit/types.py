@@ -65,16 +65,25 @@ class Task(NamedTuple):
 
 # ----------------------------------------------------------------------------------------------------- episodes
 
-FinishReason = Literal["stop", "length"]
 Status = Literal["terminated", "truncated"]
+# How a reply ended, the first that holds: cut off by a limit of tokens; its thinking was closed by the budget and it ended by itself;
+# it ended with tool calls, readable or not; it ended by itself. There is no "error": an engine that fails ends the run, and a call
+# that cannot be read is answered.
+FinishReason = Literal["length", "budget", "tool", "stop"]
+THINK_TAGS = ("<think>", "</think>")
 
 
 class Generation(NamedTuple):
-    """One sampled reply: the token ids as sampled (end-of-turn token included) and their log-probs after temperature."""
+    """One reply: the token ids as sampled (end-of-turn token included) and their log-probs after temperature.
+
+    Where a thinking budget closed the thinking, the engine itself wrote the tokens at the positions `forced`: they are part of what
+    the policy reads, and nothing is learned from them. Their log-probs are 0: the engine had no choice.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    finish_reason: FinishReason
+    finish_reason: Literal["stop", "length"]
+    forced: tuple[int, ...] = ()
 
 
 class Step(NamedTuple):
@@ -83,7 +92,7 @@ class Step(NamedTuple):
     prompt: tuple[Message, ...]  # the messages new in this turn
     prompt_ids: tuple[int, ...]  # the whole context that the reply was sampled from
     response_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # of response_ids, by the sampler, after temperature
+    logprobs: tuple[float, ...]  # of response_ids, by the sampler, after temperature; 0 where forced
     finish_reason: FinishReason
     thinking: str = ""
     content: str = ""
@@ -91,6 +100,13 @@ class Step(NamedTuple):
     tool_calls: tuple[ToolCall, ...] = ()
     tool_results: tuple[ToolResult, ...] = ()
     reward: float | None = None
+    forced: tuple[int, ...] = ()  # positions in response_ids that the thinking budget wrote: neither sampled nor trained
+    dropped: int = 0  # exchanges (a reply and what was said to it) at the episode's start that the context no longer holds
+
+    @property
+    def sampled(self) -> list[int]:
+        """Positions in response_ids that were sampled."""
+        return [i for i in range(len(self.response_ids)) if i not in self.forced]
 
 
 class Rollout(NamedTuple):
@@ -119,22 +135,24 @@ class Rollout(NamedTuple):
 
     @property
     def response_length(self) -> int:
-        """Sampled tokens of all steps together."""
-        return sum(len(step.response_ids) for step in self.steps)
+        """Sampled tokens of all steps together; what a thinking budget wrote is not among them."""
+        return sum(len(step.response_ids) - len(step.forced) for step in self.steps)
 
     @property
     def conversation(self) -> list[Message]:
         """The episode as chat messages, thinking included, calls structured, results with the call's id."""
         return self.history(len(self.steps), thinking=True)
 
-    def history(self, steps: int, *, thinking: bool) -> list[Message]:
+    def history(self, steps: int, *, thinking: bool, dropped: int = 0) -> list[Message]:
         """The messages of the first `steps` steps, with or without the policy's thinking.
 
-        Results of a step's calls belong to that step here; in the token stream they are part of the next prompt.
+        Results of a step's calls belong to that step here; in the token stream they are part of the next prompt. With `dropped`,
+        the first so many exchanges are left out, a reply and what was said to it each; the first prompt stays.
         """
-        messages: list[Message] = []
-        for step in self.steps[:steps]:
-            messages += [m for m in step.prompt if m["role"] != "tool"]
+        messages: list[Message] = [*self.steps[0].prompt] if self.steps[:steps] else []
+        for index, step in enumerate(self.steps[dropped:steps], dropped):
+            if index > dropped:
+                messages += [m for m in step.prompt if m["role"] != "tool"]
             reply: Message = {"role": "assistant", "content": step.content}
             if thinking and step.thinking:
                 reply["reasoning_content"] = step.thinking
@@ -310,6 +328,7 @@ class Environment(NamedTuple):
     max_steps: int = 1
     max_calls: int = 8  # tool calls answered in one reply; the others come back as errors
     history: Literal["keep_thinking", "strip_thinking"] = "keep_thinking"
+    overflow: Literal["truncate", "drop_oldest"] = "truncate"  # what a context does that leaves no room for a reply
 
 
 class Generate(Protocol):
@@ -321,11 +340,28 @@ class Generate(Protocol):
     def __call__(self, policy: Policy, contexts: Sequence[Sequence[int]], seeds: Sequence[int], /, **settings: Any) -> list[Generation]: ...
 
 
+class Thinking(NamedTuple):
+    """How a tokenizer writes THINK_TAGS."""
+
+    ids: tuple[int, int] | None  # of both tags, where each is an added token; None: they are spelled, and read in the text
+    close: tuple[int, ...]  # what writes the closing one
+    decode: Callable[[Sequence[int]], str]  # ids → their text
+
+    def opened(self, context: Sequence[int]) -> bool:
+        """Whether a context ends in the opening tag, as some templates make it: then the reply begins inside a thinking block."""
+        tail = list(context[-16:])  # a tag spelled letter by letter, and white space
+        if self.ids is None:
+            return self.decode(tail).rstrip().endswith(THINK_TAGS[0])
+        if self.ids[0] not in tail:
+            return False
+        return not self.decode(tail[len(tail) - tail[::-1].index(self.ids[0]) :]).strip()
+
+
 class Policy(NamedTuple):
     """A model with all that is needed to talk to it in token ids."""
 
     model: torch.nn.Module  # a Hugging Face causal LM, or a PEFT model around one
-    codec: Any  # rlkit.rollouts.encode.Codec
+    codec: Any  # rlkit.models.Codec; its `thinking` is the Thinking of this page
     eos_token_ids: tuple[int, ...]  # every one of them ends a reply
     pad_token_id: int
     context_length: int

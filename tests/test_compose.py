@@ -64,6 +64,10 @@ REFUSALS = {
     ),
     "parts that do not divide": (["algorithm.minibatches=7"], ["algorithm.minibatches=7", "128 rollouts"]),
     "zero steps": (["trainer.steps=0"], ["trainer.steps=0", "at least 1"]),
+    "a budget no reply reaches": (
+        ["generation.max_thinking_tokens=64"],
+        ["generation.max_thinking_tokens=64", "below generation.max_new_tokens=64"],
+    ),
     "greedy training": (["generation.temperature=0"], ["generation.temperature=0", "greedy"]),
     "number schedule that binds nothing": (
         [

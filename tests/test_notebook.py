@@ -285,6 +285,17 @@ def test_stacked_tensors_hold_sampled_tokens_in_the_order_of_time():
     assert batch.step_ids[0].tolist() == [0, 0, 1]
 
 
+def test_tokens_that_a_thinking_budget_wrote_are_not_stacked(model):
+    """They keep their place in the step, where their log-prob is 0, and the others keep theirs."""
+    free = rollout(1.0, (-1.0, 0.0, -2.0), (0.0, -3.0))
+    one = free._replace(steps=tuple(s._replace(forced=f) for s, f in zip(free.steps, ((1,), (0,)), strict=True)))
+    batch = stack_rollouts(with_gradient(one))
+    assert batch.logprobs_sampler.tolist() == [[-1, -2, -3]] and batch.ids.tolist() == [[10, 12, 11]]
+    whole, attached = (attach_logprobs(model, [r])[0].steps for r in (free, one))
+    wanted = [step.logprobs * torch.tensor(kept) for step, kept in zip(whole, ([1, 0, 1], [0, 1]), strict=True)]
+    torch.testing.assert_close([s.logprobs for s in attached], wanted, rtol=0, atol=1e-5)  # float32, another number of rows in one product
+
+
 def test_advantages_are_those_of_a_prompts_own_group():
     """The slip: four prompts that share one mean."""
     easy = [rollout(r, (-1.0,), group=0) for r in (1.0, 1.0)]

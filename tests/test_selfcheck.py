@@ -110,6 +110,19 @@ def test_log_probs_of_other_tokens_are_refused(tiny, tasks, experiment):
         check_policy(tiny, tasks, with_engine(experiment, shifted))
 
 
+def test_tokens_that_a_thinking_budget_wrote_are_no_difference(tiny, tasks, experiment):
+    """The policy's own log-prob of a tag that was forced is far from the engine's 0."""
+    seen = []
+
+    def engine(policy, contexts, seeds, /, **settings):
+        seen.extend(generate(policy, contexts, seeds, **settings))
+        return seen[-len(contexts) :]
+
+    limited = with_engine(experiment, engine)
+    assert check_policy(tiny, tasks, limited._replace(generation=limited.generation._replace(max_thinking_tokens=1))) == []
+    assert any(reply.forced for reply in seen)
+
+
 def test_logits_that_are_scaled_behind_the_head_are_refused(tiny, tasks, experiment):
     """A model that caps or scales its logits in forward is scored without that: trunk and head alone."""
     policy = copied(tiny)

@@ -48,6 +48,7 @@ class HeldOut(L.Callback):
                 generate=x.generation.engine,
                 environment=x.environment,
                 max_new_tokens=x.evaluation.max_new_tokens or x.generation.max_new_tokens,
+                max_thinking_tokens=x.generation.max_thinking_tokens,
             )
         self.results[module.rl_step] = result
         return {

@@ -7,7 +7,7 @@ from rlkit.environments.guess_number import guess_number
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.environments.python import python_tool
 from rlkit.environments.single_turn import single_turn
-from rlkit.environments.thinking import split_thinking
+from rlkit.environments.thinking import split_reply, split_thinking
 from rlkit.environments.tool_parsers import hermes, none
 from rlkit.environments.tool_use import tool_use
 from rlkit.environments.tools import execute, tool_name, tool_schema
@@ -25,6 +25,7 @@ __all__ = [
     "python_tool",
     "said_done",
     "single_turn",
+    "split_reply",
     "split_thinking",
     "tool_name",
     "tool_schema",

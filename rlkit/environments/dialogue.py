@@ -19,6 +19,7 @@ def dialogue(
     max_turns: int = 50,
     system_prompt: str | None = None,
     history: Literal["keep_thinking", "strip_thinking"] = "strip_thinking",
+    overflow: Literal["truncate", "drop_oldest"] = "truncate",
 ) -> Environment:
     """The task's messages, then whatever `prompt_fn` says after each reply.
 
@@ -30,6 +31,8 @@ def dialogue(
       max_turns: replies of an episode, at least 1; an episode that would go on after the last one is truncated.
       system_prompt: put in front of the task's messages; None adds none.
       history: strip_thinking renders the conversation anew for every reply, without earlier thinking; keep_thinking only appends.
+      overflow: of the model's context. truncate ends the episode; drop_oldest drops the oldest replies, each with what was said to it,
+        until a whole reply fits; the task's messages always stay.
     Raises: ConfigError for a limit below 1, or a tool whose name is not the function's.
     """
     if max_turns < 1:
@@ -38,7 +41,7 @@ def dialogue(
         base = tool_use(tools=tools, max_turns=max_turns, system_prompt=system_prompt)
     else:
         base = single_turn(system_prompt=system_prompt)._replace(max_steps=max_turns)
-    return base._replace(next_prompt=prompt_fn, stop=termination_fn, history=history)
+    return base._replace(next_prompt=prompt_fn, stop=termination_fn, history=history, overflow=overflow)
 
 
 def continue_with_step(rollout: Rollout, step: int) -> str:

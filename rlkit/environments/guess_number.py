@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from rlkit.environments.dialogue import dialogue
 from rlkit.types import Environment, Rollout
@@ -10,14 +11,24 @@ from rlkit.types import Environment, Rollout
 NUMBER = re.compile(r"[0-9]{1,18}")  # of a reply, the last one counts
 
 
-def guess_number(*, max_turns: int = 50, system_prompt: str | None = None) -> Environment:
+def guess_number(
+    *, max_turns: int = 50, system_prompt: str | None = None, overflow: Literal["truncate", "drop_oldest"] = "truncate"
+) -> Environment:
     """The game of tasks=guess_number: after each reply "higher" or "lower", until the guess is `task.answer`.
 
     Args:
       max_turns: guesses of an episode, at least 1; an episode without the right one among them is truncated.
       system_prompt: put in front of the task's messages; None adds none.
+      overflow: as in `dialogue`.
     """
-    return dialogue(prompt_fn=hint, termination_fn=found, max_turns=max_turns, system_prompt=system_prompt, history="keep_thinking")
+    return dialogue(
+        prompt_fn=hint,
+        termination_fn=found,
+        max_turns=max_turns,
+        system_prompt=system_prompt,
+        history="keep_thinking",
+        overflow=overflow,
+    )
 
 
 def hint(rollout: Rollout, step: int) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-OPEN, CLOSE = "<think>", "</think>"
+import re
+from collections.abc import Sequence
+
+from rlkit.types import THINK_TAGS, Thinking
 
 
 def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str, bool]:
@@ -16,15 +19,35 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str, bool]:
       text is the content, unchanged. `closed` is False where a block was opened and never closed: all that follows is
       thinking, and the content is what stood before it.
     """
-    if OPEN not in text and CLOSE not in text and not opened:
-        return "", text, True
-    before, tag, after = text.rpartition(CLOSE)
-    if not tag and opened:
-        return _without_tags(text), "", False
-    content, unclosed, rest = after.partition(OPEN)
-    thinking = [part for part in (_without_tags(before), _without_tags(rest)) if part]
-    return "\n".join(thinking), content.strip(), not unclosed
+    pieces = re.split(f"({'|'.join(THINK_TAGS)})", text)
+    return _split(pieces[::2], [tag == THINK_TAGS[1] for tag in pieces[1::2]], opened)
 
 
-def _without_tags(text: str) -> str:
-    return text.replace(OPEN, "").replace(CLOSE, "").strip()
+def split_reply(thinking: Thinking, ids: Sequence[int], *, opened: bool = False) -> tuple[str, str, bool]:
+    """Split a reply's token ids as `split_thinking` does its text.
+
+    Where the tags are added tokens of the tokenizer, only their ids count: text that spells a tag in ordinary tokens (a quotation) is
+    text like any other. Where they are not, the tags are read in the text.
+
+    Args:
+      thinking: of the policy's codec.
+      ids: of a reply, without its end-of-sequence id.
+      opened: as in `split_thinking`.
+    """
+    if thinking.ids is None:
+        return split_thinking(thinking.decode(ids), opened=opened)
+    at = [i for i, token in enumerate(ids) if token in thinking.ids]
+    texts = [thinking.decode(ids[a:b]) for a, b in zip([0, *(i + 1 for i in at)], [*at, len(ids)], strict=True)]
+    return _split(texts, [ids[i] == thinking.ids[1] for i in at], opened)
+
+
+def _split(texts: Sequence[str], closing: Sequence[bool], opened: bool) -> tuple[str, str, bool]:
+    """Of n + 1 texts around n tags; `closing` tells which tags close."""
+    if not closing and not opened:
+        return "", texts[0], True
+    if True not in closing and opened:
+        return "".join(texts).strip(), "", False
+    last = len(closing) - list(closing)[::-1].index(True) if True in closing else 0  # the text behind the last closing tag
+    unclosed = texts[last + 1 :]
+    thinking = [part for part in ("".join(texts[:last]).strip(), "".join(unclosed).strip()) if part]
+    return "\n".join(thinking), texts[last].strip(), not unclosed

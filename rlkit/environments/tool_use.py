@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.environments.single_turn import never, no_next_prompt
@@ -20,6 +20,7 @@ def tool_use(
     max_calls: int = 8,
     system_prompt: str | None = None,
     parse_calls: ToolParser = hermes,
+    overflow: Literal["truncate", "drop_oldest"] = "truncate",
 ) -> Environment:
     """The policy may call tools; a reply without a call ends the episode.
 
@@ -29,6 +30,8 @@ def tool_use(
       max_calls: calls answered in one reply, at least 1; the others come back as errors.
       system_prompt: put in front of the task's messages; None adds none.
       parse_calls: reads the calls out of a reply's content.
+      overflow: of the model's context. truncate ends the episode; drop_oldest drops the oldest replies, each with its calls' results, until
+        a whole reply fits; the task's messages always stay.
     Raises: ConfigError for no tools, a name that is not the function's, or a limit below 1.
     """
     if not tools:
@@ -57,4 +60,5 @@ def tool_use(
         parse_calls=parse_calls,
         max_steps=max_turns,
         max_calls=max_calls,
+        overflow=overflow,
     )

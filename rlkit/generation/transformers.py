@@ -4,6 +4,10 @@ Sampling is Gumbel-max: the next token is argmax(log-probs + noise), with noise 
 the position in its reply, the token). So what a rollout samples depends on nothing but the model and its own seed: not on the
 batch it is in, its row, the rank or the clock. The log-probs are those of the distribution that is sampled (temperature
 applied, nothing else: no top-k, no top-p, no defaults hidden in the model's generation_config).
+
+A thinking budget writes the closing tag into a reply whose thinking is used up, and the reply goes on behind it. What was written is
+marked as forced. It is written whatever the policy would have said there, its own closing tag too: to train that one choice where it
+happens to agree, and no other, would be a biased gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rlkit.functional import gumbel_noise
-from rlkit.types import Generation, Policy
+from rlkit.types import THINK_TAGS, Generation, Policy, Thinking
 
 
 def generate(
@@ -27,6 +31,7 @@ def generate(
     *,
     max_new_tokens: int = 256,
     temperature: float = 1.0,
+    max_thinking_tokens: int | None = None,
     max_rows: int = 256,
 ) -> list[Generation]:
     """Samples one reply per context.
@@ -35,8 +40,10 @@ def generate(
       policy: the model and its token ids.
       contexts: token ids, each non-empty and shorter than the model's context.
       seeds: one 63-bit integer per context.
-      max_new_tokens: limit of a reply in tokens, > 0; the context limit of the model cuts it further.
+      max_new_tokens: limit of a reply in tokens, > 0, forced ones included; the context limit of the model cuts it further.
       temperature: >= 0. Divides the logits; 0 is greedy and gives the log-probs at temperature 1.
+      max_thinking_tokens: >= 0, of a reply, in all its thinking blocks together; once they are used up, the closing tag is written.
+        None sets no limit. Tags do not count where they are added tokens; where they are spelled, the beginning of a closing one does.
       max_rows: contexts decoded at once. Longer lists are done in parts, which changes no result.
     Returns: in the order of the contexts; a reply ends with an end-of-sequence id ("stop") or is cut ("length").
     Raises: ValueError for arguments out of range.
@@ -45,6 +52,8 @@ def generate(
         raise ValueError(
             f"generation: temperature must be >= 0 (is {temperature}), max_new_tokens and max_rows >= 1 (are {max_new_tokens}, {max_rows})"
         )
+    if max_thinking_tokens is not None and max_thinking_tokens < 0:
+        raise ValueError(f"generation: max_thinking_tokens must be >= 0 or null (is {max_thinking_tokens})")
     by_length = sorted(range(len(contexts)), key=lambda i: len(contexts[i]))
     replies: dict[int, Generation] = {}
     causal = policy.model.get_base_model() if hasattr(policy.model, "disable_adapter") else policy.model  # type: ignore[operator]
@@ -53,7 +62,9 @@ def generate(
             rows = by_length[start : start + max_rows]
             replies |= zip(
                 rows,
-                _decode(causal, policy, [contexts[i] for i in rows], [seeds[i] for i in rows], max_new_tokens, temperature),
+                _decode(
+                    causal, policy, [contexts[i] for i in rows], [seeds[i] for i in rows], max_new_tokens, temperature, max_thinking_tokens
+                ),
                 strict=True,
             )
     return [replies[i] for i in range(len(contexts))]
@@ -79,7 +90,13 @@ def sampling_mode(model: Any) -> Iterator[None]:
 
 
 def _decode(
-    model: Any, policy: Policy, contexts: Sequence[Sequence[int]], seeds: Sequence[int], max_new_tokens: int, temperature: float
+    model: Any,
+    policy: Policy,
+    contexts: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+    max_new_tokens: int,
+    temperature: float,
+    max_thinking_tokens: int | None,
 ) -> list[Generation]:
     from transformers import GenerationConfig, LogitsProcessorList
 
@@ -90,10 +107,13 @@ def _decode(
     lengths = torch.tensor([len(c) for c in contexts], device=device)
     attention_mask = torch.arange(width, device=device) >= (width - lengths)[:, None]
     sampler = GumbelMax(torch.tensor(seeds, device=device), width, temperature)
+    processors: list[Any] = [sampler]
+    if max_thinking_tokens is not None:
+        processors.append(ThinkingBudget(policy.codec.thinking, contexts, width, max_thinking_tokens, device))
     out = model.generate(
         input_ids=ids,
         attention_mask=attention_mask.long(),
-        logits_processor=LogitsProcessorList([sampler]),
+        logits_processor=LogitsProcessorList(processors),
         generation_config=GenerationConfig(
             do_sample=False,
             max_new_tokens=max(limits),
@@ -103,9 +123,13 @@ def _decode(
         ),
     )
     sampled = out[:, width:].tolist()
-    logprobs = torch.stack(sampler.logprobs, dim=1).tolist()
-    rows = zip(sampled, logprobs, limits, strict=True)
-    return [_cut(tokens[:limit], scores[:limit], policy.eos_token_ids) for tokens, scores, limit in rows]
+    logprobs = torch.stack(sampler.logprobs, dim=1)
+    forced: list[list[bool]] = [[]] * len(contexts)
+    if max_thinking_tokens is not None:
+        written = torch.stack(processors[1].forced, dim=1)
+        logprobs, forced = logprobs.masked_fill(written, 0.0), written.tolist()
+    rows = zip(sampled, logprobs.tolist(), forced, limits, strict=True)
+    return [_cut(tokens[:limit], scores[:limit], marks, policy.eos_token_ids) for tokens, scores, marks, limit in rows]
 
 
 class GumbelMax:
@@ -124,9 +148,51 @@ class GumbelMax:
         return choice
 
 
-def _cut(tokens: list[int], logprobs: list[float], eos_token_ids: Sequence[int]) -> Generation:
+class ThinkingBudget:
+    """A logits processor behind the sampler: once a reply's thinking is used up, the next choice is the closing tag.
+
+    Where the tags are added tokens, a step costs a few operations on [B]; where they are spelled, it decodes each row's last token.
+    """
+
+    def __init__(self, thinking: Thinking, contexts: Sequence[Sequence[int]], prompt_width: int, limit: int, device: torch.device):
+        self.thinking, self.prompt_width, self.limit = thinking, prompt_width, limit
+        self.close = torch.tensor(thinking.close, device=device)
+        self.inside = torch.tensor([thinking.opened(c) for c in contexts], device=device)  # [B] bool, in a thinking block
+        self.used = torch.zeros(len(contexts), dtype=torch.int64, device=device)  # [B] thinking tokens
+        self.written = torch.zeros_like(self.used)  # [B] tokens of a closing tag that is being written
+        self.tails = [""] * len(contexts)  # where tags are spelled: what may be the beginning of one
+        self.forced: list[Tensor] = []  # one [B] bool a step
+
+    def __call__(self, input_ids: Tensor, choice: Tensor) -> Tensor:
+        if input_ids.shape[1] > self.prompt_width:
+            self.follow(input_ids[:, -1])
+        force = (self.written > 0) | (self.inside & (self.used >= self.limit))
+        token = self.close[self.written][:, None]
+        self.written = torch.where(force, (self.written + 1) % len(self.close), 0)
+        self.forced.append(force)
+        return choice.scatter(1, token, torch.where(force[:, None], torch.inf, choice.gather(1, token)))
+
+    def follow(self, last: Tensor) -> None:
+        """Takes each reply's last token [B] into account."""
+        if self.thinking.ids is not None:
+            first, second = self.thinking.ids
+            self.inside = (self.inside | (last == first)) & (last != second)
+            self.used += self.inside & (last != first)
+            return
+        before, inside = self.inside, self.inside.tolist()
+        for row, token in enumerate(last.tolist()):
+            text = self.tails[row] + self.thinking.decode([token])
+            at = [text.rfind(tag) for tag in THINK_TAGS]
+            if max(at) >= 0:
+                inside[row] = at[0] > at[1]
+                text = text[max(at) + len(THINK_TAGS[not inside[row]]) :]
+            self.tails[row] = text[1 - len(THINK_TAGS[1]) :]
+        self.inside = torch.tensor(inside, device=last.device)
+        self.used += before & self.inside
+
+
+def _cut(tokens: list[int], logprobs: list[float], forced: list[bool], eos_token_ids: Sequence[int]) -> Generation:
     """The reply up to and including its first end-of-sequence id; what `generate` padded after it is dropped."""
-    for i, token in enumerate(tokens):
-        if token in eos_token_ids:
-            return Generation(tuple(tokens[: i + 1]), tuple(logprobs[: i + 1]), "stop")
-    return Generation(tuple(tokens), tuple(logprobs), "length")
+    end = next((i + 1 for i, token in enumerate(tokens) if token in eos_token_ids), None)
+    written = tuple(i for i, mark in enumerate(forced[: len(tokens) if end is None else end]) if mark)
+    return Generation(tuple(tokens[:end]), tuple(logprobs[:end]), "length" if end is None else "stop", written)

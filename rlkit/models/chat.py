@@ -11,22 +11,24 @@ Two rules (they hold for any template and tokenizer):
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlkit.errors import TemplateError
-from rlkit.types import Message, Messages
+from rlkit.types import THINK_TAGS, Message, Messages, Thinking
 
 _OPEN, _CLOSE = "\u27e6rlkit:", "\u27e7"  # around a placeholder's number; a content that holds these is encoded like any other
 
 
 class Codec(NamedTuple):
-    """A tokenizer, its copy without added tokens, and how the template is called."""
+    """A tokenizer, its copy without added tokens, its thinking tags, and how the template is called."""
 
     tokenizer: Any  # transformers.PreTrainedTokenizerBase with a chat template
     plain: Any  # tokenizers.Tokenizer without added tokens
     added_ids: frozenset[int]
+    thinking: Thinking
     template_arguments: Mapping[str, Any] = {}  # for example enable_thinking
 
 
@@ -47,7 +49,16 @@ def make_codec(tokenizer: Any, *, enable_thinking: bool | None = None) -> Codec:
     if backend is None:
         raise TemplateError(f"model.path: '{tokenizer.name_or_path}' has no fast tokenizer; rlkit needs tokenizer.json")
     arguments = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-    return Codec(tokenizer, _without_added_tokens(backend), frozenset(tokenizer.added_tokens_decoder), arguments)
+    plain = _without_added_tokens(backend)
+    return Codec(tokenizer, plain, frozenset(tokenizer.added_tokens_decoder), _thinking(tokenizer, plain), arguments)
+
+
+def _thinking(tokenizer: Any, plain: Any) -> Thinking:
+    added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
+    first, last = (added.get(tag) for tag in THINK_TAGS)
+    ids = None if first is None or last is None else (first, last)
+    close = tuple(plain.encode(THINK_TAGS[1], add_special_tokens=False).ids) if ids is None else (ids[1],)
+    return Thinking(ids, close, functools.partial(_decode, tokenizer))
 
 
 def _without_added_tokens(backend: Any) -> Any:
@@ -196,4 +207,8 @@ def check_template(codec: Codec, tools: Sequence[Mapping[str, Any]]) -> None:
 
 def decode(codec: Codec, ids: Sequence[int], *, control_tokens: bool = True) -> str:
     """The text of ids, spaces untouched."""
-    return codec.tokenizer.decode(list(ids), skip_special_tokens=not control_tokens, clean_up_tokenization_spaces=False)
+    return _decode(codec.tokenizer, ids, control_tokens)
+
+
+def _decode(tokenizer: Any, ids: Sequence[int], control_tokens: bool = True) -> str:
+    return tokenizer.decode(list(ids), skip_special_tokens=not control_tokens, clean_up_tokenization_spaces=False)

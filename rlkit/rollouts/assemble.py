@@ -25,7 +25,8 @@ def rows(rollout: Rollout) -> list[Row]:
     """The training sequences of a rollout.
 
     A step whose context begins with all that came before (context + reply of the step before) extends the row; one whose
-    context was rewritten (a template that drops earlier thinking) starts a new row. One rule for every history policy.
+    context was rewritten (a template that drops earlier thinking, turns dropped to make room) starts a new row. One rule for every
+    history policy. What a thinking budget wrote is in the row, for the policy read it, and is not trained.
     """
     out: list[Row] = []
     spot: tuple[Row, int] | None = None  # the last sampled token so far: where a reward is earned
@@ -37,12 +38,15 @@ def rows(rollout: Rollout) -> list[Row]:
         new = prompt[len(row.ids) :] + list(step.response_ids)
         observed = len(new) - len(step.response_ids)
         row.ids.extend(new)
+        begin = len(row.ids) - len(step.response_ids)
         row.sampled.extend([False] * observed + [True] * len(step.response_ids))
-        row.logprobs.extend([0.0] * observed + list(step.logprobs))
+        for i in step.forced:
+            row.sampled[begin + i] = False
+        row.logprobs.extend(p if s else 0.0 for p, s in zip([0.0] * observed + list(step.logprobs), row.sampled[-len(new) :], strict=True))
         row.steps.extend([index] * len(new))
         row.rewards.extend([0.0] * len(new))
-        if step.response_ids:
-            spot = row, len(row.ids) - 1
+        if own := step.sampled:
+            spot = row, begin + own[-1]
         if spot is not None and rollout.reward is not None:
             spot[0].rewards[spot[1]] += (step.reward or 0.0) + (rollout.reward if index == len(rollout.steps) - 1 else 0.0)
     return out

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlkit.environments import environment_of, execute, split_thinking, tool_schema
+from rlkit.environments import environment_of, execute, split_reply, tool_schema
 from rlkit.functional import mix
-from rlkit.models.chat import continuation, decode, encode_prompt
-from rlkit.types import Environment, Generate, Generation, Message, Messages, Policy, Rollout, Step, Task, ToolResult
+from rlkit.models.chat import continuation, encode_prompt
+from rlkit.types import Environment, FinishReason, Generate, Generation, Message, Messages, Policy, Rollout, Step, Task, ToolResult
 
 
 class Turn(NamedTuple):
@@ -19,6 +19,7 @@ class Turn(NamedTuple):
     seed: int
     prompt: tuple[Message, ...]
     context: tuple[int, ...]
+    dropped: int = 0  # exchanges that the context no longer holds
 
 
 def collect(
@@ -46,7 +47,8 @@ def collect(
         there is (rlkit.functional.mix), so the same call gives the same rollouts in any batch, on any rank.
       first: position of the first task, where these are further prompts of the same step.
       on_done: called with each episode once it is over.
-      settings: for the engine (temperature, max_new_tokens, …).
+      settings: for the engine (temperature, max_new_tokens, …). Where an environment drops its oldest turns, `max_new_tokens` is the
+        room that a context has to leave.
     Returns: unscored rollouts, task by task, samples of a task side by side.
     """
     opened = [open_episode(policy, task, environment_of(environment, task), group=i) for i, task in enumerate(tasks, first)]
@@ -71,7 +73,7 @@ def collect(
         replies = generate(policy, [turn.context for turn in fitting], seeds, **settings) if fitting else []
         waiting = []
         for turn, reply in zip(fitting, replies, strict=True):
-            after = advance(policy, turn, reply)
+            after = advance(policy, turn, reply, room=settings.get("max_new_tokens") or 1)
             if isinstance(after, Turn):
                 waiting.append(after)
             else:
@@ -87,8 +89,8 @@ def open_episode(policy: Policy, task: Task, environment: Environment, *, group:
     return Turn(Rollout(task, (), group=group), environment, 0, prompt, context)
 
 
-def advance(policy: Policy, turn: Turn, reply: Generation) -> Turn | Rollout:
-    """What follows a reply: the next turn, or the finished rollout.
+def advance(policy: Policy, turn: Turn, reply: Generation, *, room: int = 1) -> Turn | Rollout:
+    """What follows a reply: the next turn, or the finished rollout. `room`: tokens of a reply, for `next_context`.
 
     The order of the checks: a reply cut by length truncates; `stop` terminates; tool calls are answered; else the
     environment's next prompt, and where there is none the episode terminates. The step limit truncates what would go on.
@@ -115,15 +117,15 @@ def advance(policy: Policy, turn: Turn, reply: Generation) -> Turn | Rollout:
         return rollout
     if len(rollout.steps) >= environment.max_steps:
         return _truncated(rollout, "steps")
-    context = next_context(policy, rollout, environment, messages)
-    return turn._replace(rollout=rollout, prompt=tuple(messages), context=context)
+    context, dropped = next_context(policy, rollout, environment, messages, room=room)
+    return turn._replace(rollout=rollout, prompt=tuple(messages), context=context, dropped=dropped)
 
 
 def read_reply(policy: Policy, turn: Turn, reply: Generation) -> Step:
     """A reply as a step: the ids as sampled, and what they say."""
     ended = bool(reply.token_ids) and reply.token_ids[-1] in policy.eos_token_ids
-    text = decode(policy.codec, reply.token_ids[: -1 if ended else None])
-    thinking, content, closed = split_thinking(text)
+    tags = policy.codec.thinking
+    thinking, content, closed = split_reply(tags, reply.token_ids[: -1 if ended else None], opened=tags.opened(turn.context))
     content, calls = turn.environment.parse_calls(content)
     number = sum(len(s.tool_calls) for s in turn.rollout.steps)
     return Step(
@@ -131,12 +133,21 @@ def read_reply(policy: Policy, turn: Turn, reply: Generation) -> Step:
         prompt_ids=turn.context,
         response_ids=reply.token_ids,
         logprobs=reply.logprobs,
-        finish_reason=reply.finish_reason,
+        finish_reason=finish_reason(reply, tools=bool(calls)),
         thinking=thinking,
         content=content,
         thinking_closed=closed,
         tool_calls=tuple(call._replace(id=f"call_{number + i}") for i, call in enumerate(calls)),
+        forced=reply.forced,
+        dropped=turn.dropped,
     )
+
+
+def finish_reason(reply: Generation, *, tools: bool) -> FinishReason:
+    """How a reply ended, as FinishReason orders it. `tools`: it holds tool calls."""
+    if reply.finish_reason == "length":
+        return "length"
+    return "budget" if reply.forced else "tool" if tools else "stop"
 
 
 def answer_calls(rollout: Rollout, environment: Environment) -> tuple[ToolResult, ...]:
@@ -150,20 +161,44 @@ def answer_calls(rollout: Rollout, environment: Environment) -> tuple[ToolResult
     )
 
 
-def next_context(policy: Policy, rollout: Rollout, environment: Environment, messages: Messages) -> tuple[int, ...]:
-    """The ids of the next context.
+def next_context(
+    policy: Policy, rollout: Rollout, environment: Environment, messages: Messages, *, room: int = 1
+) -> tuple[tuple[int, ...], int]:
+    """The ids of the next context, and how many exchanges it has dropped.
 
     keep_thinking appends: previous context + sampled ids + what the template writes between replies.
     strip_thinking renders the conversation afresh without earlier thinking.
+
+    With `drop_oldest`, a context that leaves less than `room` tokens loses its oldest exchanges, a reply and what was said to it (a tool's
+    results, a user's message) each, until it leaves them or one exchange is left. The first prompt and the last exchange always stay, so
+    roles alternate and every result follows its call. What is dropped stays dropped. keep_thinking cuts exchanges out of the token
+    stream: those that stay are the ids that were sampled.
     """
-    if environment.history == "strip_thinking":
-        history = rollout.history(len(rollout.steps), thinking=False)
-        if messages and messages[0]["role"] != "tool":  # results are part of the history already
-            history += messages
-        tools = [tool_schema(tool) for tool in environment.tools(rollout.task).values()]
-        return tuple(encode_prompt(policy.codec, history, tools))
-    last = rollout.steps[-1]
-    return last.prompt_ids + last.response_ids + tuple(continuation(policy.codec, messages, last.response_ids[-1]))
+    context = _appended if environment.history == "keep_thinking" else _rendered
+    dropped = rollout.steps[-1].dropped
+    ids = context(policy, rollout, environment, messages, dropped)
+    if environment.overflow == "drop_oldest":
+        while len(ids) + room > policy.context_length and dropped < len(rollout.steps) - 1:
+            dropped += 1
+            ids = context(policy, rollout, environment, messages, dropped)
+    return ids, dropped
+
+
+def _rendered(policy: Policy, rollout: Rollout, environment: Environment, messages: Messages, dropped: int) -> tuple[int, ...]:
+    history = rollout.history(len(rollout.steps), thinking=False, dropped=dropped)
+    if messages and messages[0]["role"] != "tool":  # results are part of the history already
+        history += messages
+    tools = [tool_schema(tool) for tool in environment.tools(rollout.task).values()]
+    return tuple(encode_prompt(policy.codec, history, tools))
+
+
+def _appended(policy: Policy, rollout: Rollout, environment: Environment, messages: Messages, dropped: int) -> tuple[int, ...]:
+    last, kept = rollout.steps[-1], len(rollout.steps[0].prompt_ids)
+    sizes: list[int] = []  # ids of each exchange; the context of step k + 1 is the first prompt and the exchanges up to k that it holds
+    for step in rollout.steps[1:]:
+        sizes.append(len(step.prompt_ids) - kept - sum(sizes[step.dropped :]))
+    before = last.prompt_ids[:kept] + last.prompt_ids[kept + sum(sizes[last.dropped : dropped]) :]
+    return before + last.response_ids + tuple(continuation(policy.codec, messages, last.response_ids[-1]))
 
 
 def _truncated(rollout: Rollout, why: str) -> Rollout:

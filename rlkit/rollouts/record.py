@@ -246,6 +246,8 @@ def rollout_schema() -> pyarrow.Schema:
         "tool_calls": pa.list_(pa.struct(call)),
         "tool_results": pa.list_(pa.struct(result)),
         "reward": number,
+        "forced": ids,
+        "dropped": count,
     }
     rollout = {
         "task": pa.struct(task),
@@ -286,7 +288,7 @@ def from_row(row: Mapping[str, Any]) -> Rollout:
         Step(
             **step
             | {"prompt": tuple(_message(message) for message in step["prompt"])}
-            | {name: tuple(step[name]) for name in ("prompt_ids", "response_ids", "logprobs")}
+            | {name: tuple(step[name]) for name in ("prompt_ids", "response_ids", "logprobs", "forced")}
             | {"tool_calls": tuple(ToolCall(**call | {"arguments": json.loads(call["arguments"])}) for call in step["tool_calls"])}
             | {"tool_results": tuple(ToolResult(**result) for result in step["tool_results"])}
         )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
+from typing import get_args
 
-from rlkit.types import Rollout
+from rlkit.types import FinishReason, Rollout
 
 NAN = float("nan")
 STATUSES = ("ok", "wrong", "unparseable", "timeout", "error")  # of a component's score
@@ -21,8 +22,10 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
                         advantage's, that the component alone explains: its squared correlation with the reward, 0 … 1. Of the
                         terms of a weighted sum that are independent they add up to 1
     group/*             shares of prompts whose rewards are all equal (split into all good: > 0, all bad: <= 0) and mixed
-    len/*               sampled tokens of an episode, all steps together
+    len/*               sampled tokens of an episode, all steps together; what a thinking budget wrote is not among them
     stop_reason/*       how episodes ended: stop (the policy or the environment), length, context, steps
+    finish_reason/*     how replies ended: shares of stop, tool, budget and length, as types.FinishReason has them
+    dropped_frac        share of episodes whose context dropped its oldest turns
     think_closed_frac   share of episodes without an unclosed thinking block
     answer_found_frac   share of episodes whose last reply has content and is no tool call
     parse_fail_frac     share of episodes with at least one tool call that could not be read
@@ -51,6 +54,8 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "len/truncated_frac": 1 - len(ended) / len(rollouts),
         "stop_reason/stop": len(ended) / len(rollouts),
         **{f"stop_reason/{why}": _share(r.truncation == why for r in rollouts) for why in ("length", "context", "steps")},
+        **{f"finish_reason/{why}": _share(s.finish_reason == why for r in rollouts for s in r.steps) for why in get_args(FinishReason)},
+        "dropped_frac": _share(any(s.dropped for s in r.steps) for r in rollouts),
         "think_closed_frac": _share(all(s.thinking_closed for s in r.steps) for r in rollouts),
         "answer_found_frac": _share(bool(r.final_content) and not r.steps[-1].tool_calls for r in rollouts),
         "parse_fail_frac": _share(any(call.error for call in made) for made in calls),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 from rlkit.environments import calculator, tool_schema
 from rlkit.functional import mix
 from rlkit.generation import generate
-from rlkit.models import encode_prompt, score
+from rlkit.generation.transformers import ThinkingBudget
+from rlkit.models import decode, encode_prompt, encode_text, score
+from rlkit.models.chat import encode_scaffold
+from rlkit.types import THINK_TAGS, Thinking
 
 NEVER = (1,)  # the id of a byte that the model does not write: replies end by length alone
 TOOLS = [tool_schema(calculator)]
@@ -129,7 +134,118 @@ def test_mode_and_defaults_are_put_back_also_after_an_error(tiny, contexts):
         tiny.model.eval()
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"max_new_tokens": 0}, {"max_rows": 0}])
+# ------------------------------------------------------------------------------------------------- thinking budget
+
+
+def thoughts(policy, ids) -> int:
+    """Tokens in thinking blocks, tags apart."""
+    first, second = policy.codec.thinking.ids
+    inside, count = False, 0
+    for token in ids:
+        inside = (inside or token == first) and token != second
+        count += inside and token != first
+    return count
+
+
+def test_a_budget_changes_nothing_before_it_is_used_up_and_closes_the_block_then(tiny, contexts):
+    """The free reply up to there, the closing tag, and what the policy says behind it; a reply that thinks less is the free one."""
+    settings, close = {"max_new_tokens": 32, "temperature": 1.5}, tiny.codec.thinking.close
+    free = generate(tiny, contexts, seeds(4), **settings)
+    used = [thoughts(tiny, g.token_ids) for g in free]
+    assert max(used) > 3 and all(g.forced == () for g in free)
+    for budget in (0, 3, max(used) + 1):
+        for before, after, n in zip(free, generate(tiny, contexts, seeds(4), max_thinking_tokens=budget, **settings), used, strict=True):
+            at = after.forced[0] if after.forced else len(after.token_ids)
+            assert after.token_ids[:at] == before.token_ids[:at] and after.logprobs[:at] == before.logprobs[:at]
+            assert thoughts(tiny, after.token_ids) <= budget and (after == before or n >= budget)
+            assert [after.token_ids[i] for i in after.forced] == [*close] * len(after.forced)
+            assert [after.logprobs[i] for i in after.forced] == [0.0] * len(after.forced)
+            assert not after.forced or thoughts(tiny, after.token_ids[:at]) == budget
+
+
+def test_behind_a_forced_tag_tokens_are_those_of_the_policy(tiny, contexts):
+    """Its log-probs given all that stands before, the forced tag included: by the trainer on the whole reply."""
+    replies = generate(tiny, contexts, seeds(4), max_new_tokens=40, max_thinking_tokens=2)
+    assert all(len(g.token_ids) > g.forced[-1] + 1 for g in replies if g.forced) and any(g.forced for g in replies)
+    for context, reply in zip(contexts, replies, strict=True):
+        ids = torch.tensor([[*context, *reply.token_ids]])
+        mask = torch.zeros(ids.shape, dtype=torch.bool)
+        mask[0, [len(context) + i for i in range(len(reply.token_ids)) if i not in reply.forced]] = True
+        with torch.no_grad():
+            logprobs = score(tiny.model, ids, mask)[0][mask]
+        want = [p for i, p in enumerate(reply.logprobs) if i not in reply.forced]
+        torch.testing.assert_close(logprobs, torch.tensor(want), rtol=0, atol=1e-4)  # cached decoding against one full forward
+
+
+def test_neither_batch_nor_row_changes_a_reply_under_a_budget(tiny, contexts):
+    """Each reply has a state of its own; one context ends inside a block, as some templates make it."""
+    opened = [*contexts[0], tiny.codec.thinking.ids[0]]
+    settings, rows = {"max_new_tokens": 24, "max_thinking_tokens": 3, "temperature": 1.5}, [*contexts, opened]
+    together = generate(tiny, rows, seeds(5), **settings)
+    alone = [tokens(generate(tiny, [c], [s], **settings))[0] for c, s in zip(rows, seeds(5), strict=True)]
+    assert tokens(together) == alone == tokens(generate(tiny, rows[::-1], seeds(5)[::-1], **settings))[::-1]
+    assert together[4].forced[0] == 3  # three tokens of thinking, counted from where the prompt opened the block
+
+
+def spell_tags(codec):
+    """How a tokenizer without the tags as tokens would see them."""
+    return codec.thinking._replace(ids=None, close=tuple(encode_text(codec, THINK_TAGS[1])))
+
+
+@pytest.mark.parametrize("spelled", [False, True])
+def test_the_budget_over_random_replies(tiny, spelled):
+    """Against a plain loop over text: all rows and kinds of replies at once, tags cut into tokens at any place."""
+    codec, rng, budget, steps = tiny.codec, random.Random(1), 4, 60
+    thinking = spell_tags(codec) if spelled else codec.thinking
+    write = encode_text if spelled else encode_scaffold
+    contexts = [encode_scaffold(codec, "<|im_start|>assistant\n") + write(codec, rng.choice(["", "<think>\n"])) for _ in range(40)]
+    scripts = []
+    for context in contexts:
+        script: list[int] = []
+        while len(script) < steps:
+            piece = rng.choice(["<think>", "</think>", "a", "é", "\n\n", "<", "1", "</thin", "1", "a"])
+            script += encode_text(codec, piece) if piece not in THINK_TAGS else write(codec, piece)
+        scripts.append((context, script))
+    width = max(map(len, contexts))
+    budgeted = ThinkingBudget(thinking, contexts, width, budget, torch.device("cpu"))
+    ids = torch.tensor([[0] * (width - len(c)) + list(c) for c in contexts])
+    for step in range(steps):
+        choice = torch.zeros(len(scripts), 768).scatter(1, torch.tensor([[s[step]] for _, s in scripts]), 1.0)
+        ids = torch.cat([ids, budgeted(ids, choice).argmax(1, keepdim=True)], dim=1)
+    forced = torch.stack(budgeted.forced, dim=1).tolist()
+    assert sum(map(sum, forced)) > 40  # every reply or so
+    for (context, script), row, marks in zip(scripts, ids[:, width:].tolist(), forced, strict=True):
+        inside, used, text, writing = thinking.opened(context), 0, "", 0
+        for i, token in enumerate(row):
+            must = writing > 0 or (inside and used >= budget)
+            assert marks[i] == must and token == (thinking.close[writing] if must else script[i])
+            writing = (writing + 1) % len(thinking.close) if must else 0
+            before = inside
+            if spelled:
+                text += decode(codec, [token])
+                for tag, state in zip(THINK_TAGS, (True, False), strict=True):
+                    if text.endswith(tag):  # no token of this tokenizer goes on behind a tag's end
+                        inside = state
+                used += before and inside
+            else:
+                inside = (inside or token == thinking.ids[0]) and token != thinking.ids[1]
+                used += inside and token != thinking.ids[0]
+
+
+def test_a_token_that_ends_a_spelled_tag_and_goes_on(tiny):
+    """Tokenizers merge "/think" and ">\\n": the tag is found inside the token, and only once."""
+    pieces = ["x <th", "ink>\n", "a", " b</", "think", ">\n\nso", " c", "<think><", "/think>", "d"]
+    thinking = Thinking(None, (0,), lambda ids: "".join(pieces[i] for i in ids))
+    budgeted = ThinkingBudget(thinking, [[9]], 1, 99, torch.device("cpu"))
+    states = []
+    for i in range(len(pieces)):
+        budgeted.follow(torch.tensor([i]))
+        states.append((bool(budgeted.inside[0]), int(budgeted.used[0])))
+    assert states[:6] == [(False, 0), (True, 0), (True, 1), (True, 2), (True, 3), (False, 3)]
+    assert states[6:] == [(False, 3), (True, 3), (False, 3), (False, 3)]
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"max_new_tokens": 0}, {"max_rows": 0}, {"max_thinking_tokens": -1}])
 def test_numbers_out_of_range_are_refused(tiny, contexts, wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         generate(tiny, contexts, seeds(4), **wrong)

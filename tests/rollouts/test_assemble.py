@@ -13,6 +13,7 @@ from rlkit.models import score
 from rlkit.models.chat import encode_scaffold
 from rlkit.rollouts import assemble, collect
 from rlkit.rollouts.assemble import rows
+from rlkit.rollouts.collect import open_episode
 from rlkit.types import Generation, Rollout, Step, Task
 
 TASK = Task("row/0", ({"role": "user", "content": "?"},))
@@ -157,6 +158,57 @@ def test_an_episode_without_steps_has_no_row_but_keeps_its_number():
 def test_nothing_to_train_on_is_refused(nothing):
     with pytest.raises(ValueError, match="no rollout has a step"):
         assemble(nothing, pad_token_id=0)
+
+
+def test_forced_tokens_are_read_and_not_trained():
+    """In the row and its attention, in no mask, length or log-prob; a reward stands at the last token that was sampled."""
+    given = (([1, 2], [3, 4, 5], (1,)), ([1, 2, 3, 4, 5, 6], [7, 8], (1,)), ([1, 2, 3, 4, 5, 6, 7, 8], [9], (0,)))
+    steps = tuple(step(prompt_ids, response_ids)._replace(forced=forced) for prompt_ids, response_ids, forced in given)
+    batch = assemble([Rollout(TASK, steps, reward=1.0)], pad_token_id=0)
+    assert batch.ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9]] and batch.attention_mask.all()
+    assert batch.response_mask.int().tolist() == [[0, 0, 1, 0, 1, 0, 1, 0, 0]] and batch.lengths.tolist() == [3]
+    assert batch.token_rewards.tolist() == [[0, 0, 0, 0, 0, 0, 1.0, 0, 0]]
+    assert batch.logprobs_sampler.count_nonzero(dim=1).tolist() == [3] and not batch.logprobs_sampler[~batch.response_mask].any()
+
+
+@pytest.mark.parametrize("overflow", ["truncate", "drop_oldest"])
+@pytest.mark.parametrize("history", ["keep_thinking", "strip_thinking"])
+def test_every_sampled_token_is_trained_once_in_the_context_it_was_sampled_from(tiny, history, overflow):
+    """Random dialogues with thinking, tools, forced tokens and a short context: the loss sees what the engine saw, once."""
+    rng, end, asked = random.Random(3), tiny.eos_token_ids[0], []
+    pieces = [encode_scaffold(tiny.codec, t) for t in ("<think>", "</think>", "a b", "é\n", TURNS[0])]
+
+    def engine(policy, contexts, seeds, /, **settings):
+        asked.extend(map(tuple, contexts))
+        out = []
+        for _ in contexts:
+            ids = [i for _ in range(rng.randint(0, 4)) for i in rng.choice(pieces)] + [end]
+            forced = tuple(i for i in range(len(ids) - 1) if rng.random() < 0.1)
+            out.append(Generation(tuple(ids), tuple(-(i % 9 + 1) / 8 for i in ids), "stop", forced))
+        return out
+
+    environment = tool_use(tools={"calculator": calculator}, max_turns=9, overflow=overflow)
+    environment = environment._replace(history=history, next_prompt=lambda r, i: "more " * rng.randint(1, 5) if i < 6 else None)
+    tasks = [TASK._replace(id=str(i)) for i in range(12)]
+    first = len(open_episode(tiny, TASK, environment, group=0).context)
+    rollouts = collect(tiny._replace(context_length=first + 130), tasks, generate=engine, environment=environment, max_new_tokens=60)
+    assert any(s.dropped for r in rollouts for s in r.steps) == (overflow == "drop_oldest")
+    assert sorted(s.prompt_ids for r in rollouts for s in r.steps) == sorted(asked)
+    batch = assemble([r._replace(reward=0.0) for r in rollouts], pad_token_id=0)
+    trained = []
+    for row, number in enumerate(batch.rollout_ids.tolist()):
+        ids = batch.ids[row].tolist()
+        for t in batch.response_mask[row].nonzero()[:, 0].tolist():
+            index = int(batch.step_ids[row, t])
+            one = rollouts[number].steps[index]
+            position = t - len(one.prompt_ids)
+            assert tuple(ids[: t + 1]) == one.prompt_ids + one.response_ids[: position + 1]
+            assert float(batch.logprobs_sampler[row, t]) == one.logprobs[position]
+            trained.append((number, index, position))
+    want = [(n, k, i) for n, r in enumerate(rollouts) for k, s in enumerate(r.steps) for i in s.sampled]
+    assert sorted(trained) == want
+    if history == "keep_thinking":  # a row for each context that was cut, and no more
+        assert [len(rows(r)) for r in rollouts] == [len({s.dropped for s in r.steps}) for r in rollouts]
 
 
 # ------------------------------------------------------------------------------ an independent reader of the ids

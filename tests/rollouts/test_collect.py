@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+from itertools import count
 
 import pytest
 
 from rlkit.environments import by_task, calculator, hermes, single_turn, tool_use
 from rlkit.functional import mix
 from rlkit.generation import generate
-from rlkit.models import decode, make_codec
+from rlkit.models import decode, encode_text, make_codec
 from rlkit.models.chat import encode_scaffold
 from rlkit.rollouts import collect
+from rlkit.rollouts.assemble import rows
 from rlkit.tasks import arithmetic
 from rlkit.types import Environment, Generation, Task
 
@@ -403,6 +405,109 @@ def test_stripping_thinking_keeps_the_tools_in_the_context(policy):
     """Rendered afresh, the context must show the schemas again."""
     for step in talk(policy, "strip_thinking").steps:
         assert "Keeps a note." in decode(policy.codec, step.prompt_ids)
+
+
+def test_qwen3s_own_template_strips_what_is_stripped_here(tiny, shared):
+    """A dialogue rendered by the real template, thinking handed to it, is the context token for token."""
+    tokenizer = copy.deepcopy(tiny.codec.tokenizer)
+    tokenizer.chat_template = (shared / "qwen3" / "chat_template.jinja").read_text()
+    policy = tiny._replace(codec=make_codec(tokenizer))
+    texts = ["<think>\nsecret one\n</think>\n\nfirst", "<think>secret two</think>second", "<think></think>third", "done"]
+    env = single_turn()._replace(next_prompt=lambda r, i: f"and {i}?" if i < 3 else None, history="strip_thinking", max_steps=9)
+    rollout = one(policy, Scripted(*texts), env)
+    kept = one(policy, Scripted(*texts), env._replace(history="keep_thinking"))
+    for n, step in enumerate(rollout.steps):
+        whole = [*rollout.history(n, thinking=True), *(step.prompt if n else task().messages)]
+        assert decode(policy.codec, step.prompt_ids) == tokenizer.apply_chat_template(whole, add_generation_prompt=True, tokenize=False)
+        assert decode(policy.codec, kept.steps[n].prompt_ids).count("secret") == min(n, 2)
+    assert [len(rows(r)) for r in (rollout, kept)] == [4, 1]
+
+
+def test_a_quoted_tag_is_content(tiny):
+    """The policy spells the tag in ordinary tokens: by text, its answer would be thinking."""
+
+    def engine(policy, contexts, seeds, /, **settings):
+        ids = (
+            encode_scaffold(policy.codec, "<think>a</think>") + encode_text(policy.codec, "write </think> last") + [policy.eos_token_ids[0]]
+        )
+        return [Generation(tuple(ids), (0.0,) * len(ids), "stop")] * len(contexts)
+
+    (step,) = one(tiny, engine).steps
+    assert (step.thinking, step.content, step.thinking_closed) == ("a", "write </think> last", True)
+
+
+def test_a_block_that_the_template_opened_is_read_as_thinking(tiny):
+    tokenizer = copy.deepcopy(tiny.codec.tokenizer)
+    tokenizer.chat_template += "{{ '<think>\\n' }}"
+    policy = tiny._replace(codec=make_codec(tokenizer))
+    closed, unclosed = one(policy, Scripted("a</think>18")).steps[0], one(policy, Scripted("18")).steps[0]
+    assert (closed.thinking, closed.content, closed.thinking_closed) == ("a", "18", True)
+    assert (unclosed.thinking, unclosed.content, unclosed.thinking_closed) == ("18", "", False)
+
+
+def test_the_finish_reason_is_the_first_that_holds(tiny):
+    def steps(text, **changes):
+        def engine(policy, contexts, seeds, /, **settings):
+            return [g._replace(**changes) for g in Scripted(text)(policy, contexts, seeds)]
+
+        return one(tiny, engine, environment(max_steps=1)).steps[0]
+
+    calls = call("note", text="a")
+    assert steps("#### 7").finish_reason == "stop"
+    assert steps(calls).finish_reason == steps("<tool_call>{nonsense").finish_reason == "tool"
+    assert steps(calls, forced=(0,)).finish_reason == "budget" and steps("#### 7", forced=(0,)).forced == (0,)
+    assert steps(calls, forced=(0,), finish_reason="length").finish_reason == "length"
+
+
+# ---------------------------------------------------------------------------------------------------- dropped turns
+
+
+@pytest.mark.parametrize("history", ["keep_thinking", "strip_thinking"])
+@pytest.mark.parametrize("said", ["user", "tool"])
+def test_the_oldest_exchanges_are_dropped_to_make_room(policy, history, said):
+    """By hand: the first prompt, and the last exchanges that fit; each reply stands with what was said to it."""
+
+    def text(context, turn, seed):
+        number = next(n for n in count() if f"word {n}" not in seen)
+        seen.append(f"word {number}")
+        return f"<think>secret {number}</think>" + (call("note", text=seen[-1]) if said == "tool" else seen[-1])
+
+    def run(limit, **changes):
+        seen.clear()
+        changes |= {"next_prompt": lambda r, i: f"noted word {i}", "stop": lambda r, i: i == 5, "max_steps": 9, "history": history}
+        return one(policy._replace(context_length=limit), Scripted(say=text), environment(**changes), max_new_tokens=30)
+
+    seen: list[str] = []
+    free = run(10_000)
+    room = len(free.steps[3].prompt_ids) + 30  # the fourth context fits, the fifth does not
+    rollout = run(room, overflow="drop_oldest")
+    assert rollout.status == "terminated" and [s.dropped for s in rollout.steps] == [0, 0, 0, 0, 1, 2]
+    assert [s.response_ids for s in rollout.steps] == [s.response_ids for s in free.steps]
+    for n, step in enumerate(rollout.steps):
+        shown = decode(policy.codec, step.prompt_ids)
+        assert step.prompt_ids[:20] == free.steps[0].prompt_ids[:20] and "How many?" in shown and len(step.prompt_ids) + 30 <= room
+        assert [f"noted word {i}" in shown for i in range(6)] == [step.dropped <= i < n for i in range(6)]
+        assert [f"secret {i}" in shown for i in range(6)] == [history == "keep_thinking" and step.dropped <= i < n for i in range(6)]
+        turns = [m.split("\n")[0] for m in shown.split("<|im_start|>")[1:]]
+        assert turns[-1 - 2 * (n - step.dropped) :] == ["assistant", *["user", "assistant"] * (n - step.dropped)]
+        cut = len(free.steps[step.dropped].prompt_ids) - len(free.steps[0].prompt_ids)
+        if history == "keep_thinking":  # cut out of the stream of the episode without a limit, whose ids these are
+            first = len(free.steps[0].prompt_ids)
+            whole = free.steps[n].prompt_ids
+            assert step.prompt_ids == whole[:first] + whole[first + cut :]
+    truncated = run(room - 30, overflow="truncate")
+    assert (truncated.truncation, len(truncated.steps)) == ("context", 3)
+
+
+def test_the_first_prompt_and_the_last_exchange_always_stay(tiny):
+    """With nothing left to drop, what room there is serves; with none, the episode ends."""
+    env = single_turn()._replace(next_prompt=lambda r, i: "go on " * 9, max_steps=4, overflow="drop_oldest")
+    free = one(tiny, Scripted("a", "b", "c", "d"), env)
+    limit = len(free.steps[1].prompt_ids) + 1
+    rollout = one(tiny._replace(context_length=limit), Scripted(say=lambda *_: "a"), env, max_new_tokens=30)
+    assert [s.dropped for s in rollout.steps] == [0, 0, 1, 2] and rollout.truncation == "steps"
+    ended = one(tiny._replace(context_length=limit - 1), Scripted(say=lambda *_: "a"), env, max_new_tokens=30)
+    assert (ended.truncation, len(ended.steps)) == ("context", 1)
 
 
 # ------------------------------------------------------------------------------------------------- a real model

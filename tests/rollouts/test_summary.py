@@ -14,9 +14,9 @@ TASK = Task("row/0", ())
 GOOD, BAD = ToolCall("call_0", "calculator", {}), ToolCall("call_1", "", {}, "Error: not a tool call")
 
 
-def step(length: int, content: str = "", thinking: str = "", calls=(), failed: int = 0, closed: bool = True) -> Step:
+def step(length: int, content: str = "", thinking: str = "", calls=(), failed: int = 0, closed: bool = True, end: str = "stop") -> Step:
     results = tuple(ToolResult(c.id, c.name, "x", ok=i >= failed) for i, c in enumerate(calls))
-    return Step((), (1,), (7,) * length, (-1.0,) * length, "stop", thinking, content, closed, tuple(calls), results)
+    return Step((), (1,), (7,) * length, (-1.0,) * length, "tool" if calls else end, thinking, content, closed, tuple(calls), results)
 
 
 def rollout(*steps: Step, group: int, reward: float | None, truncation: str = "", accuracy: float | None = None) -> Rollout:
@@ -29,12 +29,19 @@ def rollout(*steps: Step, group: int, reward: float | None, truncation: str = ""
 # group 0: 1 and 0, mixed; group 1: 1 and unscored, all good; group 2: 0 and 0, all bad; group 3: nobody scored
 ROLLOUTS = [
     rollout(step(4, calls=[GOOD]), step(2, "#### 7"), group=0, reward=1.0, accuracy=1.0),
-    rollout(step(10, "half a", thinking="hm"), group=0, reward=0.0, truncation="length", accuracy=0.0),
+    rollout(step(10, "half a", thinking="hm", end="length"), group=0, reward=0.0, truncation="length", accuracy=0.0),
     rollout(step(3, "#### 7", thinking="hm"), group=1, reward=1.0, accuracy=1.0),
     rollout(group=1, reward=None, truncation="context"),
-    rollout(step(5, calls=[GOOD, BAD], failed=2), step(5, calls=[BAD], failed=1), group=2, reward=0.0, truncation="steps", accuracy=0.0),
+    rollout(
+        step(5, calls=[GOOD, BAD], failed=2),
+        step(5, calls=[BAD], failed=1)._replace(dropped=1),
+        group=2,
+        reward=0.0,
+        truncation="steps",
+        accuracy=0.0,
+    ),
     rollout(step(1), group=2, reward=0.0, accuracy=0.0),
-    rollout(step(2, thinking="hm", closed=False), group=3, reward=None),
+    rollout(step(2, thinking="hm", closed=False, end="budget"), group=3, reward=None),
     rollout(step(8, "let me see", calls=[GOOD]), group=3, reward=None, truncation="steps"),
 ]
 BY_HAND = {
@@ -69,6 +76,11 @@ BY_HAND = {
     "stop_reason/length": 1 / 8,
     "stop_reason/context": 1 / 8,
     "stop_reason/steps": 2 / 8,
+    "finish_reason/stop": 3 / 9,  # of the nine replies
+    "finish_reason/tool": 4 / 9,
+    "finish_reason/budget": 1 / 9,
+    "finish_reason/length": 1 / 9,
+    "dropped_frac": 1 / 8,
     "think_closed_frac": 7 / 8,
     "answer_found_frac": 3 / 8,  # the first three; the last speaks but still calls
     "parse_fail_frac": 1 / 8,
