@@ -83,7 +83,11 @@ def restore(policy: Policy, checkpoint: Path) -> tuple[Path, int]:
 def table(result: Mapping[str, Any], out: Path) -> str:
     """The result in columns."""
     rows = [("greedy accuracy", result["greedy"]["accuracy"], result["greedy"]["interval"])]
-    rows += [(name, entry["value"], entry["interval"]) for name, entry in result["sampled"].items()]
-    lines = [f"{'held-out, n = ' + str(result['n']):<22}{'value':>10}{'95 % interval':>20}", "-" * 52]
-    lines += [f"{name:<22}{value:>10.3f}{f'{low:.3f} – {high:.3f}':>20}" for name, value, (low, high) in rows]
+    rows += [(name, entry["value"], entry["interval"]) for name, entry in result["sampled"].items() if name != "parts"]
+    for part, own in result["greedy"].get("parts", {}).items():
+        rows.append((f"{part}: greedy, {own['n']}", own["accuracy"], own["interval"]))
+        rows += [(f"{part}: {name}", entry["value"], entry["interval"]) for name, entry in result["sampled"]["parts"][part].items()]
+    width = max(22, *(len(name) + 1 for name, *_ in rows))
+    lines = [f"{'held-out, n = ' + str(result['n']):<{width}}{'value':>10}{'95 % interval':>20}", "-" * (width + 30)]
+    lines += [f"{name:<{width}}{value:>10.3f}{f'{low:.3f} – {high:.3f}':>20}" for name, value, (low, high) in rows]
     return "\n".join([*lines, "", f"written to {out}, {result['wall_seconds']:.0f} s"])

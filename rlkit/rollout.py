@@ -15,7 +15,7 @@ from rlkit.callbacks.files import finite, write_json
 from rlkit.environments import environment_of
 from rlkit.errors import ConfigError
 from rlkit.rollouts.record import append_rollouts, failed_rollout_kept, save_rollouts
-from rlkit.rollouts.summary import summarize
+from rlkit.rollouts.summary import by_part, summarize
 from rlkit.settings import RolloutRun, thinking_problems
 from rlkit.types import Environment, Rollout, Task
 
@@ -126,6 +126,7 @@ def table(rollouts: Sequence[Rollout]) -> str:
         ("tokens an episode", f"{row['len/mean']:.1f}"),
         ("tool calls, failures an episode", f"{row['tools/calls']:.2f}, {row['tools/failures']:.2f}"),
         ("replies: stop, tool, budget, cut", ", ".join(replies)),
+        *((f"reward of {part}", f"{row[f'part/{part}/reward/mean']:.3f} ({len(own)} episodes)") for part, own in by_part(rollouts).items()),
         *((f"ended: {why}", f"{count}") for why, count in sorted(ended.items())),
         *((f"{number} step{'s' * (number != 1)}", f"{count:>4} {'▪' * round(40 * count / len(rollouts))}") for number, count in counts),
     ]  # fmt: skip

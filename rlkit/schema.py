@@ -35,6 +35,8 @@ def check(node: Any, path: str = "") -> list[str]:
         return []
     if "_target_" not in node:
         return [p for key, value in node.items() for p in check(value, _join(path, key))]
+    if node["_target_"] == MISSING:
+        return [f"{path}: has no default; set {_join(path, '_target_')}=MODULE.FUNCTION"]
     try:
         target = resolve(node["_target_"])
     except ConfigError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,6 +13,7 @@ from rlkit.models import check_template, encode_prompt, score
 from rlkit.rewards import Reward, RewardError
 from rlkit.rewards import score as score_rollouts
 from rlkit.rollouts import assemble, collect
+from rlkit.rollouts.summary import by_part
 from rlkit.settings import Experiment
 from rlkit.types import Environment, Policy, Rollout, Step, Task
 
@@ -22,11 +24,11 @@ LONGEST = 4  # rows by characters whose prompts are measured in tokens
 
 
 def check_verifier(tasks: Sequence[Task], reward: Reward) -> None:
-    """The verifier gives gold answers 1 and an empty answer 0, on the first rows.
+    """The verifier gives gold answers 1 and an empty answer 0, on the first rows. Rows that their environment judges have no gold answer.
 
     Raises: DataError naming the row.
     """
-    for task in tasks[:ROWS]:
+    for task in first_rows([task for task in tasks if task.reward != "environment"], ROWS):
         gold, empty = (_answered(task, text) for text in (task.answer, ""))
         scores = [r.reward for r in score_rollouts([gold, empty], reward)]
         if scores[0] is None or scores[0] < 1:
@@ -37,20 +39,32 @@ def check_verifier(tasks: Sequence[Task], reward: Reward) -> None:
 
 
 def check_reward(tasks: Sequence[Task], reward: Reward) -> None:
-    """The training reward runs, and can score at least one of the first rows with their gold answers.
+    """The training reward runs, and can score at least one of the first rows, of every part of a mixture, with their gold answers.
 
     Raises: ConfigError where a term raises or none can be scored; so a broken reward is found before a model is loaded.
     """
-    gold = [_answered(task, task.answer) for task in tasks[:ROWS]]
+    gold = [_answered(task, task.answer) for task in first_rows(tasks, ROWS)]
     try:
-        scores = [r.reward for r in score_rollouts(gold, reward)]
+        scored = score_rollouts(gold, reward)
     except RewardError as error:
         raise ConfigError(f"reward={reward.name}: {error}") from error
-    if all(score is None for score in scores):
-        raise ConfigError(
-            f"reward={reward.name}: it can score none of the first {len(gold)} rows (the first is {tasks[0].id}); "
-            "choose a reward that fits the task, or reward=by_task"
-        )
+    for own in (by_part(scored) or {"": scored}).values():
+        if all(r.reward is None for r in own):
+            raise ConfigError(
+                f"reward={reward.name}: it can score none of the first {len(own)} rows (the first is {own[0].task.id}); "
+                "choose a reward that fits the task, or reward=by_task"
+            )
+
+
+def first_rows(tasks: Sequence[Task], n: int) -> list[Task]:
+    """The first n tasks; of a mixture the first n of every part."""
+    seen: Counter[str] = Counter()
+    out = []
+    for task in tasks:
+        seen[task.part] += 1
+        if seen[task.part] <= n:
+            out.append(task)
+    return out
 
 
 def _answered(task: Task, text: str) -> Rollout:
@@ -63,8 +77,7 @@ def check_contexts(policy: Policy, tasks: Sequence[Task], environment: Environme
 
     Raises: TemplateError, DataError naming the row.
     """
-    longest = sorted(tasks, key=lambda task: -sum(len(m["content"]) for m in task.messages))[:LONGEST]
-    for task in longest:
+    for task in first_rows(sorted(tasks, key=lambda task: -sum(len(m["content"]) for m in task.messages)), LONGEST):
         own = environment_of(environment, task)
         tools = [tool_schema(tool) for tool in own.tools(task).values()]
         check_template(policy.codec, tools)
@@ -81,7 +94,7 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> list[s
 
     Returns: warnings. Raises: TemplateError, SelfCheckError.
     """
-    few = list(tasks[:2])
+    few = [*tasks[:2], *first_rows(tasks, 1)[2:]]
     check_contexts(policy, tasks, x.environment)
     rollouts = collect(
         policy, few, generate=x.generation.engine, environment=x.environment, group_size=2, seed=x.seed,

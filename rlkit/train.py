@@ -113,7 +113,7 @@ def make_trainer(
     import lightning as L
 
     from rlkit.callbacks.checkpoints import AtomicCheckpointIO, load_checkpoint
-    from rlkit.callbacks.evaluation import HeldOut
+    from rlkit.callbacks.evaluation import HeldOut, result_of
     from rlkit.callbacks.metrics import MetricsFile, cut_back, read_rows
     from rlkit.callbacks.phases import Phases
 
@@ -123,7 +123,7 @@ def make_trainer(
         path, state = load_checkpoint(resume)
         step = state["rlkit"]["rl_step"]
         cut_back(metrics, step)
-        results |= {row["step"]: earlier_result(row, len(held_out)) for row in read_rows(metrics) if "eval/accuracy" in row}
+        results |= {row["step"]: result_of(row, len(held_out)) for row in read_rows(metrics) if "eval/accuracy" in row}
         print(f"resume: {path}, after step {step}", flush=True)
     logger = x.logger(folder, step) if x.logger is not None else None
     rows = [HeldOut(held_out, metrics, results), MetricsFile(metrics), Phases(metrics)]
@@ -145,12 +145,6 @@ def make_trainer(
         inference_mode=False,
     )
     return trainer, path
-
-
-def earlier_result(row: Mapping[str, Any], n: int) -> dict[str, Any]:
-    """A held-out result as an earlier process of the run wrote it."""
-    interval = [row["eval/accuracy_low"], row["eval/accuracy_high"]]
-    return {"accuracy": row["eval/accuracy"], "interval": interval, "n": n, "reward": row["eval/reward"]}
 
 
 def pick_device(x: Experiment | RolloutRun) -> Any:
@@ -242,6 +236,9 @@ def closing(summary: Mapping[str, Any], folder: Path) -> str:
         spans = [f"{r['interval'][0]:.3f} – {r['interval'][1]:.3f}" for r in (before, after)]
         lines.append(f"{'95 % interval':<22}{spans[0]:>16}{spans[1]:>16}")
         lines.append(f"{'problems':<22}{before['n']:>16}{after['n']:>16}")
+        for part, own in after.get("parts", {}).items():
+            was = before.get("parts", {}).get(part)
+            lines.append(f"{f'accuracy, {part}':<22}" + "".join(f"{r['accuracy']:>16.3f}" if r else f"{'-':>16}" for r in (was, own)))
         lines.append("")
     lines.append(f"{summary['ended']} after {summary['steps']} steps, {summary['wall_seconds']:.0f} s, {summary['tokens']:,} tokens")
     longer = f" trainer.steps={2 * summary['steps']}" if summary["ended"] == "finished" else ""

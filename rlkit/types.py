@@ -61,6 +61,7 @@ class Task(NamedTuple):
     reward: str = "numeric"
     environment: str = "tool_use"
     metadata: Mapping[str, Any] = {}
+    part: str = ""  # of a mixture, which of its tasks the row is from
 
 
 # ----------------------------------------------------------------------------------------------------- episodes
@@ -115,7 +116,7 @@ class Rollout(NamedTuple):
     task: Task
     steps: tuple[Step, ...]
     status: Status = "terminated"
-    truncation: str = ""  # why it was truncated: length, context or steps
+    truncation: str = ""  # why it was truncated: length, context, steps, environment (a limit of its own) or error (it failed)
     group: int = 0  # position of the prompt in the batch: rollouts of one group share it
     sample: int = 0  # which of the group's samples this is
     reward: float | None = None
@@ -317,11 +318,30 @@ class ToolParser(Protocol):
     def __call__(self, content: str, /) -> tuple[str, list[ToolCall]]: ...
 
 
+class Transition(NamedTuple):
+    """What an environment with rewards of its own gives for a reply, where `next_prompt` alone would not say it."""
+
+    prompt: Messages | str | None  # None ends the episode
+    reward: float | None = None  # of the step
+    truncation: str = ""  # where it ends: "" as terminated, else why it is truncated
+    metadata: Mapping[str, Any] = {}  # added to the rollout's
+
+
+NextPrompt = Callable[["Rollout", int], "Messages | str | Transition | None"]
+
+
+class Session(NamedTuple):
+    """The part of an environment that belongs to one episode alone, where it has state."""
+
+    next_prompt: NextPrompt
+    close: Callable[[], None]  # called once, however the episode ends
+
+
 class Environment(NamedTuple):
     """What the policy talks to: four functions, and how the history is kept."""
 
     first_prompt: Callable[[Task], Messages]
-    next_prompt: Callable[[Rollout, int], Messages | str | None]  # after a reply without calls; None ends the episode
+    next_prompt: NextPrompt  # after a reply without calls; None ends the episode
     tools: Callable[[Task], Mapping[str, Callable[..., Any]]]
     stop: Callable[[Rollout, int], bool]  # True ends the episode as terminated
     parse_calls: ToolParser
@@ -329,6 +349,7 @@ class Environment(NamedTuple):
     max_calls: int = 8  # tool calls answered in one reply; the others come back as errors
     history: Literal["keep_thinking", "strip_thinking"] = "keep_thinking"
     overflow: Literal["truncate", "drop_oldest"] = "truncate"  # what a context does that leaves no room for a reply
+    open: Callable[[Task], Session] | None = None  # gives each episode a next_prompt of its own; None: the functions have no state
 
 
 class Generate(Protocol):

@@ -17,7 +17,11 @@ from rlkit.schedules import Progress, at, phases, start, values
 from rlkit.schema import build, check
 
 GROUPS = sorted(f.name for f in conf_dir().iterdir() if f.is_dir() and f.name not in ("experiment", "debug"))
-REQUIRED = {"task=jsonl": ["task.path=rows.jsonl"], "reference=none": ["kl=none"]}
+REQUIRED = {
+    "task=jsonl": ["task.path=rows.jsonl"],
+    "reference=none": ["kl=none"],
+    "environment=gymnasium": ["environment.make._target_=rlkit.sandbox.Sandbox"],  # any callable: nothing is played
+}
 
 
 def options(group: str) -> list[str]:
@@ -53,6 +57,9 @@ REFUSALS = {
     "number for a part": (["++batch=3"], ["batch: 3", "mapping with a _target_"]),
     "mapping for a number": (["++seed={a: 1}"], ["seed", "not a whole number"]),
     "missing value": (["task=jsonl"], ["task.path", "set task.path="]),
+    "missing target": (["environment=gymnasium"], ["environment.make: has no default; set environment.make._target_="]),
+    "weight of no part": (["task=mixture", "task.weights.mroe=2"], ["task.weights.mroe: there is no such part"]),
+    "unknown key of a part": (["task=mixture", "task.parts.guess_number.hihg=9"], ["task.parts.guess_number.hihg", "Did you mean 'high'"]),
     "target that is no function": (["kl.estimator._target_=rlkit.functional.k4"], ["kl.estimator._target_", "Did you mean 'k"]),
     "target that cannot be imported": (["kl.estimator._target_=no.such.part"], ["kl.estimator._target_", "no.such.part"]),
     "KL without a reference": (["reference=none"], ["kl=k3", "reference=none", "reference=frozen"]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,28 @@ class HeldOut(L.Callback):
                 max_thinking_tokens=x.generation.max_thinking_tokens,
             )
         self.results[module.rl_step] = result
-        return {
-            "eval/accuracy": result["accuracy"],
-            "eval/accuracy_low": result["interval"][0],
-            "eval/accuracy_high": result["interval"][1],
-            "eval/reward": result["reward"],
-            "perf/eval_s": time.perf_counter() - started,
-        }
+        return result_row(result) | {"perf/eval_s": time.perf_counter() - started}
+
+
+def result_row(result: Mapping[str, Any]) -> dict[str, float]:
+    """A held-out result as `eval/*`, and as `eval/part/NAME/*` that of each part of a mixture."""
+    rows = {"eval/": result} | {f"eval/part/{part}/": own for part, own in result.get("parts", {}).items()}
+    out: dict[str, float] = {}
+    for prefix, own in rows.items():
+        low, high = own["interval"]
+        named = {"accuracy": own["accuracy"], "accuracy_low": low, "accuracy_high": high, "reward": own["reward"]}
+        out |= {prefix + name: value for name, value in named.items()} | ({f"{prefix}n": own["n"]} if own is not result else {})
+    return out
+
+
+def result_of(row: Mapping[str, Any], n: int) -> dict[str, Any]:
+    """The inverse: the result of `n` tasks as an earlier process of the run wrote it."""
+
+    def read(prefix: str, n: int) -> dict[str, Any]:
+        interval = [row[f"{prefix}accuracy_low"], row[f"{prefix}accuracy_high"]]
+        return {"accuracy": row[f"{prefix}accuracy"], "interval": interval, "n": n, "reward": row[f"{prefix}reward"]}
+
+    suffix = "/accuracy_low"
+    named = [key.removeprefix("eval/part/").removesuffix(suffix) for key in row if key.startswith("eval/part/") and key.endswith(suffix)]
+    parts = {part: read(f"eval/part/{part}/", row[f"eval/part/{part}/n"]) for part in named}
+    return read("eval/", n) | ({"parts": parts} if parts else {})

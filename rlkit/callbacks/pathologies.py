@@ -37,7 +37,9 @@ def parse_failures(row: Row) -> str | None:
 
 def reward_failures(row: Row) -> str | None:
     """A term raised, hung or returned no reward; reward.max_error_rate let it pass."""
-    names = [key.removeprefix("reward/").removesuffix("/error_frac") for key in row if key.endswith("/error_frac")]
+    names = [
+        key.removeprefix("reward/").removesuffix("/error_frac") for key in row if key.startswith("reward/") and key.endswith("/error_frac")
+    ]
     rates = {name: row[f"reward/{name}/error_frac"] + row[f"reward/{name}/timeout_frac"] for name in names}
     if not any(rates.values()):
         return None

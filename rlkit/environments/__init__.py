@@ -4,6 +4,7 @@ from rlkit.environments.by_task import by_task, environment_of
 from rlkit.environments.calculator import calculator
 from rlkit.environments.dialogue import continue_with_step, dialogue, said_done
 from rlkit.environments.guess_number import guess_number
+from rlkit.environments.gymnasium import gymnasium
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.environments.python import python_tool
 from rlkit.environments.single_turn import single_turn
@@ -20,6 +21,7 @@ __all__ = [
     "environment_of",
     "execute",
     "guess_number",
+    "gymnasium",
     "hermes",
     "none",
     "python_tool",

@@ -4,6 +4,7 @@ from rlkit.rewards.aggregators import batched, group_normalised, largest, mean, 
 from rlkit.rewards.answers import final_answer
 from rlkit.rewards.by_task import by_task
 from rlkit.rewards.code_exec import Judgement, code_exec, extract_code, judgements
+from rlkit.rewards.environment import environment
 from rlkit.rewards.few_turns import few_turns
 from rlkit.rewards.length import length, soft_length
 from rlkit.rewards.math_verify import math_verify
@@ -23,6 +24,7 @@ __all__ = [
     "by_task",
     "code_exec",
     "contains",
+    "environment",
     "exact_match",
     "extract_answer",
     "extract_code",

@@ -8,7 +8,21 @@ from typing import Any, NamedTuple
 from rlkit.environments import environment_of, execute, split_reply, tool_schema
 from rlkit.functional import mix
 from rlkit.models.chat import continuation, encode_prompt
-from rlkit.types import Environment, FinishReason, Generate, Generation, Message, Messages, Policy, Rollout, Step, Task, ToolResult
+from rlkit.types import (
+    Environment,
+    FinishReason,
+    Generate,
+    Generation,
+    Message,
+    Messages,
+    Policy,
+    Rollout,
+    Session,
+    Step,
+    Task,
+    ToolResult,
+    Transition,
+)
 
 
 class Turn(NamedTuple):
@@ -20,6 +34,7 @@ class Turn(NamedTuple):
     prompt: tuple[Message, ...]
     context: tuple[int, ...]
     dropped: int = 0  # exchanges that the context no longer holds
+    session: Session | None = None  # of an environment with state
 
 
 def collect(
@@ -53,13 +68,15 @@ def collect(
     """
     opened = [open_episode(policy, task, environment_of(environment, task), group=i) for i, task in enumerate(tasks, first)]
     waiting = [
-        turn._replace(rollout=turn.rollout._replace(sample=j), seed=mix(seed, step, turn.rollout.group, j))
+        turn._replace(rollout=turn.rollout._replace(sample=j), seed=mix(seed, step, turn.rollout.group, j), session=own_session(turn))
         for turn in opened
         for j in range(group_size)
     ]
     done: dict[tuple[int, int], Rollout] = {}
 
-    def finish(rollout: Rollout) -> None:
+    def finish(turn: Turn, rollout: Rollout) -> None:
+        if turn.session is not None:
+            turn.session.close()
         done[rollout.group, rollout.sample] = rollout
         if on_done is not None:
             on_done(rollout)
@@ -68,7 +85,7 @@ def collect(
         fitting = [turn for turn in waiting if len(turn.context) < policy.context_length]
         for turn in waiting:
             if len(turn.context) >= policy.context_length:
-                finish(_truncated(turn.rollout, "context"))
+                finish(turn, _truncated(turn.rollout, "context"))
         seeds = [mix(turn.seed, len(turn.rollout.steps)) for turn in fitting]
         replies = generate(policy, [turn.context for turn in fitting], seeds, **settings) if fitting else []
         waiting = []
@@ -77,8 +94,13 @@ def collect(
             if isinstance(after, Turn):
                 waiting.append(after)
             else:
-                finish(after)
+                finish(turn, after)
     return [done[turn.rollout.group, j] for turn in opened for j in range(group_size)]
+
+
+def own_session(turn: Turn) -> Session | None:
+    """The episode's own state, where its environment has any."""
+    return turn.environment.open(turn.rollout.task) if turn.environment.open else None
 
 
 def open_episode(policy: Policy, task: Task, environment: Environment, *, group: int) -> Turn:
@@ -111,7 +133,13 @@ def advance(policy: Policy, turn: Turn, reply: Generation, *, room: int = 1) -> 
             {"role": "tool", "tool_call_id": r.id, "name": r.name, "content": r.content} for r in step.tool_results
         ]
     else:
-        following = environment.next_prompt(rollout, index)
+        following = (turn.session or environment).next_prompt(rollout, index)
+        if isinstance(following, Transition):
+            rollout = rollout._replace(steps=(*rollout.steps[:-1], step._replace(reward=following.reward)))
+            rollout = rollout._replace(metadata={**rollout.metadata, **following.metadata})
+            if following.truncation:
+                return _truncated(rollout, following.truncation)
+            following = following.prompt
         messages = [{"role": "user", "content": following}] if isinstance(following, str) else following
     if messages is None:
         return rollout

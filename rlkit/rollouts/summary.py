@@ -10,11 +10,14 @@ from typing import get_args
 from rlkit.types import FinishReason, Rollout
 
 NAN = float("nan")
+TRUNCATIONS = ("length", "context", "steps", "environment", "error")
 STATUSES = ("ok", "wrong", "unparseable", "timeout", "error")  # of a component's score
 
 
 def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Metrics of scored rollouts. The keys depend on the reward's names only; what cannot be computed is nan.
+    """Metrics of scored rollouts. The keys depend on the reward's names and the mixture's parts only; what cannot be computed is nan.
+
+    part/NAME/*         of a mixture, all that follows for the rollouts of one part alone, and their share of the rollouts
 
     reward/*            raw task reward, those of steps included; unscored_frac is the share without a score
     reward/NAME/*       a component, shadow ones too: mean, std; ok_frac, wrong_frac, unparseable_frac, timeout_frac and error_frac, how its
@@ -23,7 +26,8 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
                         terms of a weighted sum that are independent they add up to 1
     group/*             shares of prompts whose rewards are all equal (split into all good: > 0, all bad: <= 0) and mixed
     len/*               sampled tokens of an episode, all steps together; what a thinking budget wrote is not among them
-    stop_reason/*       how episodes ended: stop (the policy or the environment), length, context, steps
+    stop_reason/*       how episodes ended: stop (the policy or the environment), length, context, steps, environment
+                        (a limit of its own) or error (it failed, and why is in the rollout's metadata)
     finish_reason/*     how replies ended: shares of stop, tool, budget and length, as types.FinishReason has them
     dropped_frac        share of episodes whose context dropped its oldest turns
     think_closed_frac   share of episodes without an unclosed thinking block
@@ -32,6 +36,23 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
     tools/*             calls and failures per episode, replies per episode
     rollout/empty_frac  share of episodes that said nothing at all
     """
+    metrics = _summary(rollouts)
+    for part, own in by_part(rollouts).items():
+        mine = _summary(own) | {"share": len(own) / len(rollouts)}
+        metrics |= {f"part/{part}/{name}": value for name, value in mine.items()}
+    return metrics
+
+
+def by_part(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+    """The rollouts of each part of a mixture, by name; nothing where there is no mixture."""
+    parts: dict[str, list[Rollout]] = {part: [] for part in sorted({r.task.part for r in rollouts} - {""})}
+    for r in rollouts:
+        if r.task.part:
+            parts[r.task.part].append(r)
+    return parts
+
+
+def _summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
     scores = [total for r in rollouts if (total := r.total_reward) is not None]
     lengths = [r.response_length for r in rollouts]
     ended = [r for r in rollouts if r.status == "terminated"]
@@ -53,7 +74,7 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "len/unsolved_mean": _mean(unsolved),
         "len/truncated_frac": 1 - len(ended) / len(rollouts),
         "stop_reason/stop": len(ended) / len(rollouts),
-        **{f"stop_reason/{why}": _share(r.truncation == why for r in rollouts) for why in ("length", "context", "steps")},
+        **{f"stop_reason/{why}": _share(r.truncation == why for r in rollouts) for why in TRUNCATIONS},
         **{f"finish_reason/{why}": _share(s.finish_reason == why for r in rollouts for s in r.steps) for why in get_args(FinishReason)},
         "dropped_frac": _share(any(s.dropped for s in r.steps) for r in rollouts),
         "think_closed_frac": _share(all(s.thinking_closed for s in r.steps) for r in rollouts),

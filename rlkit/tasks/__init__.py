@@ -1,11 +1,13 @@
-"""Data sets as tasks. Every factory takes `split`, `seed` and `max_samples` by keyword and gives a sequence of Task."""
+"""Data sets as tasks. A factory takes `split`, `seed` and `max_samples` by keyword and gives a sequence of Task; mixture joins several."""
 
 from rlkit.tasks.arithmetic import arithmetic
+from rlkit.tasks.episodes import episodes
 from rlkit.tasks.gsm8k import gsm8k
 from rlkit.tasks.guess_number import guess_number
 from rlkit.tasks.jsonl import jsonl
 from rlkit.tasks.mbpp import mbpp
+from rlkit.tasks.mixture import mixture
 from rlkit.tasks.source import read_rows
 from rlkit.tasks.stream import StreamState, order, take
 
-__all__ = ["StreamState", "arithmetic", "gsm8k", "guess_number", "jsonl", "mbpp", "order", "read_rows", "take"]
+__all__ = ["StreamState", "arithmetic", "episodes", "gsm8k", "guess_number", "jsonl", "mbpp", "mixture", "order", "read_rows", "take"]

@@ -6,6 +6,7 @@ The state is two numbers, so it fits into a checkpoint, and a resumed run draws 
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,10 +28,25 @@ def order(seed: int, epoch: int, n: int) -> list[int]:
     return indices
 
 
+def order_of_parts(tasks: Sequence[Task], seed: int, epoch: int) -> list[int]:
+    """The same for tasks of a mixture: shuffled within parts, so that every place keeps its part and a step the shares of the mixture.
+
+    Tasks of one part, or of no mixture, come in `order`.
+    """
+    places: dict[str, list[int]] = defaultdict(list)
+    for i, task in enumerate(tasks):
+        places[task.part].append(i)
+    out = [0] * len(tasks)
+    for own in places.values():
+        for place, j in zip(own, order(seed, epoch, len(own)), strict=True):
+            out[place] = own[j]
+    return out
+
+
 def take(tasks: Sequence[Task], state: StreamState, n: int, *, seed: int) -> tuple[list[Task], StreamState]:
     """The next n tasks, and the state after them.
 
-    Within an epoch no task is drawn twice; an epoch that runs out is followed by the next one, in its own order, in the
+    Within an epoch no place is drawn twice; an epoch that runs out is followed by the next one, in its own order, in the
     same call if need be. So n may exceed the number of tasks, and drawing a and then b tasks equals drawing a + b.
 
     Args:
@@ -52,7 +68,7 @@ def take(tasks: Sequence[Task], state: StreamState, n: int, *, seed: int) -> tup
     while len(drawn) < n:
         if position == len(tasks):
             epoch, position = epoch + 1, 0
-        rest = order(seed, epoch, len(tasks))[position : position + n - len(drawn)]
+        rest = order_of_parts(tasks, seed, epoch)[position : position + n - len(drawn)]
         drawn += [tasks[i] for i in rest]
         position += len(rest)
     return drawn, StreamState(epoch=epoch, position=position)

@@ -1,0 +1,81 @@
+"""Several tasks in one run: shares of the prompts by weight, every row with the reward and the environment that its own task names."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+
+from rlkit.errors import ConfigError, DataError
+from rlkit.types import Task
+
+
+def mixture(
+    *, parts: Mapping[str, Callable[..., Sequence[Task]]], weights: Mapping[str, float] = {}, max_samples: int | None = None
+) -> Callable[..., list[Task]]:
+    """A task made of named tasks, `(split=…)` → their rows in turn, each with `Task.part`.
+
+    The first k rows hold k · weight / Σ weights rows of every part, to within one, for every k; the prompt stream keeps that
+    (`rlkit.tasks.take`), so a step of n prompts has its shares too. Of "train", an epoch ends when every part has been gone through whole:
+    rows of the parts that are shorter for their weight repeat. Of any other split no row stands twice: it ends when a part ends.
+
+    Args:
+      parts: name → factory of a task, called with `split`.
+      weights: name → share of the prompts, relative to the sum, ≥ 0; 0 leaves the part out, and a part without a weight has 1.
+      max_samples: rows at most, > 0; None for all.
+    Raises: ConfigError for no parts, a weight that is no such number or belongs to no part, or max_samples below 1; DataError, when called,
+      naming a part without rows.
+    """
+    if unknown := [name for name in weights if name not in parts]:
+        raise ConfigError(f"task.weights.{unknown[0]}: there is no such part; the parts are {', '.join(parts) or 'none'}")
+    for name, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+            raise ConfigError(f"task.weights.{name} is {weight!r}; it must be a number of at least 0")
+    if max_samples is not None and max_samples < 1:
+        raise ConfigError(f"task.max_samples is {max_samples}; it must be at least 1, or null for all rows")
+    used = {name: weights.get(name, 1.0) for name in parts if weights.get(name, 1.0) > 0}
+    if not used:
+        raise ConfigError("task=mixture has no part of a weight above 0; add one with +task@task.parts.NAME=OPTION")
+
+    def tasks(*, split: str) -> list[Task]:
+        rows = {name: [_of_part(task, name) for task in parts[name](split=split)] for name in used}
+        if empty := [name for name in rows if not rows[name]]:
+            raise DataError(f"task.parts.{empty[0]} has no rows in split={split}; give it some, or set task.weights.{empty[0]}=0")
+        drawn = dict.fromkeys(rows, 0)
+        mixed: list[Task] = []
+        for name in turns(used):
+            spent = drawn[name] == len(rows[name]) if split != "train" else all(drawn[n] >= len(rows[n]) for n in rows)
+            if spent or len(mixed) == max_samples:
+                return mixed
+            mixed.append(rows[name][drawn[name] % len(rows[name])])
+            drawn[name] += 1
+        raise AssertionError("turns never end")
+
+    return tasks
+
+
+def _of_part(task: Task, name: str) -> Task:
+    """The row with its part; that of a mixture within a mixture has both names."""
+    return task._replace(part=f"{name}/{task.part}" if task.part else name)
+
+
+def turns(weights: Mapping[str, float]) -> Iterator[str]:
+    """Names in turn, without end: after any number k of turns, each has had k · weight / Σ weights of them, to within one.
+
+    Of the names that are behind their share, the one goes first that would fall a whole turn behind first.
+
+    Args:
+      weights: > 0.
+    Source: Tijdeman 1980, The chairman assignment problem, Discrete Mathematics 32.
+    """
+    exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
+    scale = math.lcm(*(w.denominator for w in exact.values()))
+    whole = {name: int(w * scale) for name, w in exact.items()}
+    total, common = sum(whole.values()), math.lcm(*whole.values())
+    counts = dict.fromkeys(whole, 0)
+    for k in itertools.count(1):
+        behind = [name for name, w in whole.items() if k * w > counts[name] * total]
+        name = min(behind, key=lambda name: (counts[name] + 1) * (common // whole[name]))
+        counts[name] += 1
+        yield name
