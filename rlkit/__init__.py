@@ -22,8 +22,8 @@ _HOMES = {
     ),
     "rlkit.functional": (
         "all_pairs", "approximate_kl", "batch_mean", "best_minus_second", "best_worst", "chunked_log_probs", "cispo", "clip_fractions",
-        "clipped", "clipped_squared_error", "confident", "explained_variance", "forward", "full", "gae", "gmpo", "group_mean",
-        "gumbel_noise", "k1", "k2", "k3", "keep_all", "leave_one_out", "length_weighted", "log_ratio", "mask_truncated", "masked_mean",
+        "clipped", "clipped_squared_error", "confident", "cut_distribution", "explained_variance", "forward", "full", "gae", "gmpo",
+        "group_mean", "gumbel_noise", "k1", "k2", "k3", "keep_all", "leave_one_out", "length_weighted", "log_ratio", "mask_truncated", "masked_mean",
         "max_rl", "mix", "mixed_groups", "normalize_batch", "normalize_group", "pairwise", "pairwise_loss", "pass_at_k_advantage",
         "prompt_mean", "raw", "reinforce", "reverse", "reward_to_go", "sapo", "sequence_correction", "sequence_mean", "sequence_ratio",
         "sequence_sum", "sequence_token_ratio", "soft_penalty", "squared_error", "token_correction", "token_log_probs", "token_mean",

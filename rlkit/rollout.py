@@ -15,7 +15,7 @@ from rlkit.environments import environment_of
 from rlkit.errors import ConfigError
 from rlkit.rollouts.record import save_rollouts
 from rlkit.rollouts.summary import summarize
-from rlkit.settings import RolloutRun
+from rlkit.settings import RolloutRun, Sampling
 from rlkit.types import Environment, Rollout, Task
 
 
@@ -27,8 +27,10 @@ def validate(x: RolloutRun) -> list[str]:
     problems = [f"{path}={value}: must be at least 1" for path, value in counts.items() if value < 1]
     if x.generation.temperature < 0:
         problems.append(f"generation.temperature={x.generation.temperature}: must not be negative; 0 is greedy")
-    if x.generation.top_p < 1 or x.generation.top_k > 0:
-        problems.append("generation.top_p, generation.top_k: the engine samples from the full distribution only; set top_p=1 and top_k=0")
+    if not 0 < x.generation.top_p <= 1:
+        problems.append(f"generation.top_p={x.generation.top_p}: must be greater than 0 and at most 1; 1 cuts nothing")
+    if x.generation.top_k < 0:
+        problems.append(f"generation.top_k={x.generation.top_k}: must not be negative; 0 cuts nothing")
     return problems
 
 
@@ -65,6 +67,7 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
             on_done=show.advance,
             temperature=x.generation.temperature,
             max_new_tokens=x.generation.max_new_tokens,
+            **cuts(x.generation),
         )
     show.close()
     rollouts = score(rollouts, x.reward)
@@ -74,6 +77,12 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     figures = {"seconds": round(time.perf_counter() - started, 2), "seed": x.seed, "versions": versions()}
     write_json(out / "summary.json", finite(summarize(rollouts)) | {"steps": step_counts(rollouts)} | figures)
     return rollouts, out
+
+
+def cuts(generation: Sampling) -> dict[str, Any]:
+    """What cuts the distribution, for the engine; nothing where it is whole, so that an engine need not know of it."""
+    whole = Sampling(generation.engine)
+    return {name: value for name in ("top_p", "top_k") if (value := getattr(generation, name)) != getattr(whole, name)}
 
 
 def limited(environment: Environment | Callable[[Task], Environment], max_steps: int | None) -> Environment | Callable[[Task], Environment]:

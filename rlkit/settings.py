@@ -20,10 +20,7 @@ class BatchSize(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """How replies are sampled in training: always from the full distribution, so `top_p` and `top_k` take one value each.
-
-    They stand here to be refused with a reason, not to be missed.
-    """
+    """How replies are sampled. Training samples from the full distribution: it refuses a `top_p` below 1 and a `top_k` above 0."""
 
     engine: Generate
     temperature: float = 1.0

@@ -123,6 +123,50 @@ class Rollout(NamedTuple):
         return sum(len(step.response_ids) for step in self.steps)
 
     @property
+    def prompt(self) -> str:
+        """What the task asked: its last user message."""
+        return next((m.get("content", "") for m in reversed(self.task.messages) if m["role"] == "user"), "")
+
+    @property
+    def generation(self) -> Step | None:
+        """The last reply."""
+        return self.steps[-1] if self.steps else None
+
+    @property
+    def text(self) -> str:
+        """`final_content` by the name that a single generation has."""
+        return self.final_content
+
+    @property
+    def total_steps(self) -> int:
+        """Replies."""
+        return len(self.steps)
+
+    @property
+    def terminated_early(self) -> bool:
+        """The episode ended of itself; no limit cut it off."""
+        return self.status == "terminated"
+
+    @property
+    def termination_step(self) -> int | None:
+        """The position of the step after which it ended of itself; None where a limit cut it off."""
+        return len(self.steps) - 1 if self.terminated_early else None
+
+    @property
+    def kl_penalty(self) -> float | None:
+        """KL from a reference on the sampled tokens, in nats, before any coefficient; None where none was measured."""
+        return self.metadata.get("kl_penalty")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types only, in the order of the fields."""
+        steps = [
+            step._asdict()
+            | {"tool_calls": [c._asdict() for c in step.tool_calls], "tool_results": [r._asdict() for r in step.tool_results]}
+            for step in self.steps
+        ]
+        return self._asdict() | {"task": self.task._asdict(), "steps": steps}
+
+    @property
     def conversation(self) -> list[Message]:
         """The episode as chat messages, thinking included, calls structured, results with the call's id."""
         return self.history(len(self.steps), thinking=True)

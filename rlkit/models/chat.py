@@ -12,7 +12,7 @@ Two rules (they hold for any template and tokenizer):
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlkit.errors import TemplateError
@@ -28,17 +28,24 @@ class Codec(NamedTuple):
     plain: Any  # tokenizers.Tokenizer without added tokens
     added_ids: frozenset[int]
     template_arguments: Mapping[str, Any] = {}  # for example enable_thinking
+    render: Callable[[Messages, Sequence[Mapping[str, Any]]], str] | None = None  # (messages, tools) → text, for the template
 
 
-def make_codec(tokenizer: Any, *, enable_thinking: bool | None = None) -> Codec:
+def make_codec(
+    tokenizer: Any,
+    *,
+    enable_thinking: bool | None = None,
+    render: Callable[[Messages, Sequence[Mapping[str, Any]]], str] | None = None,
+) -> Codec:
     """A codec for a fast tokenizer that has a chat template.
 
     Args:
       tokenizer: a fast `transformers` tokenizer.
       enable_thinking: passed to the template where it is not None.
+      render: (messages, tools) → text in place of the template. Contents are stand-ins, to be written as they are.
     Raises: TemplateError where there is no template or the tokenizer is not a fast one.
     """
-    if not getattr(tokenizer, "chat_template", None):
+    if render is None and not getattr(tokenizer, "chat_template", None):
         raise TemplateError(
             f"model.path: the tokenizer of '{tokenizer.name_or_path}' has no chat template. Choose an instruction-tuned "
             "model, or give one with model.chat_template=FILE.jinja"
@@ -47,7 +54,7 @@ def make_codec(tokenizer: Any, *, enable_thinking: bool | None = None) -> Codec:
     if backend is None:
         raise TemplateError(f"model.path: '{tokenizer.name_or_path}' has no fast tokenizer; rlkit needs tokenizer.json")
     arguments = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-    return Codec(tokenizer, _without_added_tokens(backend), frozenset(tokenizer.added_tokens_decoder), arguments)
+    return Codec(tokenizer, _without_added_tokens(backend), frozenset(tokenizer.added_tokens_decoder), arguments, render)
 
 
 def _without_added_tokens(backend: Any) -> Any:
@@ -103,6 +110,8 @@ def continuation(codec: Codec, messages: Messages, last_id: int | None, *, cut: 
 
 
 def _render(codec: Codec, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
+    if codec.render is not None:
+        return codec.render(messages, tools)
     try:
         return codec.tokenizer.apply_chat_template(
             list(messages),

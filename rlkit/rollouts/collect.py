@@ -49,34 +49,45 @@ def collect(
       settings: for the engine (temperature, max_new_tokens, …).
     Returns: unscored rollouts, task by task, samples of a task side by side.
     """
+    waiting = open_episodes(policy, tasks, environment=environment, group_size=group_size, seed=seed, step=step, first=first)
+    places = [(turn.rollout.group, turn.rollout.sample) for turn in waiting]
+    done: dict[tuple[int, int], Rollout] = {}
+    while waiting:
+        following = play_turns(policy, waiting, generate=generate, **settings)
+        waiting = [after for after in following if isinstance(after, Turn)]
+        for rollout in (after for after in following if isinstance(after, Rollout)):
+            done[rollout.group, rollout.sample] = rollout
+            if on_done is not None:
+                on_done(rollout)
+    return [done[place] for place in places]
+
+
+def open_episodes(
+    policy: Policy,
+    tasks: Sequence[Task],
+    *,
+    environment: Environment | Callable[[Task], Environment],
+    group_size: int = 1,
+    seed: int = 0,
+    step: int = 0,
+    first: int = 0,
+) -> list[Turn]:
+    """The first turns of all episodes, task by task, samples of a task side by side. Arguments as in `collect`."""
     opened = [open_episode(policy, task, environment_of(environment, task), group=i) for i, task in enumerate(tasks, first)]
-    waiting = [
+    return [
         turn._replace(rollout=turn.rollout._replace(sample=j), seed=mix(seed, step, turn.rollout.group, j))
         for turn in opened
         for j in range(group_size)
     ]
-    done: dict[tuple[int, int], Rollout] = {}
 
-    def finish(rollout: Rollout) -> None:
-        done[rollout.group, rollout.sample] = rollout
-        if on_done is not None:
-            on_done(rollout)
 
-    while waiting:
-        fitting = [turn for turn in waiting if len(turn.context) < policy.context_length]
-        for turn in waiting:
-            if len(turn.context) >= policy.context_length:
-                finish(_truncated(turn.rollout, "context"))
-        seeds = [mix(turn.seed, len(turn.rollout.steps)) for turn in fitting]
-        replies = generate(policy, [turn.context for turn in fitting], seeds, **settings) if fitting else []
-        waiting = []
-        for turn, reply in zip(fitting, replies, strict=True):
-            after = advance(policy, turn, reply)
-            if isinstance(after, Turn):
-                waiting.append(after)
-            else:
-                finish(after)
-    return [done[turn.rollout.group, j] for turn in opened for j in range(group_size)]
+def play_turns(policy: Policy, turns: Sequence[Turn], *, generate: Generate, **settings: Any) -> list[Turn | Rollout]:
+    """One reply in every episode, all of them one batch, and what follows each: the next turn, or the finished rollout."""
+    fitting = [turn for turn in turns if len(turn.context) < policy.context_length]
+    seeds = [mix(turn.seed, len(turn.rollout.steps)) for turn in fitting]
+    replies = generate(policy, [turn.context for turn in fitting], seeds, **settings) if fitting else []
+    played = iter([advance(policy, turn, reply) for turn, reply in zip(fitting, replies, strict=True)])
+    return [next(played) if len(turn.context) < policy.context_length else _truncated(turn.rollout, "context") for turn in turns]
 
 
 def open_episode(policy: Policy, task: Task, environment: Environment, *, group: int) -> Turn:
