@@ -159,11 +159,9 @@ class Rollout(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types only, in the order of the fields."""
-        steps = [
-            step._asdict()
-            | {"tool_calls": [c._asdict() for c in step.tool_calls], "tool_results": [r._asdict() for r in step.tool_results]}
-            for step in self.steps
-        ]
+        steps: list[dict[str, Any]] = [step._asdict() for step in self.steps]
+        for step in steps:
+            step |= {name: [item._asdict() for item in step[name]] for name in ("tool_calls", "tool_results")}
         return self._asdict() | {"task": self.task._asdict(), "steps": steps}
 
     @property
@@ -343,6 +341,12 @@ class ToolParser(Protocol):
     def __call__(self, content: str, /) -> tuple[str, list[ToolCall]]: ...
 
 
+class ToolExecutor(Protocol):
+    """(call, name → function) → result. Whatever goes wrong is a result that is not ok; nothing but KeyboardInterrupt is raised."""
+
+    def __call__(self, call: ToolCall, tools: Mapping[str, Callable[..., Any]], /) -> ToolResult: ...
+
+
 class Environment(NamedTuple):
     """What the policy talks to: four functions, and how the history is kept."""
 
@@ -354,6 +358,7 @@ class Environment(NamedTuple):
     max_steps: int = 1
     max_calls: int = 8  # tool calls answered in one reply; the others come back as errors
     history: Literal["keep_thinking", "strip_thinking"] = "keep_thinking"
+    execute: ToolExecutor | None = None  # answers a call; None: rlkit.environments.execute with its own limits
 
 
 class Generate(Protocol):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 import rlkit.functional as F
-from rlkit.algorithm import quantities
+from rlkit.algorithm import micro_batches, quantities, select
 from rlkit.models import score
 from rlkit.rollouts import assemble
-from rlkit.types import Batch, Rollout
+from rlkit.types import Batch, Rollout, Scores
 
 
 def stack_rollouts(rollouts: Sequence[Rollout]) -> Batch:
@@ -28,6 +29,23 @@ def stack_rollouts(rollouts: Sequence[Rollout]) -> Batch:
     moved = {name: F.to_episodes(value, positions, mask) for name, value in quantities(batch).items() if value.dim() == 2}
     moved |= {"attention_mask": mask, "response_mask": mask, "rollout_ids": torch.arange(len(mask), device=device)}
     return batch._replace(**moved | {"logprobs_sampler": stacked})
+
+
+def same_rollouts(a: Any, b: Any) -> bool:
+    """Whether two rollouts, or lists of them, are equal, log-probs as tensors compared by their values.
+
+    `==` does for rollouts as they were sampled; with tensors in them (`attach_logprobs`) it has no answer.
+    """
+    return bool(_values(a) == _values(b))
+
+
+def _values(data: Any) -> Any:
+    """Data without tensors: sequences as lists."""
+    if isinstance(data, Tensor):
+        return data.tolist()
+    if isinstance(data, Mapping):
+        return {name: _values(value) for name, value in data.items()}
+    return [_values(item) for item in data] if isinstance(data, list | tuple) else data
 
 
 def plain(rollout: Rollout) -> Rollout:
@@ -67,6 +85,22 @@ def episodes(batch: Batch) -> tuple[Tensor, Tensor]:
     positions, mask = F.episode_positions(batch.rollout_ids, batch.step_ids, batch.response_mask)
     padding = (0, 0, 0, len(batch.rewards) - len(mask))
     return nn.functional.pad(positions, padding), nn.functional.pad(mask, padding)
+
+
+@torch.no_grad()
+def score_batch(
+    model: nn.Module, batch: Batch, temperature: float, micro_batch_tokens: int = 16384, critic: nn.Module | None = None
+) -> Scores:
+    """Scores [B, T] of a batch, one micro-batch at a time."""
+    zeros = torch.zeros_like(batch.logprobs_sampler)
+    out = Scores(zeros, zeros.clone(), None if critic is None else zeros.clone())
+    for rows in micro_batches(batch, micro_batch_tokens):
+        part = select(batch, rows)
+        scores = score(model, part.ids, part.response_mask, temperature=temperature, critic=critic)
+        for kept, found in zip(out, scores, strict=True):
+            if kept is not None and found is not None:
+                kept[rows, : part.ids.shape[1]] = found.to(kept.dtype)
+    return out
 
 
 def same_shape(**tensors: Tensor) -> None:

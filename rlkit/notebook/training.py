@@ -27,21 +27,21 @@ from rlkit.algorithm import (
     surrogate,
     value_surrogate,
 )
-from rlkit.environments import single_turn
 from rlkit.generation import generate as sample
-from rlkit.models import make_critic, make_policy, score
+from rlkit.models import make_critic, score
 from rlkit.notebook._arguments import asks_for, named
 from rlkit.notebook.algorithms import core_selector
 from rlkit.notebook.checkpoints import save_checkpoint
 from rlkit.notebook.configs import TrainingConfig, create_grpo_config, create_switch_strategy, get_algorithm_config
-from rlkit.notebook.data import Prompt, TrainingState, as_task, update_ema_metrics
+from rlkit.notebook.data import TRAINING, GenerationConfig, Prompt, TrainingState, as_task, update_ema_metrics
+from rlkit.notebook.generation import load_model
 from rlkit.notebook.kl import KLHook, UpdateHook, compute_kl, create_reference_model, update_reference_model
-from rlkit.notebook.tensors import attach, episodes, per_token_of, plain, required
-from rlkit.rewards import Reward, Term, weighted_sum
-from rlkit.rewards import score as score_rollouts
-from rlkit.rollouts import assemble, collect
+from rlkit.notebook.rollouts import create_environment, run_rollouts
+from rlkit.notebook.tensors import attach, episodes, per_token_of, plain, required, score_batch
+from rlkit.rewards import Reward
+from rlkit.rollouts import assemble
 from rlkit.tasks.stream import StreamState, take
-from rlkit.types import Batch, Environment, Rollout, Scores, Task
+from rlkit.types import Batch, Environment, Rollout, Task
 
 NAN = float("nan")
 
@@ -75,15 +75,16 @@ def update_policy(
     Returns: loss, policy_loss, value_loss, kl (nats per token, before the update), kl_coef, grad_norm; nan for what there is none of.
     Raises: ValueError where a part of the config has no reference, critic or pairs to work on.
     """
+    _refuse_another_distribution(rollouts, temperature)
     config = _hooked(config, rollouts, ref_model, critic, kl_fn, pair_selector)
     algorithm, kl = config.algorithm, config.kl
     sampled = assemble([plain(r) for r in rollouts], pad_token_id=0, device=next(model.parameters()).device)
     batch = choose(sampled, algorithm)
-    old = _score(model, batch, temperature, micro_batch_tokens, critic)
+    old = score_batch(model, batch, temperature, micro_batch_tokens, critic)
     batch = batch._replace(logprobs_old=old.logprobs, entropy_old=old.entropy, values=old.values)
     divergence = NAN
     if ref_model is not None:
-        batch = batch._replace(logprobs_ref=_score(ref_model, batch, temperature, micro_batch_tokens).logprobs)
+        batch = batch._replace(logprobs_ref=score_batch(ref_model, batch, temperature, micro_batch_tokens).logprobs)
         given = quantities(batch) | {"logprobs": batch.logprobs_old}
         divergence = float(F.masked_mean(call(kl.estimator or F.k3, given), batch.response_mask))
     if advantage_fn is not None:
@@ -153,18 +154,18 @@ def _step(optimizer: torch.optim.Optimizer, model: nn.Module, critic: nn.Module 
     return float(norms[0])
 
 
-@torch.no_grad()
-def _score(model: nn.Module, batch: Batch, temperature: float, micro_batch_tokens: int, critic: nn.Module | None = None) -> Scores:
-    """Scores [B, T] of a batch, one micro-batch at a time."""
-    zeros = torch.zeros_like(batch.logprobs_sampler)
-    out = Scores(zeros, zeros.clone(), None if critic is None else zeros.clone())
-    for rows in micro_batches(batch, micro_batch_tokens):
-        part = select(batch, rows)
-        scores = score(model, part.ids, part.response_mask, temperature=temperature, critic=critic)
-        for kept, found in zip(out, scores, strict=True):
-            if kept is not None and found is not None:
-                kept[rows, : part.ids.shape[1]] = found.to(kept.dtype)
-    return out
+def _refuse_another_distribution(rollouts: Sequence[Rollout], temperature: float) -> None:
+    """Ratios and KL compare the distribution that is scored, so it has to be the one that was sampled."""
+    for rollout in rollouts:
+        sampler = GenerationConfig(**rollout.metadata.get("generation", TRAINING._asdict())).sampler
+        if "top_p" in sampler or "top_k" in sampler:
+            raise ValueError(
+                f"rollout {rollout.task.id!r} was sampled from a cut distribution (top_p {sampler.get('top_p', 1.0)}, top_k "
+                f"{sampler.get('top_k', 0)}), which no loss can score; sample with GenerationConfig(temperature=1.0, top_p=1.0, top_k=0)"
+            )
+        sampled = sampler["temperature"] or 1.0
+        if "generation" in rollout.metadata and sampled != temperature:
+            raise ValueError(f"rollout {rollout.task.id!r} was sampled at temperature {sampled}; give temperature={sampled} here too")
 
 
 def _hooked(
@@ -220,6 +221,9 @@ def _nothing(ratio: Tensor) -> Tensor:
     return torch.zeros_like(ratio)
 
 
+PLAYING = {*named(create_environment), "generator", "template_fn", "use_chat_template"}  # hooks of rollouts; the others are of updates
+
+
 def training_iteration(
     model: nn.Module,
     tokenizer: Any,
@@ -247,26 +251,29 @@ def training_iteration(
       state: of the iteration before. reward_fn: (rollout) → number or None, also `@batched`, or a Reward of several terms.
       config: None is `create_grpo_config()`. ref_model: needed where its KL is on.
       ref_update_fn: (ref_model, policy_model, step, kl) → None after the updates; two arguments do. step counts from 1.
-      environment: None is one reply to each prompt. generate: the engine. temperature: ≥ 0; 0 is greedy.
-      hooks: for `update_policy`: advantage_fn, loss_fn, kl_fn, pair_selector, critic, normalize, micro_batch_tokens.
+      environment: None is made of the hooks; without any, one reply to each prompt. generate: the engine.
+      temperature: ≥ 0; 0 is greedy.
+      hooks: for `run_rollouts`: generator, template_fn, use_chat_template, prompt_generator_fn, termination_fn, stop_condition, tools,
+        tool_parser, tool_executor, system_prompt, max_steps. For `update_policy`: advantage_fn, loss_fn, kl_fn, pair_selector, critic,
+        normalize, micro_batch_tokens.
     Returns: the next state and the scored rollouts. Its metrics: reward (raw, mean), kl and kl_coef apart, the losses, tokens.
     """
     if ref_update_fn is not None and ref_model is None:
         raise ValueError("ref_update_fn has no ref_model to move; give one, such as create_reference_model(model)")
     config = config or create_grpo_config()
-    rollouts = collect(
-        make_policy(model, tokenizer),
-        [as_task(prompt, i) for i, prompt in enumerate(prompts)],
+    rollouts = run_rollouts(
+        model,
+        tokenizer,
+        prompts,
+        num_rollouts=config.group_size,
+        reward_fn=reward_fn,
+        config=TRAINING._replace(max_new_tokens=max_new_tokens, temperature=temperature),
+        environment=environment,
         generate=generate,
-        environment=environment or single_turn(),
-        group_size=config.group_size,
         seed=seed,
         step=state.step,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
+        **{name: hooks.pop(name) for name in PLAYING & hooks.keys()},
     )
-    reward = reward_fn if isinstance(reward_fn, Reward) else Reward("reward_fn", {"reward_fn": Term(1.0, reward_fn)}, weighted_sum)
-    rollouts = score_rollouts(rollouts, reward)
     settings: dict[str, Any] = {"ref_model": ref_model, "temperature": temperature or 1.0, "seed": F.mix(seed, state.step)}
     metrics = update_policy(model, rollouts, optimizer, config, **settings | hooks)
     step = state.step + 1
@@ -279,7 +286,7 @@ def training_iteration(
 
 
 def train_model(
-    model: nn.Module,
+    model: nn.Module | str,
     tokenizer: Any,
     prompts: Sequence[Prompt],
     reward_fn: Callable[..., Any] | Reward,
@@ -292,6 +299,7 @@ def train_model(
     config: TrainingConfig | None = None,
     switch_strategy: Callable[[int], str] | None = None,
     numbers: Mapping[str, Any] = {},
+    model_loader: Callable[..., Any] = load_model,
     ref_model_fn: Callable[[nn.Module], nn.Module] | None = create_reference_model,
     checkpoint_fn: Callable[[nn.Module, Any, int, str], None] | None = None,
     state: TrainingState = TrainingState(),  # noqa: B008  (immutable)
@@ -302,6 +310,7 @@ def train_model(
     """Trains a model from a notebook, with AdamW. Runs that log, evaluate and resume bit for bit are those of `rlkit train`.
 
     Args:
+      model: one that is built, or a model_id for the model_loader: (model_id, dtype, device_map, use_lora, lora_rank, lora_alpha) → model.
       prompts: all of them; every step draws the next `batch_size` of an order that the seed fixes.
       steps: RL steps until the end, those of `state` included. save_every: steps between checkpoints; the last step is saved too.
       output_dir: where checkpoints go; None writes none.
@@ -317,6 +326,9 @@ def train_model(
     if config is not None and (switch_strategy is not None or numbers):
         raise ValueError("give a config, or a switch_strategy and numbers, not both: a config holds for every step")
     tasks = [as_task(prompt, i) for i, prompt in enumerate(prompts)]
+    if isinstance(model, str):
+        model = model_loader(model, "float32", None, False, 16, 32)
+    assert isinstance(model, nn.Module)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW([{"params": trained}], lr=1e-4, weight_decay=0.0)
     ref_model: nn.Module | None = None

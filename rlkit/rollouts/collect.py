@@ -153,10 +153,10 @@ def read_reply(policy: Policy, turn: Turn, reply: Generation) -> Step:
 def answer_calls(rollout: Rollout, environment: Environment) -> tuple[ToolResult, ...]:
     """Runs the calls of the last step in order; those beyond the limit are answered with a sentence the policy can read."""
     tools: Mapping[str, Callable[..., Any]] = environment.tools(rollout.task)
-    limit = environment.max_calls
+    limit, run = environment.max_calls, environment.execute or execute
     refusal = f"Error: at most {limit} calls in one reply; this one was not run."
     return tuple(
-        execute(call, tools) if i < limit else ToolResult(call.id, call.name, refusal, ok=False)
+        run(call, tools) if i < limit else ToolResult(call.id, call.name, refusal, ok=False)
         for i, call in enumerate(rollout.steps[-1].tool_calls)
     )
 
