@@ -130,9 +130,7 @@ class RLModule(L.LightningModule):
             seed=x.seed,
             step=self.rl_step,
             first=first,
-            temperature=x.generation.temperature,
-            max_new_tokens=x.generation.max_new_tokens,
-            max_thinking_tokens=x.generation.max_thinking_tokens,
+            **x.generation.settings,
         )
 
     def with_scores(self, batch: Batch) -> Batch:

@@ -30,8 +30,10 @@ def validate(x: RolloutRun) -> list[str]:
     problems = [f"{path}={value}: must be at least 1" for path, value in counts.items() if value < 1]
     if x.generation.temperature < 0:
         problems.append(f"generation.temperature={x.generation.temperature}: must not be negative; 0 is greedy")
-    if x.generation.top_p < 1 or x.generation.top_k > 0:
-        problems.append("generation.top_p, generation.top_k: the engine samples from the full distribution only; set top_p=1 and top_k=0")
+    if not 0 < x.generation.top_p <= 1:
+        problems.append(f"generation.top_p={x.generation.top_p}: must be greater than 0 and at most 1; 1 cuts nothing")
+    if x.generation.top_k < 0:
+        problems.append(f"generation.top_k={x.generation.top_k}: must not be negative; 0 cuts nothing")
     return problems + thinking_problems(x.generation)
 
 
@@ -68,9 +70,7 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
                 group_size=x.num_return_sequences,
                 seed=x.seed,
                 on_done=keep,
-                temperature=x.generation.temperature,
-                max_new_tokens=x.generation.max_new_tokens,
-                max_thinking_tokens=x.generation.max_thinking_tokens,
+                **x.generation.settings,
             )
             rollouts = score(rollouts, x.reward)
             save_rollouts(out / f"rollouts.{x.format}", rollouts)

@@ -98,8 +98,7 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> list[s
     check_contexts(policy, tasks, x.environment)
     rollouts = collect(
         policy, few, generate=x.generation.engine, environment=x.environment, group_size=2, seed=x.seed,
-        temperature=x.generation.temperature or 1.0, max_new_tokens=min(x.generation.max_new_tokens, 32),
-        max_thinking_tokens=x.generation.max_thinking_tokens,
+        **x.generation._replace(temperature=x.generation.temperature or 1.0, max_new_tokens=min(x.generation.max_new_tokens, 32)).settings,
     )  # fmt: skip
     device = next(policy.model.parameters()).device
     batch = assemble(rollouts, pad_token_id=policy.pad_token_id, device=device)

@@ -20,10 +20,7 @@ class BatchSize(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """How replies are sampled in training: always from the full distribution, so `top_p` and `top_k` take one value each.
-
-    They stand here to be refused with a reason, not to be missed.
-    """
+    """How replies are sampled. Training samples from the full distribution: it refuses a `top_p` below 1 and a `top_k` above 0."""
 
     engine: Generate
     temperature: float = 1.0
@@ -31,6 +28,14 @@ class Sampling(NamedTuple):
     max_thinking_tokens: int | None = None
     top_p: float = 1.0
     top_k: int = 0
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the engine is called with: the temperature and the limit always, the rest where it is set, so that not every engine
+        need know of it."""
+        rest = ("max_thinking_tokens", "top_p", "top_k")
+        given = {name: getattr(self, name) for name in rest if getattr(self, name) != self._field_defaults[name]}
+        return {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens} | given
 
 
 def thinking_problems(generation: Sampling) -> list[str]:

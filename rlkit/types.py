@@ -140,6 +140,48 @@ class Rollout(NamedTuple):
         return sum(len(step.response_ids) - len(step.forced) for step in self.steps)
 
     @property
+    def prompt(self) -> str:
+        """What the task asked: its last user message."""
+        return next((m.get("content", "") for m in reversed(self.task.messages) if m["role"] == "user"), "")
+
+    @property
+    def generation(self) -> Step | None:
+        """The last reply."""
+        return self.steps[-1] if self.steps else None
+
+    @property
+    def text(self) -> str:
+        """`final_content` by the name that a single generation has."""
+        return self.final_content
+
+    @property
+    def total_steps(self) -> int:
+        """Replies."""
+        return len(self.steps)
+
+    @property
+    def terminated_early(self) -> bool:
+        """The episode ended of itself; no limit cut it off."""
+        return self.status == "terminated"
+
+    @property
+    def termination_step(self) -> int | None:
+        """The position of the step after which it ended of itself; None where a limit cut it off."""
+        return len(self.steps) - 1 if self.terminated_early else None
+
+    @property
+    def kl_penalty(self) -> float | None:
+        """KL from a reference on the sampled tokens, in nats, before any coefficient; None where none was measured."""
+        return self.metadata.get("kl_penalty")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types only, in the order of the fields."""
+        steps: list[dict[str, Any]] = [step._asdict() for step in self.steps]
+        for step in steps:
+            step |= {name: [item._asdict() for item in step[name]] for name in ("tool_calls", "tool_results")}
+        return self._asdict() | {"task": self.task._asdict(), "steps": steps}
+
+    @property
     def conversation(self) -> list[Message]:
         """The episode as chat messages, thinking included, calls structured, results with the call's id."""
         return self.history(len(self.steps), thinking=True)
@@ -337,6 +379,12 @@ class Session(NamedTuple):
     close: Callable[[], None]  # called once, however the episode ends
 
 
+class ToolExecutor(Protocol):
+    """(call, name → function) → result. Whatever goes wrong is a result that is not ok; nothing but KeyboardInterrupt is raised."""
+
+    def __call__(self, call: ToolCall, tools: Mapping[str, Callable[..., Any]], /) -> ToolResult: ...
+
+
 class Environment(NamedTuple):
     """What the policy talks to: four functions, and how the history is kept."""
 
@@ -350,6 +398,7 @@ class Environment(NamedTuple):
     history: Literal["keep_thinking", "strip_thinking"] = "keep_thinking"
     overflow: Literal["truncate", "drop_oldest"] = "truncate"  # what a context does that leaves no room for a reply
     open: Callable[[Task], Session] | None = None  # gives each episode a next_prompt of its own; None: the functions have no state
+    execute: ToolExecutor | None = None  # answers a call; None: rlkit.environments.execute with its own limits
 
 
 class Generate(Protocol):

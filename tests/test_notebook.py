@@ -97,17 +97,19 @@ def test_every_name_of_the_page_is_there_with_its_defaults(row):
         tree = ast.parse(call, mode="eval").body
         function = getattr(rlkit, tree.func.id if isinstance(tree, ast.Call) else tree.id)
         assert callable(function)
-        defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
         for keyword in tree.keywords if isinstance(tree, ast.Call) else ():
+            defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
             assert defaults[keyword.arg] == ast.literal_eval(keyword.value), f"{call}: {keyword.arg}"
 
 
-def test_the_calls_of_the_page_run_as_written():
+def test_the_calls_of_the_page_run_as_written(tiny):
     page = re.search(r"\n    from rlkit import.*?\n\n## ", PAGE.read_text(), re.S)[0]
     code = "\n".join(line[4:] for line in page.splitlines() if line.startswith("    "))
     given = {"logprobs": torch.tensor([[-1.0]]), "ref_logprobs": torch.tensor([[-1.5]]), "iteration": 60}
+    given |= {"model": tiny.model, "tokenizer": tiny.codec.tokenizer, "prompt": PROMPTS[0], "my_custom_reward": lambda rollout: 0.25}
     exec(code, given)
     assert given["kl"].shape == (1,) and given["config"].algorithm.name == "dapo"
+    assert given["rollout"].reward == 0.25 and given["rollout"].generation.response_ids
 
 
 def test_defaults_are_not_shared_between_calls():

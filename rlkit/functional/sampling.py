@@ -69,6 +69,34 @@ def gumbel_noise(seeds: Tensor, counter: int | Tensor, vocabulary: int) -> Tenso
     return u.neg_().log1p_().neg_().log_().neg_()
 
 
+def cut_distribution(logprobs: Tensor, *, top_p: float = 1.0, top_k: int = 0) -> Tensor:
+    """The distribution cut to its most likely tokens and normalised again: first to `top_k` of them, then to the nucleus of `top_p`.
+
+    The nucleus is the fewest tokens, from the most likely one on, whose probabilities add up to at least top_p.
+
+    Args:
+      logprobs: [..., V], normalised, in nats.
+      top_p: 0 < top_p ≤ 1; 1 keeps all. top_k: ≥ 0; 0 keeps all. Of tokens that tie for the last place, all are kept.
+    Returns: [..., V] in nats, -inf where cut; the input itself where nothing is cut.
+    Source: nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751; top-k, Fan et al. 2018, arXiv:1805.04833.
+
+    >>> cut_distribution(torch.tensor([0.5, 0.3, 0.2]).log(), top_p=0.7).exp()
+    tensor([0.6250, 0.3750, 0.0000])
+    """
+    require(0 < top_p <= 1, "top_p", top_p, "> 0 and ≤ 1")
+    require(top_k >= 0, "top_k", top_k, "≥ 0; 0 keeps all tokens")
+    if top_k:
+        last = logprobs.topk(min(top_k, logprobs.shape[-1])).values[..., -1:]
+        logprobs = logprobs.where(logprobs >= last, -torch.inf).log_softmax(-1)
+    if top_p < 1:
+        ranked = logprobs.sort(descending=True).values
+        probabilities = ranked.exp()
+        before = probabilities.cumsum(-1) - probabilities  # the mass of all that is likelier
+        last = ranked.where(before < top_p, torch.inf).amin(-1, keepdim=True)
+        logprobs = logprobs.where(logprobs >= last, -torch.inf).log_softmax(-1)
+    return logprobs
+
+
 def _finalise(words: Tensor) -> Tensor:
     """The whole finaliser of splitmix64, in place."""
     words = _mixed(words)

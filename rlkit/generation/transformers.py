@@ -2,8 +2,8 @@
 
 Sampling is Gumbel-max: the next token is argmax(log-probs + noise), with noise a counter-based hash of (the rollout's seed,
 the position in its reply, the token). So what a rollout samples depends on nothing but the model and its own seed: not on the
-batch it is in, its row, the rank or the clock. The log-probs are those of the distribution that is sampled (temperature
-applied, nothing else: no top-k, no top-p, no defaults hidden in the model's generation_config).
+batch it is in, its row, the rank or the clock. The log-probs are those of the distribution that is sampled: temperature
+applied, cut where top-k or top-p is asked for, and no defaults hidden in the model's generation_config.
 
 A thinking budget writes the closing tag into a reply whose thinking is used up, and the reply goes on behind it. What was written is
 marked as forced. It is written whatever the policy would have said there, its own closing tag too: to train that one choice where it
@@ -12,14 +12,14 @@ happens to agree, and no other, would be a biased gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlkit.functional import gumbel_noise
+from rlkit.functional import cut_distribution, gumbel_noise
 from rlkit.types import THINK_TAGS, Generation, Policy, Thinking
 
 
@@ -32,6 +32,9 @@ def generate(
     max_new_tokens: int = 256,
     temperature: float = 1.0,
     max_thinking_tokens: int | None = None,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    use_cache: bool = True,
     max_rows: int = 256,
 ) -> list[Generation]:
     """Samples one reply per context.
@@ -44,6 +47,8 @@ def generate(
       temperature: >= 0. Divides the logits; 0 is greedy and gives the log-probs at temperature 1.
       max_thinking_tokens: >= 0, of a reply, in all its thinking blocks together; once they are used up, the closing tag is written.
         None sets no limit. Tags do not count where they are added tokens; where they are spelled, the beginning of a closing one does.
+      top_p, top_k: 0 < top_p <= 1, top_k >= 0: the most likely tokens are sampled alone. 1 and 0 cut nothing, as in training.
+      use_cache: False computes keys and values anew for every token: slower, the same replies.
       max_rows: contexts decoded at once. Longer lists are done in parts, which changes no result.
     Returns: in the order of the contexts; a reply ends with an end-of-sequence id ("stop") or is cut ("length").
     Raises: ValueError for arguments out of range.
@@ -54,19 +59,18 @@ def generate(
         )
     if max_thinking_tokens is not None and max_thinking_tokens < 0:
         raise ValueError(f"generation: max_thinking_tokens must be >= 0 or null (is {max_thinking_tokens})")
+    if not 0 < top_p <= 1 or top_k < 0:
+        raise ValueError(f"generation: top_p must be > 0 and <= 1 (is {top_p}), top_k >= 0 (is {top_k}); 1 and 0 cut nothing")
     by_length = sorted(range(len(contexts)), key=lambda i: len(contexts[i]))
     replies: dict[int, Generation] = {}
+    cut = {"top_p": top_p, "top_k": top_k}
     causal = policy.model.get_base_model() if hasattr(policy.model, "disable_adapter") else policy.model  # type: ignore[operator]
     with sampling_mode(causal):
         for start in range(0, len(by_length), max_rows):
             rows = by_length[start : start + max_rows]
-            replies |= zip(
-                rows,
-                _decode(
-                    causal, policy, [contexts[i] for i in rows], [seeds[i] for i in rows], max_new_tokens, temperature, max_thinking_tokens
-                ),
-                strict=True,
-            )
+            given = [contexts[i] for i in rows], [seeds[i] for i in rows]
+            decoded = _decode(causal, policy, *given, max_new_tokens, temperature, max_thinking_tokens, cut, use_cache)
+            replies |= zip(rows, decoded, strict=True)
     return [replies[i] for i in range(len(contexts))]
 
 
@@ -97,6 +101,8 @@ def _decode(
     max_new_tokens: int,
     temperature: float,
     max_thinking_tokens: int | None,
+    cut: Mapping[str, Any],
+    use_cache: bool,
 ) -> list[Generation]:
     from transformers import GenerationConfig, LogitsProcessorList
 
@@ -106,7 +112,7 @@ def _decode(
     ids = torch.tensor([[policy.pad_token_id] * (width - len(c)) + list(c) for c in contexts], device=device)
     lengths = torch.tensor([len(c) for c in contexts], device=device)
     attention_mask = torch.arange(width, device=device) >= (width - lengths)[:, None]
-    sampler = GumbelMax(torch.tensor(seeds, device=device), width, temperature)
+    sampler = GumbelMax(torch.tensor(seeds, device=device), width, temperature, **cut)
     processors: list[Any] = [sampler]
     if max_thinking_tokens is not None:
         processors.append(ThinkingBudget(policy.codec.thinking, contexts, width, max_thinking_tokens, device))
@@ -119,7 +125,7 @@ def _decode(
             max_new_tokens=max(limits),
             eos_token_id=list(policy.eos_token_ids),
             pad_token_id=policy.pad_token_id,
-            use_cache=True,
+            use_cache=use_cache,
         ),
     )
     sampled = out[:, width:].tolist()
@@ -135,14 +141,15 @@ def _decode(
 class GumbelMax:
     """A logits processor whose argmax is a sample; keeps the log-prob of each token that it chose."""
 
-    def __init__(self, seeds: Tensor, prompt_width: int, temperature: float):
-        self.seeds, self.prompt_width, self.temperature = seeds, prompt_width, temperature
+    def __init__(self, seeds: Tensor, prompt_width: int, temperature: float, **cut: Any):
+        self.seeds, self.prompt_width, self.temperature, self.cut = seeds, prompt_width, temperature, cut
         self.logprobs: list[Tensor] = []  # one [B] a step
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         logprobs = torch.log_softmax(scores.float() / (self.temperature or 1.0), dim=-1)
         choice = logprobs
         if self.temperature > 0:
+            logprobs = cut_distribution(logprobs, **self.cut)
             choice = logprobs + gumbel_noise(self.seeds, input_ids.shape[1] - self.prompt_width, scores.shape[-1])
         self.logprobs.append(logprobs.gather(1, choice.argmax(1, keepdim=True))[:, 0])
         return choice

@@ -2,7 +2,7 @@
 
 from rlkit.models.chat import Codec, check_template, continuation, decode, encode_prompt, encode_text, make_codec
 from rlkit.models.critic import HeadCritic, SeparateCritic, ValueHead, make_critic
-from rlkit.models.load import LoRA, load_policy, make_policy
+from rlkit.models.load import LoRA, add_lora, load_policy, make_policy, pretrained_model, pretrained_tokenizer
 from rlkit.models.score import score
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "LoRA",
     "SeparateCritic",
     "ValueHead",
+    "add_lora",
     "check_template",
     "continuation",
     "decode",
@@ -20,5 +21,7 @@ __all__ = [
     "make_codec",
     "make_critic",
     "make_policy",
+    "pretrained_model",
+    "pretrained_tokenizer",
     "score",
 ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlkit.errors import TemplateError
@@ -30,17 +30,24 @@ class Codec(NamedTuple):
     added_ids: frozenset[int]
     thinking: Thinking
     template_arguments: Mapping[str, Any] = {}  # for example enable_thinking
+    render: Callable[[Messages, Sequence[Mapping[str, Any]]], str] | None = None  # (messages, tools) → text, for the template
 
 
-def make_codec(tokenizer: Any, *, enable_thinking: bool | None = None) -> Codec:
+def make_codec(
+    tokenizer: Any,
+    *,
+    enable_thinking: bool | None = None,
+    render: Callable[[Messages, Sequence[Mapping[str, Any]]], str] | None = None,
+) -> Codec:
     """A codec for a fast tokenizer that has a chat template.
 
     Args:
       tokenizer: a fast `transformers` tokenizer.
       enable_thinking: passed to the template where it is not None.
+      render: (messages, tools) → text in place of the template. Contents are stand-ins, to be written as they are.
     Raises: TemplateError where there is no template or the tokenizer is not a fast one.
     """
-    if not getattr(tokenizer, "chat_template", None):
+    if render is None and not getattr(tokenizer, "chat_template", None):
         raise TemplateError(
             f"model.path: the tokenizer of '{tokenizer.name_or_path}' has no chat template. Choose an instruction-tuned "
             "model, or give one with model.chat_template=FILE.jinja"
@@ -50,7 +57,7 @@ def make_codec(tokenizer: Any, *, enable_thinking: bool | None = None) -> Codec:
         raise TemplateError(f"model.path: '{tokenizer.name_or_path}' has no fast tokenizer; rlkit needs tokenizer.json")
     arguments = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     plain = _without_added_tokens(backend)
-    return Codec(tokenizer, plain, frozenset(tokenizer.added_tokens_decoder), _thinking(tokenizer, plain), arguments)
+    return Codec(tokenizer, plain, frozenset(tokenizer.added_tokens_decoder), _thinking(tokenizer, plain), arguments, render)
 
 
 def _thinking(tokenizer: Any, plain: Any) -> Thinking:
@@ -114,6 +121,8 @@ def continuation(codec: Codec, messages: Messages, last_id: int | None, *, cut: 
 
 
 def _render(codec: Codec, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
+    if codec.render is not None:
+        return codec.render(messages, tools)
     try:
         return codec.tokenizer.apply_chat_template(
             list(messages),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -55,28 +56,14 @@ def load_policy(
       device: where the weights go.
     Raises: ConfigError or TemplateError that name the key to change.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
     if trust_remote_code and not _is_commit(revision):
         raise ConfigError("model.trust_remote_code=true runs code from the hub: pin model.revision to a 40-digit commit")
     if dtype == "bfloat16" and lora.rank == 0:
         raise ConfigError("model.dtype=bfloat16 trains bfloat16 weights, which do not move at these rates; use float32, or LoRA")
-    logging.disable_progress_bar()
-    location = TINY if path == "tiny" else Path(path).expanduser()
-    source = str(location) if location.exists() else path
     half = dtype == "bfloat16" or (dtype == "auto" and lora.rank > 0 and torch.device(device).type == "cuda")
     hub = {"revision": revision, "trust_remote_code": trust_remote_code}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **hub)
-        config = without_dropout(AutoConfig.from_pretrained(source, **hub))
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=torch.bfloat16 if half else torch.float32, attn_implementation=attention, **hub
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path={path}: cannot be loaded ({str(error).splitlines()[0]}). Give a local folder, or a hub id"
-        ) from error
+    tokenizer = pretrained_tokenizer(path, **hub)
+    model = pretrained_model(path, dtype=torch.bfloat16 if half else torch.float32, attention=attention, **hub)
     if chat_template is not None:
         tokenizer.chat_template = _read_template(chat_template)
     model.to(device)
@@ -89,12 +76,51 @@ def load_policy(
     return make_policy(model, tokenizer, enable_thinking=enable_thinking)
 
 
-def make_policy(model: Any, tokenizer: Any, *, enable_thinking: bool | None = None) -> Policy:
-    """A policy of a causal LM that is already built, also under PEFT, and its tokenizer. Raises TemplateError."""
+def pretrained_tokenizer(path: str, **hub: Any) -> Any:
+    """The tokenizer of "tiny", a local folder or a hub id. Raises ConfigError."""
+    from transformers import AutoTokenizer
+
+    with _naming(path):
+        return AutoTokenizer.from_pretrained(_source(path), **hub)
+
+
+def pretrained_model(path: str, *, dtype: torch.dtype | str, attention: str = "sdpa", **hub: Any) -> Any:
+    """The causal LM of "tiny", a local folder or a hub id, without dropout; dtype "auto" is the one it was saved in. Raises ConfigError."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    with _naming(path):
+        config = without_dropout(AutoConfig.from_pretrained(_source(path), **hub))
+        return AutoModelForCausalLM.from_pretrained(_source(path), config=config, dtype=dtype, attn_implementation=attention, **hub)
+
+
+def _source(path: str) -> str:
+    location = TINY if path == "tiny" else Path(path).expanduser()
+    return str(location) if location.exists() else path
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path={path}: cannot be loaded ({str(error).splitlines()[0]}). Give a local folder, or a hub id"
+        ) from error
+
+
+def make_policy(model: Any, tokenizer: Any, **template: Any) -> Policy:
+    """A policy of a causal LM that is already built, also under PEFT, and its tokenizer.
+
+    Args:
+      template: enable_thinking and render, of `make_codec`.
+    Raises: TemplateError.
+    """
     context = int(getattr(model.config, "max_position_embeddings", 1 << 20))
     end_ids = end_token_ids(model, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_ids[0]
-    return Policy(model, make_codec(tokenizer, enable_thinking=enable_thinking), end_ids, pad, context)
+    return Policy(model, make_codec(tokenizer, **template), end_ids, pad, context)
 
 
 def without_dropout(config: Any) -> Any:

@@ -66,36 +66,52 @@ def collect(
         room that a context has to leave.
     Returns: unscored rollouts, task by task, samples of a task side by side.
     """
+    waiting = open_episodes(policy, tasks, environment=environment, group_size=group_size, seed=seed, step=step, first=first)
+    places = [(turn.rollout.group, turn.rollout.sample) for turn in waiting]
+    done: dict[tuple[int, int], Rollout] = {}
+    while waiting:
+        following = play_turns(policy, waiting, generate=generate, **settings)
+        waiting = [after for after in following if isinstance(after, Turn)]
+        for rollout in (after for after in following if isinstance(after, Rollout)):
+            done[rollout.group, rollout.sample] = rollout
+            if on_done is not None:
+                on_done(rollout)
+    return [done[place] for place in places]
+
+
+def open_episodes(
+    policy: Policy,
+    tasks: Sequence[Task],
+    *,
+    environment: Environment | Callable[[Task], Environment],
+    group_size: int = 1,
+    seed: int = 0,
+    step: int = 0,
+    first: int = 0,
+) -> list[Turn]:
+    """The first turns of all episodes, task by task, samples of a task side by side. Arguments as in `collect`."""
     opened = [open_episode(policy, task, environment_of(environment, task), group=i) for i, task in enumerate(tasks, first)]
-    waiting = [
+    return [
         turn._replace(rollout=turn.rollout._replace(sample=j), seed=mix(seed, step, turn.rollout.group, j), session=own_session(turn))
         for turn in opened
         for j in range(group_size)
     ]
-    done: dict[tuple[int, int], Rollout] = {}
 
-    def finish(turn: Turn, rollout: Rollout) -> None:
-        if turn.session is not None:
+
+def play_turns(policy: Policy, turns: Sequence[Turn], *, generate: Generate, **settings: Any) -> list[Turn | Rollout]:
+    """One reply in every episode, all of them one batch, and what follows each: the next turn, or the finished rollout."""
+    fitting = [turn for turn in turns if len(turn.context) < policy.context_length]
+    seeds = [mix(turn.seed, len(turn.rollout.steps)) for turn in fitting]
+    replies = generate(policy, [turn.context for turn in fitting], seeds, **settings) if fitting else []
+    answered = zip(fitting, replies, strict=True)
+    room, out = settings.get("max_new_tokens") or 1, []
+    for turn in turns:
+        fits = len(turn.context) < policy.context_length
+        after = advance(policy, *next(answered), room=room) if fits else _truncated(turn.rollout, "context")
+        if turn.session is not None and isinstance(after, Rollout):
             turn.session.close()
-        done[rollout.group, rollout.sample] = rollout
-        if on_done is not None:
-            on_done(rollout)
-
-    while waiting:
-        fitting = [turn for turn in waiting if len(turn.context) < policy.context_length]
-        for turn in waiting:
-            if len(turn.context) >= policy.context_length:
-                finish(turn, _truncated(turn.rollout, "context"))
-        seeds = [mix(turn.seed, len(turn.rollout.steps)) for turn in fitting]
-        replies = generate(policy, [turn.context for turn in fitting], seeds, **settings) if fitting else []
-        waiting = []
-        for turn, reply in zip(fitting, replies, strict=True):
-            after = advance(policy, turn, reply, room=settings.get("max_new_tokens") or 1)
-            if isinstance(after, Turn):
-                waiting.append(after)
-            else:
-                finish(turn, after)
-    return [done[turn.rollout.group, j] for turn in opened for j in range(group_size)]
+        out.append(after)
+    return out
 
 
 def own_session(turn: Turn) -> Session | None:
@@ -181,10 +197,10 @@ def finish_reason(reply: Generation, *, tools: bool) -> FinishReason:
 def answer_calls(rollout: Rollout, environment: Environment) -> tuple[ToolResult, ...]:
     """Runs the calls of the last step in order; those beyond the limit are answered with a sentence the policy can read."""
     tools: Mapping[str, Callable[..., Any]] = environment.tools(rollout.task)
-    limit = environment.max_calls
+    limit, run = environment.max_calls, environment.execute or execute
     refusal = f"Error: at most {limit} calls in one reply; this one was not run."
     return tuple(
-        execute(call, tools) if i < limit else ToolResult(call.id, call.name, refusal, ok=False)
+        run(call, tools) if i < limit else ToolResult(call.id, call.name, refusal, ok=False)
         for i, call in enumerate(rollout.steps[-1].tool_calls)
     )
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlkit.functional import gumbel_noise, mix
+from rlkit.functional import cut_distribution, gumbel_noise, mix
 
 WORD = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -144,3 +144,25 @@ def test_wrong_arguments_are_refused() -> None:
         gumbel_noise(torch.tensor([1.0]), 0, 5)
     with pytest.raises(ValueError, match=r"vocabulary is 0; allowed: ≥ 1"):
         gumbel_noise(torch.tensor([1]), 0, 0)
+
+
+def test_a_cut_distribution_keeps_the_fewest_likely_tokens_that_are_asked_for() -> None:
+    """Against a loop over one row at a time, in every order of cuts; what is kept keeps its proportions."""
+    generator = torch.Generator().manual_seed(0)
+    logprobs = torch.randn(20, 12, generator=generator, dtype=torch.float64).log_softmax(-1)
+    assert cut_distribution(logprobs) is logprobs
+    for top_k, top_p in ((0, 0.6), (3, 1.0), (5, 0.7), (99, 0.99), (1, 0.1)):
+        cut = cut_distribution(logprobs, top_k=top_k, top_p=top_p)
+        for row, found in zip(logprobs.exp(), cut.exp(), strict=True):
+            order = row.argsort(descending=True).tolist()[: top_k or None]
+            mass, kept = 0.0, []
+            for token in order:
+                if mass >= top_p:
+                    break
+                kept.append(token)
+                mass += float(row[token] / row[order].sum())
+            expected = torch.zeros_like(row)
+            expected[kept] = row[kept] / row[kept].sum()
+            torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match="top_p is 0"):
+        cut_distribution(logprobs, top_p=0)

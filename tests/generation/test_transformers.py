@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlkit.environments import calculator, tool_schema
-from rlkit.functional import mix
+from rlkit.functional import cut_distribution, mix
 from rlkit.generation import generate
 from rlkit.generation.transformers import ThinkingBudget
 from rlkit.models import decode, encode_prompt, encode_text, score
@@ -73,6 +73,23 @@ def test_log_probs_equal_the_trainer_at_the_same_temperature(tiny, contexts, tem
             logprobs = score(tiny.model, ids, mask, temperature=temperature)[0][mask]
         # cached decoding with left padding against one full forward, both float32: rounding alone
         torch.testing.assert_close(logprobs, torch.tensor(reply.logprobs), rtol=0, atol=1e-4)
+
+
+def test_a_cut_distribution_is_the_one_that_is_sampled_and_scored(tiny, contexts):
+    """Top-k 1 is greedy and certain; under top-p every log-prob is that of the cut distribution, here by full forwards."""
+    surest = generate(tiny, contexts, seeds(4), max_new_tokens=8, temperature=2.0, top_k=1)
+    assert tokens(surest) == tokens(generate(tiny, contexts, seeds(4), max_new_tokens=8, temperature=0.0))
+    assert all(logprob == 0 for g in surest for logprob in g.logprobs)
+    settings = {"max_new_tokens": 8, "temperature": 6.0, "top_p": 0.6, "top_k": 50}
+    replies = generate(tiny, contexts, seeds(4), **settings)
+    assert tokens(replies) == tokens(generate(tiny, contexts, seeds(4), use_cache=False, **settings))
+    for context, reply in zip(contexts, replies, strict=True):
+        ids = torch.tensor([[*context, *reply.token_ids]])
+        with torch.no_grad():
+            logits = tiny.model(ids).logits[0, len(context) - 1 : -1]
+        cut = cut_distribution((logits / 6.0).log_softmax(-1), top_p=0.6, top_k=50)
+        expected = cut.gather(1, ids[0, len(context) :, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(reply.logprobs), expected, rtol=0, atol=1e-3)  # at temperature 6, of one nat or more
 
 
 def test_first_tokens_follow_the_distribution(tiny, contexts):
@@ -245,7 +262,9 @@ def test_a_token_that_ends_a_spelled_tag_and_goes_on(tiny):
     assert states[6:] == [(False, 3), (True, 3), (False, 3), (False, 3)]
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"max_new_tokens": 0}, {"max_rows": 0}, {"max_thinking_tokens": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1.0}, {"max_new_tokens": 0}, {"max_rows": 0}, {"max_thinking_tokens": -1}, {"top_p": 0.0}, {"top_k": -1}]
+)
 def test_numbers_out_of_range_are_refused(tiny, contexts, wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         generate(tiny, contexts, seeds(4), **wrong)

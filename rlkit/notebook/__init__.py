@@ -1,0 +1,211 @@
+"""The author's notebook signatures, lifted onto the core: plain functions of models, tokenizers and lists of rollouts, without Hydra.
+
+No maths stands here: every function arranges tensors and calls the core. In this package `[B, T]` means B rollouts × the tokens that
+each sampled, in the order of time and filled up on the right (`stack_rollouts`); prompts and tool results are not among them.
+
+    hook            signature                                                      default
+    reward_fn       (rollout) → float or None; `@batched`: list → list; async      None: no reward
+    generator       (model, tokenizer, prompt, config, compute_logprobs)           generate_text; rollouts sample in one batch
+                    → TextGeneration
+    template_fn     (prompt, tokenizer, use_chat_template, system_prompt,          format_prompt
+                    enable_thinking) → str
+    tool_parser     (text) → list of calls                                         hermes
+    tool_executor   (call) → str                                                   the functions in `tools`
+    stop_condition  (conversation) → bool                                          None
+    termination_fn  (rollout, last_step) → bool                                    None
+    prompt_generator_fn        (rollout, step) → str or None                       None: one reply, or until no tool is called
+    initial_prompts_generator  (n) → list                                          the prompts themselves
+    model_loader    (model_id, dtype, device_map, use_lora, lora_rank,             load_model
+                    lora_alpha) → model
+    kl_fn           (policy_logprobs, ref_logprobs, mask) → [B]                    compute_forward_kl
+    ref_model_fn    (policy_model) → model                                         create_reference_model
+    ref_update_fn   (ref_model, policy_model, **progress such as step, kl)         None: the reference stays
+    advantage_fn    (rollouts, normalize) → [B, T]                                 the config's; compute_advantages is GRPO's
+    loss_fn         (rollouts, advantages) → scalar, log-probs carry the gradient  the config's; compute_grpo_loss is GRPO's
+    pair_selector   (rollouts) → [(i, j)]                                          every pair of a prompt
+    switch_strategy (iteration) → algorithm name                                   grpo until step 50, then dapo
+    checkpoint_fn   (model, tokenizer, step, output_dir)                           save_checkpoint
+
+`create_rollout`, `create_multiturn_rollout`, `create_batch_rollouts`, `training_iteration` and `train_model` pass on what they are given.
+Where a hook is taken, a function of the core does as well: it is told by the names of the quantities that it asks for.
+"""
+
+from __future__ import annotations
+
+from rlkit.notebook.algorithms import (
+    PairSelector,
+    compute_advantages,
+    compute_advantages_and_returns,
+    compute_grpo_loss,
+    compute_pairwise_loss,
+    compute_policy_gradient_loss,
+    compute_ppo_loss,
+    compute_value_loss,
+)
+from rlkit.notebook.checkpoints import Checkpoint, load_checkpoint, plot_training, save_checkpoint
+from rlkit.notebook.configs import (
+    CONFIGS,
+    TrainingConfig,
+    create_dapo_config,
+    create_grpo_config,
+    create_pairwise_config,
+    create_ppo_config,
+    create_switch_strategy,
+    get_algorithm_config,
+)
+from rlkit.notebook.data import (
+    TRAINING,
+    Conversation,
+    GenerationConfig,
+    Prompt,
+    StepView,
+    TextGeneration,
+    TrainingState,
+    update_ema_metrics,
+    view_steps,
+)
+from rlkit.notebook.generation import (
+    batch_history,
+    compute_logprobs_for_tokens,
+    create_batch,
+    format_prompt,
+    generate_templates,
+    generate_text,
+    generate_with_values,
+    load_model,
+    load_tokenizer,
+    parse_thinking,
+)
+from rlkit.notebook.kl import (
+    KLHook,
+    UpdateHook,
+    compute_forward_kl,
+    compute_kl,
+    compute_kl_divergence,
+    compute_reverse_kl,
+    confident_share,
+    create_adaptive_kl,
+    create_ema_updater,
+    create_kl_updater,
+    create_periodic_updater,
+    create_reference_model,
+    create_truncated_kl,
+    lift_update,
+    truncated_kl,
+    update_reference_model,
+)
+from rlkit.notebook.rewards import (
+    aggregate_vector_rewards,
+    compute_scalar_reward,
+    compute_vector_reward,
+    exact_match_reward,
+    format_reward,
+    length_penalty,
+    tool_band_reward,
+    tool_usage_reward,
+)
+from rlkit.notebook.rollouts import (
+    INITIAL_PROMPTS,
+    assign_rewards,
+    check_termination_conditions,
+    create_batch_rollouts,
+    create_environment,
+    create_multiturn_rollout,
+    create_random_termination,
+    create_rollout,
+    early_or_long,
+    execute_step,
+    get_rollout_summary,
+    initial_prompts,
+    initialize_rollouts,
+    run_rollouts,
+)
+from rlkit.notebook.tensors import attach_logprobs, same_rollouts, score_batch, stack_rollouts
+from rlkit.notebook.training import train_model, training_iteration, update_policy
+
+__all__ = [
+    "CONFIGS",
+    "INITIAL_PROMPTS",
+    "TRAINING",
+    "Checkpoint",
+    "Conversation",
+    "GenerationConfig",
+    "KLHook",
+    "PairSelector",
+    "Prompt",
+    "StepView",
+    "TextGeneration",
+    "TrainingConfig",
+    "TrainingState",
+    "UpdateHook",
+    "aggregate_vector_rewards",
+    "assign_rewards",
+    "attach_logprobs",
+    "batch_history",
+    "check_termination_conditions",
+    "compute_advantages",
+    "compute_advantages_and_returns",
+    "compute_forward_kl",
+    "compute_grpo_loss",
+    "compute_kl",
+    "compute_kl_divergence",
+    "compute_logprobs_for_tokens",
+    "compute_pairwise_loss",
+    "compute_policy_gradient_loss",
+    "compute_ppo_loss",
+    "compute_reverse_kl",
+    "compute_scalar_reward",
+    "compute_value_loss",
+    "compute_vector_reward",
+    "confident_share",
+    "create_adaptive_kl",
+    "create_batch",
+    "create_batch_rollouts",
+    "create_dapo_config",
+    "create_ema_updater",
+    "create_environment",
+    "create_grpo_config",
+    "create_kl_updater",
+    "create_multiturn_rollout",
+    "create_pairwise_config",
+    "create_periodic_updater",
+    "create_ppo_config",
+    "create_random_termination",
+    "create_reference_model",
+    "create_rollout",
+    "create_switch_strategy",
+    "create_truncated_kl",
+    "early_or_long",
+    "exact_match_reward",
+    "execute_step",
+    "format_prompt",
+    "format_reward",
+    "generate_templates",
+    "generate_text",
+    "generate_with_values",
+    "get_algorithm_config",
+    "get_rollout_summary",
+    "initial_prompts",
+    "initialize_rollouts",
+    "length_penalty",
+    "lift_update",
+    "load_checkpoint",
+    "load_model",
+    "load_tokenizer",
+    "parse_thinking",
+    "plot_training",
+    "run_rollouts",
+    "same_rollouts",
+    "save_checkpoint",
+    "score_batch",
+    "stack_rollouts",
+    "tool_band_reward",
+    "tool_usage_reward",
+    "train_model",
+    "training_iteration",
+    "truncated_kl",
+    "update_ema_metrics",
+    "update_policy",
+    "update_reference_model",
+    "view_steps",
+]

@@ -1,0 +1,142 @@
+"""Rollouts as tensors, one row a rollout, and how tensors of a notebook meet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+import rlkit.functional as F
+from rlkit.algorithm import micro_batches, quantities, select
+from rlkit.models import score
+from rlkit.rollouts import assemble
+from rlkit.types import Batch, Rollout, Scores
+
+
+def stack_rollouts(rollouts: Sequence[Rollout]) -> Batch:
+    """The sampled tokens of rollouts side by side: a Batch with one row a rollout, [B, T], `response_mask` True on real tokens.
+
+    `logprobs_sampler` carries the gradient where the steps' log-probs do (`attach_logprobs`).
+    """
+    logprobs = [[torch.as_tensor(step.logprobs)[step.sampled] for step in r.steps] for r in rollouts]
+    device = next((part.device for parts in logprobs for part in parts), torch.device("cpu"))
+    stacked = pad_sequence([torch.cat([torch.zeros(0, device=device), *parts]) for parts in logprobs], batch_first=True)
+    batch = assemble([plain(r) for r in rollouts], pad_token_id=0, device=device)
+    positions, mask = episodes(batch)
+    moved = {name: F.to_episodes(value, positions, mask) for name, value in quantities(batch).items() if value.dim() == 2}
+    moved |= {"attention_mask": mask, "response_mask": mask, "rollout_ids": torch.arange(len(mask), device=device)}
+    return batch._replace(**moved | {"logprobs_sampler": stacked})
+
+
+def same_rollouts(a: Any, b: Any) -> bool:
+    """Whether two rollouts, or lists of them, are equal, log-probs as tensors compared by their values.
+
+    `==` does for rollouts as they were sampled; with tensors in them (`attach_logprobs`) it has no answer.
+    """
+    return bool(_values(a) == _values(b))
+
+
+def _values(data: Any) -> Any:
+    """Data without tensors: sequences as lists."""
+    if isinstance(data, Tensor):
+        return data.tolist()
+    if isinstance(data, Mapping):
+        return {name: _values(value) for name, value in data.items()}
+    return [_values(item) for item in data] if isinstance(data, list | tuple) else data
+
+
+def plain(rollout: Rollout) -> Rollout:
+    """The rollout with log-probs as numbers."""
+    return rollout._replace(steps=tuple(s._replace(logprobs=tuple(torch.as_tensor(s.logprobs).tolist())) for s in rollout.steps))
+
+
+def attach_logprobs(model: nn.Module, rollouts: Sequence[Rollout], *, temperature: float = 1.0) -> list[Rollout]:
+    """The rollouts with the model's own log-probs in their steps, as tensors that carry the gradient: what a loss_fn works on.
+
+    The log-probs that the steps had go to `metadata["old_logprobs"]` [T], the "old" of ratios; what is there already stays, so that
+    rollouts may be attached anew for every update.
+
+    Args:
+      model: a causal LM. rollouts: with at least one step among them. temperature: > 0, the sampler's.
+    """
+    batch = assemble([plain(r) for r in rollouts], pad_token_id=0, device=next(model.parameters()).device)
+    logprobs = score(model, batch.ids, batch.response_mask, temperature=temperature).logprobs
+    return attach(rollouts, batch, logprobs, batch.logprobs_sampler)
+
+
+def attach(rollouts: Sequence[Rollout], batch: Batch, logprobs: Tensor, old: Tensor) -> list[Rollout]:
+    positions, mask = episodes(batch)
+    new, old = F.to_episodes(logprobs, positions, mask), F.to_episodes(old, positions, mask)
+    attached = []
+    for rollout, tokens, before in zip(rollouts, new, old, strict=True):
+        sizes = [len(s.sampled) for s in rollout.steps]
+        parts = tokens[: sum(sizes)].split(sizes) if sizes else ()
+        steps = tuple(
+            s._replace(logprobs=part.new_zeros(len(s.response_ids)).index_put((positions.new_tensor(s.sampled),), part))
+            for s, part in zip(rollout.steps, parts, strict=True)
+        )
+        metadata = {"old_logprobs": before[: sum(sizes)], **rollout.metadata}
+        attached.append(rollout._replace(steps=steps, metadata=metadata))
+    return attached
+
+
+def episodes(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Positions and mask [N, T] of each rollout's sampled tokens, also for rollouts at the end without any."""
+    positions, mask = F.episode_positions(batch.rollout_ids, batch.step_ids, batch.response_mask)
+    padding = (0, 0, 0, len(batch.rewards) - len(mask))
+    return nn.functional.pad(positions, padding), nn.functional.pad(mask, padding)
+
+
+@torch.no_grad()
+def score_batch(
+    model: nn.Module, batch: Batch, temperature: float, micro_batch_tokens: int = 16384, critic: nn.Module | None = None
+) -> Scores:
+    """Scores [B, T] of a batch, one micro-batch at a time."""
+    zeros = torch.zeros_like(batch.logprobs_sampler)
+    out = Scores(zeros, zeros.clone(), None if critic is None else zeros.clone())
+    for rows in micro_batches(batch, micro_batch_tokens):
+        part = select(batch, rows)
+        scores = score(model, part.ids, part.response_mask, temperature=temperature, critic=critic)
+        for kept, found in zip(out, scores, strict=True):
+            if kept is not None and found is not None:
+                kept[rows, : part.ids.shape[1]] = found.to(kept.dtype)
+    return out
+
+
+def same_shape(**tensors: Tensor) -> None:
+    if len({t.shape for t in tensors.values()}) > 1:
+        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
+        raise ValueError(f"shapes differ: {shapes}; nothing is broadcast")
+
+
+def mask_like(values: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return torch.ones_like(values, dtype=torch.bool)
+    same_shape(values=values, mask=mask)
+    return mask.to(values.device).bool()
+
+
+def row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    return F.rollout_mean(values, mask, torch.arange(len(mask), device=mask.device))[:, 0]
+
+
+def per_token_of(advantages: Tensor, like: Tensor) -> Tensor:
+    """[B] or [B, T] → [B, T] on the device of `like`, a constant."""
+    advantages = advantages.detach().to(like.device)
+    if advantages.shape == like.shape[:1]:
+        advantages = advantages[:, None].expand(like.shape)
+    same_shape(advantages=advantages, tokens=like)
+    return advantages
+
+
+def mean_of_tokens(per_token: Tensor, mask: Tensor) -> Tensor:
+    """The mean over all tokens that count; 0 with a gradient where there is none."""
+    return (F.token_mean(mask) * F.fill_masked(per_token, mask, 0.0)).sum()
+
+
+def required(value: Tensor | None) -> Tensor:
+    assert value is not None
+    return value
