@@ -35,7 +35,11 @@ _HOMES = {
         "length", "math_verify", "mean", "numeric", "product", "repetition", "smallest", "soft_length", "tool_usage", "weighted_sum",
     ),
     "rlkit.tasks": ("arithmetic", "gsm8k", "jsonl"),
-    "rlkit.environments": ("calculator", "execute", "hermes", "single_turn", "split_thinking", "tool_schema", "tool_use"),
+    "rlkit.environments": (
+        "calculator", "execute", "get_weather", "hermes", "python_tool", "single_turn", "split_thinking", "tool_schema", "tool_use",
+        "with_schema", "xml",
+    ),
+    "rlkit.agent": ("AgentResult", "execute_tool_call", "has_tool_call", "parse_tool_calls", "run_agent"),
     "rlkit.generation": ("generate",),
     "rlkit.models": ("LoRA", "ValueHead", "load_policy", "make_codec", "make_critic", "make_policy", "score"),
     "rlkit.rollouts": ("assemble", "collect", "load_rollouts", "save_rollouts", "summarize", "transcript"),

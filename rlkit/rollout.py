@@ -15,19 +15,26 @@ from rlkit.environments import environment_of
 from rlkit.errors import ConfigError
 from rlkit.rollouts.record import save_rollouts
 from rlkit.rollouts.summary import summarize
-from rlkit.settings import RolloutRun
+from rlkit.settings import RolloutRun, Sampling
 from rlkit.types import Environment, Rollout, Task
 
 
 def validate(x: RolloutRun) -> list[str]:
     """Numbers out of range, as sentences."""
-    counts = {"n": x.n, "num_return_sequences": x.num_return_sequences, "generation.max_new_tokens": x.generation.max_new_tokens}
+    counts = {"n": x.n, "num_return_sequences": x.num_return_sequences}
     if x.max_steps is not None:
         counts["max_steps"] = x.max_steps
-    problems = [f"{path}={value}: must be at least 1" for path, value in counts.items() if value < 1]
-    if x.generation.temperature < 0:
-        problems.append(f"generation.temperature={x.generation.temperature}: must not be negative; 0 is greedy")
-    if x.generation.top_p < 1 or x.generation.top_k > 0:
+    return [f"{path}={value}: must be at least 1" for path, value in counts.items() if value < 1] + sampling_problems(x.generation)
+
+
+def sampling_problems(sampling: Sampling) -> list[str]:
+    """What the engine cannot sample, as sentences."""
+    problems = []
+    if sampling.max_new_tokens < 1:
+        problems.append(f"generation.max_new_tokens={sampling.max_new_tokens}: must be at least 1")
+    if sampling.temperature < 0:
+        problems.append(f"generation.temperature={sampling.temperature}: must not be negative; 0 is greedy")
+    if sampling.top_p < 1 or sampling.top_k > 0:
         problems.append("generation.top_p, generation.top_k: the engine samples from the full distribution only; set top_p=1 and top_k=0")
     return problems
 

@@ -9,7 +9,7 @@ from rlkit.algorithm import KL, Algorithm
 from rlkit.rewards import Reward
 from rlkit.sandbox import Sandbox
 from rlkit.schedules import Schedule, phases
-from rlkit.types import Environment, Generate, Policy, Reference, Task
+from rlkit.types import Environment, Generate, Policy, Reference, Task, ToolParser
 
 
 class BatchSize(NamedTuple):
@@ -74,6 +74,23 @@ class RolloutRun(NamedTuple):
     max_steps: int | None = None  # replies of an episode; None leaves the environment's own limit
     split: Literal["train", "test"] = "test"
     sandbox: Sandbox = Sandbox()  # named by the parts that run code
+
+
+class AgentRun(NamedTuple):
+    """A question answered with tools: who answers, and within which limits."""
+
+    tools: Sequence[str]  # names of shipped tools, or module.function
+    model: Callable[..., Policy]  # (device=…) → policy
+    generation: Sampling
+    parse_calls: ToolParser
+    trainer: TrainerSettings
+    system_prompt: str | None = None
+    max_turns: int = 10  # replies
+    max_calls: int = 8  # answered in one reply
+    max_chars: int = 2000  # of a result that the policy reads
+    timeout: float | None = 30.0  # seconds of a call; None: no limit
+    seed: int = 0
+    sandbox: Sandbox = Sandbox()  # of the python tool
 
 
 class Experiment(NamedTuple):

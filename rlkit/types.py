@@ -133,8 +133,8 @@ class Rollout(NamedTuple):
         Results of a step's calls belong to that step here; in the token stream they are part of the next prompt.
         """
         messages: list[Message] = []
-        for step in self.steps[:steps]:
-            messages += [m for m in step.prompt if m["role"] != "tool"]
+        for i, step in enumerate(self.steps[:steps]):
+            messages += [m for m in step.prompt if i == 0 or m["role"] != "tool"]  # the first prompt may hold results of its own
             reply: Message = {"role": "assistant", "content": step.content}
             if thinking and step.thinking:
                 reply["reasoning_content"] = step.thinking
@@ -294,9 +294,18 @@ class RewardFn(Protocol):
 
 
 class ToolParser(Protocol):
-    """(content, without thinking) → (content without the calls, calls). Text that fails to parse is a call with an error."""
+    """(content, without thinking) → (content without the calls, calls). Text that fails to parse is a call with an error.
+
+    One with a keyword `tools` is given name → function of its environment.
+    """
 
     def __call__(self, content: str, /) -> tuple[str, list[ToolCall]]: ...
+
+
+class ToolExecutor(Protocol):
+    """(call, name → function) → result. Whatever goes wrong is a result that is not ok; nothing but KeyboardInterrupt is raised."""
+
+    def __call__(self, call: ToolCall, tools: Mapping[str, Callable[..., Any]], /) -> ToolResult: ...
 
 
 class Environment(NamedTuple):
@@ -310,6 +319,7 @@ class Environment(NamedTuple):
     max_steps: int = 1
     max_calls: int = 8  # tool calls answered in one reply; the others come back as errors
     history: Literal["keep_thinking", "strip_thinking"] = "keep_thinking"
+    execute: ToolExecutor | None = None  # answers a call; None: rlkit.environments.execute with its own limits
 
 
 class Generate(Protocol):

@@ -8,9 +8,10 @@ from rlkit.environments.prompts import with_system_prompt
 from rlkit.environments.python import python_tool
 from rlkit.environments.single_turn import single_turn
 from rlkit.environments.thinking import split_thinking
-from rlkit.environments.tool_parsers import hermes, none
+from rlkit.environments.tool_parsers import hermes, none, xml
 from rlkit.environments.tool_use import tool_use
-from rlkit.environments.tools import execute, tool_name, tool_schema
+from rlkit.environments.tools import execute, tool_name, tool_schema, with_schema
+from rlkit.environments.weather import get_weather
 
 __all__ = [
     "by_task",
@@ -19,6 +20,7 @@ __all__ = [
     "dialogue",
     "environment_of",
     "execute",
+    "get_weather",
     "guess_number",
     "hermes",
     "none",
@@ -29,5 +31,7 @@ __all__ = [
     "tool_name",
     "tool_schema",
     "tool_use",
+    "with_schema",
     "with_system_prompt",
+    "xml",
 ]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.environments.single_turn import never, no_next_prompt
 from rlkit.environments.tool_parsers import hermes
-from rlkit.environments.tools import tool_name
+from rlkit.environments.tools import MAX_CHARS, TIMEOUT, execute, tool_name
 from rlkit.errors import ConfigError
 from rlkit.types import Environment, Messages, Task, ToolParser
 
@@ -20,6 +22,8 @@ def tool_use(
     max_calls: int = 8,
     system_prompt: str | None = None,
     parse_calls: ToolParser = hermes,
+    max_chars: int = MAX_CHARS,
+    timeout: float | None = TIMEOUT,
 ) -> Environment:
     """The policy may call tools; a reply without a call ends the episode.
 
@@ -28,8 +32,10 @@ def tool_use(
       max_turns: replies in an episode, at least 1; an episode that still calls in the last one is truncated.
       max_calls: calls answered in one reply, at least 1; the others come back as errors.
       system_prompt: put in front of the task's messages; None adds none.
-      parse_calls: reads the calls out of a reply's content.
-    Raises: ConfigError for no tools, a name that is not the function's, or a limit below 1.
+      parse_calls: reads the calls out of a reply's content; one with a keyword `tools` is given the tools.
+      max_chars: of a result that the policy reads, at least 1; the rest is cut and said to be.
+      timeout: seconds that a call may take, > 0; None: no limit. See rlkit.deadline for what a thread cannot stop.
+    Raises: ConfigError for no tools, a name that is not the function's, or a limit out of range.
     """
     if not tools:
         raise ConfigError("environment.tools is empty; name a tool, or use environment=single_turn")
@@ -39,9 +45,14 @@ def tool_use(
                 f"environment.tools.{name} is {tool!r}; it must be a function of that name, because the "
                 "schema tells the policy the function's own name"
             )
-    for key, limit in (("max_turns", max_turns), ("max_calls", max_calls)):
+    for key, limit in (("max_turns", max_turns), ("max_calls", max_calls), ("max_chars", max_chars)):
         if limit < 1:
             raise ConfigError(f"environment.{key} is {limit}; it must be at least 1")
+    if timeout is not None and not timeout > 0:
+        raise ConfigError(f"environment.timeout is {timeout}; it must be > 0 seconds, or null for no limit")
+    parser: Callable[..., Any] = parse_calls
+    if "tools" in inspect.signature(parser).parameters:
+        parser = partial(parser, tools=tools)
 
     def first_prompt(task: Task) -> Messages:
         return with_system_prompt(task.messages, system_prompt)
@@ -54,7 +65,8 @@ def tool_use(
         next_prompt=no_next_prompt,
         tools=tools_of,
         stop=never,
-        parse_calls=parse_calls,
+        parse_calls=parser,
         max_steps=max_turns,
         max_calls=max_calls,
+        execute=partial(execute, max_chars=max_chars, timeout=timeout),
     )

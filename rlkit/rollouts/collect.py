@@ -125,7 +125,8 @@ def read_reply(policy: Policy, turn: Turn, reply: Generation) -> Step:
     text = decode(policy.codec, reply.token_ids[: -1 if ended else None])
     thinking, content, closed = split_thinking(text)
     content, calls = turn.environment.parse_calls(content)
-    number = sum(len(s.tool_calls) for s in turn.rollout.steps)
+    first = turn.rollout.steps[0].prompt if turn.rollout.steps else turn.prompt
+    number = sum(len(m.get("tool_calls") or ()) for m in first) + sum(len(s.tool_calls) for s in turn.rollout.steps)
     return Step(
         prompt=turn.prompt,
         prompt_ids=turn.context,
@@ -142,10 +143,10 @@ def read_reply(policy: Policy, turn: Turn, reply: Generation) -> Step:
 def answer_calls(rollout: Rollout, environment: Environment) -> tuple[ToolResult, ...]:
     """Runs the calls of the last step in order; those beyond the limit are answered with a sentence the policy can read."""
     tools: Mapping[str, Callable[..., Any]] = environment.tools(rollout.task)
-    limit = environment.max_calls
+    limit, run = environment.max_calls, environment.execute or execute
     refusal = f"Error: at most {limit} calls in one reply; this one was not run."
     return tuple(
-        execute(call, tools) if i < limit else ToolResult(call.id, call.name, refusal, ok=False)
+        run(call, tools) if i < limit else ToolResult(call.id, call.name, refusal, ok=False)
         for i, call in enumerate(rollout.steps[-1].tool_calls)
     )
 
