@@ -196,7 +196,8 @@ def test_importing_a_file_hides_no_part_of_the_same_name():
 
 
 @pytest.mark.parametrize(
-    "module", ["rlkit.cli", "rlkit.compose", "rlkit.runs", "rlkit.callbacks.files", "rlkit.train", "rlkit.evaluate", "rlkit.notebook"]
+    "module",
+    ["rlkit.cli", "rlkit.compose", "rlkit.runs", "rlkit.callbacks.files", "rlkit.train", "rlkit.evaluate", "rlkit.notebook", "rlkit.agent"],
 )
 def test_commands_start_light(module):
     assert not {n.split(".")[0] for n in closure(module)} & HEAVY
