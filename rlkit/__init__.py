@@ -36,8 +36,10 @@ _HOMES = {
     ),
     "rlkit.tasks": ("arithmetic", "gsm8k", "jsonl"),
     "rlkit.environments": (
-        "calculator", "continue_with_step", "dialogue", "execute", "hermes", "single_turn", "split_thinking", "tool_schema", "tool_use",
+        "calculator", "continue_with_step", "dialogue", "execute", "get_weather", "hermes", "python_tool", "single_turn", "split_thinking",
+        "tool_schema", "tool_use", "with_schema", "xml",
     ),
+    "rlkit.agent": ("AgentResult", "execute_tool_call", "has_tool_call", "parse_tool_calls", "run_agent"),
     "rlkit.generation": ("generate",),
     "rlkit.models": ("LoRA", "ValueHead", "load_policy", "make_codec", "make_critic", "make_policy", "score"),
     "rlkit.rollouts": (

@@ -1,7 +1,8 @@
-"""The command line: `rlkit train`, `rlkit evaluate`, `rlkit rollout`. Refusals are one sentence and exit status 2, without a traceback."""
+"""The command line: `rlkit train`, `evaluate`, `rollout`, `agent`. Refusals are one sentence and exit status 2, without a traceback."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit evaluate run=outputs/NAME/TIME           greedy accuracy, avg@k and pass@k on held-out problems
   rlkit evaluate model=qwen3_0.6b task=gsm8k     of a model that no run has touched
   rlkit rollout task=guess_number n=64           episodes without training: recorded, scored, summed up
+  rlkit agent "What is 15 * 27, plus 100?" tools=[calculator]   a conversation with tools; run=FOLDER asks a trained policy
 
   --config-dir DIR    options of your own
   -m, --multirun      a sweep
@@ -38,6 +40,7 @@ class Arguments(NamedTuple):
     multirun: bool = False
     config_dir: str | None = None
     help: bool = False
+    texts: tuple[str, ...] = ()  # words that are no override, for a command that takes such
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,11 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(HELP + list_groups())
         return 0
-    commands = {"train": train_command, "evaluate": evaluate_command, "rollout": rollout_command}
+    commands = {"train": train_command, "evaluate": evaluate_command, "rollout": rollout_command, "agent": agent_command}
     try:
         if words[0] not in commands:
             raise ConfigError(f"there is no command '{words[0]}'; there are: {', '.join(commands)}")
-        arguments = parse(words[1:])
+        arguments = parse(words[1:], texts=words[0] == "agent")
         if arguments.help:
             print(HELP + list_groups())
             return 0
@@ -66,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def parse(words: Sequence[str]) -> Arguments:
-    """Flags and overrides. Raises ConfigError for a flag that does not exist."""
+def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
+    """Flags and overrides; with `texts` also words that are neither. Raises ConfigError for a flag that does not exist."""
     arguments = Arguments([])
     rest = iter(words)
     for word in rest:
@@ -80,6 +83,8 @@ def parse(words: Sequence[str]) -> Arguments:
             if not Path(folder).is_dir():
                 raise ConfigError(f"--config-dir {folder}: no such folder")
             arguments = arguments._replace(config_dir=folder)
+        elif texts and (" " in word.partition("=")[0].strip() or not re.match(r"[-~]|[^=]+=", word)):
+            arguments = arguments._replace(texts=(*arguments.texts, word))
         elif word.startswith("-"):
             raise ConfigError(f"there is no flag '{word}'; there are -m, --config-dir DIR and --help")
         elif "=" not in word and not word.startswith("~"):
@@ -298,4 +303,32 @@ def rollout_command(arguments: Arguments) -> int:
     x = build(composed.config)
     rollouts, out = roll_out(x, parent=runs.OUTPUTS / x.name, started=STARTED)
     print(f"{table(rollouts)}\n\nwritten to {out}")
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------------- agent
+
+
+def agent_command(arguments: Arguments) -> int:
+    """One question, answered with tools by a model as it is, or by that of a run (run=FOLDER: its newest checkpoint)."""
+    from rlkit import runs
+    from rlkit.agent import ask, show
+    from rlkit.compose import compose
+    from rlkit.schema import build, check
+
+    if arguments.multirun:
+        raise ConfigError("rlkit agent answers one question at a time; -m belongs to rlkit train")
+    if len(arguments.texts) != 1 or not arguments.texts[0].strip():
+        said = f", not {len(arguments.texts)}" if arguments.texts else ""
+        raise ConfigError(f'rlkit agent takes one question in quotes{said}: rlkit agent "What is 15 * 27, plus 100?" tools=[calculator]')
+    named, overrides = option(arguments.overrides, "run"), drop(arguments.overrides, "run")
+    run = runs.find_run(named, "run") if named else None
+    if run is not None and (other := [o for o in overrides if re.match(r"[+~]*model\b", o)]):
+        raise ConfigError(f"{other[0]}: run={named} brings its own model; take one of the two away")
+    config, checkpoint = compose(overrides, entry="agent", config_dir=arguments.config_dir).config, None
+    if named and run is not None:
+        config["model"], checkpoint = runs.read_config(run).get("model", "???"), runs.checkpoint_source(named, run)
+        if problems := check(config["model"], f"{run}/config.yaml, model"):
+            raise ConfigError("\n".join(problems))
+    show(ask(build(config), arguments.texts[0], checkpoint=checkpoint).rollout)
     return 0

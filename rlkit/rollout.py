@@ -16,7 +16,7 @@ from rlkit.environments import environment_of
 from rlkit.errors import ConfigError
 from rlkit.rollouts.record import append_rollouts, failed_rollout_kept, save_rollouts
 from rlkit.rollouts.summary import by_part, summarize
-from rlkit.settings import RolloutRun, thinking_problems
+from rlkit.settings import RolloutRun, sampling_problems
 from rlkit.types import Environment, Rollout, Task
 
 UNSCORED = "unscored.jsonl.gz"  # the episodes that have ended, until all are scored
@@ -24,17 +24,10 @@ UNSCORED = "unscored.jsonl.gz"  # the episodes that have ended, until all are sc
 
 def validate(x: RolloutRun) -> list[str]:
     """Numbers out of range, as sentences."""
-    counts = {"n": x.n, "num_return_sequences": x.num_return_sequences, "generation.max_new_tokens": x.generation.max_new_tokens}
+    counts = {"n": x.n, "num_return_sequences": x.num_return_sequences}
     if x.max_steps is not None:
         counts["max_steps"] = x.max_steps
-    problems = [f"{path}={value}: must be at least 1" for path, value in counts.items() if value < 1]
-    if x.generation.temperature < 0:
-        problems.append(f"generation.temperature={x.generation.temperature}: must not be negative; 0 is greedy")
-    if not 0 < x.generation.top_p <= 1:
-        problems.append(f"generation.top_p={x.generation.top_p}: must be greater than 0 and at most 1; 1 cuts nothing")
-    if x.generation.top_k < 0:
-        problems.append(f"generation.top_k={x.generation.top_k}: must not be negative; 0 cuts nothing")
-    return problems + thinking_problems(x.generation)
+    return [f"{path}={value}: must be at least 1" for path, value in counts.items() if value < 1] + sampling_problems(x.generation)
 
 
 def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollout], Path]:

@@ -9,7 +9,7 @@ from rlkit.algorithm import KL, Algorithm
 from rlkit.rewards import Reward
 from rlkit.sandbox import Sandbox
 from rlkit.schedules import Schedule, phases
-from rlkit.types import Environment, Generate, Policy, Reference, Task
+from rlkit.types import Environment, Generate, Policy, Reference, Task, ToolParser
 
 
 class BatchSize(NamedTuple):
@@ -38,15 +38,29 @@ class Sampling(NamedTuple):
         return {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens} | given
 
 
-def thinking_problems(generation: Sampling) -> list[str]:
+def thinking_problems(sampling: Sampling) -> list[str]:
     """A thinking budget out of range, or one that no reply can reach, as a sentence."""
-    budget, limit = generation.max_thinking_tokens, generation.max_new_tokens
+    budget, limit = sampling.max_thinking_tokens, sampling.max_new_tokens
     if budget is None or 0 <= budget < limit:
         return []
     return [
         f"generation.max_thinking_tokens={budget}: must be at least 0 and below generation.max_new_tokens={limit}, where a reply ends "
         "anyway; null sets no limit"
     ]
+
+
+def sampling_problems(sampling: Sampling) -> list[str]:
+    """What no engine can sample, as sentences."""
+    problems = []
+    if sampling.max_new_tokens < 1:
+        problems.append(f"generation.max_new_tokens={sampling.max_new_tokens}: must be at least 1")
+    if sampling.temperature < 0:
+        problems.append(f"generation.temperature={sampling.temperature}: must not be negative; 0 is greedy")
+    if not 0 < sampling.top_p <= 1:
+        problems.append(f"generation.top_p={sampling.top_p}: must be greater than 0 and at most 1; 1 cuts nothing")
+    if sampling.top_k < 0:
+        problems.append(f"generation.top_k={sampling.top_k}: must not be negative; 0 cuts nothing")
+    return problems + thinking_problems(sampling)
 
 
 class Evaluation(NamedTuple):
@@ -92,6 +106,23 @@ class RolloutRun(NamedTuple):
     split: Literal["train", "test"] = "test"
     format: Literal["jsonl.gz", "jsonl", "parquet"] = "jsonl.gz"  # of the file of rollouts
     sandbox: Sandbox = Sandbox()  # named by the parts that run code
+
+
+class AgentRun(NamedTuple):
+    """A question answered with tools: who answers, and within which limits."""
+
+    tools: Sequence[str]  # names of shipped tools, or module.function
+    model: Callable[..., Policy]  # (device=…) → policy
+    generation: Sampling
+    parse_calls: ToolParser
+    trainer: TrainerSettings
+    system_prompt: str | None = None
+    max_turns: int = 10  # replies
+    max_calls: int = 8  # answered in one reply
+    max_chars: int = 2000  # of a result that the policy reads
+    timeout: float | None = 30.0  # seconds of a call; None: no limit
+    seed: int = 0
+    sandbox: Sandbox = Sandbox()  # of the python tool
 
 
 class Experiment(NamedTuple):

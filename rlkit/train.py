@@ -16,7 +16,7 @@ from typing import Any
 from rlkit import runs
 from rlkit.callbacks.files import write_json
 from rlkit.errors import Refusal, RLKitError
-from rlkit.settings import Experiment, RolloutRun
+from rlkit.settings import AgentRun, Experiment, RolloutRun
 from rlkit.types import Task
 
 PACKAGES = ("rlkit", "torch", "transformers", "peft", "lightning", "hydra-core", "numpy")
@@ -147,7 +147,7 @@ def make_trainer(
     return trainer, path
 
 
-def pick_device(x: Experiment | RolloutRun) -> Any:
+def pick_device(x: Experiment | RolloutRun | AgentRun) -> Any:
     """The device that the trainer's settings name. Raises ConfigError where there is no GPU."""
     import torch
 
@@ -158,7 +158,7 @@ def pick_device(x: Experiment | RolloutRun) -> Any:
     return torch.device("cuda", 0) if x.trainer.accelerator != "cpu" and torch.cuda.is_available() else torch.device("cpu")
 
 
-def precision(x: Experiment | RolloutRun, device: Any) -> str:
+def precision(x: Experiment | RolloutRun | AgentRun, device: Any) -> str:
     """auto: bf16-mixed where all weights are trained on a GPU; else nothing is cast (under LoRA the base is bfloat16 already)."""
     if x.trainer.precision != "auto":
         return x.trainer.precision
@@ -166,7 +166,7 @@ def precision(x: Experiment | RolloutRun, device: Any) -> str:
     return "bf16-mixed" if device.type == "cuda" and not (lora and lora.rank) else "32-true"
 
 
-def autocast(x: Experiment | RolloutRun, device: Any) -> AbstractContextManager[Any]:
+def autocast(x: Experiment | RolloutRun | AgentRun, device: Any) -> AbstractContextManager[Any]:
     """The numerics of training: bfloat16 autocast under bf16-mixed, none otherwise."""
     import torch
 

@@ -355,7 +355,10 @@ class RewardFn(Protocol):
 
 
 class ToolParser(Protocol):
-    """(content, without thinking) → (content without the calls, calls). Text that fails to parse is a call with an error."""
+    """(content, without thinking) → (content without the calls, calls). Text that fails to parse is a call with an error.
+
+    One with a keyword `tools` is given name → function of its environment.
+    """
 
     def __call__(self, content: str, /) -> tuple[str, list[ToolCall]]: ...
 

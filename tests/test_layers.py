@@ -19,12 +19,12 @@ MODULES = {
 # Lower lines never import higher ones; the parts of a line are independent of each other but for BESIDE.
 LAYERS = (
     ("types", "errors"),
-    ("functional", "sandbox"),
+    ("functional", "sandbox", "deadline"),
     ("rewards", "tasks", "environments", "generation", "models"),
     ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck"),
     ("module", "data", "loggers"),
     ("compose", "callbacks", "runs"),
-    ("train", "evaluate", "rollout", "notebook", "cli", "__main__"),
+    ("train", "evaluate", "rollout", "agent", "notebook", "cli", "__main__"),
 )
 # Within a line, at top level: who uses whom. It has no circle.
 BESIDE = {
@@ -40,9 +40,10 @@ ONLY = {
     "errors": set(),
     "functional": {"types"},  # for what an advantage with a critic gives
     "sandbox": {"errors"},
-    "rewards": {"types", "errors", "sandbox"},
+    "deadline": set(),
+    "rewards": {"types", "errors", "sandbox", "deadline"},
     "tasks": {"types", "errors", "environments", "sandbox"},
-    "environments": {"types", "errors", "sandbox"},
+    "environments": {"types", "errors", "sandbox", "deadline"},
     "generation": {"types", "functional"},
     "models": {"types", "errors", "functional"},
     "rollouts": {"types", "errors", "functional", "rewards", "environments", "models"},
@@ -195,7 +196,8 @@ def test_importing_a_file_hides_no_part_of_the_same_name():
 
 
 @pytest.mark.parametrize(
-    "module", ["rlkit.cli", "rlkit.compose", "rlkit.runs", "rlkit.callbacks.files", "rlkit.train", "rlkit.evaluate", "rlkit.notebook"]
+    "module",
+    ["rlkit.cli", "rlkit.compose", "rlkit.runs", "rlkit.callbacks.files", "rlkit.train", "rlkit.evaluate", "rlkit.notebook", "rlkit.agent"],
 )
 def test_commands_start_light(module):
     assert not {n.split(".")[0] for n in closure(module)} & HEAVY

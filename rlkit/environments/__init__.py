@@ -9,9 +9,10 @@ from rlkit.environments.prompts import with_system_prompt
 from rlkit.environments.python import python_tool
 from rlkit.environments.single_turn import single_turn
 from rlkit.environments.thinking import split_reply, split_thinking
-from rlkit.environments.tool_parsers import hermes, none
+from rlkit.environments.tool_parsers import hermes, none, xml
 from rlkit.environments.tool_use import tool_use
-from rlkit.environments.tools import execute, tool_name, tool_schema
+from rlkit.environments.tools import execute, tool_name, tool_schema, with_schema
+from rlkit.environments.weather import get_weather
 
 __all__ = [
     "by_task",
@@ -20,6 +21,7 @@ __all__ = [
     "dialogue",
     "environment_of",
     "execute",
+    "get_weather",
     "guess_number",
     "gymnasium",
     "hermes",
@@ -32,5 +34,7 @@ __all__ = [
     "tool_name",
     "tool_schema",
     "tool_use",
+    "with_schema",
     "with_system_prompt",
+    "xml",
 ]

@@ -9,12 +9,18 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+from rlkit.environments.tools import text_arguments
 from rlkit.types import ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FORM = f'{OPEN}\n{{"name": "tool", "arguments": {{"parameter": "value"}}}}\n{CLOSE}'
+XML_START, XML_CLOSE = re.compile(r"<tool(?=[\s/>])"), "</tool>"
+XML_OPEN = re.compile(r"<tool\s+name\s*=\s*(?:\"([^\"<>]*)\"|'([^'<>]*)')\s*>")
+XML_FORM = f'<tool name="tool">text{XML_CLOSE}'
 MAX_DEPTH = 64  # of nested lists and objects; beyond it, rendering the history would run out of stack
 MAX_DIGITS = 1000  # of a whole number
 
@@ -37,8 +43,35 @@ def hermes(content: str) -> tuple[str, list[ToolCall]]:
         pieces.append(content[position:start])
         end = content.find(CLOSE, start)
         body = content[start + len(OPEN) : end if end >= 0 else len(content)]
-        calls.append(_call(f"call_{len(calls)}", body, closed=end >= 0))
+        calls.append(from_payload(f"call_{len(calls)}", partial(load_json, body.strip()), closed=end >= 0))
         position = end + len(CLOSE) if end >= 0 else len(content)
+    if not calls:
+        return content, []
+    pieces.append(content[position:])
+    return "\n".join(piece.strip() for piece in pieces if piece.strip()), calls
+
+
+def xml(content: str, *, tools: Mapping[str, Callable[..., Any]] = {}) -> tuple[str, list[ToolCall]]:
+    """Parse every `<tool name="…">text</tool>`; the text is the tool's only required parameter.
+
+    Args:
+      content: a reply without its thinking.
+      tools: name → function; an environment hands its own to a parser that asks for them.
+    Returns: as `hermes` does. The text is stripped; where the parameter is not a string, it is read as JSON. A call has an `error`
+      and no arguments where it is not closed, has no name in quotes, names no tool, or the tool has not exactly one required
+      parameter (none and no text is a call without arguments).
+    """
+    pieces: list[str] = []
+    calls: list[ToolCall] = []
+    position = 0
+    while start := XML_START.search(content, position):
+        pieces.append(content[position : start.start()])
+        opening = XML_OPEN.match(content, start.start())
+        end = content.find(XML_CLOSE, opening.end() if opening else start.end())
+        body = content[opening.end() if opening else start.end() : end if end >= 0 else len(content)]
+        name = (opening[1] or opening[2] or "").strip() if opening else ""
+        calls.append(_xml_call(f"call_{len(calls)}", name, body.strip(), tools, closed=end >= 0))
+        position = end + len(XML_CLOSE) if end >= 0 else len(content)
     if not calls:
         return content, []
     pieces.append(content[position:])
@@ -50,11 +83,16 @@ def none(content: str) -> tuple[str, list[ToolCall]]:
     return content, []
 
 
-def _call(id: str, body: str, *, closed: bool) -> ToolCall:
-    """The call that a body holds, or one whose `error` says what is wrong and what is expected."""
+def from_payload(id: str, read: Callable[[], Any], *, closed: bool = True) -> ToolCall:
+    """The call {"name": …, "arguments": {…}} that `read` gives, or one whose `error` says what is wrong and what is expected.
+
+    Args:
+      read: gives the payload, or raises ValueError with a readable reason. Arguments may be a JSON string that holds an object.
+      closed: False: what follows the payload is missing.
+    """
     name = ""
     try:
-        payload = _load(body.strip())
+        payload = read()
         if not isinstance(payload, dict):
             raise ValueError(f"the call is {_kind(payload)}, not an object")
         if not isinstance(payload.get("name"), str) or not payload["name"].strip():
@@ -62,7 +100,7 @@ def _call(id: str, body: str, *, closed: bool) -> ToolCall:
         name = payload["name"].strip()
         arguments = payload.get("arguments", {})
         if isinstance(arguments, str):
-            arguments = _load(arguments)
+            arguments = load_json(arguments)
         if not isinstance(arguments, dict):
             raise ValueError(f"the arguments are {_kind(arguments)}, not an object")
         if not closed:
@@ -72,7 +110,22 @@ def _call(id: str, body: str, *, closed: bool) -> ToolCall:
     return ToolCall(id=id, name=name, arguments=arguments)
 
 
-def _load(text: str) -> Any:
+def _xml_call(id: str, name: str, text: str, tools: Mapping[str, Callable[..., Any]], *, closed: bool) -> ToolCall:
+    """The call of a tag, or one whose `error` says what is wrong and what is expected."""
+    try:
+        if not name:
+            raise ValueError("the name is missing")
+        if not closed:
+            raise ValueError(f"{XML_CLOSE} is missing")
+        if name not in tools:
+            raise ValueError(f"there is no tool {name!r}; the tools are {', '.join(sorted(tools)) or 'none'}")
+        arguments = text_arguments(name, tools[name], text, load_json)
+    except ValueError as error:
+        return ToolCall(id=id, name=name, arguments={}, error=f"Error: not a tool call: {error}. Write\n{XML_FORM}")
+    return ToolCall(id=id, name=name, arguments=arguments)
+
+
+def load_json(text: str) -> Any:
     """Strict JSON that can be rendered again. Raises ValueError with a readable reason for everything else."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_short)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.environments.single_turn import never, no_next_prompt
 from rlkit.environments.tool_parsers import hermes
-from rlkit.environments.tools import tool_name
+from rlkit.environments.tools import MAX_CHARS, TIMEOUT, execute, tool_name
 from rlkit.errors import ConfigError
 from rlkit.types import Environment, Messages, Task, ToolParser
 
@@ -21,6 +23,8 @@ def tool_use(
     system_prompt: str | None = None,
     parse_calls: ToolParser = hermes,
     overflow: Literal["truncate", "drop_oldest"] = "truncate",
+    max_chars: int = MAX_CHARS,
+    timeout: float | None = TIMEOUT,
 ) -> Environment:
     """The policy may call tools; a reply without a call ends the episode.
 
@@ -29,10 +33,12 @@ def tool_use(
       max_turns: replies in an episode, at least 1; an episode that still calls in the last one is truncated.
       max_calls: calls answered in one reply, at least 1; the others come back as errors.
       system_prompt: put in front of the task's messages; None adds none.
-      parse_calls: reads the calls out of a reply's content.
+      parse_calls: reads the calls out of a reply's content; one with a keyword `tools` is given the tools.
       overflow: of the model's context. truncate ends the episode; drop_oldest drops the oldest replies, each with its calls' results, until
         a whole reply fits; the task's messages always stay.
-    Raises: ConfigError for no tools, a name that is not the function's, or a limit below 1.
+      max_chars: of a result that the policy reads, at least 1; the rest is cut and said to be.
+      timeout: seconds that a call may take, > 0; None: no limit. See rlkit.deadline for what a thread cannot stop.
+    Raises: ConfigError for no tools, a name that is not the function's, or a limit out of range.
     """
     if not tools:
         raise ConfigError("environment.tools is empty; name a tool, or use environment=single_turn")
@@ -42,9 +48,14 @@ def tool_use(
                 f"environment.tools.{name} is {tool!r}; it must be a function of that name, because the "
                 "schema tells the policy the function's own name"
             )
-    for key, limit in (("max_turns", max_turns), ("max_calls", max_calls)):
+    for key, limit in (("max_turns", max_turns), ("max_calls", max_calls), ("max_chars", max_chars)):
         if limit < 1:
             raise ConfigError(f"environment.{key} is {limit}; it must be at least 1")
+    if timeout is not None and not timeout > 0:
+        raise ConfigError(f"environment.timeout is {timeout}; it must be > 0 seconds, or null for no limit")
+    parser: Callable[..., Any] = parse_calls
+    if "tools" in inspect.signature(parser).parameters:
+        parser = partial(parser, tools=tools)
 
     def first_prompt(task: Task) -> Messages:
         return with_system_prompt(task.messages, system_prompt)
@@ -57,8 +68,9 @@ def tool_use(
         next_prompt=no_next_prompt,
         tools=tools_of,
         stop=never,
-        parse_calls=parse_calls,
+        parse_calls=parser,
         max_steps=max_turns,
         max_calls=max_calls,
         overflow=overflow,
+        execute=partial(execute, max_chars=max_chars, timeout=timeout),
     )

@@ -17,13 +17,16 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, wraps
 from time import perf_counter
 from typing import Any, Literal, Union
 
+from rlkit.deadline import DeadlinePassed, in_thread
 from rlkit.errors import ConfigError
 from rlkit.types import ToolCall, ToolResult
 
+MAX_CHARS = 2000  # of a result that the policy reads
+TIMEOUT = 30.0  # seconds of a call
 EXAMPLE = '''def add(a: int, b: int) -> int:
     """Adds two numbers.
 
@@ -38,13 +41,16 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
 
     Args:
       tool: a function with a type on every parameter and a docstring that describes it and every parameter, or a
-        `functools.partial` of one: a keyword that is bound is not the policy's to choose and leaves the schema.
+        `functools.partial` of one: a keyword that is bound is not the policy's to choose and leaves the schema. A function
+        that carries its schema (`with_schema`) needs neither.
     Returns: {"type": "function", "function": {"name", "description", "parameters", …}}.
     Raises: ConfigError naming the function's file and line, what is missing, and a docstring as it should be.
     Source: transformers.utils.get_json_schema.
     """
     from transformers.utils import get_json_schema
 
+    if hasattr(tool, "schema"):
+        return dict(tool.schema)
     function, bound = (tool.func, tool.keywords) if isinstance(tool, partial) else (tool, {})
     try:
         schema: dict[str, Any] = get_json_schema(function)
@@ -64,19 +70,47 @@ def tool_name(tool: Callable[..., Any]) -> str:
     return str(getattr(tool.func if isinstance(tool, partial) else tool, "__name__", repr(tool)))
 
 
-def execute(call: ToolCall, tools: Mapping[str, Callable[..., Any]], *, max_chars: int = 2000) -> ToolResult:
+def with_schema(schema: Mapping[str, Any], implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """A tool from a schema that is there already and the function that does it; neither types nor a docstring are needed.
+
+    Args:
+      schema: {"type": "function", "function": {"name", "description", "parameters"}}, as OpenAI's API takes it.
+      implementation: called with the arguments by name; the types that it has are checked.
+    Raises: ConfigError for a schema without a name, or an implementation that is no function.
+    """
+    function = schema.get("function") if isinstance(schema, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not name or not isinstance(name, str):
+        raise ConfigError(f'tools: {schema!r:.200} is no schema; write {{"type": "function", "function": {{"name": …, "parameters": …}}}}')
+    if not callable(implementation):
+        raise ConfigError(f"tools: there is no implementation of {name!r}; give a function of that name")
+
+    @wraps(implementation)
+    def tool(**arguments: Any) -> Any:
+        return implementation(**arguments)
+
+    tool.__name__ = name
+    tool.schema = {"type": "function", **schema}  # type: ignore[attr-defined]
+    return tool
+
+
+def execute(
+    call: ToolCall, tools: Mapping[str, Callable[..., Any]], *, max_chars: int = MAX_CHARS, timeout: float | None = TIMEOUT
+) -> ToolResult:
     """Run one call and give what the policy reads: the result as text, or one sentence on what went wrong.
 
     Args:
       call: with `error` set it is not run; the error is the content.
       tools: name → function.
       max_chars: longest content, in characters; a longer one is cut and says so.
+      timeout: seconds that the tool may take; it then runs in a thread (rlkit.deadline says what that cannot stop), and what it
+        gives later is dropped. None: no limit, and no thread.
     Returns: a ToolResult with the call's id and name; `ok` is False for an unknown tool, arguments that do not fit the
-      signature or its types, and a tool that raises (SystemExit too); `seconds` is wall time in the tool.
+      signature or its types, a tool that raises (SystemExit too), and one that takes too long; `seconds` is wall time in the tool.
     Raises: KeyboardInterrupt only.
     """
     started = perf_counter()
-    content, ok = _attempt(call, tools)
+    content, ok = _attempt(call, tools, timeout)
     seconds = perf_counter() - started
     content = content.encode("utf-8", "replace").decode("utf-8")  # half surrogates cannot be tokenised
     if len(content) > max_chars:
@@ -84,7 +118,7 @@ def execute(call: ToolCall, tools: Mapping[str, Callable[..., Any]], *, max_char
     return ToolResult(id=call.id, name=call.name, content=content, ok=ok, seconds=seconds)
 
 
-def _attempt(call: ToolCall, tools: Mapping[str, Callable[..., Any]]) -> tuple[str, bool]:
+def _attempt(call: ToolCall, tools: Mapping[str, Callable[..., Any]], timeout: float | None) -> tuple[str, bool]:
     if call.error:
         return call.error, False
     try:
@@ -94,11 +128,40 @@ def _attempt(call: ToolCall, tools: Mapping[str, Callable[..., Any]]) -> tuple[s
         tool = tools[call.name]
         if problem := _misfit(tool, call.arguments):
             return f"Error: {problem}. Call it as {_signature(call.name, tool)}.", False
-        return str(tool(**call.arguments)), True
+        run = partial(_text_of, tool, call.arguments)
+        return (run() if timeout is None else in_thread(run, timeout)), True
     except KeyboardInterrupt:
         raise
+    except DeadlinePassed:
+        return f"Error: {call.name} took longer than {timeout:g} s and was given up.", False
     except BaseException as error:  # a tool may do anything, and the episode goes on
         return f"Error: {_reason(error)}.", False
+
+
+def _text_of(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    """What a tool gives, as text: a lazy result does its work here, within the deadline."""
+    return str(tool(**arguments))
+
+
+def text_arguments(name: str, tool: Callable[..., Any], text: str, load: Callable[[str], Any]) -> dict[str, Any]:
+    """The arguments of a call that gives one text: that of the tool's only required parameter.
+
+    Args:
+      load: reads the text for a parameter that is no string; raises ValueError where it cannot.
+    Raises: ValueError where the tool has not exactly one required parameter. One without any takes a call without text.
+    """
+    parameters = _parameters(tool) or {}
+    required = [p for p in parameters.values() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not required and not text:
+        return {}
+    if len(required) != 1:
+        raise ValueError(f"a text cannot call {_signature(name, tool)}, which has {len(required)} required parameters, not one")
+    if _fits(text, required[0].annotation):
+        return {required[0].name: text}
+    try:
+        return {required[0].name: load(text)}
+    except ValueError:
+        return {required[0].name: text}  # execute says what was expected
 
 
 def _misfit(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:

@@ -14,8 +14,9 @@ MAX_SEGMENT = 1000  # characters after a marker in which its number must stand
 
 MINUS, EN_DASH, TIMES, DIVISION = "\u2212\u2013\u00d7\u00f7"
 # Possessive (++), so that a long run of digits is read once. A sign counts where no digit, letter or bracket stands
-# before it: in 10-20 the second number is 20.
-WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{3})++(?![0-9])|[0-9]++)"
+# before it: in 10-20 the second number is 20. Groups of thousands are bounded, so that a long chain of them that ends badly
+# is not read to its end from each of its groups; what goes on beyond the bound is too long for a number anyway.
+WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{3}){1,250}+(?![0-9]|,[0-9]{3})|[0-9]++)"
 NUMBER = re.compile(
     rf"(?P<sign>(?<![\w)\]}}])[-+{MINUS}{EN_DASH}])?(?:[$€£](?P<minus>[-{MINUS}])?)?"
     rf"(?:(?P<mixed>[0-9]++) (?P<part>[0-9]++)/(?P<of>[0-9]++)"

@@ -6,12 +6,11 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from numbers import Real
-from threading import Thread
 from typing import Any, Literal, NamedTuple
 
+from rlkit.deadline import in_thread
 from rlkit.errors import ConfigError, Refusal, RLKitError
 from rlkit.rewards.aggregators import weighted_sum
 from rlkit.types import Rollout
@@ -151,7 +150,7 @@ def called_on(term: Term, rollouts: Sequence[Rollout]) -> Iterable[Any]:
 def _called(call: Callable[[], Any], timeout: float | None) -> Any:
     """What a call returns, or the exception that it raises."""
     try:
-        return call() if timeout is None else _in_thread(call, timeout)
+        return call() if timeout is None else in_thread(call, timeout)
     except Refusal:
         raise
     except Exception as error:
@@ -167,27 +166,13 @@ def _awaited(awaitables: Sequence[Awaitable[Any]], timeout: float | None) -> lis
         return await asyncio.gather(*(asyncio.wait_for(a, timeout) for a in awaitables), return_exceptions=True)
 
     try:
-        results = _in_thread(lambda: asyncio.run(together()), None if timeout is None else timeout + GRACE)
+        results = in_thread(lambda: asyncio.run(together()), None if timeout is None else timeout + GRACE)
     except TimeoutError as error:
         return [error] * len(awaitables)
     for result in results:
         if isinstance(result, Refusal) or (isinstance(result, BaseException) and not isinstance(result, Exception)):
             raise result
     return results
-
-
-def _in_thread(call: Callable[[], Any], seconds: float | None) -> Any:
-    """A call's result from a thread that does not keep the process alive. Raises TimeoutError after `seconds`."""
-    future: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # raised again by the one who waits
-            future.set_exception(error)
-
-    Thread(target=work, daemon=True).start()
-    return future.result(seconds)
 
 
 def _spread(values: Any, count: int) -> Sequence[Any]:

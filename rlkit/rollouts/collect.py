@@ -171,7 +171,8 @@ def read_reply(policy: Policy, turn: Turn, reply: Generation) -> Step:
     tags = policy.codec.thinking
     thinking, content, closed = split_reply(tags, reply.token_ids[: -1 if ended else None], opened=tags.opened(turn.context))
     content, calls = turn.environment.parse_calls(content)
-    number = sum(len(s.tool_calls) for s in turn.rollout.steps)
+    first = turn.rollout.steps[0].prompt if turn.rollout.steps else turn.prompt
+    number = sum(len(m.get("tool_calls") or ()) for m in first) + sum(len(s.tool_calls) for s in turn.rollout.steps)
     return Step(
         prompt=turn.prompt,
         prompt_ids=turn.context,

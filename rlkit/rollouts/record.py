@@ -330,7 +330,7 @@ def _restored(line: str) -> Any:
 
 def transcript(rollout: Rollout) -> str:
     """The conversation as Markdown that also reads well as plain text; text of the model is indented, never markup."""
-    lines = [f"### {_visible(rollout.task.id)} · sample {rollout.sample} · reward {rollout.reward} · {_ending(rollout)}", ""]
+    lines = [f"### {visible(rollout.task.id)} · sample {rollout.sample} · reward {rollout.reward} · {_ending(rollout)}", ""]
     for message in rollout.conversation:
         lines += [f"**{message['role']}**", ""]
         if thinking := message.get("reasoning_content"):
@@ -340,7 +340,7 @@ def transcript(rollout: Rollout) -> str:
         for call in message.get("tool_calls", []):
             lines += [_indent(f"→ {call['function']['name']}({json.dumps(call['function']['arguments'], ensure_ascii=False)})"), ""]
     if rollout.task.answer:
-        lines += [f"expected: `{_visible(rollout.task.answer)}`", ""]
+        lines += [f"expected: `{visible(rollout.task.answer)}`", ""]
     return "\n".join(lines)
 
 
@@ -348,10 +348,10 @@ def _ending(rollout: Rollout) -> str:
     return f"truncated by {rollout.truncation}" if rollout.status == "truncated" else "terminated"
 
 
-def _visible(text: str, kept: str = "") -> str:
+def visible(text: str, kept: str = "") -> str:
     """Control characters (terminal escapes among them) are shown, not obeyed."""
     return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
 
 
 def _indent(text: str) -> str:
-    return "\n".join(f"    {line}" for line in _visible(text, kept="\n").splitlines())
+    return "\n".join(f"    {line}" for line in visible(text, kept="\n").splitlines())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rlkit.environments import by_task, calculator, environment_of, hermes, none, single_turn, tool_use
+from rlkit.environments import by_task, calculator, environment_of, hermes, none, single_turn, tool_use, xml
 from rlkit.errors import ConfigError
-from rlkit.types import Rollout, Task
+from rlkit.types import Rollout, Task, ToolCall
 
 TASK = Task("t/0", ({"role": "user", "content": "2 + 2?"},), environment="tools")
 TOOLS = {"calculator": calculator}
@@ -26,6 +26,13 @@ def test_tool_use_gives_its_tools_and_ends_with_a_reply_without_calls():
     assert environment.next_prompt(Rollout(TASK, ()), 1) is None and not environment.stop(Rollout(TASK, ()), 1)
 
 
+def test_tool_use_hands_its_tools_to_a_parser_that_asks_and_its_limits_to_every_call():
+    environment = tool_use(tools=TOOLS, parse_calls=xml, max_chars=3)
+    _, (call,) = environment.parse_calls('<tool name="calculator">10000 * 10</tool>')
+    assert call == ToolCall("call_0", "calculator", {"expression": "10000 * 10"})
+    assert environment.execute(call, TOOLS).content.startswith("100\n[cut")
+
+
 @pytest.mark.parametrize("environment", [single_turn(system_prompt="S"), tool_use(tools=TOOLS, system_prompt="S")])
 def test_a_system_prompt_stands_in_front_and_a_rows_own_is_kept(environment):
     assert environment.first_prompt(TASK) == ({"role": "system", "content": "S"}, *TASK.messages)
@@ -42,6 +49,9 @@ def test_a_system_prompt_stands_in_front_and_a_rows_own_is_kept(environment):
         ({"tools": {"calculator": "calculator"}}, r"tools\.calculator"),
         ({"tools": TOOLS, "max_turns": 0}, "max_turns is 0"),
         ({"tools": TOOLS, "max_calls": 0}, "max_calls is 0"),
+        ({"tools": TOOLS, "max_chars": 0}, "max_chars is 0"),
+        ({"tools": TOOLS, "timeout": 0}, "timeout is 0"),
+        ({"tools": TOOLS, "timeout": float("nan")}, "timeout is nan"),
     ],
 )
 def test_tool_use_refuses_settings_that_cannot_work(settings, key):

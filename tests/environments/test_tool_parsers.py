@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import random
-
 import pytest
 
-from rlkit.environments import calculator, execute, hermes, none
+from rlkit.environments import calculator, execute, get_weather, hermes, none, xml
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 + 1"}}\n</tool_call>'
 
@@ -77,68 +74,57 @@ def test_the_error_of_a_bad_call_is_what_the_policy_reads():
     assert not result.ok and result.content == calls[0].error
 
 
-def malformed(rng: random.Random) -> str:
-    """A reply as a bad policy writes it: calls and junk in any order, then cut, spliced or repeated."""
-    junk = [
-        "<tool_call>",
-        "</tool_call>",
-        "<think>",
-        "</think>",
-        '{"name":',
-        '"calculator"',
-        '"arguments":',
-        "{",
-        "}",
-        "[",
-        "]",
-    ]
-    junk += [
-        '"',
-        "\\",
-        "\x00",
-        "\x1b",
-        "\ud800",
-        "\\ud800",
-        "\U0001f600",
-        "NaN",
-        "1e999",
-        "null",
-        "true",
-        "-",
-        "9" * 50,
-        ",",
-        "\n",
-    ]
-    junk += [
-        CALL,
-        CALL.replace("1 + 1", "9**9**9"),
-        '"name"',
-        ":",
-        '{"expression": 3}',
-        '{"expr": "1"}',
-        "<|im_end|>",
-        "'",
-    ]
-    text = "".join(rng.choices(junk, k=rng.randrange(1, 30)))
-    start, end = sorted(rng.randrange(len(text) + 1) for _ in range(2))
-    return rng.choice([text, text[start:end], text[:start] + text[end:], text.replace("calculator", "3"), CALL[:start] + text])
+def ratio(top: int, *, bottom: float) -> float:
+    return top / bottom
 
 
-def test_no_malformed_reply_raises_and_each_call_is_classified():
-    rng = random.Random(0)
-    kinds = {"ok": 0, "parse": 0, "run": 0}
-    for _ in range(4000):
-        text = malformed(rng)
-        content, calls = hermes(text)
-        assert len(calls) == 0 or content == content.strip()
-        assert bool(calls) == ("<tool_call>" in text)
-        for call in calls:
-            json.dumps(call.arguments, allow_nan=False).encode("utf-8")
-            result = execute(call, {"calculator": calculator})
-            result.content.encode("utf-8")
-            assert result.ok or result.content
-            kinds["parse" if call.error else "ok" if result.ok else "run"] += 1
-    assert min(kinds.values()) > 50, kinds  # the generator reaches every kind
+def count(n: int, unit: str = "") -> str:
+    return f"{n}{unit}"
+
+
+def now() -> str:
+    return "noon"
+
+
+TOOLS = {f.__name__: f for f in (calculator, get_weather, ratio, count, now)}
+
+
+def test_xml_gives_its_text_to_the_only_required_parameter():
+    """In order, parameters with defaults left to their defaults, a text for a number read as JSON; a Hermes tag is none."""
+    text = 'So <tool name="calculator"> 1 < 2 </tool>\n<tool\n name = \'get_weather\' >Paris</tool><tool name="count">3</tool> end'
+    content, calls = xml(text + '<tool name="now"></tool><tool_call>{}</tool_call> <tools>', tools=TOOLS)
+    assert content == "So\nend\n<tool_call>{}</tool_call> <tools>"
+    assert [(c.id, c.name, c.arguments, c.error) for c in calls] == [
+        ("call_0", "calculator", {"expression": "1 < 2"}, ""),
+        ("call_1", "get_weather", {"city": "Paris"}, ""),
+        ("call_2", "count", {"n": 3}, ""),
+        ("call_3", "now", {}, ""),
+    ]
+    assert "'n' must be int, not str" in execute(xml('<tool name="count">three</tool>', tools=TOOLS)[1][0], TOOLS).content
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "reason"),
+    [
+        ('<tool name="ratio">1</tool>', "ratio", "ratio(top: int, bottom: float), which has 2 required parameters"),
+        ('<tool name="now">x</tool>', "now", "now(), which has 0 required parameters"),
+        ('<tool name="nope">x</tool>', "nope", "there is no tool 'nope'; the tools are calculator"),
+        ('<tool name="calculator">1 + 1', "calculator", "</tool> is missing"),
+        ("<tool>1 + 1</tool>", "", "the name is missing"),
+        ("<tool/>", "", "the name is missing"),
+        ("<tool name=calculator>1</tool>", "", "the name is missing"),
+        ('<tool name=" ">1</tool>', "", "the name is missing"),
+        ('<tool name="calculator" id="3">1</tool>', "", "the name is missing"),
+    ],
+)
+def test_xml_that_is_no_call_becomes_an_error_that_says_why(text, name, reason):
+    content, calls = xml(f"a {text}", tools=TOOLS)
+    assert content == "a" and [(c.name, c.arguments) for c in calls] == [(name, {})]
+    assert reason in calls[0].error and 'Write\n<tool name="tool">' in calls[0].error
+
+
+def test_xml_text_without_a_call_is_unchanged():
+    assert xml(" The </tool> <toolbox> is 2.\n", tools=TOOLS) == (" The </tool> <toolbox> is 2.\n", [])
 
 
 @pytest.mark.parametrize("piece", ["<tool_call>", "<tool_call></tool_call>", "</tool_call><tool_call>", '<tool_call>{"name": "', "["])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Literal
 
 import pytest
 
-from rlkit.environments import calculator, execute, tool_schema
+from rlkit.environments import calculator, execute, get_weather, tool_schema, with_schema
 from rlkit.errors import ConfigError
 from rlkit.types import ToolCall
 
@@ -53,11 +54,32 @@ def half() -> str:
     return "\ud800"
 
 
+RELEASED = threading.Event()  # never set while a test looks
+
+
+def hang() -> str:
+    RELEASED.wait()
+    return "late"
+
+
+class Slow:
+    def __str__(self) -> str:
+        return hang()
+
+
+def lazy() -> Slow:
+    return Slow()
+
+
+def own_timeout() -> str:
+    raise TimeoutError("no answer from the server")
+
+
 def undocumented(x):
     return x
 
 
-TOOLS = {f.__name__: f for f in (weather, stop, fail, fail_silently, interrupted, flood, half, calculator)}
+TOOLS = {f.__name__: f for f in (weather, stop, fail, fail_silently, interrupted, flood, half, own_timeout, calculator, get_weather)}
 
 
 def call(name: str, **arguments) -> ToolCall:
@@ -103,6 +125,9 @@ def test_a_result_carries_the_id_and_text():
         (call("calculator", expression="1/0"), ["Error: division by zero."]),
         (call("fail"), ["KeyError"]),
         (call("fail_silently"), ["Unprintable"]),
+        (call("own_timeout"), ["Error: TimeoutError: no answer from the server."]),
+        (call("get_weather", city="Atlantis"), ["no weather is known for 'Atlantis'", "Paris, London, Tokyo"]),
+        (call("get_weather", city="Paris", unit="kelvin"), ["'unit' must be", "celsius", "fahrenheit"]),
         (call("stop", code=0), ["SystemExit"]),
         (ToolCall("call_7", "weather", {}, error="Error: bad JSON"), ["Error: bad JSON"]),
         (ToolCall("call_7", ["list"], {}), ["Error"]),
@@ -129,6 +154,49 @@ def test_a_long_result_is_cut_and_says_so():
     content = execute(call("flood", n=2001), TOOLS).content
     assert content.startswith("x" * 2000 + "\n") and "2001" in content
     assert execute(call("flood", n=9), TOOLS, max_chars=4).content.startswith("xxxx\n")
+
+
+@pytest.mark.parametrize("tool", [hang, lazy])
+def test_a_call_that_takes_too_long_is_given_up(tool):
+    """The tool's thread waits for ever; its result, or making text of it, is no longer waited for."""
+    result = execute(call(tool.__name__), {tool.__name__: tool}, timeout=0.02)
+    assert not result.ok and result.content == f"Error: {tool.__name__} took longer than 0.02 s and was given up."
+    assert result.seconds >= 0.02
+
+
+def test_without_a_limit_a_tool_runs_in_the_thread_of_its_caller():
+    names = {limit: execute(call("f"), {"f": lambda: threading.current_thread().name}, timeout=limit).content for limit in (None, 9.0)}
+    assert names[None] == threading.current_thread().name != names[9.0]
+
+
+def test_get_weather_knows_both_units():
+    """The example of the docs: three cities, a unit that is a choice in the schema."""
+    unit = tool_schema(get_weather)["function"]["parameters"]["properties"]["unit"]
+    assert unit["enum"] == ["celsius", "fahrenheit"]
+    assert "18 °C" in get_weather("paris ") and "64.4 °F" in get_weather("Paris", "fahrenheit")
+
+
+SCHEMA = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_a_schema_and_an_implementation_make_a_tool():
+    """Neither docstring nor types are needed; those that are there are checked, under the schema's name."""
+    tool = with_schema(SCHEMA, lambda a, b=1: a + b)
+    assert tool_schema(tool) == SCHEMA
+    assert execute(call("add", a=2), {"add": tool}).content == "3"
+    assert "missing argument 'a'" in execute(call("add", b=2), {"add": tool}).content
+    assert "'city' must be str" in execute(call("add", city=2), {"add": with_schema(SCHEMA, get_weather)}).content
+
+
+@pytest.mark.parametrize("schema", [{}, {"function": {}}, {"function": {"name": 3}}, {"name": "add"}, "add", {"function": "add"}])
+def test_what_is_no_schema_is_refused(schema):
+    with pytest.raises(ConfigError, match="is no schema"):
+        with_schema(schema, get_weather)
+
+
+def test_a_schema_without_an_implementation_is_refused():
+    with pytest.raises(ConfigError, match="no implementation of 'add'"):
+        with_schema(SCHEMA, None)
 
 
 def test_a_result_can_be_tokenised():

@@ -1,0 +1,23 @@
+"""The weather of three cities: the example of a tool, typed and documented as every tool has to be."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+WEATHER = {"Paris": (18, "light rain"), "London": (15, "cloudy"), "Tokyo": (24, "sunny")}  # °C and sky; never changes
+
+
+def get_weather(city: str, unit: Literal["celsius", "fahrenheit"] = "celsius") -> str:
+    """Tells the weather in a city.
+
+    Args:
+        city: The name of the city.
+        unit: The unit of the temperature.
+    """
+    # The policy reads the docstring above. Raises ValueError with a sentence that helps it.
+    known = {name.casefold(): name for name in WEATHER}
+    name = known.get(city.strip().casefold())
+    if name is None:
+        raise ValueError(f"no weather is known for {city!r}; there is {', '.join(WEATHER)}")
+    degrees, sky = WEATHER[name]
+    return f"{name}: {degrees} °C, {sky}" if unit == "celsius" else f"{name}: {degrees * 9 / 5 + 32:g} °F, {sky}"
