@@ -15,7 +15,7 @@ from rlkit.types import Policy, Task
 
 
 def evaluate(x: Experiment, tasks: Sequence[Task], *, checkpoint: Path | None, parent: Path, started: float) -> tuple[dict[str, Any], Path]:
-    """Greedy accuracy, avg@k and pass@k of held-out tasks, by the verifiers of training; written as JSON beside the rollouts.
+    """Greedy accuracy, avg@k, pass@k and mean rewards of held-out tasks, by the verifiers of training; written as JSON beside the rollouts.
 
     Args:
       x: the experiment; its evaluation settings decide how replies are sampled.
@@ -79,8 +79,11 @@ def restore(policy: Policy, checkpoint: Path) -> tuple[Path, int]:
 
 def table(result: Mapping[str, Any], out: Path) -> str:
     """The result in columns."""
-    rows = [("greedy accuracy", result["greedy"]["accuracy"], result["greedy"]["interval"])]
-    rows += [(name, entry["value"], entry["interval"]) for name, entry in result["sampled"].items()]
+    greedy = result["greedy"]
+    shaped = greedy["reward"] != greedy["accuracy"]  # else the reward is the accuracy
+    rows = [("greedy accuracy", greedy["accuracy"], greedy["interval"])]
+    rows += [("greedy reward", greedy["reward"], greedy["reward_interval"])] if shaped else []
+    rows += [(name, entry["value"], entry["interval"]) for name, entry in result["sampled"].items() if shaped or name != "reward"]
     lines = [f"{'held-out, n = ' + str(result['n']):<22}{'value':>10}{'95 % interval':>20}", "-" * 52]
     lines += [f"{name:<22}{value:>10.3f}{f'{low:.3f} – {high:.3f}':>20}" for name, value, (low, high) in rows]
     return "\n".join([*lines, "", f"written to {out}, {result['wall_seconds']:.0f} s"])

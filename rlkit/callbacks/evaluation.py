@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 
 from rlkit.callbacks.metrics import append_row
+from rlkit.callbacks.terminal import held_out, how_sampled
 from rlkit.rollouts.evaluation import greedy_accuracy
 from rlkit.types import Task
 
@@ -26,7 +27,8 @@ class HeldOut(L.Callback):
             append_row(self.metrics, module.rl_step, row)
             for logger in trainer.loggers:
                 logger.log_metrics(row, step=module.rl_step)
-            trainer.print(f"before: held-out accuracy {row['eval/accuracy']:.3f} on {len(self.tasks)} problems, greedy")
+            temperature = module.experiment.evaluation.curve_temperature
+            trainer.print(f"before: {held_out(row)} on {len(self.tasks)} problems, {how_sampled(temperature)}")
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         every, stop_at = module.experiment.evaluation.every, module.experiment.evaluation.stop_at
@@ -37,7 +39,7 @@ class HeldOut(L.Callback):
             trainer.should_stop = True
 
     def evaluate(self, trainer: L.Trainer, module: Any) -> dict[str, float]:
-        """One greedy pass over the held-out tasks."""
+        """One pass over the held-out tasks."""
         started = time.perf_counter()
         x = module.experiment
         with trainer.strategy.precision_plugin.forward_context():
@@ -45,6 +47,8 @@ class HeldOut(L.Callback):
                 module.policy,
                 self.tasks,
                 reward=x.evaluation.reward,
+                temperature=x.evaluation.curve_temperature,
+                seed=x.evaluation.seed,
                 generate=x.generation.engine,
                 environment=x.environment,
                 max_new_tokens=x.evaluation.max_new_tokens or x.generation.max_new_tokens,
@@ -55,5 +59,7 @@ class HeldOut(L.Callback):
             "eval/accuracy_low": result["interval"][0],
             "eval/accuracy_high": result["interval"][1],
             "eval/reward": result["reward"],
+            "eval/reward_low": result["reward_interval"][0],
+            "eval/reward_high": result["reward_interval"][1],
             "perf/eval_s": time.perf_counter() - started,
         }

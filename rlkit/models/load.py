@@ -13,6 +13,7 @@ from rlkit.models.chat import make_codec
 from rlkit.types import Policy
 
 TINY = Path(__file__).parent / "tiny"
+EMBEDDED = {"tiny": None, "tiny_guess": "guess_number"}  # path → variant of the weights in TINY: model.VARIANT.safetensors
 
 
 class LoRA(NamedTuple):
@@ -42,7 +43,7 @@ def load_policy(
     """Loads a causal LM for training.
 
     Args:
-      path: "tiny" (ships with rlkit), a local folder, or a hub id.
+      path: "tiny" or "tiny_guess" (ship with rlkit), a local folder, or a hub id.
       revision: of a hub id; a commit makes the run reproducible.
       dtype: of the base weights. "auto" is bfloat16 under LoRA on a GPU (the adapters stay float32), float32 otherwise:
         trained bfloat16 weights do not move at reinforcement-learning rates.
@@ -63,7 +64,7 @@ def load_policy(
     if dtype == "bfloat16" and lora.rank == 0:
         raise ConfigError("model.dtype=bfloat16 trains bfloat16 weights, which do not move at these rates; use float32, or LoRA")
     logging.disable_progress_bar()
-    location = TINY if path == "tiny" else Path(path).expanduser()
+    location = TINY if path in EMBEDDED else Path(path).expanduser()
     source = str(location) if location.exists() else path
     half = dtype == "bfloat16" or (dtype == "auto" and lora.rank > 0 and torch.device(device).type == "cuda")
     hub = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -71,7 +72,12 @@ def load_policy(
         tokenizer = AutoTokenizer.from_pretrained(source, **hub)
         config = without_dropout(AutoConfig.from_pretrained(source, **hub))
         model: Any = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=torch.bfloat16 if half else torch.float32, attn_implementation=attention, **hub
+            source,
+            config=config,
+            dtype=torch.bfloat16 if half else torch.float32,
+            attn_implementation=attention,
+            variant=EMBEDDED.get(path),
+            **hub,
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
