@@ -202,6 +202,7 @@ def _check_numbers(x: Experiment) -> list[str]:
         "kl.coef": x.kl.coef,
         "generation.temperature": x.generation.temperature,
         "evaluation.n": x.evaluation.n,
+        "evaluation.curve_temperature": x.evaluation.curve_temperature,
         "algorithm.entropy_coef": a.entropy_coef,
         "algorithm.max_refills": a.max_refills,
         "algorithm.critic.warmup": critic.warmup,
@@ -311,7 +312,7 @@ def warnings(x: Experiment) -> list[str]:
     updates = a.epochs * a.minibatches
     if not x.needs_reference and x.reference.name != "none":
         out.append(f"reference={x.reference.name} is not built: no KL uses it (kl={x.kl.name}, kl.coef={x.kl.coef})")
-    if x.batch.group_size == 1:
+    if x.batch.group_size == 1 and not a.critic.active:
         out.append("batch.group_size=1: nothing to compare a rollout with but the rest of the batch; the gradient will be noisy")
     if x.kl.in_reward and getattr(x.kl.estimator, "func", x.kl.estimator) not in (k1, forward):
         out.append(

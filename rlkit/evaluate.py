@@ -15,7 +15,7 @@ from rlkit.types import Policy, Task
 
 
 def evaluate(x: Experiment, tasks: Sequence[Task], *, checkpoint: Path | None, parent: Path, started: float) -> tuple[dict[str, Any], Path]:
-    """Greedy accuracy, avg@k and pass@k of held-out tasks, by the verifiers of training; written as JSON beside the rollouts.
+    """Greedy accuracy, avg@k, pass@k and mean rewards of held-out tasks, by the verifiers of training; written as JSON beside the rollouts.
 
     Args:
       x: the experiment; its evaluation settings decide how replies are sampled.
@@ -80,13 +80,21 @@ def restore(policy: Policy, checkpoint: Path) -> tuple[Path, int]:
     return path, int(state["rlkit"]["rl_step"])
 
 
+def held_out_rows(label: str, greedy: Mapping[str, Any], sampled: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float, Any]]:
+    """(name, value, interval) of a result or of a part of it; the reward where it is not the accuracy."""
+    shaped = greedy["reward"] != greedy["accuracy"]
+    rows = [(f"{label} accuracy", greedy["accuracy"], greedy["interval"])]
+    rows += [(f"{label} reward", greedy["reward"], greedy["reward_interval"])] if shaped else []
+    curves = [name for name in sampled if name != "parts" and (shaped or name != "reward")]
+    return rows + [(prefix + name, sampled[name]["value"], sampled[name]["interval"]) for name in curves]
+
+
 def table(result: Mapping[str, Any], out: Path) -> str:
     """The result in columns."""
-    rows = [("greedy accuracy", result["greedy"]["accuracy"], result["greedy"]["interval"])]
-    rows += [(name, entry["value"], entry["interval"]) for name, entry in result["sampled"].items() if name != "parts"]
-    for part, own in result["greedy"].get("parts", {}).items():
-        rows.append((f"{part}: greedy, {own['n']}", own["accuracy"], own["interval"]))
-        rows += [(f"{part}: {name}", entry["value"], entry["interval"]) for name, entry in result["sampled"]["parts"][part].items()]
+    greedy, sampled = result["greedy"], result["sampled"]
+    rows = held_out_rows("greedy", greedy, sampled)
+    for part, own in greedy.get("parts", {}).items():
+        rows += held_out_rows(f"{part}: greedy", own, sampled["parts"][part], f"{part}: ")
     width = max(22, *(len(name) + 1 for name, *_ in rows))
     lines = [f"{'held-out, n = ' + str(result['n']):<{width}}{'value':>10}{'95 % interval':>20}", "-" * (width + 30)]
     lines += [f"{name:<{width}}{value:>10.3f}{f'{low:.3f} – {high:.3f}':>20}" for name, value, (low, high) in rows]

@@ -74,7 +74,8 @@ class Evaluation(NamedTuple):
     temperature: float = 1.0  # of the sampled replies
     max_new_tokens: int | None = None  # None: as in training
     seed: int = 0  # of the sampled replies
-    stop_at: float | None = None  # held-out greedy accuracy at which training ends
+    curve_temperature: float = 0.0  # of the one reply per task before, during and after training; 0 is greedy
+    stop_at: float | None = None  # held-out accuracy at which training ends
 
 
 class TrainerSettings(NamedTuple):

@@ -123,7 +123,8 @@ def make_trainer(
         path, state = load_checkpoint(resume)
         step = state["rlkit"]["rl_step"]
         cut_back(metrics, step)
-        results |= {row["step"]: result_of(row, len(held_out)) for row in read_rows(metrics) if "eval/accuracy" in row}
+        earlier = [row for row in read_rows(metrics) if "eval/accuracy" in row]
+        results |= {row["step"]: result_of(row, len(held_out), x.evaluation.curve_temperature) for row in earlier}
         print(f"resume: {path}, after step {step}", flush=True)
     logger = x.logger(folder, step) if x.logger is not None else None
     rows = [HeldOut(held_out, metrics, results), MetricsFile(metrics), Phases(metrics)]
@@ -227,18 +228,23 @@ def header(x: Experiment, policy: Any, device: Any, tasks: tuple[Sequence[Task],
 
 def closing(summary: Mapping[str, Any], folder: Path) -> str:
     """The before/after table, the folder and the commands that come next."""
+    from rlkit.callbacks.terminal import how_sampled
+
     where = runs.quoted(folder)
     lines = [""]
     before, after = summary.get("before"), summary.get("after")
     if before and after:
-        lines += [f"{'held-out, greedy':<22}{'before':>16}{'after':>16}", "-" * 54]
-        lines.append(f"{'accuracy':<22}{before['accuracy']:>16.3f}{after['accuracy']:>16.3f}")
-        spans = [f"{r['interval'][0]:.3f} – {r['interval'][1]:.3f}" for r in (before, after)]
-        lines.append(f"{'95 % interval':<22}{spans[0]:>16}{spans[1]:>16}")
+        lines += [f"{'held-out':<22}{'before':>16}{'after':>16}", "-" * 54]
+        shaped = any(r["reward"] != r["accuracy"] for r in (before, after))  # else the reward is the accuracy
+        for name, interval in [("accuracy", "interval"), *([("reward", "reward_interval")] if shaped else [])]:
+            lines.append(f"{name:<22}{before[name]:>16.3f}{after[name]:>16.3f}")
+            spans = [f"{r[interval][0]:.3f} – {r[interval][1]:.3f}" for r in (before, after)]
+            lines.append(f"{'95 % interval':<22}{spans[0]:>16}{spans[1]:>16}")
         lines.append(f"{'problems':<22}{before['n']:>16}{after['n']:>16}")
         for part, own in after.get("parts", {}).items():
             was = before.get("parts", {}).get(part)
             lines.append(f"{f'accuracy, {part}':<22}" + "".join(f"{r['accuracy']:>16.3f}" if r else f"{'-':>16}" for r in (was, own)))
+        lines.append(f"{'replies':<22}{how_sampled(before['temperature']):>32}")
         lines.append("")
     lines.append(f"{summary['ended']} after {summary['steps']} steps, {summary['wall_seconds']:.0f} s, {summary['tokens']:,} tokens")
     longer = f" trainer.steps={2 * summary['steps']}" if summary["ended"] == "finished" else ""

@@ -14,6 +14,8 @@ NAN = float("nan")
 HEALTHY = {
     "group/frac_zero_std": 0.9,
     "reward/mean": 0.4,
+    "reward/std": 0.5,
+    "adv/abs_mean": 0.3,
     "len/truncated_frac": 0.9,
     "parse_fail_frac": 0.2,
     "reward/numeric/error_frac": 0.0,
@@ -25,7 +27,7 @@ HEALTHY = {
     "optim/skipped_nonfinite": 0,
 }
 ILL = {  # check → (what makes it speak, words of the message)
-    "all_rewards_equal": ({"group/frac_zero_std": 1.0}, ["equal", "0.40", "batch.group_size"]),
+    "all_rewards_equal": ({"group/frac_zero_std": 1.0, "adv/abs_mean": 0.0}, ["equal", "0.40", "batch.group_size"]),
     "all_truncated": ({"len/truncated_frac": 1.0}, ["truncated", "generation.max_new_tokens"]),
     "parse_failures": ({"parse_fail_frac": 0.25}, ["25%", "samples/"]),
     "reward_failures": ({"reward/format/timeout_frac": 0.05}, ["format", "5.0%", "timeout_frac"]),
@@ -55,6 +57,12 @@ class Module:
 def test_a_healthy_row_is_silent():
     """Every value at the edge of its bound, or just within."""
     assert spoken(HEALTHY) == {}
+
+
+def test_groups_of_one_are_no_fault_where_rewards_differ():
+    """PPO compares with its critic: it was told that there is nothing to learn from, at every step."""
+    assert spoken(HEALTHY | {"group/frac_zero_std": 1.0}) == {}
+    assert list(spoken(HEALTHY | {"group/frac_zero_std": 1.0, "reward/std": 0.0})) == ["all_rewards_equal"]
 
 
 def test_every_check_is_in_the_table():

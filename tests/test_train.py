@@ -65,8 +65,9 @@ def test_summary_says_how_it_went(whole):
     assert summary["ended"] == "finished" and summary["steps"] == 4 and summary["seed"] == 0
     for when in ("before", "after"):
         assert summary[when]["n"] == 4
-        low, high = summary[when]["interval"]
-        assert low <= summary[when]["accuracy"] <= high
+        for value, interval in (("accuracy", "interval"), ("reward", "reward_interval")):
+            low, high = summary[when][interval]
+            assert low <= summary[when][value] <= high
     assert {"wall_seconds", "tokens", "peak_memory_gb", "versions"} <= summary.keys()
 
 
@@ -237,7 +238,7 @@ def test_evaluate_writes_accuracy_with_intervals(whole, capsys):
     assert main(["evaluate", f"run={whole}", "evaluation.n=3", "evaluation.samples=2", "evaluation.k=[1,2]"]) == 0
     result = json.loads(next((whole / "evaluation").glob("*/result.json")).read_text())
     assert result["step"] == 4 and result["n"] == 3
-    assert set(result["sampled"]) == {"avg@2", "pass@1", "pass@2"}
+    assert set(result["sampled"]) == {"avg@2", "pass@1", "pass@2", "reward"}
     assert result["sampled"]["pass@2"]["value"] >= result["sampled"]["pass@1"]["value"]
     assert "greedy accuracy" in capsys.readouterr().out
 
@@ -291,3 +292,16 @@ def test_a_model_that_no_run_has_touched_is_evaluated(tmp_path, monkeypatch):
     assert main(["evaluate", "model=tiny", "evaluation.n=2", "evaluation.samples=1", "evaluation.k=[1]"]) == 0
     result = json.loads(next((tmp_path / "outputs" / "evaluation").glob("*/result.json")).read_text())
     assert result["model"] == "tiny" and result["checkpoint"] is None
+
+
+@pytest.mark.slow
+def test_ppo_runs_on_the_warm_start_of_guess_number(tmp_path, capsys):
+    """Episodes of many steps, end to end; a found number counts as right, and the mean reward stands beside it."""
+    folder = tmp_path / "guess"
+    few = ["trainer.steps=2", "batch.prompts=8", "evaluation.n=8", "trainer.accelerator=cpu"]
+    assert main(["train", "experiment=guess_number_ppo", f"hydra.run.dir={folder}", *few]) == 0
+    summary = json.loads((folder / "summary.json").read_text())
+    for when in ("before", "after"):
+        assert summary[when]["accuracy"] > 0.5 and 0 < summary[when]["reward"] < summary[when]["accuracy"]
+    assert all(row["optim/updates"] > 0 and row["tools/turns"] > 3 for row in rows(folder)[1:])
+    assert "sampled at temperature 1" in capsys.readouterr().out

@@ -157,16 +157,21 @@ def encode_conversation(codec: Codec, tools: list, question: str, turns: list[tu
     return ids, mask
 
 
-def warm_up(model: Qwen3ForCausalLM, codec: Codec, *, steps: int, batch: int, lr: float, seed: int, log) -> None:
-    """Supervised training on demonstrations that never repeat."""
+def encoded_conversations(codec: Codec, count: int, seed: int) -> Iterator[tuple[list[int], list[bool]]]:
+    """Ids and loss masks of `count` warm-up conversations."""
     tools = [tool_schema(calculator)]
+    return (encode_conversation(codec, tools, *conversation) for conversation in conversations(count, seed))
+
+
+def warm_up(
+    model: Qwen3ForCausalLM, pad: int, stream: Iterator[tuple[list[int], list[bool]]], *, steps: int, batch: int, lr: float, log
+) -> None:
+    """Supervised training on demonstrations that never repeat: ids and loss masks, steps × batch of them."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=steps, pct_start=0.1)
-    stream = conversations(steps * batch, seed)
-    pad = codec.tokenizer.pad_token_id
     started = time.perf_counter()
     for step in range(1, steps + 1):
-        rows = [encode_conversation(codec, tools, *next(stream)) for _ in range(batch)]
+        rows = [next(stream) for _ in range(batch)]
         width = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([r + [pad] * (width - len(r)) for r, _ in rows])
         mask = torch.tensor([m + [False] * (width - len(m)) for _, m in rows])
@@ -177,7 +182,7 @@ def warm_up(model: Qwen3ForCausalLM, codec: Codec, *, steps: int, batch: int, lr
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % 50 == 0 or step == 1:
+        if step % max(20, steps // 16) == 0 or step == 1:
             log(f"step {step} loss {loss.item():.4f} tokens a row {mask.shape[1]} seconds {time.perf_counter() - started:.0f}")
 
 
@@ -230,7 +235,8 @@ def main() -> None:
     log(f"vocabulary {len(tokenizer)}")
     model = build_model(len(tokenizer), codec)
     log(f"parameters {sum(p.numel() for p in model.parameters())}")
-    warm_up(model, codec, steps=arguments.steps, batch=arguments.batch, lr=arguments.lr, seed=arguments.seed, log=log)
+    stream = encoded_conversations(codec, arguments.steps * arguments.batch, arguments.seed)
+    warm_up(model, tokenizer.pad_token_id, stream, steps=arguments.steps, batch=arguments.batch, lr=arguments.lr, log=log)
     model.to(torch.bfloat16).save_pretrained(part)
     for file in part.iterdir():
         file.replace(arguments.out / file.name)

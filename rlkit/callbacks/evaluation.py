@@ -10,8 +10,11 @@ from typing import Any
 import lightning as L
 
 from rlkit.callbacks.metrics import append_row
+from rlkit.callbacks.terminal import held_out, how_sampled
 from rlkit.rollouts.evaluation import greedy_accuracy
 from rlkit.types import Task
+
+INTERVALS = {"accuracy": "interval", "reward": "reward_interval"}  # what a held-out result says → under which key its interval stands
 
 
 class HeldOut(L.Callback):
@@ -26,7 +29,8 @@ class HeldOut(L.Callback):
             append_row(self.metrics, module.rl_step, row)
             for logger in trainer.loggers:
                 logger.log_metrics(row, step=module.rl_step)
-            trainer.print(f"before: held-out accuracy {row['eval/accuracy']:.3f} on {len(self.tasks)} problems, greedy")
+            temperature = module.experiment.evaluation.curve_temperature
+            trainer.print(f"before: {held_out(row)} on {len(self.tasks)} problems, {how_sampled(temperature)}")
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         every, stop_at = module.experiment.evaluation.every, module.experiment.evaluation.stop_at
@@ -37,7 +41,7 @@ class HeldOut(L.Callback):
             trainer.should_stop = True
 
     def evaluate(self, trainer: L.Trainer, module: Any) -> dict[str, float]:
-        """One greedy pass over the held-out tasks."""
+        """One pass over the held-out tasks."""
         started = time.perf_counter()
         x = module.experiment
         with trainer.strategy.precision_plugin.forward_context():
@@ -45,6 +49,8 @@ class HeldOut(L.Callback):
                 module.policy,
                 self.tasks,
                 reward=x.evaluation.reward,
+                temperature=x.evaluation.curve_temperature,
+                seed=x.evaluation.seed,
                 generate=x.generation.engine,
                 environment=x.environment,
                 max_new_tokens=x.evaluation.max_new_tokens or x.generation.max_new_tokens,
@@ -59,18 +65,21 @@ def result_row(result: Mapping[str, Any]) -> dict[str, float]:
     rows = {"eval/": result} | {f"eval/part/{part}/": own for part, own in result.get("parts", {}).items()}
     out: dict[str, float] = {}
     for prefix, own in rows.items():
-        low, high = own["interval"]
-        named = {"accuracy": own["accuracy"], "accuracy_low": low, "accuracy_high": high, "reward": own["reward"]}
-        out |= {prefix + name: value for name, value in named.items()} | ({f"{prefix}n": own["n"]} if own is not result else {})
+        for name, interval in INTERVALS.items():
+            low, high = own[interval]
+            out |= {prefix + name: own[name], f"{prefix}{name}_low": low, f"{prefix}{name}_high": high}
+        out |= {f"{prefix}n": own["n"]} if own is not result else {}
     return out
 
 
-def result_of(row: Mapping[str, Any], n: int) -> dict[str, Any]:
+def result_of(row: Mapping[str, Any], n: int, temperature: float) -> dict[str, Any]:
     """The inverse: the result of `n` tasks as an earlier process of the run wrote it."""
 
     def read(prefix: str, n: int) -> dict[str, Any]:
-        interval = [row[f"{prefix}accuracy_low"], row[f"{prefix}accuracy_high"]]
-        return {"accuracy": row[f"{prefix}accuracy"], "interval": interval, "n": n, "reward": row[f"{prefix}reward"]}
+        out: dict[str, Any] = {"n": n, "temperature": temperature}
+        for name, interval in INTERVALS.items():
+            out |= {name: row[prefix + name], interval: [row[f"{prefix}{name}_low"], row[f"{prefix}{name}_high"]]}
+        return out
 
     suffix = "/accuracy_low"
     named = [key.removeprefix("eval/part/").removesuffix(suffix) for key in row if key.startswith("eval/part/") and key.endswith(suffix)]

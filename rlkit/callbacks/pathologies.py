@@ -12,8 +12,9 @@ Row = dict[str, Any]
 
 
 def all_rewards_equal(row: Row) -> str | None:
-    """No group has rewards that differ: no advantage, nothing learned from rewards."""
-    if row["group/frac_zero_std"] < 1:
+    """No group has rewards that differ, and nothing else makes an advantage of them: nothing learned from rewards."""
+    compared = row["reward/std"] > 0 and row["adv/abs_mean"] > 0  # with a critic or the batch; groups of one are always equal
+    if row["group/frac_zero_std"] < 1 or compared:
         return None
     return (
         f"all rewards of every prompt's group are equal (mean {row['reward/mean']:.2f}): there is nothing to learn from. Easier or harder "

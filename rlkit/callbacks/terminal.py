@@ -51,9 +51,19 @@ class Progress(L.Callback):
 def step_line(step: int, total: int, row: dict[str, Any], last_reward: float | None) -> str:
     """`step 12/25 reward 0.43 (+0.02) kl 0.004 len 27 trunc 3% | gen 0.8s rew 0.0s upd 0.9s`."""
     change = "" if last_reward is None else f" ({row['reward/mean'] - last_reward:+.2f})"
-    held_out = f" | held-out {row['eval/accuracy']:.3f}" if "eval/accuracy" in row else ""
     return (
         f"step {step:>{len(str(total))}}/{total} reward {row['reward/mean']:.2f}{change} kl {row['kl/ref_k3']:.4f} "
         f"len {row['len/mean']:.0f} trunc {row['len/truncated_frac']:.0%} | gen {row['perf/generate_s']:.1f}s "
-        f"rew {row['perf/reward_s']:.1f}s upd {row['perf/update_s']:.1f}s{held_out}"
+        f"rew {row['perf/reward_s']:.1f}s upd {row['perf/update_s']:.1f}s{f' | {held_out(row)}' if 'eval/accuracy' in row else ''}"
     )
+
+
+def held_out(row: dict[str, Any]) -> str:
+    """`held-out accuracy 0.988`, and the mean reward where it says something else."""
+    reward = f", reward {row['eval/reward']:.3f}" if row["eval/reward"] != row["eval/accuracy"] else ""
+    return f"held-out accuracy {row['eval/accuracy']:.3f}{reward}"
+
+
+def how_sampled(temperature: float) -> str:
+    """What the figures of held-out tasks are of."""
+    return f"sampled at temperature {temperature:g}" if temperature else "greedy"

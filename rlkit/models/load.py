@@ -14,6 +14,7 @@ from rlkit.models.chat import make_codec
 from rlkit.types import Policy
 
 TINY = Path(__file__).parent / "tiny"
+EMBEDDED = {"tiny": None, "tiny_guess": "guess_number"}  # path → variant of the weights in TINY: model.VARIANT.safetensors
 
 
 class LoRA(NamedTuple):
@@ -43,7 +44,7 @@ def load_policy(
     """Loads a causal LM for training.
 
     Args:
-      path: "tiny" (ships with rlkit), a local folder, or a hub id.
+      path: "tiny" or "tiny_guess" (ship with rlkit), a local folder, or a hub id.
       revision: of a hub id; a commit makes the run reproducible.
       dtype: of the base weights. "auto" is bfloat16 under LoRA on a GPU (the adapters stay float32), float32 otherwise:
         trained bfloat16 weights do not move at reinforcement-learning rates.
@@ -92,11 +93,13 @@ def pretrained_model(path: str, *, dtype: torch.dtype | str, attention: str = "s
     logging.disable_progress_bar()
     with _naming(path):
         config = without_dropout(AutoConfig.from_pretrained(_source(path), **hub))
-        return AutoModelForCausalLM.from_pretrained(_source(path), config=config, dtype=dtype, attn_implementation=attention, **hub)
+        return AutoModelForCausalLM.from_pretrained(
+            _source(path), config=config, dtype=dtype, attn_implementation=attention, variant=EMBEDDED.get(path), **hub
+        )
 
 
 def _source(path: str) -> str:
-    location = TINY if path == "tiny" else Path(path).expanduser()
+    location = TINY if path in EMBEDDED else Path(path).expanduser()
     return str(location) if location.exists() else path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,24 +13,28 @@ from rlkit.rollouts.collect import collect
 from rlkit.rollouts.summary import by_part
 from rlkit.types import Policy, Rollout, Task
 
-CORRECT = 1.0  # a verifier's score of a right answer
+CORRECT = 1.0  # a verifier's score of a right answer, where the task's metadata names no other as `correct_from`
 
 
 def is_correct(rollout: Rollout) -> bool:
-    """Whether the verifier gave full marks, the rewards of the steps included."""
-    return rollout.total_reward is not None and rollout.total_reward >= CORRECT
+    """Whether the verifier gave what counts as right, the rewards of the steps included: full marks, or the task's own `correct_from`
+    where even the best earns less."""
+    return rollout.total_reward is not None and rollout.total_reward >= rollout.task.metadata.get("correct_from", CORRECT)
 
 
-def greedy_accuracy(policy: Policy, tasks: Sequence[Task], *, reward: Reward, **collecting: Any) -> tuple[dict[str, Any], list[Rollout]]:
-    """One greedy reply per task.
+def greedy_accuracy(
+    policy: Policy, tasks: Sequence[Task], *, reward: Reward, temperature: float = 0.0, **collecting: Any
+) -> tuple[dict[str, Any], list[Rollout]]:
+    """One episode per task, greedy unless a temperature is given.
 
     Args:
-      reward: the verifier; a score of 1 or more is right.
+      reward: the verifier; which of its scores are right is told by `is_correct`.
+      temperature: ≥ 0. A policy that plays by chance may do nothing but repeat itself in greedy decoding.
       collecting: generate, environment and max_new_tokens, as for `collect`.
-    Returns: accuracy, its Wilson 95 % interval [low, high], n, and the mean reward; of a mixture, the same under `parts`; and the rollouts.
+    Returns: what `accuracy` measures, and the temperature; of a mixture, the same under `parts`; and the rollouts.
     """
-    rollouts = score(collect(policy, tasks, temperature=0.0, **collecting), reward)
-    return _with_parts(rollouts, accuracy), rollouts
+    rollouts = score(collect(policy, tasks, temperature=temperature, **collecting), reward)
+    return _with_parts(rollouts, partial(accuracy, temperature=temperature)), rollouts
 
 
 def sampled_accuracy(
@@ -37,8 +42,8 @@ def sampled_accuracy(
 ) -> tuple[dict[str, Any], list[Rollout]]:
     """Several sampled replies per task.
 
-    Returns: for avg@samples and every pass@k a value and its 95 % interval over tasks; of a mixture, the same under `parts`; and the
-      rollouts.
+    Returns: for avg@samples, every pass@k and the mean reward a value and its 95 % interval over tasks; of a mixture, the same under
+      `parts`; and the rollouts.
     Raises: ValueError where a k is larger than `samples`.
     """
     if max(k) > samples:
@@ -53,13 +58,12 @@ def _with_parts(rollouts: Sequence[Rollout], measure: Callable[[Sequence[Rollout
     return measure(rollouts) | ({"parts": parts} if parts else {})
 
 
-def accuracy(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Share of right rollouts, its Wilson 95 % interval, n, and the mean reward."""
+def accuracy(rollouts: Sequence[Rollout], *, temperature: float = 0.0) -> dict[str, Any]:
+    """Share of right rollouts and its Wilson interval, n, mean reward of what could be scored and its interval over tasks; both 95 %."""
     right = sum(map(is_correct, rollouts))
-    low, high = wilson(right, len(rollouts))
-    scored = [total for r in rollouts if (total := r.total_reward) is not None]
-    mean = sum(scored) / len(scored) if scored else float("nan")
-    return {"accuracy": right / len(rollouts), "interval": [low, high], "n": len(rollouts), "reward": mean}
+    mean, low, high = _mean_interval(_totals(rollouts))
+    result = {"accuracy": right / len(rollouts), "interval": list(wilson(right, len(rollouts))), "n": len(rollouts)}
+    return result | {"reward": mean, "reward_interval": [low, high], "temperature": temperature}
 
 
 def curves(rollouts: Sequence[Rollout], *, samples: int, k: Sequence[int]) -> dict[str, Any]:
@@ -71,4 +75,16 @@ def curves(rollouts: Sequence[Rollout], *, samples: int, k: Sequence[int]) -> di
     for name, values in estimates.items():
         mean, low, high = mean_interval(values)
         out[name] = {"value": mean, "interval": [max(0.0, low), min(1.0, high)]}
-    return out
+    by_task = [_totals(rollouts[i : i + samples]) for i in range(0, len(rollouts), samples)]
+    mean, low, high = _mean_interval([math.fsum(rewards) / len(rewards) for rewards in by_task if rewards])
+    return out | {"reward": {"value": mean, "interval": [low, high]}}
+
+
+def _totals(rollouts: Sequence[Rollout]) -> list[float]:
+    """Total rewards, of what could be scored."""
+    return [total for r in rollouts if (total := r.total_reward) is not None]
+
+
+def _mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """As `mean_interval`; nan without values."""
+    return mean_interval(values) if values else (math.nan, math.nan, math.nan)

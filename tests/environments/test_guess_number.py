@@ -7,8 +7,9 @@ import pytest
 from rlkit.environments import continue_with_step, dialogue, guess_number, said_done
 from rlkit.errors import ConfigError, DataError
 from rlkit.models import decode, encode_text
-from rlkit.rewards import few_turns
+from rlkit.rewards import Reward, Term, few_turns, score, weighted_sum
 from rlkit.rollouts import assemble, collect
+from rlkit.rollouts.evaluation import is_correct
 from rlkit.tasks import guess_number as games
 from rlkit.types import Generation, Rollout, Step, Task
 
@@ -64,16 +65,31 @@ def test_the_sooner_the_better(turns, worth):
     assert few_turns(Rollout(game(7), steps), max_turns=4) == worth
 
 
-def test_held_out_numbers_are_never_trained_on():
-    train, test = ({t.answer for t in games(split=s, max_samples=500)} for s in ("train", "test"))
-    assert test <= {str(n) for n in range(10, 101, 10)} and not train & test
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_every_number_comes_up_once_before_any_comes_up_again(split):
+    """So that as many held-out games as there are numbers play every game that can be."""
+    answers = [int(t.answer) for t in games(split=split, max_samples=30, low=5, high=16)]
+    assert sorted(answers[:12]) == sorted(answers[12:24]) == list(range(5, 17))
+    assert len(answers) == 30 and len(set(answers[24:])) == 6 and answers[:12] != answers[12:24]
+
+
+def test_another_seed_or_split_is_another_order():
+    assert [t.answer for t in games(max_samples=9)] != [t.answer for t in games(split="test", max_samples=9)]
     assert (
         [t.answer for t in games(seed=1, max_samples=9)]
         == [t.answer for t in games(seed=1, max_samples=9)]
         != [t.answer for t in games(seed=2, max_samples=9)]
     )
-    with pytest.raises(DataError, match="test split"):
-        games(split="test", low=1, high=9)
+    with pytest.raises(DataError, match=r"low=9, task\.high=9"):
+        games(low=9, high=9)
+
+
+@pytest.mark.parametrize("turns, found, right", [(1, True, True), (50, True, True), (50, False, False)])
+def test_a_found_number_is_right_however_late(turns, found, right):
+    """Only the first guess earns 1: counting full marks alone would call a perfect player wrong."""
+    steps = tuple(Step((), (), (), (), "stop", content="7") for _ in range(turns))
+    (rollout,) = score([Rollout(game(7 if found else 8), steps)], Reward("few_turns", {"few_turns": Term(1.0, few_turns)}, weighted_sum))
+    assert is_correct(rollout) is right
 
 
 def test_a_dialogue_of_ten_lines(tiny):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlkit.models.load import TINY
 
@@ -20,6 +21,22 @@ def test_it_is_at_most_5_megabytes():
 @pytest.mark.parametrize("token", CONTROL)
 def test_control_tokens_are_one_id_each(tiny, token):
     assert len(tiny.codec.tokenizer.encode(token, add_special_tokens=False)) == 1
+
+
+def test_the_warm_start_of_guess_number_plays_in_the_right_form():
+    """Every reply a number of the range that ends by itself, also deep in a game: what PPO needs to begin with."""
+    from rlkit.environments import guess_number
+    from rlkit.generation import generate
+    from rlkit.models import load_policy
+    from rlkit.rollouts import collect
+    from rlkit.tasks import guess_number as games
+
+    policy = load_policy(path="tiny_guess")
+    assert next(policy.model.parameters()).dtype == torch.float32
+    rollouts = collect(policy, games(max_samples=6), generate=generate, environment=guess_number(max_turns=12), max_new_tokens=8)
+    replies = [step for r in rollouts for step in r.steps]
+    legal = [s.finish_reason == "stop" and s.content.isdigit() and 1 <= int(s.content) <= 100 for s in replies]
+    assert sum(legal) >= 0.95 * len(legal) and len(legal) > 20
 
 
 def test_it_is_a_qwen3():

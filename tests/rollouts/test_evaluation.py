@@ -47,7 +47,8 @@ def collecting(**more):
 def test_greedy_counts_full_marks_over_all_tasks(tiny):
     engine, settings = collecting()
     result, rollouts = greedy_accuracy(tiny, TASKS, **settings)
-    assert result == {"accuracy": 3 / 4, "interval": list(wilson(3, 4)), "n": 4, "reward": 3 / 4}
+    assert list(result.pop("reward_interval")) == pytest.approx([0.75 - 0.49, 0.75 + 0.49], abs=1e-4)  # 1.96 · 0.5 / √4
+    assert result == {"accuracy": 3 / 4, "interval": list(wilson(3, 4)), "n": 4, "reward": 3 / 4, "temperature": 0.0}
     assert [r.reward for r in rollouts] == [1.0, 1.0, 1.0, 0.0] and [r.task.id for r in rollouts] == [t.id for t in TASKS]
     assert engine.settings == [{"temperature": 0.0, "max_new_tokens": 5}]
 
@@ -66,6 +67,17 @@ def test_only_full_marks_are_right(reward, right):
     assert is_correct(Rollout(TASKS[0], (), reward=reward)) is right
 
 
+def test_a_task_may_count_less_than_full_marks_as_right():
+    half = TASKS[0]._replace(metadata={"correct_from": 0.5})
+    assert [is_correct(Rollout(half, (), reward=r)) for r in (0.49, 0.5, None)] == [False, True, False]
+
+
+def test_one_reply_may_be_sampled_instead_of_greedy(tiny):
+    engine, settings = collecting()
+    result, _ = greedy_accuracy(tiny, TASKS, temperature=0.7, **settings)
+    assert engine.settings == [{"temperature": 0.7, "max_new_tokens": 5}] and result["temperature"] == 0.7
+
+
 def test_sampled_is_the_mean_over_tasks_of_each_tasks_own_estimate(tiny):
     engine, settings = collecting()
     result, rollouts = sampled_accuracy(tiny, TASKS, samples=4, k=[1, 2, 4], temperature=0.8, **settings)
@@ -77,7 +89,8 @@ def test_sampled_is_the_mean_over_tasks_of_each_tasks_own_estimate(tiny):
             picks = list(itertools.combinations([True] * right + [False] * (4 - right), k))
             per_task.append(sum(any(p) for p in picks) / len(picks))
         assert result[f"pass@{k}"]["value"] == pytest.approx(sum(per_task) / 4, abs=1e-12)  # rounding of a few ratios
-    assert list(result) == ["avg@4", "pass@1", "pass@2", "pass@4"]
+    assert list(result) == ["avg@4", "pass@1", "pass@2", "pass@4", "reward"]
+    assert result["reward"]["value"] == result["avg@4"]["value"]  # scores of 0 and 1
 
 
 def test_intervals_are_over_tasks_and_stay_within_zero_and_one(tiny):

@@ -1,0 +1,142 @@
+"""Does PPO with turn-level GAE learn on episodes of many steps? Three seeds of experiment=guess_number_ppo, one after the other.
+
+    python experiments/guess_number/run.py [--seeds 0 1 2]
+
+Every run is `rlkit train` on one torch thread in an empty folder. Writes a row to results.csv and one a step to curves.csv after each
+run, passes over seeds that are there already, and draws curve.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+
+HERE = Path(__file__).parent
+COMMON = ("trainer.threads=1", "logger=none")
+TURNS = 50  # of a game
+PLAYERS = {"halves the bounds": 4.9, "anywhere within the bounds": 6.1}  # mean guesses from 1 to 50, for comparison
+STEP = {
+    "reward": "reward/mean", "guesses": "tools/turns", "unsolved": "len/truncated_frac", "explained_variance": "value/explained_variance",
+    "entropy": "policy/entropy", "kl_old": "kl/old", "seconds": "perf/step_s",
+}  # fmt: skip
+
+
+def guesses(reward: float) -> float:
+    """Mean guesses of games with this mean reward; one that was not solved counts as 51."""
+    return 1 + TURNS * (1 - reward)
+
+
+def one_run(seed: int) -> tuple[dict, list[dict]]:
+    """One run's row, and a row for each of its steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "rlkit", "train", "experiment=guess_number_ppo", *COMMON, f"seed={seed}"]
+        log = Path(folder) / "log.txt"
+        begun = time.perf_counter()
+        with log.open("w") as out:
+            process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=out, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            _, status, usage = os.wait4(process.pid, 0)  # the processor time of this run alone
+        wall = time.perf_counter() - begun
+        if status:
+            raise RuntimeError(f"{' '.join(command)} ended with status {status}:\n{log.read_text()[-4000:]}")
+        run = next(Path(folder).glob("outputs/*/*/summary.json")).parent
+        summary = json.loads((run / "summary.json").read_text())
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    result: dict = {"seed": seed, "steps": summary["steps"], "games": summary["after"]["n"]}
+    for when in ("before", "after"):
+        low, high = summary[when]["reward_interval"]
+        result |= {
+            f"{when}_reward": round(summary[when]["reward"], 4),
+            f"{when}_low": round(low, 4),
+            f"{when}_high": round(high, 4),
+            f"{when}_solved": summary[when]["accuracy"],
+            f"{when}_guesses": round(guesses(summary[when]["reward"]), 2),
+        }
+    result |= {
+        "process_seconds": round(wall, 1),
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
+        "date": date.today().isoformat(),
+        "processor": processor(),
+        "python": platform.python_version(),
+        "torch": summary["versions"]["torch"],
+        "transformers": summary["versions"]["transformers"],
+    }
+    curve = [{"seed": seed, "step": r["step"]} | {k: r[name] for k, name in STEP.items()} for r in rows if "reward/mean" in r]
+    return result, curve
+
+
+def processor() -> str:
+    """The processor's name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def read(name: str) -> list[dict]:
+    """The rows that are there."""
+    path = HERE / name
+    return list(csv.DictReader(path.open())) if path.exists() else []
+
+
+def write(name: str, rows: list[dict]) -> None:
+    """All rows, by seed."""
+    with (HERE / name).open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(sorted(rows, key=lambda row: (int(row["seed"]), int(row.get("step", 0)))))
+
+
+def plot(results: list[dict], curves: list[dict]) -> None:
+    """Mean guesses of the training games of each step, and of the evaluation games before and after."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 3.8), layout="constrained")
+    for row in results:
+        mine = [(int(r["step"]), guesses(float(r["reward"]))) for r in curves if r["seed"] == row["seed"]]
+        line = axes.plot(*zip(*mine, strict=True), linewidth=1.1, alpha=0.8, label=f"seed {row['seed']}")[0]
+        shift = 0.25 * (int(row["seed"]) - 1)  # so that the bars of the seeds stand side by side
+        for when, place in (("before", 0), ("after", int(row["steps"]) + 1)):
+            mean, low, high = (guesses(float(row[f"{when}_{x}"])) for x in ("reward", "low", "high"))
+            axes.errorbar([place + shift], [mean], [[mean - high], [low - mean]], fmt="o", markersize=4, capsize=2, color=line.get_color())
+    for name, mean in PLAYERS.items():
+        axes.axhline(mean, color="grey", linewidth=0.8, linestyle=":")
+        axes.annotate(name, (0.5, mean), xytext=(0, -9), textcoords="offset points", fontsize=7, color="grey")
+    axes.set(
+        xlabel="RL step (one game a prompt)",
+        ylabel="mean guesses, 1 to 100",
+        title="PPO, turn-level GAE (dots: evaluation, 95 % bars)",
+        ylim=(5, None),
+    )
+    axes.legend(fontsize=8)
+    figure.savefig(HERE / "curve.png", dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    for seed in parser.parse_args().seeds:
+        results, curves = read("results.csv"), read("curves.csv")
+        if str(seed) in {row["seed"] for row in results}:
+            continue
+        result, curve = one_run(seed)
+        print(result, flush=True)
+        write("results.csv", [*results, result])
+        write("curves.csv", [*curves, *curve])
+    plot(read("results.csv"), read("curves.csv"))
+
+
+if __name__ == "__main__":
+    main()
