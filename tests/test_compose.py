@@ -17,7 +17,11 @@ from rlkit.schedules import Progress, at, phases, start, values
 from rlkit.schema import build, check
 
 GROUPS = sorted(f.name for f in conf_dir().iterdir() if f.is_dir() and f.name not in ("experiment", "debug"))
-REQUIRED = {"task=jsonl": ["task.path=rows.jsonl"], "reference=none": ["kl=none"]}
+REQUIRED = {
+    "task=jsonl": ["task.path=rows.jsonl"],
+    "reference=none": ["kl=none"],
+    "generation=notebook": ["generation.top_p=1", "generation.top_k=0"],  # training refuses a cut distribution
+}
 
 
 def options(group: str) -> list[str]:

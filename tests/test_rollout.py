@@ -42,6 +42,15 @@ def test_max_steps_is_the_limit_of_every_environment(played):
     assert all(c.truncation == "steps" for c, w in zip(cut, whole, strict=True) if len(w.steps) > 1)
 
 
+def test_a_cut_reaches_the_engine(tmp_path, monkeypatch):
+    """Of one token to choose from, each is certain."""
+    monkeypatch.chdir(tmp_path)
+    numbers = ["generation=notebook", "generation.top_k=1", "generation.max_new_tokens=4"]
+    assert main(["rollout", *FAST, "n=1", "max_steps=1", *numbers]) == 0
+    (file,) = tmp_path.glob("outputs/*/*/rollouts.jsonl.gz")
+    assert load_rollouts(file)[0].steps[0].logprobs == (0.0,) * 4
+
+
 @pytest.mark.parametrize(
     "overrides, words",
     [
