@@ -21,6 +21,7 @@ REQUIRED = {
     "task=jsonl": ["task.path=rows.jsonl"],
     "reference=none": ["kl=none"],
     "environment=gymnasium": ["environment.make._target_=rlkit.sandbox.Sandbox"],  # any callable: nothing is played
+    "generation=notebook": ["generation.top_p=1", "generation.top_k=0"],  # training refuses a cut distribution
 }
 
 

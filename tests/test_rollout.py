@@ -87,6 +87,15 @@ def test_a_reward_that_fails_leaves_its_rollout_behind(command, reward, kept, tm
     assert "rlkit: reward term 'numeric' raised on task" in error and "failed_rollout.jsonl.gz" in error and "Traceback" not in error
 
 
+def test_a_cut_reaches_the_engine(tmp_path, monkeypatch):
+    """Of one token to choose from, each is certain."""
+    monkeypatch.chdir(tmp_path)
+    numbers = ["generation=notebook", "generation.top_k=1", "generation.max_new_tokens=4"]
+    assert main(["rollout", *FAST, "n=1", "max_steps=1", *numbers]) == 0
+    (file,) = tmp_path.glob("outputs/*/*/rollouts.jsonl.gz")
+    assert load_rollouts(file)[0].steps[0].logprobs == (0.0,) * 4
+
+
 @pytest.mark.parametrize(
     "overrides, words",
     [

@@ -22,6 +22,7 @@ from rlkit.rewards.answers import final_answer
 from rlkit.rewards.score import Verdict
 from rlkit.types import Rollout
 
+ENDED = "the child ended without an answer"
 START = 120.0  # seconds for the child to import sympy
 MEMORY = 4 * 2**30  # bytes of address space that the child may take
 LATEX = re.compile(r"[\\^]")
@@ -61,7 +62,7 @@ def ask(truth: str, answer: str, deadline: float) -> str:
     with _LOCK:
         child = _children[0] if _children else _start()
         said = _exchange(child, json.dumps([truth, answer]), deadline)
-        if said is None or child.poll() is not None:
+        if said in (None, ENDED):
             stop()
         return "timeout" if said is None else said
 
@@ -95,7 +96,7 @@ def _exchange(child: subprocess.Popen[str], line: str, seconds: float) -> str | 
         said = child.stdout.readline()
     except BrokenPipeError:
         said = ""
-    return str(json.loads(said)) if said else "the child ended without an answer"
+    return str(json.loads(said)) if said else ENDED
 
 
 def stop() -> None:
