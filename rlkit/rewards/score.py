@@ -122,10 +122,12 @@ def _column(name: str, term: Term, rollouts: Sequence[Rollout], max_error_rate: 
     """What one term makes of all rollouts, in their order; async calls are awaited together, after the plain ones."""
     cells: dict[int, Cell] = {}
     pending: dict[int, Awaitable[Any]] = {}
+    failed = 0
 
     def take(i: int, value: Any) -> None:
+        nonlocal failed
         cells[i] = _cell(term, rollouts[i], value)
-        failed = sum(bool(cell.failure) for cell in cells.values())
+        failed += bool(cells[i].failure)
         if failed > max_error_rate * len(rollouts):
             raise _refused(name, rollouts[i], cells[i], failed, len(rollouts), max_error_rate)
 
