@@ -231,7 +231,7 @@ def rollout_schema() -> pyarrow.Schema:
 
     text, number, count, ids, flag = pa.string(), pa.float64(), pa.int64(), pa.list_(pa.int64()), pa.bool_()
     messages = pa.list_(pa.struct({"role": text, "content": text, "other": text}))
-    task = {"id": text, "messages": messages, "answer": text, "reward": text, "environment": text, "metadata": text}
+    task = {"id": text, "messages": messages, "answer": text, "reward": text, "environment": text, "metadata": text, "part": text}
     call = {"id": text, "name": text, "arguments": text, "error": text}
     result = {"id": text, "name": text, "content": text, "ok": flag, "seconds": number}
     step = {
