@@ -20,15 +20,16 @@ from rlkit.types import Environment, Policy, Rollout, Step, Task
 FP32_TOLERANCE = 1e-3  # max |Δ log-prob|: two correct float32 paths differ by rounding alone
 BF16_TOLERANCE = 0.05  # mean |Δ log-prob|
 ROWS = 32  # of the data that are tried with the verifier
+JUDGED = ("environment", "verifiers")  # rewards of rows without a gold answer
 LONGEST = 4  # rows by characters whose prompts are measured in tokens
 
 
 def check_verifier(tasks: Sequence[Task], reward: Reward) -> None:
-    """The verifier gives gold answers 1 and an empty answer 0, on the first rows. Rows that their environment judges have no gold answer.
+    """The verifier gives gold answers 1 and an empty answer 0, on the first rows. Rows that bring their own judge have no gold answer.
 
     Raises: DataError naming the row.
     """
-    for task in first_rows([task for task in tasks if task.reward != "environment"], ROWS):
+    for task in first_rows([task for task in tasks if task.reward not in JUDGED], ROWS):
         gold, empty = (_answered(task, text) for text in (task.answer, ""))
         scores = [r.reward for r in score_rollouts([gold, empty], reward)]
         if scores[0] is None or scores[0] < 1:

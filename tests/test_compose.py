@@ -20,6 +20,7 @@ GROUPS = sorted(f.name for f in conf_dir().iterdir() if f.is_dir() and f.name no
 REQUIRED = {
     "task=jsonl": ["task.path=rows.jsonl"],
     "reference=none": ["kl=none"],
+    "task=verifiers": ["task.id=any"],
     "environment=gymnasium": ["environment.make._target_=rlkit.sandbox.Sandbox"],  # any callable: nothing is played
     "generation=notebook": ["generation.top_p=1", "generation.top_k=0"],  # training refuses a cut distribution
 }

@@ -13,6 +13,7 @@ from rlkit.rewards.repetition import repetition
 from rlkit.rewards.score import Reward, RewardError, Term, Verdict, score
 from rlkit.rewards.text import contains, exact_match, format_match
 from rlkit.rewards.tool_usage import tool_usage
+from rlkit.rewards.verifiers import verifiers
 
 __all__ = [
     "Judgement",
@@ -45,5 +46,6 @@ __all__ = [
     "smallest",
     "soft_length",
     "tool_usage",
+    "verifiers",
     "weighted_sum",
 ]

@@ -9,5 +9,19 @@ from rlkit.tasks.mbpp import mbpp
 from rlkit.tasks.mixture import mixture
 from rlkit.tasks.source import read_rows
 from rlkit.tasks.stream import StreamState, order, take
+from rlkit.tasks.verifiers import verifiers
 
-__all__ = ["StreamState", "arithmetic", "episodes", "gsm8k", "guess_number", "jsonl", "mbpp", "mixture", "order", "read_rows", "take"]
+__all__ = [
+    "StreamState",
+    "arithmetic",
+    "episodes",
+    "gsm8k",
+    "guess_number",
+    "jsonl",
+    "mbpp",
+    "mixture",
+    "order",
+    "read_rows",
+    "take",
+    "verifiers",
+]

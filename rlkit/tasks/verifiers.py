@@ -1,0 +1,121 @@
+"""Task sets of the package `verifiers` (0.4 and later): their rows as tasks, scored by their own rewards."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rlkit.errors import ConfigError, DataError
+from rlkit.tasks.select import select
+from rlkit.types import Message, Task
+
+
+def verifiers(
+    *,
+    id: str,
+    split: str,
+    seed: int,
+    config: Mapping[str, Any] = {},
+    held_out: float = 0.1,
+    limit: int | None = None,
+    max_samples: int | None = None,
+    environment: str = "single_turn",
+) -> list[Task]:
+    """The rows of a task set whose tasks are a prompt, a reply and rewards of the conversation, for the reward `verifiers`.
+
+    Args:
+      id: of an installed task set, as `verifiers` finds it.
+      split: train or test; a task set has none of its own, so "test" is a share that "train" leaves out.
+      seed: of the order. It does not move the border between train and test.
+      config: of the task set: what its own config takes.
+      held_out: that share, above 0 and below 1, by each task's key.
+      limit: rows read at most; a task set without end needs it. None reads all.
+      max_samples: how many, after the shuffle; None for all.
+      environment: name of the environment that every task asks for.
+    Returns: tasks called ID/SPLIT/INDEX. `metadata["verifiers"]` holds the task set's id, its config and the row.
+    Raises: ConfigError where the package, the task set or a value of its config is not there; DataError where the task set needs what
+      only a harness of `verifiers` gives: a container, tool servers, hooks or rewards that ask for a runtime, a user of its own, images.
+    """
+    if not 0 < held_out < 1:
+        raise ConfigError(f"task.held_out is {held_out}; it must be above 0 and below 1")
+    if split not in ("train", "test"):
+        raise DataError(f"task.id={id} has no split {split!r}; use train or test")
+    taskset = _taskset(id, config)
+    if not taskset.bounded and limit is None:
+        raise ConfigError(f"task.id={id} never ends; say with task.limit how many of its rows are read")
+    rows = list(itertools.islice(taskset, limit))
+    tasks = [_task(id, config, split, environment, row) for row in rows if (_rank(row.key) < held_out) == (split == "test")]
+    return select(tasks, seed=seed, max_samples=max_samples, source=id)
+
+
+def _taskset(id: str, config: Mapping[str, Any]) -> Any:
+    try:
+        from verifiers.v1.utils import loaders
+    except ImportError as error:
+        raise ConfigError(f"task=verifiers needs the package: pip install 'rlkit[verifiers]' ({error})") from error
+    try:
+        taskset = loaders.load_taskset(loaders.taskset_config_type(id).model_validate({**config, "id": id}))
+        own = loaders.environment_class(id).__name__
+    except Exception as error:  # whatever a task set raises when it is imported or made, the user has to mend it
+        raise ConfigError(
+            f"task.id={id}, task.config={dict(config)}: {type(error).__name__}: {' '.join(str(error).split()):.300}"
+        ) from error
+    if own != "SingleAgentEnv":
+        raise DataError(f"task.id={id} plays in an environment of its own ({own}), which rlkit does not run; choose a task set without one")
+    return taskset
+
+
+def _rank(key: str) -> float:
+    """Where a task lies in the order of hashes, in [0, 1)."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:6]) / 2**48
+
+
+def _task(id: str, config: Mapping[str, Any], split: str, environment: str, row: Any) -> Task:
+    where = f"task.id={id}, row {row.data.idx}"
+    if needs := _beyond(row):
+        raise DataError(f"{where}: it needs {', '.join(needs)}, which only a harness of verifiers gives; choose another task set")
+    return Task(
+        id=f"{id}/{split}/{row.data.idx}",
+        messages=_messages(where, row.data),
+        reward="verifiers",
+        environment=environment,
+        metadata={"verifiers": {"id": id, "config": dict(config), "data": row.data.model_dump(mode="json")}},
+    )
+
+
+def _beyond(row: Any) -> list[str]:
+    """What a task needs that a conversation alone does not have."""
+    from verifiers.v1 import Task as Base
+
+    hooks = [*row.hooks("reward"), *row.hooks("metric")]
+    asking = [fn.__name__ for fn in hooks if _is_required(inspect.signature(fn).parameters.get("runtime"))]
+    needs = {
+        "a container": row.NEEDS_CONTAINER or row.data.image is not None,
+        "tool servers": bool(type(row).toolsets(row.config)),
+        "a setup": type(row).setup is not Base.setup,
+        "a finalize": type(row).finalize is not Base.finalize,
+        f"a runtime for {', '.join(asking)}": bool(asking),
+        "a judge": bool(row.config.judges),
+        "a user who opens the conversation": row.data.prompt is None,
+    }
+    return [what for what, needed in needs.items() if needed]
+
+
+def _is_required(parameter: inspect.Parameter | None) -> bool:
+    return parameter is not None and parameter.default is parameter.empty
+
+
+def _messages(where: str, data: Any) -> tuple[Message, ...]:
+    """The system prompt and the prompt as chat messages."""
+    given: Iterable[Any] = () if isinstance(data.prompt, str) else data.prompt
+    messages: list[Message] = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    if isinstance(data.prompt, str):
+        messages.append({"role": "user", "content": data.prompt})
+    for message in given:
+        if not isinstance(message.content, str) or message.role == "tool":
+            raise DataError(f"{where}: a message of its prompt is no text of system, user or assistant; choose another task set")
+        messages.append({"role": message.role, "content": message.content})
+    return tuple(messages)
