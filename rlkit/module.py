@@ -30,6 +30,7 @@ from rlkit.functional import approximate_kl, mix
 from rlkit.models.critic import make_critic
 from rlkit.models.score import score, states, trunk_and_head
 from rlkit.monitor import Clock, UpdateTerms, hyperparameters, peak_memory, update_metrics
+from rlkit.rewards import Moments, normalise, update_moments
 from rlkit.rewards import score as score_rollouts
 from rlkit.rollouts import assemble, collect, summarize
 from rlkit.settings import Experiment
@@ -41,9 +42,9 @@ class RLModule(L.LightningModule):
     """Rolls out, scores, estimates advantages and updates policy and critic, one RL step per training_step.
 
     Everything that decides the future is explicit: `rl_step`, `progress` (phase and controllers), `stream` (the position in the
-    prompts), `references`, the weights and the optimizers. Sampling needs no generator state: its randomness is a function of
-    (seed, step, prompt, sample). After each step `metrics` holds the row to log and `rollouts` the scored episodes, for the
-    callbacks to read.
+    prompts), `moments` (of the rewards), `references`, the weights and the optimizers. Sampling needs no generator state: its randomness
+    is a function of (seed, step, prompt, sample). After each step `metrics` holds the row to log and `rollouts` the scored episodes, for
+    the callbacks to read.
     """
 
     def __init__(self, experiment: Experiment, policy: Policy, tasks: Sequence[Task]):
@@ -58,6 +59,7 @@ class RLModule(L.LightningModule):
         self.critic = self.make_critic()
         self.rl_step, self.tokens, self.started = 0, 0, time.perf_counter()
         self.stream = StreamState(epoch=0, position=0)
+        self.moments = Moments()  # of all rewards so far
         self.references: dict[str, Any] = {}  # owner ("" for the run's own, else a phase) → state
         if any(x.needs_reference for name, x in self.phases.items() if not self.owner(name)):
             self.references[""] = experiment.reference.init(self.model, step=0)
@@ -74,6 +76,9 @@ class RLModule(L.LightningModule):
         clock = Clock()
         self.x = x = schedules.at(self.experiment, self.progress)
         self.rollouts, trained = self.experience(clock)
+        self.moments = update_moments(self.moments, trained)
+        if x.reward.normalize:
+            trained = normalise(trained, self.moments)
         with clock.part("update"):
             batch = choose(assemble(trained, pad_token_id=self.policy.pad_token_id, device=self.device), x.algorithm)
             batch = scale_tokens(self.with_scores(batch), x.algorithm)
@@ -359,12 +364,14 @@ class RLModule(L.LightningModule):
             "progress": self.progress._asdict(),
             "tokens": self.tokens,
             "stream": list(self.stream),
+            "moments": list(self.moments),
             "references": {owner: self.reference_of(owner).save(state) for owner, state in self.references.items()},
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["rlkit"]
         self.rl_step, self.tokens, self.stream = state["rl_step"], state["tokens"], StreamState(*state["stream"])
+        self.moments = Moments(*state["moments"])
         self.progress = schedules.Progress(**state["progress"])
         self.x = schedules.at(self.experiment, self.progress)
         self.enter_phase()

@@ -69,6 +69,23 @@ def test_the_cap_ends_the_refilling_and_what_is_there_is_trained_on(tmp_path):
 # ------------------------------------------------------------------------------------------------ ends and scores
 
 
+def test_rewards_are_trained_on_the_scale_of_the_run_and_logged_as_they_are(tmp_path):
+    """Every episode has reward 1, so its raw advantage is 1; on the scale of the run there is nothing to learn."""
+    always = [
+        "reward=format",
+        "reward.terms.format.fn.pattern=x",
+        "reward.terms.format.fn.wrong=1.0",
+        "algorithm/advantage=raw",
+        "algorithm/normalization=none",
+        "trainer.steps=1",
+    ]
+    (raw,) = train(tmp_path / "raw", *always, "kl=none", "reference=none")
+    (scaled,) = train(tmp_path / "scaled", *always, "reward.normalize=true", "kl=none", "reference=none")
+    assert raw["reward/mean"] == scaled["reward/mean"] == 1.0 and raw["adv/mean"] == 1.0
+    assert scaled["optim/skipped_no_signal"] > 0 and scaled["optim/updates"] == 0
+    assert checkpoint(tmp_path / "scaled", 1)["rlkit"]["moments"] == [raw["batch/rollouts"], 1.0, 0.0]
+
+
 def test_updates_end_where_the_policy_has_moved_too_far(tmp_path):
     free = train(tmp_path / "free", "algorithm.epochs=4", "algorithm.minibatches=1", "trainer.steps=1", *MIXED)
     held = train(tmp_path / "held", "algorithm.epochs=4", "algorithm.minibatches=1", "trainer.steps=1", "algorithm.target_kl=1e-7", *MIXED)

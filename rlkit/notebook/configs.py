@@ -20,6 +20,7 @@ class TrainingConfig(NamedTuple):
     value_learning_rate: float = 1e-4  # of the critic
     max_grad_norm: float = 1.0
     group_size: int = 4  # samples a prompt
+    normalize_rewards: bool = False  # trains on rewards less their running mean, by their running standard deviation
 
 
 def create_grpo_config(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rlkit.rewards import Moments
 from rlkit.types import FinishReason, Message, Rollout, Task
 
 Conversation = list[Message]
@@ -111,6 +112,7 @@ class TrainingState(NamedTuple):
     total_tokens: int = 0  # of all rollouts, prompts included
     metrics: Mapping[str, float] = {}  # of the last step
     ema_metrics: Mapping[str, float] = {}
+    moments: Sequence[float] = Moments()  # of all rewards so far, for normalize_rewards
 
 
 def update_ema_metrics(ema_metrics: Mapping[str, float], metrics: Mapping[str, float], decay: float = 0.9) -> dict[str, float]:

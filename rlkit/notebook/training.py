@@ -38,7 +38,7 @@ from rlkit.notebook.generation import load_model
 from rlkit.notebook.kl import KLHook, UpdateHook, compute_kl, create_reference_model, update_reference_model
 from rlkit.notebook.rollouts import create_environment, run_rollouts
 from rlkit.notebook.tensors import attach, episodes, per_token_of, plain, required, score_batch
-from rlkit.rewards import Reward
+from rlkit.rewards import Moments, Reward, normalise, update_moments
 from rlkit.rollouts import assemble
 from rlkit.tasks.stream import StreamState, take
 from rlkit.types import Batch, Environment, Rollout, Task
@@ -275,14 +275,16 @@ def training_iteration(
         **{name: hooks.pop(name) for name in PLAYING & hooks.keys()},
     )
     settings: dict[str, Any] = {"ref_model": ref_model, "temperature": temperature or 1.0, "seed": F.mix(seed, state.step)}
-    metrics = update_policy(model, rollouts, optimizer, config, **settings | hooks)
+    moments = update_moments(Moments(*state.moments), rollouts)
+    trained = normalise(rollouts, moments) if config.normalize_rewards else rollouts
+    metrics = update_policy(model, trained, optimizer, config, **settings | hooks)
     step = state.step + 1
     if ref_update_fn is not None and ref_model is not None:
         update_reference_model(ref_model, model, ref_update_fn, step=step, kl=metrics["kl"])
     scores = [r.reward for r in rollouts if r.reward is not None]
     tokens = sum(len(s.prompt_ids) + len(s.response_ids) for r in rollouts for s in r.steps)
     metrics = {"reward": fmean(scores) if scores else NAN, **metrics, "tokens": float(tokens)}
-    return TrainingState(step, state.total_tokens + tokens, metrics, update_ema_metrics(state.ema_metrics, metrics)), rollouts
+    return TrainingState(step, state.total_tokens + tokens, metrics, update_ema_metrics(state.ema_metrics, metrics), moments), rollouts
 
 
 def train_model(

@@ -8,6 +8,7 @@ from rlkit.rewards.environment import environment
 from rlkit.rewards.few_turns import few_turns
 from rlkit.rewards.length import length, soft_length
 from rlkit.rewards.math_verify import math_verify
+from rlkit.rewards.normalise import Moments, normalise, update_moments
 from rlkit.rewards.numeric import extract_answer, numeric, parse_number
 from rlkit.rewards.repetition import repetition
 from rlkit.rewards.score import Reward, RewardError, Term, Verdict, score
@@ -17,6 +18,7 @@ from rlkit.rewards.verifiers import verifiers
 
 __all__ = [
     "Judgement",
+    "Moments",
     "Reward",
     "RewardError",
     "Term",
@@ -38,6 +40,7 @@ __all__ = [
     "length",
     "math_verify",
     "mean",
+    "normalise",
     "numeric",
     "parse_number",
     "product",
@@ -46,6 +49,7 @@ __all__ = [
     "smallest",
     "soft_length",
     "tool_usage",
+    "update_moments",
     "verifiers",
     "weighted_sum",
 ]

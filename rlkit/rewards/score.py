@@ -63,12 +63,14 @@ class Reward(NamedTuple):
     aggregator      (scores, weights) → float, or one of the whole batch (rlkit.rewards.aggregators)
     max_error_rate  share of the rollouts, 0 … 1, on which a term may raise, hang or return what is no reward; beyond it scoring stops.
                     Up to it, such a rollout cannot be scored (None) and is counted under `reward/NAME/error_frac` and `timeout_frac`
+    normalize       trains on (reward - mean) / std over all episodes of the run so far (rlkit.rewards.normalise); metrics stay raw
     """
 
     name: str
     terms: Mapping[str, Term]
     aggregator: Callable[..., Any] = weighted_sum
     max_error_rate: float = 0.0
+    normalize: bool = False
 
 
 class Cell(NamedTuple):

@@ -1,0 +1,55 @@
+"""Rewards on one scale over a whole run: running mean and standard deviation of what episodes earned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rlkit.types import Rollout
+
+EPS = 1e-8  # added to the standard deviation
+
+
+class Moments(NamedTuple):
+    """Running moments of total rewards; plain numbers, for the checkpoint."""
+
+    n: float = 0.0  # rewards
+    mean: float = 0.0
+    squares: float = 0.0  # sum of squared deviations from the mean
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of the population, 0 before the first reward."""
+        return math.sqrt(self.squares / self.n) if self.n else 0.0
+
+
+def update_moments(moments: Moments, rollouts: Sequence[Rollout]) -> Moments:
+    """The moments after these episodes too; what cannot be scored is passed over.
+
+    Source: Chan, Golub and LeVeque 1979, Updating formulae and a pairwise algorithm for computing sample variances, equation 2.1.
+    """
+    totals = [total for r in rollouts if (total := r.total_reward) is not None]
+    if not totals:
+        return moments
+    n, mean = len(totals), math.fsum(totals) / len(totals)
+    count, shift = moments.n + n, mean - moments.mean
+    squares = moments.squares + math.fsum((t - mean) ** 2 for t in totals) + shift**2 * moments.n * n / count
+    return Moments(count, moments.mean + shift * n / count, squares)
+
+
+def normalise(rollouts: Sequence[Rollout], moments: Moments) -> list[Rollout]:
+    """The episodes with total rewards (R − mean) / (std + 1e-8): rewards of steps are divided, the mean is taken off at the end.
+
+    Terms, statuses and what cannot be scored stay as they are.
+    """
+    scale = 1.0 / (moments.std + EPS)
+    return [
+        r
+        if r.reward is None
+        else r._replace(
+            reward=(r.reward - moments.mean) * scale,
+            steps=tuple(s if s.reward is None else s._replace(reward=s.reward * scale) for s in r.steps),
+        )
+        for r in rollouts
+    ]
