@@ -22,6 +22,8 @@ REQUIRED = {
     "reference=none": ["kl=none"],
     "task=verifiers": ["task.id=any"],
     "environment=gymnasium": ["environment.make._target_=rlkit.sandbox.Sandbox"],  # any callable: nothing is played
+    "environment/parse_calls=hermes": ["environment=tool_use"],
+    "environment/parse_calls=xml": ["environment=tool_use"],
     "generation=notebook": ["generation.top_p=1", "generation.top_k=0"],  # training refuses a cut distribution
 }
 

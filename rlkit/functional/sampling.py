@@ -78,6 +78,7 @@ def cut_distribution(logprobs: Tensor, *, top_p: float = 1.0, top_k: int = 0) ->
       logprobs: [..., V], normalised, in nats.
       top_p: 0 < top_p ≤ 1; 1 keeps all. top_k: ≥ 0; 0 keeps all. Of tokens that tie for the last place, all are kept.
     Returns: [..., V] in nats, -inf where cut; the input itself where nothing is cut.
+    Raises: ValueError for a top_p or top_k out of range.
     Source: nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751; top-k, Fan et al. 2018, arXiv:1805.04833.
 
     >>> cut_distribution(torch.tensor([0.5, 0.3, 0.2]).log(), top_p=0.7).exp()

@@ -13,7 +13,7 @@ from rlkit.errors import ConfigError, DataError
 from rlkit.rewards import Reward, Term, by_task, score
 from rlkit.rewards import verifiers as verifiers_reward
 from rlkit.rewards.verifiers import task_of, trace_of
-from rlkit.rollouts.record import from_dict, to_dict
+from rlkit.rollouts.record import from_row, to_row
 from rlkit.selfcheck import check_reward, check_verifier
 from rlkit.tasks import verifiers
 from rlkit.types import Rollout, Step, Task, ToolCall, ToolResult
@@ -90,7 +90,7 @@ def test_replies_are_scored_as_the_package_scores_them():
     answer = str(task.metadata["verifiers"]["data"]["answer"])
     episodes = [rollout(task, answer), rollout(task, "x"), rollout(task, "x", f" {answer} "), rollout(task, answer, "x")]
     assert [r.reward for r in score(episodes, REWARD)] == [1.25, 0.25, 1.5, 0.5]
-    again = [from_dict(to_dict(r)) for r in episodes]
+    again = [from_row(to_row(r)) for r in episodes]
     assert [r.reward for r in score(again, REWARD)] == [1.25, 0.25, 1.5, 0.5]
     own = task_of(task.metadata["verifiers"])
     trace = trace_of(own, episodes[2])
