@@ -138,6 +138,20 @@ def _decode(
     return [_cut(tokens[:limit], scores[:limit], marks, policy.eos_token_ids) for tokens, scores, marks, limit in rows]
 
 
+def draw(logits: Tensor, seeds: Tensor, counter: int | Tensor, temperature: float, **cut: Any) -> tuple[Tensor, Tensor]:
+    """The log-probs [B, V] of the distribution that is sampled, and scores [B, V] whose argmax is a sample of it.
+
+    Args:
+      logits: [B, V]. seeds: [B]. counter: tokens that the reply has drawn before, one number or [B].
+      temperature: 0 is greedy. cut: top_p and top_k.
+    """
+    logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+    if temperature == 0:
+        return logprobs, logprobs
+    logprobs = cut_distribution(logprobs, **cut)
+    return logprobs, logprobs + gumbel_noise(seeds, counter, logits.shape[-1])
+
+
 class GumbelMax:
     """A logits processor whose argmax is a sample; keeps the log-prob of each token that it chose."""
 
@@ -146,11 +160,7 @@ class GumbelMax:
         self.logprobs: list[Tensor] = []  # one [B] a step
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        logprobs = torch.log_softmax(scores.float() / (self.temperature or 1.0), dim=-1)
-        choice = logprobs
-        if self.temperature > 0:
-            logprobs = cut_distribution(logprobs, **self.cut)
-            choice = logprobs + gumbel_noise(self.seeds, input_ids.shape[1] - self.prompt_width, scores.shape[-1])
+        logprobs, choice = draw(scores, self.seeds, input_ids.shape[1] - self.prompt_width, self.temperature, **self.cut)
         self.logprobs.append(logprobs.gather(1, choice.argmax(1, keepdim=True))[:, 0])
         return choice
 
