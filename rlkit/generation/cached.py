@@ -23,7 +23,6 @@ from torch.nn import functional as nn_functional
 
 from rlkit.generation.transformers import draw, sampling_mode
 from rlkit.generation.transformers import generate as reference
-from rlkit.models.score import trunk_and_head
 from rlkit.types import Generation, Policy
 
 Follow = Callable[[int, Generation], "tuple[Sequence[int], int] | None"]
@@ -71,7 +70,7 @@ def generate(
     if max_thinking_tokens is not None or not full_attention(causal.config):
         return _by_turns(policy, contexts, seeds, follow, **numbers, max_thinking_tokens=max_thinking_tokens, max_rows=max_rows)
     with sampling_mode(causal), grouped_attention(causal.config):
-        return _Decoder(policy, contexts, seeds, follow, max_rows, max_cached_tokens, **numbers).run()
+        return _Decoder(causal, policy, contexts, seeds, follow, max_rows, max_cached_tokens, **numbers).run()
 
 
 def _by_turns(
@@ -153,14 +152,13 @@ class Slots:
                 store.append(like.new_zeros(self.slots, like.shape[1], self.room, like.shape[3]))
         rows = torch.arange(len(key), device=key.device) if self.rows is None else self.rows
         out = []
-        for store, new in ((self.keys[layer], key), (self.values[layer], value)):
-            store[rows[:, None], :, self.positions] = new.transpose(1, 2)
+        for kept, new in ((self.keys[layer], key), (self.values[layer], value)):
+            kept[rows[:, None], :, self.positions] = new.transpose(1, 2)
             if self.length == 0:
                 out.append(new)
-            elif self.rows is None:
-                out.append(store[: len(new), :, : self.length])
             else:
-                out.append(store[self.rows, :, : self.length])
+                seen = kept[:, :, : self.length]
+                out.append(seen[: len(new)] if self.rows is None else seen[self.rows])
         return out[0], out[1]
 
     def get_seq_length(self, layer: int = 0) -> int:
@@ -198,6 +196,7 @@ class _Decoder:
 
     def __init__(
         self,
+        causal: Any,
         policy: Policy,
         contexts: Sequence[Sequence[int]],
         seeds: Sequence[int],
@@ -210,8 +209,8 @@ class _Decoder:
         **cut: Any,
     ):
         self.policy, self.follow, self.temperature, self.cut, self.max_new_tokens = policy, follow, temperature, cut, max_new_tokens
-        self.trunk, self.head = trunk_and_head(policy.model)
-        self.device = next(policy.model.parameters()).device
+        self.trunk, self.head = causal.base_model, causal.get_output_embeddings()
+        self.device = next(causal.parameters()).device
         # Shortest last: siblings stay side by side, and what is popped together has nearly one length.
         order = sorted(range(len(contexts)), key=lambda i: (len(contexts[i]), tuple(contexts[i]), -i), reverse=True)
         self.queue = [_Row(i, tuple(contexts[i]), seeds[i]) for i in order]
@@ -285,7 +284,7 @@ class _Decoder:
             row.reads = False
         self.draw(at, torch.stack([last[source] for source in sources]))
 
-    def tensor(self, numbers: Sequence[int]) -> Tensor:
+    def tensor(self, numbers: Sequence[Any]) -> Tensor:
         return torch.tensor(numbers, device=self.device)
 
     def make_room(self, room: int) -> None:

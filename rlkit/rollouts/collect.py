@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -69,13 +70,20 @@ def collect(
     waiting = open_episodes(policy, tasks, environment=environment, group_size=group_size, seed=seed, step=step, first=first)
     places = [(turn.rollout.group, turn.rollout.sample) for turn in waiting]
     done: dict[tuple[int, int], Rollout] = {}
+
+    def finish(rollout: Rollout) -> None:
+        done[rollout.group, rollout.sample] = rollout
+        if on_done is not None:
+            on_done(rollout)
+
+    if "follow" in inspect.signature(generate).parameters:
+        play_through(policy, waiting, finish, generate=generate, **settings)
+        waiting = []
     while waiting:
         following = play_turns(policy, waiting, generate=generate, **settings)
         waiting = [after for after in following if isinstance(after, Turn)]
         for rollout in (after for after in following if isinstance(after, Rollout)):
-            done[rollout.group, rollout.sample] = rollout
-            if on_done is not None:
-                on_done(rollout)
+            finish(rollout)
     return [done[place] for place in places]
 
 
@@ -100,18 +108,59 @@ def open_episodes(
 
 def play_turns(policy: Policy, turns: Sequence[Turn], *, generate: Generate, **settings: Any) -> list[Turn | Rollout]:
     """One reply in every episode, all of them one batch, and what follows each: the next turn, or the finished rollout."""
-    fitting = [turn for turn in turns if len(turn.context) < policy.context_length]
-    seeds = [mix(turn.seed, len(turn.rollout.steps)) for turn in fitting]
-    replies = generate(policy, [turn.context for turn in fitting], seeds, **settings) if fitting else []
+    fitting = [turn for turn in turns if fits(policy, turn)]
+    replies = generate(policy, [turn.context for turn in fitting], list(map(reply_seed, fitting)), **settings) if fitting else []
     answered = zip(fitting, replies, strict=True)
-    room, out = settings.get("max_new_tokens") or 1, []
+    return [after_reply(policy, *next(answered), **settings) if fits(policy, turn) else overflow(turn) for turn in turns]
+
+
+def play_through(policy: Policy, turns: Sequence[Turn], finish: Callable[[Rollout], None], *, generate: Generate, **settings: Any) -> None:
+    """All episodes to their ends, by an engine that goes on with an episode as soon as its reply is there."""
+    playing = [turn for turn in turns if fits(policy, turn)]
     for turn in turns:
-        fits = len(turn.context) < policy.context_length
-        after = advance(policy, *next(answered), room=room) if fits else _truncated(turn.rollout, "context")
-        if turn.session is not None and isinstance(after, Rollout):
-            turn.session.close()
-        out.append(after)
-    return out
+        if not fits(policy, turn):
+            finish(overflow(turn))
+
+    def follow(index: int, reply: Generation) -> tuple[tuple[int, ...], int] | None:
+        after = after_reply(policy, playing[index], reply, **settings)
+        if isinstance(after, Turn) and not fits(policy, after):
+            after = overflow(after)
+        if isinstance(after, Rollout):
+            finish(after)
+            return None
+        playing[index] = after
+        return after.context, reply_seed(after)
+
+    if playing:
+        generate(policy, [turn.context for turn in playing], list(map(reply_seed, playing)), follow=follow, **settings)
+
+
+def fits(policy: Policy, turn: Turn) -> bool:
+    """Whether the context leaves room for a reply."""
+    return len(turn.context) < policy.context_length
+
+
+def reply_seed(turn: Turn) -> int:
+    """The seed of the reply to come."""
+    return mix(turn.seed, len(turn.rollout.steps))
+
+
+def after_reply(policy: Policy, turn: Turn, reply: Generation, **settings: Any) -> Turn | Rollout:
+    """`advance`, and the end of the episode's own state where the episode ends."""
+    after = advance(policy, turn, reply, room=settings.get("max_new_tokens") or 1)
+    return ended(turn, after) if isinstance(after, Rollout) else after
+
+
+def overflow(turn: Turn) -> Rollout:
+    """The episode whose context leaves no room for a reply."""
+    return ended(turn, _truncated(turn.rollout, "context"))
+
+
+def ended(turn: Turn, rollout: Rollout) -> Rollout:
+    """The finished rollout; the episode's own state is closed."""
+    if turn.session is not None:
+        turn.session.close()
+    return rollout
 
 
 def own_session(turn: Turn) -> Session | None:
