@@ -1,9 +1,9 @@
 """Builds the warm start of guess_number: the tiny model after a warm-up on games of a mediocre player.
 
-    python experiments/tiny_model/build_guess.py [--out rlkit/models/tiny] [--steps 120] [--seed 0]
+    python experiments/tiny_model/build_guess.py [--out rlkit/models/tiny] [--steps 100] [--seed 0]
 
-The player halves the range HALVINGS times and then says any number of what is left, again and again, minding no further hint. So the
-form is right, and there is much to gain. Only the guesses are trained on, in the very token stream of the environment. Everything
+The player halves the bounds, but most of its turns it is stubborn and says its last number again. So the form is right, and there is much
+to gain. Only the guesses are trained on, in the very token stream of the environment. Everything
 follows from the seed.
 """
 
@@ -23,24 +23,24 @@ from rlkit.models.chat import Codec, continuation, encode_prompt, encode_scaffol
 from rlkit.tasks import guess_number as games
 from rlkit.types import Message
 
-HALVINGS = 3  # guesses of a game that mind the hints
+STUBBORN = 0.6  # share of the guesses after the first that only repeat the last one
 POOL = 128  # games that are put in order of their length, so that a batch has little padding
-LOW, HIGH, TURNS = 1, 50, 50  # those of the task and the environment
+LOW, HIGH, TURNS = 1, 20, 50  # those of experiment=guess_number_ppo
 
 
 def game(rng: random.Random) -> list[tuple[str, str]]:
     """The turns of a game as (role, text), the last guess being right, or the fiftieth."""
     number, low, high = rng.randint(LOW, HIGH), LOW, HIGH
     turns: list[tuple[str, str]] = []
+    guess = (low + high) // 2
     while True:
-        halves = len(turns) < 2 * HALVINGS
-        guess = (low + high) // 2 if halves else rng.randint(low, high)
         turns.append(("assistant", str(guess)))
         if guess == number or len(turns) == 2 * TURNS - 1:
             return turns
-        if halves:
-            low, high = (guess + 1, high) if guess < number else (low, guess - 1)
         turns.append(("user", "higher" if guess < number else "lower"))
+        low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
+        if rng.random() >= STUBBORN:
+            guess = (low + high) // 2
 
 
 def encoded_games(codec: Codec, count: int, seed: int) -> Iterator[tuple[list[int], list[bool]]]:
@@ -69,7 +69,7 @@ def encoded_games(codec: Codec, count: int, seed: int) -> Iterator[tuple[list[in
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("rlkit/models/tiny"))
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)

@@ -10,7 +10,7 @@ from rlkit.types import Task
 
 
 def guess_number(
-    *, split: Literal["train", "test"] = "train", seed: int = 0, max_samples: int | None = 1024, low: int = 1, high: int = 50
+    *, split: Literal["train", "test"] = "train", seed: int = 0, max_samples: int | None = 1024, low: int = 1, high: int = 100
 ) -> list[Task]:
     """Games as Tasks, played in the environment guess_number and scored by how few guesses it took.
 
