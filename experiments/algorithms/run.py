@@ -3,7 +3,7 @@
     python experiments/algorithms/run.py [--seeds 0 1 2] [--only grpo ppo] [--jobs 2]
 
 Every run is `rlkit train` on one torch thread in an empty folder, `--jobs` at a time, with the held-out curve every fourth step.
-Writes a row to results.csv after each run and passes over those that it holds already; at the end table.md and accuracy.png.
+Writes a row to results.csv after each run and passes over those that it holds already; at the end prints the table and draws accuracy.png.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def main() -> None:
             print({k: row[k] for k in ("algorithm", "seed", "base", "final", "steps_to_0.9", "training_seconds")}, flush=True)
             rows.append(row)
             write(rows)
-    (HERE / "table.md").write_text(table(rows))
+    print(table(rows))
     plot(rows)
 
 

@@ -1,0 +1,119 @@
+"""Seconds a turn of append-only episodes, at turn 5 and at turn 50: does a turn cost its new tokens, or its history again?
+
+    python experiments/benchmarks/turns.py [--rows 32] [--turns 50] [--rounds 3] [--threads 2]
+
+Every turn adds 16 tokens and draws 8, with the embedded model, so a context is about 150 tokens long at turn 5 and 1,250 at turn 50. Turns
+of all episodes keep pace, since no reply ends before its limit. turns.csv has, for each engine, the seconds and the tokens that went
+through the model at both turns; the last column is the ratio of one decode step alone at both lengths of context, written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import platform
+import statistics
+import time
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from rlkit.functional import mix
+from rlkit.generation import cached, generate
+from rlkit.models import load_policy
+
+HERE = Path(__file__).parent
+NEW, DRAWN, NEVER = 16, 8, (1,)
+
+
+def context_length(turn: int) -> int:
+    """Tokens before the reply of a turn, counted from 1."""
+    return 48 + (turn - 1) * (NEW + DRAWN)
+
+
+def episodes(policy, rows: int, turns: int, engine: str) -> tuple[dict[int, float], dict[int, int]]:
+    """Seconds and tokens through the model, by turn."""
+    marks, read, now = {0: time.perf_counter()}, dict.fromkeys(range(1, turns + 2), 0), [1]
+    hook = policy.model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: read.__setitem__(now[0], read[now[0]] + kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    held = {i: tuple(100 + (7 * i + j) % 500 for j in range(48)) for i in range(rows)}
+    done = [0]
+
+    def follow(index: int, reply) -> tuple[tuple[int, ...], int] | None:
+        held[index] += reply.token_ids + tuple(200 + (index + j) % 300 for j in range(NEW))
+        done[0] += 1
+        if done[0] % rows == 0:
+            marks[now[0]] = time.perf_counter()
+            now[0] += 1
+        return (held[index], mix(index, done[0] // rows)) if now[0] <= turns and len(marks) <= turns else None
+
+    if engine == "cached":
+        cached(policy, [held[i] for i in range(rows)], [mix(i) for i in range(rows)], max_new_tokens=DRAWN, follow=follow)
+    else:
+        for _ in range(turns):
+            replies = generate(policy, [held[i] for i in range(rows)], [mix(i) for i in range(rows)], max_new_tokens=DRAWN)
+            for i, reply in enumerate(replies):
+                follow(i, reply)
+    hook.remove()
+    return {turn: marks[turn] - marks[turn - 1] for turn in range(1, turns + 1)}, read
+
+
+def decode_step(policy, rows: int, length: int, rounds: int = 20) -> float:
+    """Seconds of one token for all rows after `length` tokens: the model's own forward with its own cache, nothing else."""
+    ids = torch.randint(100, 600, (rows, length), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        cache = policy.model(input_ids=ids, use_cache=True).past_key_values
+        times = []
+        for _ in range(rounds):
+            begun = time.perf_counter()
+            policy.model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+            times.append(time.perf_counter() - begun)
+            cache.crop(-1)
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    policy = load_policy(path="tiny")._replace(eos_token_ids=NEVER)
+    early, late = 5, given.turns
+    hand = decode_step(policy, given.rows, context_length(late)) / decode_step(policy, given.rows, context_length(early))
+    rows = []
+    for engine in ("transformers", "cached"):
+        runs = [episodes(policy, given.rows, given.turns, engine) for _ in range(given.rounds)]
+        seconds = {turn: statistics.median(run[0][turn] for run in runs) for turn in (early, late)}
+        rows.append(
+            {
+                "engine": engine,
+                "rows": given.rows,
+                **{f"context_{turn}": context_length(turn) for turn in (early, late)},
+                **{f"seconds_{turn}": round(seconds[turn], 4) for turn in (early, late)},
+                **{f"tokens_{turn}": runs[0][1][turn] for turn in (early, late)},
+                "ratio": round(seconds[late] / seconds[early], 2),
+                "ratio_of_a_decode_step": round(hand, 2),
+                "whole_run_seconds": round(statistics.median(sum(run[0].values()) for run in runs), 2),
+                "threads": given.threads,
+                "rounds": given.rounds,
+                "date": date.today().isoformat(),
+                "machine": platform.machine(),
+                "torch": version("torch"),
+                "transformers": version("transformers"),
+            }
+        )
+        print({key: value for key, value in rows[-1].items() if key not in ("date", "machine", "torch", "transformers")})
+    with (HERE / "turns.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
