@@ -407,7 +407,9 @@ class Environment(NamedTuple):
 class Generate(Protocol):
     """The rollout engine: contexts as token ids in, sampled ids and their log-probs out, in the same order.
 
-    Randomness comes from `seeds` alone (one per context), never from batch composition.
+    Randomness comes from `seeds` alone (one per context), never from batch composition. An engine with a keyword `follow`, (index of the
+    context, its reply) → (next context, its seed) or None, plays whole episodes in one call, and may go on with each as soon as its
+    reply is there; it returns the last replies.
     """
 
     def __call__(self, policy: Policy, contexts: Sequence[Sequence[int]], seeds: Sequence[int], /, **settings: Any) -> list[Generation]: ...
