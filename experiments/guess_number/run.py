@@ -22,17 +22,12 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 COMMON = ("trainer.threads=1", "logger=none")
-TURNS = 50  # of a game
-PLAYERS = {"halves the bounds": 3.7, "so does the warm-up's player, stubborn 60 % of the time": 7.8}  # mean guesses, for comparison
+TURNS = 50  # over which the reward few_turns falls from 1 to 0
+HALVING = 1 - (3.7 - 1) / TURNS  # mean reward of a player that halves the bounds from 1 to 20
 STEP = {
     "reward": "reward/mean", "guesses": "tools/turns", "unsolved": "len/truncated_frac", "explained_variance": "value/explained_variance",
     "entropy": "policy/entropy", "kl_old": "kl/old", "seconds": "perf/step_s",
 }  # fmt: skip
-
-
-def guesses(reward: float) -> float:
-    """Mean guesses of games with this mean reward; one that was not solved counts as 51."""
-    return 1 + TURNS * (1 - reward)
 
 
 def one_run(seed: int) -> tuple[dict, list[dict]]:
@@ -58,7 +53,6 @@ def one_run(seed: int) -> tuple[dict, list[dict]]:
             f"{when}_low": round(low, 4),
             f"{when}_high": round(high, 4),
             f"{when}_solved": summary[when]["accuracy"],
-            f"{when}_guesses": round(guesses(summary[when]["reward"]), 2),
         }
     result |= {
         "process_seconds": round(wall, 1),
@@ -97,7 +91,7 @@ def write(name: str, rows: list[dict]) -> None:
 
 
 def plot(results: list[dict], curves: list[dict]) -> None:
-    """Mean guesses of the training games of each step, and of the evaluation games before and after."""
+    """Mean reward of the training games of each step, and of the evaluation games before and after."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -105,23 +99,21 @@ def plot(results: list[dict], curves: list[dict]) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 3.8), layout="constrained")
     for row in results:
-        mine = [(int(r["step"]), guesses(float(r["reward"]))) for r in curves if r["seed"] == row["seed"]]
-        line = axes.plot(*zip(*mine, strict=True), linewidth=1.1, alpha=0.8, label=f"seed {row['seed']}")[0]
+        mine = [(int(r["step"]), float(r["reward"])) for r in curves if r["seed"] == row["seed"]]
+        line = axes.plot(*zip(*mine, strict=True), linewidth=1.1, alpha=0.7, label=f"seed {row['seed']}")[0]
         shift = 0.25 * (int(row["seed"]) - 1)  # so that the bars of the seeds stand side by side
         for when, place in (("before", 0), ("after", int(row["steps"]) + 1)):
-            mean, low, high = (guesses(float(row[f"{when}_{x}"])) for x in ("reward", "low", "high"))
-            axes.errorbar([place + shift], [mean], [[mean - high], [low - mean]], fmt="o", markersize=4, capsize=2, color=line.get_color())
-    for name, mean in PLAYERS.items():
-        axes.axhline(mean, color="grey", linewidth=0.8, linestyle=":")
-        axes.annotate(name, (0.5, mean), xytext=(0, -9), textcoords="offset points", fontsize=7, color="grey")
+            mean, low, high = (float(row[f"{when}_{x}"]) for x in ("reward", "low", "high"))
+            axes.errorbar([place + shift], [mean], [[mean - low], [high - mean]], fmt="o", markersize=4, capsize=2, color=line.get_color())
+    axes.axhline(HALVING, color="grey", linewidth=0.8, linestyle=":", label="halving the bounds")
     axes.set(
-        xlabel="RL step (one game a prompt)",
-        ylabel="mean guesses, 1 to 20",
-        title="PPO, turn-level GAE (dots: evaluation, 95 % bars)",
-        ylim=(3, None),
+        xlabel="RL step (32 games)",
+        ylabel="mean reward",
+        title="PPO, turn-level GAE, numbers 1 to 20 (dots: evaluation, 95 %)",
+        ylim=(0.45, 1.0),
     )
-    axes.legend(fontsize=8)
-    figure.savefig(HERE / "curve.png", dpi=130)
+    axes.legend(fontsize=8, loc="lower right")
+    figure.savefig(HERE / "curve.png", dpi=110)
 
 
 def main() -> None:
