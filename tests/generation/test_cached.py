@@ -28,7 +28,7 @@ QUESTIONS = (
 
 @pytest.fixture(scope="module")
 def contexts(tiny):
-    """Eleven contexts of four questions: siblings, and lengths between 180 and 200 or so."""
+    """Eleven contexts of four questions: siblings, and others of other lengths."""
     found = [tuple(encode_prompt(tiny.codec, [{"role": "user", "content": q}], TOOLS)) for q in QUESTIONS]
     return [found[i] for i in (0, 0, 1, 2, 0, 3, 3, 1, 2, 2, 0)]
 
