@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nn_functional
 
-from rlkit.generation.transformers import draw, sampling_mode
+from rlkit.generation.transformers import ThinkingBudget, draw, sampling_mode
 from rlkit.generation.transformers import generate as reference
 from rlkit.types import Generation, Policy
 
@@ -50,7 +50,7 @@ def generate(
 
     Args:
       policy, contexts, seeds, max_new_tokens, temperature, top_p, top_k, max_thinking_tokens: as for the reference engine, which decodes in
-        place of this one where there is a thinking budget, or layers that are no full attention.
+        place of this one where layers are no full attention.
       max_rows: contexts decoded at once, > 0.
       max_cached_tokens: slots × the longest context that one may reach, > 0: what the cache may hold. Further contexts wait; one that
         is longer than all of it has the cache to itself.
@@ -67,8 +67,11 @@ def generate(
         raise ValueError(f"generation: top_p must be > 0 and <= 1 (is {top_p}), top_k >= 0 (is {top_k}); 1 and 0 cut nothing")
     causal: Any = policy.model.get_base_model() if hasattr(policy.model, "disable_adapter") else policy.model  # type: ignore[operator]
     numbers: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    if max_thinking_tokens is not None or not full_attention(causal.config):
-        return _by_turns(policy, contexts, seeds, follow, **numbers, max_thinking_tokens=max_thinking_tokens, max_rows=max_rows)
+    if max_thinking_tokens is not None and max_thinking_tokens < 0:
+        raise ValueError(f"generation: max_thinking_tokens must be >= 0 or null (is {max_thinking_tokens})")
+    numbers["max_thinking_tokens"] = max_thinking_tokens
+    if not full_attention(causal.config):
+        return _by_turns(policy, contexts, seeds, follow, **numbers, max_rows=max_rows)
     with sampling_mode(causal), grouped_attention(causal.config):
         return _Decoder(causal, policy, contexts, seeds, follow, max_rows, max_cached_tokens, **numbers).run()
 
@@ -206,6 +209,7 @@ class _Decoder:
         *,
         max_new_tokens: int,
         temperature: float,
+        max_thinking_tokens: int | None,
         **cut: Any,
     ):
         self.policy, self.follow, self.temperature, self.cut, self.max_new_tokens = policy, follow, temperature, cut, max_new_tokens
@@ -228,12 +232,16 @@ class _Decoder:
         # Of each slot: its last token and where it goes, tokens drawn and their limit, the seed, whether it draws; the reply.
         self.last, self.position, self.count, self.limit, self.seed = (zeros() for _ in range(5))
         self.draws = zeros(dtype=torch.bool)
+        self.forced = zeros(max_new_tokens, dtype=torch.bool)
+        self.budget = None
+        if max_thinking_tokens is not None:
+            self.budget = ThinkingBudget(policy.codec.thinking, slots, max_thinking_tokens, self.device)
         self.tokens, self.logprobs = zeros(max_new_tokens), zeros(max_new_tokens, dtype=torch.float32)
 
     @property
     def state(self) -> tuple[Tensor, ...]:
         """All that belongs to a slot beside its keys and values."""
-        return self.last, self.position, self.count, self.limit, self.seed, self.draws, self.tokens, self.logprobs
+        return self.last, self.position, self.count, self.limit, self.seed, self.draws, self.tokens, self.logprobs, self.forced
 
     def need(self, length: int) -> int:
         """Room for a context of this length and its reply."""
@@ -280,6 +288,9 @@ class _Decoder:
         self.seed[at] = self.tensor([row.seed for row in rows])
         self.count[at] = 0
         self.draws[at] = True
+        self.forced[at] = False
+        if self.budget is not None:
+            self.budget.begin(at, [row.context for row in rows])
         for row in rows:
             row.reads = False
         self.draw(at, torch.stack([last[source] for source in sources]))
@@ -342,16 +353,20 @@ class _Decoder:
 
     def draw(self, at: Tensor, hidden: Tensor) -> None:
         """Draws the next token of the slots `at` from their last hidden states; what is drawn has not been read yet."""
+        drawn = self.draws[at]
+        at, hidden = at[drawn], hidden[drawn]
         count = self.count[at]
         logprobs, choice = draw(self.head(hidden), self.seed[at], count, self.temperature, **self.cut)
+        if self.budget is not None:
+            begun = count > 0
+            self.budget.follow(at[begun], self.last[at[begun]])
+            choice, self.forced[at, count] = self.budget.force(at, choice)
         token = choice.argmax(1)
-        draws = self.draws[at]
-        here = at[draws], count[draws]
-        self.tokens[here] = token[draws]
-        self.logprobs[here] = logprobs.gather(1, token[:, None])[:, 0][draws]
-        self.position[at] += (draws & (count > 0)).long()
-        self.last[at] = torch.where(draws, token, self.last[at])
-        self.count[at] += draws.long()
+        self.tokens[at, count] = token
+        self.logprobs[at, count] = logprobs.gather(1, token[:, None])[:, 0].masked_fill(self.forced[at, count], 0.0)
+        self.position[at] += count > 0
+        self.last[at] = token
+        self.count[at] += 1
 
     def finish(self) -> None:
         """Takes the replies that have ended; their slots go on with the episode, with another context, or are closed."""
@@ -362,9 +377,11 @@ class _Decoder:
         slots = ended.nonzero()[:, 0]
         counts = self.count[slots].tolist()
         tokens, logprobs = self.tokens[slots].tolist(), self.logprobs[slots].tolist()
+        forced = [[]] * len(counts) if self.budget is None else [marks.nonzero()[:, 0].tolist() for marks in self.forced[slots]]
         closed = []
-        for slot, size, ids, scores in zip(slots.tolist(), counts, tokens, logprobs, strict=True):
-            reply = Generation(tuple(ids[:size]), tuple(scores[:size]), "stop" if ids[size - 1] in self.policy.eos_token_ids else "length")
+        for slot, size, ids, scores, marks in zip(slots.tolist(), counts, tokens, logprobs, forced, strict=True):
+            end: Any = "stop" if ids[size - 1] in self.policy.eos_token_ids else "length"
+            reply = Generation(tuple(ids[:size]), tuple(scores[:size]), end, tuple(marks))
             row = self.rows[slot]
             self.replies[row.index] = reply
             following = self.follow(row.index, reply) if self.follow is not None else None
@@ -392,6 +409,8 @@ class _Decoder:
             self.cache.copy(source, target, int(self.position[source].max()) + 1)
             for tensor in self.state:
                 tensor[target] = tensor[source]
+            if self.budget is not None:
+                self.budget.move(source, target)
             for mover, hole in zip(movers, targets, strict=True):
                 self.rows[hole] = self.rows[mover]
         del self.rows[left:]

@@ -115,7 +115,8 @@ def _decode(
     sampler = GumbelMax(torch.tensor(seeds, device=device), width, temperature, **cut)
     processors: list[Any] = [sampler]
     if max_thinking_tokens is not None:
-        processors.append(ThinkingBudget(policy.codec.thinking, contexts, width, max_thinking_tokens, device))
+        budget = ThinkingBudget(policy.codec.thinking, len(contexts), max_thinking_tokens, device)
+        processors.append(Budgeted(budget, contexts, width))
     out = model.generate(
         input_ids=ids,
         attention_mask=attention_mask.long(),
@@ -166,46 +167,78 @@ class GumbelMax:
 
 
 class ThinkingBudget:
-    """A logits processor behind the sampler: once a reply's thinking is used up, the next choice is the closing tag.
+    """What the thinking of each of R replies has used up, and the closing tag that is then written in place of the policy's choice.
 
-    Where the tags are added tokens, a step costs a few operations on [B]; where they are spelled, it decodes each row's last token.
+    Where the tags are added tokens, a step costs a few operations on [R]; where they are spelled, it decodes each reply's last token.
+    `at` are the rows that are meant, in the order of the other arguments.
     """
 
-    def __init__(self, thinking: Thinking, contexts: Sequence[Sequence[int]], prompt_width: int, limit: int, device: torch.device):
-        self.thinking, self.prompt_width, self.limit = thinking, prompt_width, limit
+    def __init__(self, thinking: Thinking, rows: int, limit: int, device: torch.device):
+        self.thinking, self.limit = thinking, limit
         self.close = torch.tensor(thinking.close, device=device)
-        self.inside = torch.tensor([thinking.opened(c) for c in contexts], device=device)  # [B] bool, in a thinking block
-        self.used = torch.zeros(len(contexts), dtype=torch.int64, device=device)  # [B] thinking tokens
-        self.written = torch.zeros_like(self.used)  # [B] tokens of a closing tag that is being written
-        self.tails = [""] * len(contexts)  # where tags are spelled: what may be the beginning of one
+        self.inside = torch.zeros(rows, dtype=torch.bool, device=device)  # in a thinking block
+        self.used = torch.zeros(rows, dtype=torch.int64, device=device)  # thinking tokens
+        self.written = torch.zeros_like(self.used)  # tokens of a closing tag that is being written
+        self.tails = [""] * rows  # where tags are spelled: what may be the beginning of one
+
+    def begin(self, at: Tensor, contexts: Sequence[Sequence[int]]) -> None:
+        """A reply to each of these contexts begins."""
+        self.inside[at] = torch.tensor([self.thinking.opened(c) for c in contexts], dtype=torch.bool, device=self.inside.device)
+        self.used[at] = self.written[at] = 0
+        for row in at.tolist():
+            self.tails[row] = ""
+
+    def force(self, at: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores [n, V] whose argmax is the closing tag's next token where it is due, and where that is [n] bool."""
+        written = self.written[at]
+        force = (written > 0) | (self.inside[at] & (self.used[at] >= self.limit))
+        token = self.close[written][:, None]
+        self.written[at] = torch.where(force, (written + 1) % len(self.close), 0)
+        return choice.scatter(1, token, torch.where(force[:, None], torch.inf, choice.gather(1, token))), force
+
+    def follow(self, at: Tensor, last: Tensor) -> None:
+        """Takes the last tokens [n] of these replies into account."""
+        before = self.inside[at]
+        if self.thinking.ids is not None:
+            first, second = self.thinking.ids
+            after = (before | (last == first)) & (last != second)
+            self.inside[at] = after
+            self.used[at] += after & (last != first)
+            return
+        inside = before.tolist()
+        for i, (row, token) in enumerate(zip(at.tolist(), last.tolist(), strict=True)):
+            text = self.tails[row] + self.thinking.decode([token])
+            where = [text.rfind(tag) for tag in THINK_TAGS]
+            if max(where) >= 0:
+                inside[i] = where[0] > where[1]
+                text = text[max(where) + len(THINK_TAGS[not inside[i]]) :]
+            self.tails[row] = text[1 - len(THINK_TAGS[1]) :]
+        self.inside[at] = torch.tensor(inside, dtype=torch.bool, device=last.device)
+        self.used[at] += before & self.inside[at]
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Rows take the place of others."""
+        for tensor in (self.inside, self.used, self.written):
+            tensor[target] = tensor[source]
+        for old, new in zip(source.tolist(), target.tolist(), strict=True):
+            self.tails[new] = self.tails[old]
+
+
+class Budgeted:
+    """A logits processor behind the sampler: a ThinkingBudget of all rows."""
+
+    def __init__(self, budget: ThinkingBudget, contexts: Sequence[Sequence[int]], prompt_width: int):
+        self.budget, self.prompt_width = budget, prompt_width
+        self.at = torch.arange(len(contexts), device=budget.inside.device)
         self.forced: list[Tensor] = []  # one [B] bool a step
+        budget.begin(self.at, contexts)
 
     def __call__(self, input_ids: Tensor, choice: Tensor) -> Tensor:
         if input_ids.shape[1] > self.prompt_width:
-            self.follow(input_ids[:, -1])
-        force = (self.written > 0) | (self.inside & (self.used >= self.limit))
-        token = self.close[self.written][:, None]
-        self.written = torch.where(force, (self.written + 1) % len(self.close), 0)
+            self.budget.follow(self.at, input_ids[:, -1])
+        choice, force = self.budget.force(self.at, choice)
         self.forced.append(force)
-        return choice.scatter(1, token, torch.where(force[:, None], torch.inf, choice.gather(1, token)))
-
-    def follow(self, last: Tensor) -> None:
-        """Takes each reply's last token [B] into account."""
-        if self.thinking.ids is not None:
-            first, second = self.thinking.ids
-            self.inside = (self.inside | (last == first)) & (last != second)
-            self.used += self.inside & (last != first)
-            return
-        before, inside = self.inside, self.inside.tolist()
-        for row, token in enumerate(last.tolist()):
-            text = self.tails[row] + self.thinking.decode([token])
-            at = [text.rfind(tag) for tag in THINK_TAGS]
-            if max(at) >= 0:
-                inside[row] = at[0] > at[1]
-                text = text[max(at) + len(THINK_TAGS[not inside[row]]) :]
-            self.tails[row] = text[1 - len(THINK_TAGS[1]) :]
-        self.inside = torch.tensor(inside, device=last.device)
-        self.used += before & self.inside
+        return choice
 
 
 def _cut(tokens: list[int], logprobs: list[float], forced: list[bool], eos_token_ids: Sequence[int]) -> Generation:

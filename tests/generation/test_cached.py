@@ -64,6 +64,22 @@ def test_replies_are_those_of_the_reference_in_any_slots(tiny, contexts, setting
         assert equal(cached(tiny, contexts, SEEDS, max_new_tokens=24, **settings, **slots), expected)
 
 
+@pytest.mark.parametrize("spelled", [False, True])
+def test_a_thinking_budget_is_the_same_in_any_slots(tiny, contexts, spelled):
+    """Each slot has the state of its own reply, also where the tags are spelled, and none of the reply before."""
+    thinking = tiny.codec.thinking
+    if spelled:  # the tags' own tokens are decoded to the same text
+        thinking = thinking._replace(ids=None)
+    policy = tiny._replace(codec=tiny.codec._replace(thinking=thinking))
+    rows = [*contexts, (*contexts[0], tiny.codec.thinking.ids[0])]  # the last begins inside a block
+    settings = {"max_new_tokens": 24, "max_thinking_tokens": 3, "temperature": 1.5}
+    expected = generate(policy, rows, [*SEEDS, 5], **settings)
+    assert sum(bool(g.forced) for g in expected) > 5
+    for slots in ({}, {"max_rows": 3}):
+        found = cached(policy, rows, [*SEEDS, 5], **settings, **slots)
+        assert equal(found, expected) and [g.forced for g in found] == [g.forced for g in expected]
+
+
 def follower(rng_seed: int, rewrites: bool):
     """What follows a reply is a function of its index, its number and the reply: nothing, more of the same, or another beginning."""
     turns: dict[int, int] = {}
@@ -178,7 +194,8 @@ def test_mode_and_attention_are_put_back_also_after_an_error(tiny):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -1.0}, {"max_new_tokens": 0}, {"max_rows": 0}, {"max_cached_tokens": 0}, {"top_p": 0.0}, {"top_k": -1}]
+    "wrong",
+    [{"temperature": -1.0}, {"max_new_tokens": 0}, {"max_rows": 0}, {"max_cached_tokens": 0}, {"top_p": 0.0}, {"max_thinking_tokens": -1}],
 )
 def test_numbers_out_of_range_are_refused(tiny, contexts, wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

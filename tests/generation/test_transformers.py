@@ -10,7 +10,7 @@ import torch
 from rlkit.environments import calculator, tool_schema
 from rlkit.functional import cut_distribution, mix
 from rlkit.generation import generate
-from rlkit.generation.transformers import ThinkingBudget
+from rlkit.generation.transformers import Budgeted, ThinkingBudget
 from rlkit.models import decode, encode_prompt, encode_text, score
 from rlkit.models.chat import encode_scaffold
 from rlkit.types import THINK_TAGS, Thinking
@@ -224,7 +224,7 @@ def test_the_budget_over_random_replies(tiny, spelled):
             script += encode_text(codec, piece) if piece not in THINK_TAGS else write(codec, piece)
         scripts.append((context, script))
     width = max(map(len, contexts))
-    budgeted = ThinkingBudget(thinking, contexts, width, budget, torch.device("cpu"))
+    budgeted = Budgeted(ThinkingBudget(thinking, len(contexts), budget, torch.device("cpu")), contexts, width)
     ids = torch.tensor([[0] * (width - len(c)) + list(c) for c in contexts])
     for step in range(steps):
         choice = torch.zeros(len(scripts), 768).scatter(1, torch.tensor([[s[step]] for _, s in scripts]), 1.0)
@@ -253,10 +253,11 @@ def test_a_token_that_ends_a_spelled_tag_and_goes_on(tiny):
     """Tokenizers merge "/think" and ">\\n": the tag is found inside the token, and only once."""
     pieces = ["x <th", "ink>\n", "a", " b</", "think", ">\n\nso", " c", "<think><", "/think>", "d"]
     thinking = Thinking(None, (0,), lambda ids: "".join(pieces[i] for i in ids))
-    budgeted = ThinkingBudget(thinking, [[9]], 1, 99, torch.device("cpu"))
+    budgeted, at = ThinkingBudget(thinking, 1, 99, torch.device("cpu")), torch.tensor([0])
+    budgeted.begin(at, [[9]])
     states = []
     for i in range(len(pieces)):
-        budgeted.follow(torch.tensor([i]))
+        budgeted.follow(at, torch.tensor([i]))
         states.append((bool(budgeted.inside[0]), int(budgeted.used[0])))
     assert states[:6] == [(False, 0), (True, 0), (True, 1), (True, 2), (True, 3), (False, 3)]
     assert states[6:] == [(False, 3), (True, 3), (False, 3), (False, 3)]
