@@ -144,6 +144,7 @@ def test_the_policy_does_not_move_in_the_critics_warm_up(tmp_path, tiny):
     assert any(name.startswith("critic.") for name in state)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_with_a_critic_is_the_same_run(ppo, tmp_path):
     folder, _ = ppo
     again = tmp_path / "again"
@@ -201,7 +202,8 @@ def test_every_scheduled_number_is_in_every_row(phased):
     assert all(row["schedule/optimizer.lr"] == row["optim/lr"] for row in rows if row["optim/updates"])
 
 
-@pytest.mark.parametrize("stop", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [1, 2])
 def test_a_run_that_is_resumed_at_or_behind_a_switch_is_the_same_run(phased, tmp_path, stop):
     folder, rows = phased
     again, warm = tmp_path / "again", "schedule.phases.refine.algorithm.critic.warmup=1"

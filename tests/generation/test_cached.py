@@ -100,7 +100,7 @@ def follower(rng_seed: int, rewrites: bool):
 
 
 @pytest.mark.parametrize("rewrites", [False, True])
-@pytest.mark.parametrize("slots", [{}, {"max_rows": 2}, {"max_cached_tokens": 700}], ids=str)
+@pytest.mark.parametrize("slots", [{}, pytest.param({"max_rows": 2}, marks=pytest.mark.slow), {"max_cached_tokens": 700}], ids=str)
 def test_what_follows_is_that_of_contexts_read_afresh(tiny, contexts, rewrites, slots):
     """Every reply of every turn, where contexts go on, are cut back and written anew, and outgrow the room that there is."""
     found = []
