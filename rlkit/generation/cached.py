@@ -329,10 +329,12 @@ class _Decoder:
         width = max(map(len, new))
         ids = self.tensor([[*tokens, *[self.policy.pad_token_id] * (width - len(tokens))] for tokens in new])
         starts = self.tensor([row.known for row in rows])
-        self.cache.rows, self.cache.positions = self.tensor(slots), starts[:, None] + torch.arange(width, device=self.device)
+        places = starts[:, None] + torch.arange(width, device=self.device)
+        # Padding of a row that is nearly full stands in its last place, which no context reaches and a reply overwrites.
+        self.cache.rows, self.cache.positions = self.tensor(slots), places.clamp(max=self.cache.room - 1)
         self.cache.length, mask = 0, ids.new_ones(len(rows), 1, 1, 1, dtype=torch.bool)  # fresh: plain causal attention
         if rows[0].known:
-            self.cache.length = max(row.known for row in rows) + width
+            self.cache.length = min(max(row.known for row in rows) + width, self.cache.room)
             mask = (torch.arange(self.cache.length, device=self.device) <= self.cache.positions[..., None])[:, None]
         ends = self.tensor([len(tokens) - 1 for tokens in new])
         return self.forward(ids, mask)[torch.arange(len(rows), device=self.device), ends]

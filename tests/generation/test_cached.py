@@ -119,6 +119,21 @@ def test_what_follows_is_that_of_contexts_read_afresh(tiny, contexts, rewrites, 
     assert len(found[0]) > 20 and equal(*found)
 
 
+def test_a_long_conversation_beside_one_that_gets_a_long_message(tiny):
+    """Their unread tokens are padded to one width, which from the end of the long one would reach beyond its room."""
+    base = tuple(100 + i for i in range(40))
+    grown = {0: base * 4, 1: base}
+
+    def follow(index, reply):
+        if len(grown[index]) not in (160, 40):
+            return None
+        grown[index] += reply.token_ids + (base[:2] if index == 0 else base * 3)
+        return grown[index], 7
+
+    found = cached(tiny, [grown[0], grown[1]], [1, 2], max_new_tokens=4, follow=follow)
+    assert len(grown[0]) < len(grown[1]) + 20 and equal(found, generate(tiny, [grown[0], grown[1]], [7, 7], max_new_tokens=4))
+
+
 def test_siblings_are_read_once_and_a_conversation_costs_its_new_tokens(tiny, contexts):
     """Turn after turn the same number of new tokens goes through the model, whatever stands before them."""
     follow, news = {}, 10
