@@ -338,23 +338,25 @@ def minibatches(batch: Batch, algorithm: Algorithm, seed: int) -> Iterator[Batch
 
 
 def micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:
-    """Row numbers, longest rollouts first, as many at a time as fit into `max_tokens` padded tokens.
+    """Row numbers, as many at a time as fit into `max_tokens` tokens, the rollouts of a group side by side.
 
     Rows of one rollout stay together, since a ratio or a mean of a sequence is one of all its tokens; so a portion is always
-    at least one rollout, also where its rows alone exceed `max_tokens`. A rollout is as long as its longest row.
-    Rows without a trained token are left out: they add nothing to any sum.
+    at least one rollout, also where its rows alone exceed `max_tokens`. A row counts up to its last trained token; what it shares
+    with others (`rlkit.models.packing`) counts each time. Rows without a trained token are left out: they add nothing to any sum.
     """
-    lengths, trained = batch.attention_mask.sum(1).tolist(), batch.response_mask.any(1).tolist()
-    owners = batch.rollout_ids.tolist()
+    lengths = (batch.response_mask * torch.arange(batch.ids.shape[1], device=batch.ids.device)).amax(1).tolist()
+    owners, groups = batch.rollout_ids.tolist(), batch.group_ids.tolist()
     rollouts: dict[int, list[int]] = {}
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if trained[row]:
+    for row in sorted(range(len(lengths)), key=lambda row: (groups[owners[row]], owners[row])):
+        if lengths[row]:
             rollouts.setdefault(owners[row], []).append(row)
     portion: list[int] = []
+    size = 0
     for rows in rollouts.values():
-        if portion and (len(portion) + len(rows)) * lengths[portion[0]] > max_tokens:
+        more = sum(lengths[row] for row in rows)
+        if portion and size + more > max_tokens:
             yield torch.tensor(portion, device=batch.ids.device)
-            portion = []
-        portion = portion + rows
+            portion, size = [], 0
+        portion, size = portion + rows, size + more
     if portion:
         yield torch.tensor(portion, device=batch.ids.device)

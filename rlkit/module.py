@@ -28,8 +28,9 @@ from rlkit.algorithm import (
 from rlkit.errors import ConfigError
 from rlkit.functional import approximate_kl, mix
 from rlkit.models.critic import make_critic
+from rlkit.models.packing import Packed, pack
 from rlkit.models.score import score, states, trunk_and_head
-from rlkit.monitor import Clock, UpdateTerms, hyperparameters, peak_memory, update_metrics
+from rlkit.monitor import NAN, Clock, UpdateTerms, hyperparameters, peak_memory, update_metrics
 from rlkit.rewards import Moments, normalise, update_moments
 from rlkit.rewards import score as score_rollouts
 from rlkit.rollouts import assemble, collect, summarize
@@ -66,6 +67,7 @@ class RLModule(L.LightningModule):
         self.enter_phase()
         self.metrics: dict[str, Any] = {}
         self.rollouts: list[Rollout] = []
+        self.clock = Clock()  # of the step
 
     # -------------------------------------------------------------------------------------------- one RL step
 
@@ -73,13 +75,13 @@ class RLModule(L.LightningModule):
         """Rollouts → rewards → advantages → updates → reference."""
         if self.progress.step < self.rl_step:
             self.advance()
-        clock = Clock()
+        self.clock = self.clock.following(evaluated=self.metrics.get("perf/eval_s", 0.0))
         self.x = x = schedules.at(self.experiment, self.progress)
-        self.rollouts, trained = self.experience(clock)
+        self.rollouts, trained = self.experience()
         self.moments = update_moments(self.moments, trained)
         if x.reward.normalize:
             trained = normalise(trained, self.moments)
-        with clock.part("update"):
+        with self.clock.part("update"):
             batch = choose(assemble(trained, pad_token_id=self.policy.pad_token_id, device=self.device), x.algorithm)
             batch = scale_tokens(self.with_scores(batch), x.algorithm)
             batch = estimate_advantages(batch, x.algorithm, x.kl)
@@ -90,11 +92,12 @@ class RLModule(L.LightningModule):
             self.update_reference(terms.mean("kl"))
         self.rl_step += 1
         self.tokens += int(batch.attention_mask.sum())
-        self.metrics = summarize(self.rollouts) | update_metrics(batch, terms, x) | self.performance(batch, clock)
+        self.metrics = summarize(self.rollouts) | update_metrics(batch, terms, x) | self.performance(batch, terms)
         self.metrics |= self.refill_metrics(trained) | self.schedule_metrics()
         self.trainer.should_stop = self.rl_step >= self.total_steps or self.out_of_time()
+        self.clock.end()
 
-    def experience(self, clock: Clock) -> tuple[list[Rollout], list[Rollout]]:
+    def experience(self) -> tuple[list[Rollout], list[Rollout]]:
         """All scored episodes of the step, and those to train on.
 
         With `max_refills` these are the groups that the group filter accepts, of as many rounds of further prompts as it takes to
@@ -109,9 +112,9 @@ class RLModule(L.LightningModule):
             if not missing:
                 break
             tasks, self.stream = take(self.tasks, self.stream, missing, seed=x.seed)
-            with clock.part("generate"):
+            with self.clock.part("generate"):
                 rollouts = self.roll_out(tasks, first=len(sampled) // x.batch.group_size)
-            with clock.part("reward"):
+            with self.clock.part("reward"):
                 rollouts = score_rollouts(rollouts, x.reward)
             sampled += rollouts
             accepted += self.accepted(rollouts) if x.algorithm.max_refills else rollouts
@@ -129,7 +132,7 @@ class RLModule(L.LightningModule):
         return collect(
             self.policy,
             tasks,
-            generate=x.generation.engine,
+            generate=self.clock.engine(x.generation.engine),
             environment=x.environment,
             group_size=x.batch.group_size,
             seed=x.seed,
@@ -160,7 +163,9 @@ class RLModule(L.LightningModule):
         out: dict[str, Tensor] = {}
         for rows in micro_batches(batch, self.x.trainer.micro_batch_tokens):
             part = select(batch, rows)
-            scores = score(model, part.ids, part.response_mask, temperature=self.temperature, critic=critic)
+            packed = pack(part.ids, part.response_mask)
+            with self.clock.part("model"):
+                scores = score(model, packed, temperature=self.temperature, critic=critic)
             for name, value in scores._asdict().items():
                 if value is not None:
                     whole = out.setdefault(name, torch.zeros_like(batch.logprobs_sampler))
@@ -179,23 +184,25 @@ class RLModule(L.LightningModule):
         moved, tokens, limit = 0.0, 0, x.algorithm.target_kl
         for rows in micro_batches(minibatch, x.trainer.micro_batch_tokens):
             part = select(minibatch, rows)
-            scores = score(
-                self.model,
-                part.ids,
-                part.response_mask,
-                temperature=self.temperature,
-                entropy_gradient=bool(x.algorithm.entropy_coef),
-                critic=self.critic if critic.active else None,
-                reference=self.exact_reference(part),
-            )
+            packed = pack(part.ids, part.response_mask)
+            with self.clock.part("model"):
+                scores = score(
+                    self.model,
+                    packed,
+                    temperature=self.temperature,
+                    entropy_gradient=bool(x.algorithm.entropy_coef),
+                    critic=self.critic if critic.active else None,
+                    reference=self.exact_reference(packed),
+                )
             loss, parts = surrogate(part, scores, x.algorithm, x.kl)
             total = loss if learns else loss.new_zeros(())
             if critic.active:
                 value_loss, value_parts = value_surrogate(part, scores, critic)
                 total, parts = total + value_loss, parts | value_parts
             if total.requires_grad:
-                self.manual_backward(total)
-            terms.add(part, loss, scores, parts)
+                with self.clock.part("model"):
+                    self.manual_backward(total)
+            terms.add(part, loss, scores, parts, packed)
             if limit is not None and part.logprobs_old is not None:
                 count = int(part.response_mask.sum())
                 moved += count * float(approximate_kl(scores.logprobs.detach(), part.logprobs_old, part.response_mask))
@@ -203,10 +210,11 @@ class RLModule(L.LightningModule):
         if limit is not None and moved > limit * tokens:
             terms.skip("target_kl")
             return False
-        if learns:
-            terms.stepped("policy", *self.step_optimizer(0, x.optimizer, self.trained_parameters()))
-        if self.critic is not None and critic.active:
-            terms.stepped("critic", *self.step_optimizer(1, critic.optimizer, self.critic.parameters()))
+        with self.clock.part("model"):
+            if learns:
+                terms.stepped("policy", *self.step_optimizer(0, x.optimizer, self.trained_parameters()))
+            if self.critic is not None and critic.active:
+                terms.stepped("critic", *self.step_optimizer(1, critic.optimizer, self.critic.parameters()))
         return True
 
     def step_optimizer(self, index: int, configured: Any, parameters: Any) -> tuple[float, float]:
@@ -280,12 +288,12 @@ class RLModule(L.LightningModule):
             state = self.references[self.reference_key]
             self.references[self.reference_key] = self.x.reference.update(state, self.model, step=self.rl_step + 1, kl=kl)
 
-    def exact_reference(self, batch: Batch) -> tuple[Tensor, torch.nn.Module] | None:
+    def exact_reference(self, packed: Packed) -> tuple[Tensor, torch.nn.Module] | None:
         """Hidden states and head of the reference, where the KL is exact over the vocabulary."""
         if not self.x.kl.active or not asks(self.x.kl.estimator, "full_kl"):
             return None
         with self.reference_model() as model, torch.no_grad():
-            return states(model, batch.ids, batch.response_mask), trunk_and_head(model)[1]
+            return states(model, packed), trunk_and_head(model)[1]
 
     def make_critic(self) -> torch.nn.Module | None:
         """The critic of the first phase that has one; it is built at the start, whenever it begins to learn."""
@@ -320,17 +328,20 @@ class RLModule(L.LightningModule):
         """The parameters that the optimiser moves."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
-    def performance(self, batch: Batch, clock: Clock) -> dict[str, float]:
-        """Wall-clock figures; everything here is left out where runs are compared for identity."""
-        seconds = clock.total()
+    def performance(self, batch: Batch, terms: UpdateTerms) -> dict[str, float]:
+        """Wall-clock figures, and what packing saved in the updates; all of perf/* is left out where runs are compared for identity."""
+        seconds = self.clock.total()
         real = int(batch.attention_mask.sum())
         return {
             "tokens/total": self.tokens,
             "tokens/sampled": int(batch.response_mask.sum()),
-            "perf/padding_frac": 1 - real / batch.ids.numel(),
+            "perf/padding_frac": 1 - terms.packed / terms.padded if terms.padded else NAN,
+            "perf/shared_frac": 1 - terms.packed / terms.read if terms.read else NAN,
             "perf/step_s": seconds,
             "perf/tokens_per_s": real / seconds,
-            **{f"perf/{name}_s": value for name, value in clock.parts.items()},
+            "perf/outside_model_frac": 1 - self.clock.parts["model"] / (seconds + self.clock.between),
+            "perf/between_s": self.clock.between,
+            **{f"perf/{name}_s": value for name, value in self.clock.parts.items()},
             "perf/peak_mem_gb": peak_memory(self.device),
         }
 

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from rlkit.functional import (
     k3,
     ratio_statistics,
 )
+from rlkit.models.packing import Packed
 from rlkit.settings import Experiment
 from rlkit.types import Batch, Scores
 
@@ -40,9 +42,12 @@ class UpdateTerms:
         self.rates = {"policy": NAN, "critic": NAN}
         self.first_ratio: Tensor | None = None
         self.skipped = {"no_signal": 0, "nonfinite": 0, "target_kl": 0}
+        self.read = self.packed = self.padded = 0  # tokens of the rows; those of them computed, each shared one once; with padding
 
-    def add(self, batch: Batch, loss: Tensor, scores: Scores, parts: dict[str, Tensor]) -> None:
+    def add(self, batch: Batch, loss: Tensor, scores: Scores, parts: dict[str, Tensor], packed: Packed) -> None:
         """The terms of one micro-batch; `loss` is the policy's."""
+        self.read, self.packed = self.read + packed.tokens, self.packed + len(packed.ids)
+        self.padded += sum(path.queries.numel() for path in packed.paths)
         old = scores.logprobs if batch.logprobs_old is None else batch.logprobs_old
         terms = parts | {"logprobs": scores.logprobs, "logprobs_old": old, "entropy": scores.entropy, "advantages": batch.advantages}
         terms |= {"logprobs_sampler": batch.logprobs_sampler, "logprobs_ref": batch.logprobs_ref, "returns": batch.returns}
@@ -197,11 +202,15 @@ def hyperparameters(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 class Clock:
-    """Seconds of the named parts of a step."""
+    """Seconds of the named parts of a step; "model" is what of them all went into passes of the model, sampling and optimisers.
 
-    def __init__(self) -> None:
-        self.started = time.perf_counter()
-        self.parts = {"generate": 0.0, "reward": 0.0}
+    between: seconds from the end of the step before, in which callbacks logged and saved; evaluations aside.
+    """
+
+    def __init__(self, between: float = 0.0) -> None:
+        self.started, self.between = time.perf_counter(), between
+        self.ended: float | None = None
+        self.parts = {"generate": 0.0, "environment": 0.0, "reward": 0.0, "update": 0.0, "model": 0.0}
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -211,6 +220,31 @@ class Clock:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - begun
+
+    def engine(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """An engine whose seconds count as "model", except for what environments do between the replies of an episode."""
+
+        @wraps(generate)
+        def run(*contexts: Any, follow: Callable[..., Any] | None = None, **settings: Any) -> Any:
+            def answered(*reply: Any) -> Any:
+                with self.part("environment"):
+                    return follow(*reply)  # type: ignore[misc]
+
+            between = self.parts["environment"]
+            with self.part("model"):
+                out = generate(*contexts, **settings) if follow is None else generate(*contexts, follow=answered, **settings)
+            self.parts["model"] -= self.parts["environment"] - between
+            return out
+
+        return run
+
+    def end(self) -> None:
+        """The step is over."""
+        self.ended = time.perf_counter()
+
+    def following(self, *, evaluated: float) -> Clock:
+        """The clock of the next step; `evaluated`: seconds of evaluations since the end of this one."""
+        return Clock(0.0 if self.ended is None else max(0.0, time.perf_counter() - self.ended - evaluated))
 
     def total(self) -> float:
         """Seconds since the step began."""

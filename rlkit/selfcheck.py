@@ -9,7 +9,7 @@ import torch
 
 from rlkit.environments import environment_of, tool_schema
 from rlkit.errors import ConfigError, DataError, SelfCheckError
-from rlkit.models import check_template, encode_prompt, score
+from rlkit.models import check_template, encode_prompt, pack, score
 from rlkit.rewards import Reward, RewardError
 from rlkit.rewards import score as score_rollouts
 from rlkit.rollouts import assemble, collect
@@ -107,7 +107,7 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> list[s
     if int(batch.response_mask.sum()) != sampled:
         raise SelfCheckError(f"the loss mask has {int(batch.response_mask.sum())} tokens, {sampled} were sampled")
     with torch.no_grad():
-        logprobs = score(policy.model, batch.ids, batch.response_mask, temperature=x.generation.temperature or 1.0).logprobs
+        logprobs = score(policy.model, pack(batch.ids, batch.response_mask), temperature=x.generation.temperature or 1.0).logprobs
     gap = (logprobs - batch.logprobs_sampler)[batch.response_mask].abs()
     half = torch.is_autocast_enabled(device.type) or any(p.dtype == torch.bfloat16 for p in policy.model.parameters())
     if half:

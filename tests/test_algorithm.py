@@ -372,26 +372,24 @@ def test_micro_batches_cover_every_trained_row_once_within_the_budget(budget):
     owners = [set(batch.rollout_ids[portion].tolist()) for portion in portions]
     assert sum(map(len, owners)) == len(set().union(*owners)) == 8  # no rollout is cut apart
     for portion, rollouts in zip(portions, owners, strict=True):
-        assert len(rollouts) == 1 or select(batch, portion).ids.numel() <= budget
-    lengths = batch.attention_mask.sum(1)
-    widths = [int(lengths[portion].max()) for portion in portions]
-    assert widths == sorted(widths, reverse=True)  # longest first: the portion that needs most memory fails at once
+        assert len(rollouts) == 1 or sum(needed(batch)[portion]) <= budget
+
+
+def needed(batch):
+    """Tokens of each row from which something is predicted."""
+    return torch.stack([row.nonzero().max() if row.any() else torch.tensor(0) for row in batch.response_mask])
 
 
 @pytest.mark.parametrize("budget", [1, 9, 20, 45, 10**6])
-def test_single_rows_come_longest_first_and_fill_the_budget(budget):
-    """One row a rollout: rows in order of length, each portion as many as fit at the width of its first."""
-    batch = make_batch()._replace(rollout_ids=torch.arange(12))
-    lengths = batch.attention_mask.sum(1)
-    order = lengths.argsort(descending=True, stable=True)
-    order = order[order != 4]  # no trained token
-    portions = list(micro_batches(batch, budget))
-    assert torch.equal(torch.cat(portions), order)
-    start = 0
-    for portion in portions:
-        want = max(1, budget // int(lengths[order[start]]))
-        assert len(portion) == min(want, len(order) - start)
-        start += len(portion)
+def test_rows_of_a_group_stand_side_by_side_and_fill_the_budget(budget):
+    """One row a rollout: what is packed together shares its prompt, and no portion ends before it is full."""
+    batch = make_batch()
+    batch = batch._replace(rollout_ids=torch.arange(12), group_ids=torch.arange(12) % 3)
+    lengths, portions = needed(batch), list(micro_batches(batch, budget))
+    order = torch.cat(portions)
+    assert batch.group_ids[order].tolist() == sorted(batch.group_ids[order].tolist())
+    for portion, following in itertools.pairwise(portions):
+        assert lengths[portion].sum() + lengths[following[0]] > budget
 
 
 def test_a_rollout_longer_than_the_budget_is_a_portion_of_its_own():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rlkit import reference
-from rlkit.models import LoRA, score
+from rlkit.models import LoRA, pack, score
 from rlkit.models.load import add_lora
 
 IDS = torch.tensor([[20, 21, 22, 23, 24], [30, 31, 32, 33, 34]])
@@ -19,19 +19,19 @@ MASK = torch.tensor([[False, False, True, True, True], [False, True, True, False
 
 def scores(model):
     with torch.no_grad():
-        return score(model, IDS, MASK)[0]
+        return score(model, pack(IDS, MASK))[0]
 
 
 def reference_scores(kept, state, model):
     with kept.model(state, model) as scored:
-        return score(scored, IDS, MASK)[0]
+        return score(scored, pack(IDS, MASK))[0]
 
 
 def train_one_step(model):
     """One large step, so that the policy surely moves."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     optimizer.zero_grad()
-    score(model, IDS, MASK)[0].sum().backward()
+    score(model, pack(IDS, MASK))[0].sum().backward()
     optimizer.step()
 
 
@@ -302,7 +302,7 @@ def test_under_lora_scoring_leaves_the_policy_as_it_was(model, kept):
 
     with kept.model(state, policy) as scored:
         assert {n: p.requires_grad for n, p in policy.named_parameters()} == flags
-        assert not torch.equal(score(scored, IDS, MASK)[0], trained)
+        assert not torch.equal(score(scored, pack(IDS, MASK))[0], trained)
     assert unchanged() and not all(flags[n] for n in flags if "lora_" in n)
     with pytest.raises(RuntimeError, match="out of memory"), kept.model(state, policy):
         raise RuntimeError("out of memory")

@@ -53,7 +53,7 @@ def chunked_log_probs(
     KL_m = Σ_v π_v (log π_v - log ref_v), over the whole vocabulary, both at the same temperature
 
     Equal to `token_log_probs(lm_head(hidden), ids)` and `entropy.from_logits(lm_head(hidden) / temperature)`. With
-    gradient enabled each chunk is checkpointed: the backward pass applies the head again instead of keeping its logits,
+    gradient enabled each of several chunks is checkpointed: the backward pass applies the head again instead of keeping its logits,
     so that the peak is chunk_size × V, not M × V. Unless asked for, the entropy costs nothing in the backward pass.
 
     Args:
@@ -81,7 +81,7 @@ def chunked_log_probs(
         require(len(reference[0]) == len(hidden), "len(hidden of the reference)", len(reference[0]), f"{len(hidden)}, one a token")
         columns, head_ref = [hidden, ids, reference[0].detach()], reference[1]
     score = partial(_score, lm_head=lm_head, head_ref=head_ref, temperature=temperature, entropy_gradient=entropy_gradient)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and len(hidden) > chunk_size:  # the logits of one chunk may stay
         score = partial(checkpoint, score, use_reentrant=False)
     pieces = zip(*[column.split(chunk_size) for column in columns], strict=True)
     return tuple(torch.cat(parts) for parts in zip(*[score(*piece) for piece in pieces], strict=True))

@@ -3,12 +3,14 @@
 from rlkit.models.chat import Codec, check_template, continuation, decode, encode_prompt, encode_text, make_codec
 from rlkit.models.critic import HeadCritic, SeparateCritic, ValueHead, make_critic
 from rlkit.models.load import LoRA, add_lora, load_policy, make_policy, pretrained_model, pretrained_tokenizer
+from rlkit.models.packing import Packed, pack
 from rlkit.models.score import score
 
 __all__ = [
     "Codec",
     "HeadCritic",
     "LoRA",
+    "Packed",
     "SeparateCritic",
     "ValueHead",
     "add_lora",
@@ -21,6 +23,7 @@ __all__ = [
     "make_codec",
     "make_critic",
     "make_policy",
+    "pack",
     "pretrained_model",
     "pretrained_tokenizer",
     "score",

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rlkit.models.packing import Packed
 from rlkit.models.score import states, trunk_and_head
 
 
@@ -33,8 +34,8 @@ class HeadCritic(nn.Module):
         self.trunk_gradient = trunk_gradient
         self.head = ValueHead(width(policy))
 
-    def forward(self, hidden: Tensor, ids: Tensor, response_mask: Tensor) -> Tensor:
-        """Values [M] of the states [M, H] that the policy's trunk gave."""
+    def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
+        """Values [K] of the states [K, H] that the policy's trunk gave."""
         return self.head(hidden if self.trunk_gradient else hidden.detach())
 
 
@@ -48,9 +49,9 @@ class SeparateCritic(nn.Module):
         self.model.get_output_embeddings().requires_grad_(self.model.config.tie_word_embeddings)  # its logits are never asked for
         self.head = ValueHead(width(policy))
 
-    def forward(self, hidden: Tensor, ids: Tensor, response_mask: Tensor) -> Tensor:
-        """Values [M] of the states before the sampled tokens; the policy's own states are not read."""
-        return self.head(states(self.model, ids, response_mask))
+    def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
+        """Values [K] of the states before the distinct sampled tokens; the policy's own states are not read."""
+        return self.head(states(self.model, packed))
 
 
 def width(policy: nn.Module) -> int:

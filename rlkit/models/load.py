@@ -11,6 +11,7 @@ import torch
 
 from rlkit.errors import ConfigError, TemplateError
 from rlkit.models.chat import make_codec
+from rlkit.models.packing import allow_packing
 from rlkit.types import Policy
 
 TINY = Path(__file__).parent / "tiny"
@@ -121,6 +122,7 @@ def make_policy(model: Any, tokenizer: Any, **template: Any) -> Policy:
     Raises: TemplateError.
     """
     context = int(getattr(model.config, "max_position_embeddings", 1 << 20))
+    allow_packing(model)
     end_ids = end_token_ids(model, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_ids[0]
     return Policy(model, make_codec(tokenizer, **template), end_ids, pad, context)

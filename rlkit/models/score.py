@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rlkit.functional import chunked_log_probs
+from rlkit.models.packing import Packed, trunk_states
 from rlkit.types import Scores
 
 CHUNK_LOGITS = 1 << 25  # logits held at once: 128 MiB in float32
@@ -18,22 +19,14 @@ def trunk_and_head(model: Any) -> tuple[Any, Any]:
     return causal.base_model, causal.get_output_embeddings()
 
 
-def states(model: nn.Module, ids: Tensor, response_mask: Tensor) -> Tensor:
-    """The last hidden states [M, H] that predict the sampled tokens: each at the position before its token.
-
-    Rows are right-padded: causal attention never looks at padding, so no attention mask is built.
-
-    Args:
-      ids: [B, T]. response_mask: [B, T], True on sampled tokens; the first token of a row is never one.
-    """
-    trunk, _ = trunk_and_head(model)
-    return trunk(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][response_mask[:, 1:]]
+def states(model: nn.Module, packed: Packed) -> Tensor:
+    """The last hidden states [K, H] that predict the distinct sampled tokens of packed rows."""
+    return trunk_states(trunk_and_head(model)[0], packed)[packed.parents]
 
 
 def score(
     model: nn.Module,
-    ids: Tensor,
-    response_mask: Tensor,
+    packed: Packed,
     *,
     temperature: float = 1.0,
     entropy_gradient: bool = False,
@@ -42,32 +35,33 @@ def score(
 ) -> Scores:
     """Log-prob and entropy of every sampled token, and where asked for its value and the exact KL to the reference.
 
-    One pass through the trunk. The head is applied only at the positions that predict a sampled token, in chunks, so
-    [B, T, V] never exists.
+    One pass through the trunk, without padding and every shared beginning once. The head is applied only at the positions that
+    predict a sampled token, in chunks, so [B, T, V] never exists.
 
     Args:
-      ids: [B, T]. response_mask: [B, T], True on sampled tokens; the first token of a row is never one.
+      packed: of `rlkit.models.packing.pack(ids, response_mask)`, both [B, T].
       temperature: > 0, the one that was sampled with.
       entropy_gradient: lets the entropy carry the gradient.
       critic: of `rlkit.models.critic`; gives `values`.
-      reference: `states` of the reference on the same rows [M, H], taken without gradient, and its head; gives `full_kl`.
+      reference: `states` of the reference on the same rows [K, H], taken without gradient, and its head; gives `full_kl`.
     Returns: everything [B, T] in nats, or in units of reward for values; 0 outside the mask.
     """
     _, head = trunk_and_head(model)
-    hidden = states(model, ids, response_mask)
+    hidden = states(model, packed)
     sizes = [head.weight.shape[0], *([reference[1].weight.shape[0]] if reference is not None else [])]
     logprobs, entropy, *divergence = chunked_log_probs(
         hidden,
         head,
-        ids[:, 1:][response_mask[:, 1:]],
+        packed.targets,
         temperature=temperature,
         chunk_size=max(1, CHUNK_LOGITS // sum(sizes)),
         entropy_gradient=entropy_gradient,
         reference=reference,
     )
-    values = None if critic is None else critic(hidden, ids, response_mask)
+    values = None if critic is None else critic(hidden, packed)
 
     def placed(tokens: Tensor | None) -> Tensor | None:
-        return None if tokens is None else tokens.new_zeros(ids.shape).masked_scatter(response_mask, tokens)
+        mask = packed.response_mask
+        return None if tokens is None else tokens.new_zeros(mask.shape).masked_scatter(mask, tokens[packed.inverse])
 
     return Scores(placed(logprobs), placed(entropy), placed(values), placed(divergence[0] if divergence else None))  # type: ignore[arg-type]

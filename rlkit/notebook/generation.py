@@ -19,6 +19,7 @@ from rlkit.models import (
     decode,
     encode_prompt,
     make_policy,
+    pack,
     pretrained_model,
     pretrained_tokenizer,
     score,
@@ -278,7 +279,7 @@ def compute_logprobs_for_tokens(
     ids, mask = _rows(prompt_ids, prompt_mask, generated_ids)
     device = next(model.parameters()).device
     found = [
-        score(model, part.to(device), sampled.to(device), temperature=temperature).logprobs[sampled.to(device)]
+        score(model, pack(part.to(device), sampled.to(device)), temperature=temperature).logprobs[sampled.to(device)]
         for part, sampled in zip(ids.split(micro_batch_size), mask.split(micro_batch_size), strict=True)
     ]
     return torch.cat(found).reshape(generated_ids.shape)
@@ -317,8 +318,8 @@ def generate_with_values(
     context = encode_prompt(policy.codec, with_system_prompt(as_messages(prompt), hooks.get("system_prompt")))
     device = next(model.parameters()).device
     ids, mask = _rows(torch.tensor([context]), None, torch.tensor([reply.token_ids]))
-    judge: Any = (lambda hidden, ids, response_mask: critic(hidden)) if isinstance(critic, ValueHead) else critic
+    judge: Any = (lambda hidden, packed: critic(hidden)) if isinstance(critic, ValueHead) else critic
     with torch.no_grad():
-        values = score(model, ids.to(device), mask.to(device), critic=judge).values
+        values = score(model, pack(ids.to(device), mask.to(device)), critic=judge).values
     assert values is not None
     return reply, values[mask.to(device)]

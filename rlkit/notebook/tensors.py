@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import rlkit.functional as F
 from rlkit.algorithm import micro_batches, quantities, select
-from rlkit.models import score
+from rlkit.models import pack, score
 from rlkit.rollouts import assemble
 from rlkit.types import Batch, Rollout, Scores
 
@@ -63,7 +63,7 @@ def attach_logprobs(model: nn.Module, rollouts: Sequence[Rollout], *, temperatur
       model: a causal LM. rollouts: with at least one step among them. temperature: > 0, the sampler's.
     """
     batch = assemble([plain(r) for r in rollouts], pad_token_id=0, device=next(model.parameters()).device)
-    logprobs = score(model, batch.ids, batch.response_mask, temperature=temperature).logprobs
+    logprobs = score(model, pack(batch.ids, batch.response_mask), temperature=temperature).logprobs
     return attach(rollouts, batch, logprobs, batch.logprobs_sampler)
 
 
@@ -99,7 +99,7 @@ def score_batch(
     out = Scores(zeros, zeros.clone(), None if critic is None else zeros.clone())
     for rows in micro_batches(batch, micro_batch_tokens):
         part = select(batch, rows)
-        scores = score(model, part.ids, part.response_mask, temperature=temperature, critic=critic)
+        scores = score(model, pack(part.ids, part.response_mask), temperature=temperature, critic=critic)
         for kept, found in zip(out, scores, strict=True):
             if kept is not None and found is not None:
                 kept[rows, : part.ids.shape[1]] = found.to(kept.dtype)

@@ -28,7 +28,7 @@ from rlkit.algorithm import (
     value_surrogate,
 )
 from rlkit.generation import generate as sample
-from rlkit.models import make_critic, score
+from rlkit.models import make_critic, pack, score
 from rlkit.notebook._arguments import asks_for, named
 from rlkit.notebook.algorithms import core_selector
 from rlkit.notebook.checkpoints import save_checkpoint
@@ -119,9 +119,8 @@ def _accumulate(
     own = algorithm if loss_fn is None else algorithm._replace(policy_loss=_nothing)
     for rows in micro_batches(minibatch, micro_batch_tokens if loss_fn is None else 1 << 62):
         part = select(minibatch, rows)
-        scores = score(
-            model, part.ids, part.response_mask, temperature=temperature, critic=critic, entropy_gradient=bool(algorithm.entropy_coef)
-        )
+        packed = pack(part.ids, part.response_mask)
+        scores = score(model, packed, temperature=temperature, critic=critic, entropy_gradient=bool(algorithm.entropy_coef))
         loss, terms = surrogate(part, scores, own, kl)
         policy_loss = (required(part.weights) * F.fill_masked(terms["policy_loss"], part.response_mask, 0.0)).sum()
         if loss_fn is not None:

@@ -11,7 +11,7 @@ from rlkit.environments import calculator, tool_schema
 from rlkit.functional import cut_distribution, mix
 from rlkit.generation import generate
 from rlkit.generation.transformers import Budgeted, ThinkingBudget
-from rlkit.models import decode, encode_prompt, encode_text, score
+from rlkit.models import decode, encode_prompt, encode_text, pack, score
 from rlkit.models.chat import encode_scaffold
 from rlkit.types import THINK_TAGS, Thinking
 
@@ -70,7 +70,7 @@ def test_log_probs_equal_the_trainer_at_the_same_temperature(tiny, contexts, tem
         ids = torch.tensor([[*context, *reply.token_ids]])
         mask = (torch.arange(ids.shape[1]) >= len(context))[None]
         with torch.no_grad():
-            logprobs = score(tiny.model, ids, mask, temperature=temperature)[0][mask]
+            logprobs = score(tiny.model, pack(ids, mask), temperature=temperature)[0][mask]
         # cached decoding with left padding against one full forward, both float32: rounding alone
         torch.testing.assert_close(logprobs, torch.tensor(reply.logprobs), rtol=0, atol=1e-4)
 
@@ -189,7 +189,7 @@ def test_behind_a_forced_tag_tokens_are_those_of_the_policy(tiny, contexts):
         mask = torch.zeros(ids.shape, dtype=torch.bool)
         mask[0, [len(context) + i for i in range(len(reply.token_ids)) if i not in reply.forced]] = True
         with torch.no_grad():
-            logprobs = score(tiny.model, ids, mask)[0][mask]
+            logprobs = score(tiny.model, pack(ids, mask))[0][mask]
         want = [p for i, p in enumerate(reply.logprobs) if i not in reply.forced]
         torch.testing.assert_close(logprobs, torch.tensor(want), rtol=0, atol=1e-4)  # cached decoding against one full forward
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlkit.environments import calculator, tool_use
-from rlkit.models import score
+from rlkit.models import pack, score
 from rlkit.models.chat import encode_scaffold
 from rlkit.rollouts import assemble, collect
 from rlkit.rollouts.assemble import rows
@@ -131,7 +131,7 @@ def test_padding_with_an_end_token_changes_nothing(tiny):
             assert torch.equal(tensor, getattr(theirs, name)), name
     assert torch.equal(ours.ids[ours.attention_mask], theirs.ids[theirs.attention_mask])
     with torch.no_grad():
-        a, b = (score(tiny.model, batch.ids, batch.response_mask)[0] for batch in (ours, theirs))
+        a, b = (score(tiny.model, pack(batch.ids, batch.response_mask))[0] for batch in (ours, theirs))
     assert torch.equal(a, b)  # causal attention never looks to the right, so not even rounding differs
 
 
