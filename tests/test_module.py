@@ -44,6 +44,15 @@ def without_clock(rows: list[dict]) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in rows]
 
 
+def test_packing_and_the_work_outside_the_model_are_in_every_row(tmp_path):
+    """The siblings of two prompts share them."""
+    for row in train(tmp_path / "run", "trainer.steps=2"):
+        assert 0 < row["perf/shared_frac"] < 1 and 0 <= row["perf/padding_frac"] < 1
+        assert 0 < row["perf/outside_model_frac"] < 1
+        parts = row["perf/generate_s"] + row["perf/reward_s"] + row["perf/update_s"]
+        assert row["perf/model_s"] < parts <= row["perf/step_s"]
+
+
 # ---------------------------------------------------------------------------------------------- dynamic sampling
 
 
