@@ -8,7 +8,9 @@ that never ends a reply (`endless`), a clock (`clock`), conversations of a fixed
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
+import itertools
 import json
 import math
 import os
@@ -18,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,8 +28,10 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+PYTHON = sys.executable
 NEVER = (1,)  # the id of a byte that the embedded model does not write
 MARK = "result: "  # before what a child process says to its parent
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)  # 97.5 % quantile of t by degrees of freedom, from 1
 BYTES_PER_SECOND = {"H100": 3.35e12, "H200": 4.8e12, "A100": 2.04e12}  # data sheets, SXM
 
 
@@ -122,10 +126,8 @@ def memory(field: str) -> float:
 
 def forget_peak() -> float:
     """The peak counts from here on, where the kernel lets a process say so; MiB in use now."""
-    try:
+    with contextlib.suppress(OSError):  # else VmHWM holds the peak of the imports too, which lie below that of any update
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass  # VmHWM then holds the peak of the imports too, which lie below that of any update
     return memory("VmRSS")
 
 
@@ -133,7 +135,7 @@ def forget_peak() -> float:
 
 
 def exponent(sizes: Sequence[float], costs: Sequence[float]) -> tuple[float, float, float]:
-    """k of cost ~ size^k by least squares of the logarithms, and its 95 % interval (Student's t; nan for fewer than three points)."""
+    """k of cost ~ size^k by least squares of the logarithms, and its 95 % interval (Student's t). For three to ten points."""
     x, y = [math.log(size) for size in sizes], [math.log(cost) for cost in costs]
     mean = statistics.fmean(x)
     spread = sum((a - mean) ** 2 for a in x)
@@ -141,18 +143,8 @@ def exponent(sizes: Sequence[float], costs: Sequence[float]) -> tuple[float, flo
     level = statistics.fmean(y) - slope * mean
     left = sum((b - level - slope * a) ** 2 for a, b in zip(x, y, strict=True))
     freedom = len(x) - 2
-    half = student(freedom) * math.sqrt(left / freedom / spread) if freedom > 0 else math.nan
+    half = STUDENT[freedom - 1] * math.sqrt(left / freedom / spread)
     return slope, slope - half, slope + half
-
-
-def student(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t, by Hill's expansion around the normal one; 12.71 and 4.30 for 1 and 2 are exact."""
-    if freedom < 3:
-        return (12.706, 4.303)[freedom - 1]
-    z = statistics.NormalDist().inv_cdf(0.975)
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2) + (
-        3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z
-    ) / (384 * freedom**3)
 
 
 # ------------------------------------------------------------------------------------------------- models for speed
@@ -249,23 +241,16 @@ def steps_of(overrides: Sequence[str], folder: Path) -> tuple[list[float], list[
     """`rlkit train` in this process without evaluation, checkpoints or copies of rollouts; seconds and metrics of each RL step."""
     from rlkit.cli import main
 
-    quiet = ["logger=none", "schedule=constant", "evaluation.n=0", "callbacks.rollouts.every=0", "~callbacks.checkpoint", "~callbacks.samples"]
+    quiet = [
+        "logger=none",
+        "schedule=constant",
+        "evaluation.n=0",
+        "callbacks.rollouts.every=0",
+        "~callbacks.checkpoint",
+        "~callbacks.samples",
+    ]
     status = main(["train", f"hydra.run.dir={folder}", *quiet, "+callbacks.clock={_target_: bench.clock, _partial_: true}", *overrides])
     if status:
         raise RuntimeError(f"rlkit train {' '.join(overrides)} ended with {status}")
     ends = MARKS["ends"]
-    return [b - a for a, b in zip(ends, ends[1:], strict=False)], MARKS["rows"]
-
-
-def alternate(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What each side gives, A/B/A/B; a first round warms up and is left out."""
-    seen: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(rounds + 1):
-        for name, side in sides.items():
-            value = side()
-            if number:
-                seen[name].append(value)
-    return seen
-
-
-PYTHON = sys.executable
+    return [b - a for a, b in itertools.pairwise(ends)], MARKS["rows"]

@@ -18,6 +18,7 @@ seed, and greedy accuracy on held-out problems at the end.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -189,11 +190,11 @@ def run_trl(given: dict[str, Any]) -> dict[str, Any]:
     trainer.train()
     history = [row for row in trainer.state.log_history if "reward" in row]
     totals = [0.0, *(row["num_tokens"] for row in history)]
-    seconds = [b - a for a, b in zip(ends, ends[1:], strict=False)][: given["steps"]]
+    seconds = [b - a for a, b in itertools.pairwise(ends)][: given["steps"]]
     assert len(seconds) == len(history) == given["steps"], (len(seconds), len(history))
     return {
         "seconds": seconds,
-        "tokens": [b - a for a, b in zip(totals, totals[1:], strict=False)],
+        "tokens": [b - a for a, b in itertools.pairwise(totals)],
         "sampled": [rows * row["completions/mean_length"] for row in history],
         "reward": [row["reward"] for row in history],
         "before": before,
@@ -212,7 +213,7 @@ def measure(python: str, side: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(given: dict[str, Any], python: str, rounds: int) -> list[dict[str, Any]]:
-    """A row for each side. Of a round, a side's figure is the median of its steps without the first; of a side, the median of its rounds."""
+    """A row for each side: of a round the median of its steps without the first, of a side the median of its rounds."""
     runs: dict[str, list[dict[str, Any]]] = {"rlkit": [], "trl": []}
     for _ in range(rounds):
         for side in runs:
@@ -257,7 +258,10 @@ def curves(given: dict[str, Any], python: str, seeds: list[int]) -> list[dict[st
                 ))  # fmt: skip
     for side in ("rlkit", "trl"):
         ends = [row["held_out"] for row in rows if row["side"] == side and row["held_out"] != ""]
-        means = [statistics.fmean(row["accuracy"] for row in rows if (row["side"], row["step"]) == (side, s)) for s in range(1, given["steps"] + 1)]
+        means = [
+            statistics.fmean(row["accuracy"] for row in rows if (row["side"], row["step"]) == (side, s))
+            for s in range(1, given["steps"] + 1)
+        ]
         print(f"{side}: accuracy by step {' '.join(f'{m:.2f}' for m in means)}, held out {' '.join(f'{e:.3f}' for e in ends)}")
     return rows
 
@@ -281,7 +285,8 @@ def main() -> None:
     if not options.python:
         parser.error("--python: the interpreter with TRL; make it with experiments/benchmarks/peers_env.sh")
     if options.quick:
-        options.rounds, options.prompts, options.group, options.tokens, options.steps, options.seeds = 1, 2, 2, 8, 2, [0]
+        options.beta, options.seeds = [0.0], [0]
+        options.rounds, options.prompts, options.group, options.tokens, options.steps = 1, 2, 2, 8, 2
     if options.curve:
         options.steps = max(options.steps, 2 if options.quick else 12)
     given = {name: getattr(options, name) for name in ("prompts", "group", "tokens", "micro_batches", "steps", "threads", "device")}
