@@ -2,10 +2,10 @@
 
     python experiments/benchmarks/overhead.py [--steps 8] [OVERRIDE ...]
 
-The default of `rlkit train`, its callbacks and its logger included, without evaluation; or with overrides of yours. Model compute is what
-runs inside the model's trunk and head, the draw of the next token, the scoring of given tokens, backward and optimiser; a step runs from the
-end of a step to the end of the next. Each round is a run in a process of its own; a step's shares are medians over the steps of all rounds
-without the first step of each. overhead.csv has a row a part:
+The default of `rlkit train`, its callbacks and its logger included, without evaluation; or with overrides of yours. Model compute
+is what runs inside the model's trunk and head, the draw of the next token, the scoring of given tokens, backward and optimiser; a step
+runs from the end of a step to the end of the next. Each round is a run in a process of its own; shares are medians over the steps of
+all rounds without the first step of each. overhead.csv has a row a part:
 
     decode        trunk, head and draw while replies are sampled        (model)
     score, backward, optimizer                                          (model)
@@ -67,16 +67,15 @@ def synchronize() -> None:
 
 def install(module: Any) -> None:
     """Clocks round the model compute of a run that is about to train."""
-    import rlkit.generation.cached
-    import rlkit.generation.transformers
     import rlkit.module
     from rlkit.models.score import trunk_and_head
 
     rlkit.module.score = timed("score", rlkit.module.score)  # type: ignore[assignment]
     for part in trunk_and_head(module.model):
         part.forward = timed("decode", part.forward)  # outside `score` a trunk runs in decoding alone
-    for engine in (rlkit.generation.cached, rlkit.generation.transformers):
-        engine.draw = timed("decode", engine.draw)  # type: ignore[attr-defined]
+    for engine in ("cached", "transformers"):  # by their modules: the package's own names are the functions
+        engine_module: Any = sys.modules[f"rlkit.generation.{engine}"]
+        engine_module.draw = timed("decode", engine_module.draw)
     module.manual_backward = timed("backward", module.manual_backward)
     optimizers = module.optimizers()
     for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
