@@ -161,7 +161,7 @@ def vllm(python: str, policy: Policy, contexts: Contexts, tokens: int, threads: 
 
 
 def vllm_side(folder: str) -> None:
-    """The process of vLLM; it knows nothing of rlkit."""
+    """The process of vLLM."""
     from vllm import LLM, SamplingParams
 
     given = json.loads((Path(folder) / "given.json").read_text())

@@ -6,7 +6,8 @@
 
 Both sides: the embedded model, the same prompts in the same order, the same group size, reward, loss (grpo: sequence means, group
 standard deviation), one update a step, AdamW at a constant rate, float32 on a CPU, bfloat16 autocast on a GPU, no checkpointing of
-activations, neither evaluation nor checkpoint, one micro-batch (or --micro-batches of equal numbers of rows), the same number of threads.
+activations, neither evaluation nor checkpoint, one micro-batch (or --micro-batches of as many rows, on rlkit's side by tokens, so about as
+many), the same number of threads.
 Each measurement is a process of its own, sides in turn: rlkit, TRL, rlkit, TRL. `forced` replies never end, so that both sides draw exactly
 the same number of tokens; `natural` ones end where they end. A step's seconds run from the end of a step to the end of the next, so that
 everything a framework does in between is in them. TRL samples by its transformers backend, rlkit by its default engine.
@@ -42,6 +43,14 @@ def problems(given: dict[str, Any]) -> list[Any]:
     from rlkit.tasks.stream import StreamState, take
 
     return take(arithmetic(split="train"), StreamState(epoch=0, position=0), given["prompts"] * given["steps"], seed=given["seed"])[0]
+
+
+def longest_prompt(given: dict[str, Any]) -> int:
+    """Tokens of the longest prompt of the run."""
+    from rlkit.models import encode_prompt, make_codec, pretrained_tokenizer
+
+    codec = make_codec(pretrained_tokenizer("tiny"))
+    return max(len(encode_prompt(codec, task.messages)) for task in problems(given))
 
 
 def greedy_accuracy(model: Any) -> float:
@@ -100,7 +109,7 @@ def run_rlkit(given: dict[str, Any]) -> dict[str, Any]:
         f"trainer.steps={given['steps']}",
         f"trainer.threads={given['threads']}",
         f"trainer.accelerator={'gpu' if given['device'] == 'cuda' else 'cpu'}",
-        f"trainer.micro_batch_tokens={rows * (given['longest'] + given['tokens'])}",
+        f"trainer.micro_batch_tokens={rows * (longest_prompt(given) + given['tokens'])}",
     ]
     seconds, metrics = bench.steps_of(overrides, Path.cwd() / "run")
     return {
@@ -290,7 +299,7 @@ def main() -> None:
     if options.curve:
         options.steps = max(options.steps, 2 if options.quick else 12)
     given = {name: getattr(options, name) for name in ("prompts", "group", "tokens", "micro_batches", "steps", "threads", "device")}
-    given |= {"lr": 3e-4, "seed": 0, "held_out": False, "longest": 32}
+    given |= {"lr": 3e-4, "seed": 0, "held_out": False}
     last = bench.provenance(options.threads, options.device) | {"trl": peer_version(options.python)}
     sizes = {name: given[name] for name in ("prompts", "group", "tokens", "micro_batches", "steps")}
     if options.curve:
