@@ -126,18 +126,18 @@ def continuous(policy: Policy) -> Engine:
 
 
 @contextmanager
-def vllm(python: str, policy: Policy, contexts: Contexts, tokens: int, threads: int, device: str) -> Iterator[Engine]:
+def vllm(policy: Policy, contexts: Contexts, asked: argparse.Namespace) -> Iterator[Engine]:
     """vLLM in a process of its own environment, which loads the model once and then decodes the same prompts on every word."""
     with tempfile.TemporaryDirectory() as folder:
         policy.model.save_pretrained(folder)
         policy.codec.tokenizer.save_pretrained(folder)
-        given = {"contexts": [list(context) for context in contexts], "tokens": tokens, "folder": folder, "device": device}
+        given = {"contexts": contexts, "tokens": asked.tokens, "device": asked.device, "eager": asked.quick}
         (Path(folder) / "given.json").write_text(json.dumps(given))
-        command = [python, __file__, "--vllm-side", folder]
+        command = [asked.vllm_python, __file__, "--vllm-side", folder]
         with (
             (Path(folder) / "log").open("w+") as log,
             subprocess.Popen(
-                command, env=bench.environment(threads), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+                command, env=bench.environment(asked.threads), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
             ) as process,
         ):
             assert process.stdin is not None and process.stdout is not None
@@ -151,7 +151,7 @@ def vllm(python: str, policy: Policy, contexts: Contexts, tokens: int, threads: 
             def decode(again: Contexts, limit_: int) -> int:
                 process.stdin.write("decode\n")
                 process.stdin.flush()
-                return check(said(), len(contexts), tokens)
+                return check(said(), len(contexts), asked.tokens)
 
             said()  # loaded
             try:
@@ -172,6 +172,7 @@ def vllm_side(folder: str) -> None:
         max_model_len=longest + 8,
         max_num_seqs=max(256, len(given["contexts"])),
         seed=0,
+        enforce_eager=given["eager"],  # compiles nothing
         logprobs_mode="processed_logprobs",
     )
     settings = SamplingParams(temperature=1.0, max_tokens=given["tokens"], ignore_eos=True, logprobs=0, detokenize=False)
@@ -204,7 +205,7 @@ def measure(policy: Policy, rows: int, given: argparse.Namespace) -> list[dict[s
     """One row an engine."""
     contexts = prompts(policy, rows, given.prompt)
     if given.vllm_python:
-        with vllm(given.vllm_python, policy, contexts, given.tokens, given.threads, given.device) as peer:
+        with vllm(policy, contexts, given) as peer:
             return alternate(policy, contexts, given, {"vllm": peer})
     return alternate(policy, contexts, given, {})
 
