@@ -116,6 +116,7 @@ def run_rlkit(given: dict[str, Any]) -> dict[str, Any]:
         "seconds": seconds,
         "tokens": [row["perf/tokens_per_s"] * row["perf/step_s"] for row in metrics],
         "sampled": [row["tokens/sampled"] for row in metrics],
+        "updates": [row["optim/updates"] for row in metrics],  # rlkit takes none where no group has a signal
         "reward": [row["reward/mean"] for row in metrics],
         "parts": {name: statistics.median(row[f"perf/{name}_s"] for row in metrics[1:]) for name in ("generate", "update")},
         "before": before,
@@ -205,6 +206,7 @@ def run_trl(given: dict[str, Any]) -> dict[str, Any]:
         "seconds": seconds,
         "tokens": [b - a for a, b in itertools.pairwise(totals)],
         "sampled": [rows * row["completions/mean_length"] for row in history],
+        "updates": [1] * len(history),
         "reward": [row["reward"] for row in history],
         "before": before,
         "peak": peak(given),
@@ -243,6 +245,7 @@ def compare(given: dict[str, Any], python: str, rounds: int) -> list[dict[str, A
                 "slowest_round": round(max(steps[side]), 3),
                 "tokens_per_second": round(statistics.median(t for run in own for t in run["tokens"][1:]) / seconds),
                 "sampled_per_step": round(statistics.median(t for run in own for t in run["sampled"][1:])),
+                "updates_per_step": round(statistics.fmean(n for run in own for n in run["updates"][1:]), 2),
                 "peak_mib": round(most[side]),
                 "above_import_mib": round(above[side]),
                 "time_of_trl": round(statistics.median(pairs), 3) if side == "rlkit" else 1.0,
