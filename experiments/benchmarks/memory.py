@@ -42,10 +42,10 @@ def batch(tokens: int, device: str) -> dict[str, Any]:
 
 def logprobs_of(form: str, model: Any, given: dict[str, Any]) -> Any:
     """Log-probs of the sampled tokens [B, T], 0 elsewhere."""
-    from rlkit.models import score
+    from rlkit.models import pack, score
 
     if form == "rlkit":
-        return score(model, given["ids"], given["mask"]).logprobs
+        return score(model, pack(given["ids"], given["mask"])).logprobs
     logits = model(input_ids=given["ids"], use_cache=False).logits
     taken = logits.log_softmax(-1)[:, :-1].gather(-1, given["ids"][:, 1:, None])[..., 0]
     return taken.new_zeros(given["ids"].shape).index_put((given["mask"],), taken[given["mask"][:, 1:]])

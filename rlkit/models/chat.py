@@ -29,7 +29,7 @@ class Codec(NamedTuple):
     plain: Any  # tokenizers.Tokenizer without added tokens
     added_ids: frozenset[int]
     thinking: Thinking
-    template_arguments: Mapping[str, Any] = {}  # for example enable_thinking
+    template_arguments: tuple[tuple[str, Any], ...] = ()  # for example enable_thinking
     render: Callable[[Messages, Sequence[Mapping[str, Any]]], str] | None = None  # (messages, tools) → text, for the template
 
 
@@ -55,7 +55,7 @@ def make_codec(
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise TemplateError(f"model.path: '{tokenizer.name_or_path}' has no fast tokenizer; rlkit needs tokenizer.json")
-    arguments = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    arguments = () if enable_thinking is None else (("enable_thinking", enable_thinking),)
     plain = _without_added_tokens(backend)
     return Codec(tokenizer, plain, frozenset(tokenizer.added_tokens_decoder), _thinking(tokenizer, plain), arguments, render)
 
@@ -87,6 +87,16 @@ def encode_scaffold(codec: Codec, text: str) -> list[int]:
     return codec.tokenizer.encode(text, add_special_tokens=False) if text else []
 
 
+@functools.lru_cache(maxsize=1024)  # the same few stand between all replies
+def _between_replies(codec: Codec, template: str | None, dialogue: str) -> str:
+    """What the template writes behind the sentinel of a dialogue; `template`: the tokenizer's, which a user may replace."""
+    sentinel = f"{_OPEN}0{_CLOSE}"
+    rendered = _render(codec, json.loads(dialogue), ())
+    if rendered.count(sentinel) != 1:
+        raise TemplateError(f"the chat template writes an assistant's content {rendered.count(sentinel)} times, not once")
+    return rendered.partition(sentinel)[2]
+
+
 def encode_prompt(codec: Codec, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
     """The ids of a conversation up to the point where the assistant speaks next.
 
@@ -111,10 +121,8 @@ def continuation(codec: Codec, messages: Messages, last_id: int | None, *, cut: 
     masked, contents = _mask_contents(messages, first=1)
     sentinel = f"{_OPEN}0{_CLOSE}"
     dialogue: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": sentinel}, *masked]
-    rendered = _render(codec, dialogue, ())
-    if rendered.count(sentinel) != 1:
-        raise TemplateError(f"the chat template writes an assistant's content {rendered.count(sentinel)} times, not once")
-    ids = _encode_rendered(codec, rendered.partition(sentinel)[2], contents, first=1)
+    rendered = _between_replies(codec, codec.tokenizer.chat_template, json.dumps(dialogue))
+    ids = _encode_rendered(codec, rendered, contents, first=1)
     if ids and (ids[0] == last_id or cut):
         ids = ids[1:]
     return ids
@@ -129,7 +137,7 @@ def _render(codec: Codec, messages: Messages, tools: Sequence[Mapping[str, Any]]
             tools=list(tools) or None,
             add_generation_prompt=True,
             tokenize=False,
-            **codec.template_arguments,
+            **dict(codec.template_arguments),
         )
     except Exception as error:  # jinja2 raises many kinds; all of them are the template's
         raise TemplateError(f"the chat template of '{codec.tokenizer.name_or_path}' fails: {error}") from error
