@@ -8,12 +8,16 @@ A slot that is done takes the next context at once. Where a reply is followed by
 in the context goes through the model: a long append-only episode costs its new tokens, not its history again. Equal contexts, such as
 the samples of one prompt, are read once. The draw is that of the reference engine (rlkit.generation.transformers.draw), from the
 rollout's own seed and position: which slot it had, and what stood beside it, changes nothing but the last bits of the arithmetic.
+
+A step asks the host nothing: every slot in use goes through the model, and those that draw nothing are masked. So on CUDA it is captured
+as a graph, one for each of a few shapes, and the host looks which replies have ended every few steps; their slots stand still meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nn_functional
 
+from rlkit.generation import graphs
+from rlkit.generation.graphs import Graphs, fitting
 from rlkit.generation.transformers import ThinkingBudget, draw, sampling_mode
 from rlkit.generation.transformers import generate as reference
 from rlkit.types import Generation, Policy
@@ -29,6 +35,8 @@ Follow = Callable[[int, Generation], "tuple[Sequence[int], int] | None"]
 ATTENTION = "rlkit_cached"
 BLOCK = 64  # tokens by which the room of a slot grows
 MOST_READ = 1 << 14  # tokens that are read in one pass, padding included
+SIDE_BY_SIDE = 8  # slots whose longest is looked for together
+CALL = 8192  # positions that are read in the time of one more call of attention, on a CPU
 
 
 def generate(
@@ -44,6 +52,8 @@ def generate(
     max_thinking_tokens: int | None = None,
     max_rows: int = 256,
     max_cached_tokens: int = 1 << 20,
+    check_every: int | None = None,
+    cuda_graphs: bool = True,
     follow: Follow | None = None,
 ) -> list[Generation]:
     """Samples one reply per context, and those that follow.
@@ -52,16 +62,20 @@ def generate(
       policy, contexts, seeds, max_new_tokens, temperature, top_p, top_k, max_thinking_tokens: as for the reference engine, which decodes in
         place of this one where layers are no full attention.
       max_rows: contexts decoded at once, > 0.
-      max_cached_tokens: slots × the longest context that one may reach, > 0: what the cache may hold. Further contexts wait; one that
-        is longer than all of it has the cache to itself.
+      max_cached_tokens: slots × the longest context that one may reach, > 0: what the cache may hold, on CUDA half of the free memory at
+        most. Further contexts wait, and where an episode outgrows its room the youngest wait again; one that is longer than all of it
+        has the cache to itself.
+      check_every: tokens that every slot draws before the host looks which replies have ended, > 0. None: 1 on a CPU, 8 elsewhere.
+        Changes no reply: nothing is drawn behind an end.
+      cuda_graphs: the step as CUDA graphs. Without, and where a model cannot be captured, its kernels are started one by one.
       follow: (index of the context, its reply) → (next context, its seed), which is then decoded under the same index; None ends it.
     Returns: the last reply of each, in the order of the contexts.
     Raises: ValueError for arguments out of range.
     """
-    if temperature < 0 or max_new_tokens < 1 or max_rows < 1 or max_cached_tokens < 1:
+    if temperature < 0 or min(max_new_tokens, max_rows, max_cached_tokens, check_every or 1) < 1 or check_every == 0:
         raise ValueError(
-            f"generation: temperature must be >= 0 (is {temperature}), max_new_tokens, max_rows and max_cached_tokens >= 1 (are "
-            f"{max_new_tokens}, {max_rows}, {max_cached_tokens})"
+            f"generation: temperature must be >= 0 (is {temperature}), max_new_tokens, max_rows, max_cached_tokens and check_every >= 1 "
+            f"(are {max_new_tokens}, {max_rows}, {max_cached_tokens}, {check_every})"
         )
     if not 0 < top_p <= 1 or top_k < 0:
         raise ValueError(f"generation: top_p must be > 0 and <= 1 (is {top_p}), top_k >= 0 (is {top_k}); 1 and 0 cut nothing")
@@ -72,8 +86,12 @@ def generate(
     numbers["max_thinking_tokens"] = max_thinking_tokens
     if not full_attention(causal.config):
         return _by_turns(policy, contexts, seeds, follow, **numbers, max_rows=max_rows)
-    with sampling_mode(causal), grouped_attention(causal.config):
-        return _Decoder(causal, policy, contexts, seeds, follow, max_rows, max_cached_tokens, **numbers).run()
+    with sampling_mode(causal), grouped_attention(causal.config), attention_kernels(causal.device):
+        decoder = _Decoder(
+            causal, policy, contexts, seeds, follow, max_rows=max_rows, max_cached_tokens=max_cached_tokens, check_every=check_every,
+            cuda_graphs=cuda_graphs, **numbers,
+        )  # fmt: skip
+        return decoder.run()
 
 
 def _by_turns(
@@ -114,6 +132,15 @@ def grouped_attention(config: Any) -> Iterator[None]:
         config._attn_implementation = before
 
 
+def attention_kernels(device: torch.device) -> AbstractContextManager[Any]:
+    """On CUDA all but cuDNN's, which plans each new shape anew: contexts and replies have any."""
+    if device.type != "cuda":
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **_: Any
 ) -> tuple[Tensor, None]:
@@ -122,6 +149,7 @@ def attend(
     Args:
       query: [R, Hq, m, D]. key, value: [R, Hk, L, D], Hk divides Hq. attention_mask: [R, 1, m, L], True is seen; of any other shape, it
         is causal, and m = L.
+    Of each part of the rows (`_PARTS`) only the keys are read that one of them sees.
     """
     rows, heads, width, size = query.shape
     groups = heads // key.shape[1]
@@ -130,8 +158,35 @@ def attend(
         return out.transpose(1, 2).contiguous(), None
     grouped = query.reshape(rows, heads // groups, groups * width, size)
     mask = attention_mask if width == 1 or groups == 1 else attention_mask.repeat(1, 1, groups, 1)
-    out = nn_functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+    outs = [
+        nn_functional.scaled_dot_product_attention(
+            grouped[start:stop], key[start:stop, :, :length], value[start:stop, :, :length],
+            attn_mask=mask[start:stop, ..., :length], scale=scaling,
+        )
+        for start, stop, length in _PARTS.get() or [(0, rows, key.shape[2])]
+    ]  # fmt: skip
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out.view(rows, heads, width, size).transpose(1, 2).contiguous(), None
+
+
+Part = tuple[int, int, int]  # slots from, to; the positions that one of them sees
+_PARTS: ContextVar[list[Part] | None] = ContextVar("parts", default=None)
+
+
+def parts_of(reach: Tensor) -> list[Part]:
+    """Cuts slots [n] that see so many positions each into parts of nearly one length, where that saves more than further calls cost."""
+    parts: list[Part] = []
+    blocks = nn_functional.pad(reach, (0, -len(reach) % SIDE_BY_SIDE)).view(-1, SIDE_BY_SIDE).amax(1).tolist()
+    for block, longest in enumerate(blocks):
+        start, stop = block * SIDE_BY_SIDE, min((block + 1) * SIDE_BY_SIDE, len(reach))
+        if parts:
+            before, _, length = parts[-1]
+            both = max(length, longest)
+            if (both - length) * (start - before) + (both - longest) * (stop - start) <= CALL:
+                parts[-1] = (before, stop, both)
+                continue
+        parts.append((start, stop, longest))
+    return parts
 
 
 class Slots:
@@ -140,11 +195,12 @@ class Slots:
     `rows` and `positions` say, before each pass, where the new ones go: rows None are the first slots in their order.
     """
 
-    def __init__(self, slots: int, room: int):
+    def __init__(self, slots: int, room: int, device: torch.device):
         self.slots, self.room = slots, room
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.rows: Tensor | None = None
+        self.places = torch.arange(slots, device=device)
         self.positions = torch.empty(0)  # [R, m]
         self.length = 0  # positions that are seen; 0: the new ones alone
 
@@ -153,7 +209,7 @@ class Slots:
         if layer == len(self.keys):
             for store, like in ((self.keys, key), (self.values, value)):
                 store.append(like.new_zeros(self.slots, like.shape[1], self.room, like.shape[3]))
-        rows = torch.arange(len(key), device=key.device) if self.rows is None else self.rows
+        rows = self.places[: len(key)] if self.rows is None else self.rows
         out = []
         for kept, new in ((self.keys[layer], key), (self.values[layer], value)):
             kept[rows[:, None], :, self.positions] = new.transpose(1, 2)
@@ -174,9 +230,13 @@ class Slots:
             store[targets, :, :length] = store[sources, :, :length]
 
     def resize(self, slots: int, room: int) -> None:
-        """Other numbers of slots and of positions, at least as many; what the first slots hold stays."""
+        """Other numbers of slots and of positions, of these at least as many; what the first slots hold stays."""
         for stores in (self.keys, self.values):
-            stores[:] = [nn_functional.pad(store[:slots], (0, 0, 0, room - self.room)) for store in stores]
+            for layer in range(len(stores)):  # one at a time: no more than one is there twice
+                old = stores[layer][:slots]
+                new = old.new_zeros(slots, old.shape[1], room, old.shape[3])
+                new[: len(old), :, : self.room] = old
+                stores[layer] = new
         self.slots, self.room = slots, room
 
 
@@ -204,44 +264,55 @@ class _Decoder:
         contexts: Sequence[Sequence[int]],
         seeds: Sequence[int],
         follow: Follow | None,
+        *,
         max_rows: int,
         max_cached_tokens: int,
-        *,
+        check_every: int | None,
+        cuda_graphs: bool,
         max_new_tokens: int,
         temperature: float,
         max_thinking_tokens: int | None,
         **cut: Any,
     ):
         self.policy, self.follow, self.temperature, self.cut, self.max_new_tokens = policy, follow, temperature, cut, max_new_tokens
-        self.trunk, self.head = causal.base_model, causal.get_output_embeddings()
-        self.device = next(causal.parameters()).device
+        self.causal, self.trunk, self.head = causal, causal.base_model, causal.get_output_embeddings()
+        self.device = device = next(causal.parameters()).device
+        self.check_every = check_every or (1 if device.type == "cpu" else 8)
         # Shortest last: siblings stay side by side, and what is popped together has nearly one length.
         order = sorted(range(len(contexts)), key=lambda i: (len(contexts[i]), tuple(contexts[i]), -i), reverse=True)
         self.queue = [_Row(i, tuple(contexts[i]), seeds[i]) for i in order]
         self.replies: dict[int, Generation] = {}
-        self.max_cached_tokens = max_cached_tokens
+        self.max_cached_tokens = min(max_cached_tokens, fitting(causal, device)) if device.type == "cuda" else max_cached_tokens
         room = self.need(max((len(c) for c in contexts), default=1))
-        self.slots = slots = max(1, min(max_rows, len(contexts), max_cached_tokens // room))  # in use at most
-        self.cache = Slots(slots, room)
+        self.slots = slots = max(1, min(max_rows, len(contexts), self.max_cached_tokens // room))  # in use at most
+        self.cache = Slots(slots, room, device)
         self.rows: list[_Row] = []  # slot → what it is busy with, without holes
-        self.eos = torch.tensor(policy.eos_token_ids, device=self.device)
+        self.reading: list[int] = []  # slots whose context has still to be read
+        self.parts: list[Part] = []  # of the slots in use, before the next step
+        self.eos = torch.tensor(policy.eos_token_ids, device=device)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(slots, *shape, dtype=dtype, device=self.device)
+            return torch.zeros(slots, *shape, dtype=dtype, device=device)
 
-        # Of each slot: its last token and where it goes, tokens drawn and their limit, the seed, whether it draws; the reply.
+        # Of each slot: its last token and where it goes, tokens drawn and their limit, the seed; whether it draws, and whether it has ended
+        # since the host looked; the reply, and behind it a column for what slots draw that do not draw.
         self.last, self.position, self.count, self.limit, self.seed = (zeros() for _ in range(5))
-        self.draws = zeros(dtype=torch.bool)
-        self.forced = zeros(max_new_tokens, dtype=torch.bool)
+        self.draws, self.ended = zeros(dtype=torch.bool), zeros(dtype=torch.bool)
+        self.tokens, self.logprobs = zeros(max_new_tokens + 1), zeros(max_new_tokens + 1, dtype=torch.float32)
+        self.forced = zeros(max_new_tokens + 1, dtype=torch.bool)
         self.budget = None
         if max_thinking_tokens is not None:
-            self.budget = ThinkingBudget(policy.codec.thinking, slots, max_thinking_tokens, self.device)
-        self.tokens, self.logprobs = zeros(max_new_tokens), zeros(max_new_tokens, dtype=torch.float32)
+            self.budget = ThinkingBudget(policy.codec.thinking, slots, max_thinking_tokens, device)
+        spelled = self.budget is not None and policy.codec.thinking.ids is None  # then each token is looked at on the host
+        self.captures = cuda_graphs and device.type in graphs.CAPTURED and not spelled
+        self.graphs = Graphs(causal, device)
 
     @property
     def state(self) -> tuple[Tensor, ...]:
         """All that belongs to a slot beside its keys and values."""
-        return self.last, self.position, self.count, self.limit, self.seed, self.draws, self.tokens, self.logprobs, self.forced
+        return (
+            self.last, self.position, self.count, self.limit, self.seed, self.draws, self.ended, self.tokens, self.logprobs, self.forced,
+        )  # fmt: skip
 
     def need(self, length: int) -> int:
         """Room for a context of this length and its reply."""
@@ -250,33 +321,38 @@ class _Decoder:
 
     def run(self) -> list[Generation]:
         while self.queue or self.rows:
-            while self.queue and len(self.rows) < self.slots:
-                self.rows.append(self.queue.pop())
-                self.wait(len(self.rows) - 1)
-            reading = [slot for slot, row in enumerate(self.rows) if row.reads]
-            if 8 * len(reading) >= len(self.rows):  # a pass for fewer costs more than their waiting
-                self.read(reading)
+            fresh = range(len(self.rows), min(self.slots, len(self.rows) + len(self.queue)))
+            self.rows += [self.queue.pop() for _ in fresh]
+            self.wait(fresh)
+            if 8 * len(self.reading) >= len(self.rows):  # a pass for fewer costs more than their waiting
+                self.read()
             else:
-                self.step()
+                for _ in range(self.check_every):
+                    self.step()
             self.finish()
         return [self.replies[i] for i in sorted(self.replies)]
 
-    def wait(self, slot: int) -> None:
-        """The slot draws nothing until it has read; what a step writes there meanwhile is overwritten then."""
-        self.draws[slot] = False
-        self.position[slot] = self.rows[slot].known
+    def wait(self, slots: Sequence[int]) -> None:
+        """The slots draw nothing until they have read; what a step writes there meanwhile is overwritten then."""
+        if slots:
+            at = self.tensor(slots)
+            self.draws[at] = False
+            self.position[at] = self.tensor([self.rows[slot].known for slot in slots])
+        self.reading = [slot for slot, row in enumerate(self.rows) if row.reads]
 
-    def read(self, slots: list[int]) -> None:
-        """Reads what is new in the contexts of some slots, and draws the first token of their replies."""
-        room = max(self.need(len(self.rows[slot].context)) for slot in slots)
+    def read(self) -> None:
+        """Reads what is new in the contexts of the slots that wait for it, and draws the first token of their replies."""
+        room = max(self.need(len(self.rows[slot].context)) for slot in self.reading)
         if room > self.cache.room:
             self.make_room(room)
-            slots = [slot for slot, row in enumerate(self.rows) if row.reads]
+        slots, self.reading = self.reading, []
+        if not slots:  # all of them wait again
+            return
         rows = [self.rows[slot] for slot in slots]
         firsts: dict[tuple[int, ...], int] = {}  # fresh context → the slot that reads it
         sources = [slot if row.known else firsts.setdefault(row.context, slot) for slot, row in zip(slots, rows, strict=True)]
         last: dict[int, Tensor] = {}  # slot → hidden state of its last token
-        for part in self.portions(sorted(set(sources), key=lambda slot: (self.rows[slot].known > 0, slots.index(slot)))):
+        for part in self.portions(sorted(set(sources), key=lambda slot: (self.rows[slot].known > 0, slot))):
             last |= zip(part, self.pass_through(part), strict=True)
         if copies := [(source, slot) for slot, source in zip(slots, sources, strict=True) if slot != source]:
             sources_, targets = torch.tensor(copies, device=self.device).T
@@ -288,25 +364,32 @@ class _Decoder:
         self.seed[at] = self.tensor([row.seed for row in rows])
         self.count[at] = 0
         self.draws[at] = True
-        self.forced[at] = False
         if self.budget is not None:
             self.budget.begin(at, [row.context for row in rows])
         for row in rows:
             row.reads = False
         self.draw(at, torch.stack([last[source] for source in sources]))
+        self.measure()
 
     def tensor(self, numbers: Sequence[Any]) -> Tensor:
         return torch.tensor(numbers, device=self.device)
 
     def make_room(self, room: int) -> None:
-        """Longer slots, and fewer where all of them together would hold too much: some that still have to read go back to the queue."""
+        """Longer slots. Where as many of them would hold too much, the slots that lose least by it go back to the queue first.
+
+        What they have drawn they draw again, from their own seeds. Room that nobody needs yet is taken along, so that long episodes do not
+        move the cache every few turns.
+        """
         self.slots = max(1, min(self.slots, self.max_cached_tokens // room))
-        reading = [slot for slot, row in enumerate(self.rows) if row.reads]
-        back = reading[: max(0, min(len(self.rows) - self.slots, len(reading) - 1))]
-        returned = [self.rows[slot] for slot in back]
-        self.vacate(back)
-        self.queue += [_Row(row.index, row.context, row.seed) for row in returned]
-        self.cache.resize(max(self.slots, len(self.rows)), room)
+        surplus = len(self.rows) - self.slots
+        if surplus > 0:
+            held = self.position[: len(self.rows)].tolist()
+            back = sorted(range(len(self.rows)), key=lambda slot: (held[slot], -slot))[:surplus]
+            self.queue += [_Row(row.index, row.context, row.seed) for row in (self.rows[slot] for slot in back)]
+            self.vacate(back)
+        ahead = min(2 * self.cache.room, self.need(self.policy.context_length), self.max_cached_tokens // self.slots // BLOCK * BLOCK)
+        self.graphs = Graphs(self.causal, self.device)  # the old ones write where the cache was
+        self.cache.resize(self.slots, max(room, ahead))
 
     def portions(self, slots: list[int]) -> Iterator[list[int]]:
         """Slots that go through the model together: fresh ones or known ones, at most so many tokens with their padding."""
@@ -345,45 +428,72 @@ class _Decoder:
             input_ids=ids, attention_mask=mask, position_ids=self.cache.positions, past_key_values=self.cache, use_cache=True
         ).last_hidden_state
 
-    def step(self) -> None:
-        """One more token in every slot that draws; the others wait for what they read, and change nothing."""
-        n = len(self.rows)
-        self.cache.rows, self.cache.positions = None, self.position[:n, None]
-        self.cache.length = int(self.position[:n].max()) + 1
-        seen = torch.arange(self.cache.length, device=self.device) <= self.position[:n, None]
-        self.draw(torch.arange(n, device=self.device), self.forward(self.last[:n, None], seen[:, None, None])[:, 0])
+    def measure(self) -> None:
+        """How far the slots in use reach. Only a CPU reads them in parts: elsewhere a call costs more, and its shape is captured."""
+        reach = self.position[: len(self.rows)] + 1
+        if self.rows:
+            self.parts = parts_of(reach) if self.device.type == "cpu" and not self.captures else [(0, len(reach), int(reach.max()))]
 
-    def draw(self, at: Tensor, hidden: Tensor) -> None:
-        """Draws the next token of the slots `at` from their last hidden states; what is drawn has not been read yet."""
-        drawn = self.draws[at]
-        at, hidden = at[drawn], hidden[drawn]
-        count = self.count[at]
+    def step(self) -> None:
+        """One more token in every slot that draws; the others wait for what they read, or to be looked at, and change nothing."""
+        slots, length = len(self.rows), max(length for _, _, length in self.parts)
+        if self.captures:
+            slots, length = coarse(slots, 1, self.slots), coarse(length, BLOCK, self.cache.room)
+            self.graphs(slots, length, lambda: self.decode(slots, length))
+        else:
+            token = _PARTS.set(self.parts)
+            try:
+                self.decode(slots, length)
+            finally:
+                _PARTS.reset(token)
+        self.parts = [(start, stop, min(length + 1, self.cache.room)) for start, stop, length in self.parts]
+
+    def decode(self, slots: int, length: int) -> None:
+        """A step of the first slots, of which none sees more positions. A function of the state alone, in place, without a host's look."""
+        self.cache.rows, self.cache.positions, self.cache.length = None, self.position[:slots, None], length
+        seen = torch.arange(length, device=self.device) <= self.cache.positions
+        self.draw(self.cache.places[:slots], self.forward(self.last[:slots, None], seen[:, None, None])[:, 0], begun=True)
+
+    def draw(self, at: Tensor, hidden: Tensor, begun: bool = False) -> None:
+        """The next token of the slots `at` that draw, from their last hidden states.
+
+        It has not been read yet. Begun: the token before it belongs to the reply, and has been read.
+        """
+        draws, count = self.draws[at], self.count[at]
         logprobs, choice = draw(self.head(hidden), self.seed[at], count, self.temperature, **self.cut)
+        column = count.masked_fill(~draws, self.max_new_tokens)
+        forced = None
         if self.budget is not None:
-            begun = count > 0
-            self.budget.follow(at[begun], self.last[at[begun]])
-            choice, self.forced[at, count] = self.budget.force(at, choice)
+            if begun:
+                self.budget.follow(at, self.last[at])
+            choice, forced = self.budget.force(at, choice)
+            self.forced[at, column] = forced
         token = choice.argmax(1)
-        self.tokens[at, count] = token
-        self.logprobs[at, count] = logprobs.gather(1, token[:, None])[:, 0].masked_fill(self.forced[at, count], 0.0)
-        self.position[at] += count > 0
-        self.last[at] = token
-        self.count[at] += 1
+        logprob = logprobs.gather(1, token[:, None])[:, 0]
+        self.tokens[at, column] = token
+        self.logprobs[at, column] = logprob if forced is None else logprob.masked_fill(forced, 0.0)
+        count = count + draws
+        ended = draws & ((token[:, None] == self.eos).any(1) | (count >= self.limit[at]))
+        if begun:
+            self.position[at] += draws
+        self.last[at], self.count[at] = token, count
+        self.draws[at], self.ended[at] = draws & ~ended, self.ended[at] | ended
 
     def finish(self) -> None:
         """Takes the replies that have ended; their slots go on with the episode, with another context, or are closed."""
-        n = len(self.rows)
-        ended = self.draws[:n] & (torch.isin(self.last[:n], self.eos) | (self.count[:n] >= self.limit[:n]))
+        ended = self.ended[: len(self.rows)]
         if not ended.any():
             return
         slots = ended.nonzero()[:, 0]
+        self.ended[slots] = False
         counts = self.count[slots].tolist()
-        tokens, logprobs = self.tokens[slots].tolist(), self.logprobs[slots].tolist()
-        forced = [[]] * len(counts) if self.budget is None else [marks.nonzero()[:, 0].tolist() for marks in self.forced[slots]]
-        closed = []
+        tokens, logprobs = self.tokens[slots, : max(counts)].tolist(), self.logprobs[slots, : max(counts)].tolist()
+        forced = [[]] * len(counts) if self.budget is None else self.forced[slots, : max(counts)].tolist()
+        goes_on, closed = [], []
         for slot, size, ids, scores, marks in zip(slots.tolist(), counts, tokens, logprobs, forced, strict=True):
             end: Any = "stop" if ids[size - 1] in self.policy.eos_token_ids else "length"
-            reply = Generation(tuple(ids[:size]), tuple(scores[:size]), end, tuple(marks))
+            written = tuple(i for i, mark in enumerate(marks[:size]) if mark)
+            reply = Generation(tuple(ids[:size]), tuple(scores[:size]), end, written)
             row = self.rows[slot]
             self.replies[row.index] = reply
             following = self.follow(row.index, reply) if self.follow is not None else None
@@ -393,11 +503,13 @@ class _Decoder:
             context, seed = tuple(following[0]), following[1]
             held = row.context + reply.token_ids[:-1]  # the last token of a reply has been drawn and not read
             self.rows[slot] = _Row(row.index, context, seed, known=min(_common(held, context), len(context) - 1))
-            self.wait(slot)
-        for slot in closed[: len(self.queue)]:
+            goes_on.append(slot)
+        refilled = closed[: len(self.queue)]
+        for slot in refilled:
             self.rows[slot] = self.queue.pop()
-            self.wait(slot)
-        self.vacate([slot for slot in closed if not self.rows[slot].reads])
+        self.wait([*goes_on, *refilled])
+        self.vacate(closed[len(refilled) :])
+        self.measure()
 
     def vacate(self, slots: list[int]) -> None:
         """Closes slots; the last ones move into the holes, so that those in use are the first."""
@@ -415,7 +527,18 @@ class _Decoder:
                 self.budget.move(source, target)
             for mover, hole in zip(movers, targets, strict=True):
                 self.rows[hole] = self.rows[mover]
+        self.draws[left:] = False  # a step of a coarser number of slots goes through them too
+        self.ended[left:] = False
+        self.position[left:] = 0
         del self.rows[left:]
+        self.reading = [slot for slot, row in enumerate(self.rows) if row.reads]
+
+
+def coarse(number: int, step: int, most: int) -> int:
+    """The next multiple of `step`, which doubles until at most eight make the number: few shapes, and little more than asked for."""
+    while number > 8 * step:
+        step *= 2
+    return min(-(-number // step) * step, most)
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

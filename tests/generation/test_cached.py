@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+import sys
 from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkit.environments import calculator, tool_schema
 from rlkit.functional import mix
-from rlkit.generation import cached, generate
-from rlkit.generation.cached import _by_turns
+from rlkit.generation import cached, generate, graphs
+from rlkit.generation.cached import SIDE_BY_SIDE, Slots, _by_turns, _Decoder, coarse, parts_of
 from rlkit.models import encode_prompt
 from rlkit.rollouts import collect
 from rlkit.types import Generation
@@ -210,8 +212,246 @@ def test_mode_and_attention_are_put_back_also_after_an_error(tiny):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": -1.0}, {"max_new_tokens": 0}, {"max_rows": 0}, {"max_cached_tokens": 0}, {"top_p": 0.0}, {"max_thinking_tokens": -1}],
-)
+    [
+        {"temperature": -1.0}, {"max_new_tokens": 0}, {"max_rows": 0}, {"max_cached_tokens": 0}, {"check_every": 0}, {"top_p": 0.0},
+        {"max_thinking_tokens": -1},
+    ],
+)  # fmt: skip
 def test_numbers_out_of_range_are_refused(tiny, contexts, wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         cached(tiny, contexts, SEEDS, **wrong)
+
+
+# ------------------------------------------------------------------------------------------- stop checks, parts, the bound
+
+
+@pytest.mark.parametrize("every", [2, 8, 100])
+def test_how_often_the_host_looks_changes_no_reply(tiny, contexts, every):
+    """Ends by token and by length in any step, refilled slots, a thinking budget: nothing is drawn behind an end."""
+    settings = {"max_new_tokens": 18, "temperature": 1.3, "max_thinking_tokens": 3}
+    expected = cached(tiny, contexts, SEEDS, **settings, max_rows=3, check_every=1)
+    assert {g.finish_reason for g in expected} == {"stop", "length"} and any(g.forced for g in expected)
+    found = cached(tiny, contexts, SEEDS, **settings, max_rows=3, check_every=every)
+    assert equal(found, expected) and [g.forced for g in found] == [g.forced for g in expected]
+
+
+def test_parts_cover_all_slots_and_read_less():
+    """Every slot lies in one part that sees as far as it does; slots of one length are one part, and a long one is kept apart."""
+    rng = random.Random(0)
+    for n in (1, 7, 8, 9, 64):
+        reach = torch.tensor([rng.randrange(1, 5000) for _ in range(n)])
+        parts = parts_of(reach)
+        assert [start for start, _, _ in parts] == [0, *(stop for _, stop, _ in parts)][:-1] and parts[-1][1] == n
+        assert all(int(reach[start:stop].max()) == length for start, stop, length in parts)
+    assert parts_of(torch.full((64,), 300)) == [(0, 64, 300)]
+    assert parts_of(torch.tensor([100] * 31 + [5000])) == [(0, 32 - SIDE_BY_SIDE, 100), (32 - SIDE_BY_SIDE, 32, 5000)]
+
+
+def test_slots_of_very_different_lengths(tiny, monkeypatch):
+    """Read in parts, the replies are the same: contexts of 20 and of 200 tokens."""
+    monkeypatch.setattr(sys.modules[_Decoder.__module__], "CALL", 64)
+    rng = random.Random(1)
+    contexts = [tuple(rng.randrange(100, 700) for _ in range(20 if i < 8 else 200)) for i in range(10)]
+    parts, measure = [], _Decoder.measure
+    monkeypatch.setattr(_Decoder, "measure", lambda self: (measure(self), parts.append(len(self.parts))))
+    found = cached(tiny, contexts, range(10), max_new_tokens=4)
+    assert max(parts) == 2 and equal(found, generate(tiny, contexts, range(10), max_new_tokens=4))
+
+
+@pytest.mark.parametrize("most", [300, 700])
+def test_the_cache_never_holds_more_than_it_may(tiny, contexts, most):
+    """Watched at each pass, while episodes outgrow their room: the youngest wait, and every reply is that of a boundless cache."""
+
+    def play(**bound):
+        seen, held = {}, dict(enumerate(contexts[:6]))
+
+        def follow(index, reply):
+            seen.setdefault(index, []).append(reply)
+            if len(seen[index]) == 4:
+                return None
+            held[index] += reply.token_ids + tuple(range(200, 200 + 15 * (1 + index % 3)))
+            return held[index], mix(index, len(seen[index]))
+
+        cached(tiny, contexts[:6], SEEDS[:6], max_new_tokens=8, follow=follow, **bound)
+        return [reply for _, replies in sorted(seen.items()) for reply in replies]
+
+    free, held = play(), []
+    with pytest.MonkeyPatch.context() as patch:
+        forward, resize = _Decoder.forward, Slots.resize
+        watch = lambda cache: held.extend((k.shape[0], k.shape[2], cache.slots, cache.room) for k in (*cache.keys, *cache.values))  # noqa: E731
+        patch.setattr(_Decoder, "forward", lambda self, *a: (forward(self, *a), watch(self.cache))[0])
+        patch.setattr(Slots, "resize", lambda self, *a: (resize(self, *a), watch(self))[0])
+        bounded = play(max_cached_tokens=most)
+    assert equal(bounded, free)
+    assert all((slots, room) == tuple(told) for slots, room, *told in held)
+    assert all(slots * room <= most or slots == 1 for slots, room, _, _ in held)
+    assert len({room for _, room, _, _ in held}) > 1  # it did grow
+
+
+# --------------------------------------------------------------------------------------------------- the captured step
+
+
+class Recorder(TorchDispatchMode):
+    """What a CUDA graph is, on a CPU: a fixed list of operations over fixed memory, in which nothing asks the host."""
+
+    LOOKS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "lift_fresh", "equal.default")
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(name in str(func) for name in self.LOOKS):
+            raise RuntimeError(f"{func} asks the host")
+        if "index" in str(func) and any(i is not None and i.dtype == torch.bool for i in args[1]):
+            raise RuntimeError(f"{func} by a mask asks the host how many")
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self):
+        """Every operation on the memory that it had, its results into the memory that they had; views are views still."""
+        for func, args, kwargs, out in self.calls:
+            again = func(*args, **kwargs)
+            for old, new in zip(*((x if isinstance(x, (tuple, list)) else (x,)) for x in (out, again)), strict=True):
+                if isinstance(old, torch.Tensor) and old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+                    old.copy_(new)
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    """Steps are captured, on a CPU; gives how often, and how often they were replayed."""
+    done = {"captured": 0, "replayed": 0}
+
+    def capture(step, device, pool):
+        kept = [t.clone() for t in buffers]
+        recorder = Recorder()
+        with recorder:
+            step()
+        for tensor, before in zip(buffers, kept, strict=True):
+            tensor.copy_(before)  # capturing carries nothing out
+        done["captured"] += 1
+
+        def replay():
+            done["replayed"] += 1
+            recorder.replay()
+
+        return replay
+
+    buffers = []
+    make = _Decoder.__init__
+
+    def init(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        budget = () if self.budget is None else (self.budget.inside, self.budget.used, self.budget.written)
+        buffers[:] = [*self.state, *budget]
+
+    monkeypatch.setattr(_Decoder, "__init__", init)
+    monkeypatch.setattr(graphs, "CAPTURED", ("cpu",))
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(graphs.Graphs, "refused", set())
+    return done
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_thinking_tokens": 3}, {"temperature": 0.0}, {"top_p": 0.9, "top_k": 100}], ids=str)
+def test_a_captured_step_gives_the_same_replies(tiny, contexts, recording, settings):
+    """The step asks nothing of the host and depends on buffers alone: recorded and replayed, it draws what the reference draws."""
+    settings = {"max_new_tokens": 16, "temperature": 1.3} | settings
+    expected = generate(tiny, contexts, SEEDS, **settings)
+    found = cached(tiny, contexts, SEEDS, **settings, max_rows=4, check_every=8)
+    assert equal(found, expected) and [g.forced for g in found] == [g.forced for g in expected]
+    assert 0 < recording["captured"] < recording["replayed"] / 4
+
+
+def test_captured_steps_over_many_turns_in_a_cache_that_moves(tiny, contexts, recording):
+    """Graphs of the memory before are not replayed into the one after."""
+    found = []
+    for engine in (partial(cached, max_cached_tokens=700, max_new_tokens=12), partial(_by_turns, temperature=1.0, max_new_tokens=12)):
+        follow, seen = follower(7, True), {}
+
+        def note(index, reply, follow=follow, seen=seen):
+            seen.setdefault(index, []).append(reply)
+            return follow(index, reply, contexts[index])
+
+        engine(tiny, contexts[:5], SEEDS[:5], follow=note)
+        found.append([reply for _, replies in sorted(seen.items()) for reply in replies])
+    assert equal(*found) and recording["replayed"] > recording["captured"] > 2
+
+
+def test_weights_that_change_between_calls_are_seen(tiny, contexts, recording):
+    """In place, as an optimizer's step, and replaced by others."""
+    from copy import deepcopy
+
+    policy = tiny._replace(model=deepcopy(tiny.model))
+    replies = []
+    for change in (lambda w: None, lambda w: w.data.mul_(1.5), lambda w: setattr(w, "data", w.data * 0.5)):
+        for weight in policy.model.model.layers[1].mlp.parameters():
+            change(weight)
+        replies.append(cached(policy, contexts[:4], SEEDS[:4], max_new_tokens=12))
+        assert equal(replies[-1], generate(policy, contexts[:4], SEEDS[:4], max_new_tokens=12))
+    assert replies[0] != replies[1] != replies[2] and recording["replayed"] > 3
+
+
+@pytest.mark.parametrize("when", ["capture", "first step"])
+def test_a_step_that_cannot_be_captured_runs_without_and_says_so_once(tiny, contexts, recording, monkeypatch, when):
+    """Found by the capture, or by the step before it, which breaks off in the model and is done again."""
+    failures, watched = [], []
+
+    def fail(*_):
+        failures.append(when)
+        raise RuntimeError("operation not permitted when stream is capturing\nand a long tail")
+
+    @contextmanager
+    def watch(device):
+        watched.append(device)
+        try:
+            yield
+        finally:
+            watched.clear()
+
+    expected = generate(tiny, contexts, SEEDS, max_new_tokens=8)
+    if when == "capture":
+        monkeypatch.setattr(graphs, "capture", fail)
+    else:
+        forward = _Decoder.forward
+        monkeypatch.setattr(graphs, "host_looks_refused", watch)
+        monkeypatch.setattr(_Decoder, "forward", lambda self, *given: fail() if watched else forward(self, *given))
+    with pytest.warns(UserWarning, match="Qwen3ForCausalLM cannot be captured.*cuda_graphs=false .*capturing$") as caught:
+        found = cached(tiny, contexts, SEEDS, max_new_tokens=8)
+    assert equal(found, expected) and len(caught) == len(failures) == 1
+    assert equal(cached(tiny, contexts, SEEDS, max_new_tokens=8), expected) and len(failures) == 1  # the next call does not try
+
+
+def test_shapes_are_few_and_never_too_small():
+    for step, most in ((1, 500), (64, 8192)):
+        shapes = [coarse(n, step, most) for n in range(1, most + 1)]
+        assert all(n <= shape <= max(n + step - 1, 1.25 * n) for n, shape in enumerate(shapes, 1))
+        assert shapes == sorted(shapes) and len(set(shapes)) < 50
+
+
+# ---------------------------------------------------------------------------------------------------- the distribution
+
+
+@pytest.mark.parametrize("engine", [cached, generate])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_replies_of_two_tokens_follow_their_exact_distribution(tiny, engine, temperature):
+    """All 36 replies of two tokens over a vocabulary of 6, enumerated: chi-square of 4,000 fixed seeds at 35 degrees of freedom.
+
+    75.0 is its 99.99 % quantile: one sound engine in 10,000 sets of seeds would be called wrong.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(3)
+    config = Qwen3Config(
+        vocab_size=6, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        max_position_embeddings=16, initializer_range=0.2,
+    )  # fmt: skip
+    policy = tiny._replace(model=Qwen3ForCausalLM(config).eval(), eos_token_ids=(99,), pad_token_id=0, context_length=16)
+    n, context = 4000, (1, 4, 2)
+    replies = engine(policy, [context] * n, [mix(11, i) for i in range(n)], max_new_tokens=2, temperature=temperature, max_rows=n)
+    with torch.no_grad():
+        logits = policy.model(torch.tensor([[*context, first] for first in range(6)])).logits[:, -2:] / temperature
+    expected = (logits[0, 0].log_softmax(-1)[:, None] + logits[:, 1].log_softmax(-1)).exp().flatten() * n
+    observed = torch.bincount(torch.tensor([6 * g.token_ids[0] + g.token_ids[1] for g in replies]), minlength=36)
+    assert expected.min() > 5 and expected.max() > 1.5 * expected.median()  # else the statistic means nothing
+    assert float(((observed - expected) ** 2 / expected).sum()) < 75.0

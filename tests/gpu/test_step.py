@@ -1,6 +1,6 @@
 """One whole training_step on CUDA with a Qwen3-shaped model of random weights and LoRA. Needs torch, transformers, lightning, peft.
 
-On a machine without pytest-xdist: pytest -o addopts= tests/gpu.
+On a machine without pytest-xdist: pytest -o addopts= -m gpu tests/gpu.
 """
 
 from __future__ import annotations

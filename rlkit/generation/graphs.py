@@ -1,0 +1,106 @@
+"""CUDA graphs of a decoding step: its kernels, hundreds of small ones, started all at once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+import torch
+
+CAPTURED = ("cuda",)  # kinds of devices on which steps are captured
+
+
+class Graphs:
+    """Steps over buffers that stay where they are: started kernel by kernel the first time in a shape, captured the second, replayed then.
+
+    A model that cannot be captured, one that asks the host for instance, is found by its first step or by the capture. It decodes without
+    from then on, with one warning.
+    """
+
+    refused: ClassVar[WeakSet[Any]] = WeakSet()  # models that cannot be captured
+
+    def __init__(self, model: Any, device: torch.device):
+        self.model, self.device = model, device
+        self.pool: Any = None  # memory that all of them share: none needs what another has left there
+        self.started: set[tuple[int, int]] = set()
+        self.replays: dict[tuple[int, int], Callable[[], None]] = {}
+
+    def __call__(self, slots: int, length: int, step: Callable[[], None]) -> None:
+        shape = slots, length
+        if shape not in self.replays and self.model not in self.refused:
+            try:
+                if shape not in self.started:
+                    with host_looks_refused(self.device):
+                        step()
+                    self.started.add(shape)
+                    return
+                self.pool = self.pool or memory_pool(self.device)
+                self.replays[shape] = capture(step, self.device, self.pool)
+            except RuntimeError as error:  # CUDA's own, and out of memory
+                self.refused.add(self.model)
+                reason = str(error).strip().partition("\n")[0]
+                warnings.warn(
+                    f"the decoding step of {type(self.model).__name__} cannot be captured as a CUDA graph and runs without, more slowly "
+                    f"(generation.engine.cuda_graphs=false does not try): {reason}",
+                    stacklevel=2,
+                )
+        self.replays.get(shape, step)()
+
+
+@contextmanager
+def host_looks_refused(device: torch.device) -> Iterator[None]:
+    """What makes the host wait for the device, and would break a capture, raises RuntimeError before anything is captured."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "prototype": it does not find everything
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode(before)
+
+
+def memory_pool(device: torch.device) -> Any:
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else object()
+
+
+@cache
+def side_stream(device: torch.device) -> Any:
+    """One for all captures: each stream that multiplies matrices keeps memory of its own for good."""
+    return torch.cuda.Stream(device)
+
+
+def capture(step: Callable[[], None], device: torch.device, pool: Any) -> Callable[[], None]:
+    """The kernels of a step, which is not carried out, as a function that starts them all at once.
+
+    torch.cuda.graph does the same, empties the memory cache before, and leaves the side stream in force where the capture fails.
+    Under autocast the weights have been cast, and the casts kept, by the passes before.
+    """
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize(device)
+    with torch.cuda.device(device), torch.cuda.stream(side_stream(device)):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may allocate meanwhile
+        try:
+            step()
+        finally:
+            graph.capture_end()
+    return graph.replay
+
+
+def fitting(causal: Any, device: torch.device) -> int:
+    """Tokens whose keys and values half of the free memory of a CUDA device holds; the rest is for passes, logits and noise."""
+    config = causal.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token = 2 * config.num_hidden_layers * heads * size * causal.dtype.itemsize
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(1, free // 2 // token)

@@ -1,0 +1,155 @@
+"""The decoding step on CUDA, captured: the replies of the reference and of the step uncaptured. Needs torch, transformers, peft.
+
+On a machine without pytest-xdist: pytest -o addopts= -m gpu tests/gpu. In float32, where rounding all but never changes a token.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlkit.functional import mix
+from rlkit.generation import cached, generate, graphs
+from rlkit.models import LoRA, load_policy
+
+pytestmark = pytest.mark.gpu
+N = 24
+SEEDS = [mix(3, i) for i in range(N)]
+CONTEXTS = [tuple(100 + (7 * i * j) % 600 for j in range(1, 12 + 9 * (i // 4))) for i in range(0, N)]  # of many lengths
+CONTEXTS = [CONTEXTS[i - i % 4] for i in range(N)]  # and groups of four siblings
+
+
+@pytest.fixture
+def policy():
+    """A tiny model of our own in each test: some change its weights."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return load_policy(path="tiny", device="cuda")
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Counts captures and replays; a capture that fails is a warning, and so an error here."""
+    counts = {"captured": 0, "replayed": 0}
+    capture = graphs.capture
+
+    def counted(*given):
+        replay = capture(*given)
+        counts["captured"] += 1
+
+        def again():
+            counts["replayed"] += 1
+            replay()
+
+        return again
+
+    monkeypatch.setattr(graphs, "capture", counted)
+    return counts
+
+
+def equal(ours, theirs) -> bool:
+    """The same tokens; log-probs up to the rounding of other kernels in float32."""
+    assert [(g.token_ids, g.finish_reason, g.forced) for g in ours] == [(g.token_ids, g.finish_reason, g.forced) for g in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=1e-4)
+    return True
+
+
+@pytest.mark.parametrize("slots", [{}, {"max_rows": 5}, {"max_cached_tokens": 600}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.0}, {"temperature": 1.3, "top_p": 0.9, "top_k": 100}, {"max_thinking_tokens": 3}], ids=str
+)
+def test_captured_replies_are_those_of_the_reference_and_of_the_uncaptured_step(policy, replays, settings, slots):
+    settings = {"max_new_tokens": 48} | settings
+    found = cached(policy, CONTEXTS, SEEDS, **settings, **slots)
+    assert 0 < replays["captured"] < replays["replayed"]
+    assert equal(found, cached(policy, CONTEXTS, SEEDS, **settings, **slots, cuda_graphs=False, check_every=1))
+    assert equal(found, generate(policy, CONTEXTS, SEEDS, **settings))
+
+
+def test_captured_turns_in_a_cache_that_grows(policy, replays):
+    """Five turns: the cache moves, and no graph of the memory before is replayed."""
+    found = []
+    for captured in (True, False):
+        held, turns, seen = dict(enumerate(CONTEXTS)), dict.fromkeys(range(N), 0), {}
+
+        def follow(index, reply, held=held, turns=turns, seen=seen):
+            seen.setdefault(index, []).append(reply)
+            turns[index] += 1
+            held[index] = held[index] + reply.token_ids + tuple(range(200, 230 + index))
+            return None if turns[index] == 5 else (held[index], mix(index, turns[index]))
+
+        cached(policy, CONTEXTS, SEEDS, max_new_tokens=16, follow=follow, cuda_graphs=captured)
+        found.append([reply for _, replies in sorted(seen.items()) for reply in replies])
+    assert equal(*found) and replays["captured"] > 2
+
+
+def test_adapters_and_weights_that_change_between_calls(policy, replays):
+    """LoRA, then its weights in place, as an optimizer changes them, then other memory under the same names."""
+    policy = load_policy(path="tiny", lora=LoRA(rank=4), dtype="float32", device="cuda")
+    seen = []
+    for change in (lambda w: w.data.fill_(0.05), lambda w: w.data.mul_(-2.0), lambda w: setattr(w, "data", w.data * 0.5)):
+        for name, weight in policy.model.named_parameters():
+            if "lora_B" in name:
+                change(weight)
+        seen.append(cached(policy, CONTEXTS, SEEDS, max_new_tokens=32))
+        assert equal(seen[-1], generate(policy, CONTEXTS, SEEDS, max_new_tokens=32))
+    assert seen[0] != seen[1] != seen[2] and replays["replayed"] > 3
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, None])
+def test_half_precision_scores_what_it_samples(policy, replays, precision):
+    """bfloat16 weights, or autocast over float32 ones: log-probs of the tokens that were drawn, against one full forward."""
+    from contextlib import nullcontext
+
+    from rlkit.models import score
+
+    model = policy.model.to(precision) if precision else policy.model
+    with nullcontext() if precision else torch.autocast("cuda", torch.bfloat16):
+        replies = cached(policy._replace(model=model), CONTEXTS, SEEDS, max_new_tokens=32)
+        gaps = []
+        for context, reply in zip(CONTEXTS, replies, strict=True):
+            ids = torch.tensor([[*context, *reply.token_ids]], device="cuda")
+            mask = (torch.arange(ids.shape[1], device="cuda") >= len(context))[None]
+            with torch.no_grad():
+                gaps.append((score(model, ids, mask)[0][mask].cpu() - torch.tensor(reply.logprobs)).abs())
+    assert replays["replayed"] > 3 and float(torch.cat(gaps).mean()) < 0.05  # the bound of the start-up check
+
+
+def test_a_model_that_asks_the_host_decodes_without(policy, replays, monkeypatch):
+    """One warning, the same replies, and CUDA in order afterwards: other models are captured still."""
+    norm = type(policy.model.model.norm)
+    forward, expected = norm.forward, generate(policy, CONTEXTS, SEEDS, max_new_tokens=16)
+    with monkeypatch.context() as patch:
+        patch.setattr(norm, "forward", lambda self, x: forward(self, x) if x.sum().item() != float("inf") else x)
+        with pytest.warns(UserWarning, match="cannot be captured") as caught:
+            assert equal(cached(policy, CONTEXTS, SEEDS, max_new_tokens=16), expected)
+        assert equal(cached(policy, CONTEXTS, SEEDS, max_new_tokens=16), expected) and len(caught) == 1
+    assert replays["captured"] == 0
+    other = load_policy(path="tiny", device="cuda")
+    assert equal(cached(other, CONTEXTS, SEEDS, max_new_tokens=16), expected) and replays["replayed"] > 3
+
+
+def test_a_capture_that_breaks_off_leaves_cuda_in_order(policy, replays, monkeypatch):
+    """The host's look is found in the capture alone: then too the stream, the memory and the replies are as without."""
+    from contextlib import nullcontext
+
+    norm = type(policy.model.model.norm)
+    forward, expected = norm.forward, generate(policy, CONTEXTS, SEEDS, max_new_tokens=16)
+    stream = torch.cuda.current_stream()
+    monkeypatch.setattr(graphs, "host_looks_refused", lambda device: nullcontext())
+    monkeypatch.setattr(norm, "forward", lambda self, x: forward(self, x) if x.sum().item() != float("inf") else x)
+    with pytest.warns(UserWarning, match="cannot be captured"):
+        assert equal(cached(policy, CONTEXTS, SEEDS, max_new_tokens=16), expected)
+    assert torch.cuda.current_stream() == stream
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+
+
+def test_the_cache_holds_half_of_the_free_memory_at_most(policy, monkeypatch):
+    """Where next to nothing is free, contexts wait, one at a time, and are decoded all the same."""
+    expected = generate(policy, CONTEXTS, SEEDS, max_new_tokens=16)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 10, 1 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: 0)
+    assert equal(cached(policy, CONTEXTS, SEEDS, max_new_tokens=16), expected)
