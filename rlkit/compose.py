@@ -6,7 +6,10 @@ data. Each stage reports all of its problems at once, and none of them imports m
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +19,8 @@ from rlkit.errors import ConfigError, nearest
 from rlkit.schema import build, check
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
+    from omegaconf import DictConfig
+
     from rlkit.settings import Experiment
 
 
@@ -29,10 +34,11 @@ def conf_dir() -> Path:
 
 
 class Composed(NamedTuple):
-    """A composed config in plain containers, and the overrides that give it to Hydra."""
+    """A composed config in plain containers, the overrides that give it to Hydra, and Hydra's own object, its settings included."""
 
     config: dict[str, Any]
     overrides: list[str]
+    full: DictConfig
 
 
 def compose(overrides: Sequence[str], *, entry: str = "train", config_dir: str | None = None) -> Composed:
@@ -56,18 +62,14 @@ def compose(overrides: Sequence[str], *, entry: str = "train", config_dir: str |
         problems, accepted = _check_overrides(overrides, search)
         problems += _clashes(config_dir)
         try:
-            plain = _compose(entry, search, accepted)
-        except ConfigError:
-            # A key that the YAML does not hold may still be one that a signature knows: add it, and let the check decide.
-            accepted = [_added(text) for text in accepted]
-            try:
-                plain = _compose(entry, search, accepted)
-            except ConfigError as error:
-                raise ConfigError("\n".join([*problems, str(error)])) from error
+            full, accepted = _load(entry, search, accepted)
+            plain = _plain(full)
+        except ConfigError as error:
+            raise ConfigError("\n".join([*problems, str(error)])) from error
     problems += check(plain) + phase_problems(plain, overrides)
     if problems:
         raise ConfigError("\n".join(problems))
-    return Composed(plain, accepted)
+    return Composed(plain, accepted, full)
 
 
 def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str]:
@@ -99,33 +101,81 @@ def _clashes(config_dir: str | None) -> list[str]:
     return [f"{f}: an option of this name ships with rlkit and would be taken instead; rename the file" for f in hidden]
 
 
-def _compose(entry: str, search: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
-    """Hydra's composition in plain containers; whatever goes wrong is one ConfigError."""
-    import hydra
+def _load(entry: str, search: Sequence[str], overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
+    """Hydra's config, its own node included, and the overrides that give it; whatever goes wrong is one ConfigError.
+
+    Hydra composes the groups; the values are set after that, as it does itself. A key that the YAML does not hold may still be one
+    that a signature knows: it is added, and the check decides.
+    """
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    parser, groups = OverridesParser.create(), [text for text in overrides if _is_group(text, search)]
+    accepted = []
+    try:
+        full = copy.deepcopy(_composed_groups(entry, (*search, *groups), _stamp(search)))
+        for text in overrides:
+            if text in groups:
+                accepted.append(text)
+                continue
+            try:
+                ConfigLoaderImpl._apply_overrides_to_config(parser.parse_overrides([text]), full)
+            except HydraException:
+                if text[0] in "+~":
+                    raise
+                text = f"++{text}"
+                ConfigLoaderImpl._apply_overrides_to_config(parser.parse_overrides([text]), full)
+            accepted.append(text)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        absent = re.match(r"Could not override '(\w+)'", str(error))  # a whole group: adding it, as Hydra proposes, would not help
+        raise ConfigError(f"{absent[1]}: rlkit {entry} has no such group" if absent else _one_sentence(error)) from error
+    full.hydra.overrides.task = [text for text in accepted if not text.startswith("hydra")]
+    full.hydra.job.override_dirname = ",".join(sorted(full.hydra.overrides.task))
+    full.hydra.runtime.cwd = os.getcwd()
+    return full, accepted
+
+
+@functools.lru_cache(maxsize=64)
+def _composed_groups(entry: str, overrides: tuple[str, ...], stamp: object) -> DictConfig:
+    """Hydra's composition of options, once for all configs that differ in values only. `stamp` changes with the files."""
+    import hydra
+
+    return hydra.compose(entry, overrides=list(overrides), return_hydra_config=True)
+
+
+def _stamp(search: Sequence[str]) -> object:
+    """Changes whenever an option is written, also in a notebook that edits its own."""
+    folders = [conf_dir(), *(Path(folder) for text in search for folder in re.findall(r"file://([^],]+)", text))]
+    return tuple((str(f), f.stat().st_mtime_ns) for folder in folders for f in folder.rglob("*.yaml"))
+
+
+def _plain(full: DictConfig) -> dict[str, Any]:
+    """The config without Hydra's own node in plain containers, every reference to another value resolved."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    def plain(key: Any) -> Any:
+        value = "???" if OmegaConf.is_missing(full, key) else full[key]
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
     try:
-        plain = OmegaConf.to_container(hydra.compose(entry, overrides=[*search, *overrides]), resolve=True)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        absent = re.match(r"Could not override '(\w+)'", str(error))  # a whole group: adding it, as Hydra proposes, would not help
-        text = f"{absent[1]}: rlkit {entry} has no such group" if absent else _one_sentence(error)
-        raise ConfigError(text) from error
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+        return {str(key): plain(key) for key in full if key != "hydra"}
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(_one_sentence(error)) from error
 
 
-def _added(override: str) -> str:
-    """A plain value override as one that adds its key; groups and prefixed overrides as they are."""
+def _is_group(override: str, search: Sequence[str]) -> bool:
+    """Whether an override chooses an option, or sets something of Hydra's own, which may decide where options are found."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.object_type import ObjectType
 
-    key = override.partition("=")[0]
+    key, _, value = override.lstrip("+~").partition("=")
     hydra = GlobalHydra.instance().hydra
     assert hydra is not None
-    is_group = bool(hydra.config_loader.get_group_options(key.partition("@")[0], ObjectType.CONFIG))
-    return override if is_group or key[0] in "+~" or key.startswith("hydra.") else f"++{override}"
+    options = hydra.config_loader.get_group_options(key.partition("@")[0], ObjectType.CONFIG, overrides=list(search))
+    return key.partition("/")[0].partition(".")[0] == "hydra" or (bool(options) and not value.startswith("{"))
 
 
 def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[list[str], list[str]]:
