@@ -100,7 +100,7 @@ def list_groups() -> str:
     """The groups of conf/ and their options."""
     from rlkit.compose import conf_dir
 
-    groups = {f.name: sorted(o.stem for o in f.glob("*.yaml")) for f in sorted(conf_dir().iterdir()) if f.is_dir()}
+    groups = {f.name: sorted(o.stem for o in f.glob("*.yaml")) for f in sorted(conf_dir().iterdir()) if f.is_dir() and f.name != "hydra"}
     return "\n".join(f"  {name:<12} {', '.join(options)}" for name, options in groups.items())
 
 

@@ -112,7 +112,7 @@ def _load(entry: str, search: Sequence[str], overrides: Sequence[str]) -> tuple[
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    parser, groups = OverridesParser.create(), [text for text in overrides if _is_group(text, search)]
+    parser, groups = OverridesParser.create(), [text for text in overrides if is_group(text, search)]
     accepted = []
     try:
         full = copy.deepcopy(_composed_groups(entry, (*search, *groups), _stamp(search)))
@@ -130,7 +130,7 @@ def _load(entry: str, search: Sequence[str], overrides: Sequence[str]) -> tuple[
             accepted.append(text)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         absent = re.match(r"Could not override '(\w+)'", str(error))  # a whole group: adding it, as Hydra proposes, would not help
-        raise ConfigError(f"{absent[1]}: rlkit {entry} has no such group" if absent else _one_sentence(error)) from error
+        raise ConfigError(f"{absent[1]}: rlkit {entry} has no such group" if absent else one_sentence(error)) from error
     full.hydra.overrides.task = [text for text in accepted if not text.startswith("hydra")]
     full.hydra.job.override_dirname = ",".join(sorted(full.hydra.overrides.task))
     full.hydra.runtime.cwd = os.getcwd()
@@ -163,10 +163,10 @@ def _plain(full: DictConfig) -> dict[str, Any]:
     try:
         return {str(key): plain(key) for key in full if key != "hydra"}
     except (OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(_one_sentence(error)) from error
+        raise ConfigError(one_sentence(error)) from error
 
 
-def _is_group(override: str, search: Sequence[str]) -> bool:
+def is_group(override: str, search: Sequence[str]) -> bool:
     """Whether an override chooses an option, or sets something of Hydra's own, which may decide where options are found."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.object_type import ObjectType
@@ -192,9 +192,9 @@ def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[l
     problems, accepted = [], []
     for given in overrides:
         try:
-            override, text = _parse(parser, given)
+            override, text = parse_override(parser, given)
         except HydraException as error:
-            problems.append(f"'{given}' cannot be read: {_one_sentence(error)}")
+            problems.append(f"'{given}' cannot be read: {one_sentence(error)}")
             continue
         group = override.key_or_group
         options = loader.get_group_options(group, ObjectType.CONFIG)
@@ -210,7 +210,7 @@ def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[l
     return problems, accepted
 
 
-def _parse(parser: Any, text: str) -> tuple[Any, str]:
+def parse_override(parser: Any, text: str) -> tuple[Any, str]:
     """An override, and its text in Hydra's grammar: a condition such as `reward/mean > 0.8 for 3` gets the quotes that the shell took."""
     from hydra.errors import HydraException
 
@@ -224,7 +224,7 @@ def _parse(parser: Any, text: str) -> tuple[Any, str]:
         return parser.parse_overrides([quoted])[0], quoted
 
 
-def _one_sentence(error: Exception) -> str:
+def one_sentence(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(line for line in lines if not line.startswith(("full_key", "object_type", "Config search path", "provider")))
 
