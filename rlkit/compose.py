@@ -66,10 +66,26 @@ def compose(overrides: Sequence[str], *, entry: str = "train", config_dir: str |
             plain = _plain(full)
         except ConfigError as error:
             raise ConfigError("\n".join([*problems, str(error)])) from error
-    problems += check(plain) + phase_problems(plain, overrides)
+    problems += check(plain) or range_problems(plain)
+    problems += phase_problems(plain, overrides)
     if problems:
         raise ConfigError("\n".join(problems))
     return Composed(plain, accepted, full)
+
+
+def range_problems(node: Any, path: str = "") -> list[str]:
+    """Numbers below what their part can work with, where it would say so only in the middle of a run."""
+    from rlkit.settings import LEAST
+
+    items = enumerate(node) if isinstance(node, list) else node.items() if isinstance(node, dict) else ()
+    least = LEAST.get(str(node.get("_target_")), {}) if isinstance(node, dict) else {}
+    problems = []
+    for key, value in items:
+        where = f"{path}[{key}]" if isinstance(node, list) else f"{path}.{key}" if path else str(key)
+        if key in least and isinstance(value, int | float) and value < least[key]:
+            problems.append(f"{where}={value}: must be at least {least[key]:g}")
+        problems += range_problems(value, where)
+    return problems
 
 
 def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str]:
@@ -231,7 +247,7 @@ def one_sentence(error: Exception) -> str:
 
 def validate(x: Experiment) -> list[str]:
     """Combinations that cannot run, or that would silently do nothing, as sentences."""
-    return _check_numbers(x) + _check_groups(x) + _check_kl(x) + _check_critic(x) + _check_quantities(x)
+    return _check_numbers(x) + _check_evaluation(x) + _check_groups(x) + _check_kl(x) + _check_critic(x) + _check_quantities(x)
 
 
 def _check_numbers(x: Experiment) -> list[str]:
@@ -242,8 +258,6 @@ def _check_numbers(x: Experiment) -> list[str]:
     counts: dict[str, float] = {
         "batch.prompts": x.batch.prompts,
         "batch.group_size": x.batch.group_size,
-        "trainer.steps": x.trainer.steps,
-        "trainer.micro_batch_tokens": x.trainer.micro_batch_tokens,
         "algorithm.epochs": a.epochs,
         "algorithm.minibatches": a.minibatches,
         "generation.max_new_tokens": x.generation.max_new_tokens,
@@ -251,8 +265,6 @@ def _check_numbers(x: Experiment) -> list[str]:
     amounts = {
         "kl.coef": x.kl.coef,
         "generation.temperature": x.generation.temperature,
-        "evaluation.n": x.evaluation.n,
-        "evaluation.curve_temperature": x.evaluation.curve_temperature,
         "algorithm.entropy_coef": a.entropy_coef,
         "algorithm.max_refills": a.max_refills,
         "algorithm.critic.warmup": critic.warmup,
@@ -275,6 +287,17 @@ def _check_numbers(x: Experiment) -> list[str]:
             f"algorithm.minibatches={a.minibatches}: {x.batch.prompts} prompts × {x.batch.group_size} samples are "
             f"{rollouts} rollouts, which do not divide into that many equal parts; change it, batch.prompts or batch.group_size"
         )
+    return problems
+
+
+def _check_evaluation(x: Experiment) -> list[str]:
+    e, problems = x.evaluation, []
+    if e.every > 0 and e.n == 0:
+        problems.append(f"evaluation.every={e.every}: evaluation.n=0 leaves nothing to evaluate; raise it, or set evaluation.every=0")
+    if e.stop_at is not None and (e.every == 0 or e.n == 0):
+        problems.append(f"evaluation.stop_at={e.stop_at}: nothing is evaluated during training; set evaluation.every and evaluation.n")
+    if any(k < 1 for k in e.k):
+        problems.append(f"evaluation.k={list(e.k)}: pass@k needs k of at least 1")
     return problems
 
 
@@ -419,6 +442,22 @@ def dry_run(x: Experiment) -> None:
         raise ConfigError(f"algorithm={x.algorithm.name}: the dry run's gradient is zero or not finite; check its numbers")
 
 
+def optimizer_problems(x: Experiment) -> list[str]:
+    """What an optimizer says to its numbers, tried on one parameter: with the model it would be too late."""
+    import torch
+
+    from rlkit.schedules import phases
+
+    critics = {id(p.algorithm.critic): p.algorithm.critic.optimizer for p in phases(x).values() if p.algorithm.critic.active}
+    problems = []
+    for path, make in [("optimizer", x.optimizer), *(("algorithm.critic.optimizer", make) for make in critics.values() if make)]:
+        try:
+            make([torch.nn.Parameter(torch.zeros(1))])
+        except (TypeError, ValueError, RuntimeError) as error:
+            problems.append(f"{path}: {error}; its numbers are {', '.join(f'{k}={v}' for k, v in getattr(make, 'keywords', {}).items())}")
+    return problems
+
+
 def first_steps(x: Experiment) -> dict[str, Experiment]:
     """Phase → its experiment at its first step, every number a plain number; each finds its place at the first and the last step.
 
@@ -453,6 +492,7 @@ def experiment(composed: Composed) -> Experiment:
     if len(set(critics.values())) > 1:
         kinds = ", ".join(f"{name}: {model}" for name, model in critics.items())
         problems.append(f"schedule.phases: a run has one critic, and its phases ask for several ({kinds}); choose one for all of them")
+    problems += optimizer_problems(x)
     if problems:
         raise ConfigError("\n".join(problems))
     for first in firsts.values():

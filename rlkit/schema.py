@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal
 
 from rlkit.errors import ConfigError, nearest
@@ -31,6 +32,8 @@ def check(node: Any, path: str = "") -> list[str]:
         return [p for i, item in enumerate(node) for p in check(item, f"{path}[{i}]")]
     if node == MISSING:
         return [f"{path}: has no default; set {path}=VALUE"]
+    if isinstance(node, float) and math.isnan(node):
+        return [f"{path}: nan is no number that anything can be computed with; give one"]
     if not isinstance(node, dict):
         return []
     if "_target_" not in node:
@@ -73,19 +76,26 @@ def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str) 
 def _check_value(value: Any, hint: Any, where: str) -> list[str]:
     if value == MISSING or isinstance(value, dict | list):
         return check(value, where) + _misplaced(value, hint, where)
+    if isinstance(value, float) and math.isnan(value):
+        return check(value, where)
     if not fits(value, hint):
         return [f"{where}: {value!r} is not {describe(hint)}"]
     return []
 
 
 def _misplaced(value: Any, hint: Any, where: str) -> list[str]:
-    """A mapping or list where a number or a word belongs."""
+    """A mapping or list where a number, a word or a part belongs."""
     if value == MISSING or (isinstance(value, dict) and "_target_" in value):
         return []
-    scalar = [h for h in _alternatives(hint) if h in (int, float, str, bool) or typing.get_origin(h) is Literal]
-    if scalar and len(scalar) == len([h for h in _alternatives(hint) if h is not type(None)]):
-        return [f"{where}: {value!r} is not {describe(hint)}"]
-    return []
+    return [] if any(_holds(option, type(value)) for option in _alternatives(hint)) else [f"{where}: {value!r} is not {describe(hint)}"]
+
+
+def _holds(hint: Any, kind: type) -> bool:
+    """Whether a hint asks for several values: a sequence for a list, a mapping for a dict."""
+    base = typing.get_origin(hint) or hint
+    if base is tuple or not inspect.isclass(base):
+        return (base is tuple and kind is list) or base is Any or isinstance(base, typing.TypeVar)
+    return base not in (Callable, Hashable) and not getattr(base, "_is_protocol", False) and issubclass(kind, base)
 
 
 def fits(value: Any, hint: Any) -> bool:

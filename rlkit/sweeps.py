@@ -15,6 +15,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -121,7 +122,8 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
             composed = compose(job, config_dir=config_dir)
             added |= {key[2:] for text in composed.overrides if (key := text.partition("=")[0]).startswith("++")}
             experiment(composed)
-            lines = [] if search else folder_problems(root / folder_name(dirname(job)), composed.config, resume == "auto", root)
+            folder = root / folder_name(dirname(composed.overrides))
+            lines = [] if search else folder_problems(folder, composed.config, resume == "auto")
         except Refusal as error:
             lines = str(error).splitlines()
         for line in lines:
@@ -158,13 +160,16 @@ def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
             config.hydra.mode = RunMode.MULTIRUN
             targets = {name: str(config.hydra[name]._target_) for name in ("sweeper", "launcher")}
         except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(one_sentence(error)) from error
+            said, absent = one_sentence(error), re.search(r"hydra/(launcher|sweeper)/(joblib|submitit|optuna)", str(error))
+            raise ConfigError(f"{absent[0]} is not installed; pip install 'rlkit[{absent[2]}]'" if absent else said) from error
     for name, target in targets.items():
         package = target.rpartition(".")[0].split(".")
         plugin = ".".join(package[:2])
         if package[0] == "hydra_plugins" and not installed(plugin):
             extra = next((e for e in ("joblib", "submitit", "optuna") if e in target), "")
             raise ConfigError(f"hydra/{name}: {plugin} is not installed; pip install 'rlkit[{extra}]'")
+    if "optuna" in targets["sweeper"]:  # its own option minimises, and ends a search with the first job that fails
+        config.hydra.sweeper.direction, config.hydra.sweeper.max_failure_rate = "maximize", 1.0
     return config
 
 
@@ -186,7 +191,7 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
         batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
     except HydraException as error:
-        raise ConfigError(f"{error}; an interval needs hydra/sweeper=optuna" if "interval" in str(error).lower() else str(error)) from error
+        raise ConfigError(f"{error}; an interval needs hydra/sweeper=search" if "interval" in str(error).lower() else str(error)) from error
     return [list(job) for job in batches[0]]
 
 
@@ -246,13 +251,14 @@ def folder_name(text: str) -> str:
 OmegaConf.register_new_resolver("rlkit_folder", folder_name, replace=True)  # conf/train.yaml, hydra.sweep.subdir
 
 
-def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool, root: Path) -> list[str]:
+def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> list[str]:
     """Why a job cannot run in its folder: a run is there already, or one of another config."""
     if not runs.is_run(folder):
         return []
+    root = folder.parent
     other = f"another sweep needs a folder of its own, as in hydra.sweep.dir={root}_2"
     if not resume:
-        return [f"{folder} already holds a run, which is never overwritten; resume=auto goes on with this sweep, {other}"]
+        return [f"{root} holds runs of these jobs already, which are never overwritten; resume=auto goes on with them, {other}"]
     changed = runs.difference(runs.read_config(folder), config)
     said = ", ".join(f"{key} was {was} and is now {now}" for key, (was, now) in list(changed.items())[:3])
     return [f"{folder} holds a run of another config ({said}); {other}"] if changed else []
