@@ -87,21 +87,41 @@ def _misplaced(value: Any, hint: Any, where: str) -> list[str]:
     """A mapping or list where a number, a word or a part belongs."""
     if value == MISSING or (isinstance(value, dict) and "_target_" in value):
         return []
-    return [] if any(_holds(option, type(value)) for option in _alternatives(hint)) else [f"{where}: {value!r} is not {describe(hint)}"]
+    holding = [option for option in _alternatives(hint) if _holds(option, type(value))]
+    if not holding:
+        return [f"{where}: {value!r} is not {describe(hint)}"]
+    inside = typing.get_args(holding[0])
+    if len(holding) > 1 or not inside or typing.get_origin(holding[0]) is tuple:
+        return []
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return [
+        problem
+        for key, item in items
+        for place in [_join(where, key) if isinstance(value, dict) else f"{where}[{key}]"]
+        for problem in (
+            _misplaced(item, inside[-1], place)
+            if isinstance(item, dict | list)
+            else []
+            if item == MISSING or fits(item, inside[-1])
+            else [f"{place}: {item!r} is not {describe(inside[-1])}"]
+        )
+    ]
 
 
 def _holds(hint: Any, kind: type) -> bool:
     """Whether a hint asks for several values: a sequence for a list, a mapping for a dict."""
     base = typing.get_origin(hint) or hint
+    if base in (Any, object) or isinstance(base, typing.TypeVar):
+        return True
     if base is tuple or not inspect.isclass(base):
-        return (base is tuple and kind is list) or base is Any or isinstance(base, typing.TypeVar)
+        return base is tuple and kind is list
     return base not in (Callable, Hashable) and not getattr(base, "_is_protocol", False) and issubclass(kind, base)
 
 
 def fits(value: Any, hint: Any) -> bool:
     """Whether a plain value may stand where a signature says `hint`. Numbers are never guessed from words."""
     for option in _alternatives(hint):
-        if option is Any or (option is type(None) and value is None):
+        if option in (Any, object) or isinstance(option, typing.TypeVar) or (option is type(None) and value is None):
             return True
         if typing.get_origin(option) is Literal and value in typing.get_args(option):
             return True

@@ -281,8 +281,9 @@ def launch(plan: Plan, task: Callable[[DictConfig], float | None]) -> None:
 
     from rlkit.compose import conf_dir
 
-    logging.getLogger("optuna").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="optuna|hydra_plugins")
+    if "optuna" in plan.config.hydra.sweeper._target_:
+        importlib.import_module("optuna").logging.set_verbosity(logging.ERROR)
+        warnings.filterwarnings("ignore", category=FutureWarning, module="optuna|hydra_plugins")
     with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="train"):
         callbacks = Callbacks(plan.config)
         callbacks.on_multirun_start(config=plan.config, config_name="train")
