@@ -590,13 +590,17 @@ def comparison(jobs: Sequence[Job]) -> str:
     if not lines:
         return "no job has begun"
     keys = list(lines[0])[: list(lines[0]).index("status")]
-    best_first = sorted(lines, key=lambda line: -max((line[k] for k in ("after", "reward") if line[k] is not None), default=-1e9))
+
+    def score(line: Mapping[str, Any]) -> float | None:
+        return line["after"] if line["after"] is not None else line["reward"]
+
+    best_first = sorted(lines, key=lambda line: (score(line) is None, -(score(line) or 0.0)))
     columns = [*keys, "status", "before", "after", "reward", "steps", "seconds"]
     text = aligned(columns, [[cell(line[c]) for c in columns] for line in best_first], left=len(keys) + 1)
     others = [key for key in keys if key != "seed"]
     groups: dict[tuple[str, ...], list[float]] = {}
     for line in best_first:
-        value = line["after"] if line["after"] is not None else line["reward"]
+        value = score(line)
         if value is not None and line["status"] == "finished":
             groups.setdefault(tuple(str(line[key]) for key in others), []).append(value)
     if "seed" in keys and any(len(values) > 1 for values in groups.values()):
