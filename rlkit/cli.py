@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rlkit.errors import ConfigError, Refusal, RLKitError
+
+if TYPE_CHECKING:
+    from rlkit.compose import Composed
 
 STARTED = time.perf_counter()
 
@@ -98,7 +100,7 @@ def list_groups() -> str:
     """The groups of conf/ and their options."""
     from rlkit.compose import conf_dir
 
-    groups = {f.name: sorted(o.stem for o in f.glob("*.yaml")) for f in sorted(conf_dir().iterdir()) if f.is_dir()}
+    groups = {f.name: sorted(o.stem for o in f.glob("*.yaml")) for f in sorted(conf_dir().iterdir()) if f.is_dir() and f.name != "hydra"}
     return "\n".join(f"  {name:<12} {', '.join(options)}" for name, options in groups.items())
 
 
@@ -108,7 +110,9 @@ def list_groups() -> str:
 def train_command(arguments: Arguments) -> int:
     """Checks everything that can be checked without a model, then trains inside Hydra's main."""
     if arguments.multirun:
-        return sweep(arguments)
+        from rlkit.sweeps import sweep
+
+        return sweep(arguments.overrides, config_dir=arguments.config_dir)
     from rlkit import runs
     from rlkit.compose import compose, experiment, warnings
     from rlkit.train import load_tasks, start
@@ -134,7 +138,7 @@ def train_command(arguments: Arguments) -> int:
     for line in warnings(x):
         print(f"warning: {line}")
     target = folder or runs.fresh(runs.OUTPUTS / x.name)
-    return in_hydra(composed.overrides, target, arguments, lambda: start(x, composed.config, tasks, target, started=STARTED, resume=resume))
+    return in_hydra(composed, target, lambda: start(x, composed.config, tasks, target, started=STARTED, resume=resume))
 
 
 def check_continues(folder: Path, config: dict, steps: int, resume: Path | None) -> None:
@@ -170,25 +174,25 @@ def drop(overrides: Sequence[str], key: str) -> list[str]:
     return [o for o in overrides if o.partition("=")[0].lstrip("+") != key]
 
 
-def in_hydra(overrides: Sequence[str], folder: Path, arguments: Arguments, job: Callable[[], int]) -> int:
-    """Enters Hydra's main with a config that is known to compose; Hydra writes .hydra/ and sets its own state."""
-    import hydra
+def in_hydra(composed: Composed, folder: Path, job: Callable[[], int]) -> int:
+    """Runs a job as Hydra's main does, with the config that is composed already: .hydra/ in its folder, Hydra's state, its callbacks."""
+    from hydra import initialize_config_dir
+    from hydra._internal.callbacks import Callbacks
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.utils import run_job
+    from hydra.types import HydraContext, RunMode
 
-    from rlkit.compose import conf_dir, searchpath
+    from rlkit.compose import conf_dir
 
-    status = [1]
-
-    def run(config: object) -> None:
-        status[0] = job()
-
-    rest = drop(overrides, "hydra.run.dir")
-    saved = sys.argv
-    sys.argv = ["rlkit train", *searchpath(arguments.config_dir), *rest, f"hydra.run.dir={quote(str(folder))}"]
-    try:
-        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(run)()
-    finally:
-        sys.argv = saved
-    return status[0]
+    config = composed.full
+    config.hydra.run.dir, config.hydra.mode = str(folder), RunMode.RUN
+    with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="train"):
+        callbacks = Callbacks(config)
+        callbacks.on_run_start(config=config, config_name="train")
+        context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=callbacks)
+        done = run_job(lambda _: job(), config, "hydra.run.dir", None, hydra_context=context)
+        callbacks.on_run_end(config=config, config_name="train", job_return=done)
+        return done.return_value
 
 
 def quote(text: str) -> str:
@@ -201,59 +205,6 @@ def unquote(text: str) -> str:
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         return text[1:-1].replace("\\" + text[0], text[0])
     return text
-
-
-def sweep(arguments: Arguments) -> int:
-    """Every job composed and checked first; then Hydra's multirun, one process per job. A failed job does not stop the rest."""
-    import hydra
-    from hydra.core.hydra_config import HydraConfig
-
-    from rlkit.compose import compose, conf_dir, experiment, searchpath
-
-    problems = []
-    for job in expand(arguments.overrides):
-        try:
-            experiment(compose(job, config_dir=arguments.config_dir))
-        except Refusal as error:
-            problems += [f"job {' '.join(job)}: {line}" for line in str(error).splitlines()]
-    if problems:
-        raise ConfigError("\n".join(problems))
-    failed: list[str] = []
-
-    def run(config: object) -> None:
-        state = HydraConfig.get()
-        overrides = list(state.overrides.task)
-        folder = Path(state.sweep.dir) / str(state.sweep.subdir)
-        print(f"job {state.job.num}: {' '.join(overrides)} → {folder}", flush=True)
-        command = [sys.executable, "-m", "rlkit", "train", *overrides, f"hydra.run.dir={quote(str(folder))}"]
-        if arguments.config_dir:
-            command += ["--config-dir", arguments.config_dir]
-        if subprocess.run(command).returncode != 0:
-            failed.append(str(folder))
-
-    saved = sys.argv
-    sys.argv = ["rlkit train", "--multirun", *searchpath(arguments.config_dir), *arguments.overrides]
-    try:
-        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")(run)()
-    finally:
-        sys.argv = saved
-    for folder in failed:
-        print(f"failed: {folder}", file=sys.stderr)
-    return 1 if failed else 0
-
-
-def expand(overrides: Sequence[str]) -> list[list[str]]:
-    """The jobs of a sweep, each as its overrides."""
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-        batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
-    except HydraException as error:
-        raise ConfigError(str(error)) from error
-    return [list(job) for job in batches[0]]
 
 
 # ------------------------------------------------------------------------------------------------------ evaluate

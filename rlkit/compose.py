@@ -6,7 +6,10 @@ data. Each stage reports all of its problems at once, and none of them imports m
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +19,8 @@ from rlkit.errors import ConfigError, nearest
 from rlkit.schema import build, check
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
+    from omegaconf import DictConfig
+
     from rlkit.settings import Experiment
 
 
@@ -29,10 +34,11 @@ def conf_dir() -> Path:
 
 
 class Composed(NamedTuple):
-    """A composed config in plain containers, and the overrides that give it to Hydra."""
+    """A composed config in plain containers, the overrides that give it to Hydra, and Hydra's own object, its settings included."""
 
     config: dict[str, Any]
     overrides: list[str]
+    full: DictConfig
 
 
 def compose(overrides: Sequence[str], *, entry: str = "train", config_dir: str | None = None) -> Composed:
@@ -56,18 +62,30 @@ def compose(overrides: Sequence[str], *, entry: str = "train", config_dir: str |
         problems, accepted = _check_overrides(overrides, search)
         problems += _clashes(config_dir)
         try:
-            plain = _compose(entry, search, accepted)
-        except ConfigError:
-            # A key that the YAML does not hold may still be one that a signature knows: add it, and let the check decide.
-            accepted = [_added(text) for text in accepted]
-            try:
-                plain = _compose(entry, search, accepted)
-            except ConfigError as error:
-                raise ConfigError("\n".join([*problems, str(error)])) from error
-    problems += check(plain) + phase_problems(plain, overrides)
+            full, accepted = _load(entry, search, accepted)
+            plain = _plain(full)
+        except ConfigError as error:
+            raise ConfigError("\n".join([*problems, str(error)])) from error
+    problems += check(plain) or range_problems(plain)
+    problems += phase_problems(plain, overrides)
     if problems:
         raise ConfigError("\n".join(problems))
-    return Composed(plain, accepted)
+    return Composed(plain, accepted, full)
+
+
+def range_problems(node: Any, path: str = "") -> list[str]:
+    """Numbers below what their part can work with, where it would say so only in the middle of a run."""
+    from rlkit.settings import LEAST
+
+    items = enumerate(node) if isinstance(node, list) else node.items() if isinstance(node, dict) else ()
+    least = LEAST.get(str(node.get("_target_")), {}) if isinstance(node, dict) else {}
+    problems = []
+    for key, value in items:
+        where = f"{path}[{key}]" if isinstance(node, list) else f"{path}.{key}" if path else str(key)
+        if key in least and isinstance(value, int | float) and value < least[key]:
+            problems.append(f"{where}={value}: must be at least {least[key]:g}")
+        problems += range_problems(value, where)
+    return problems
 
 
 def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str]:
@@ -99,33 +117,81 @@ def _clashes(config_dir: str | None) -> list[str]:
     return [f"{f}: an option of this name ships with rlkit and would be taken instead; rename the file" for f in hidden]
 
 
-def _compose(entry: str, search: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
-    """Hydra's composition in plain containers; whatever goes wrong is one ConfigError."""
-    import hydra
+def _load(entry: str, search: Sequence[str], overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
+    """Hydra's config, its own node included, and the overrides that give it; whatever goes wrong is one ConfigError.
+
+    Hydra composes the groups; the values are set after that, as it does itself. A key that the YAML does not hold may still be one
+    that a signature knows: it is added, and the check decides.
+    """
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    parser, groups = OverridesParser.create(), [text for text in overrides if is_group(text, search)]
+    accepted = []
+    try:
+        full = copy.deepcopy(_composed_groups(entry, (*search, *groups), _stamp(search)))
+        for text in overrides:
+            if text in groups:
+                accepted.append(text)
+                continue
+            try:
+                ConfigLoaderImpl._apply_overrides_to_config(parser.parse_overrides([text]), full)
+            except HydraException:
+                if text[0] in "+~":
+                    raise
+                text = f"++{text}"
+                ConfigLoaderImpl._apply_overrides_to_config(parser.parse_overrides([text]), full)
+            accepted.append(text)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        absent = re.match(r"Could not override '(\w+)'", str(error))  # a whole group: adding it, as Hydra proposes, would not help
+        raise ConfigError(f"{absent[1]}: rlkit {entry} has no such group" if absent else one_sentence(error)) from error
+    full.hydra.overrides.task = [text for text in accepted if not text.startswith("hydra")]
+    full.hydra.job.override_dirname = ",".join(sorted(full.hydra.overrides.task))
+    full.hydra.runtime.cwd = os.getcwd()
+    return full, accepted
+
+
+@functools.lru_cache(maxsize=64)
+def _composed_groups(entry: str, overrides: tuple[str, ...], stamp: object) -> DictConfig:
+    """Hydra's composition of options, once for all configs that differ in values only. `stamp` changes with the files."""
+    import hydra
+
+    return hydra.compose(entry, overrides=list(overrides), return_hydra_config=True)
+
+
+def _stamp(search: Sequence[str]) -> object:
+    """Changes whenever an option is written, also in a notebook that edits its own."""
+    folders = [conf_dir(), *(Path(folder) for text in search for folder in re.findall(r"file://([^],]+)", text))]
+    return tuple((str(f), f.stat().st_mtime_ns) for folder in folders for f in folder.rglob("*.yaml"))
+
+
+def _plain(full: DictConfig) -> dict[str, Any]:
+    """The config without Hydra's own node in plain containers, every reference to another value resolved."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    def plain(key: Any) -> Any:
+        value = "???" if OmegaConf.is_missing(full, key) else full[key]
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
     try:
-        plain = OmegaConf.to_container(hydra.compose(entry, overrides=[*search, *overrides]), resolve=True)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        absent = re.match(r"Could not override '(\w+)'", str(error))  # a whole group: adding it, as Hydra proposes, would not help
-        text = f"{absent[1]}: rlkit {entry} has no such group" if absent else _one_sentence(error)
-        raise ConfigError(text) from error
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+        return {str(key): plain(key) for key in full if key != "hydra"}
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(one_sentence(error)) from error
 
 
-def _added(override: str) -> str:
-    """A plain value override as one that adds its key; groups and prefixed overrides as they are."""
+def is_group(override: str, search: Sequence[str]) -> bool:
+    """Whether an override chooses an option, or sets something of Hydra's own, which may decide where options are found."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.object_type import ObjectType
 
-    key = override.partition("=")[0]
+    key, _, value = override.lstrip("+~").partition("=")
     hydra = GlobalHydra.instance().hydra
     assert hydra is not None
-    is_group = bool(hydra.config_loader.get_group_options(key.partition("@")[0], ObjectType.CONFIG))
-    return override if is_group or key[0] in "+~" or key.startswith("hydra.") else f"++{override}"
+    options = hydra.config_loader.get_group_options(key.partition("@")[0], ObjectType.CONFIG, overrides=list(search))
+    return key.partition("/")[0].partition(".")[0] == "hydra" or (bool(options) and not value.startswith("{"))
 
 
 def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -142,9 +208,9 @@ def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[l
     problems, accepted = [], []
     for given in overrides:
         try:
-            override, text = _parse(parser, given)
+            override, text = parse_override(parser, given)
         except HydraException as error:
-            problems.append(f"'{given}' cannot be read: {_one_sentence(error)}")
+            problems.append(f"'{given}' cannot be read: {one_sentence(error)}")
             continue
         group = override.key_or_group
         options = loader.get_group_options(group, ObjectType.CONFIG)
@@ -160,7 +226,7 @@ def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[l
     return problems, accepted
 
 
-def _parse(parser: Any, text: str) -> tuple[Any, str]:
+def parse_override(parser: Any, text: str) -> tuple[Any, str]:
     """An override, and its text in Hydra's grammar: a condition such as `reward/mean > 0.8 for 3` gets the quotes that the shell took."""
     from hydra.errors import HydraException
 
@@ -174,14 +240,14 @@ def _parse(parser: Any, text: str) -> tuple[Any, str]:
         return parser.parse_overrides([quoted])[0], quoted
 
 
-def _one_sentence(error: Exception) -> str:
+def one_sentence(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(line for line in lines if not line.startswith(("full_key", "object_type", "Config search path", "provider")))
 
 
 def validate(x: Experiment) -> list[str]:
     """Combinations that cannot run, or that would silently do nothing, as sentences."""
-    return _check_numbers(x) + _check_groups(x) + _check_kl(x) + _check_critic(x) + _check_quantities(x)
+    return _check_numbers(x) + _check_evaluation(x) + _check_groups(x) + _check_kl(x) + _check_critic(x) + _check_quantities(x)
 
 
 def _check_numbers(x: Experiment) -> list[str]:
@@ -192,8 +258,6 @@ def _check_numbers(x: Experiment) -> list[str]:
     counts: dict[str, float] = {
         "batch.prompts": x.batch.prompts,
         "batch.group_size": x.batch.group_size,
-        "trainer.steps": x.trainer.steps,
-        "trainer.micro_batch_tokens": x.trainer.micro_batch_tokens,
         "algorithm.epochs": a.epochs,
         "algorithm.minibatches": a.minibatches,
         "generation.max_new_tokens": x.generation.max_new_tokens,
@@ -201,8 +265,6 @@ def _check_numbers(x: Experiment) -> list[str]:
     amounts = {
         "kl.coef": x.kl.coef,
         "generation.temperature": x.generation.temperature,
-        "evaluation.n": x.evaluation.n,
-        "evaluation.curve_temperature": x.evaluation.curve_temperature,
         "algorithm.entropy_coef": a.entropy_coef,
         "algorithm.max_refills": a.max_refills,
         "algorithm.critic.warmup": critic.warmup,
@@ -225,6 +287,17 @@ def _check_numbers(x: Experiment) -> list[str]:
             f"algorithm.minibatches={a.minibatches}: {x.batch.prompts} prompts × {x.batch.group_size} samples are "
             f"{rollouts} rollouts, which do not divide into that many equal parts; change it, batch.prompts or batch.group_size"
         )
+    return problems
+
+
+def _check_evaluation(x: Experiment) -> list[str]:
+    e, problems = x.evaluation, []
+    if e.every > 0 and e.n == 0:
+        problems.append(f"evaluation.every={e.every}: evaluation.n=0 leaves nothing to evaluate; raise it, or set evaluation.every=0")
+    if e.stop_at is not None and (e.every == 0 or e.n == 0):
+        problems.append(f"evaluation.stop_at={e.stop_at}: nothing is evaluated during training; set evaluation.every and evaluation.n")
+    if any(k < 1 for k in e.k):
+        problems.append(f"evaluation.k={list(e.k)}: pass@k needs k of at least 1")
     return problems
 
 
@@ -369,6 +442,22 @@ def dry_run(x: Experiment) -> None:
         raise ConfigError(f"algorithm={x.algorithm.name}: the dry run's gradient is zero or not finite; check its numbers")
 
 
+def optimizer_problems(x: Experiment) -> list[str]:
+    """What an optimizer says to its numbers, tried on one parameter: with the model it would be too late."""
+    import torch
+
+    from rlkit.schedules import phases
+
+    critics = {id(p.algorithm.critic): p.algorithm.critic.optimizer for p in phases(x).values() if p.algorithm.critic.active}
+    problems = []
+    for path, make in [("optimizer", x.optimizer), *(("algorithm.critic.optimizer", make) for make in critics.values() if make)]:
+        try:
+            make([torch.nn.Parameter(torch.zeros(1))])
+        except (TypeError, ValueError, RuntimeError) as error:
+            problems.append(f"{path}: {error}; its numbers are {', '.join(f'{k}={v}' for k, v in getattr(make, 'keywords', {}).items())}")
+    return problems
+
+
 def first_steps(x: Experiment) -> dict[str, Experiment]:
     """Phase → its experiment at its first step, every number a plain number; each finds its place at the first and the last step.
 
@@ -403,6 +492,7 @@ def experiment(composed: Composed) -> Experiment:
     if len(set(critics.values())) > 1:
         kinds = ", ".join(f"{name}: {model}" for name, model in critics.items())
         problems.append(f"schedule.phases: a run has one critic, and its phases ask for several ({kinds}); choose one for all of them")
+    problems += optimizer_problems(x)
     if problems:
         raise ConfigError("\n".join(problems))
     for first in firsts.values():

@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal
 
 from rlkit.errors import ConfigError, nearest
@@ -31,6 +32,8 @@ def check(node: Any, path: str = "") -> list[str]:
         return [p for i, item in enumerate(node) for p in check(item, f"{path}[{i}]")]
     if node == MISSING:
         return [f"{path}: has no default; set {path}=VALUE"]
+    if isinstance(node, float) and math.isnan(node):
+        return [f"{path}: nan is no number that anything can be computed with; give one"]
     if not isinstance(node, dict):
         return []
     if "_target_" not in node:
@@ -73,25 +76,52 @@ def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str) 
 def _check_value(value: Any, hint: Any, where: str) -> list[str]:
     if value == MISSING or isinstance(value, dict | list):
         return check(value, where) + _misplaced(value, hint, where)
+    if isinstance(value, float) and math.isnan(value):
+        return check(value, where)
     if not fits(value, hint):
         return [f"{where}: {value!r} is not {describe(hint)}"]
     return []
 
 
 def _misplaced(value: Any, hint: Any, where: str) -> list[str]:
-    """A mapping or list where a number or a word belongs."""
+    """A mapping or list where a number, a word or a part belongs."""
     if value == MISSING or (isinstance(value, dict) and "_target_" in value):
         return []
-    scalar = [h for h in _alternatives(hint) if h in (int, float, str, bool) or typing.get_origin(h) is Literal]
-    if scalar and len(scalar) == len([h for h in _alternatives(hint) if h is not type(None)]):
+    holding = [option for option in _alternatives(hint) if _holds(option, type(value))]
+    if not holding:
         return [f"{where}: {value!r} is not {describe(hint)}"]
-    return []
+    inside = typing.get_args(holding[0])
+    if len(holding) > 1 or not inside or typing.get_origin(holding[0]) is tuple:
+        return []
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return [
+        problem
+        for key, item in items
+        for place in [_join(where, key) if isinstance(value, dict) else f"{where}[{key}]"]
+        for problem in (
+            _misplaced(item, inside[-1], place)
+            if isinstance(item, dict | list)
+            else []
+            if item == MISSING or fits(item, inside[-1])
+            else [f"{place}: {item!r} is not {describe(inside[-1])}"]
+        )
+    ]
+
+
+def _holds(hint: Any, kind: type) -> bool:
+    """Whether a hint asks for several values: a sequence for a list, a mapping for a dict."""
+    base = typing.get_origin(hint) or hint
+    if base in (Any, object) or isinstance(base, typing.TypeVar):
+        return True
+    if base is tuple or not inspect.isclass(base):
+        return base is tuple and kind is list
+    return base not in (Callable, Hashable) and not getattr(base, "_is_protocol", False) and issubclass(kind, base)
 
 
 def fits(value: Any, hint: Any) -> bool:
     """Whether a plain value may stand where a signature says `hint`. Numbers are never guessed from words."""
     for option in _alternatives(hint):
-        if option is Any or (option is type(None) and value is None):
+        if option in (Any, object) or isinstance(option, typing.TypeVar) or (option is type(None) and value is None):
             return True
         if typing.get_origin(option) is Literal and value in typing.get_args(option):
             return True

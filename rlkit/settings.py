@@ -11,6 +11,30 @@ from rlkit.sandbox import Sandbox
 from rlkit.schedules import Schedule, phases
 from rlkit.types import Environment, Generate, Policy, Reference, Task, ToolParser
 
+# The smallest value of numbers whose part is used long after the config is checked, and has nothing to say when it is built.
+LEAST: dict[str, dict[str, float]] = {
+    "rlkit.callbacks.checkpoint": {"every": 1, "keep": 1},
+    "rlkit.callbacks.samples": {"every": 1, "count": 1},
+    "rlkit.callbacks.rollouts": {"every": 0},
+    "rlkit.generation.cached": {"max_rows": 1, "max_cached_tokens": 1},
+    "rlkit.generation.generate": {"max_rows": 1},
+    "rlkit.models.LoRA": {"rank": 0, "alpha": 1},
+    "rlkit.sandbox.Sandbox": {"time_limit": 0.01, "memory_mb": 64, "output_kb": 1, "workers": 1},
+    "rlkit.schedules.decay": {"to": 0},
+    "rlkit.settings.Evaluation": {
+        "n": 0, "every": 0, "samples": 0, "temperature": 0, "curve_temperature": 0, "max_new_tokens": 1, "stop_at": 0,
+    },
+    "rlkit.settings.TrainerSettings": {"steps": 1, "micro_batch_tokens": 1, "max_grad_norm": 1e-8, "max_time": 0, "threads": 1},
+    "rlkit.tasks.arithmetic": {"max_samples": 1},
+    "rlkit.tasks.episodes": {"max_samples": 1},
+    "rlkit.tasks.gsm8k": {"max_samples": 1},
+    "rlkit.tasks.guess_number": {"max_samples": 1},
+    "rlkit.tasks.jsonl": {"max_samples": 1},
+    "rlkit.tasks.mbpp": {"max_samples": 1},
+    "rlkit.tasks.mixture": {"max_samples": 1},
+    "rlkit.tasks.verifiers": {"max_samples": 1},
+}  # fmt: skip
+
 
 class BatchSize(NamedTuple):
     """prompts × group_size rollouts make one RL step."""

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rlkit.cli import expand, main, quote, unquote
+from rlkit.cli import main, quote, unquote
 from rlkit.schema import resolve
 
 
@@ -134,15 +134,6 @@ def test_help_imports_nothing_heavy():
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_a_sweep_is_every_combination():
-    assert expand(["algorithm=grpo,reinforce", "seed=1,2"]) == [
-        ["algorithm=grpo", "seed=1"],
-        ["algorithm=grpo", "seed=2"],
-        ["algorithm=reinforce", "seed=1"],
-        ["algorithm=reinforce", "seed=2"],
-    ]
-
-
 @pytest.mark.parametrize("text", ["outputs/a", "a=b,c=d", "it's", "back\\slash", '"', "with space"])
 def test_quoting_is_undone(text):
     """Folders of a sweep hold '=' and ','; their names travel through Hydra's grammar and come back."""
@@ -151,19 +142,6 @@ def test_quoting_is_undone(text):
     quoted = quote(text)
     assert unquote(quoted) == unquote(text) == text if text != '"' else unquote(quoted) == text
     assert OverridesParser.create().parse_overrides([f"name={quoted}"])[0].value() == text
-
-
-@pytest.mark.slow
-def test_sweep_runs_every_job_in_a_folder_of_its_own(tmp_path):
-    words = ["train", "-m", "algorithm=grpo,reinforce", "seed=1,2", "debug=fast", "trainer.steps=1", "evaluation.n=0"]
-    subprocess.run([sys.executable, "-m", "rlkit", *words], check=True, cwd=tmp_path)
-    folders = sorted(p.parent.name for p in (tmp_path / "outputs" / "sweep").glob("*/summary.json"))
-    assert len(folders) == 4 and all("algorithm=" in f and "seed=" in f for f in folders)
-    for folder in folders:
-        summary = json.loads((tmp_path / "outputs" / "sweep" / folder / "summary.json").read_text())
-        assert summary["ended"] == "finished" and f"seed={summary['seed']}" in folder
-    again = subprocess.run([sys.executable, "-m", "rlkit", *words], cwd=tmp_path, capture_output=True, text=True)
-    assert again.returncode == 1 and "never overwritten" in again.stderr
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ LAYERS = (
     ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck"),
     ("module", "data", "loggers"),
     ("compose", "callbacks", "runs"),
-    ("train", "evaluate", "rollout", "agent", "notebook", "cli", "__main__"),
+    ("train", "evaluate", "rollout", "agent", "notebook", "sweeps", "cli", "__main__"),
 )
 # Within a line, at top level: who uses whom. It has no circle.
 BESIDE = {
@@ -132,7 +132,7 @@ def test_the_package_itself_imports_nothing():
 def test_hydra_stays_in_compose_and_the_command_line(module):
     """Also inside functions: every part works without Hydra."""
     used = {n.split(".")[0] for n in imports(module, lazy=True)} & {"hydra", "omegaconf"}
-    assert not used or module in ("rlkit.compose", "rlkit.cli")
+    assert not used or module in ("rlkit.compose", "rlkit.cli", "rlkit.sweeps")
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -1,0 +1,219 @@
+"""Sweeps: which jobs there are, what is refused before the first, and what each plugin does for real."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rlkit.errors import ConfigError
+from rlkit.sweeps import (
+    Job,
+    comparison,
+    corners,
+    expand,
+    folder_name,
+    folder_problems,
+    make_plan,
+    objective,
+    parallel,
+    read_jobs,
+    save,
+    threads,
+    why,
+)
+
+FAST = ["debug=fast", "trainer.steps=1", "evaluation.n=0"]
+
+
+def run_folder(root, name, *, ended="finished", seed=1, after=None):
+    folder = root / name
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(f"seed: {seed}\ntrainer: {{steps: 3}}\n")
+    (folder / "summary.json").write_text(json.dumps({"ended": ended, "steps": 3, "after": {"accuracy": after} if after else None}))
+    (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.25}\n{"step": 2, "reward/mean": 0.75}\n{"step": 3, "rew')
+    return folder
+
+
+def test_a_sweep_is_every_combination():
+    assert expand(["algorithm=grpo,reinforce", "seed=1,2"]) == [
+        ["algorithm=grpo", "seed=1"],
+        ["algorithm=grpo", "seed=2"],
+        ["algorithm=reinforce", "seed=1"],
+        ["algorithm=reinforce", "seed=2"],
+    ]
+
+
+def test_a_search_is_checked_at_its_ends():
+    """Every end and choice once, so that a search does not find out after hours that one of them cannot run."""
+    jobs = corners(["optimizer.lr=tag(log, interval(1e-4, 1e-2))", "kl=k1,k3", "seed=4"])
+    assert jobs == [
+        ["optimizer.lr=0.0001", "kl=k1", "seed=4"],
+        ["optimizer.lr=0.01", "kl=k1", "seed=4"],
+        ["optimizer.lr=0.0001", "kl=k3", "seed=4"],
+    ]
+
+
+def test_a_plan_takes_the_values_of_a_preset_and_of_the_command_line(tmp_path, monkeypatch):
+    """hydra.sweeper.params in a preset; the command line narrows them. A key that only a signature knows needs no plus here either."""
+    (tmp_path / "experiment").mkdir()
+    preset = "# @package _global_\nhydra:\n  sweeper:\n    params:\n      kl: k1,k3\n      seed: 1,2,3\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(preset)
+    monkeypatch.chdir(tmp_path)
+    plan = make_plan(["experiment=mine", "seed=5", "optimizer.amsgrad=true"], str(tmp_path))
+    assert plan.total == 2 and plan.arguments == ["experiment=mine", "seed=5", "++optimizer.amsgrad=true"]
+    with pytest.raises(ConfigError, match=r"batch\.promts"):
+        make_plan(["experiment=mine", "+batch.promts=1"], str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (["algorithm=grpo,grpp"], "Did you mean 'grpo'"),
+        (["seed=1,2", "resume=outputs/grpo/x"], "resume=auto"),
+        (["seed=1"], "no key has several values"),
+        (["seed=1,2", "hydra/launcher=submitit_nowhere"], "pip install 'rlkit[submitit]'"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_a_sweep_is_refused_before_its_first_job(words, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refusal:
+        make_plan(words, None)
+    assert expected in str(refusal.value) and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option, extra", {"launcher=parallel": "joblib", "launcher=slurm": "submitit", "sweeper=search": "optuna"}.items())
+def test_a_missing_plugin_is_named_with_its_extra(option, extra, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rlkit.sweeps.installed", lambda name: False)
+    with pytest.raises(ConfigError, match=rf"rlkit\[{extra}\]"):
+        make_plan(["seed=1,2", f"hydra/{option}"], None)
+
+
+def test_folder_names_hold_no_slash_and_are_not_too_long():
+    assert folder_name("algorithm/policy_loss=clipped,seed=1") == "algorithm.policy_loss=clipped,seed=1"
+    long = [folder_name("a" * 300 + f",seed={i}") for i in (1, 2)]
+    assert len(set(long)) == 2 and max(map(len, long)) < 200
+
+
+def test_a_folder_with_a_run_is_refused_or_continued(tmp_path):
+    folder = run_folder(tmp_path, "seed=1")
+    assert "resume=auto" in folder_problems(folder, {"seed": 1, "trainer": {"steps": 3}}, False)[0]
+    assert folder_problems(folder, {"seed": 1, "trainer": {"steps": 9}}, True) == []
+    assert "seed was 1 and is now 2" in folder_problems(folder, {"seed": 2, "trainer": {"steps": 3}}, True)[0]
+
+
+def test_the_objective_is_the_accuracy_else_the_reward(tmp_path):
+    assert objective(run_folder(tmp_path, "a", after=0.5)) == 0.5
+    assert objective(run_folder(tmp_path, "b")) == 0.5  # mean of 0.25 and 0.75; the half-written row is left out
+    assert objective(run_folder(tmp_path, "c", ended="failed")) is None
+
+
+def test_the_comparison_puts_the_best_first_and_sums_up_seeds(tmp_path):
+    jobs = []
+    for number, (algorithm, seed, after) in enumerate([("grpo", 1, 0.2), ("grpo", 2, 0.4), ("dapo", 1, 0.9)]):
+        overrides = [f"algorithm={algorithm}", f"seed={seed}", "debug=fast"]
+        jobs.append(Job(number, overrides, run_folder(tmp_path, f"{number}", seed=seed, after=after), "finished"))
+        save(tmp_path / "jobs" / f"{number}.json", jobs[-1])
+    assert read_jobs(tmp_path / "jobs") == jobs
+    first, second = comparison(jobs).split("\n\n")
+    assert [line.split()[:2] for line in first.splitlines()[2:]] == [["dapo", "1"], ["grpo", "2"], ["grpo", "1"]]
+    assert second.splitlines()[-1].split() == ["grpo", "2", "0.300", "0.141"]  # sd of 0.2, 0.4 is 0.1 √2
+    assert "debug" not in first
+
+
+def test_cores_are_shared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rlkit.sweeps.cores", lambda: 8)
+    monkeypatch.setattr("rlkit.sweeps.installed", lambda name: True)
+    assert [parallel(make_plan(["seed=1,2,3", *o], None)) for o in ([], ["hydra/launcher=parallel"], ["hydra/launcher=slurm_local"])] == [
+        1,
+        2,
+        3,
+    ]
+    assert [threads(n) for n in (1, 3, 20)] == [8, 2, 1]
+
+
+def test_the_reason_of_a_failure_is_rlkits_own_sentence(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("rlkit: grpo, kl k3\nstep 1\nrlkit: reward 'x' raised KeyError\nrun folder: y\n")
+    assert why(1, log) == "exit 1: reward 'x' raised KeyError"
+    assert why(-9, log) == "signal 9: run folder: y"
+
+
+# ---------------------------------------------------------------------------------------------- real jobs, minutes
+
+
+def train(folder, *words, **settings):
+    command = [sys.executable, "-m", "rlkit", "train", "-m", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, **settings)
+
+
+def finished(root):
+    return sorted(p.parent.name for p in root.glob("*/summary.json") if json.loads(p.read_text())["ended"] == "finished")
+
+
+@pytest.mark.slow
+def test_jobs_have_folders_a_failed_one_is_told_and_the_rest_goes_on(tmp_path):
+    """A job whose second step cannot be written fails; a second command does the other ones not again."""
+    words = ["algorithm=grpo", "seed=1,2,3", *FAST]
+    root = tmp_path / "outputs" / "sweep"
+    root.mkdir(parents=True)
+    broken = root / "algorithm=grpo,debug=fast,evaluation.n=0,seed=2,trainer.steps=1"
+    broken.mkdir()
+    (broken / "rollouts").write_text("a file where a folder has to be")
+    done = train(tmp_path, *words)
+    assert done.returncode == 1 and "2/3  seed=2  failed  exit 1" in done.stdout and len(finished(root)) == 2, done.stdout + done.stderr
+    (broken / "rollouts").unlink()
+    assert "reward" in (root / "comparison.csv").read_text()
+    refused = train(tmp_path, *words)
+    assert refused.returncode == 2 and "resume=auto" in refused.stderr
+    stamps = {p: p.stat().st_mtime_ns for p in root.glob("*/summary.json") if p.parent != broken}
+    again = train(tmp_path, *words, "resume=auto")
+    assert again.returncode == 0 and again.stdout.count("done earlier") == 2 and len(finished(root)) == 3
+    assert all(p.stat().st_mtime_ns == stamp for p, stamp in stamps.items())
+
+
+@pytest.mark.slow
+def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path):
+    words = ["seed=1,2", "debug=fast", "trainer.steps=6", "evaluation.n=0"]
+    root = tmp_path / "outputs" / "sweep"
+    process = subprocess.Popen([sys.executable, "-m", "rlkit", "train", "-m", *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 300
+    while not list(root.glob("*/checkpoints/*.ckpt")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 130 and "resume=auto" in said and len(finished(root)) < 2
+    done = train(tmp_path, *words, "resume=auto")
+    assert done.returncode == 0 and len(finished(root)) == 2, done.stdout + done.stderr
+
+
+def needs(plugin):
+    absent = importlib.util.find_spec("hydra_plugins") is None or importlib.util.find_spec(f"hydra_plugins.{plugin}") is None
+    return pytest.mark.skipif(absent, reason=f"{plugin} is not installed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["experiment=sweep_parallel", "algorithm=grpo", "seed=1,2"], marks=needs("hydra_joblib_launcher")),
+        pytest.param(
+            ["experiment=sweep_slurm", "hydra/launcher=slurm_local", "algorithm=grpo", "seed=1,2"], marks=needs("hydra_submitit_launcher")
+        ),
+        pytest.param(["experiment=search", "hydra.sweeper.n_trials=2"], marks=needs("hydra_optuna_sweeper")),
+    ],
+    ids=lambda words: words[0],
+)
+def test_plugins_run_for_real(words, tmp_path):
+    done = train(tmp_path, *words, *FAST)
+    assert done.returncode == 0 and "2 of 2 jobs finished" in done.stdout, done.stdout + done.stderr
+    assert done.stderr == "" and len(finished(next((tmp_path / "outputs").iterdir()))) == 2
