@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,8 +26,12 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit rollout task=guess_number n=64           episodes without training: recorded, scored, summed up
   rlkit agent "What is 15 * 27, plus 100?" tools=[calculator]   a conversation with tools; run=FOLDER asks a trained policy
 
+  rlkit check experiment=gsm8k_tools             what train would do, in one small step: rollout, reward, update, memory
+  rlkit doctor                                   versions, devices, sandbox, disk and extras of this machine
+
   --config-dir DIR    options of your own
   -m, --multirun      a sweep
+  --completion bash   a script that completes groups, options and keys: eval "$(rlkit --completion bash)"
 
 groups and their options:
 """
@@ -49,8 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(HELP + list_groups())
         return 0
-    commands = {"train": train_command, "evaluate": evaluate_command, "rollout": rollout_command, "agent": agent_command}
+    commands = {
+        "train": train_command,
+        "evaluate": evaluate_command,
+        "rollout": rollout_command,
+        "agent": agent_command,
+        "check": check_command,
+        "doctor": doctor_command,
+    }
     try:
+        if words[0].startswith("--comp"):
+            return completion(words, commands)
         if words[0] not in commands:
             raise ConfigError(f"there is no command '{words[0]}'; there are: {', '.join(commands)}")
         arguments = parse(words[1:], texts=words[0] == "agent")
@@ -332,3 +345,58 @@ def agent_command(arguments: Arguments) -> int:
             raise ConfigError("\n".join(problems))
     show(ask(build(config), arguments.texts[0], checkpoint=checkpoint).rollout)
     return 0
+
+
+# --------------------------------------------------------------------------------------- check, doctor, completion
+
+
+def check_command(arguments: Arguments) -> int:
+    """What `rlkit train` would do with these overrides, in one small step."""
+    from rlkit import check
+    from rlkit.compose import compose, experiment, first_steps, warnings
+    from rlkit.train import load_tasks
+
+    if arguments.multirun:
+        raise ConfigError("rlkit check tries one run at a time; rlkit train -m checks every job of a sweep before the first one starts")
+    x = experiment(compose(arguments.overrides, config_dir=arguments.config_dir))
+    tasks = load_tasks(x)
+    for line in warnings(x):
+        print(f"warning: {line}")
+    firsts = first_steps(x)
+    report = check.run(next(iter(firsts.values())), *tasks)
+    print(check.show(report, phases=list(firsts)))
+    return 0
+
+
+def doctor_command(arguments: Arguments) -> int:
+    """What this machine gives to a run; 1 where nothing can be trained on it."""
+    from rlkit.doctor import examine, show
+
+    if arguments.overrides or arguments.multirun:
+        raise ConfigError("rlkit doctor takes no overrides; rlkit check takes those of a run")
+    findings = examine()
+    print(show(findings))
+    return 1 if any(f.state == "bad" for f in findings) else 0
+
+
+def completion(words: Sequence[str], commands: Iterable[str]) -> int:
+    """`--completion SHELL` prints what a shell has to read; `--complete LINE` the words that may follow, for that."""
+    from rlkit.completion import complete, script
+
+    if words[0] == "--completion":
+        print(script(words[1] if len(words) > 1 else "bash"), end="")
+    elif words[0] == "--complete" and len(words) == 2:
+        print("\n".join(complete(words[1], commands, known_keys)))
+    else:
+        raise ConfigError(f"there is no flag '{words[0]}'; there is --completion bash")
+    return 0
+
+
+def known_keys(entry: str, overrides: Sequence[str], config_dir: str | None) -> list[str]:
+    """The keys of a composed config; none where it does not compose, since a shell shows no messages."""
+    from rlkit.compose import keys
+
+    try:
+        return keys(overrides, entry=entry, config_dir=config_dir)
+    except ConfigError:
+        return []

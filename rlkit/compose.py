@@ -70,6 +70,19 @@ def compose(overrides: Sequence[str], *, entry: str = "train", config_dir: str |
     return Composed(plain, accepted)
 
 
+def keys(overrides: Sequence[str], *, entry: str = "train", config_dir: str | None = None) -> list[str]:
+    """All dotted keys of a composed config that a command line may set; it is not checked. Raises ConfigError where it does not compose."""
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    from rlkit.runs import flatten
+
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        plain = _compose(entry, searchpath(config_dir), overrides, resolve=False)
+    return [key for key in flatten(plain) if not key.endswith(("_partial_", "_target_"))]
+
+
 def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     """Overrides of a group of the whole run that every phase replaces: they would change nothing, silently."""
     phases = (config.get("schedule") or {}).get("phases") or {}
@@ -99,7 +112,7 @@ def _clashes(config_dir: str | None) -> list[str]:
     return [f"{f}: an option of this name ships with rlkit and would be taken instead; rename the file" for f in hidden]
 
 
-def _compose(entry: str, search: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
+def _compose(entry: str, search: Sequence[str], overrides: Sequence[str], *, resolve: bool = True) -> dict[str, Any]:
     """Hydra's composition in plain containers; whatever goes wrong is one ConfigError."""
     import hydra
     from hydra.errors import HydraException
@@ -107,7 +120,7 @@ def _compose(entry: str, search: Sequence[str], overrides: Sequence[str]) -> dic
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        plain = OmegaConf.to_container(hydra.compose(entry, overrides=[*search, *overrides]), resolve=True)
+        plain = OmegaConf.to_container(hydra.compose(entry, overrides=[*search, *overrides]), resolve=resolve)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         absent = re.match(r"Could not override '(\w+)'", str(error))  # a whole group: adding it, as Hydra proposes, would not help
         text = f"{absent[1]}: rlkit {entry} has no such group" if absent else _one_sentence(error)
