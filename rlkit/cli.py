@@ -26,6 +26,7 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit rollout task=guess_number n=64           episodes without training: recorded, scored, summed up
   rlkit agent "What is 15 * 27, plus 100?" tools=[calculator]   a conversation with tools; run=FOLDER asks a trained policy
 
+  rlkit export run=outputs/NAME/TIME             the policy as a Hugging Face folder; merge=true adds adapters to the weights
   rlkit check experiment=gsm8k_tools             what train would do, in one small step: rollout, reward, update, memory
   rlkit doctor                                   versions, devices, sandbox, disk and extras of this machine
 
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "evaluate": evaluate_command,
         "rollout": rollout_command,
         "agent": agent_command,
+        "export": export_command,
         "check": check_command,
         "doctor": doctor_command,
     }
@@ -344,6 +346,30 @@ def agent_command(arguments: Arguments) -> int:
         if problems := check(config["model"], f"{run}/config.yaml, model"):
             raise ConfigError("\n".join(problems))
     show(ask(build(config), arguments.texts[0], checkpoint=checkpoint).rollout)
+    return 0
+
+
+# -------------------------------------------------------------------------------------------------------- export
+
+
+def export_command(arguments: Arguments) -> int:
+    """The policy of a run (run=FOLDER or a checkpoint) in a folder that `from_pretrained` loads."""
+    from rlkit import runs
+    from rlkit.export import export
+
+    known = ("run", "to", "merge")
+    if unknown := [o for o in arguments.overrides if o.partition("=")[0] not in known]:
+        raise ConfigError(f"{unknown[0]}: rlkit export takes run=FOLDER, to=FOLDER and merge=true")
+    named, place, merge = (option(arguments.overrides, key) for key in known)
+    if not named or arguments.multirun:
+        raise ConfigError("rlkit export takes one run: run=outputs/NAME/TIME, or one of its checkpoints")
+    if merge not in (None, "true", "false"):
+        raise ConfigError(f"merge={merge}: must be true or false")
+    run = runs.find_run(named, "run")
+    out = Path(place).expanduser() if place else run / ("merged" if merge == "true" else "export")
+    model = runs.read_config(run).get("model", {})
+    path, step = export(model, checkpoint=runs.checkpoint_source(named, run), out=out, merge=merge == "true")
+    print(f"{path}, step {step}\nwritten to {out}\nload it with AutoModelForCausalLM.from_pretrained({str(out)!r}), or model.path={out}")
     return 0
 
 

@@ -246,6 +246,10 @@ def _check_groups(x: Experiment) -> list[str]:
     from rlkit.functional import keep_all
 
     problems = []
+    if x.algorithm.episodes is not None and x.batch.group_size != 1:
+        problems.append(
+            f"batch.group_size={x.batch.group_size}: algorithm={x.algorithm.name} samples nothing, so a row is one episode; set it to 1"
+        )
     numbers = inspect.signature(x.algorithm.advantage).parameters  # a partial's defaults are what the config has bound
     if x.batch.group_size == 1 and (asks(x.algorithm.advantage, "group_ids") or asks(x.algorithm.normalization, "group_ids")):
         problems.append(

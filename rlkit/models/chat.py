@@ -120,6 +120,28 @@ def continuation(codec: Codec, messages: Messages, last_id: int | None, *, cut: 
     return ids
 
 
+def encode_reply(codec: Codec, reply: Message) -> list[int]:
+    """The ids that the policy would sample to say a given reply: thinking, content and calls as the template writes them, then the
+    end-of-turn token.
+
+    Args:
+      reply: an assistant's message; `reasoning_content` apart from `content`, calls in `tool_calls`.
+    Raises: TemplateError where the template does not write the reply where the policy would, or drops a part of it.
+    """
+    masked, contents = _mask_contents([reply])
+    asked: list[Message] = [{"role": "user", "content": "?"}]
+    before = _render(codec, asked, ())
+    after = _render(codec, [*asked, *masked], ())
+    end = _render(codec, [*asked, {"role": "assistant", "content": f"{_OPEN}end{_CLOSE}"}], ()).partition(f"{_OPEN}end{_CLOSE}")[2]
+    name = codec.tokenizer.name_or_path
+    if not after.startswith(before) or not end or not after.endswith(end):
+        raise TemplateError(f"the chat template of '{name}' writes a reply elsewhere than where the policy would say it")
+    text = after[len(before) : -len(end)]
+    if lost := [content for i, content in enumerate(contents) if f"{_OPEN}{i}{_CLOSE}" not in text]:
+        raise TemplateError(f"the chat template of '{name}' does not write a part of a reply: '{lost[0][:80]}'")
+    return _encode_rendered(codec, text, contents) + encode_scaffold(codec, end)[:1]
+
+
 def _render(codec: Codec, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
     if codec.render is not None:
         return codec.render(messages, tools)
