@@ -329,7 +329,7 @@ def warnings(x: Experiment) -> list[str]:
     updates = a.epochs * a.minibatches
     if not x.needs_reference and x.reference.name != "none":
         out.append(f"reference={x.reference.name} is not built: no KL uses it (kl={x.kl.name}, kl.coef={x.kl.coef})")
-    if x.batch.group_size == 1 and not a.critic.active:
+    if x.batch.group_size == 1 and not a.critic.active and a.episodes is None:
         out.append("batch.group_size=1: nothing to compare a rollout with but the rest of the batch; the gradient will be noisy")
     if x.kl.in_reward and getattr(x.kl.estimator, "func", x.kl.estimator) not in (k1, forward):
         out.append(

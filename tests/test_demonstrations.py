@@ -10,7 +10,7 @@ import torch
 
 from rlkit import collect, demonstrations, generate
 from rlkit.cli import main
-from rlkit.environments import single_turn, tool_use
+from rlkit.environments import single_turn
 from rlkit.errors import DataError
 from rlkit.models.chat import decode, make_codec
 from rlkit.rollouts import assemble
@@ -34,9 +34,9 @@ def loaded(path, **settings):
     return conversations(path=path, split="train", seed=0, held_out=0.01, **settings)
 
 
-def test_a_played_episode_read_back_is_the_same_tokens(tiny):
+def test_a_played_episode_read_back_is_the_same_tokens(tiny, experiment):
     """Thinking, tool calls and results included: what is learned from is what would have been sampled."""
-    environment = tool_use()
+    environment = experiment.environment
     tasks = arithmetic(split="train", seed=0, max_samples=12)
     played = collect(tiny, tasks, generate=generate, environment=environment, temperature=0.0, max_new_tokens=64)
     usual = [r for r in played if r.status == "terminated" and len(r.steps) > 1 and not any(c.error for s in r.steps for c in s.tool_calls)]
@@ -116,9 +116,9 @@ def test_a_warm_up_teaches_the_reply_and_can_be_taken_on(tmp_path, monkeypatch, 
     """From the command line: the loss falls, and the exported model says what it was taught."""
     from rlkit.models import load_policy
 
-    path = rows(tmp_path / "talk.jsonl", *(dialogue(i, "I am #### 7") for i in range(24)))
+    path = rows(tmp_path / "talk.jsonl", *(dialogue(i, "#### 7") for i in range(24)))
     monkeypatch.chdir(tmp_path)
-    words = [f"task.path={path}", "trainer.steps=12", "optimizer.lr=0.003", "schedule=constant", "hydra.run.dir=run", "logger=none"]
+    words = [f"task.path={path}", "trainer.steps=24", "optimizer.lr=0.003", "schedule=constant", "hydra.run.dir=run", "logger=none"]
     assert main(["train", "experiment=sft", *words]) == 0
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["loss/total"] < 0.2 * metrics[0]["loss/total"] and metrics[0]["loss/total"] > 1
@@ -128,7 +128,7 @@ def test_a_warm_up_teaches_the_reply_and_can_be_taken_on(tmp_path, monkeypatch, 
     tasks = loaded(path)[:1]
     with torch.random.fork_rng():
         [said] = collect(warm, tasks, generate=generate, environment=single_turn(), temperature=0.0, max_new_tokens=32)
-    assert said.final_content == "I am #### 7"
+    assert said.final_content == "#### 7"
 
 
 @pytest.mark.parametrize(
