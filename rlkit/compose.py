@@ -152,6 +152,7 @@ def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[l
     assert hydra is not None
     loader = hydra.config_loader
     parser = OverridesParser.create(config_loader=loader)
+    elsewhere = bool(search) or any(text.startswith("hydra.searchpath=") for text in overrides)  # options that are looked for later
     problems, accepted = [], []
     for given in overrides:
         try:
@@ -165,7 +166,7 @@ def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[l
         unknown = [c for c in (chosen if isinstance(chosen, list) else [chosen]) if c not in options]
         if override.is_sweep_override():
             problems.append(f"{text}: several values are a sweep; run it with -m")
-        elif unknown and not search:
+        elif unknown and not elsewhere:
             hint = nearest(str(unknown[0]), options)
             problems.append(f"{text}: no such option.{hint} Options of {group}: {', '.join(sorted(options))}")
         else:
