@@ -34,7 +34,7 @@ _HOMES = {
         "Reward", "RewardError", "Term", "Verdict", "batched", "contains", "exact_match", "format_match", "group_normalised", "largest",
         "length", "math_verify", "mean", "numeric", "product", "repetition", "smallest", "soft_length", "tool_usage", "weighted_sum",
     ),
-    "rlkit.tasks": ("arithmetic", "gsm8k", "jsonl"),
+    "rlkit.tasks": ("arithmetic", "conversations", "gsm8k", "jsonl"),
     "rlkit.environments": (
         "calculator", "continue_with_step", "dialogue", "execute", "get_weather", "hermes", "python_tool", "single_turn", "split_thinking",
         "tool_schema", "tool_use", "with_schema", "xml",
@@ -43,7 +43,8 @@ _HOMES = {
     "rlkit.generation": ("generate",),
     "rlkit.models": ("LoRA", "ValueHead", "load_policy", "make_codec", "make_critic", "make_policy", "score"),
     "rlkit.rollouts": (
-        "append_rollouts", "assemble", "collect", "load_rollouts", "rollout_schema", "save_rollouts", "summarize", "transcript",
+        "append_rollouts", "assemble", "collect", "demonstrations", "load_rollouts",
+        "rollout_schema", "save_rollouts", "summarize", "transcript",
     ),
     "rlkit.rollouts.evaluation": ("greedy_accuracy", "sampled_accuracy"),
     "rlkit.schedules": (

@@ -87,11 +87,14 @@ class Algorithm(NamedTuple):
     minibatches: int = 1
     target_kl: float | None = None  # nats per token from the old policy at which the updates of a step end
     max_refills: int = 0  # rounds of further prompts where the group filter leaves fewer than batch.prompts
+    episodes: Callable[..., Any] | None = None  # as rlkit.collect, but scored: episodes that are not sampled (sft); None: collect
 
     @property
     def parts(self) -> dict[str, Callable[..., Any]]:
         """Name → function, of every slot that is called with quantities."""
-        slots = {name: value for name, value in self._asdict().items() if callable(value) and not isinstance(value, tuple)}
+        slots = {
+            name: value for name, value in self._asdict().items() if callable(value) and not isinstance(value, tuple) and name != "episodes"
+        }
         return slots | ({"critic.loss": self.critic.loss} if self.critic.loss is not None else {})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,8 +28,13 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit rollout task=guess_number n=64           episodes without training: recorded, scored, summed up
   rlkit agent "What is 15 * 27, plus 100?" tools=[calculator]   a conversation with tools; run=FOLDER asks a trained policy
 
+  rlkit export run=outputs/NAME/TIME             the policy as a Hugging Face folder; merge=true adds adapters to the weights
+  rlkit check experiment=gsm8k_tools             what train would do, in one small step: rollout, reward, update, memory
+  rlkit doctor                                   versions, devices, sandbox, disk and extras of this machine
+
   --config-dir DIR    options of your own
   -m, --multirun      a sweep
+  --completion bash   a script that completes groups, options and keys: eval "$(rlkit --completion bash)"
 
 groups and their options:
 """
@@ -51,8 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(HELP + list_groups())
         return 0
-    commands = {"train": train_command, "evaluate": evaluate_command, "rollout": rollout_command, "agent": agent_command}
+    commands = {
+        "train": train_command,
+        "evaluate": evaluate_command,
+        "rollout": rollout_command,
+        "agent": agent_command,
+        "export": export_command,
+        "check": check_command,
+        "doctor": doctor_command,
+    }
     try:
+        if words[0].startswith("--comp"):
+            return completion(words, commands)
         if words[0] not in commands:
             raise ConfigError(f"there is no command '{words[0]}'; there are: {', '.join(commands)}")
         arguments = parse(words[1:], texts=words[0] == "agent")
@@ -283,3 +298,82 @@ def agent_command(arguments: Arguments) -> int:
             raise ConfigError("\n".join(problems))
     show(ask(build(config), arguments.texts[0], checkpoint=checkpoint).rollout)
     return 0
+
+
+# -------------------------------------------------------------------------------------------------------- export
+
+
+def export_command(arguments: Arguments) -> int:
+    """The policy of a run (run=FOLDER or a checkpoint) in a folder that `from_pretrained` loads."""
+    from rlkit import runs
+    from rlkit.export import export
+
+    known = ("run", "to", "merge")
+    if unknown := [o for o in arguments.overrides if o.partition("=")[0] not in known]:
+        raise ConfigError(f"{unknown[0]}: rlkit export takes run=FOLDER, to=FOLDER and merge=true")
+    named, place, merge = (option(arguments.overrides, key) for key in known)
+    if not named or arguments.multirun:
+        raise ConfigError("rlkit export takes one run: run=outputs/NAME/TIME, or one of its checkpoints")
+    if merge not in (None, "true", "false"):
+        raise ConfigError(f"merge={merge}: must be true or false")
+    run = runs.find_run(named, "run")
+    out = Path(place).expanduser() if place else run / ("merged" if merge == "true" else "export")
+    model = runs.read_config(run).get("model", {})
+    path, step = export(model, checkpoint=runs.checkpoint_source(named, run), out=out, merge=merge == "true")
+    print(f"{path}, step {step}\nwritten to {out}\nload it with AutoModelForCausalLM.from_pretrained({str(out)!r}), or model.path={out}")
+    return 0
+
+
+# --------------------------------------------------------------------------------------- check, doctor, completion
+
+
+def check_command(arguments: Arguments) -> int:
+    """What `rlkit train` would do with these overrides, in one small step."""
+    from rlkit import check
+    from rlkit.compose import compose, experiment, first_steps, warnings
+    from rlkit.train import load_tasks
+
+    if arguments.multirun:
+        raise ConfigError("rlkit check tries one run at a time; rlkit train -m checks every job of a sweep before the first one starts")
+    x = experiment(compose(arguments.overrides, config_dir=arguments.config_dir))
+    tasks = load_tasks(x)
+    for line in warnings(x):
+        print(f"warning: {line}")
+    firsts = first_steps(x)
+    report = check.run(next(iter(firsts.values())), *tasks)
+    print(check.show(report, phases=list(firsts)))
+    return 0
+
+
+def doctor_command(arguments: Arguments) -> int:
+    """What this machine gives to a run; 1 where nothing can be trained on it."""
+    from rlkit.doctor import examine, show
+
+    if arguments.overrides or arguments.multirun:
+        raise ConfigError("rlkit doctor takes no overrides; rlkit check takes those of a run")
+    findings = examine()
+    print(show(findings))
+    return 1 if any(f.state == "bad" for f in findings) else 0
+
+
+def completion(words: Sequence[str], commands: Iterable[str]) -> int:
+    """`--completion SHELL` prints what a shell has to read; `--complete LINE` the words that may follow, for that."""
+    from rlkit.completion import complete, script
+
+    if words[0] == "--completion":
+        print(script(words[1] if len(words) > 1 else "bash"), end="")
+    elif words[0] == "--complete" and len(words) == 2:
+        print("\n".join(complete(words[1], commands, known_keys)))
+    else:
+        raise ConfigError(f"there is no flag '{words[0]}'; there is --completion bash")
+    return 0
+
+
+def known_keys(entry: str, overrides: Sequence[str], config_dir: str | None) -> list[str]:
+    """The keys of a composed config; none where it does not compose, since a shell shows no messages."""
+    from rlkit.compose import keys
+
+    try:
+        return keys(overrides, entry=entry, config_dir=config_dir)
+    except ConfigError:
+        return []

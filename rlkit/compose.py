@@ -88,6 +88,21 @@ def range_problems(node: Any, path: str = "") -> list[str]:
     return problems
 
 
+def keys(overrides: Sequence[str], *, entry: str = "train", config_dir: str | None = None) -> list[str]:
+    """All dotted keys of a composed config that a command line may set; it is not checked. Raises ConfigError where it does not compose."""
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf
+
+    from rlkit.runs import flatten
+
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        full, _ = _load(entry, searchpath(config_dir), overrides)
+    plain: Any = OmegaConf.to_container(full, resolve=False)
+    return [key for key in flatten(plain) if not key.startswith("hydra.") and not key.endswith(("_partial_", "_target_"))]
+
+
 def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     """Overrides of a group of the whole run that every phase replaces: they would change nothing, silently."""
     phases = (config.get("schedule") or {}).get("phases") or {}
@@ -205,6 +220,7 @@ def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[l
     assert hydra is not None
     loader = hydra.config_loader
     parser = OverridesParser.create(config_loader=loader)
+    elsewhere = bool(search) or any(text.startswith("hydra.searchpath=") for text in overrides)  # options that are looked for later
     problems, accepted = [], []
     for given in overrides:
         try:
@@ -218,7 +234,7 @@ def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[l
         unknown = [c for c in (chosen if isinstance(chosen, list) else [chosen]) if c not in options]
         if override.is_sweep_override():
             problems.append(f"{text}: several values are a sweep; run it with -m")
-        elif unknown and not search:
+        elif unknown and not elsewhere:
             hint = nearest(str(unknown[0]), options)
             problems.append(f"{text}: no such option.{hint} Options of {group}: {', '.join(sorted(options))}")
         else:
@@ -306,6 +322,10 @@ def _check_groups(x: Experiment) -> list[str]:
     from rlkit.functional import keep_all
 
     problems = []
+    if x.algorithm.episodes is not None and x.batch.group_size != 1:
+        problems.append(
+            f"batch.group_size={x.batch.group_size}: algorithm={x.algorithm.name} samples nothing, so a row is one episode; set it to 1"
+        )
     numbers = inspect.signature(x.algorithm.advantage).parameters  # a partial's defaults are what the config has bound
     if x.batch.group_size == 1 and (asks(x.algorithm.advantage, "group_ids") or asks(x.algorithm.normalization, "group_ids")):
         problems.append(
@@ -385,7 +405,7 @@ def warnings(x: Experiment) -> list[str]:
     updates = a.epochs * a.minibatches
     if not x.needs_reference and x.reference.name != "none":
         out.append(f"reference={x.reference.name} is not built: no KL uses it (kl={x.kl.name}, kl.coef={x.kl.coef})")
-    if x.batch.group_size == 1 and not a.critic.active:
+    if x.batch.group_size == 1 and not a.critic.active and a.episodes is None:
         out.append("batch.group_size=1: nothing to compare a rollout with but the rest of the batch; the gradient will be noisy")
     if x.kl.in_reward and getattr(x.kl.estimator, "func", x.kl.estimator) not in (k1, forward):
         out.append(

@@ -114,8 +114,9 @@ class RLModule(L.LightningModule):
             tasks, self.stream = take(self.tasks, self.stream, missing, seed=x.seed)
             with self.clock.part("generate"):
                 rollouts = self.roll_out(tasks, first=len(sampled) // x.batch.group_size)
-            with self.clock.part("reward"):
-                rollouts = score_rollouts(rollouts, x.reward)
+            if x.algorithm.episodes is None:
+                with self.clock.part("reward"):
+                    rollouts = score_rollouts(rollouts, x.reward)
             sampled += rollouts
             accepted += self.accepted(rollouts) if x.algorithm.max_refills else rollouts
         return sampled, accepted or sampled
@@ -129,7 +130,7 @@ class RLModule(L.LightningModule):
     def roll_out(self, tasks: Sequence[Task], *, first: int) -> list[Rollout]:
         """Episodes sampled from the policy as it is now; `first` is the position of the first task in the step."""
         x = self.x
-        return collect(
+        return (x.algorithm.episodes or collect)(
             self.policy,
             tasks,
             generate=self.clock.engine(x.generation.engine),

@@ -29,13 +29,21 @@ def none() -> Reference:
     return Reference(name="none", init=lambda policy, **_: None, update=_keep, model=_no_model, save=_save_nothing, load=_load_nothing)
 
 
-def frozen() -> Reference:
-    """The policy as it was when this began: at the start of the run, or of the phase that brings it.
+def frozen(*, path: str | None = None, revision: str | None = None) -> Reference:
+    """The policy as it was when this began: at the start of the run, or of the phase that brings it. Or another model: a teacher.
 
     At the start of the run: under LoRA the state is empty, since the start is the same model with its adapter off; otherwise it is a
     copy of the weights, without gradient. Both are made again from model.path on resume and not checkpointed. Later than that the
     state is that of a reference that could move (a second adapter under LoRA) and is checkpointed.
+
+    Args:
+      path: another model with the same vocabulary, a local folder or a hub id; loaded anew on resume. None: the policy itself.
+      revision: of a hub id.
+    Raises: ConfigError, when the reference is made, where the model cannot be loaded or has another vocabulary.
     """
+    if path is not None:
+        load = functools.partial(_load_teacher, path=path, revision=revision)
+        return Reference(name="frozen", init=load, update=_keep, model=_frozen_model, save=_save_nothing, load=_load_nothing)
     return Reference(name="frozen", init=_freeze, update=_keep, model=_frozen_model, save=_save_frozen, load=_load_frozen)
 
 
@@ -237,6 +245,24 @@ def _freeze(policy: nn.Module, *, step: int = 0) -> nn.Module | Moving | None:
     if hasattr(policy, "disable_adapter"):
         return None
     return copy.deepcopy(policy).requires_grad_(False).eval()
+
+
+def _load_teacher(policy: Any, *, path: str, revision: str | None, **_: Any) -> nn.Module:
+    """Another model on the policy's device and in its precision. The two must mean the same by an id."""
+    from rlkit.errors import ConfigError
+    from rlkit.models import pretrained_model, pretrained_tokenizer
+
+    own = policy.get_base_model() if hasattr(policy, "disable_adapter") else policy
+    weight = own.get_output_embeddings().weight
+    try:
+        teacher = pretrained_model(path, dtype=weight.dtype, revision=revision)
+        vocabulary = pretrained_tokenizer(path, revision=revision).get_vocab()
+        same = vocabulary == pretrained_tokenizer(own.name_or_path).get_vocab() if own.name_or_path else True
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path=", "reference.path=", 1)) from error
+    if not same or teacher.get_output_embeddings().weight.shape[0] < len(vocabulary):
+        raise ConfigError(f"reference.path={path}: has another vocabulary than the policy; choose a model with the same tokenizer")
+    return teacher.to(weight.device).requires_grad_(False).eval()
 
 
 def _save_frozen(state: nn.Module | Moving | None) -> dict[str, Any]:

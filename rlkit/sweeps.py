@@ -203,7 +203,8 @@ def corners(overrides: Sequence[str]) -> list[list[str]]:
     values: dict[str, list[str]] = {}
     try:
         for override in OverridesParser.create().parse_overrides(list(overrides)):
-            key, value = override.get_key_element(), override.value()
+            key = override.get_key_element()
+            value: Any = override.value()
             if override.is_interval_sweep():
                 values[key] = [str(value.start), str(value.end)]
             elif override.is_sweep_override():

@@ -60,7 +60,8 @@ def composed(overrides: tuple[str, ...]):
             return None
         dry_run(x)
         return x
-    needs = {"algorithm/advantage=gae": CRITIC, "algorithm/advantage=turn_gae": CRITIC}.get(overrides[0], ())
+    alone = {"algorithm=sft": ("batch.group_size=1",)}  # a row is one episode
+    needs = (alone | {"algorithm/advantage=gae": CRITIC, "algorithm/advantage=turn_gae": CRITIC}).get(overrides[0], ())
     needs = ("algorithm=ppo",) if overrides[0].startswith("algorithm/critic") and overrides[0] != "algorithm/critic=none" else needs
     needs = ("algorithm=pairwise",) if "pair_selector" in overrides[0] else needs
     try:

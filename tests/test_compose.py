@@ -21,6 +21,8 @@ REQUIRED = {
     "task=jsonl": ["task.path=rows.jsonl"],
     "reference=none": ["kl=none"],
     "task=verifiers": ["task.id=any"],
+    "task=conversations": ["task.path=rows.jsonl"],
+    "experiment=sft": ["task.path=rows.jsonl"],
     "environment=gymnasium": ["environment.make._target_=rlkit.sandbox.Sandbox"],  # any callable: nothing is played
     "environment/parse_calls=hermes": ["environment=tool_use"],
     "environment/parse_calls=xml": ["environment=tool_use"],
@@ -45,7 +47,40 @@ def test_every_option_composes_builds_and_dry_runs(option):
 
 @pytest.mark.parametrize("option", options("experiment") + options("debug"))
 def test_every_preset_composes_builds_and_dry_runs(option):
-    experiment(compose([option]))
+    experiment(compose([option, *REQUIRED.get(option, [])]))
+
+
+PAPER_NUMBERS = {  # what the papers give, so that no default of ours takes its place unseen
+    "grpo": {"batch.prompts": 16, "batch.group_size": 64, "kl.coef": 0.04, "optimizer.lr": 1e-6, "generation.max_new_tokens": 1024},
+    "dr_grpo": {"batch.group_size": 8, "generation.max_new_tokens": 3000, "algorithm.aggregation.constant": 3000, "kl.name": "none"},
+    "dapo": {
+        "batch.prompts": 512, "batch.group_size": 16, "algorithm.minibatches": 16, "algorithm.policy_loss.clip_high": 0.28,
+        "algorithm.overlong.limit": 20480, "kl.name": "none",
+    },
+    "gspo": {"algorithm.minibatches": 4, "algorithm.policy_loss.clip_low": 3e-4, "algorithm.policy_loss.clip_high": 4e-4},
+    "cispo": {"algorithm.policy_loss.clip_low": 1.0, "kl.name": "none"},
+    "rloo": {"batch.group_size": 4, "kl.placement": "reward", "kl.in_baseline": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, numbers", PAPER_NUMBERS.items(), ids=PAPER_NUMBERS)
+def test_presets_of_papers_hold_the_papers_numbers(name, numbers):
+    from rlkit.runs import flatten
+
+    config = flatten(compose([f"experiment={name}_paper"]).config)
+    assert {key: config[key] for key in numbers} == numbers
+    assert config["algorithm.name"] == name and config["schedule.numbers"] == {}  # a constant rate, as given
+
+
+SWEEPS = ("kl_ablation", "reference_ablation")
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_every_job_of_a_sweeping_preset_composes(name):
+    """The values stand in the preset; what they name must exist."""
+    params = yaml.safe_load((conf_dir() / "experiment" / f"{name}.yaml").read_text())["hydra"]["sweeper"]["params"]
+    for values_ in itertools.product(*(str(v).split(",") for v in params.values())):
+        experiment(compose([f"experiment={name}", *(f"{key}={value}" for key, value in zip(params, values_, strict=True))]))
 
 
 REFUSALS = {

@@ -24,7 +24,7 @@ LAYERS = (
     ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck"),
     ("module", "data", "loggers"),
     ("compose", "callbacks", "runs"),
-    ("train", "evaluate", "rollout", "agent", "notebook", "sweeps", "cli", "__main__"),
+    ("train", "evaluate", "rollout", "agent", "notebook", "doctor", "check", "completion", "export", "sweeps", "cli", "__main__"),
 )
 # Within a line, at top level: who uses whom. It has no circle.
 BESIDE = {
@@ -57,6 +57,8 @@ ONLY = {
     "schema": {"errors"},  # it walks any function's signature and knows no part
     "compose": {"errors", "schema", "settings"},  # everything else is imported when a config names it
     "runs": {"errors"},
+    "completion": {"errors"},  # a key pressed is answered at once
+    "doctor": set(),  # it runs where the rest may not
     "cli": {"errors"},  # a typo is answered before torch is imported
 }
 HEAVY = {"datasets", "transformers", "peft", "lightning", "hydra", "omegaconf", "tensorboard", "matplotlib", "pyarrow", "vllm"}
@@ -197,7 +199,20 @@ def test_importing_a_file_hides_no_part_of_the_same_name():
 
 @pytest.mark.parametrize(
     "module",
-    ["rlkit.cli", "rlkit.compose", "rlkit.runs", "rlkit.callbacks.files", "rlkit.train", "rlkit.evaluate", "rlkit.notebook", "rlkit.agent"],
+    [
+        "rlkit.cli",
+        "rlkit.compose",
+        "rlkit.runs",
+        "rlkit.callbacks.files",
+        "rlkit.train",
+        "rlkit.evaluate",
+        "rlkit.notebook",
+        "rlkit.agent",
+        "rlkit.doctor",
+        "rlkit.check",
+        "rlkit.completion",
+        "rlkit.export",
+    ],
 )
 def test_commands_start_light(module):
     assert not {n.split(".")[0] for n in closure(module)} & HEAVY

@@ -14,7 +14,8 @@ Row = dict[str, Any]
 def all_rewards_equal(row: Row) -> str | None:
     """No group has rewards that differ, and nothing else makes an advantage of them: nothing learned from rewards."""
     compared = row["reward/std"] > 0 and row["adv/abs_mean"] > 0  # with a critic or the batch; groups of one are always equal
-    if row["group/frac_zero_std"] < 1 or compared:
+    demonstrated = "reward/demonstration/mean" in row  # nothing is sampled, and all of it is to be learned
+    if row["group/frac_zero_std"] < 1 or compared or demonstrated:
         return None
     return (
         f"all rewards of every prompt's group are equal (mean {row['reward/mean']:.2f}): there is nothing to learn from. Easier or harder "

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -126,6 +127,48 @@ def continuation(codec: Codec, messages: Messages, last_id: int | None, *, cut: 
     if ids and (ids[0] == last_id or cut):
         ids = ids[1:]
     return ids
+
+
+def encode_reply(codec: Codec, reply: Message) -> list[int]:
+    """The ids that the policy would sample to say a given reply: thinking, content and calls as the template writes them, then the
+    end-of-turn token.
+
+    Args:
+      reply: an assistant's message; `reasoning_content` apart from `content`, calls in `tool_calls`.
+    Raises: TemplateError where the template does not write the reply where the policy would, or drops a part of it.
+    """
+    masked, contents = _mask_contents([reply])
+    asked: list[Message] = [{"role": "user", "content": "?"}]
+    before = _render(codec, asked, ())
+    after = _render(codec, [*asked, *masked], ())
+    end = _render(codec, [*asked, {"role": "assistant", "content": f"{_OPEN}end{_CLOSE}"}], ()).partition(f"{_OPEN}end{_CLOSE}")[2]
+    name = codec.tokenizer.name_or_path
+    if not after.startswith(before) or not end or not after.endswith(end):
+        raise TemplateError(f"the chat template of '{name}' writes a reply elsewhere than where the policy would say it")
+    text = after[len(before) : -len(end)]
+    if lost := [content for i, content in enumerate(contents) if f"{_OPEN}{i}{_CLOSE}" not in text]:
+        raise TemplateError(f"the chat template of '{name}' does not write a part of a reply: '{lost[0][:80]}'")
+    return _encode_joined(codec, text, contents) + encode_scaffold(codec, end)[:1]
+
+
+def _encode_joined(codec: Codec, rendered: str, contents: Sequence[str]) -> list[int]:
+    """Ids of a rendered reply, the control tokens those of the scaffolding alone. The text between two of them is encoded in one piece,
+    scaffolding and contents together, as a model writes it that does not know where a content begins."""
+    added = {str(token): i for i, token in codec.tokenizer.added_tokens_decoder.items()}
+    control = "|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)"
+    ids: list[int] = []
+    text = ""
+    for i, piece in enumerate(re.split(f"{_OPEN}(\\d+){_CLOSE}", rendered)):
+        if i % 2:
+            text += contents[int(piece)]
+            continue
+        for part in re.split(f"({control})", piece):
+            if part in added:
+                ids += [*encode_text(codec, text), added[part]]
+                text = ""
+            else:
+                text += part
+    return ids + encode_text(codec, text)
 
 
 def _render(codec: Codec, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:

@@ -2,6 +2,7 @@
 
 from rlkit.rollouts.assemble import assemble
 from rlkit.rollouts.collect import collect
+from rlkit.rollouts.demonstrate import demonstrations
 from rlkit.rollouts.record import append_rollouts, load_rollouts, rollout_schema, save_rollouts, transcript
 from rlkit.rollouts.summary import summarize
 
@@ -9,6 +10,7 @@ __all__ = [
     "append_rollouts",
     "assemble",
     "collect",
+    "demonstrations",
     "load_rollouts",
     "rollout_schema",
     "save_rollouts",

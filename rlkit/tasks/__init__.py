@@ -1,6 +1,7 @@
 """Data sets as tasks. A factory takes `split`, `seed` and `max_samples` by keyword and gives a sequence of Task; mixture joins several."""
 
 from rlkit.tasks.arithmetic import arithmetic
+from rlkit.tasks.conversations import conversations
 from rlkit.tasks.episodes import episodes
 from rlkit.tasks.gsm8k import gsm8k
 from rlkit.tasks.guess_number import guess_number
@@ -14,6 +15,7 @@ from rlkit.tasks.verifiers import verifiers
 __all__ = [
     "StreamState",
     "arithmetic",
+    "conversations",
     "episodes",
     "gsm8k",
     "guess_number",

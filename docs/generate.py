@@ -1,0 +1,292 @@
+"""Writes docs/config/GROUP.md and docs/extension_points.md from the code and the comments of conf/: python docs/generate.py
+
+Nothing on those pages is written by hand; tests/test_docs.py fails where they are not what this gives.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+import yaml
+
+import rlkit.types
+from rlkit.compose import conf_dir
+from rlkit.schema import describe, resolve
+
+DOCS = Path(__file__).resolve().parent
+MARK = "<!-- written by `python docs/generate.py`; do not edit -->"
+
+
+def pages() -> dict[Path, str]:
+    """Every generated page: path → text."""
+    groups = sorted(f for f in conf_dir().iterdir() if f.is_dir() and f.name != "hydra")
+    out = {DOCS / "config" / f"{group.name}.md": group_page(group) for group in groups}
+    out[DOCS / "config" / "README.md"] = index(groups)
+    out[DOCS / "extension_points.md"] = extension_points()
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------- config groups
+
+
+class Key(NamedTuple):
+    """A line of an option's file that sets a value."""
+
+    path: str
+    value: str
+    comment: str
+
+
+def read_option(file: Path) -> tuple[str, list[str], list[Key]]:
+    """An option's first comment, its choices of other options, and its keys, each with the comment above it."""
+    title: list[str] = []
+    comment: list[str] = []
+    choices: list[str] = []
+    keys: list[Key] = []
+    stack: list[tuple[int, str]] = []
+    for line in file.read_text().splitlines():
+        text = line.strip()
+        if text.startswith("#"):
+            if not text.startswith("# @package"):
+                (comment if keys or stack or choices else title).append(text.lstrip("# "))
+            continue
+        if not text:
+            comment = []
+            continue
+        depth = len(line) - len(line.lstrip())
+        if text.startswith("- "):
+            if stack and stack[0][1] == "defaults" and text != "- _self_":
+                choices.append(text[2:].partition(" #")[0].strip())
+            comment = []
+            continue
+        name, _, value = text.partition(":")
+        stack = [(d, n) for d, n in stack if d < depth] + [(depth, name)]
+        value = re.sub(r"\s+#.*", "", value).strip()
+        path = ".".join(n for _, n in stack)
+        if name == "_target_" or (value and not name.startswith("_") and stack[0][1] != "defaults"):
+            keys.append(Key(path, value, " ".join(comment)))
+        comment = []
+    return " ".join(title), choices, keys
+
+
+def takes(keys: list[Key], key: Key) -> str:
+    """What the signature says that a key takes; blank where no function of this file names it."""
+    parent, _, name = key.path.rpartition(".")
+    target = next((k.value for k in keys if k.path == (f"{parent}._target_" if parent else "_target_")), None)
+    if target is None or target == "???":
+        return ""
+    function = resolve(target)
+    plain = inspect.isclass(function) and not issubclass(function, tuple)
+    try:
+        hint = get_type_hints(function.__init__ if plain else function).get(name)
+    except (NameError, TypeError, AttributeError):
+        return ""
+    if hint is None:
+        return ""
+    said = describe(hint)
+    return "" if "a part (" in said else said
+
+
+def group_page(group: Path) -> str:
+    """The page of a group: its options, and of each what it calls, its keys, their defaults and meanings."""
+    files = sorted(group.rglob("*.yaml"), key=lambda f: (len(f.parts), f.as_posix()))
+    lines = [MARK, "", f"# `{group.name}`", "", "| option | what it is |", "|---|---|"]
+    lines += [f"| `{chosen(group, f)}` | {cell(read_option(f)[0])} |" for f in files]
+    for file in files:
+        title, choices, keys = read_option(file)
+        above = inherited(file, choices)
+        lines += ["", f"## `{chosen(group, file)}`", "", title]
+        if choices:
+            lines += ["", "Chosen with it: " + ", ".join(f"`{c}`" for c in choices) + "."]
+        if calls := list(dict.fromkeys(k.value for k in keys if k.path.endswith("_target_"))):
+            lines += ["", "Calls " + ", ".join(f"`{c}`" for c in calls) + "."]
+        rows = [k for k in keys if not k.path.endswith("_target_")]
+        if rows:
+            lines += ["", "| key | default | takes | meaning |", "|---|---|---|---|"]
+            lines += [
+                f"| `{k.path}` | `{cell(k.value)}` | {cell(takes([*keys, *above], k))} | {cell(k.comment or meaning(above, k))} |"
+                for k in rows
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def inherited(file: Path, choices: list[str]) -> list[Key]:
+    """The keys of the options that an option begins with, for their meanings."""
+    parents = [file.parent / f"{choice}.yaml" for choice in choices if ":" not in choice]
+    return [key for parent in parents for key in (read_option(parent)[2] + inherited(parent, read_option(parent)[1]))]
+
+
+def meaning(keys: list[Key], key: Key) -> str:
+    """What another file says of a key."""
+    return next((k.comment for k in keys if k.path == key.path and k.comment), "")
+
+
+def chosen(group: Path, file: Path) -> str:
+    """How an option is chosen on the command line."""
+    return f"{file.parent.relative_to(group.parent).as_posix()}={file.stem}"
+
+
+def cell(text: str) -> str:
+    """Text that does not end a table's cell."""
+    return text.replace("|", "\\|")
+
+
+def index(groups: list[Path]) -> str:
+    """The list of groups, with the options of each, and the keys that stand in the entry config itself."""
+    lines = [MARK, "", "# Config groups", "", "| group | options |", "|---|---|"]
+    lines += [f"| [{g.name}]({g.name}.md) | {', '.join(f.stem for f in sorted(g.glob('*.yaml')))} |" for g in groups]
+    title, _, keys = read_option(conf_dir() / "train.yaml")
+    lines += ["", "## `train.yaml`", "", title, "", "| key | default | meaning |", "|---|---|---|"]
+    lines += [f"| `{k.path}` | `{k.value}` | {cell(k.comment)} |" for k in keys if k.comment and "_target_" not in k.path]
+    return "\n".join(lines) + "\n"
+
+
+# ------------------------------------------------------------------------------------------------- extension points
+
+# Where the named tuples stand in a config; {} is a name of the user's own.
+PLACES = {
+    "rlkit.settings.Experiment": "",
+    "rlkit.settings.Sampling": "generation",
+    "rlkit.settings.Evaluation": "evaluation",
+    "rlkit.algorithm.Algorithm": "algorithm",
+    "rlkit.algorithm.Critic": "algorithm.critic",
+    "rlkit.algorithm.KL": "kl",
+    "rlkit.rewards.Reward": "reward",
+    "rlkit.rewards.Term": "reward.terms.NAME",
+    "rlkit.types.Environment": "environment",
+    "rlkit.types.Session": "environment → open",
+    "rlkit.types.Reference": "reference",
+    "rlkit.schedules.Schedule": "schedule",
+    "rlkit.schedules.Phase": "schedule.phases.NAME",
+    "rlkit.types.Controller": "schedule.numbers.PATH",
+    "rlkit.models.chat.Codec": "model → codec",
+}
+
+# Parts by names of the user's own.
+NAMED = {
+    "Mapping[str, Any]": "name → a part: a Lightning callback, a function of the step, a Controller",
+    "Mapping[str, Phase]": "name → a phase",
+    "Mapping[str, Term]": "name → a term",
+}
+
+
+class Point(NamedTuple):
+    """A place where a function of the user's own may stand."""
+
+    place: str
+    signature: str
+    meaning: str
+
+
+def protocols() -> dict[str, type]:
+    """Name → Protocol, of rlkit/types.py."""
+    return {n: v for n, v in vars(rlkit.types).items() if getattr(v, "_is_protocol", False) and v.__module__ == "rlkit.types"}
+
+
+def points() -> list[Point]:
+    """Every field of a config's named tuples, and every parameter of a shipped part, that takes a function."""
+    out: dict[str, Point] = {}
+    for name, place in PLACES.items():
+        owner: Any = resolve(name)
+        comments = field_comments(owner)
+        for field, hint in written_hints(owner).items():
+            if takes_function(hint) or hint in NAMED:
+                path = f"{place}.{field}" if place else field
+                out[path] = Point(path, hint, comments.get(field) or NAMED.get(hint) or first_line(hint))
+    for path, target in targets():
+        function = resolve(target)
+        for name, hint in written_hints(function).items():
+            if takes_function(hint) and target not in PLACES and not positional(function, name):
+                out.setdefault(f"{path}.{name}", Point(f"{path}.{name}", hint, f"of `{target}`"))
+    return list(out.values())
+
+
+def first_line(hint: str) -> str:
+    """The first line of the docstring of the Protocol that an annotation names."""
+    return next((doc.splitlines()[0] for n, p in protocols().items() if n in hint and (doc := inspect.getdoc(p))), "")
+
+
+def positional(function: Callable[..., Any], name: str) -> bool:
+    """Whether a parameter is what a part is called with, not what a config sets."""
+    p = inspect.signature(function).parameters.get(name)
+    return p is None or (p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty and not inspect.isclass(function))
+
+
+def written_hints(owner: Any) -> dict[str, str]:
+    """Annotations as they are written."""
+    own = owner.__annotations__ if inspect.isclass(owner) else getattr(owner, "__annotations__", {})
+    words = {name: hint if isinstance(hint, str) else getattr(hint, "__forward_arg__", str(hint)) for name, hint in own.items()}
+    return {name: hint for name, hint in words.items() if name != "return"}
+
+
+def takes_function(hint: str) -> bool:
+    """Whether an annotation names something that is called."""
+    called = ("Callable", "NextPrompt", "Controller", "Environment", "Reference", *protocols())
+    return any(re.search(rf"\b{name}\b", hint) for name in called)
+
+
+def field_comments(owner: Any) -> dict[str, str]:
+    """Field → the comment behind it in the source."""
+    found = re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(owner), re.M)
+    return dict(found)
+
+
+def targets() -> Iterator[tuple[str, str]]:
+    """(place, function) of every part that conf/ names, experiments aside."""
+    for file in sorted(conf_dir().rglob("*.yaml")):
+        group = file.parent.relative_to(conf_dir()).as_posix()
+        if group.split("/")[0] in ("experiment", "hydra", "debug", "."):
+            continue
+        yield from _targets(yaml.safe_load(file.read_text()), group.replace("/", "."))
+
+
+def _targets(node: Any, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(node, Mapping):
+        if str(node.get("_target_", "???")).startswith("rlkit."):
+            yield path, node["_target_"]
+        for key, value in node.items():
+            yield from _targets(value, f"{path}.{key}")
+
+
+def extension_points() -> str:
+    """The page of all places, all Protocols and all quantities."""
+    found = points()
+    lines = [MARK, "", "# Extension points", ""]
+    lines += [f"{len(found)} places take a function of your own, named in a config as `_target_: my_module.my_function`, with"]
+    lines += ["`_partial_: true` where it is called later; its keyword-only parameters are keys. Nothing is registered.", ""]
+    lines += ["| place | takes | meaning |", "|---|---|---|"]
+    lines += [f"| `{p.place}` | `{cell(p.signature)}` | {cell(p.meaning)} |" for p in found]
+    lines += ["", "## Protocols", ""]
+    for name, protocol in protocols().items():
+        signature = str(inspect.signature(protocol.__call__)).replace("(self, ", "(").replace("'", "")
+        lines += [f"### {name}", "", f"`{signature}`", "", inspect.getdoc(protocol) or "", ""]
+        lines += [f"Shipped: {', '.join(f'`{s}`' for s in shipped(name))}.", ""] if shipped(name) else []
+    lines += ["## Quantities", "", "What a part of an algorithm or a KL may ask for, by the name of a positional parameter:", ""]
+    lines += [f"- `{name}` {meaning}" for name, meaning in rlkit.types.QUANTITIES.items()]
+    return "\n".join(lines) + "\n"
+
+
+def shipped(protocol: str) -> list[str]:
+    """The functions of conf/ that stand where a Protocol is asked for."""
+    places = [p.place for p in points() if re.search(rf"\b{protocol}\b", p.signature)]
+    names = [target for path, target in targets() if path in places or re.sub(r"terms\.\w+", "terms.NAME", path) in places]
+    return list(dict.fromkeys(names))
+
+
+def main() -> None:
+    """Writes the pages, and takes away those of groups that are gone."""
+    written = pages()
+    for old in (DOCS / "config").glob("*.md"):
+        if old not in written:
+            old.unlink()
+    for path, text in written.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

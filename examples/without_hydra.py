@@ -1,0 +1,94 @@
+"""A run from Python alone, without Hydra and without a run folder: every part is a function, an experiment is a named tuple.
+
+python examples/without_hydra.py, or cell by cell in a notebook.
+"""
+
+# %% Parts: shipped ones, and one's own
+import functools
+import os
+
+import lightning as L
+import torch
+
+from rlkit import (
+    KL,
+    Algorithm,
+    BatchSize,
+    Evaluation,
+    Experiment,
+    Reward,
+    RLModule,
+    Sampling,
+    Term,
+    TrainerSettings,
+    arithmetic,
+    calculator,
+    clipped,
+    generate,
+    hermes,
+    k3,
+    keep_all,
+    leave_one_out,
+    load_policy,
+    numeric,
+    token_mean,
+    token_ratio,
+    tool_use,
+)
+from rlkit.data import RLData
+from rlkit.reference import frozen
+from rlkit.train import quiet
+
+STEPS = int(os.environ.get("EXAMPLE_STEPS", "10"))
+
+
+def brief(rollout):
+    """1 for a final answer of at most 30 characters: a reward of one's own."""
+    return float(len(rollout.final_content) <= 30)
+
+
+# %% The experiment: what conf/ would be composed to
+experiment = Experiment(
+    name="without_hydra",
+    seed=0,
+    batch=BatchSize(prompts=8, group_size=4),
+    task=functools.partial(arithmetic, seed=0),
+    environment=tool_use(tools={"calculator": calculator}, parse_calls=hermes, max_turns=4),
+    model=functools.partial(load_policy, path="tiny"),
+    generation=Sampling(engine=generate, max_new_tokens=64),
+    reward=Reward("mine", {"numeric": Term(1.0, numeric), "brief": Term(0.1, brief)}),
+    algorithm=Algorithm("mine", leave_one_out, token_ratio, clipped, token_mean, keep_all),
+    kl=KL("k3", k3, coef=0.05),
+    reference=frozen(),
+    optimizer=functools.partial(torch.optim.AdamW, lr=3e-4),
+    trainer=TrainerSettings(steps=STEPS, accelerator="cpu"),
+    evaluation=Evaluation(Reward("numeric", {"numeric": Term(1.0, numeric)}), n=0),
+)
+
+# %% Train
+quiet()
+torch.manual_seed(experiment.seed)
+policy = experiment.model(device="cpu")
+module = RLModule(experiment, policy, experiment.task(split="train"))
+
+
+class Show(L.Callback):
+    """One line a step."""
+
+    def on_train_batch_end(self, trainer, module, *_):
+        print(f"step {module.rl_step}: reward {module.metrics['reward/mean']:.2f}, KL {module.metrics['kl/ref_k3']:.4f}")
+
+
+trainer = L.Trainer(
+    accelerator="cpu",
+    max_epochs=-1,
+    logger=False,
+    callbacks=[Show()],
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
+trainer.fit(module, RLData(STEPS))
+
+# %% Look at an episode
+print(module.rollouts[0].conversation)

@@ -1,0 +1,242 @@
+"""`rlkit check`: one small step of a run, through every part of it, and what the run would take; nothing is kept.
+
+The config is composed and dry-run before, as for `rlkit train`. Here the rows are tried with the verifier, the model is loaded, trainer
+and sampler are compared, one prompt's group is played and scored, and the policy (and the critic, where there is one) takes one step.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlkit.rewards import Reward, Term
+from rlkit.rewards import score as score_rollouts
+from rlkit.settings import BatchSize, Experiment
+from rlkit.types import Rollout, Task
+
+REPLY = 64  # tokens of a reply here; a run's own limit may take minutes on a CPU
+GROUP = 4  # rollouts where a group is one sample
+
+
+class Memory(NamedTuple):
+    """Bytes that a run holds. Weights, gradients, optimizer and reference are counted; saved and cache are worked out from the step."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    saved: int  # by autograd, for the backward pass of one full micro-batch
+    cache: int  # keys and values of all episodes of a step, each as long as it may become
+
+    @property
+    def peak(self) -> int:
+        """What is there at once at most: sampling and updating take turns."""
+        return self.weights + self.optimizer + self.reference + max(self.cache, self.gradients + self.saved)
+
+
+class Report(NamedTuple):
+    """What `run` found."""
+
+    warnings: list[str]
+    rollouts: list[Rollout]  # played, with their own rewards
+    spread: bool  # whether the update needed rewards that differ, and was given such
+    metrics: Mapping[str, Any]
+    memory: Memory
+    seconds: Mapping[str, float]
+    header: str
+
+
+def small(x: Experiment) -> Experiment:
+    """The experiment cut to one step of one update on one prompt: short replies, no held-out rows, no logger, no callbacks."""
+    from rlkit.schedules import Schedule
+
+    limit = min(x.generation.max_new_tokens, REPLY)
+    budget = x.generation.max_thinking_tokens
+    return x._replace(
+        batch=BatchSize(max(1, GROUP // x.batch.group_size), x.batch.group_size),
+        generation=x.generation._replace(max_new_tokens=limit, max_thinking_tokens=None if budget is None else min(budget, limit - 1)),
+        algorithm=x.algorithm._replace(epochs=1, minibatches=1, max_refills=0, critic=x.algorithm.critic._replace(warmup=0)),
+        trainer=x.trainer._replace(steps=1, max_time=None),
+        evaluation=x.evaluation._replace(n=0, stop_at=None),
+        schedule=Schedule(),
+        logger=None,
+        callbacks={},
+    )
+
+
+def run(x: Experiment, tasks: Sequence[Task], held_out: Sequence[Task]) -> Report:
+    """One step of the experiment.
+
+    Args:
+      x: the whole run at its first step, without open schedules (rlkit.compose.first_steps).
+      tasks: training rows, at least one. held_out: only counted.
+    Raises: the refusals of a run.
+    """
+    from rlkit.data import RLData
+    from rlkit.module import RLModule
+    from rlkit.selfcheck import check_policy
+    from rlkit.train import autocast, header, make_trainer, pick_device, quiet
+
+    quiet()
+    import torch
+
+    clock = {}
+    started = time.perf_counter()
+    if x.trainer.threads:
+        torch.set_num_threads(x.trainer.threads)
+    device = pick_device(x)
+    torch.manual_seed(x.seed)
+    policy = x.model(device=device)
+    text = header(x, policy, device, (tasks, held_out))
+    clock["load"] = time.perf_counter() - started
+    cut = small(x)
+    with autocast(cut, device):
+        warnings = check_policy(policy, tasks, cut)
+    played: list[Rollout] = []
+    module = RLModule(cut._replace(reward=telling(cut.reward, played)), policy, tasks)
+    with tempfile.TemporaryDirectory() as folder, saved_for_backward(module) as saved:
+        trainer, _ = make_trainer(module.experiment, module, [], Path(folder), {}, device, resume=None)
+        trainer.fit(module, RLData(1))
+    clock["generate"], clock["update"] = module.metrics["perf/generate_s"], module.metrics["perf/update_s"]
+    spread = len({r.total_reward for r in played}) == 1
+    return Report(warnings, played, spread, module.metrics, memory(x, module, tasks, saved[0]), clock, text)
+
+
+def telling(reward: Reward, played: list[Rollout]) -> Reward:
+    """A reward that keeps the scored rollouts in `played`, and gives 0 and 1 in turn where all are worth the same: no algorithm would
+    take a step on those."""
+
+    def scores(rollouts: Sequence[Rollout]) -> list[float | None]:
+        played[:] = score_rollouts(rollouts, reward)
+        own = [r.total_reward for r in played]
+        return [float(i % 2) for i in range(len(own))] if len(set(own)) == 1 else own
+
+    return Reward(reward.name, {"check": Term(1.0, scores, batched=True)})
+
+
+# -------------------------------------------------------------------------------------------------------- memory
+
+
+@contextmanager
+def saved_for_backward(module: Any) -> Iterator[list[int]]:
+    """Counts the bytes that autograd keeps for backward passes, the weights themselves aside; each storage once."""
+    import torch
+
+    weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    seen: set[int] = set()
+    total = [0]
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in weights | seen:
+            seen.add(place)
+            total[0] += tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield total
+
+
+def memory(x: Experiment, module: Any, tasks: Sequence[Task], saved: int) -> Memory:
+    """What the whole run takes, from a module that has taken its one small step, of which autograd kept `saved` bytes."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    weights = size_of([list(module.parameters()), list(module.buffers())])
+    optimizer = sum(size_of(o.state) for o in module.trainer.optimizers)
+    together = size_of([list(module.parameters()), list(module.buffers()), module.references])
+    longest = min(module.policy.context_length, episode_length(x, module, tasks))
+    rollouts = x.batch.prompts * x.batch.group_size
+    step_tokens = module.tokens / (1 - module.metrics["perf/padding_frac"])  # with padding
+    portion = min(x.trainer.micro_batch_tokens, rollouts * longest)
+    engine = getattr(x.generation.engine, "keywords", {})
+    cached = min(longest * min(rollouts, engine.get("max_rows", rollouts)), engine.get("max_cached_tokens", rollouts * longest))
+    return Memory(
+        weights=weights,
+        gradients=sum(p.numel() * p.element_size() for p in trained),
+        optimizer=optimizer,
+        reference=together - weights,
+        saved=int(saved * portion / step_tokens),
+        cache=cache_bytes(module.policy.model) * cached,
+    )
+
+
+def size_of(node: Any) -> int:
+    """Bytes of all tensors in a nest of modules, mappings, tuples and lists; what two of them share counts once."""
+    import torch
+
+    sizes: dict[int, int] = {}
+    pending = [node]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, torch.Tensor):
+            sizes[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
+        elif isinstance(item, torch.nn.Module):
+            pending += [*item.parameters(), *item.buffers()]
+        elif isinstance(item, Mapping):
+            pending += item.values()
+        elif isinstance(item, tuple | list):
+            pending += item
+    return sum(sizes.values())
+
+
+def cache_bytes(model: Any) -> int:
+    """Keys and values of one token in all layers, in bytes."""
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * width * next(model.parameters()).element_size()
+
+
+def episode_length(x: Experiment, module: Any, tasks: Sequence[Task]) -> int:
+    """Tokens that an episode may come to: the longest prompt, and as many replies as may be, each as long as it may be."""
+    from rlkit.environments import environment_of, tool_schema
+    from rlkit.models import encode_prompt
+
+    longest = max(tasks, key=lambda task: sum(len(m["content"]) for m in task.messages))
+    own = environment_of(x.environment, longest)
+    tools = [tool_schema(tool) for tool in own.tools(longest).values()]
+    prompt = len(encode_prompt(module.policy.codec, list(own.first_prompt(longest)), tools))
+    return prompt + own.max_steps * x.generation.max_new_tokens
+
+
+# ------------------------------------------------------------------------------------------------------- telling
+
+
+def show(report: Report, *, phases: Sequence[str] = ()) -> str:
+    """The report in lines: what was done, with its numbers, then memory."""
+    m, clock, memory = report.metrics, report.seconds, report.memory
+    own = [r.total_reward for r in report.rollouts]
+    scored = [r for r in own if r is not None]
+    terms = ", ".join(f"{name} {_mean([r.rewards.get(name) for r in report.rollouts])}" for name in report.rollouts[0].rewards)
+    names = {"loss/total": "loss", "optim/grad_norm": "gradient norm", "kl/estimate": "KL", "value/loss": "value loss"}
+    numbers = ", ".join(f"{label} {m[key]:.3g}" for key, label in names.items() if isinstance(m.get(key), float) and m[key] == m[key])
+    rows = [
+        ("config", "composed, checked, dry-run on fake data" + (f", phase by phase ({', '.join(phases)})" if len(phases) > 1 else "")),
+        ("data", "gold answers score 1, empty ones do not"),
+        ("model", f"loaded in {clock['load']:.1f} s; trainer and sampler agree"),
+        *(("warning", line) for line in report.warnings),
+        ("rollout", f"{len(report.rollouts)} episodes, {m['tokens/sampled']} tokens sampled, {clock['generate']:.1f} s"),
+        ("reward", f"{_mean(own)} ({terms}), {len(scored)} of {len(own)} can be scored"),
+        ("update", (numbers if m["optim/updates"] else "none: this step had nothing to learn from") + f", {clock['update']:.1f} s"),
+        *([("", "all rewards were equal, so 0 and 1 in turn stood for them")] if report.spread else []),
+        *((f"memory: {name}", _size(getattr(memory, name))) for name in memory._fields if getattr(memory, name)),
+        (
+            "memory: in all",
+            f"about {_size(memory.peak)}, at micro_batch_tokens and the longest episodes; the framework comes on top",
+        ),
+    ]
+    if len(phases) > 1:
+        rows.append(("phases", f"the step was one of '{phases[0]}'; the others were tried on fake data only"))
+    return "\n".join([report.header, "", *(f"{name:<18}{text}" for name, text in rows), "", "ready: rlkit train with the same overrides"])
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    found = [v for v in values if v is not None]
+    return f"{sum(found) / len(found):.2f}" if found else "not scored"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**29 else f"{count / 2**20:.1f} MiB"

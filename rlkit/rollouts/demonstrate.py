@@ -1,0 +1,75 @@
+"""Episodes that are read instead of played: what algorithm=sft learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlkit.environments import environment_of, tool_schema
+from rlkit.errors import DataError
+from rlkit.models.chat import continuation, encode_prompt, encode_reply
+from rlkit.types import Environment, Message, Policy, Rollout, Step, Task, ToolCall
+
+NAN = float("nan")
+
+
+def demonstrations(
+    policy: Policy, tasks: Sequence[Task], environment: Environment | Callable[[Task], Environment], *, first: int = 0, **_: Any
+) -> list[Rollout]:
+    """The conversation of each task as a scored episode: its replies count as sampled, its reward is 1. In place of `collect`.
+
+    A reply's tokens are those that the policy would have to sample, end of turn included, in the context that it would have had: each
+    context is the one before + the reply + what the template writes between replies. No text becomes a control token.
+
+    Args:
+      tasks: with the whole conversation in `metadata["messages"]` (rlkit.tasks.conversations).
+      environment: of a task, for the tools that its prompt lists; it is not played.
+      first: number of the first group.
+    Returns: one rollout a task. Log-probs of the sampler are nan: nothing was sampled.
+    Raises: DataError for a task without a conversation, or with one that is longer than the model's context; TemplateError where the
+      chat template writes a reply in another place than where the policy would.
+    """
+    out = []
+    for group, task in enumerate(tasks, first):
+        if "messages" not in task.metadata:
+            raise DataError(f"row {task.id}: holds no conversation to learn from; choose task=conversations, or another algorithm")
+        tools = [tool_schema(tool) for tool in environment_of(environment, task).tools(task).values()]
+        steps = demonstrated(policy, task.metadata["messages"], tools)
+        length = len(steps[-1].prompt_ids) + len(steps[-1].response_ids)
+        if length > policy.context_length:
+            raise DataError(f"row {task.id}: its conversation has {length} tokens, and the model's context is {policy.context_length}; "
+                            "take the row out, or choose a model with a longer context (model.path)")  # fmt: skip
+        out.append(Rollout(task, steps, group=group, reward=1.0, rewards={"demonstration": 1.0}, statuses={"demonstration": "ok"}))
+    return out
+
+
+def demonstrated(policy: Policy, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> tuple[Step, ...]:
+    """The steps of a conversation; what follows its last reply is left out."""
+    steps: list[Step] = []
+    new: list[Message] = []
+    for message in messages:
+        if message["role"] != "assistant":
+            new.append(message)
+            continue
+        if steps:
+            last = steps[-1]
+            context = last.prompt_ids + last.response_ids + tuple(continuation(policy.codec, new, last.response_ids[-1]))
+        else:
+            context = tuple(encode_prompt(policy.codec, new, tools))
+        reply = tuple(encode_reply(policy.codec, message))
+        steps.append(
+            Step(
+                prompt=tuple(new),
+                prompt_ids=context,
+                response_ids=reply,
+                logprobs=(NAN,) * len(reply),
+                finish_reason="tool" if message.get("tool_calls") else "stop",
+                thinking=message.get("reasoning_content", ""),
+                content=message["content"],
+                tool_calls=tuple(
+                    ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())
+                ),
+            )
+        )
+        new = []
+    return tuple(steps)

@@ -1,0 +1,103 @@
+"""A user's own conversations, to learn to speak like: the rows of algorithm=sft."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlkit.environments.prompts import with_system_prompt
+from rlkit.environments.thinking import split_thinking
+from rlkit.errors import DataError
+from rlkit.tasks.select import select
+from rlkit.tasks.source import is_file, read_rows
+from rlkit.types import Message, Task
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def conversations(
+    *,
+    path: str,
+    split: str,
+    seed: int,
+    field: str = "messages",
+    answer: str | None = None,
+    test_path: str | None = None,
+    held_out: float = 0.1,
+    max_samples: int | None = None,
+    reward: str = "environment",
+    environment: str = "single_turn",
+    system_prompt: str | None = None,
+) -> Sequence[Task]:
+    """The rows of a .jsonl or .parquet file, of a folder or of a hub data set, as tasks that hold their whole conversation.
+
+    A task's messages are those before the first reply; the whole conversation is its `metadata["messages"]`. Thinking that stands in
+    a reply's content, between think tags, becomes its `reasoning_content`.
+
+    Args:
+      path, split, seed, test_path, held_out, max_samples: as in `jsonl`.
+      field: of a row, the list of messages: role (system, user, assistant, tool) and content; an assistant's may have
+        reasoning_content and tool_calls.
+      answer: of a row, the gold answer that `reward` compares with, where held-out problems are to be scored; None: there is none.
+      reward, environment: the names for all rows; the environment says which tools the prompt lists.
+      system_prompt: put in front of every row's messages.
+    Raises: DataError naming the row, for a list that is none, an unknown role, or a conversation without a reply to learn.
+    """
+    from rlkit.tasks.jsonl import side
+
+    source = test_path if split == "test" and test_path else path
+    rows = [(i, where, row) for i, (where, row) in enumerate(read_rows(source, split=split))]
+    if is_file(path) and not test_path:
+        rows = side(rows, field, held_out, split, source)
+    tasks = []
+    for i, where, row in rows:
+        messages = with_system_prompt(_messages(where, row.get(field), field), system_prompt)
+        first = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
+        gold = "" if answer is None else str(row.get(answer, ""))
+        if answer is not None and not gold.strip():
+            raise DataError(f"{where}: the field {answer!r} (task.answer) is missing or empty; correct the row, or set task.answer=null")
+        name = f"{Path(source).stem}/{split}/{i}"
+        tasks.append(Task(name, tuple(messages[:first]), gold, reward, environment, {"messages": list(messages)}))
+    return select(tasks, seed=seed, max_samples=max_samples, source=source)
+
+
+def _messages(where: str, messages: Any, field: str) -> list[Message]:
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{where}: {field!r} (task.field) must be a list of messages")
+    out: list[Message] = []
+    for message in messages:
+        if not isinstance(message, dict) or message.get("role") not in ROLES or not isinstance(message.get("content") or "", str):
+            raise DataError(f"{where}: each message of {field!r} needs a role ({', '.join(ROLES)}) and text as content")
+        kept: Any = {key: value for key, value in message.items() if value is not None} | {"content": message.get("content") or ""}
+        if kept["role"] == "assistant" and not kept.get("reasoning_content"):
+            thinking, content, _ = split_thinking(kept["content"])
+            kept |= {"content": content} | ({"reasoning_content": thinking} if thinking else {})
+        if calls := kept.get("tool_calls"):
+            kept["tool_calls"] = [_call(where, call, i) for i, call in enumerate(calls)]
+        out.append(kept)
+    roles = [m["role"] for m in out]
+    if "assistant" not in roles or roles.index("assistant") == 0 or (roles[0] == "system" and roles.index("assistant") == 1):
+        raise DataError(f"{where}: {field!r} has no reply to learn; a user's message and then an assistant's are needed")
+    if any(a == b == "assistant" for a, b in itertools.pairwise(roles)):
+        raise DataError(f"{where}: two assistant messages of {field!r} follow one another; join them, or put what was said between them")
+    return out
+
+
+def _call(where: str, call: Any, number: int) -> dict[str, Any]:
+    """A tool call with its arguments as a mapping, whether a row holds them so or as JSON text."""
+    try:
+        function = call.get("function", call)
+        arguments = function["arguments"]
+        arguments = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
+        return {
+            "id": call.get("id") or f"call_{number}",
+            "type": "function",
+            "function": {"name": str(function["name"]), "arguments": arguments},
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f'{where}: a tool call must be {{"function": {{"name": …, "arguments": {{…}}}}}}, and is {str(call)[:80]}'
+        ) from error

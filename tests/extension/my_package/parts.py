@@ -1,0 +1,97 @@
+"""The functions. CALLS counts who was called, for the test that looks on."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rlkit.reference import follow, frozen, track
+from rlkit.types import Environment, Reference, Rollout, Task, ToolCall
+
+CALLS: Counter[str] = Counter()
+
+
+def reward(rollout: Rollout, *, bonus: float) -> float:
+    """1 for the right number, and a bonus for an answer at all."""
+    CALLS["reward"] += 1
+    return float(rollout.final_content.strip() == rollout.task.answer) + bonus * bool(rollout.final_content)
+
+
+def advantage(rewards, group_ids, *, scale: float):
+    """The reward less the mean of the batch. [N] → [N]"""
+    CALLS["algorithm"] += 1
+    return scale * (rewards - rewards.mean()) + 0.01 * torch.arange(len(group_ids))
+
+
+def squared(logprobs, logprobs_ref):
+    """Half the squared log-ratio per token [B, T], in nats."""
+    CALLS["kl"] += 1
+    return (logprobs - logprobs_ref).square() / 2
+
+
+def every_other(*, start: int) -> Reference:
+    """A copy of the policy, taken anew after every second step from `start` on."""
+    whole = frozen()
+
+    def update(state: Any, policy: Any, *, step: int, **_: Any) -> Any:
+        CALLS["reference"] += 1
+        if step >= start and step % 2 == 0:
+            follow(track(state), policy)
+        return state
+
+    return whole._replace(name="every_other", update=update)
+
+
+def doubles(*, split: str, n: int) -> Sequence[Task]:
+    """What is twice i? Held-out numbers are the negative ones."""
+    CALLS["task"] += 1
+    sign = 1 if split == "train" else -1
+    questions = [(i, {"role": "user", "content": f"What is {i} + {i}?"}) for i in range(sign, sign * (n + 1), sign)]
+    return [Task(f"{split}/{i}", (message,), answer=str(2 * i)) for i, message in questions]
+
+
+def double(number: int) -> str:
+    """Doubles a number.
+
+    Args:
+        number: any.
+    """
+    CALLS["tool"] += 1
+    return str(2 * int(number))
+
+
+def brackets(content: str) -> tuple[str, list[ToolCall]]:
+    """[[name number]] is a call."""
+    CALLS["parser"] += 1
+    found = re.findall(r"\[\[(\w+) (-?\d+)\]\]", content)
+    return re.sub(r"\[\[.*?\]\]", "", content), [ToolCall("", name, {"number": int(number)}) for name, number in found]
+
+
+def workshop(*, parse_calls: Any, tools: Any, max_turns: int) -> Environment:
+    """Asks, once more after a reply without a call, and hands the tools."""
+
+    def first_prompt(task: Task):
+        CALLS["environment"] += 1
+        return task.messages
+
+    def next_prompt(rollout: Rollout, index: int):
+        return "Are you sure?" if index == 0 else None
+
+    return Environment(
+        first_prompt=first_prompt,
+        next_prompt=next_prompt,
+        tools=lambda task: tools,
+        stop=lambda rollout, index: False,
+        parse_calls=parse_calls,
+        max_steps=max_turns,
+    )
+
+
+def sawtooth(step: int, *, low: float, high: float) -> float:
+    """high, low, high, low: step → number."""
+    CALLS["schedule"] += 1
+    return low if step % 2 else high

@@ -1,0 +1,160 @@
+"""What the pages say is so: generated ones are fresh, and every command that a page shows is one that rlkit takes and can run."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from rlkit.cli import drop, expand, main, parse
+from rlkit.compose import compose, conf_dir, experiment
+from rlkit.errors import ConfigError
+from rlkit.schema import build
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "experiments").glob("*/README.md"))]
+PRESETS = sorted((conf_dir() / "experiment").glob("*.yaml"))
+
+REFUSED = "rlkit train algorithm=grp optimizer.lrr=1"  # shown for its message
+# A part of a command → why it cannot be run here; its config is composed and checked all the same.
+CANNOT = {
+    "model=qwen3": "needs the model's weights",
+    "trainer=gpu": "needs a GPU",
+    "task=gsm8k": "needs the rows",
+    "task=mbpp": "needs the rows",
+    "task=mixture": "its rows are those of the hub",
+    "task=jsonl": "needs a user's rows",
+    "task.path=": "needs a user's rows",
+    "task=verifiers": "needs the extra",
+    "--config-dir": "needs a user's folder; tests/test_extension.py runs such",
+    "my_": "needs a user's module; tests/test_extension.py runs such",
+    "environment=python": "needs a sandbox, which not every machine has",
+    "resume=": "needs a run; tests/test_runs.py resumes such",
+    "run=": "needs a run; tests/test_runs.py and test_export.py have one",
+    "-m": "many processes; tests of sweeps run such",
+    "rlkit report": "needs runs",
+    "tensorboard": "needs the extra",
+}
+NEEDS = {  # what a shown command leaves to the reader
+    "task=jsonl": ["task.path=rows.jsonl"],
+    "task=verifiers": ["task.id=any"],
+    "experiment=sft": ["task.path=rows.jsonl"],
+    "task=conversations": ["task.path=rows.jsonl"],
+}
+
+
+def generator():
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def generated():
+    return generator().pages()
+
+
+def test_generated_pages_are_fresh(generated):
+    stale = [path.name for path, text in generated.items() if not path.is_file() or path.read_text() != text]
+    gone = {p for p in (ROOT / "docs" / "config").glob("*.md")} - set(generated)
+    assert not stale and not gone, f"run python docs/generate.py: {stale}, {gone}"
+
+
+def test_every_option_and_every_key_has_a_meaning(generated):
+    """A key without a comment above it is an empty cell; a name that only repeats the option's needs none."""
+    silent = []
+    for path, text in generated.items():
+        if path.parent.name == "config" and path.stem not in ("experiment", "debug", "README"):
+            rows = re.findall(r"^\| `([\w.]+)` \| .* \| (.*) \|$", text, re.M)
+            silent += [f"{path.stem}: {key}" for key, meaning in rows if not meaning.strip() and key.rpartition(".")[2] != "name"]
+    assert silent == []
+
+
+def test_fifty_extension_points_are_listed(generated):
+    points = generator().points()
+    assert len(points) >= 50 and len({p.place for p in points}) == len(points)
+    for place in ("reward.terms.NAME.fn", "algorithm.advantage", "kl.estimator", "reference", "task", "environment.tools",
+                  "environment.parse_calls", "environment", "schedule.numbers", "generation.engine", "callbacks"):  # fmt: skip
+        assert place in {p.place for p in points}
+    text = next(text for path, text in generated.items() if path.name == "extension_points.md")
+    assert "Shipped: `rlkit.functional.group_mean`" in text or "`rlkit.functional.group_mean`" in text
+
+
+def shown() -> list[str]:
+    """Every command on a page or in a preset's comments, as it is typed."""
+    found = []
+    for page in PAGES:
+        for line in page.read_text().splitlines():
+            if line.startswith("    ") and (at := re.search(r"(?:^|&& |(?<!from)(?<!import)\s)(rlkit [a-z-].*)$", line)):
+                found.append(at[1])
+            elif not line.startswith("    "):
+                found += re.findall(r"`(rlkit [a-z-][^`]*)`", line)
+    for preset in PRESETS:
+        comment = " ".join(line.lstrip("# ").rstrip() for line in preset.read_text().splitlines() if line.startswith("#"))
+        found += [c.rstrip(";.") for c in re.findall(r"(rlkit train .*?)(?:;|$| \w+ the \w+)", comment)]
+    return sorted(dict.fromkeys(re.sub(r"\s+#.*", "", command).strip(" …") for command in found))
+
+
+COMMANDS = shown()
+
+
+def words_of(command: str) -> list[str]:
+    words = shlex.split(command.replace("\\|", "|"))[1:]
+    return words + [
+        more for part, extra in NEEDS.items() for more in extra if part in words and not any(w.startswith(more[:9]) for w in words)
+    ]
+
+
+def test_commands_are_found():
+    assert len(COMMANDS) > 40 and any("-m" in c for c in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_shown_is_one_that_rlkit_takes(command):
+    """Composed, checked and dry-run: a renamed key or option makes the page that still shows it fail."""
+    if "my_" in command or "--config-dir" in command:
+        pytest.skip(CANNOT["my_"])
+    if command == REFUSED:
+        with pytest.raises(ConfigError):
+            compose(words_of(command)[1:])
+        return
+    name, *words = words_of(command)
+    if name not in ("train", "check", "evaluate", "rollout", "agent"):
+        assert name in ("doctor", "export", "report", "--help", "--completion"), name
+        return
+    arguments = parse(words, texts=name == "agent")
+    overrides = [o for o in drop(drop(arguments.overrides, "run"), "resume")]
+    jobs = expand(overrides) if arguments.multirun else [overrides]
+    for job in jobs[:4]:
+        composed = compose(job, entry={"check": "train"}.get(name, name))
+        experiment(composed) if name in ("train", "check", "evaluate") else build(composed.config)
+
+
+RUN = [c for c in COMMANDS if c != REFUSED and not any(part in c for part in CANNOT)]
+SMALL = {
+    "train": ["batch.prompts=4", "trainer.steps=1", "evaluation.n=2", "logger=none"],
+    "check": [],
+    "rollout": ["n=2"],
+    "evaluate": ["evaluation.n=2", "evaluation.samples=8"],
+    "agent": ["generation.max_new_tokens=16"],
+    "doctor": [],
+    "--help": [],
+    "--completion": [],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", RUN)
+def test_every_command_that_can_run_here_runs(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = words_of(command)
+    assert main([*words, *SMALL[words[0]]]) == 0
+
+
+def test_no_reason_is_left_that_no_command_needs():
+    unused = [part for part in CANNOT if not any(part in command for command in COMMANDS)]
+    assert set(unused) <= {"rlkit report", "tensorboard", "task.path=", "trainer=gpu"}

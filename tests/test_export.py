@@ -1,0 +1,91 @@
+"""What a run has learned leaves rlkit whole: the same logits from a plain Hugging Face folder; and a model from such a folder can teach."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlkit import reference
+from rlkit.cli import main
+from rlkit.errors import ConfigError
+from rlkit.evaluate import restore
+from rlkit.models import LoRA, load_policy
+
+IDS = torch.tensor([[20, 21, 22, 23, 24]])
+
+
+@pytest.fixture(scope="module", params=[0, 4], ids=["all weights", "adapters"])
+def run(request, tmp_path_factory):
+    """A run of one large step: its folder, and the logits of its policy."""
+    folder = tmp_path_factory.mktemp("run")
+    words = [
+        "debug=fast",
+        "trainer.steps=1",
+        "evaluation.n=0",
+        "task.max_samples=40",
+        "optimizer.lr=0.01",
+        "algorithm.entropy_coef=1",
+        f"model.lora.rank={request.param}",
+    ]
+    assert main(["train", *words, f"hydra.run.dir={folder}/a"]) == 0
+    policy = load_policy(path="tiny", lora=LoRA(rank=request.param))
+    before = logits(policy.model)
+    restore(policy, folder / "a" / "checkpoints")
+    assert not torch.allclose(logits(policy.model), before, atol=1e-3)
+    return folder / "a", logits(policy.model)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+@pytest.mark.parametrize("merge", ["false", "true"])
+def test_the_folder_gives_the_same_logits(run, merge, tmp_path, capsys, tiny):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, expected = run
+    assert main(["export", f"run={folder}", f"to={tmp_path}/out", f"merge={merge}"]) == 0
+    assert "step 1" in capsys.readouterr().out
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    # merging adds B A to the weights before the product with the input instead of after it
+    torch.testing.assert_close(logits(loaded), expected, atol=1e-4, rtol=1e-4)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.chat_template == tiny.codec.tokenizer.chat_template and tokenizer.get_vocab() == tiny.codec.tokenizer.get_vocab()
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_refusals(run, tmp_path, capsys):
+    folder, _ = run
+    (tmp_path / "out").mkdir()
+    for words, expected in {
+        (f"run={folder}", f"to={tmp_path}/out"): "exists already",
+        (f"run={folder}", "merge=yes"): "true or false",
+        (f"run={folder}", "step=3"): "takes run=FOLDER",
+        ("run=nowhere",): "no run folder",
+        (): "takes one run",
+    }.items():
+        assert main(["export", *words]) == 2 and expected in capsys.readouterr().err
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_another_model_is_the_reference():
+    """The teacher's own scores, whatever the policy does, also under LoRA; nothing of it goes into the checkpoint."""
+    teacher = load_policy(path="tiny_guess").model
+    for policy in (load_policy(path="tiny").model, load_policy(path="tiny", lora=LoRA(rank=2)).model):
+        kept = reference.frozen(path="tiny_guess")
+        state = kept.init(policy, step=7)
+        with kept.model(state, policy) as scored:
+            assert torch.equal(logits(scored), logits(teacher)) and not torch.equal(logits(scored), logits(policy))
+        assert kept.save(state) == {} and not any(p.requires_grad for p in state.parameters())
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(tmp_path, tiny):
+    tiny.model.save_pretrained(tmp_path)
+    other = load_policy(path="tiny").codec.tokenizer
+    other.add_tokens(["<new>"])
+    other.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="another vocabulary"):
+        reference.frozen(path=str(tmp_path)).init(tiny.model)
+    with pytest.raises(ConfigError, match=r"reference\.path=/nowhere"):
+        reference.frozen(path="/nowhere").init(tiny.model)

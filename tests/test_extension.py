@@ -1,0 +1,92 @@
+"""Extension from outside: the wheel of rlkit and that of a user's own package, installed where neither's source is, train together."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CHOICES = [
+    "algorithm=mine",
+    "reward=mine",
+    "kl=squared",
+    "reference=every_other",
+    "task=doubles",
+    "environment=workshop",
+    "schedule=sawtooth",
+]
+PARTS = {"algorithm", "reward", "kl", "reference", "task", "environment", "parser", "schedule"}
+# The tool is called as the environment would: the embedded model has never seen calls in brackets.
+PROGRAM = """
+import sys
+from rlkit.cli import main
+import rlkit
+from my_package import parts
+from rlkit.environments import execute
+assert main(sys.argv[1:]) == 0
+_, [call] = parts.brackets("[[double 21]]")
+assert execute(call, {"double": parts.double}).content == "42"
+print("CALLED", *sorted(parts.CALLS))
+print("FROM", rlkit.__file__)
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder with both wheels unpacked as pip does it; what they depend on is this environment's."""
+    folder = tmp_path_factory.mktemp("installed")
+    for source in (ROOT, ROOT / "tests" / "extension"):
+        build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder / "dist"), str(source)]
+        if subprocess.run(build, capture_output=True, timeout=300).returncode:
+            pytest.skip("no wheel can be built here: pip finds no hatchling")
+    wheels = [str(wheel) for wheel in (folder / "dist").glob("*.whl")]
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(folder / "site"), *wheels]
+    subprocess.run(command, check=True, timeout=300)
+    return folder / "site"
+
+
+@pytest.mark.slow
+def test_a_package_from_outside_trains_with_parts_of_its_own(installed, tmp_path):
+    """Reward, algorithm, KL, reference, task, tool, parser, environment and schedule; rlkit's files are the wheel's, untouched."""
+    before = {f: f.read_bytes() for f in (installed / "rlkit").rglob("*.py")}
+    words = ["train", "hydra.searchpath=[pkg://my_package.conf]", *CHOICES, "debug=fast", "trainer.steps=3", "evaluation.n=2"]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PYTHONPATH": str(installed)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr
+    last = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.startswith(("CALLED", "FROM"))}
+    assert set(last["CALLED"]) == PARTS | {"tool"}
+    assert Path(last["FROM"][0]).is_relative_to(installed)
+    rows = [json.loads(line) for line in next(tmp_path.glob("outputs/mine/*/metrics.jsonl")).read_text().splitlines()]
+    steps = [row for row in rows if "optim/lr" in row]
+    assert [row["optim/lr"] for row in steps] == [1e-3, 1e-5, 1e-3] and sum(row["optim/updates"] for row in steps) == 3
+    assert before == {f: f.read_bytes() for f in (installed / "rlkit").rglob("*.py")}
+
+
+def test_options_of_a_package_compose_beside_the_shipped_ones(monkeypatch):
+    """hydra.searchpath alone: no --config-dir. An option that neither has is still refused in one sentence."""
+    from rlkit.compose import compose, experiment
+    from rlkit.errors import ConfigError
+
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "extension"))
+    x = experiment(compose(["hydra.searchpath=[pkg://my_package.conf]", *CHOICES, "algorithm.advantage.scale=3"]))
+    assert x.algorithm.advantage.keywords == {"scale": 3} and x.kl.name == "squared" and x.reference.name == "every_other"
+    with pytest.raises(ConfigError, match="nothing_of_this"):
+        compose(["hydra.searchpath=[pkg://my_package.conf]", "algorithm=nothing_of_this"])
+
+
+def test_the_same_run_without_hydra(tmp_path, capsys, monkeypatch):
+    """examples/without_hydra.py, as a notebook would run it, on the smallest numbers."""
+    import runpy
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EXAMPLE_STEPS", "1")
+    names = runpy.run_path(str(ROOT / "examples" / "without_hydra.py"))
+    assert names["module"].rl_step == 1 and "reward" in capsys.readouterr().out
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]

@@ -1,0 +1,30 @@
+"""Every preset takes a real step on the embedded model; where it names a large one or a data set of the hub, that alone is replaced."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlkit import check
+from rlkit.compose import compose, conf_dir, experiment, first_steps
+from rlkit.train import load_tasks
+
+PRESETS = sorted(f.stem for f in (conf_dir() / "experiment").glob("*.yaml"))
+CHEAP = ("quickstart", "vector_reward", "tool_tracking")  # the others take a minute together
+
+
+@pytest.mark.parametrize("name", [n if n in CHEAP else pytest.param(n, marks=pytest.mark.slow) for n in PRESETS])
+def test_a_preset_takes_a_step(name, tmp_path):
+    path = tmp_path / "talk.jsonl"
+    row = {"messages": [{"role": "user", "content": "How are you?"}, {"role": "assistant", "content": "#### 7"}]}
+    path.write_text("".join(json.dumps({"messages": [{"role": "user", "content": f"{i}?"}, row["messages"][1]]}) + "\n" for i in range(9)))
+    overrides = [f"experiment={name}", "evaluation.n=0", "logger=none"]
+    config = compose([*overrides, *([f"task.path={path}"] if name == "sft" else [])]).config
+    overrides += [f"task.path={path}"] if name == "sft" else []
+    overrides += ["model=tiny"] if "Qwen" in config["model"]["path"] else []
+    overrides += ["task=arithmetic"] if config["task"]["_target_"] in ("rlkit.tasks.gsm8k", "rlkit.tasks.mbpp") else []
+    overrides += ["batch.group_size=4"] if config["batch"]["group_size"] > 8 else []
+    x = experiment(compose(overrides))
+    report = check.run(next(iter(first_steps(x).values())), *load_tasks(x))
+    assert report.metrics["optim/updates"] == 1
