@@ -44,7 +44,7 @@ ONLY = {
     "rewards": {"types", "errors", "sandbox", "deadline"},
     "tasks": {"types", "errors", "environments", "sandbox"},
     "environments": {"types", "errors", "sandbox", "deadline"},
-    "generation": {"types", "functional"},
+    "generation": {"types", "errors", "functional"},
     "models": {"types", "errors", "functional"},
     "rollouts": {"types", "errors", "functional", "rewards", "environments", "models"},
     "algorithm": {"types", "functional"},
