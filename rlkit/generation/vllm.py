@@ -28,9 +28,9 @@ from rlkit.generation.vllm_server import Lost, Sampled
 from rlkit.types import Generation, Policy
 
 Follow = Callable[[int, Generation], "tuple[Sequence[int], int] | None"]
-INSTALL = "pip install 'rlkit[vllm]' on a machine with a GPU; on a CPU tests/vllm_env.sh FOLDER makes an environment with it"
+INSTALL = "pip install -e '.[vllm]' where there is a GPU; for a CPU tests/vllm_env.sh FOLDER makes an environment with it"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
-COLDEST = 0.01  # vLLM raises lower temperatures to it, except 0
+COLDEST, HOTTEST = 0.01, 2.0  # vLLM raises lower temperatures, except 0, and refuses higher ones
 
 
 class Backend(Protocol):
@@ -114,17 +114,17 @@ class VLLM:
         Args:
           policy, contexts, seeds: as for the reference engine.
           max_new_tokens: limit of a reply, > 0; the context limits of the model and of vLLM cut it further.
-          temperature: 0 is greedy and gives the log-probs at temperature 1; else >= 0.01. Log-probs are those after temperature and cut.
-          top_p, top_k: 1 and 0 cut nothing.
+          temperature: 0 is greedy and gives the log-probs at temperature 1; else 0.01 … 2, which are vLLM's bounds.
+          top_p, top_k: 1 and 0 cut nothing. Log-probs are those after temperature and cut.
           max_thinking_tokens: None; a thinking budget is for the other engines.
           follow: (index of the context, its reply) → (next context, its seed), which joins the running replies at once; None ends it.
         Returns: the last reply of each, in the order of the contexts; it ends with an end-of-sequence id ("stop") or is cut ("length").
-        Raises: ConfigError, EngineError where a server does not answer; ValueError for arguments out of range.
+        Raises: ConfigError for arguments out of range; EngineError where a server does not answer.
         """
-        if max_new_tokens < 1 or not 0 < top_p <= 1 or top_k < 0 or not (temperature == 0 or temperature >= COLDEST):
-            raise ValueError(
-                f"generation: max_new_tokens must be >= 1 (is {max_new_tokens}), temperature 0 or >= {COLDEST} (is {temperature}), "
-                f"top_p > 0 and <= 1 (is {top_p}), top_k >= 0 (is {top_k})"
+        if max_new_tokens < 1 or not 0 < top_p <= 1 or top_k < 0 or not (temperature == 0 or COLDEST <= temperature <= HOTTEST):
+            raise ConfigError(
+                f"generation: max_new_tokens must be >= 1 (is {max_new_tokens}), temperature 0 or from {COLDEST} to {HOTTEST} "
+                f"(is {temperature}), top_p > 0 and <= 1 (is {top_p}), top_k >= 0 (is {top_k})"
             )
         if max_thinking_tokens is not None:
             raise ConfigError("generation.max_thinking_tokens: vLLM keeps no such budget; use generation=cached, or set it to null")
@@ -448,12 +448,13 @@ def _sampled(index: int, output: Any) -> Sampled:
 
 @contextmanager
 def own_process() -> Iterator[None]:
-    """vLLM starts in this process, says what matters alone, and leaves the trainer's threads as they are."""
+    """vLLM starts in this process, prints errors alone, and leaves the trainer's threads and random numbers as they are."""
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_HOST_IP": "127.0.0.1"}
     os.environ.update(settings | {name: value for name, value in quiet.items() if name not in os.environ})
     set_num_threads = torch.set_num_threads
     try:
-        yield
+        with torch.random.fork_rng():
+            yield
     finally:
         torch.set_num_threads = set_num_threads  # on a CPU vLLM takes it away

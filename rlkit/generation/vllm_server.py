@@ -229,6 +229,7 @@ def start(model: Path, flags: Sequence[str], *, max_rows: int, restart_wait: flo
         port = free.getsockname()[1]
     log = model / "serve.log"
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # set where vLLM has run in this process
     environment |= {"CUDA_VISIBLE_DEVICES": devices} if devices is not None else {}
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
     with log.open("wb") as out:

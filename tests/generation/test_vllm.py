@@ -191,7 +191,15 @@ def test_an_error_in_between_leaves_nothing_running(fakes, policy):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": -1.0}, {"temperature": 0.001}, {"max_new_tokens": 0}, {"top_p": 0.0}, {"top_k": -1}, {"max_thinking_tokens": 3}],
+    [
+        {"temperature": -1.0},
+        {"temperature": 0.001},
+        {"temperature": 2.5},
+        {"max_new_tokens": 0},
+        {"top_p": 0.0},
+        {"top_k": -1},
+        {"max_thinking_tokens": 3},
+    ],
 )
 def test_numbers_out_of_range_are_refused(fakes, policy, wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
@@ -429,7 +437,7 @@ def test_a_started_server_that_ends_is_told_with_its_last_lines(tmp_path, monkey
 def test_without_vllm_the_config_says_what_to_install(monkeypatch):
     """Before a model is loaded."""
     monkeypatch.setattr(vllm, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"generation.engine: vLLM is not installed: pip install 'rlkit\[vllm\]'"):
+    with pytest.raises(ConfigError, match=r"generation.engine: vLLM is not installed: pip install -e '.\[vllm\]'"):
         experiment(compose(["generation=vllm"]))
     experiment(compose(["generation=vllm", "generation.engine.server=http://localhost:8000"]))
 
