@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from rlkit.errors import ConfigError
-from rlkit.generation import vllm_server
-from rlkit.generation.vllm_server import Lost, Sampled
+from rlkit.generation.vllm_server import Lost, Sampled, Server, start
 from rlkit.types import Generation, Policy
 
 Follow = Callable[[int, Generation], "tuple[Sequence[int], int] | None"]
@@ -159,9 +158,9 @@ class VLLM:
                 self.backend = InProcess(policy, self, lora)
             elif self.server == "start":
                 flags = serve_arguments(policy, self, lora)
-                self.backend = vllm_server.start(saved_model(policy), flags, devices=self.devices, **http)
+                self.backend = start(saved_model(policy), flags, devices=self.devices, **http)
             else:
-                self.backend = vllm_server.Server(self.server, **http)
+                self.backend = Server(self.server, **http)
             self.model = weakref.ref(policy.model)
         return self.backend
 
@@ -173,7 +172,7 @@ class VLLM:
         base = fingerprint(t for name, t in model.named_parameters() if not (adapted and "lora_" in name))
         if base != self.base:
             self.base = self.adapter = None  # whatever interrupts the push, the next one begins anew
-            if not (adapted and isinstance(backend, vllm_server.Server)):  # a server has the base from where it was started
+            if not (adapted and isinstance(backend, Server)):  # a server has the base from where it was started
                 backend.push_weights(whole_weights(model, merge=self.merge))
             self.base = base
         if not adapted:

@@ -231,7 +231,8 @@ def start(model: Path, flags: Sequence[str], *, max_rows: int, restart_wait: flo
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # set where vLLM has run in this process
     environment |= {"CUDA_VISIBLE_DEVICES": devices} if devices is not None else {}
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
+    server = "vllm.entrypoints.openai.api_server"  # `vllm serve` asks for the package vllm, which on a CPU has another name
+    command = [sys.executable, "-m", server, "--model", str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
