@@ -22,13 +22,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, EngineError
 from rlkit.generation.vllm_server import Lost, Sampled, Server, start
 from rlkit.types import Generation, Policy
 
 Follow = Callable[[int, Generation], "tuple[Sequence[int], int] | None"]
 INSTALL = "pip install -e '.[vllm]' where there is a GPU; for a CPU tests/vllm_env.sh FOLDER makes an environment with it"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+MOST_LOSSES = 5  # of a server in one call
 COLDEST, HOTTEST = 0.01, 2.0  # vLLM raises lower temperatures, except 0, and refuses higher ones
 
 
@@ -93,6 +94,7 @@ class VLLM:
         self.model: Callable[[], Any] = lambda: None  # whose weights it has
         self.base: Any = None  # fingerprints of what was pushed
         self.adapter: Any = None
+        self.losses = 0  # of the server, in this call
 
     def __call__(
         self,
@@ -139,6 +141,7 @@ class VLLM:
             backend = self.backend_of(policy)
             if not backend.wake():
                 self.base = None
+            self.losses = 0
             try:
                 self.push(policy)
                 return _play(self, policy, contexts, seeds, follow, sampling, max_new_tokens)
@@ -165,7 +168,24 @@ class VLLM:
         return self.backend
 
     def push(self, policy: Policy) -> None:
-        """Gives vLLM the weights, or the adapter, that it does not have yet."""
+        """Gives vLLM the weights, or the adapter, that it does not have yet; a server that is lost meanwhile is waited for."""
+        try:
+            self.give(policy)
+        except Lost:
+            self.regain(policy)
+
+    def regain(self, policy: Policy) -> None:
+        """Waits for a lost server, which comes back without the weights, and pushes them. Raises EngineError where it stays away."""
+        assert self.backend is not None
+        self.losses += 1
+        if self.losses > MOST_LOSSES:
+            raise EngineError(f"generation.engine.server={self.server}: lost {self.losses} times in one rollout; look into its log")
+        self.backend.recover()
+        self.base = self.adapter = None
+        self.push(policy)
+
+    def give(self, policy: Policy) -> None:
+        """`push`, once."""
         backend, model = self.backend, policy.model
         assert backend is not None
         adapted = not self.merge and lora_rank(model) is not None
@@ -216,9 +236,7 @@ def _play(
         try:
             found = backend.finished()
         except Lost:
-            backend.recover()
-            engine.base = engine.adapter = None
-            engine.push(policy)
+            engine.regain(policy)
             for i, given in waiting.items():
                 submit(i, *given)
             continue

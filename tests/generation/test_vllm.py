@@ -328,11 +328,11 @@ class Handler(BaseHTTPRequestHandler):
         self.server.asked.append((self.path, body))
         if self.path in self.server.missing:
             self.answer({"error": "no such path"}, 404)
+        elif self.server.deaths:
+            self.server.deaths -= 1
+            self.close_connection = True
+            return
         elif self.path == "/v1/completions":
-            if self.server.deaths:
-                self.server.deaths -= 1
-                self.connection.close()
-                return
             ids = [body["prompt"][-1] + 1, EOS]
             self.answer({"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": [-1.0, -2.0]}}]})
         else:
@@ -391,10 +391,13 @@ def test_a_server_that_comes_back_gets_the_weights_again(server, policy, monkeyp
     monkeypatch.setattr(vllm_server, "POLL", 0.01)
     engine = VLLM(server=server.url)
     engine(policy, [(5,)], [1])
-    server.deaths = 2
+    server.deaths = 1  # at a completion
+    assert [g.token_ids[0] for g in engine(policy, [(5,)], [1])] == [6]
+    step(policy)
+    server.deaths = 2  # at the push of the new weights, and at the next
     assert [g.token_ids[0] for g in engine(policy, [(5,), (7,)], [1, 2])] == [6, 8]
     pushes = [path for path, _ in server.asked].count("/collective_rpc")
-    assert pushes in (2, 3) and "no longer answers; waiting up to 300 s" in capsys.readouterr().err
+    assert pushes == 1 + 1 + 3 and "no longer answers; waiting up to 300 s" in capsys.readouterr().err
 
 
 def test_a_server_that_stays_away_is_one_message(server, policy):

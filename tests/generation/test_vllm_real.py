@@ -145,7 +145,7 @@ def test_an_adapter_goes_alone_or_merged(contexts, merge):
 def test_a_server_gets_adapters_and_weights_and_is_missed(contexts, capfd):
     """Started by rlkit; a second engine speaks to it as to a foreign one. Killed, its last lines are told."""
     adapted = load_policy(path="tiny", lora=LoRA(rank=3))
-    engine = VLLM(server="start", max_rows=16, arguments={"kv_cache_memory_bytes": 1 << 28})
+    engine = VLLM(server="start", max_rows=16, restart_wait=600.0, arguments={"kv_cache_memory_bytes": 1 << 28})
     move(adapted, 0.05)
     first = agree(engine, adapted, contexts)
     move(adapted, 0.08)
@@ -156,7 +156,7 @@ def test_a_server_gets_adapters_and_weights_and_is_missed(contexts, capfd):
     agree(foreign, adapted, contexts)
     os.killpg(engine.backend.process.pid, signal.SIGKILL)
     engine.backend.process.wait()
-    with pytest.raises(EngineError, match=r"no longer answers; the last lines of its log:\n.*GET /v1/models|POST /"):
+    with pytest.raises(EngineError, match=r"no longer answers; the last lines of its log:\n  "):
         agree(engine, adapted, contexts)
     engine.backend.close()
 
