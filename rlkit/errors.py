@@ -32,6 +32,10 @@ class SelfCheckError(RLKitError, AssertionError):
     """An invariant proved at start-up does not hold on this model and tokenizer: training would be wrong."""
 
 
+class EngineError(RLKitError, RuntimeError):
+    """A rollout engine outside this process that does not answer, or not as it should."""
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """ " Did you mean …?" where a valid name is close: the end of a sentence, or nothing."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)

@@ -2,5 +2,6 @@
 
 from rlkit.generation.cached import generate as cached
 from rlkit.generation.transformers import generate
+from rlkit.generation.vllm import VLLM
 
-__all__ = ["cached", "generate"]
+__all__ = ["VLLM", "cached", "generate"]

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nn_functional
 
-from rlkit.generation import graphs
-from rlkit.generation.graphs import Graphs, fitting
+from rlkit.generation.graphs import Graphs, can_capture, fitting
 from rlkit.generation.transformers import ThinkingBudget, draw, sampling_mode
 from rlkit.generation.transformers import generate as reference
 from rlkit.types import Generation, Policy
@@ -304,7 +303,7 @@ class _Decoder:
         if max_thinking_tokens is not None:
             self.budget = ThinkingBudget(policy.codec.thinking, slots, max_thinking_tokens, device)
         spelled = self.budget is not None and policy.codec.thinking.ids is None  # then each token is looked at on the host
-        self.captures = cuda_graphs and device.type in graphs.CAPTURED and not spelled
+        self.captures = cuda_graphs and can_capture(device) and not spelled
         self.graphs = Graphs(causal, device)
 
     @property

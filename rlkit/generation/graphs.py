@@ -51,6 +51,11 @@ class Graphs:
         self.replays.get(shape, step)()
 
 
+def can_capture(device: torch.device) -> bool:
+    """Whether steps on this device can be captured."""
+    return device.type in CAPTURED
+
+
 @contextmanager
 def host_looks_refused(device: torch.device) -> Iterator[None]:
     """What makes the host wait for the device, and would break a capture, raises RuntimeError before anything is captured."""
