@@ -24,6 +24,7 @@ LAYERS = (
     ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck"),
     ("module", "data", "loggers"),
     ("compose", "callbacks", "runs"),
+    ("report",),
     ("train", "evaluate", "rollout", "agent", "notebook", "cli", "__main__"),
 )
 # Within a line, at top level: who uses whom. It has no circle.
@@ -53,7 +54,7 @@ ONLY = {
     "settings": {"types", "algorithm", "rewards", "sandbox", "schedules"},
     "monitor": {"types", "functional", "algorithm", "settings"},
     "data": set(),
-    "loggers": set(),
+    "loggers": {"errors"},
     "schema": {"errors"},  # it walks any function's signature and knows no part
     "compose": {"errors", "schema", "settings"},  # everything else is imported when a config names it
     "runs": {"errors"},
