@@ -43,8 +43,8 @@ class RLModule(L.LightningModule):
 
     Everything that decides the future is explicit: `rl_step`, `progress` (phase and controllers), `stream` (the position in the
     prompts), `moments` (of the rewards), `references`, the weights and the optimizers. Sampling needs no generator state: its randomness
-    is a function of (seed, step, prompt, sample). After each step `metrics` holds the row to log, `rollouts` the scored episodes and `trained`
-    those of them that `batch` was made of, for the callbacks to read.
+    is a function of (seed, step, prompt, sample). After each step `metrics` holds the row to log, `rollouts` the scored episodes and
+    `trained` those of them that `batch` was made of, for the callbacks to read.
     """
 
     def __init__(self, experiment: Experiment, policy: Policy, tasks: Sequence[Task]):
