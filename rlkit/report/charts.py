@@ -70,6 +70,7 @@ STATIC = (
     Chart("step_seconds", TIME, "Seconds a step", "perf/step_s", "", False),
     Chart("tokens_per_second", TIME, "Tokens a second", "perf/tokens_per_s", "", False),
 )
+NAMED = 12  # lines that the legend of a PNG names
 PARTS = {"perf/generate_s": "generate", "perf/reward_s": "reward", "perf/update_s": "update"}  # of a step's seconds
 
 
@@ -174,7 +175,9 @@ def figure_of(chart: Chart, groups: Sequence[Group], smooth: int | None, palette
     """The chart as a figure; `alone` with title and legend."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.8, 3.1 if alone else 2.7), layout="constrained")
+    legend = alone and bool(chart.metric) and len(groups) > 1
+    height = 2.7 + 0.3 * alone + 0.2 * min(len(groups), NAMED) * legend + 0.3 * max(0, len(groups) - 4) * (not chart.metric)
+    figure = Figure(figsize=(4.8, height), layout="constrained")
     axes = figure.add_subplot()
     axes.tick_params(colors=palette["ink"], which="both")
     for spine in axes.spines.values():
@@ -188,10 +191,13 @@ def figure_of(chart: Chart, groups: Sequence[Group], smooth: int | None, palette
         draw_times(axes, groups, palette)
     axes.set_axisbelow(True)
     if alone:
-        axes.set_title(f"{chart.title}{f' ({chart.unit})' if chart.unit else ''}", loc="left", color=palette["ink"])
-    if not chart.metric or (alone and len(groups) > 1):
-        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.22), "ncols": 4}  # parts of a bar, on the page too
-        axes.legend(fontsize=8, frameon=False, labelcolor=palette["ink"], **({} if chart.metric else below))
+        title = f"{chart.title}{f' ({chart.unit})' if chart.unit else ''}"
+        axes.set_title(clipped(title, 60), loc="left", color=palette["ink"], fontsize=9.5)
+    if legend or not chart.metric:  # the parts of a bar are named on the page too
+        handles, names = axes.get_legend_handles_labels()
+        named = [clipped(name, 64) for name in names[:NAMED]]
+        where = {"loc": "outside lower center", "ncols": 1 if chart.metric else 4}
+        figure.legend(handles[:NAMED], named, fontsize=8, frameon=False, labelcolor=palette["ink"], **where)
     return figure
 
 
@@ -244,7 +250,7 @@ def phase_starts(group: Group) -> Iterator[tuple[int, str]]:
     for run in group.runs:
         for step, text in run.switches:
             match = re.match(r"phase .+? → (.+?) after step", text)
-            yield step, match[1] if match else text[:24]
+            yield step, clipped(match[1] if match else text, 24)
 
 
 def draw_times(axes: Any, groups: Sequence[Group], palette: Mapping[str, str]) -> None:
@@ -256,10 +262,15 @@ def draw_times(axes: Any, groups: Sequence[Group], palette: Mapping[str, str]) -
         widths = [mean_of(group, metric) if metric else max(0.0, t - at) for group, t, at in zip(groups, total, left, strict=True)]
         axes.barh(range(len(groups)), widths, left=left, height=0.6, color=palette[f"c{index}"] if metric else palette["soft"], label=name)
         left = [at + width for at, width in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(groups)), [text if len(text) <= 28 else text[:27] + "…" for text in names])
+    axes.set_yticks(range(len(groups)), [clipped(text, 28) for text in names])
     axes.invert_yaxis()
     axes.set_xlabel("seconds", color=palette["ink"])
     axes.set_ylim(len(groups) - 0.3, -0.7)
+
+
+def clipped(text: str, length: int) -> str:
+    """A name that leaves room for the chart."""
+    return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def mean_of(group: Group, metric: str) -> float:

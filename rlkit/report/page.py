@@ -31,7 +31,7 @@ def render(
     """The whole file. `beside` names the folder with pictures and numbers, `notes` what was left out."""
     css, script = (files(__package__).joinpath(name).read_text() for name in ("report.css", "report.js"))
     policy = f"default-src 'none'; style-src {source_hash(css)}; script-src {source_hash(script)}; base-uri 'none'; form-action 'none'"
-    title = f"rlkit report: {', '.join(group.label for group in groups) or found[0].name}"
+    title = f"rlkit report: {' · '.join(group.label for group in groups) or found[0].name}"
     sections = [
         section("summary", "Held-out results", held_out_table(held_out) if held_out else ""),
         section("health", "Health", health_list(groups)),
@@ -134,10 +134,11 @@ def health_list(groups: Sequence[Group]) -> str:
             if not any(f.measured for f in found):
                 out.append(f"<li class=open>{name}: nothing to check, no step was finished</li>")
                 continue
+            trained = sum("reward/mean" in row for row in run.rows)
             fine = len(found) - len(spoke) - len(silent)
             kind, mark = ("bad", "!") if spoke else ("good", "✓")
             items = "".join(
-                f"<li><b>{escape(f.check)}</b>, {'step' if len(f.steps) == 1 else 'steps'} {spans(f.steps)} of {len(run.rows)}: "
+                f"<li><b>{escape(f.check)}</b>, {'step' if len(f.steps) == 1 else 'steps'} {spans(f.steps)} of {trained}: "
                 f"{escape(f.text)}</li>"
                 for f in spoke
             )

@@ -114,7 +114,8 @@ def group_runs(found: Sequence[Run]) -> list[Group]:
 
 def differences(found: Sequence[Run]) -> dict[str, list[Any]]:
     """Dotted key → its value in each run, for the settings that are not the same in all; seeds aside."""
-    keys = dict.fromkeys(key for run in found for key in run.settings if not is_seed(key) and key not in SAME)
+    told = (key for run in found for key in run.settings if not is_seed(key) and key not in SAME)
+    keys = dict.fromkeys(key for key in told if not key.endswith(("_partial_", "_convert_")))  # Hydra's own words
     table = {key: [run.settings.get(key) for run in found] for key in keys}
     return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
 
@@ -123,23 +124,28 @@ def labels(found: Sequence[Run], changed: Mapping[str, Sequence[Any]]) -> list[s
     """A short name of each, no two alike: the run's, with the settings that it takes to tell them apart, else a number."""
     names = [run.name for run in found]
     out = list(names)
-    for key, values in sorted(changed.items(), key=lambda item: (is_part(item[0]), item[0].count("."))):
+    for key, values in sorted(changed.items(), key=lambda item: weight(item[0])):
         if len(set(out)) == len(out):
             break
-        longer = [
-            f"{text}, {'.'.join(key.split('.')[-2:])}={short(value)}" if out.count(text) > 1 else text
-            for text, value in zip(out, values, strict=True)
-        ]
+        longer = [f"{text}, {said(key, value)}" if out.count(text) > 1 else text for text, value in zip(out, values, strict=True)]
         out = longer if len(set(longer)) > len(set(out)) else out
     return [f"{text} ({out[: i + 1].count(text)})" if out.count(text) > 1 else text for i, text in enumerate(out)]
 
 
-def is_part(key: str) -> bool:
-    """Whether a key names code; numbers say more."""
-    return key.rsplit(".", 1)[-1].startswith("_")
+def weight(key: str) -> tuple[int, int]:
+    """How little a setting says of a run: names first, then which option of a group, then numbers, then code within options."""
+    depth, last = key.count("."), key.rsplit(".", 1)[-1]
+    kind = 0 if last == "name" else 1 if last == "_target_" and depth == 1 else 2 if last != "_target_" else 3
+    return kind, depth
 
 
-def short(value: Any) -> str:
-    """A setting in a few characters."""
+def said(key: str, value: Any) -> str:
+    """A setting in a few characters; of an option's code its name.
+
+    >>> said("optimizer.lr", 1e-4), said("task._target_", "rlkit.tasks.gsm8k")
+    ('optimizer.lr=0.0001', 'task=gsm8k')
+    """
     text = f"{value:g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= 24 else text[:23] + "…"
+    if key.endswith("._target_"):
+        key, text = key.removesuffix("._target_"), text.rsplit(".", 1)[-1]
+    return f"{'.'.join(key.split('.')[-2:])}={text if len(text) <= 24 else text[:23] + '…'}"

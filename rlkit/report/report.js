@@ -9,9 +9,9 @@
   if (!at("viewer")) return;
   const data = JSON.parse(at("data").textContent);
   const all = data.rollouts;
-  const ROW = 58, MARGIN = 6;
+  const ROW = 58, MARGIN = 6, NEAR = 20;
   const SHADES = [["", "no shading"], ["logprobs", "log-prob"], ["advantages", "advantage"], ["trained", "loss mask"]];
-  let shown = [], chosen = -1, shade = "", open = false;
+  let shown = [], chosen = -1, shade = "", open = false, soon = 0;
 
   // ---------------------------------------------------------------------------------------------------- building
 
@@ -102,7 +102,8 @@
     else if (index * ROW < list.scrollTop) list.scrollTop = index * ROW;
     else if ((index + 1) * ROW > list.scrollTop + list.clientHeight) list.scrollTop = (index + 1) * ROW - list.clientHeight;
     rows();
-    detail();
+    cancelAnimationFrame(soon);
+    soon = requestAnimationFrame(detail);  // of many moves in one frame the last is drawn
   }
   const show = (entry) => {
     if (!shown.includes(entry)) { at("filters").reset(); apply(false); }
@@ -208,7 +209,8 @@
     const steps = new Set(own.map((e) => e.step)).size;
     out.append(make("h3", "", steps > 1 ? `Answers to this problem over ${steps} steps` : `The ${own.length} answers to this problem`));
     const table = make("table", "story"), body = make("tbody");
-    own.slice(0, 200).forEach((e) => {
+    const middle = own.indexOf(entry), first = Math.max(0, Math.min(middle - NEAR, own.length - 2 * NEAR));
+    own.slice(first, first + 2 * NEAR).forEach((e) => {
       const line = make("tr", e === entry ? "here" : "");
       line.dataset.at = "1";
       line.append(make("td", "", e.kind === "episodes" ? `sample ${e.sample}` : `step ${e.step}`), make("td", "", reward(e.reward)), make("td", "", answer(e).slice(0, 220)));
@@ -216,6 +218,7 @@
       body.append(line);
     });
     table.append(body);
+    if (own.length > 2 * NEAR) out.append(make("p", "note", `the ${2 * NEAR} nearest of ${own.length}`));
     out.append(table);
     return out;
   }

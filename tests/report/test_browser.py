@@ -5,6 +5,7 @@ Needs the packages chromium-headless-shell (or chromium) of the system and playw
 
 from __future__ import annotations
 
+import re
 import shutil
 
 import pytest
@@ -56,8 +57,16 @@ def page(browser, report):
     context.close()
 
 
-def count(page):
-    return page.locator("#count").inner_text()
+def counted(page, text):
+    """Waits for the count to begin so; the page's policy lets no predicate be evaluated in it."""
+    from playwright.sync_api import expect
+
+    expect(page.locator("#count")).to_have_text(re.compile(f"^{text}"))
+
+
+def head(page, text):
+    """Waits for the conversation whose head holds the text."""
+    page.locator("#detail .head", has_text=text).wait_for()
 
 
 def chosen(page):
@@ -65,7 +74,7 @@ def chosen(page):
 
 
 def test_the_list_holds_two_thousand_and_draws_a_few(page):
-    assert count(page) == "2,000 of 2,000 conversations"
+    counted(page, "2,000 of 2,000 conversations$")
     assert page.locator(".row").count() < 40
     page.locator("#list").evaluate("list => { list.scrollTop = list.scrollHeight }")
     page.locator("#row-1999").wait_for()
@@ -74,24 +83,24 @@ def test_the_list_holds_two_thousand_and_draws_a_few(page):
 
 def test_filters_narrow_and_reset_widens(page):
     page.select_option("#tools", "none")
-    page.wait_for_function("document.getElementById('count').textContent.startsWith('20 of')")
+    counted(page, "20 of")
     assert "cut: length" in page.locator("#row-0").inner_text()
     page.click("#reset")
-    page.wait_for_function("document.getElementById('count').textContent.startsWith('2,000 of')")
+    counted(page, "2,000 of")
     page.fill("#step-low", "3")
     page.fill("#step-high", "4")
     page.select_option("#status", "terminated")
-    page.wait_for_function("document.getElementById('count').textContent.startsWith('396 of')")
+    counted(page, "396 of")
     page.fill("#reward-low", "2")
-    page.wait_for_function("document.getElementById('count').textContent.startsWith('0 of')")
-    assert "No conversation fits" in page.locator("#detail").inner_text()
+    counted(page, "0 of")
+    page.locator("#detail", has_text="No conversation fits").wait_for()
 
 
 def test_search_reads_thinking_and_sorting_puts_the_best_first(page):
     page.fill("#search", "LET ME SEE #### 4 7")
-    page.wait_for_function("document.getElementById('count').textContent.startsWith('99 of')")
+    counted(page, "99 of")
     page.click("#best")
-    assert page.locator("#row-0 .reward").inner_text() == "0.99"
+    page.locator("#row-0 .reward", has_text="0.99").wait_for()
     page.click("#worst")
     assert page.locator("#row-0 .reward").inner_text() == "0.0"
 
@@ -103,7 +112,9 @@ def test_keys_move_fold_shade_and_follow_a_problem(page):
     assert chosen(page).get_attribute("id") == "row-2"
     page.keyboard.press("End")
     assert chosen(page).get_attribute("id") == "row-1999"
+    head(page, "row/9")
     page.keyboard.press("Home")
+    head(page, "row/0")
     assert page.locator("details.thinking").first.get_attribute("open") is None
     page.keyboard.press("t")
     assert page.locator("details.thinking").first.get_attribute("open") is not None
@@ -111,9 +122,9 @@ def test_keys_move_fold_shade_and_follow_a_problem(page):
     assert page.locator(".token").first.get_attribute("title").startswith("log-prob -0.500 (p 0.607)")
     page.keyboard.press("s")
     page.keyboard.press("s")
-    assert page.locator(".token.untrained").count() == 1
+    assert page.locator(".message .token.untrained").count() == 1
     page.keyboard.press("n")
-    assert "sample 1" in page.locator("#detail .head").inner_text()
+    head(page, "sample 1")
     page.keyboard.press("/")
     assert page.evaluate("document.activeElement.id") == "search"
     page.keyboard.type("j")
@@ -123,6 +134,7 @@ def test_keys_move_fold_shade_and_follow_a_problem(page):
 
 
 def test_what_a_model_wrote_is_text(page):
+    head(page, "row/0")
     page.keyboard.press("t")
     shown = page.locator("#detail").inner_text()
     assert '<img src=x onerror="window.hacked=1"></script>' in shown
