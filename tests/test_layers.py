@@ -33,6 +33,7 @@ BESIDE = {
     "settings": {"algorithm", "schedules"},
     "monitor": {"algorithm", "settings"},
     "selfcheck": {"rollouts", "settings"},
+    "callbacks": {"runs"},  # the settings of a run, for its loggers
     "__main__": {"cli"},
 }
 # Tighter than the layers: parts that know the contracts and these only.

@@ -32,7 +32,7 @@ def rollouts(run: Path, /, *, every: int = 1) -> Any:
 
 def tokens(run: Path, /, *, every: int = 1, count: int = 8) -> Any:
     """Writes token texts, log-probs, advantages and loss mask of `count` rollouts of every `every`-th RL step to tokens/; 0 writes none."""
-    from rlkit.callbacks.tokens import Tokens
+    from rlkit.callbacks.token_values import Tokens
 
     return Tokens(run / "tokens", every=every, count=count)
 

@@ -11,7 +11,7 @@ import lightning as L
 
 from rlkit.callbacks.metrics import append_row
 from rlkit.callbacks.terminal import held_out, how_sampled
-from rlkit.callbacks.tokens import save_tokens
+from rlkit.callbacks.token_values import save_tokens
 from rlkit.models.chat import decode
 from rlkit.rollouts import save_rollouts
 from rlkit.rollouts.evaluation import greedy_accuracy

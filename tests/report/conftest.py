@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlkit.callbacks.tokens import save_tokens
+from rlkit.callbacks.token_values import save_tokens
 from rlkit.rollouts import save_rollouts
 from rlkit.types import Rollout, Step, Task, ToolCall, ToolResult
 

@@ -7,7 +7,7 @@ import json
 
 import torch
 
-from rlkit.callbacks.tokens import learned_from, pieces, save_tokens
+from rlkit.callbacks.token_values import learned_from, pieces, save_tokens
 from rlkit.rollouts import assemble
 from rlkit.types import Rollout, Step, Task
 
