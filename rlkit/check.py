@@ -63,7 +63,7 @@ def small(x: Experiment) -> Experiment:
         trainer=x.trainer._replace(steps=1, max_time=None),
         evaluation=x.evaluation._replace(n=0, stop_at=None),
         schedule=Schedule(),
-        logger=None,
+        logger={},
         callbacks={},
     )
 

@@ -27,7 +27,7 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit evaluate model=qwen3_0.6b task=gsm8k     of a model that no run has touched
   rlkit rollout task=guess_number n=64           episodes without training: recorded, scored, summed up
   rlkit agent "What is 15 * 27, plus 100?" tools=[calculator]   a conversation with tools; run=FOLDER asks a trained policy
-
+  rlkit report outputs/NAME/TIME …               one HTML page of runs or a sweep: curves, tables, conversations; out=FILE
   rlkit export run=outputs/NAME/TIME             the policy as a Hugging Face folder; merge=true adds adapters to the weights
   rlkit check experiment=gsm8k_tools             what train would do, in one small step: rollout, reward, update, memory
   rlkit doctor                                   versions, devices, sandbox, disk and extras of this machine
@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rollout": rollout_command,
         "agent": agent_command,
         "export": export_command,
+        "report": report_command,
         "check": check_command,
         "doctor": doctor_command,
     }
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return completion(words, commands)
         if words[0] not in commands:
             raise ConfigError(f"there is no command '{words[0]}'; there are: {', '.join(commands)}")
-        arguments = parse(words[1:], texts=words[0] == "agent")
+        arguments = parse(words[1:], texts=words[0] in ("agent", "report"))
         if arguments.help:
             print(HELP + list_groups())
             return 0
@@ -377,3 +378,24 @@ def known_keys(entry: str, overrides: Sequence[str], config_dir: str | None) -> 
         return keys(overrides, entry=entry, config_dir=config_dir)
     except ConfigError:
         return []
+
+
+# -------------------------------------------------------------------------------------------------------- report
+
+
+def report_command(arguments: Arguments) -> int:
+    """Runs as one HTML page: RUN…, and out=FILE, smooth=STEPS, limit=CONVERSATIONS."""
+    given = {key: value for key in ("out", "smooth", "limit") if (value := option(arguments.overrides, key)) is not None}
+    others = [text for text in arguments.overrides if text.partition("=")[0] not in given]
+    if unknown := [text for text in others if not Path(text).exists()]:
+        raise ConfigError(f"'{unknown[0]}': rlkit report takes folders, out=FILE.html, smooth=STEPS and limit=CONVERSATIONS")
+    folders = [*arguments.texts, *others]  # those of a sweep's jobs have a = in their names
+    if not folders:
+        raise ConfigError("rlkit report needs at least one run folder, or a folder with runs below it: rlkit report outputs/grpo/*")
+    if wrong := [key for key in ("smooth", "limit") if not given.get(key, "0").isdigit()]:
+        raise ConfigError(f"{wrong[0]}={given[wrong[0]]}: give a whole number, 0 or more")
+    from rlkit.report import write_report
+
+    counts = {key: int(given[key]) for key in ("smooth", "limit") if key in given}
+    print(write_report(folders, given.get("out"), **counts))
+    return 0

@@ -44,8 +44,8 @@ class RLModule(L.LightningModule):
 
     Everything that decides the future is explicit: `rl_step`, `progress` (phase and controllers), `stream` (the position in the
     prompts), `moments` (of the rewards), `references`, the weights and the optimizers. Sampling needs no generator state: its randomness
-    is a function of (seed, step, prompt, sample). After each step `metrics` holds the row to log and `rollouts` the scored episodes, for
-    the callbacks to read.
+    is a function of (seed, step, prompt, sample). After each step `metrics` holds the row to log, `rollouts` the scored episodes and
+    `trained` those of them that `batch` was made of, for the callbacks to read.
     """
 
     def __init__(self, experiment: Experiment, policy: Policy, tasks: Sequence[Task]):
@@ -68,6 +68,8 @@ class RLModule(L.LightningModule):
         self.metrics: dict[str, Any] = {}
         self.rollouts: list[Rollout] = []
         self.clock = Clock()  # of the step
+        self.trained: list[Rollout] = []
+        self.batch: Batch | None = None
 
     # -------------------------------------------------------------------------------------------- one RL step
 
@@ -90,6 +92,7 @@ class RLModule(L.LightningModule):
                 if not self.update(minibatch, terms):
                     break
             self.update_reference(terms.mean("kl"))
+        self.trained, self.batch = trained, batch
         self.rl_step += 1
         self.tokens += int(batch.attention_mask.sum())
         self.metrics = summarize(self.rollouts) | update_metrics(batch, terms, x) | self.performance(batch, terms)

@@ -169,7 +169,7 @@ class Experiment(NamedTuple):
     evaluation: Evaluation
     sandbox: Sandbox = Sandbox()
     schedule: Schedule = Schedule()
-    logger: Callable[..., Any] | None = None  # (run folder, RL step) → Lightning logger
+    logger: Mapping[str, Any] = {}  # name → (run folder, RL step) → Lightning logger
     callbacks: Mapping[str, Any] = {}  # name → Lightning callback
     resume: str = "never"  # never, auto, or a run folder
 

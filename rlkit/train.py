@@ -116,6 +116,7 @@ def make_trainer(
     from rlkit.callbacks.evaluation import HeldOut, result_of
     from rlkit.callbacks.metrics import MetricsFile, cut_back, read_rows
     from rlkit.callbacks.phases import Phases
+    from rlkit.callbacks.tracking import Tracking
 
     metrics = folder / "metrics.jsonl"
     path, step = None, 0
@@ -126,8 +127,8 @@ def make_trainer(
         earlier = [row for row in read_rows(metrics) if "eval/accuracy" in row]
         results |= {row["step"]: result_of(row, len(held_out), x.evaluation.curve_temperature) for row in earlier}
         print(f"resume: {path}, after step {step}", flush=True)
-    logger = x.logger(folder, step) if x.logger is not None else None
-    rows = [HeldOut(held_out, metrics, results), MetricsFile(metrics), Phases(metrics)]
+    loggers = [make(folder, step) for make in x.logger.values()]
+    rows = [HeldOut(held_out, metrics, results), MetricsFile(metrics), Tracking(folder), Phases(metrics)]
     callbacks = [*rows, *(make(folder) for make in x.callbacks.values())]
     trainer = L.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
@@ -136,7 +137,7 @@ def make_trainer(
         max_epochs=-1,  # the module stops by RL step or time
         min_epochs=0,
         log_every_n_steps=1,
-        logger=logger or False,
+        logger=loggers or False,
         callbacks=callbacks,
         plugins=[AtomicCheckpointIO()],
         enable_checkpointing=False,

@@ -24,6 +24,7 @@ LAYERS = (
     ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck"),
     ("module", "data", "loggers"),
     ("compose", "callbacks", "runs"),
+    ("report",),
     ("train", "evaluate", "rollout", "agent", "notebook", "doctor", "check", "completion", "export", "sweeps", "cli", "__main__"),
 )
 # Within a line, at top level: who uses whom. It has no circle.
@@ -32,6 +33,7 @@ BESIDE = {
     "settings": {"algorithm", "schedules"},
     "monitor": {"algorithm", "settings"},
     "selfcheck": {"rollouts", "settings"},
+    "callbacks": {"runs"},  # the settings of a run, for its loggers
     "__main__": {"cli"},
 }
 # Tighter than the layers: parts that know the contracts and these only.
@@ -53,7 +55,7 @@ ONLY = {
     "settings": {"types", "algorithm", "rewards", "sandbox", "schedules"},
     "monitor": {"types", "functional", "models", "algorithm", "settings"},
     "data": set(),
-    "loggers": set(),
+    "loggers": {"errors"},
     "schema": {"errors"},  # it walks any function's signature and knows no part
     "compose": {"errors", "schema", "settings"},  # everything else is imported when a config names it
     "runs": {"errors"},

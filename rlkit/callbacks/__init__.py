@@ -17,7 +17,7 @@ def checkpoint(run: Path, /, *, every: int = 10, keep: int = 2) -> Any:
 
 
 def samples(run: Path, /, *, every: int = 5, count: int = 6) -> Any:
-    """Writes sample conversations to samples/ and to TensorBoard, after the first, every `every`-th and the last RL step."""
+    """Writes sample conversations to samples/ and to the loggers, after the first, every `every`-th and the last RL step."""
     from rlkit.callbacks.conversations import Samples
 
     return Samples(run / "samples", every=every, count=count)
@@ -28,6 +28,13 @@ def rollouts(run: Path, /, *, every: int = 1) -> Any:
     from rlkit.callbacks.conversations import Rollouts
 
     return Rollouts(run / "rollouts", every=every)
+
+
+def tokens(run: Path, /, *, every: int = 1, count: int = 8) -> Any:
+    """Writes token texts, log-probs, advantages and loss mask of `count` rollouts of every `every`-th RL step to tokens/; 0 writes none."""
+    from rlkit.callbacks.token_values import Tokens
+
+    return Tokens(run / "tokens", every=every, count=count)
 
 
 def progress(run: Path, /) -> Any:

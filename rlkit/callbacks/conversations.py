@@ -1,4 +1,4 @@
-"""Conversations as files and as TensorBoard text: the standard cure for reward hacking is to read them."""
+"""Conversations as files and as text of the loggers: the standard cure for reward hacking is to read them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 import lightning as L
 
 from rlkit.callbacks.files import write_atomic
+from rlkit.loggers import log_text
 from rlkit.rollouts import save_rollouts, transcript
 from rlkit.types import Rollout
 
-TEXTS = 3  # conversations of a step in TensorBoard
+TEXTS = 3  # conversations of a step in a logger
 
 
 class Samples(L.Callback):
@@ -29,9 +30,8 @@ class Samples(L.Callback):
         text = f"# Sample conversations of step {step}\n\n" + "\n".join(chosen)
         write_atomic(self.folder / f"step_{step:06d}.md", text.encode(errors="backslashreplace"))
         for logger in trainer.loggers:
-            writer: Any = getattr(logger, "experiment", None)
-            for i, sample in enumerate(chosen[:TEXTS]) if hasattr(writer, "add_text") else ():
-                writer.add_text(f"samples/{i}", sample, global_step=step)
+            for i, sample in enumerate(chosen[:TEXTS]):
+                log_text(logger, f"samples/{i}", sample, step)
 
 
 class Rollouts(L.Callback):

@@ -11,9 +11,13 @@ import lightning as L
 
 from rlkit.callbacks.metrics import append_row
 from rlkit.callbacks.terminal import held_out, how_sampled
+from rlkit.callbacks.token_values import save_tokens
+from rlkit.models.chat import decode
+from rlkit.rollouts import save_rollouts
 from rlkit.rollouts.evaluation import greedy_accuracy
 from rlkit.types import Task
 
+KEPT = 16  # held-out rollouts that an evaluation writes, of the same tasks each time: how an answer changes
 INTERVALS = {"accuracy": "interval", "reward": "reward_interval"}  # what a held-out result says → under which key its interval stands
 
 
@@ -45,7 +49,7 @@ class HeldOut(L.Callback):
         started = time.perf_counter()
         x = module.experiment
         with trainer.strategy.precision_plugin.forward_context():
-            result, _ = greedy_accuracy(
+            result, rollouts = greedy_accuracy(
                 module.policy,
                 self.tasks,
                 reward=x.evaluation.reward,
@@ -57,6 +61,9 @@ class HeldOut(L.Callback):
                 max_thinking_tokens=x.generation.max_thinking_tokens,
             )
         self.results[module.rl_step] = result
+        name = self.metrics.parent / "held_out" / f"step_{module.rl_step:06d}"
+        save_rollouts(name.with_suffix(".jsonl.gz"), rollouts[:KEPT])
+        save_tokens(name.with_suffix(".tokens.jsonl.gz"), rollouts[:KEPT], lambda ids: decode(module.policy.codec, ids))
         return result_row(result) | {"perf/eval_s": time.perf_counter() - started}
 
 

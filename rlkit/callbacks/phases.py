@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 
 from rlkit.callbacks.metrics import append_row
+from rlkit.loggers import log_text
 
 
 class Phases(L.Callback):
@@ -22,9 +23,7 @@ class Phases(L.Callback):
             return
         append_row(self.metrics, module.rl_step, {"schedule/switch": line})
         for logger in trainer.loggers:
-            add_text = getattr(logger.experiment, "add_text", None)  # type: ignore[attr-defined]
-            if add_text is not None:
-                add_text("schedule/switch", line, module.rl_step)
+            log_text(logger, "schedule/switch", line, module.rl_step)
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         if self.line:  # below the line of the step that ended the phase

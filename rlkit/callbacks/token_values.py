@@ -1,0 +1,107 @@
+"""Token by token what was trained on: the text of each token, its log-prob, advantage and whether it counted. Few rollouts a step."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from rlkit.callbacks.conversations import choose
+from rlkit.callbacks.files import finite, write_atomic
+from rlkit.models.chat import decode
+from rlkit.rollouts.assemble import rows
+from rlkit.types import Batch, Rollout
+
+DIGITS = 5  # of a log-prob or advantage
+
+
+class Tokens(L.Callback):
+    """Writes tokens/step_NNNNNN.jsonl.gz: the best and the worst rollout of a step and the first of the others."""
+
+    def __init__(self, folder: Path, *, every: int, count: int):
+        self.folder, self.every, self.count = folder, every, count
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        step = module.rl_step
+        if not self.every or (step != 1 and step % self.every and not trainer.should_stop):
+            return
+        chosen = choose(module.trained, self.count)
+        learned = learned_from(module.trained, module.batch)
+        position = {(r.group, r.sample): i for i, r in enumerate(module.trained)}
+        save_tokens(
+            self.folder / f"step_{step:06d}.jsonl.gz",
+            chosen,
+            lambda ids: decode(module.policy.codec, ids),
+            [learned[position[r.group, r.sample]] for r in chosen],
+        )
+
+
+def save_tokens(
+    path: Path, rollouts: Sequence[Rollout], text_of: Callable[[Sequence[int]], str], learned: Sequence[list[dict[str, list]]] = ()
+) -> None:
+    """One line a rollout: {group, sample, task_id, steps: [{text, logprobs, advantages, trained}, …]}, each a list over the reply's tokens.
+
+    Args:
+      text_of: ids → text.
+      learned: of each rollout what `learned_from` gives; without it the lines have text and log-probs alone.
+    """
+    lines = []
+    for index, rollout in enumerate(rollouts):
+        steps = []
+        for number, step in enumerate(rollout.steps):
+            own = {"text": pieces(step.response_ids, text_of), "logprobs": rounded(step.logprobs)}
+            steps.append(own | (learned[index][number] if learned else {}))
+        line = {"group": rollout.group, "sample": rollout.sample, "task_id": rollout.task.id, "steps": steps}
+        lines.append(json.dumps(finite(line)) + "\n")
+    write_atomic(path, gzip.compress("".join(lines).encode(), compresslevel=6, mtime=0))
+
+
+def learned_from(rollouts: Sequence[Rollout], batch: Batch) -> list[list[dict[str, list]]]:
+    """Of each rollout that `batch` was assembled from, of each step: advantages and trained (1 where the loss counted the token)."""
+    assert batch.advantages is not None
+    advantages, mask = batch.advantages.float().cpu(), batch.response_mask.cpu()
+    out: list[list[dict[str, list]]] = []
+    line = 0
+    for rollout in rollouts:
+        steps: list[dict[str, list]] = [{"advantages": [], "trained": []} for _ in rollout.steps]
+        for row in rows(rollout):
+            for number in dict.fromkeys(row.steps):
+                length = len(rollout.steps[number].response_ids)
+                end = max(t for t, step in enumerate(row.steps) if step == number) + 1  # a reply ends its step
+                span = slice(end - length, end)
+                steps[number] = {"advantages": rounded(advantages[line, span].tolist()), "trained": mask[line, span].int().tolist()}
+            line += 1
+        out.append(steps)
+    return out
+
+
+def pieces(ids: Sequence[int], text_of: Callable[[Sequence[int]], str]) -> list[str]:
+    """The text that each token adds; a character of several tokens stands at the last of them. Joined they are the whole text.
+
+    Each is decoded behind the token before it, for some tokenizers drop a space at the start of a text.
+    """
+    out: list[str] = []
+    before: list[int] = []
+    pending: list[int] = []
+    for token in ids:
+        pending.append(token)
+        known = text_of(before) if before else ""
+        text = text_of([*before, *pending])
+        own = text[len(known) :] if text.startswith(known) else text_of(pending)
+        if own.endswith("\ufffd") and len(pending) < 4:  # UTF-8 takes four bytes at most
+            out.append("")
+            continue
+        out.append(own)
+        before, pending = pending, []
+    if pending:
+        out[-1] = text_of(pending)
+    return out
+
+
+def rounded(values: Sequence[float]) -> list[float]:
+    """Numbers short enough to read and to store."""
+    return [round(value, DIGITS) for value in values]

@@ -1,0 +1,85 @@
+"""`rlkit report`: runs read back and shown on one HTML page that needs nothing else: read → charts, tables, conversations → page.
+
+The page loads nothing and runs one script, whose hash its content policy names. What a model wrote reaches it as JSON and is
+shown by textContent alone.
+"""
+
+from __future__ import annotations
+
+import csv
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlkit import runs
+from rlkit.callbacks.files import write_atomic
+from rlkit.errors import ConfigError
+from rlkit.report import charts, conversations, page, tables
+from rlkit.report.read import Run, find_runs, group_runs, read_run
+
+
+def write_report(paths: Sequence[Path | str], out: Path | str | None = None, *, smooth: int | None = None, limit: int = 2000) -> Path:
+    """One HTML file of runs; beside it a folder of the same name with each chart as PNG and the numbers as CSV. The file's path.
+
+    Args:
+      paths: run folders, folders of `rlkit rollout`, or folders with such below them (a sweep's).
+      out: the file; None is report.html in the folder where there is one path, else in a new folder outputs/report/TIME.
+      smooth: RL steps over which learning curves are smoothed; 0 not at all, None a twelfth of the longest run.
+      limit: conversations on the page.
+    Raises: ConfigError where nothing is found there, an argument is out of range, or matplotlib is missing.
+    """
+    if limit < 0 or (smooth is not None and smooth < 0):
+        raise ConfigError(f"limit={limit} and smooth={smooth} are counts: 0 or more")
+    charts.require_matplotlib()
+    found = [read_run(folder) for folder in find_runs(paths)]
+    target = where(paths, out)
+    beside = target.with_suffix("")
+    beside.mkdir(parents=True, exist_ok=True)
+    groups = group_runs(found)
+    drawn = [charts.draw(chart, groups, smooth) for chart in charts.choose(groups)]
+    for chart in drawn:
+        write_atomic(beside / f"{chart.name}.png", chart.png)
+    write_csv(beside / "curves.csv", ("line", "run", "seed", "step", "metric", "value"), curve_rows(groups))
+    held_out = tables.before_after(groups)
+    write_csv(beside / "held_out.csv", tables.HeldOutRow._fields, held_out)
+    shown, notes = collected(found, limit)
+    text = page.render(found, groups, drawn, held_out, shown, notes, beside.name)
+    write_atomic(target, text.encode())
+    return target
+
+
+def collected(found: Sequence[Run], limit: int) -> tuple[dict[str, Any], list[str]]:
+    """The conversations, and what had to be left out of them."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shown = conversations.collect(found, limit)
+    return shown, [str(warning.message) for warning in caught]
+
+
+def where(paths: Sequence[Path | str], out: Path | str | None) -> Path:
+    """The file to write. Raises ConfigError for a name that is no page's."""
+    if out is None:
+        return (Path(paths[0]).expanduser() if len(paths) == 1 else runs.fresh(runs.OUTPUTS / "report")) / "report.html"
+    target = Path(out).expanduser()
+    if target.suffix != ".html":
+        raise ConfigError(f"out={out}: the report is one HTML file; name it so, as in out=comparison.html")
+    return target
+
+
+def curve_rows(groups: Iterable[Any]) -> Iterable[tuple[Any, ...]]:
+    """Every number of every run, one a row."""
+    for group in groups:
+        for run in group.runs:
+            for row in run.rows:
+                for metric, value in row.items():
+                    if metric != "step" and isinstance(value, int | float):
+                        yield group.label, str(run.folder), run.seed, row["step"], metric, value
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """A table for other programs."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(rows)

@@ -1,0 +1,275 @@
+"use strict";
+// The conversation viewer. What a model wrote is set by textContent and by nothing else.
+(() => {
+  const theme = document.getElementById("theme");
+  const dark = () => document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  theme.addEventListener("click", () => { document.documentElement.dataset.theme = dark() === "dark" ? "light" : "dark"; });
+
+  const at = (id) => document.getElementById(id);
+  if (!at("viewer")) return;
+  const data = JSON.parse(at("data").textContent);
+  const all = data.rollouts;
+  const ROW = 58, MARGIN = 6, NEAR = 20;
+  const SHADES = [["", "no shading"], ["logprobs", "log-prob"], ["advantages", "advantage"], ["trained", "loss mask"]];
+  let shown = [], chosen = -1, shade = "", open = false, soon = 0;
+
+  // ---------------------------------------------------------------------------------------------------- building
+
+  function make(tag, className, text) {
+    const element = document.createElement(tag);
+    if (className) element.className = className;
+    if (text !== undefined) element.textContent = text;
+    return element;
+  }
+  const reward = (value) => value === null ? "not scored" : Number.isInteger(value) ? value.toFixed(1) : String(Math.round(value * 1000) / 1000);
+  const textOf = (message) => message.prompt === undefined ? message.text || "" : data.texts[message.prompt];
+  const replies = (entry) => entry.messages.filter((m) => m.role === "assistant");
+  function answer(entry) {
+    const own = replies(entry), last = own[own.length - 1];
+    if (!last) return "(no reply)";
+    return last.text || (last.calls ? `→ ${last.calls[0].name}(${last.calls[0].arguments})` : last.thinking ? `(thinking) ${last.thinking}` : "(empty)");
+  }
+  const question = (entry) => { const m = entry.messages.filter((x) => x.role === "user")[0]; return m ? textOf(m) : ""; };
+
+  // --------------------------------------------------------------------------------------------------- filtering
+
+  const fields = ["search", "run", "kind", "step-low", "step-high", "reward-low", "reward-high", "status", "tools", "problem", "sort"];
+  const found = new Map();  // entry → its words, made when they are first searched
+  function words(entry) {
+    if (!found.has(entry)) {
+      const said = entry.messages.map((m) => [textOf(m), m.thinking || "", ...(m.calls || []).map((c) => `${c.name} ${c.arguments} ${c.error}`)].join(" "));
+      found.set(entry, [entry.problem, entry.expected, ...said].join("\n").toLowerCase());
+    }
+    return found.get(entry);
+  }
+  function within(value, low, high) {
+    if (low === "" && high === "") return true;
+    return value !== null && (low === "" || value >= Number(low)) && (high === "" || value <= Number(high));
+  }
+  function apply(keep) {
+    const f = Object.fromEntries(fields.map((name) => [name, at(name).value]));
+    const text = f.search.trim().toLowerCase();
+    const before = shown[chosen];
+    shown = all.filter((e) =>
+      (f.run === "" || e.run === Number(f.run)) && (f.kind === "" || e.kind === f.kind) && (f.status === "" || e.status === f.status)
+      && (f.problem === "" || e.problem === f.problem) && within(e.step, f["step-low"], f["step-high"])
+      && within(e.reward, f["reward-low"], f["reward-high"])
+      && (f.tools === "" || (f.tools === "called" && e.calls > 0) || (f.tools === "failed" && e.failed > 0) || (f.tools === "none" && e.calls === 0))
+      && (text === "" || words(e).includes(text)));
+    const key = f.sort.replace("-", ""), sign = f.sort.startsWith("-") ? -1 : 1;
+    const order = new Map(shown.map((e, i) => [e, i]));
+    shown.sort((a, b) => {
+      if ((a[key] === null) !== (b[key] === null)) return a[key] === null ? 1 : -1;  // what is not scored comes last
+      return sign * (a[key] - b[key]) || order.get(a) - order.get(b);
+    });
+    at("count").textContent = `${shown.length.toLocaleString("en")} of ${all.length.toLocaleString("en")} conversations`;
+    at("space").style.height = `${shown.length * ROW}px`;
+    const kept = keep ? shown.indexOf(before) : -1;
+    select(kept >= 0 ? kept : shown.length ? 0 : -1, true);
+  }
+
+  // -------------------------------------------------------------------------------------------------------- list
+
+  function rows() {
+    const list = at("list"), space = at("space");
+    const first = Math.max(0, Math.floor(list.scrollTop / ROW) - MARGIN);
+    const last = Math.min(shown.length, Math.ceil((list.scrollTop + list.clientHeight) / ROW) + MARGIN);
+    const drawn = [];
+    for (let i = first; i < last; i++) drawn.push(row(shown[i], i));
+    space.replaceChildren(...drawn);
+    if (chosen >= 0) list.setAttribute("aria-activedescendant", `row-${chosen}`); else list.removeAttribute("aria-activedescendant");
+  }
+  function row(entry, index) {
+    const out = make("div", "row"), top = make("div");
+    out.id = `row-${index}`;
+    out.setAttribute("role", "option");
+    out.setAttribute("aria-selected", String(index === chosen));
+    out.setAttribute("aria-setsize", String(shown.length));
+    out.setAttribute("aria-posinset", String(index + 1));
+    out.style.top = `${index * ROW}px`;
+    const mark = entry.failed ? " · call failed" : entry.calls ? ` · ${entry.calls} call${entry.calls > 1 ? "s" : ""}` : "";
+    const cut = entry.status === "terminated" ? "" : ` · ${entry.status.replace("truncated: ", "cut: ")}`;
+    top.append(make("span", "", `${entry.kind === "episodes" ? "episode" : `step ${entry.step}`}${entry.kind === "held-out" ? " · held-out" : ""}${mark}${cut}`),
+      make("span", "reward", reward(entry.reward)));
+    out.append(top, make("p", "", answer(entry).replace(/\s+/g, " ").slice(0, 160)));
+    out.addEventListener("click", () => { select(index, false); at("list").focus({ preventScroll: true }); });
+    return out;
+  }
+  function select(index, reset) {
+    chosen = index;
+    const list = at("list");
+    if (reset && index <= 0) list.scrollTop = 0;
+    else if (index * ROW < list.scrollTop) list.scrollTop = index * ROW;
+    else if ((index + 1) * ROW > list.scrollTop + list.clientHeight) list.scrollTop = (index + 1) * ROW - list.clientHeight;
+    rows();
+    cancelAnimationFrame(soon);
+    soon = requestAnimationFrame(detail);  // of many moves in one frame the last is drawn
+  }
+  const show = (entry) => {
+    if (!shown.includes(entry)) { at("filters").reset(); apply(false); }
+    select(shown.indexOf(entry), false);
+  };
+
+  // ------------------------------------------------------------------------------------------------ conversation
+
+  function detail() {
+    const box = at("detail");
+    if (chosen < 0) { box.replaceChildren(make("p", "empty", "No conversation fits these filters.")); return; }
+    const entry = shown[chosen];
+    const head = make("div", "head");
+    head.append(make("b", "", entry.problem));
+    if (data.runs.length > 1) head.append(make("span", "", data.runs[entry.run]));
+    head.append(make("span", "", entry.kind === "episodes" ? "episode" : `step ${entry.step}, ${entry.kind}`), make("span", "", `sample ${entry.sample}`));
+    head.append(make("b", "", `reward ${reward(entry.reward)}`));
+    for (const [name, value] of Object.entries(entry.rewards)) head.append(make("span", "", `${name} ${reward(value)}`));
+    head.append(make("span", "", entry.status), make("span", "", `${entry.tokens} tokens`));
+    if (entry.expected) head.append(make("span", "", `expected: ${entry.expected.slice(0, 200)}`));
+    box.replaceChildren(head, tools(entry), ...entry.messages.map((m) => message(m, entry)), story(entry));
+    box.scrollTop = 0;
+  }
+  function tools(entry) {
+    const out = make("div", "tools"), label = make("label", "", "Shade tokens by "), choice = make("select");
+    choice.id = "shade";
+    for (const [value, name] of SHADES) choice.append(new Option(name, value, false, value === shade));
+    choice.addEventListener("change", () => { shade = choice.value; detail(); at("shade").focus(); });
+    label.append(choice);
+    const fold = make("button", "", open ? "Fold thinking" : "Unfold thinking");
+    fold.type = "button"; fold.id = "fold";
+    fold.addEventListener("click", () => { thinking(); at("fold").focus(); });
+    out.append(label);
+    if (replies(entry).some((m) => m.thinking !== undefined)) out.append(fold);
+    if (shade && !entry.values) out.append(make("span", "", "no token values were recorded of this one; callbacks.tokens.count decides of how many a step"));
+    else if (shade && !has(entry, shade)) out.append(make("span", "", "held-out replies and episodes are not trained on: they have log-probs alone"));
+    else if (shade === "logprobs") out.append(make("span", "", "likely"), make("span", "scale surprise"), make("span", "", "surprising"));
+    else if (shade === "advantages") out.append(make("span", "", "worse"), make("span", "scale advantage"), make("span", "", "better than the others"));
+    else if (shade === "trained") out.append(make("span", "token trained", "counted in the loss"), make("span", "token untrained", "left out"));
+    return out;
+  }
+  const has = (entry, what) => replies(entry).some((m) => m.tokens && m.tokens[what] !== undefined);
+  function thinking() { open = !open; detail(); }
+
+  function message(m, entry) {
+    const out = make("div", `message ${m.role}${m.role === "tool" && !m.ok ? " failed" : ""}`);
+    const role = make("div", "role");
+    role.append(make("span", "", m.role === "tool" ? `result of ${m.name}${m.ok ? "" : ", failed"}` : m.role));
+    if (m.role === "assistant") role.append(make("span", "", `${m.reward === undefined ? "" : `reward ${reward(m.reward)} · `}${m.why === "length" ? "cut off" : m.why}`));
+    out.append(role);
+    if (m.tokens && shade && m.tokens[shade] !== undefined) { out.append(shaded(m.tokens, largest(entry))); return out; }
+    if (m.thinking !== undefined) {
+      const fold = make("details", "thinking");
+      fold.open = open;
+      fold.append(make("summary", "", `thinking, ${m.thinking.length.toLocaleString("en")} characters${m.closed ? "" : ", never closed"}`), make("div", "text", m.thinking));
+      out.append(fold);
+    }
+    const text = textOf(m);
+    if (text) out.append(make("div", "text", text));
+    for (const call of m.calls || []) {
+      const own = make("div", "call");
+      own.append(make("b", "", `→ ${call.name || "unreadable call"}`), document.createTextNode(call.arguments === "{}" ? "()" : `(${call.arguments})`));
+      if (call.error) own.append(make("span", "error", call.error));
+      out.append(own);
+    }
+    if (!text && !m.calls && m.thinking === undefined) out.append(make("div", "role", "(empty)"));
+    return out;
+  }
+  const each = (values, i) => Array.isArray(values) ? values[i] : values;
+  function largest(entry) {
+    let most = 1e-9;
+    for (const m of replies(entry)) if (m.tokens && m.tokens.advantages !== undefined) for (const a of [].concat(m.tokens.advantages)) most = Math.max(most, Math.abs(a));
+    return most;
+  }
+  function shaded(tokens, most) {
+    const out = make("div", "text mono");
+    tokens.text.forEach((text, i) => {
+      const token = make("span", "token", text);
+      const l = tokens.logprobs[i], a = each(tokens.advantages, i), used = each(tokens.trained, i);
+      token.title = [`log-prob ${l.toFixed(3)} (p ${Math.exp(l).toFixed(3)})`, a === undefined ? "" : `advantage ${a.toFixed(3)}`,
+        used === undefined ? "" : used ? "in the loss" : "not in the loss"].filter(Boolean).join("\n");
+      if (shade === "logprobs") token.style.backgroundColor = `rgb(213 94 0 / ${(0.75 * (1 - Math.exp(l))).toFixed(3)})`;
+      else if (shade === "advantages") token.style.backgroundColor = `rgb(${a > 0 ? "0 114 178" : "213 94 0"} / ${(0.7 * Math.abs(a) / most).toFixed(3)})`;
+      else token.classList.add(used ? "trained" : "untrained");
+      out.append(token);
+    });
+    return out;
+  }
+
+  // ---------------------------------------------------------------------------------- one problem over training
+
+  const siblings = new Map();
+  for (const entry of all) {
+    const key = `${entry.run} ${entry.problem}`;
+    if (!siblings.has(key)) siblings.set(key, []);
+    siblings.get(key).push(entry);
+  }
+  for (const own of siblings.values()) own.sort((a, b) => a.step - b.step || a.sample - b.sample);
+  const same = (entry) => siblings.get(`${entry.run} ${entry.problem}`);
+  function story(entry) {
+    const own = same(entry), out = make("div");
+    if (own.length < 2) return out;
+    const steps = new Set(own.map((e) => e.step)).size;
+    out.append(make("h3", "", steps > 1 ? `Answers to this problem over ${steps} steps` : `The ${own.length} answers to this problem`));
+    const table = make("table", "story"), body = make("tbody");
+    const middle = own.indexOf(entry), first = Math.max(0, Math.min(middle - NEAR, own.length - 2 * NEAR));
+    own.slice(first, first + 2 * NEAR).forEach((e) => {
+      const line = make("tr", e === entry ? "here" : "");
+      line.dataset.at = "1";
+      line.append(make("td", "", e.kind === "episodes" ? `sample ${e.sample}` : `step ${e.step}`), make("td", "", reward(e.reward)), make("td", "", answer(e).slice(0, 220)));
+      line.addEventListener("click", () => show(e));
+      body.append(line);
+    });
+    table.append(body);
+    if (own.length > 2 * NEAR) out.append(make("p", "note", `the ${2 * NEAR} nearest of ${own.length}`));
+    out.append(table);
+    return out;
+  }
+  function along(by) {
+    if (chosen < 0) return;
+    const own = same(shown[chosen]), next = own[own.indexOf(shown[chosen]) + by];
+    if (next) show(next);
+  }
+
+  // ---------------------------------------------------------------------------------------------------- controls
+
+  function options(id, any, values) { at(id).replaceChildren(new Option(any, ""), ...values.map(([value, name]) => new Option(name, value))); }
+  options("run", "all", data.runs.map((name, i) => [String(i), name]));
+  document.querySelector("[data-for=run]").hidden = data.runs.length < 2;
+  options("kind", "all", [...new Set(all.map((e) => e.kind))].map((k) => [k, k]));
+  options("status", "any", [...new Set(all.map((e) => e.status))].sort().map((s) => [s, s]));
+  const often = new Map();
+  for (const own of siblings.values()) {
+    const steps = new Set(own.map((e) => e.step)).size;
+    if (steps > 1) often.set(own[0].problem, Math.max(steps, often.get(own[0].problem) || 0));
+  }
+  options("problem", "all", [...often].sort((a, b) => b[1] - a[1]).slice(0, 300).map(([p, n]) => [p, `${p} (${n} steps)`]));
+
+  let waiting = 0;
+  const later = (work) => { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(work); };
+  at("filters").addEventListener("input", () => later(() => apply(true)));
+  at("filters").addEventListener("reset", () => setTimeout(() => apply(true)));
+  at("filters").addEventListener("submit", (event) => event.preventDefault());
+  at("list").addEventListener("scroll", () => requestAnimationFrame(rows), { passive: true });
+  new ResizeObserver(() => requestAnimationFrame(rows)).observe(at("list"));
+  const random = () => { if (shown.length) select(Math.floor(Math.random() * shown.length), false); };
+  at("best").addEventListener("click", () => { at("sort").value = "-reward"; apply(false); });
+  at("worst").addEventListener("click", () => { at("sort").value = "reward"; apply(false); });
+  at("random").addEventListener("click", random);
+
+  const move = (by) => { if (shown.length) select(Math.min(shown.length - 1, Math.max(0, chosen + by)), false); };
+  const page = () => Math.max(1, Math.floor(at("list").clientHeight / ROW) - 1);
+  const onList = { ArrowDown: () => move(1), ArrowUp: () => move(-1), PageDown: () => move(page()), PageUp: () => move(-page()),
+    Home: () => move(-shown.length), End: () => move(shown.length), Enter: () => at("detail").focus() };
+  at("list").addEventListener("keydown", (event) => {
+    const work = event.ctrlKey || event.metaKey || event.altKey ? null : onList[event.key];
+    if (work) { event.preventDefault(); work(); }
+  });
+  const anywhere = { j: () => move(1), k: () => move(-1), n: () => along(1), p: () => along(-1), t: thinking, r: random,
+    s: () => { shade = SHADES[(SHADES.findIndex(([value]) => value === shade) + 1) % SHADES.length][0]; detail(); },
+    "/": () => at("search").focus() };
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && at("conversations").contains(event.target)) { at("list").focus(); return; }
+    if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
+    const work = anywhere[event.key];
+    if (work) { event.preventDefault(); work(); }
+  });
+  apply(false);
+})();

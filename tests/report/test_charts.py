@@ -1,0 +1,74 @@
+"""Which charts there are, what their lines are, and what becomes of matplotlib's SVG."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from rlkit.report import charts
+from rlkit.report.read import group_runs, read_run
+
+
+def groups(make_run, **changes):
+    return group_runs([read_run(make_run("a", **changes)), read_run(make_run("b", lr=1e-4, title="<b>&$x$"))])
+
+
+def test_smoothing_has_no_bias_towards_the_start():
+    """A constant stays itself from the first value on; an exponential mean that starts at 0 would not."""
+    assert charts.smoothed([3.0] * 5, 4) == pytest.approx([3.0] * 5)
+    assert charts.smoothed([1.0, 2.0], 0) == [1.0, 2.0]
+
+
+def test_a_seed_that_ended_early_does_not_make_the_mean_jump():
+    told = charts.line([{1: 0.0, 2: 0.0, 3: 0.0}, {1: 1.0, 2: 1.0}])
+    assert told == charts.Line([1, 2], [0.5, 0.5], [0.0, 0.0], [1.0, 1.0])
+
+
+def test_charts_that_show_nothing_are_left_out(make_run):
+    chosen = {chart.metric for chart in charts.choose(groups(make_run))}
+    assert {"reward/mean", "kl/ref_k3", "policy/entropy", "len/mean", "eval/accuracy", "reward/format/mean"} <= chosen
+    assert "parse_fail_frac" not in chosen, "0 throughout"
+    assert "value/loss" not in chosen, "never measured"
+    assert "reward/task/mean" not in chosen, "the reward itself, by another name"
+    assert "eval/reward" not in chosen, "the accuracy, by another name"
+
+
+def test_an_svg_fits_a_strict_content_policy_and_a_page_with_others(make_run):
+    """No style attributes, no style sheets, no ids that another chart has, colours by class."""
+    shown = groups(make_run, switch=2)
+    drawn = [charts.draw(charts.STATIC[0], shown, 2), charts.draw(charts.STATIC[8], shown, 0)]
+    for chart in drawn:
+        assert not re.search(r"style=|<style|<script|<metadata|onload|DejaVu", chart.svg)
+        ET.fromstring(chart.svg)
+        assert "stroke-c0" in chart.svg and "stroke-c1" in chart.svg and "fill-ink" in chart.svg
+        assert not any(colour in chart.svg for colour in charts.STAND_INS.values())
+        assert chart.png.startswith(b"\x89PNG")
+    ids = [ident for chart in drawn for ident in re.findall(r' id="([^"]+)"', chart.svg)]
+    assert len(ids) == len(set(ids))
+    used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', drawn[0].svg))
+    assert used and used <= set(ids)
+
+
+def test_a_phase_is_marked_by_its_name(make_run):
+    svg = charts.draw(charts.STATIC[0], groups(make_run, switch=2), None).svg
+    assert ">b</text>" in svg.replace("\n", "")
+
+
+def test_long_names_leave_room_for_the_chart(make_run):
+    """matplotlib warns, which is an error here, where a legend takes all of the figure."""
+    many = group_runs([read_run(make_run(str(i), lr=10.0**-i, title="n" * 200)) for i in range(15)])
+    for chart in (charts.STATIC[0], charts.Chart("times", charts.TIME, "Times", "")):
+        charts.draw(chart, many, None)
+
+
+def test_equal_runs_give_equal_bytes(make_run):
+    shown = groups(make_run)
+    assert charts.draw(charts.STATIC[0], shown, None) == charts.draw(charts.STATIC[0], shown, None)
+
+
+def test_without_matplotlib_the_refusal_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(charts.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(charts.ConfigError, match=r"rlkit\[report\]"):
+        charts.require_matplotlib()

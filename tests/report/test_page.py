@@ -1,0 +1,112 @@
+"""The file: complete in itself, a policy that lets nothing else in, and no text that becomes markup."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import json
+import re
+
+import pytest
+
+from rlkit.cli import main
+from rlkit.report import charts, write_report
+from rlkit.report.page import embedded
+
+HOSTILE = "<img src=x onerror=window.hacked=1></script><script>window.hacked=1</script><!-- \u2028 \ud800 & \"'"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few():
+    """Two charts: what the page does with them is not a question of their number."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(charts, "STATIC", charts.STATIC[:2])
+        patch.setattr(charts, "dynamic", lambda found: ())
+        yield
+
+
+@pytest.fixture(scope="module")
+def page(make_runs, few):
+    make_runs("a", text=HOSTILE, switch=2, title="<i>grpo</i>")
+    folder = make_runs("b", seed=1, title="<i>grpo</i>", switch=2)
+    return write_report([folder.parent])
+
+
+def test_the_policy_names_the_one_script_and_the_one_style_sheet(page):
+    text = page.read_text()
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', text)[1]
+    assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy and "http" not in policy
+    for kind, body in (
+        ("script-src", re.findall(r"<script>(.*?)</script>", text, re.S)),
+        ("style-src", re.findall(r"<style>(.*?)</style>", text, re.S)),
+    ):
+        assert len(body) == 1
+        assert f"{kind} 'sha256-{base64.b64encode(hashlib.sha256(body[0].encode()).digest()).decode()}'" in policy
+    markup = re.sub(r"<script.*?</script>|<style>.*?</style>", "", text, flags=re.S)
+    assert not re.search(r"<[^>]*\s(on\w+|style|src)=", markup), "an inline handler, style or source"
+    assert not re.search(r'href="(?!#)', markup), "a link to somewhere else"
+
+
+def test_texts_of_the_model_are_in_the_data_alone(page):
+    text = page.read_text()
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1]
+    assert "<" not in data and data.isascii()
+    assert any(HOSTILE in message.get("text", "") for entry in json.loads(data)["rollouts"] for message in entry["messages"])
+    assert "hacked" not in text.replace(data, "")
+
+
+def test_a_runs_name_is_no_markup(page):
+    text = page.read_text()
+    assert "&lt;i&gt;grpo&lt;/i&gt;" in text and "<i>" not in text
+
+
+def test_json_that_html_cannot_end():
+    assert json.loads(embedded({"a": HOSTILE, "b": float("nan")})) == {"a": HOSTILE, "b": None}
+    assert "</" not in embedded(HOSTILE) and "<!--" not in embedded(HOSTILE)
+
+
+def test_sections_follow_from_what_the_runs_have(page, make_run, tmp_path):
+    headings = re.findall(r"<h2>(.*?)</h2>", page.read_text())
+    assert headings[:3] == ["Held-out results", "Health", "Learning"] and headings[-1] == "Conversations"
+    assert "Settings that differ" not in headings, "seeds alone differ"
+    two = write_report([page.parent / "a", make_run("c", lr=1e-5)], tmp_path / "two.html").read_text()
+    assert "<code>optimizer.lr</code>" in two and "<code>1e-05</code>" in two
+
+
+def test_pictures_and_numbers_stand_beside(page):
+    beside = page.parent / "report"
+    assert {"reward.png", "accuracy.png", "where_time_goes.png"} <= {path.name for path in beside.iterdir()}
+    rows = list(csv.DictReader((beside / "curves.csv").read_text().splitlines()))
+    (row,) = [row for row in rows if (row["seed"], row["step"], row["metric"]) == ("1", "3", "reward/mean")]
+    assert row["line"] == "<i>grpo</i>" and float(row["value"]) == pytest.approx(0.3)
+    (held_out,) = csv.DictReader((beside / "held_out.csv").read_text().splitlines())
+    assert float(held_out["after"]) == 0.9 and held_out["seeds"] == "2"
+
+
+def test_a_folder_of_rollouts_is_conversations_alone(tmp_path, make_run):
+    (tmp_path / "rolled").mkdir()
+    (make_run("a") / "rollouts" / "step_000001.jsonl.gz").rename(tmp_path / "rolled" / "rollouts.jsonl.gz")
+    text = write_report([tmp_path / "rolled"]).read_text()
+    assert re.findall(r"<h2>(.*?)</h2>", text) == ["Runs", "Conversations"]
+
+
+def test_a_run_that_has_just_begun_is_reported_too(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("name: grpo\nseed: 0\n")
+    assert "Runs" in write_report([tmp_path / "run"]).read_text()
+
+
+def test_the_command_takes_folders_with_an_equals_sign_and_refuses_what_it_does_not_know(make_run, capsys):
+    folder = make_run("lr=1,seed=0")
+    assert main(["report", str(folder), f"out={folder.parent / 'x.html'}", "limit=1", "smooth=0"]) == 0
+    assert capsys.readouterr().out.strip() == str(folder.parent / "x.html")
+    for words, said in (
+        (["report"], "at least one run folder"),
+        (["report", str(folder), "wrong=1"], "out=FILE.html"),
+        (["report", str(folder), "out=x.pdf"], "one HTML file"),
+        (["report", str(folder), "smooth=-1"], "whole number"),
+        (["report", str(folder.parent.parent / "nothing")], "no run folder"),
+    ):
+        assert main(words) == 2
+        assert said in capsys.readouterr().err

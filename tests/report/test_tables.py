@@ -1,0 +1,51 @@
+"""Held-out figures before and after, and the verdict of the checks."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlkit.functional.statistics import wilson
+from rlkit.report.read import group_runs, read_run
+from rlkit.report.tables import Estimate, before_after, health, newcombe, over_seeds, student
+
+
+def test_the_interval_of_a_change_is_newcombes():
+    """Newcombe 1998, table II, example (a): 56/70 against 48/80, method 10: 0.0524 to 0.3339."""
+    first, second = (Estimate(k / n, *wilson(k, n)) for k, n in ((48, 80), (56, 70)))
+    assert newcombe(first, second) == pytest.approx((0.2, 0.0524, 0.3339), abs=1e-4)
+
+
+@pytest.mark.parametrize(("freedom", "table"), [(1, 12.706), (9, 2.262), (10, 2.228), (30, 2.042), (100, 1.984)])
+def test_students_t_is_that_of_the_tables(freedom, table):
+    assert student(freedom) == pytest.approx(table, abs=1e-3)
+
+
+def test_seeds_that_agree_by_chance_still_have_the_interval_over_problems():
+    assert over_seeds([Estimate(0.9, 0.8, 0.95)] * 2) == pytest.approx((0.9, 0.8, 0.95))
+
+
+def test_seeds_are_put_together_and_the_reward_is_shown_where_it_is_another_number(make_run):
+    rows = before_after(group_runs([read_run(make_run(str(seed), seed=seed, after=after)) for seed, after in ((0, 0.8), (1, 0.9))]))
+    assert [(row.figure, row.seeds, row.problems) for row in rows] == [("accuracy", 2, 100)]
+    assert rows[0].before == 0.5 and rows[0].after == pytest.approx(0.85) and rows[0].change == pytest.approx(0.35)
+
+
+def test_a_run_without_an_end_has_no_row(make_run):
+    folder = make_run("a")
+    (folder / "summary.json").unlink()
+    assert before_after(group_runs([read_run(folder)])) == []
+
+
+def test_a_check_that_spoke_names_its_steps_and_one_without_its_metric_says_so(make_run):
+    run = read_run(make_run("a", change={"len/truncated_frac": 1.0}))
+    found = {finding.check: finding for finding in health(run)}
+    assert found["all truncated"].steps == [1, 2, 3, 4] and "truncated" in found["all truncated"].text
+    assert found["all rewards equal"].steps == [] and found["all rewards equal"].measured
+    older = run._replace(rows=[{k: v for k, v in row.items() if k != "parse_fail_frac"} for row in run.rows])
+    assert [f.check for f in health(older) if not f.measured] == ["parse failures"]
+
+
+def test_what_was_not_measured_does_not_speak(make_run):
+    """null in metrics.jsonl is nan to a check."""
+    run = read_run(make_run("a", change={"ratio/first_mean": None}))
+    assert not any(finding.steps for finding in health(run))

@@ -1,0 +1,64 @@
+"""Loggers: several at once, what each is told, and a missing package."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlkit import loggers
+from rlkit.cli import main
+from rlkit.compose import compose
+from rlkit.errors import ConfigError
+
+WANDB = {"_target_": "rlkit.loggers.wandb", "_partial_": True, "project": "rlkit", "entity": None, "mode": "offline"}
+
+
+def test_several_at_once():
+    assert list(compose(["logger=[tensorboard,mlflow,wandb]"]).config["logger"]) == ["tensorboard", "mlflow", "wandb"]
+    assert compose(["logger=wandb"]).config["logger"] == {"wandb": WANDB}
+    assert not compose(["logger=none"]).config.get("logger")
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_missing_package_is_refused_with_what_to_install(name, monkeypatch, tmp_path):
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda package: None)
+    with pytest.raises(ConfigError, match=rf"rlkit\[{name}\]"):
+        getattr(loggers, name)(tmp_path, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mode_that_wandb_does_not_know_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"logger\.wandb\.mode=quiet"):
+        loggers.wandb(tmp_path, 0, mode="quiet")
+
+
+@pytest.fixture(scope="module")
+def events(tmp_path_factory):
+    """What TensorBoard reads back of a real run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path_factory.mktemp("run")
+    assert (
+        main(["train", "debug=fast", "evaluation.n=2", "trainer.accelerator=cpu", "batch.group_size=4", f"hydra.run.dir={folder / 'x'}"])
+        == 0
+    )
+    events = EventAccumulator(str(folder / "x" / "tensorboard"))
+    events.Reload()
+    return events
+
+
+def test_tensorboard_has_scalars_in_groups_histograms_texts_and_charts(events):
+    tags = events.Tags()
+    assert {"reward/mean", "kl/ref_k3", "eval/accuracy", "perf/step_s"} <= set(tags["scalars"])
+    assert {"reward/histogram", "adv/histogram"} == set(tags["histograms"])
+    assert sum(bucket for bucket in events.Histograms("reward/histogram")[-1].histogram_value.bucket) == 8, "every rollout of the step"
+    assert {"samples/0/text_summary", "custom_scalars__config__"} <= set(tags["tensors"])
+
+
+def test_tensorboard_compares_runs_by_settings_and_final_figures(events):
+    """Without both the HPARAMS tab stays empty."""
+    from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
+
+    start = parse_session_start_info_plugin_data(events.SummaryMetadata(SESSION_START_INFO_TAG).plugin_data.content)
+    assert start.hparams["batch.group_size"].number_value == 4 and start.hparams["algorithm.name"].string_value == "grpo"
+    assert {"final/eval/accuracy", "final/reward/mean"} <= set(events.Tags()["scalars"])
+    assert events.Scalars("final/reward/mean")[-1].value == events.Scalars("reward/mean")[-1].value
