@@ -40,6 +40,7 @@ class Arguments(NamedTuple):
     multirun: bool = False
     config_dir: str | None = None
     help: bool = False
+    words: tuple[str, ...] = ()  # all of it, as it was given
     texts: tuple[str, ...] = ()  # words that are no override, for a command that takes such
 
 
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
     """Flags and overrides; with `texts` also words that are neither. Raises ConfigError for a flag that does not exist."""
-    arguments = Arguments([])
+    arguments = Arguments([], words=tuple(words))
     rest = iter(words)
     for word in rest:
         if word in ("-m", "--multirun"):
@@ -109,9 +110,9 @@ def train_command(arguments: Arguments) -> int:
     """Checks everything that can be checked without a model, then trains inside Hydra's main."""
     if arguments.multirun:
         return sweep(arguments)
-    from rlkit import runs
+    from rlkit import launch, ranks, runs
     from rlkit.compose import compose, experiment, warnings
-    from rlkit.train import load_tasks, start
+    from rlkit.train import join_ranks, load_tasks, start
 
     overrides, named, place = list(arguments.overrides), option(arguments.overrides, "resume"), option(arguments.overrides, "hydra.run.dir")
     folder = Path(place) if place else None
@@ -122,19 +123,33 @@ def train_command(arguments: Arguments) -> int:
         overrides = [*drop(added(runs.saved_overrides(folder), overrides), "resume"), f"resume={quote(named)}"]
     composed = compose(overrides, config_dir=arguments.config_dir)
     x = experiment(composed)
-    if named == "auto":
-        folder = folder or runs.newest_unfinished(x.name, composed.config)
-        if folder is not None and runs.is_finished(folder):
-            print(f"{folder}: finished already; nothing to do")
-            return 0
-        resume = folder / "checkpoints" if folder is not None and runs.is_run(folder) else None
-    if folder is not None and runs.is_run(folder):
-        check_continues(folder, composed.config, x.trainer.steps, resume)
+    if launch.needed(x.trainer.devices, x.trainer.nodes):
+        return launch.start([sys.executable, "-m", "rlkit", "train", *arguments.words], x.trainer.devices)
+    join_ranks(x.trainer)
+
+    def choose_folder() -> tuple[Path | None, Path | None]:
+        chosen, source = folder, resume
+        if named == "auto":
+            chosen = chosen or runs.newest_unfinished(x.name, composed.config)
+            if chosen is not None and runs.is_finished(chosen):
+                print(f"{chosen}: finished already; nothing to do")
+                return None, None
+            source = chosen / "checkpoints" if chosen is not None and runs.is_run(chosen) else None
+        if chosen is not None and runs.is_run(chosen):
+            check_continues(chosen, composed.config, x.trainer.steps, source)
+        return chosen or runs.fresh(runs.OUTPUTS / x.name), source
+
     tasks = load_tasks(x)
     for line in warnings(x):
         print(f"warning: {line}")
-    target = folder or runs.fresh(runs.OUTPUTS / x.name)
-    return in_hydra(composed.overrides, target, arguments, lambda: start(x, composed.config, tasks, target, started=STARTED, resume=resume))
+    target, source = ranks.first(choose_folder)  # one folder for all ranks
+    if target is None:
+        return 0
+
+    def job() -> int:
+        return start(x, composed.config, tasks, target, started=STARTED, resume=source)
+
+    return in_hydra(composed.overrides, target, arguments, job) if ranks.rank() == 0 else job()
 
 
 def check_continues(folder: Path, config: dict, steps: int, resume: Path | None) -> None:

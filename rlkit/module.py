@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor
 
-from rlkit import schedules
+from rlkit import ranks, schedules
 from rlkit.algorithm import (
     asks,
     call,
@@ -27,11 +27,12 @@ from rlkit.algorithm import (
 )
 from rlkit.errors import ConfigError
 from rlkit.functional import approximate_kl, mix
-from rlkit.models.critic import make_critic
+from rlkit.models.critic import SeparateCritic, make_critic
 from rlkit.models.score import score, states, trunk_and_head
 from rlkit.monitor import Clock, UpdateTerms, hyperparameters, peak_memory, update_metrics
+from rlkit.reference import shard_state
 from rlkit.rewards import Moments, normalise, update_moments
-from rlkit.rewards import score as score_rollouts
+from rlkit.rewards import score_spread
 from rlkit.rollouts import assemble, collect, summarize
 from rlkit.settings import Experiment
 from rlkit.tasks.stream import StreamState, take
@@ -87,12 +88,14 @@ class RLModule(L.LightningModule):
             for minibatch in minibatches(batch, x.algorithm, seed=mix(x.seed, self.rl_step)):
                 if not self.update(minibatch, terms):
                     break
+            terms.gather()
             self.update_reference(terms.mean("kl"))
         self.rl_step += 1
         self.tokens += int(batch.attention_mask.sum())
         self.metrics = summarize(self.rollouts) | update_metrics(batch, terms, x) | self.performance(batch, clock)
         self.metrics |= self.refill_metrics(trained) | self.schedule_metrics()
-        self.trainer.should_stop = self.rl_step >= self.total_steps or self.out_of_time()
+        self.metrics = ranks.first(lambda: self.metrics)  # its clock; everything else is equal
+        self.trainer.should_stop = ranks.anywhere(self.rl_step >= self.total_steps or self.out_of_time())
 
     def experience(self, clock: Clock) -> tuple[list[Rollout], list[Rollout]]:
         """All scored episodes of the step, and those to train on.
@@ -112,7 +115,7 @@ class RLModule(L.LightningModule):
             with clock.part("generate"):
                 rollouts = self.roll_out(tasks, first=len(sampled) // x.batch.group_size)
             with clock.part("reward"):
-                rollouts = score_rollouts(rollouts, x.reward)
+                rollouts = score_spread(rollouts, x.reward)
             sampled += rollouts
             accepted += self.accepted(rollouts) if x.algorithm.max_refills else rollouts
         return sampled, accepted or sampled
@@ -124,19 +127,27 @@ class RLModule(L.LightningModule):
         return [r for r in rollouts if r.group in kept]
 
     def roll_out(self, tasks: Sequence[Task], *, first: int) -> list[Rollout]:
-        """Episodes sampled from the policy as it is now; `first` is the position of the first task in the step."""
+        """Episodes sampled from the policy as it is now; `first` is the position of the first task in the step.
+
+        Every rank plays those of some of the tasks, and all ranks get all of them.
+        """
         x = self.x
-        return collect(
-            self.policy,
-            tasks,
-            generate=x.generation.engine,
-            environment=x.environment,
-            group_size=x.batch.group_size,
-            seed=x.seed,
-            step=self.rl_step,
-            first=first,
-            **x.generation.settings,
-        )
+
+        def play(own: Sequence[Task], begin: int) -> list[Rollout]:
+            return collect(
+                self.policy,
+                own,
+                generate=x.generation.engine,
+                environment=x.environment,
+                group_size=x.batch.group_size,
+                seed=x.seed,
+                step=self.rl_step,
+                first=first + begin,
+                **x.generation.settings,
+            )
+
+        with ranks.whole_weights(self.model):
+            return ranks.spread(tasks, play)
 
     def with_scores(self, batch: Batch) -> Batch:
         """Old log-probs, entropies and values, and reference log-probs, where anything before or in the update needs them.
@@ -158,15 +169,27 @@ class RLModule(L.LightningModule):
     def score(self, model: torch.nn.Module, batch: Batch, *, critic: torch.nn.Module | None = None) -> Scores:
         """Scores [B, T] of a batch, one micro-batch at a time."""
         out: dict[str, Tensor] = {}
-        for rows in micro_batches(batch, self.x.trainer.micro_batch_tokens):
+        for rows, counts in self.portions(batch):
             part = select(batch, rows)
-            scores = score(model, part.ids, part.response_mask, temperature=self.temperature, critic=critic)
+            scores = ranks.inside(model, score, part.ids, part.response_mask, temperature=self.temperature, critic=critic)
             for name, value in scores._asdict().items():
                 if value is not None:
                     whole = out.setdefault(name, torch.zeros_like(batch.logprobs_sampler))
-                    whole[rows, : part.ids.shape[1]] = value.to(whole.dtype)
+                    if counts:
+                        whole[rows, : part.ids.shape[1]] = value.to(whole.dtype)
+        ranks.add_up(out.values())
         nothing = torch.zeros_like(batch.logprobs_sampler)  # no row has a trained token
         return Scores(**out) if out else Scores(nothing, nothing, None if critic is None else nothing)
+
+    def portions(self, batch: Batch) -> Iterator[tuple[Tensor, bool]]:
+        """The micro-batches of this rank as row numbers, equally many on every rank, and whether each counts."""
+        limit = self.x.trainer.micro_batch_tokens
+        if ranks.size() == 1:
+            yield from ((rows, True) for rows in micro_batches(batch, limit))
+            return
+        own = ranks.own_rollouts(batch.attention_mask.sum(1), batch.rollout_ids)
+        mine = batch._replace(response_mask=batch.response_mask & own[:, None])
+        yield from ranks.padded(list(micro_batches(mine, limit)), spare=lambda: list(micro_batches(batch, 1))[-1])
 
     def update(self, minibatch: Batch, terms: UpdateTerms) -> bool:
         """One step of each optimiser; False ends the updates of this RL step. Micro-batches only sum: their weights are fixed before."""
@@ -175,12 +198,16 @@ class RLModule(L.LightningModule):
         if not learns and not critic.active:
             terms.skip("no_signal")
             return True
+        ranks.reshard(self.model, self.critic)
         self.zero_grad()
-        moved, tokens, limit = 0.0, 0, x.algorithm.target_kl
-        for rows in micro_batches(minibatch, x.trainer.micro_batch_tokens):
+        moved, tokens, limit = 0.0, 0.0, x.algorithm.target_kl
+        for rows, counts in self.portions(minibatch):
             part = select(minibatch, rows)
-            scores = score(
+            if not counts and part.weights is not None:
+                part = part._replace(weights=torch.zeros_like(part.weights))
+            scores = ranks.inside(
                 self.model,
+                score,
                 part.ids,
                 part.response_mask,
                 temperature=self.temperature,
@@ -195,11 +222,13 @@ class RLModule(L.LightningModule):
                 total, parts = total + value_loss, parts | value_parts
             if total.requires_grad:
                 self.manual_backward(total)
-            terms.add(part, loss, scores, parts)
-            if limit is not None and part.logprobs_old is not None:
+            if counts:
+                terms.add(part, loss, scores, parts)
+            if counts and limit is not None and part.logprobs_old is not None:
                 count = int(part.response_mask.sum())
                 moved += count * float(approximate_kl(scores.logprobs.detach(), part.logprobs_old, part.response_mask))
                 tokens += count
+        moved, tokens = ranks.total(moved, tokens) if limit is not None else (moved, tokens)
         if limit is not None and moved > limit * tokens:
             terms.skip("target_kl")
             return False
@@ -209,14 +238,16 @@ class RLModule(L.LightningModule):
             terms.stepped("critic", *self.step_optimizer(1, critic.optimizer, self.critic.parameters()))
         return True
 
-    def step_optimizer(self, index: int, configured: Any, parameters: Any) -> tuple[float, float]:
+    def step_optimizer(self, index: int, configured: Any, parameters: Iterable[torch.nn.Parameter]) -> tuple[float, float]:
         """Clips and steps one optimiser at the learning rate in force; its gradient norm and rate. No step where the norm is not finite."""
         optimizers: Any = self.optimizers()
         optimizer = optimizers[index] if isinstance(optimizers, list) else optimizers
         rate = hyperparameters(configured).get("lr", optimizer.param_groups[0]["lr"])
         for group in optimizer.param_groups:
             group["lr"] = rate
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.x.trainer.max_grad_norm))
+        parameters = list(parameters)
+        ranks.add_up(p.grad for p in parameters if not hasattr(p, "full_tensor"))  # shards have been added up on the way
+        norm = float(ranks.whole(torch.nn.utils.clip_grad_norm_(parameters, self.x.trainer.max_grad_norm)))
         if norm < float("inf"):
             optimizer.step()
         return norm, rate
@@ -276,6 +307,7 @@ class RLModule(L.LightningModule):
 
     def update_reference(self, kl: float) -> None:
         """Moves the reference in use, after the updates of a step."""
+        ranks.reshard(self.model, self.critic)
         if self.reference_key in self.references:
             state = self.references[self.reference_key]
             self.references[self.reference_key] = self.x.reference.update(state, self.model, step=self.rl_step + 1, kl=kl)
@@ -285,7 +317,7 @@ class RLModule(L.LightningModule):
         if not self.x.kl.active or not asks(self.x.kl.estimator, "full_kl"):
             return None
         with self.reference_model() as model, torch.no_grad():
-            return states(model, batch.ids, batch.response_mask), trunk_and_head(model)[1]
+            return ranks.inside(model, states, batch.ids, batch.response_mask), trunk_and_head(model)[1]
 
     def make_critic(self) -> torch.nn.Module | None:
         """The critic of the first phase that has one; it is built at the start, whenever it begins to learn."""
@@ -354,6 +386,16 @@ class RLModule(L.LightningModule):
             optimizers.append(critic.optimizer(self.critic.parameters()))
         return optimizers
 
+    def configure_model(self) -> None:
+        if self.experiment.trainer.strategy == "fsdp" and ranks.size() > 1 and not ranks.sharded(self.model):
+            for model in (self.model, *([self.critic] if isinstance(self.critic, SeparateCritic) else [])):
+                ranks.shard(model, self.device_mesh["data_parallel"])  # type: ignore[index]  # a head is small, and whole on every rank
+
+    def on_train_start(self) -> None:
+        if ranks.size() > 1 and ranks.sharded(self.model):  # not before: a checkpoint is loaded into whole references
+            mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+            self.references = {owner: shard_state(state, mesh) for owner, state in self.references.items()}
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         frozen = {f"model.{name}" for name, p in self.model.named_parameters() if not p.requires_grad}
         if frozen:  # LoRA: the base comes from model.path
@@ -365,7 +407,7 @@ class RLModule(L.LightningModule):
             "tokens": self.tokens,
             "stream": list(self.stream),
             "moments": list(self.moments),
-            "references": {owner: self.reference_of(owner).save(state) for owner, state in self.references.items()},
+            "references": {owner: ranks.whole(self.reference_of(owner).save(state)) for owner, state in self.references.items()},
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
