@@ -223,12 +223,15 @@ def sweep(arguments: Arguments) -> int:
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
+    from rlkit import launch
     from rlkit.compose import compose, conf_dir, experiment, searchpath
 
     problems = []
     for job in expand(arguments.overrides):
         try:
-            experiment(compose(job, config_dir=arguments.config_dir))
+            x = experiment(compose(job, config_dir=arguments.config_dir))
+            if problem := launch.sweep_problem(x.trainer.devices, x.trainer.nodes):
+                raise ConfigError(problem)
         except Refusal as error:
             problems += [f"job {' '.join(job)}: {line}" for line in str(error).splitlines()]
     if problems:

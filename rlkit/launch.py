@@ -39,7 +39,14 @@ def start(command: Sequence[str], count: int) -> int:
     earlier = {number: signal.signal(number, lambda got, _: _send(ranks, got)) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         for i in range(count):
-            place = {"RANK": i, "LOCAL_RANK": i, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            place = {
+                "RANK": i,
+                "LOCAL_RANK": i,
+                "WORLD_SIZE": count,
+                "LOCAL_WORLD_SIZE": count,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
             environ = os.environ | {name: str(value) for name, value in place.items()}
             ranks.append(subprocess.Popen(command, env=environ, start_new_session=True))  # a Ctrl-C comes through here, once
         return watch(ranks)
@@ -110,7 +117,7 @@ def sweep_problem(devices: int, nodes: int) -> str | None:
         )
     if nodes > 1:
         return (
-            f"-m with trainer.nodes={nodes}: a job cannot start processes on other machines; submit each with hydra/launcher=submitit_slurm "
-            f"hydra.launcher.nodes={nodes} hydra.launcher.tasks_per_node={devices}, or run the jobs one by one under srun or torchrun"
+            f"-m with trainer.nodes={nodes}: a job cannot start processes on other machines; submit each with hydra/launcher="
+            f"submitit_slurm hydra.launcher.nodes={nodes} hydra.launcher.tasks_per_node={devices}, or run the jobs one by one under srun or torchrun"
         )
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning as L
@@ -31,8 +31,7 @@ from rlkit.models.critic import SeparateCritic, make_critic
 from rlkit.models.score import score, states, trunk_and_head
 from rlkit.monitor import Clock, UpdateTerms, hyperparameters, peak_memory, update_metrics
 from rlkit.reference import shard_state
-from rlkit.rewards import Moments, normalise, update_moments
-from rlkit.rewards import score_spread
+from rlkit.rewards import Moments, normalise, score_spread, update_moments
 from rlkit.rollouts import assemble, collect, summarize
 from rlkit.settings import Experiment
 from rlkit.tasks.stream import StreamState, take
@@ -181,15 +180,14 @@ class RLModule(L.LightningModule):
         nothing = torch.zeros_like(batch.logprobs_sampler)  # no row has a trained token
         return Scores(**out) if out else Scores(nothing, nothing, None if critic is None else nothing)
 
-    def portions(self, batch: Batch) -> Iterator[tuple[Tensor, bool]]:
+    def portions(self, batch: Batch) -> Iterable[tuple[Tensor, bool]]:
         """The micro-batches of this rank as row numbers, equally many on every rank, and whether each counts."""
         limit = self.x.trainer.micro_batch_tokens
         if ranks.size() == 1:
-            yield from ((rows, True) for rows in micro_batches(batch, limit))
-            return
+            return ((rows, True) for rows in micro_batches(batch, limit))
         own = ranks.own_rollouts(batch.attention_mask.sum(1), batch.rollout_ids)
         mine = batch._replace(response_mask=batch.response_mask & own[:, None])
-        yield from ranks.padded(list(micro_batches(mine, limit)), spare=lambda: list(micro_batches(batch, 1))[-1])
+        return ranks.padded(list(micro_batches(mine, limit)), spare=lambda: list(micro_batches(batch, 1))[-1])
 
     def update(self, minibatch: Batch, terms: UpdateTerms) -> bool:
         """One step of each optimiser; False ends the updates of this RL step. Micro-batches only sum: their weights are fixed before."""
@@ -307,7 +305,6 @@ class RLModule(L.LightningModule):
 
     def update_reference(self, kl: float) -> None:
         """Moves the reference in use, after the updates of a step."""
-        ranks.reshard(self.model, self.critic)
         if self.reference_key in self.references:
             state = self.references[self.reference_key]
             self.references[self.reference_key] = self.x.reference.update(state, self.model, step=self.rl_step + 1, kl=kl)

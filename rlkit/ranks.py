@@ -59,7 +59,8 @@ def join(devices: int, *, cuda: bool, timeout: float) -> None:
         raise ConfigError(f"trainer.devices × trainer.nodes = {devices}, but {started} ranks were started; make the two equal")
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
+    with _reaching("the others to start"):
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
     if rank():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (for the rest of the process)
 
@@ -157,8 +158,8 @@ def _reaching(what: str) -> Iterator[None]:
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1][:200] if str(error) else type(error).__name__
         raise RankError(
-            f"rank {rank()} of {size()} waited in vain for {what}: a rank has failed, was killed, or took longer than trainer.timeout "
-            f"({reason}). Look at what the other ranks said last; the run goes on from its newest checkpoint with resume=FOLDER"
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} waited in vain for {what}: a rank has failed, was killed, or took "
+            f"longer than trainer.timeout ({reason}). Look at what the other ranks said last; the run goes on from its newest checkpoint with resume=FOLDER"
         ) from error
 
 
@@ -184,16 +185,14 @@ def own_rollouts(lengths: Tensor, rollout_ids: Tensor) -> Tensor:
     return torch.tensor([owner in dealt for owner in rollout_ids.tolist()], dtype=torch.bool, device=lengths.device)
 
 
-def padded(portions: list[T], spare: Callable[[], T]) -> Iterator[tuple[T, bool]]:
+def padded(portions: list[T], spare: Callable[[], T]) -> list[tuple[T, bool]]:
     """The portions of work, and whether each counts: on every rank as many as on the busiest, the rest filled with one that must not count.
 
     Sharded models gather their weights together, so a rank that had nothing left to do would leave the others waiting.
     """
-    yield from ((portion, True) for portion in portions)
-    missing = most(len(portions)) - len(portions)
-    if missing:
-        filler = portions[-1] if portions else spare()
-        yield from ((filler, False) for _ in range(missing))
+    missing = most(len(portions)) - len(portions)  # agreed before the first of them, which may be a collective itself
+    filler = [(portions[-1] if portions else spare(), False)] if missing else []
+    return [(portion, True) for portion in portions] + filler * missing
 
 
 # ------------------------------------------------------------------------------------------------- sharded weights
@@ -215,6 +214,7 @@ def shard(model: Any, mesh: Any) -> None:
     fully_shard(model, mesh=mesh)
     for part in sharded(model):
         part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)  # Gloo knows no scaled sum
     model.call_inside = types.MethodType(_call_inside, model)
     register_fsdp_forward_method(model, "call_inside")
     with torch.no_grad():

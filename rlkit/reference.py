@@ -141,6 +141,7 @@ def _averaged(scored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 @torch.no_grad()
 def follow(state: Moving, policy: nn.Module, *, decay: float = 0.0) -> Moving:
     """Moves the reference to decay · reference + (1 - decay) · policy; buffers are copied. With decay 0 all is copied, bit for bit."""
+    ranks.reshard(policy, state.model)  # what scoring has left gathered would keep the old weights
     parameters, buffers = dict(policy.named_parameters()), dict(policy.named_buffers())
     for name, weight in state.weights.items():
         weight.lerp_(parameters[name].to(weight.dtype), 1 - decay)

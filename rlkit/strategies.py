@@ -68,7 +68,9 @@ def make_strategy(settings: TrainerSettings) -> Any:
     if count == 1:
         return "auto"
     if ranks.size() != count:
-        raise ConfigError(f"trainer.devices × trainer.nodes = {count}, but this process is alone; start it as `rlkit train`, or by torchrun")
+        raise ConfigError(
+            f"trainer.devices × trainer.nodes = {count}, but this process is alone; start it as `rlkit train`, or by torchrun"
+        )
     timeout = timedelta(seconds=settings.timeout)
     if settings.strategy == "fsdp":
         return Sharded(data_parallel_size=count, tensor_parallel_size=1, save_distributed_checkpoint=False, timeout=timeout)

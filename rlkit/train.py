@@ -182,7 +182,9 @@ def pick_device(x: Experiment | RolloutRun | AgentRun) -> Any:
 
     if x.trainer.accelerator == "gpu" and not torch.cuda.is_available():
         raise ConfigError("trainer=gpu: torch sees no GPU on this machine; use trainer=auto, or install a torch build with CUDA")
-    return torch.device("cuda", int(os.environ["LOCAL_RANK"]) if ranks.size() > 1 else 0) if x.trainer.accelerator != "cpu" and torch.cuda.is_available() else torch.device("cpu")
+    if x.trainer.accelerator == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]) if ranks.size() > 1 else 0)
 
 
 def precision(x: Experiment | RolloutRun | AgentRun, device: Any) -> str:

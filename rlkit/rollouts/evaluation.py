@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from rlkit.functional.statistics import mean_interval, pass_at_k, wilson
 from rlkit import ranks
+from rlkit.functional.statistics import mean_interval, pass_at_k, wilson
 from rlkit.rewards import Reward, score, score_spread
 from rlkit.rollouts.collect import collect
 from rlkit.rollouts.summary import by_part
