@@ -127,29 +127,26 @@ def train_command(arguments: Arguments) -> int:
         return launch.start([sys.executable, "-m", "rlkit", "train", *arguments.words], x.trainer.devices)
     join_ranks(x.trainer)
 
-    def choose_folder() -> tuple[Path | None, Path | None]:
-        chosen, source = folder, resume
-        if named == "auto":
-            chosen = chosen or runs.newest_unfinished(x.name, composed.config)
-            if chosen is not None and runs.is_finished(chosen):
-                print(f"{chosen}: finished already; nothing to do")
-                return None, None
-            source = chosen / "checkpoints" if chosen is not None and runs.is_run(chosen) else None
-        if chosen is not None and runs.is_run(chosen):
-            check_continues(chosen, composed.config, x.trainer.steps, source)
-        return chosen or runs.fresh(runs.OUTPUTS / x.name), source
-
+    if named == "auto":
+        folder = ranks.first(lambda: folder or runs.newest_unfinished(x.name, composed.config))
+        if folder is not None and runs.is_finished(folder):
+            print(f"{folder}: finished already; nothing to do")
+            return 0
+        resume = folder / "checkpoints" if folder is not None and runs.is_run(folder) else None
+    if folder is not None and runs.is_run(folder):
+        check_continues(folder, composed.config, x.trainer.steps, resume)
     tasks = load_tasks(x)
     for line in warnings(x):
         print(f"warning: {line}")
-    target, source = ranks.first(choose_folder)  # one folder for all ranks
-    if target is None:
-        return 0
+    target = ranks.first(lambda: folder or runs.fresh(runs.OUTPUTS / x.name))  # one for all ranks, which by now have read what is there
 
     def job() -> int:
-        return start(x, composed.config, tasks, target, started=STARTED, resume=source)
+        return start(x, composed.config, tasks, target, started=STARTED, resume=resume)
 
-    return in_hydra(composed.overrides, target, arguments, job) if ranks.rank() == 0 else job()
+    status = in_hydra(composed.overrides, target, arguments, job) if ranks.rank() == 0 else job()
+    if status == 0:
+        ranks.leave()
+    return status
 
 
 def check_continues(folder: Path, config: dict, steps: int, resume: Path | None) -> None:

@@ -117,7 +117,7 @@ def sweep_problem(devices: int, nodes: int) -> str | None:
         )
     if nodes > 1:
         return (
-            f"-m with trainer.nodes={nodes}: a job cannot start processes on other machines; submit each with hydra/launcher="
-            f"submitit_slurm hydra.launcher.nodes={nodes} hydra.launcher.tasks_per_node={devices}, or run the jobs one by one under srun or torchrun"
+            f"-m with trainer.nodes={nodes}: a job starts no processes on other machines; submit each with hydra/launcher=submitit_slurm "
+            f"hydra.launcher.nodes={nodes} hydra.launcher.tasks_per_node={devices}, or run job after job under srun"
         )
     return None

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rlkit.errors import ConfigError, RLKitError
+from rlkit.errors import ConfigError, Refusal, RLKitError
 
 T = TypeVar("T")
 
@@ -86,15 +86,16 @@ def gather(make: Callable[[], T]) -> list[T]:
         mine: Any = make()
         said = None
     except Exception as raised:
-        error, mine, said = raised, None, f"{type(raised).__name__}: {raised}"
+        error, mine, said = raised, None, (f"{type(raised).__name__}: {raised}", isinstance(raised, Refusal))
     parts: list[Any] = [None] * size()
     with _reaching("the results of the others"):
         torch.distributed.all_gather_object(parts, (said, mine))
     if error is not None:
         raise error
-    failed = [f"rank {i} failed: {why}" for i, (why, _) in enumerate(parts) if why is not None]
+    failed = {i: why for i, (why, _) in enumerate(parts) if why is not None}
     if failed:
-        raise RankError("; ".join(failed))
+        text = "; ".join(f"rank {i} failed: {why}" for i, (why, _) in failed.items())
+        raise Refusal(text) if all(refused for _, refused in failed.values()) else RankError(text)
     return [part for _, part in parts]
 
 
@@ -159,7 +160,8 @@ def _reaching(what: str) -> Iterator[None]:
         reason = str(error).strip().splitlines()[-1][:200] if str(error) else type(error).__name__
         raise RankError(
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} waited in vain for {what}: a rank has failed, was killed, or took "
-            f"longer than trainer.timeout ({reason}). Look at what the other ranks said last; the run goes on from its newest checkpoint with resume=FOLDER"
+            f"longer than trainer.timeout ({reason}). Look at what the other ranks said last; the run goes on from its newest checkpoint "
+            "with resume=FOLDER"
         ) from error
 
 

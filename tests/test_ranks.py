@@ -134,7 +134,13 @@ FAST = ["debug=fast", "trainer.accelerator=cpu", "logger=none", "optimizer.lr=1e
 RUNS = {  # small micro-batches: the ranks have different numbers of them
     "grpo": ["batch.group_size=4", "batch.prompts=3", "seed=3", "trainer.micro_batch_tokens=200"],
     "ppo": ["algorithm=ppo", "batch.group_size=4", "algorithm.minibatches=2", "reference=ema", "reference.decay=0.5", "kl/coef=adaptive"],
-    "separate": ["algorithm=ppo", "algorithm/critic=separate", "batch.group_size=4", "algorithm.target_kl=0.05"],
+    "separate": [
+        "algorithm=ppo",
+        "algorithm/critic=separate",
+        "algorithm.critic.warmup=1",
+        "batch.group_size=4",
+        "algorithm.target_kl=0.05",
+    ],
     "dapo": [
         "algorithm=dapo",
         "batch.group_size=4",
