@@ -27,7 +27,7 @@ from rlkit.algorithm import (
 )
 from rlkit.errors import ConfigError
 from rlkit.functional import approximate_kl, mix
-from rlkit.models.critic import SeparateCritic, make_critic
+from rlkit.models.critic import make_critic
 from rlkit.models.score import score, states, trunk_and_head
 from rlkit.monitor import Clock, UpdateTerms, hyperparameters, peak_memory, update_metrics
 from rlkit.reference import shard_state
@@ -196,7 +196,7 @@ class RLModule(L.LightningModule):
         if not learns and not critic.active:
             terms.skip("no_signal")
             return True
-        ranks.reshard(self.model, self.critic)
+        ranks.reshard(self.model)
         self.zero_grad()
         moved, tokens, limit = 0.0, 0.0, x.algorithm.target_kl
         for rows, counts in self.portions(minibatch):
@@ -385,8 +385,7 @@ class RLModule(L.LightningModule):
 
     def configure_model(self) -> None:
         if self.experiment.trainer.strategy == "fsdp" and ranks.size() > 1 and not ranks.sharded(self.model):
-            for model in (self.model, *([self.critic] if isinstance(self.critic, SeparateCritic) else [])):
-                ranks.shard(model, self.device_mesh["data_parallel"])  # type: ignore[index]  # a head is small, and whole on every rank
+            ranks.shard(self.model, self.device_mesh["data_parallel"])  # type: ignore[index]  # a critic stays whole: one backward, one root
 
     def on_train_start(self) -> None:
         if ranks.size() > 1 and ranks.sharded(self.model):  # not before: a checkpoint is loaded into whole references

@@ -201,7 +201,7 @@ def padded(portions: list[T], spare: Callable[[], T]) -> list[tuple[T, bool]]:
 
 
 def shard(model: Any, mesh: Any) -> None:
-    """Shards a causal LM (or a critic on one) over the ranks of the mesh, each transformer layer by itself and the rest together (FSDP2).
+    """Shards a causal LM over the ranks of the mesh, each transformer layer by itself and the rest together (FSDP2).
 
     Gradients are summed, not averaged. `inside` calls functions of the model.
     """
