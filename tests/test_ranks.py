@@ -205,7 +205,7 @@ def rows(folder: Path) -> list[dict]:
 
 
 def same_rows(ours: list[dict], theirs: list[dict], rel: float) -> None:
-    """All but the clock and what is rounding alone: the sampler's distance from the trainer, and how many KLs of equal policies are not 0."""
+    """All but the clock and what is rounding alone: the sampler's distance from the trainer, and how many zero KLs are not 0."""
     assert len(ours) == len(theirs)
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.keys() == other.keys()
