@@ -47,6 +47,7 @@ class Arguments(NamedTuple):
     multirun: bool = False
     config_dir: str | None = None
     help: bool = False
+    words: tuple[str, ...] = ()  # all of it, as it was given
     texts: tuple[str, ...] = ()  # words that are no override, for a command that takes such
 
 
@@ -89,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
     """Flags and overrides; with `texts` also words that are neither. Raises ConfigError for a flag that does not exist."""
-    arguments = Arguments([])
+    arguments = Arguments([], words=tuple(words))
     rest = iter(words)
     for word in rest:
         if word in ("-m", "--multirun"):
@@ -129,9 +130,9 @@ def train_command(arguments: Arguments) -> int:
         from rlkit.sweeps import sweep
 
         return sweep(arguments.overrides, config_dir=arguments.config_dir)
-    from rlkit import runs
+    from rlkit import launch, ranks, runs
     from rlkit.compose import compose, experiment, warnings
-    from rlkit.train import load_tasks, start
+    from rlkit.train import join_ranks, load_tasks, start
 
     overrides, named, place = list(arguments.overrides), option(arguments.overrides, "resume"), option(arguments.overrides, "hydra.run.dir")
     folder = Path(place) if place else None
@@ -142,8 +143,12 @@ def train_command(arguments: Arguments) -> int:
         overrides = [*drop(added(runs.saved_overrides(folder), overrides), "resume"), f"resume={quote(named)}"]
     composed = compose(overrides, config_dir=arguments.config_dir)
     x = experiment(composed)
+    if launch.needed(x.trainer.devices, x.trainer.nodes):
+        return launch.start([sys.executable, "-m", "rlkit", "train", *arguments.words], x.trainer.devices)
+    join_ranks(x.trainer)
+
     if named == "auto":
-        folder = folder or runs.newest_unfinished(x.name, composed.config)
+        folder = ranks.first(lambda: folder or runs.newest_unfinished(x.name, composed.config))
         if folder is not None and runs.is_finished(folder):
             print(f"{folder}: finished already; nothing to do")
             return 0
@@ -153,8 +158,15 @@ def train_command(arguments: Arguments) -> int:
     tasks = load_tasks(x)
     for line in warnings(x):
         print(f"warning: {line}")
-    target = folder or runs.fresh(runs.OUTPUTS / x.name)
-    return in_hydra(composed, target, lambda: start(x, composed.config, tasks, target, started=STARTED, resume=resume))
+    target = ranks.first(lambda: folder or runs.fresh(runs.OUTPUTS / x.name))  # one for all ranks, which by now have read what is there
+
+    def job() -> int:
+        return start(x, composed.config, tasks, target, started=STARTED, resume=resume)
+
+    status = in_hydra(composed, target, job) if ranks.rank() == 0 else job()
+    if status == 0:
+        ranks.leave()
+    return status
 
 
 def check_continues(folder: Path, config: dict, steps: int, resume: Path | None) -> None:

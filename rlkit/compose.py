@@ -317,6 +317,41 @@ def _check_evaluation(x: Experiment) -> list[str]:
     return problems
 
 
+def rank_problems(x: Experiment) -> list[str]:
+    """Numbers of devices that cannot be, and what several ranks cannot do, as sentences."""
+    t, problems = x.trainer, []
+    count = t.devices * t.nodes
+    for name, value in {"devices": t.devices, "nodes": t.nodes}.items():
+        if value < 1:
+            problems.append(f"trainer.{name}={value}: must be at least 1")
+    if not t.timeout > 0:
+        problems.append(f"trainer.timeout={t.timeout}: must be greater than 0 seconds")
+    if count > 1 and t.strategy == "single":
+        problems.append(
+            f"trainer.devices={t.devices}, trainer.nodes={t.nodes}: one process uses one device; choose trainer=ddp, or trainer=fsdp for a "
+            "model that one device does not hold"
+        )
+    if count > 1 and x.batch.prompts < count:
+        problems.append(
+            f"batch.prompts={x.batch.prompts}: the samples of a prompt stay on one rank, so {count} ranks need at least as many prompts; "
+            "raise it, or lower trainer.devices"
+        )
+    if t.strategy == "fsdp" and count > 1:
+        lora = x.model.keywords.get("lora") if hasattr(x.model, "keywords") else None
+        if lora and lora.rank:
+            problems.append(
+                f"trainer=fsdp model.lora.rank={lora.rank}: adapters are not sharded; choose trainer=ddp, where gradient and optimizer are "
+                "those of the adapters alone"
+            )
+        own = [name for name, phase in x.schedule.phases.items() if phase.reference is not None or "reference" in phase.reset]
+        if own:
+            problems.append(
+                f"trainer=fsdp schedule.phases.{own[0]}: a phase cannot begin a reference of its own from sharded weights; choose "
+                "trainer=ddp, or let the phases share the reference of the run"
+            )
+    return problems
+
+
 def _check_groups(x: Experiment) -> list[str]:
     from rlkit.algorithm import asks
     from rlkit.functional import keep_all
@@ -500,7 +535,7 @@ def experiment(composed: Composed) -> Experiment:
     from rlkit.schedules import schedule_problems
 
     x = build(composed.config)
-    problems = schedule_problems(x)
+    problems = schedule_problems(x) + rank_problems(x)
     firsts = {} if problems else first_steps(x)
     problems += [f"schedule.phases.{name}: {problem}" if name else problem for name, first in firsts.items() for problem in validate(first)]
     if firsts and not x.needs_reference and x.reference.name not in ("none", "frozen"):

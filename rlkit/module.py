@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor
 
-from rlkit import schedules
+from rlkit import ranks, schedules
 from rlkit.algorithm import (
     asks,
     call,
@@ -31,8 +31,8 @@ from rlkit.models.critic import make_critic
 from rlkit.models.packing import Packed, pack
 from rlkit.models.score import score, states, trunk_and_head
 from rlkit.monitor import NAN, Clock, UpdateTerms, hyperparameters, peak_memory, update_metrics
-from rlkit.rewards import Moments, normalise, update_moments
-from rlkit.rewards import score as score_rollouts
+from rlkit.reference import shard_state
+from rlkit.rewards import Moments, normalise, score_spread, update_moments
 from rlkit.rollouts import assemble, collect, summarize
 from rlkit.settings import Experiment
 from rlkit.tasks.stream import StreamState, take
@@ -91,13 +91,15 @@ class RLModule(L.LightningModule):
             for minibatch in minibatches(batch, x.algorithm, seed=mix(x.seed, self.rl_step)):
                 if not self.update(minibatch, terms):
                     break
+            terms.gather()
             self.update_reference(terms.mean("kl"))
         self.trained, self.batch = trained, batch
         self.rl_step += 1
         self.tokens += int(batch.attention_mask.sum())
         self.metrics = summarize(self.rollouts) | update_metrics(batch, terms, x) | self.performance(batch, terms)
         self.metrics |= self.refill_metrics(trained) | self.schedule_metrics()
-        self.trainer.should_stop = self.rl_step >= self.total_steps or self.out_of_time()
+        self.metrics = ranks.first(lambda: self.metrics)  # its clock; everything else is equal
+        self.trainer.should_stop = ranks.anywhere(self.rl_step >= self.total_steps or self.out_of_time())
         self.clock.end()
 
     def experience(self) -> tuple[list[Rollout], list[Rollout]]:
@@ -119,7 +121,7 @@ class RLModule(L.LightningModule):
                 rollouts = self.roll_out(tasks, first=len(sampled) // x.batch.group_size)
             if x.algorithm.episodes is None:
                 with self.clock.part("reward"):
-                    rollouts = score_rollouts(rollouts, x.reward)
+                    rollouts = score_spread(rollouts, x.reward)
             sampled += rollouts
             accepted += self.accepted(rollouts) if x.algorithm.max_refills else rollouts
         return sampled, accepted or sampled
@@ -131,19 +133,27 @@ class RLModule(L.LightningModule):
         return [r for r in rollouts if r.group in kept]
 
     def roll_out(self, tasks: Sequence[Task], *, first: int) -> list[Rollout]:
-        """Episodes sampled from the policy as it is now; `first` is the position of the first task in the step."""
+        """Episodes sampled from the policy as it is now; `first` is the position of the first task in the step.
+
+        Every rank plays those of some of the tasks, and all ranks get all of them.
+        """
         x = self.x
-        return (x.algorithm.episodes or collect)(
-            self.policy,
-            tasks,
-            generate=self.clock.engine(x.generation.engine),
-            environment=x.environment,
-            group_size=x.batch.group_size,
-            seed=x.seed,
-            step=self.rl_step,
-            first=first,
-            **x.generation.settings,
-        )
+
+        def play(own: Sequence[Task], begin: int) -> list[Rollout]:
+            return (x.algorithm.episodes or collect)(
+                self.policy,
+                own,
+                generate=self.clock.engine(x.generation.engine),
+                environment=x.environment,
+                group_size=x.batch.group_size,
+                seed=x.seed,
+                step=self.rl_step,
+                first=first + begin,
+                **x.generation.settings,
+            )
+
+        with ranks.whole_weights(self.model):
+            return ranks.spread(tasks, play)
 
     def with_scores(self, batch: Batch) -> Batch:
         """Old log-probs, entropies and values, and reference log-probs, where anything before or in the update needs them.
@@ -165,17 +175,28 @@ class RLModule(L.LightningModule):
     def score(self, model: torch.nn.Module, batch: Batch, *, critic: torch.nn.Module | None = None) -> Scores:
         """Scores [B, T] of a batch, one micro-batch at a time."""
         out: dict[str, Tensor] = {}
-        for rows in micro_batches(batch, self.x.trainer.micro_batch_tokens):
+        for rows, counts in self.portions(batch):
             part = select(batch, rows)
             packed = pack(part.ids, part.response_mask)
             with self.clock.part("model"):
-                scores = score(model, packed, temperature=self.temperature, critic=critic)
+                scores = ranks.inside(model, score, packed, temperature=self.temperature, critic=critic)
             for name, value in scores._asdict().items():
                 if value is not None:
                     whole = out.setdefault(name, torch.zeros_like(batch.logprobs_sampler))
-                    whole[rows, : part.ids.shape[1]] = value.to(whole.dtype)
+                    if counts:
+                        whole[rows, : part.ids.shape[1]] = value.to(whole.dtype)
+        ranks.add_up(out.values())
         nothing = torch.zeros_like(batch.logprobs_sampler)  # no row has a trained token
         return Scores(**out) if out else Scores(nothing, nothing, None if critic is None else nothing)
+
+    def portions(self, batch: Batch) -> Iterable[tuple[Tensor, bool]]:
+        """The micro-batches of this rank as row numbers, equally many on every rank, and whether each counts."""
+        limit = self.x.trainer.micro_batch_tokens
+        if ranks.size() == 1:
+            return ((rows, True) for rows in micro_batches(batch, limit))
+        own = ranks.own_groups(batch.attention_mask.sum(1), batch.group_ids[batch.rollout_ids])
+        mine = batch._replace(response_mask=batch.response_mask & own[:, None])
+        return ranks.padded(list(micro_batches(mine, limit)), spare=lambda: list(micro_batches(batch, 1))[-1])
 
     def update(self, minibatch: Batch, terms: UpdateTerms) -> bool:
         """One step of each optimiser; False ends the updates of this RL step. Micro-batches only sum: their weights are fixed before."""
@@ -184,14 +205,18 @@ class RLModule(L.LightningModule):
         if not learns and not critic.active:
             terms.skip("no_signal")
             return True
+        ranks.reshard(self.model)
         self.zero_grad()
-        moved, tokens, limit = 0.0, 0, x.algorithm.target_kl
-        for rows in micro_batches(minibatch, x.trainer.micro_batch_tokens):
+        moved, tokens, limit = 0.0, 0.0, x.algorithm.target_kl
+        for rows, counts in self.portions(minibatch):
             part = select(minibatch, rows)
             packed = pack(part.ids, part.response_mask)
+            if not counts and part.weights is not None:
+                part = part._replace(weights=torch.zeros_like(part.weights))
             with self.clock.part("model"):
-                scores = score(
+                scores = ranks.inside(
                     self.model,
+                    score,
                     packed,
                     temperature=self.temperature,
                     entropy_gradient=bool(x.algorithm.entropy_coef),
@@ -206,11 +231,13 @@ class RLModule(L.LightningModule):
             if total.requires_grad:
                 with self.clock.part("model"):
                     self.manual_backward(total)
-            terms.add(part, loss, scores, parts, packed)
-            if limit is not None and part.logprobs_old is not None:
+            if counts:
+                terms.add(part, loss, scores, parts, packed)
+            if counts and limit is not None and part.logprobs_old is not None:
                 count = int(part.response_mask.sum())
                 moved += count * float(approximate_kl(scores.logprobs.detach(), part.logprobs_old, part.response_mask))
                 tokens += count
+        moved, tokens = ranks.total(moved, tokens) if limit is not None else (moved, tokens)
         if limit is not None and moved > limit * tokens:
             terms.skip("target_kl")
             return False
@@ -221,14 +248,16 @@ class RLModule(L.LightningModule):
                 terms.stepped("critic", *self.step_optimizer(1, critic.optimizer, self.critic.parameters()))
         return True
 
-    def step_optimizer(self, index: int, configured: Any, parameters: Any) -> tuple[float, float]:
+    def step_optimizer(self, index: int, configured: Any, parameters: Iterable[torch.nn.Parameter]) -> tuple[float, float]:
         """Clips and steps one optimiser at the learning rate in force; its gradient norm and rate. No step where the norm is not finite."""
         optimizers: Any = self.optimizers()
         optimizer = optimizers[index] if isinstance(optimizers, list) else optimizers
         rate = hyperparameters(configured).get("lr", optimizer.param_groups[0]["lr"])
         for group in optimizer.param_groups:
             group["lr"] = rate
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.x.trainer.max_grad_norm))
+        parameters = list(parameters)
+        ranks.add_up(p.grad for p in parameters if not hasattr(p, "full_tensor"))  # shards have been added up on the way
+        norm = float(ranks.whole(torch.nn.utils.clip_grad_norm_(parameters, self.x.trainer.max_grad_norm)))
         if norm < float("inf"):
             optimizer.step()
         return norm, rate
@@ -297,7 +326,7 @@ class RLModule(L.LightningModule):
         if not self.x.kl.active or not asks(self.x.kl.estimator, "full_kl"):
             return None
         with self.reference_model() as model, torch.no_grad():
-            return states(model, packed), trunk_and_head(model)[1]
+            return ranks.inside(model, states, packed), trunk_and_head(model)[1]
 
     def make_critic(self) -> torch.nn.Module | None:
         """The critic of the first phase that has one; it is built at the start, whenever it begins to learn."""
@@ -369,6 +398,15 @@ class RLModule(L.LightningModule):
             optimizers.append(critic.optimizer(self.critic.parameters()))
         return optimizers
 
+    def configure_model(self) -> None:
+        if self.experiment.trainer.strategy == "fsdp" and ranks.size() > 1 and not ranks.sharded(self.model):
+            ranks.shard(self.model, self.device_mesh["data_parallel"])  # type: ignore[index]  # a critic stays whole: one backward, one root
+
+    def on_train_start(self) -> None:
+        if ranks.size() > 1 and ranks.sharded(self.model):  # not before: a checkpoint is loaded into whole references
+            mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+            self.references = {owner: shard_state(state, mesh) for owner, state in self.references.items()}
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         frozen = {f"model.{name}" for name, p in self.model.named_parameters() if not p.requires_grad}
         if frozen:  # LoRA: the base comes from model.path
@@ -380,7 +418,7 @@ class RLModule(L.LightningModule):
             "tokens": self.tokens,
             "stream": list(self.stream),
             "moments": list(self.moments),
-            "references": {owner: self.reference_of(owner).save(state) for owner, state in self.references.items()},
+            "references": {owner: ranks.whole(self.reference_of(owner).save(state)) for owner, state in self.references.items()},
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

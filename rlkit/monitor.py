@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkit import ranks
 from rlkit.algorithm import number
 from rlkit.functional import (
     approximate_kl,
@@ -58,13 +59,27 @@ class UpdateTerms:
 
     def stepped(self, who: str, norm: float, lr: float) -> None:
         """An optimiser step of the policy or the critic was taken, or left out where the norm is not finite."""
-        if self.first_ratio is None and self.tokens["ratio"]:
-            self.first_ratio = torch.cat(self.tokens["ratio"])
+        if self.first_ratio is None:  # a rank may have had none of the tokens
+            self.first_ratio = torch.cat(self.tokens["ratio"]) if self.tokens["ratio"] else torch.zeros(0)
         self.rates[who] = lr
         if math.isfinite(norm):
             self.norms[who].append(norm)
         else:
             self.skip("nonfinite")
+
+    def gather(self) -> None:
+        """Adds the tokens of all other ranks, in one exchange, so that every metric is that of the whole batch. Once, at the end."""
+        if ranks.size() == 1:
+            return
+        own = {name: torch.cat(parts).cpu() for name, parts in self.tokens.items() if parts}
+        first = None if self.first_ratio is None else self.first_ratio.cpu()
+        parts = ranks.gather(lambda: (own, self.loss, first, (self.read, self.packed, self.padded)))
+        names = dict.fromkeys(name for tokens, *_ in parts for name in tokens)
+        self.tokens = defaultdict(list, {name: [tokens[name] for tokens, *_ in parts if name in tokens] for name in names})
+        self.loss = math.fsum(loss for _, loss, *_ in parts)
+        self.read, self.packed, self.padded = (sum(sizes) for sizes in zip(*(part[3] for part in parts), strict=True))
+        if first is not None:
+            self.first_ratio = torch.cat([ratio for _, _, ratio, _ in parts if ratio is not None])
 
     def skip(self, why: str) -> None:
         """An optimiser step was not taken."""

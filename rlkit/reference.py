@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rlkit import ranks
 from rlkit.types import Reference
 
 ADAPTER = "reference"  # name of the second adapter under LoRA
@@ -114,6 +115,15 @@ class Moving(NamedTuple):
     kl: float = 0.0  # nats since the last copy (on_kl)
 
 
+def shard_state(state: nn.Module | Moving | None, mesh: Any) -> nn.Module | Moving | None:
+    """The state of a reference that is a model of its own, as shards over the ranks of the mesh (rlkit.ranks.shard)."""
+    model = state.model if isinstance(state, Moving) else state
+    if model is None:
+        return state
+    ranks.shard(model, mesh)
+    return track(model)._replace(kl=state.kl) if isinstance(state, Moving) else state
+
+
 def _moving(name: str, update: Callable[..., Moving]) -> Reference:
     return Reference(name=name, init=_start, update=update, model=_moving_model, save=_save_moving, load=_load_moving)
 
@@ -139,6 +149,7 @@ def _averaged(scored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 @torch.no_grad()
 def follow(state: Moving, policy: nn.Module, *, decay: float = 0.0) -> Moving:
     """Moves the reference to decay · reference + (1 - decay) · policy; buffers are copied. With decay 0 all is copied, bit for bit."""
+    ranks.reshard(policy, state.model)  # what scoring has left gathered would keep the old weights
     parameters, buffers = dict(policy.named_parameters()), dict(policy.named_buffers())
     for name, weight in state.weights.items():
         weight.lerp_(parameters[name].to(weight.dtype), 1 - decay)
@@ -183,7 +194,7 @@ def _load_moving(state: Moving, policy: nn.Module, saved: Mapping[str, Any]) -> 
             odd = sorted(live.keys() ^ kept.keys())
             raise ValueError(f"reference: the checkpoint is of another model: {len(odd)} names differ, the first is '{odd[0]}'")
         for name, tensor in kept.items():
-            live[name].copy_(tensor)
+            live[name].copy_(ranks.like(tensor, live[name]))
     _show(state)
     return state._replace(kl=saved["kl"])
 

@@ -112,6 +112,10 @@ class TrainerSettings(NamedTuple):
     max_grad_norm: float = 1.0
     max_time: float | None = None  # minutes
     threads: int | None = None  # of torch on the CPU; None leaves torch's choice
+    strategy: Literal["single", "ddp", "fsdp"] = "single"
+    devices: int = 1  # processes of a node, each with a device of its own
+    nodes: int = 1
+    timeout: float = 1800.0  # seconds that a rank waits for the others
 
 
 class RolloutRun(NamedTuple):

@@ -33,6 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from rlkit import runs
 from rlkit.callbacks.files import write_atomic, write_json
 from rlkit.errors import ConfigError, Refusal
+from rlkit.launch import sweep_problem
 
 STOP = "stop"  # jobs/stop: no further job starts
 BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -121,7 +122,9 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
         try:
             composed = compose(job, config_dir=config_dir)
             added |= {key[2:] for text in composed.overrides if (key := text.partition("=")[0]).startswith("++")}
-            experiment(composed)
+            x = experiment(composed)
+            if problem := sweep_problem(x.trainer.devices, x.trainer.nodes):
+                raise ConfigError(problem)
             folder = root / folder_name(dirname(composed.overrides))
             lines = [] if search else folder_problems(folder, composed.config, resume == "auto")
         except Refusal as error:

@@ -13,10 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rlkit import runs
+from rlkit import launch, ranks, runs
 from rlkit.callbacks.files import write_json
-from rlkit.errors import Refusal, RLKitError
-from rlkit.settings import AgentRun, Experiment, RolloutRun
+from rlkit.errors import ConfigError, Refusal, RLKitError
+from rlkit.settings import AgentRun, Experiment, RolloutRun, TrainerSettings
 from rlkit.types import Task
 
 PACKAGES = ("rlkit", "torch", "transformers", "peft", "lightning", "hydra-core", "numpy")
@@ -92,9 +92,30 @@ def train(
             "versions": versions(),
             "sandbox": str(level) if (level := seen()) else None,
         }
-        write_json(folder / "summary.json", summary)
-        export_csv(folder / "metrics.jsonl")
+        if ranks.rank() == 0:
+            write_json(folder / "summary.json", summary)
+            export_csv(folder / "metrics.jsonl")
     return summary
+
+
+def join_ranks(settings: TrainerSettings) -> None:
+    """Where the settings ask for several ranks, this process becomes one of them. Raises ConfigError where nobody has started them."""
+    import torch
+
+    count = settings.devices * settings.nodes
+    if count == 1 or ranks.size() > 1:
+        return
+    if not launch.started_outside(os.environ, settings.devices, settings.nodes):
+        raise ConfigError(
+            f"trainer.nodes={settings.nodes}: processes on other machines have to be started from outside: srun --ntasks={count} "
+            f"--ntasks-per-node={settings.devices} rlkit train …, or torchrun --nnodes={settings.nodes} "
+            f"--nproc-per-node={settings.devices} … -m rlkit train …"
+        )
+    launch.adopt_slurm()
+    cuda = settings.accelerator != "cpu" and torch.cuda.is_available()
+    if cuda and settings.devices > torch.cuda.device_count():
+        raise ConfigError(f"trainer.devices={settings.devices}: this machine has {torch.cuda.device_count()} GPU(s); lower it")
+    ranks.join(count, cuda=cuda, timeout=settings.timeout)
 
 
 def how_it_ended(module: Any, results: Mapping[int, Mapping[str, Any]]) -> str:
@@ -117,29 +138,36 @@ def make_trainer(
     from rlkit.callbacks.metrics import MetricsFile, cut_back, read_rows
     from rlkit.callbacks.phases import Phases
     from rlkit.callbacks.tracking import Tracking
+    from rlkit.strategies import cluster, make_strategy
 
     metrics = folder / "metrics.jsonl"
     path, step = None, 0
     if resume is not None:
-        path, state = load_checkpoint(resume)
-        step = state["rlkit"]["rl_step"]
-        cut_back(metrics, step)
-        earlier = [row for row in read_rows(metrics) if "eval/accuracy" in row]
+
+        def continued() -> tuple[Path, int, list[dict[str, Any]]]:
+            path, state = load_checkpoint(resume)
+            step = state["rlkit"]["rl_step"]
+            cut_back(metrics, step)
+            return path, step, [row for row in read_rows(metrics) if "eval/accuracy" in row]
+
+        path, step, earlier = ranks.first(continued)
         results |= {row["step"]: result_of(row, len(held_out), x.evaluation.curve_temperature) for row in earlier}
         print(f"resume: {path}, after step {step}", flush=True)
-    loggers = [make(folder, step) for make in x.logger.values()]
+    loggers = [make(folder, step) for make in x.logger.values()] if ranks.rank() == 0 else []
     rows = [HeldOut(held_out, metrics, results), MetricsFile(metrics), Tracking(folder), Phases(metrics)]
     callbacks = [*rows, *(make(folder) for make in x.callbacks.values())]
     trainer = L.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
-        devices=1,
+        devices=x.trainer.devices,
+        num_nodes=x.trainer.nodes,
+        strategy=make_strategy(x.trainer),
         precision=precision(x, device),  # type: ignore[arg-type]
         max_epochs=-1,  # the module stops by RL step or time
         min_epochs=0,
         log_every_n_steps=1,
         logger=loggers or False,
         callbacks=callbacks,
-        plugins=[AtomicCheckpointIO()],
+        plugins=[AtomicCheckpointIO(), *cluster()],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -153,11 +181,11 @@ def pick_device(x: Experiment | RolloutRun | AgentRun) -> Any:
     """The device that the trainer's settings name. Raises ConfigError where there is no GPU."""
     import torch
 
-    from rlkit.errors import ConfigError
-
     if x.trainer.accelerator == "gpu" and not torch.cuda.is_available():
         raise ConfigError("trainer=gpu: torch sees no GPU on this machine; use trainer=auto, or install a torch build with CUDA")
-    return torch.device("cuda", 0) if x.trainer.accelerator != "cpu" and torch.cuda.is_available() else torch.device("cpu")
+    if x.trainer.accelerator == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]) if ranks.size() > 1 else 0)
 
 
 def precision(x: Experiment | RolloutRun | AgentRun, device: Any) -> str:
@@ -266,17 +294,18 @@ def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *,
 
     fresh = resume is None
     try:
-        if fresh:
+        if fresh and ranks.rank() == 0:
             runs.write_config(folder, config)
         summary = train(x, tasks, folder, started=started, resume=resume)
     except Refusal as error:
         print(f"rlkit: {error}", file=sys.stderr)
-        if fresh and not (folder / "metrics.jsonl").exists():
+        if fresh and not (folder / "metrics.jsonl").exists() and ranks.rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
         return 2
     except RLKitError as error:
         print("\n".join((f"rlkit: {error}", f"run folder: {folder}", *getattr(error, "__notes__", ()))), file=sys.stderr)
         return 1
-    runs.write_config(folder, config)  # a resumed run's, once it has gone on with it
+    if ranks.rank() == 0:
+        runs.write_config(folder, config)  # a resumed run's, once it has gone on with it
     print(closing(summary, folder), flush=True)
     return 130 if summary["ended"] == "interrupted" else 0

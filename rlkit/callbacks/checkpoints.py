@@ -42,7 +42,7 @@ class RLCheckpoint(L.Callback):
         """Writes the checkpoint of the current RL step, then drops the oldest ones."""
         path = self.folder / f"{PREFIX}{module.rl_step:06d}{SUFFIX}"
         trainer.save_checkpoint(path, weights_only=False)  # here the flag means "leave the optimiser out"
-        for old in checkpoints(self.folder)[: -self.keep]:
+        for old in checkpoints(self.folder)[: -self.keep] if trainer.is_global_zero else ():
             old.unlink()
 
 

@@ -24,7 +24,7 @@ class Samples(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         step = module.rl_step
-        if step != 1 and step % self.every and not trainer.should_stop:
+        if (step != 1 and step % self.every and not trainer.should_stop) or not trainer.is_global_zero:
             return
         chosen = [transcript(r) for r in choose(module.rollouts, self.count)]
         text = f"# Sample conversations of step {step}\n\n" + "\n".join(chosen)
@@ -41,7 +41,7 @@ class Rollouts(L.Callback):
         self.folder, self.every = folder, every
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        if self.every and module.rl_step % self.every == 0:
+        if self.every and module.rl_step % self.every == 0 and trainer.is_global_zero:
             save_rollouts(self.folder / f"step_{module.rl_step:06d}.jsonl.gz", module.rollouts)
 
 

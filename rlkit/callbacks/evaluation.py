@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 
+from rlkit import ranks
 from rlkit.callbacks.metrics import append_row
 from rlkit.callbacks.terminal import held_out, how_sampled
 from rlkit.callbacks.token_values import save_tokens
@@ -48,7 +49,7 @@ class HeldOut(L.Callback):
         """One pass over the held-out tasks."""
         started = time.perf_counter()
         x = module.experiment
-        with trainer.strategy.precision_plugin.forward_context():
+        with trainer.strategy.precision_plugin.forward_context(), ranks.whole_weights(module.model):
             result, rollouts = greedy_accuracy(
                 module.policy,
                 self.tasks,
@@ -61,9 +62,10 @@ class HeldOut(L.Callback):
                 max_thinking_tokens=x.generation.max_thinking_tokens,
             )
         self.results[module.rl_step] = result
-        name = self.metrics.parent / "held_out" / f"step_{module.rl_step:06d}"
-        save_rollouts(name.with_suffix(".jsonl.gz"), rollouts[:KEPT])
-        save_tokens(name.with_suffix(".tokens.jsonl.gz"), rollouts[:KEPT], lambda ids: decode(module.policy.codec, ids))
+        if trainer.is_global_zero:
+            name = self.metrics.parent / "held_out" / f"step_{module.rl_step:06d}"
+            save_rollouts(name.with_suffix(".jsonl.gz"), rollouts[:KEPT])
+            save_tokens(name.with_suffix(".tokens.jsonl.gz"), rollouts[:KEPT], lambda ids: decode(module.policy.codec, ids))
         return result_row(result) | {"perf/eval_s": time.perf_counter() - started}
 
 

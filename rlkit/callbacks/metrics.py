@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 
+from rlkit import ranks
 from rlkit.callbacks.files import finite, write_atomic
 
 
@@ -26,7 +27,9 @@ class MetricsFile(L.Callback):
 
 
 def append_row(path: Path, step: int, row: dict[str, Any]) -> None:
-    """One more line; nan becomes null."""
+    """One more line, by rank 0; nan becomes null."""
+    if ranks.rank():
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(finite({"step": step, **row})) + "\n")

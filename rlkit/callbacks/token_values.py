@@ -27,7 +27,7 @@ class Tokens(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         step = module.rl_step
-        if not self.every or (step != 1 and step % self.every and not trainer.should_stop):
+        if not self.every or (step != 1 and step % self.every and not trainer.should_stop) or not trainer.is_global_zero:
             return
         chosen = choose(module.trained, self.count)
         learned = learned_from(module.trained, module.batch)

@@ -11,7 +11,7 @@ from rlkit.rewards.math_verify import math_verify
 from rlkit.rewards.normalise import Moments, normalise, update_moments
 from rlkit.rewards.numeric import extract_answer, numeric, parse_number
 from rlkit.rewards.repetition import repetition
-from rlkit.rewards.score import Reward, RewardError, Term, Verdict, score
+from rlkit.rewards.score import Reward, RewardError, Term, Verdict, score, score_spread
 from rlkit.rewards.text import contains, exact_match, format_match
 from rlkit.rewards.tool_usage import tool_usage
 from rlkit.rewards.verifiers import verifiers
@@ -46,6 +46,7 @@ __all__ = [
     "product",
     "repetition",
     "score",
+    "score_spread",
     "smallest",
     "soft_length",
     "tool_usage",

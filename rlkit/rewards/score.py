@@ -10,6 +10,7 @@ from functools import partial
 from numbers import Real
 from typing import Any, Literal, NamedTuple
 
+from rlkit import ranks
 from rlkit.deadline import in_thread
 from rlkit.errors import ConfigError, Refusal, RLKitError
 from rlkit.rewards.aggregators import weighted_sum
@@ -105,6 +106,16 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
         rewards, statuses = ({name: getattr(cell, field) for name, cell in cells.items()} for field in ("score", "status"))
         scored.append(_with_step_rewards(rollout._replace(reward=None, rewards=rewards, statuses=statuses), cells, reward))
     return _aggregated(scored, reward)
+
+
+def score_spread(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
+    """The same with the rollouts shared out to all ranks, which all get all of them back.
+
+    Where a function or `max_error_rate` looks at the whole batch, the first rank scores it.
+    """
+    functions = [reward.aggregator, *(term.fn for term in reward.terms.values())]
+    whole = reward.max_error_rate > 0 or any(term.batched for term in reward.terms.values()) or any(map(is_batched, functions))
+    return ranks.first(lambda: score(rollouts, reward)) if whole else ranks.spread(rollouts, lambda own, _: score(own, reward))
 
 
 def _require(reward: Reward) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from rlkit import ranks
 from rlkit.functional.statistics import mean_interval, pass_at_k, wilson
-from rlkit.rewards import Reward, score
+from rlkit.rewards import Reward, score, score_spread
 from rlkit.rollouts.collect import collect
 from rlkit.rollouts.summary import by_part
 from rlkit.types import Policy, Rollout, Task
@@ -25,7 +26,7 @@ def is_correct(rollout: Rollout) -> bool:
 def greedy_accuracy(
     policy: Policy, tasks: Sequence[Task], *, reward: Reward, temperature: float = 0.0, **collecting: Any
 ) -> tuple[dict[str, Any], list[Rollout]]:
-    """One episode per task, greedy unless a temperature is given.
+    """One episode per task, greedy unless a temperature is given; shared out to all ranks, which all get the result.
 
     Args:
       reward: the verifier; which of its scores are right is told by `is_correct`.
@@ -33,7 +34,11 @@ def greedy_accuracy(
       collecting: generate, environment and max_new_tokens, as for `collect`.
     Returns: what `accuracy` measures, and the temperature; of a mixture, the same under `parts`; and the rollouts.
     """
-    rollouts = score(collect(policy, tasks, temperature=temperature, **collecting), reward)
+
+    def play(own: Sequence[Task], begin: int) -> list[Rollout]:
+        return collect(policy, own, temperature=temperature, first=begin, **collecting)
+
+    rollouts = score_spread(ranks.spread(tasks, play), reward)
     return _with_parts(rollouts, partial(accuracy, temperature=temperature)), rollouts
 
 

@@ -1,0 +1,123 @@
+"""Starting the ranks of a run, or finding that torchrun or SLURM has.
+
+`rlkit train trainer=ddp trainer.devices=2` becomes a supervisor of two processes of the same command line, with the environment that
+torchrun would give them. Where one of them fails, the others are ended; a signal goes to all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+GRACE = 15.0  # seconds in which the others may say what they saw, after a rank has failed
+
+
+def started_outside(environ: Mapping[str, str], devices: int, nodes: int) -> bool:
+    """Whether torchrun, this supervisor, or srun with a task a device has started this process as one of several ranks."""
+    if {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
+        return True
+    return devices * nodes > 1 and int(environ.get("SLURM_NTASKS") or 1) == devices * nodes and "SLURM_PROCID" in environ
+
+
+def needed(devices: int, nodes: int) -> bool:
+    """Whether this process has to start its ranks itself: several devices of one machine, and nobody has."""
+    return devices * nodes > 1 and nodes == 1 and not started_outside(os.environ, devices, nodes)
+
+
+def start(command: Sequence[str], count: int) -> int:
+    """Runs `count` ranks of a command on this machine to their end.
+
+    Returns: 0, or the exit status of the rank that failed first (128 + its number for a signal).
+    """
+    port = free_port()
+    ranks: list[subprocess.Popen[bytes]] = []
+    earlier = {number: signal.signal(number, lambda got, _: _send(ranks, got)) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        for i in range(count):
+            place = {
+                "RANK": i,
+                "LOCAL_RANK": i,
+                "WORLD_SIZE": count,
+                "LOCAL_WORLD_SIZE": count,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            environ = os.environ | {name: str(value) for name, value in place.items()}
+            ranks.append(subprocess.Popen(command, env=environ, start_new_session=True))  # a Ctrl-C comes through here, once
+        return watch(ranks)
+    finally:
+        _send(ranks, signal.SIGKILL)
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+def watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Waits for all ranks; where one fails, the others have GRACE to end by themselves, and as long again after SIGTERM."""
+    first, failed_at, told = 0, 0.0, False
+    while any(rank.poll() is None for rank in ranks):
+        time.sleep(0.1)
+        failed = [i for i, rank in enumerate(ranks) if rank.poll()]
+        if failed and not first:
+            first, failed_at = ranks[failed[0]].returncode, time.monotonic()
+            print(f"rlkit: rank {failed[0]} of {len(ranks)} {ending(first)}; the others are stopped", file=sys.stderr, flush=True)
+        waited = time.monotonic() - failed_at if first else 0.0
+        if waited > GRACE and not told:
+            told = True
+            _send(ranks, signal.SIGTERM)
+        if waited > 2 * GRACE:
+            _send(ranks, signal.SIGKILL)
+    first = first or next((rank.returncode for rank in ranks if rank.returncode), 0)
+    return first if first >= 0 else 128 - first
+
+
+def ending(status: int) -> str:
+    """An exit status in words."""
+    return f"ended with exit status {status}" if status > 0 else f"was killed by {signal.Signals(-status).name}"
+
+
+def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.send_signal(number)
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def adopt_slurm() -> None:
+    """What srun says of this task, in torchrun's words."""
+    if "RANK" in os.environ or "SLURM_PROCID" not in os.environ:
+        return
+    from lightning.fabric.plugins.environments import SLURMEnvironment
+
+    slurm = SLURMEnvironment(auto_requeue=False)
+    place = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "GROUP_RANK": "SLURM_NODEID", "WORLD_SIZE": "SLURM_NTASKS"}
+    os.environ.update({name: os.environ[theirs] for name, theirs in place.items()})
+    os.environ.update({"MASTER_ADDR": slurm.main_address, "MASTER_PORT": str(slurm.main_port)})
+
+
+def sweep_problem(devices: int, nodes: int) -> str | None:
+    """Why a sweep (-m) cannot start jobs of that many devices from this process, and what to do; None where it can.
+
+    Jobs are processes of their own, each of which starts its ranks; so on one machine nothing stands in the way.
+    """
+    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return (
+            "-m: every rank that torchrun started would run the whole sweep; start `rlkit train -m …` by itself, and each job starts its "
+            "own ranks, or give torchrun one job without -m"
+        )
+    if nodes > 1:
+        return (
+            f"-m with trainer.nodes={nodes}: a job starts no processes on other machines; submit each with hydra/launcher=slurm "
+            f"hydra.launcher.nodes={nodes} hydra.launcher.tasks_per_node={devices}, or run job after job under srun"
+        )
+    return None

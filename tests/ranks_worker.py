@@ -1,0 +1,44 @@
+"""A rank of tests/test_ranks.py: trains runs, one after the other, and keeps every gradient as it is before clipping.
+
+python ranks_worker.py ROOT: the runs stand in ROOT/runs.json, as a list of (folder, overrides, resume).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from rlkit import ranks
+from rlkit.compose import compose, experiment
+from rlkit.train import join_ranks, load_tasks, start
+
+
+def main(root: Path) -> None:
+    clip = torch.nn.utils.clip_grad_norm_
+    seen: list[torch.Tensor] = []
+
+    def keep(parameters, norm):
+        parameters = list(parameters)
+        flat = [ranks.whole(p.grad).flatten() for p in parameters if p.grad is not None]
+        seen.append(torch.cat(flat) if flat else torch.zeros(0))
+        return clip(parameters, norm)
+
+    torch.nn.utils.clip_grad_norm_ = keep
+    for name, overrides, resume in json.loads((root / "runs.json").read_text()):
+        composed = compose(overrides)
+        x = experiment(composed)
+        join_ranks(x.trainer)
+        folder = root / name
+        status = start(x, composed.config, load_tasks(x), folder, started=0.0, resume=folder / "checkpoints" if resume else None)
+        assert status == 0, (name, status)
+        if ranks.rank() == 0:
+            torch.save(seen, root / f"{name}.grads")
+        seen.clear()
+    ranks.leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

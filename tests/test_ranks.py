@@ -1,0 +1,289 @@
+"""Several ranks are one process: shares, gradients, metrics, checkpoints; and how it ends where one of them does not go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlkit import launch, ranks
+from rlkit.cli import main
+from rlkit.compose import compose, experiment
+from rlkit.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKER = Path(__file__).with_name("ranks_worker.py")
+
+# ---------------------------------------------------------------------------------------------------------- shares
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    """Makes this process believe that it is rank r of n."""
+
+    def pretend(r: int, n: int) -> None:
+        monkeypatch.setattr(ranks, "rank", lambda: r)
+        monkeypatch.setattr(ranks, "size", lambda: n)
+
+    return pretend
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_every_item_is_worked_on_once_at_its_own_position(as_rank, monkeypatch, n):
+    """Also with fewer items than ranks, where some have nothing to do and `work` is not called on nothing."""
+    monkeypatch.setattr(ranks, "gather", lambda make: [make()])
+    for items in ([], [10], list(range(10, 15))):
+        found = []
+        for r in range(n):
+            as_rank(r, n)
+            found += ranks.spread(items, lambda own, begin: [(begin + i, item) for i, item in enumerate(own)])
+        assert found == list(enumerate(items))
+
+
+def test_groups_are_dealt_whole_and_evenly(as_rank):
+    """Every row on exactly one rank, the rows of a group together, and loads that differ by less than the longest group."""
+    owners = torch.tensor([0, 1, 1, 2, 3, 3, 3, 4])
+    lengths = torch.tensor([9, 2, 3, 7, 1, 1, 1, 4])
+    masks = []
+    for r in range(2):
+        as_rank(r, 2)
+        masks.append(ranks.own_groups(lengths, owners))
+    assert torch.equal(masks[0], ~masks[1])
+    assert all(len(set(masks[0][owners == i].tolist())) == 1 for i in range(5))
+    loads = [int(lengths[mask].sum()) for mask in masks]
+    assert loads == [13, 15]  # 9 + 4 and 7 + 5 + 3
+
+
+def test_every_rank_has_as_many_micro_batches_as_the_busiest(as_rank, monkeypatch):
+    """What fills up is marked, so that it adds nothing; a rank without any takes the spare one."""
+    as_rank(0, 2)
+    monkeypatch.setattr(ranks, "most", lambda number: 3)
+    assert ranks.padded(["a", "b"], spare=lambda: "s") == [("a", True), ("b", True), ("b", False)]
+    assert ranks.padded([], spare=lambda: "s") == [("s", False)] * 3
+
+
+# -------------------------------------------------------------------------------------------------- configs and start
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["trainer.devices=2"], "choose trainer=ddp"),
+        (["trainer=ddp", "trainer.devices=0"], "trainer.devices=0: must be at least 1"),
+        (["trainer=ddp", "batch.prompts=1"], "2 ranks need at least as many prompts"),
+        (["trainer=ddp", "trainer.timeout=0"], "trainer.timeout=0"),
+        (["trainer=fsdp", "model.lora.rank=4"], "adapters are not sharded"),
+        (["trainer=fsdp", "schedule=on_reward", "+reference@schedule.phases.refine.reference=frozen"], "a reference of its own"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_several_ranks_cannot_do_is_refused_with_what_to_do(overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        experiment(compose(overrides))
+
+
+def test_more_machines_need_a_launcher_from_outside(capsys):
+    assert main(["train", "trainer=ddp", "trainer.nodes=2", "batch.prompts=8"]) == 2
+    assert "srun --ntasks=4 --ntasks-per-node=2" in capsys.readouterr().err
+
+
+def test_ranks_are_started_once():
+    """Under torchrun, and under srun with a task a device, nothing is started; an allocation alone is no rank."""
+    torchrun = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"), "1")
+    assert launch.started_outside(torchrun, 2, 1)
+    assert launch.started_outside({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, 2, 1)
+    assert not launch.started_outside({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, 2, 1)
+    assert not launch.started_outside({}, 2, 1)
+
+
+def test_a_sweep_runs_jobs_of_several_devices_on_one_machine_and_refuses_the_rest(monkeypatch):
+    assert launch.sweep_problem(2, 1) is None
+    assert "hydra/launcher=slurm" in (launch.sweep_problem(2, 2) or "")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "torchrun" in (launch.sweep_problem(2, 1) or "")
+
+
+END = "import os, signal, sys, threading; rank = int(os.environ['RANK'])\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [
+        ("sys.exit(0)", 0),
+        ("sys.exit(3) if rank else threading.Event().wait()", 3),
+        ("os.kill(os.getpid(), signal.SIGKILL) if rank else threading.Event().wait()", 137),
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.exit(5) if rank else threading.Event().wait()", 5),
+    ],
+    ids=["all end", "one fails", "one is killed", "the others do not listen"],
+)
+def test_a_rank_that_fails_ends_the_others_and_gives_its_status(monkeypatch, program, status):
+    monkeypatch.setattr(launch, "GRACE", 0.2)
+    assert launch.start([sys.executable, "-c", END + program], 2) == status
+
+
+# ------------------------------------------------------------------------------------------------ two equal one
+
+FAST = ["debug=fast", "trainer.accelerator=cpu", "logger=none", "optimizer.lr=1e-3", "task.max_samples=64", "evaluation.n=3"]
+RUNS = {  # small micro-batches: the ranks have different numbers of them
+    "grpo": ["batch.group_size=4", "batch.prompts=3", "seed=3", "trainer.micro_batch_tokens=200"],
+    "ppo": ["algorithm=ppo", "batch.group_size=4", "algorithm.minibatches=2", "reference=ema", "reference.decay=0.5", "kl/coef=adaptive"],
+    "separate": [
+        "algorithm=ppo",
+        "algorithm/critic=separate",
+        "algorithm.critic.warmup=1",
+        "batch.group_size=4",
+        "algorithm.target_kl=0.05",
+    ],
+    "dapo": [
+        "algorithm=dapo",
+        "batch.group_size=4",
+        "batch.prompts=3",
+        "algorithm.max_refills=4",
+        "algorithm/group_filter=mixed",
+        "seed=3",
+    ],
+}
+EXACT, DRIFTED = 1e-6, 1e-3  # float32 sums in another order; the same after Adam has divided small gradients by themselves
+
+
+def run(root: Path, strategy: str, runs: list[tuple[str, str, bool]]) -> None:
+    """Runs of the worker, (folder, key of RUNS, resume), on one process ("single") or on two."""
+    root.mkdir(exist_ok=True)
+    more = [] if strategy == "single" else [f"trainer={strategy}", "trainer.timeout=300"]
+    (root / "runs.json").write_text(json.dumps([(name, [*FAST, *more, *RUNS[key]], resume) for name, key, resume in runs]))
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    start = f"import sys; from rlkit import launch; sys.exit(launch.start(sys.argv[1:], {1 if strategy == 'single' else 2}))"
+    command = [sys.executable, str(WORKER), str(root)]
+    done = subprocess.run(
+        command if strategy == "single" else [sys.executable, "-c", start, *command], env=environ, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    root = tmp_path_factory.mktemp("ranks") / "one"
+    run(root, "single", [(name, name, False) for name in RUNS])
+    return root
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def two(request, one):
+    """The same runs on two ranks; one that one process has begun; and on one process one that the two have begun."""
+    root = one.parent / request.param
+    root.mkdir()
+    begun(one / "ppo", root / "from_one")
+    run(root, request.param, [*((name, name, False) for name in RUNS), ("from_one", "ppo", True)])
+    begun(root / "ppo", root / "from_two")
+    run(root, "single", [("from_two", "ppo", True)])
+    return root
+
+
+def begun(source: Path, target: Path) -> None:
+    """A copy of a run that knows its first step alone."""
+    shutil.copytree(source, target)
+    (target / "checkpoints" / "step_000002.ckpt").unlink()
+
+
+def gradients(root: Path, name: str) -> list[torch.Tensor]:
+    return torch.load(root / f"{name}.grads")
+
+
+def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def same_rows(ours: list[dict], theirs: list[dict], rel: float) -> None:
+    """All but the clock and what is rounding alone: the sampler's distance from the trainer, and how many zero KLs are not 0."""
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.keys() == other.keys()
+        for key in mine.keys() - {k for k in mine if k.startswith(("perf/", "mismatch/", "kl/nonzero_frac"))}:
+            a, b = (float("nan") if row[key] is None else row[key] for row in (mine, other))
+            assert a == pytest.approx(b, rel=rel, abs=1e-6, nan_ok=True), (mine["step"], key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_two_ranks_have_the_gradients_and_metrics_of_one_process(one, two, name):
+    """Every optimiser step of the run. The first of policy and critic start from equal weights; later ones carry Adam's rounding."""
+    ours, theirs = gradients(two, name), gradients(one, name)
+    assert len(ours) == len(theirs) > 1 and all(float(g.norm()) > 0 for g in theirs)
+    assert distance(ours[0], theirs[0]) < EXACT
+    assert max(map(distance, ours, theirs)) < DRIFTED
+    same_rows(rows(two / name), rows(one / name), DRIFTED)
+    same_rows(rows(two / name)[:1], rows(one / name)[:1], 0.0)  # the held-out evaluation before
+
+
+@pytest.mark.slow
+def test_refills_were_needed_and_agreed(one, two):
+    sampled = [[row.get("group/sampled") for row in rows(root / "dapo")] for root in (one, two)]
+    assert sampled[0] == sampled[1] and max(n for n in sampled[0] if n) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["from_one", "from_two"])
+def test_a_checkpoint_is_the_same_for_any_number_of_ranks(one, two, name):
+    """Policy, critic, both optimizers, a moving reference and the KL controller: the second step is that of the whole run."""
+    ours, theirs = gradients(two, name), gradients(one, "ppo")
+    assert distance(ours[0], theirs[-len(ours)]) < (EXACT if name == "from_one" else DRIFTED)
+    same_rows(rows(two / name)[-1:], rows(one / "ppo")[-1:], DRIFTED)
+    mine, other = (torch.load(f / "checkpoints" / "step_000002.ckpt", weights_only=True) for f in (two / name, one / "ppo"))
+    assert mine["state_dict"].keys() == other["state_dict"].keys()
+    for a, b in zip(mine["optimizer_states"], other["optimizer_states"], strict=True):
+        assert a["state"].keys() == b["state"].keys()
+        for i, state in a["state"].items():
+            assert distance(state["exp_avg"], b["state"][i]["exp_avg"]) < DRIFTED
+    kept, whole = (state["rlkit"]["references"][""]["weights"] for state in (mine, other))
+    assert all(distance(tensor, whole[key]) < DRIFTED for key, tensor in kept.items())
+
+
+@pytest.mark.slow
+def test_only_the_first_rank_writes(one, two):
+    assert {p.name for p in (two / "grpo").rglob("*")} == {p.name for p in (one / "grpo").rglob("*")}
+
+
+# ------------------------------------------------------------------------------------------ a rank that does not go on
+
+FAULTS = {
+    "fails": ("raise ValueError('no judge')", 1, ["reward term 'numeric' raised", "rank 1 failed: RewardError"]),
+    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", 137, ["rank 1 of 2 was killed by SIGKILL", "rank 0 of 2 waited in vain"]),
+    "hangs": ("threading.Event().wait()", 1, ["rank 0 of 2 waited in vain", "took longer than trainer.timeout"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", FAULTS)
+def test_a_rank_that_does_not_go_on_ends_the_run_with_a_reason(tmp_path, how):
+    """The fault is in a reward on rank 1, in training alone; the run folder keeps what was done before."""
+    what, status, said = FAULTS[how]
+    (tmp_path / "faulty.py").write_text(
+        "import os, signal, threading\nfrom rlkit.rewards.numeric import numeric\n\n"
+        f"def reward(rollout):\n    if rollout.steps[0].response_ids and os.environ['RANK'] == '1':\n        {what}\n"
+        "    return numeric(rollout)\n"
+    )
+    environ = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
+    fault = ["reward=numeric", "reward.terms.numeric.fn._target_=faulty.reward", "evaluation.n=0", "trainer.timeout=60"]
+    done = subprocess.run(
+        [sys.executable, "-m", "rlkit", "train", *FAST, *fault, "trainer=ddp", "hydra.run.dir=run"],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == status, done.stderr[-4000:]
+    for text in said:
+        assert text in done.stderr
+    assert "Traceback" not in done.stderr
