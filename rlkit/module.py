@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from rlkit import schedules
+from rlkit import rng, schedules
 from rlkit.algorithm import (
     asks,
     call,
@@ -66,6 +66,10 @@ class RLModule(L.LightningModule):
         self.enter_phase()
         self.metrics: dict[str, Any] = {}
         self.rollouts: list[Rollout] = []
+        self.droppable = False  # whether nothing is lost that cannot be done again: no update has begun
+        self.before: tuple[StreamState, dict[str, Any]] | None = None  # stream and generators at the start of the step under way
+        self.generators: dict[str, Any] | None = None  # of the checkpoint, to be put back
+        self.provenance: dict[str, Any] = {}  # config, versions and git state, for the checkpoint
 
     # -------------------------------------------------------------------------------------------- one RL step
 
@@ -75,7 +79,9 @@ class RLModule(L.LightningModule):
             self.advance()
         clock = Clock()
         self.x = x = schedules.at(self.experiment, self.progress)
+        self.before, self.droppable = (self.stream, rng.state()), True
         self.rollouts, trained = self.experience(clock)
+        self.droppable = False
         self.moments = update_moments(self.moments, trained)
         if x.reward.normalize:
             trained = normalise(trained, self.moments)
@@ -88,11 +94,18 @@ class RLModule(L.LightningModule):
                 if not self.update(minibatch, terms):
                     break
             self.update_reference(terms.mean("kl"))
-        self.rl_step += 1
+        self.rl_step, self.before = self.rl_step + 1, None
         self.tokens += int(batch.attention_mask.sum())
         self.metrics = summarize(self.rollouts) | update_metrics(batch, terms, x) | self.performance(batch, clock)
         self.metrics |= self.refill_metrics(trained) | self.schedule_metrics()
         self.trainer.should_stop = self.rl_step >= self.total_steps or self.out_of_time()
+
+    def drop_step(self) -> None:
+        """Back to where the step under way began. Rollouts and their rewards move nothing but the prompts and the generators."""
+        if self.before is not None:
+            self.stream, generators = self.before
+            rng.restore(generators)
+            self.before = None
 
     def experience(self, clock: Clock) -> tuple[list[Rollout], list[Rollout]]:
         """All scored episodes of the step, and those to train on.
@@ -354,6 +367,11 @@ class RLModule(L.LightningModule):
             optimizers.append(critic.optimizer(self.critic.parameters()))
         return optimizers
 
+    def on_train_start(self) -> None:
+        self.droppable = False
+        if self.generators is not None:  # only now: setting up draws from them
+            rng.restore(self.generators)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         frozen = {f"model.{name}" for name, p in self.model.named_parameters() if not p.requires_grad}
         if frozen:  # LoRA: the base comes from model.path
@@ -366,12 +384,15 @@ class RLModule(L.LightningModule):
             "stream": list(self.stream),
             "moments": list(self.moments),
             "references": {owner: self.reference_of(owner).save(state) for owner, state in self.references.items()},
+            "generators": rng.state(),
         }
+        checkpoint["run"] = self.provenance
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["rlkit"]
         self.rl_step, self.tokens, self.stream = state["rl_step"], state["tokens"], StreamState(*state["stream"])
         self.moments = Moments(*state["moments"])
+        self.generators = state.get("generators")
         self.progress = schedules.Progress(**state["progress"])
         self.x = schedules.at(self.experiment, self.progress)
         self.enter_phase()

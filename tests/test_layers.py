@@ -19,7 +19,7 @@ MODULES = {
 # Lower lines never import higher ones; the parts of a line are independent of each other but for BESIDE.
 LAYERS = (
     ("types", "errors"),
-    ("functional", "sandbox", "deadline"),
+    ("functional", "sandbox", "deadline", "rng"),
     ("rewards", "tasks", "environments", "generation", "models"),
     ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck"),
     ("module", "data", "loggers"),
@@ -41,6 +41,7 @@ ONLY = {
     "functional": {"types"},  # for what an advantage with a critic gives
     "sandbox": {"errors"},
     "deadline": set(),
+    "rng": set(),
     "rewards": {"types", "errors", "sandbox", "deadline"},
     "tasks": {"types", "errors", "environments", "sandbox"},
     "environments": {"types", "errors", "sandbox", "deadline"},

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 
+from rlkit import rng
 from rlkit.callbacks.metrics import append_row
 from rlkit.callbacks.terminal import held_out, how_sampled
 from rlkit.rollouts.evaluation import greedy_accuracy
@@ -44,7 +45,7 @@ class HeldOut(L.Callback):
         """One pass over the held-out tasks."""
         started = time.perf_counter()
         x = module.experiment
-        with trainer.strategy.precision_plugin.forward_context():
+        with trainer.strategy.precision_plugin.forward_context(), rng.kept():  # it moves nobody's random numbers
             result, _ = greedy_accuracy(
                 module.policy,
                 self.tasks,
