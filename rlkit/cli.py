@@ -25,6 +25,7 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit evaluate model=qwen3_0.6b task=gsm8k     of a model that no run has touched
   rlkit rollout task=guess_number n=64           episodes without training: recorded, scored, summed up
   rlkit agent "What is 15 * 27, plus 100?" tools=[calculator]   a conversation with tools; run=FOLDER asks a trained policy
+  rlkit replay bundle=outputs/NAME/TIME/debug/step_000007   an update that failed, once more: which rows and gradients are not finite
 
   --config-dir DIR    options of your own
   -m, --multirun      a sweep
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(HELP + list_groups())
         return 0
     commands = {"train": train_command, "evaluate": evaluate_command, "rollout": rollout_command, "agent": agent_command}
+    commands["replay"] = replay_command
     try:
         if words[0] not in commands:
             raise ConfigError(f"there is no command '{words[0]}'; there are: {', '.join(commands)}")
@@ -332,3 +334,18 @@ def agent_command(arguments: Arguments) -> int:
             raise ConfigError("\n".join(problems))
     show(ask(build(config), arguments.texts[0], checkpoint=checkpoint).rollout)
     return 0
+
+
+# -------------------------------------------------------------------------------------------------------- replay
+
+
+def replay_command(arguments: Arguments) -> int:
+    """The failed update of a debug bundle, done again; 1 where it fails again."""
+    from rlkit.replay import replay
+
+    named = option(arguments.overrides, "bundle")
+    if named is None or len(arguments.overrides) != 1:
+        raise ConfigError("rlkit replay takes one debug bundle: rlkit replay bundle=outputs/NAME/TIME/debug/step_000007")
+    text, fine = replay(Path(named).expanduser())
+    print(text)
+    return 0 if fine else 1

@@ -194,6 +194,7 @@ def _check_numbers(x: Experiment) -> list[str]:
         "batch.group_size": x.batch.group_size,
         "trainer.steps": x.trainer.steps,
         "trainer.micro_batch_tokens": x.trainer.micro_batch_tokens,
+        "trainer.max_nonfinite": x.trainer.max_nonfinite,
         "algorithm.epochs": a.epochs,
         "algorithm.minibatches": a.minibatches,
         "generation.max_new_tokens": x.generation.max_new_tokens,

@@ -32,6 +32,10 @@ class SelfCheckError(RLKitError, AssertionError):
     """An invariant proved at start-up does not hold on this model and tokenizer: training would be wrong."""
 
 
+class NonFinite(RLKitError, ArithmeticError):
+    """Losses or gradients were nan or infinite too often in a row."""
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """ " Did you mean …?" where a valid name is close: the end of a sentence, or nothing."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)

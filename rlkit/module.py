@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
+from math import isfinite, nan
 from typing import Any
 
 import lightning as L
@@ -25,8 +27,9 @@ from rlkit.algorithm import (
     surrogate,
     value_surrogate,
 )
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, NonFinite
 from rlkit.functional import approximate_kl, mix
+from rlkit.memory import named, probe, retried
 from rlkit.models.critic import make_critic
 from rlkit.models.score import score, states, trunk_and_head
 from rlkit.monitor import Clock, UpdateTerms, hyperparameters, peak_memory, update_metrics
@@ -69,6 +72,9 @@ class RLModule(L.LightningModule):
         self.droppable = False  # whether nothing is lost that cannot be done again: no update has begun
         self.before: tuple[StreamState, dict[str, Any]] | None = None  # stream and generators at the start of the step under way
         self.generators: dict[str, Any] | None = None  # of the checkpoint, to be put back
+        self.minibatch: Batch | None = None  # of the update under way
+        self.nonfinite: dict[int, int] = {}  # optimiser → its updates in a row that were skipped since something was not finite
+        self.halvings = 0  # of the micro-batches, since memory ran out
         self.provenance: dict[str, Any] = {}  # config, versions and git state, for the checkpoint
 
     # -------------------------------------------------------------------------------------------- one RL step
@@ -80,19 +86,22 @@ class RLModule(L.LightningModule):
         clock = Clock()
         self.x = x = schedules.at(self.experiment, self.progress)
         self.before, self.droppable = (self.stream, rng.state()), True
-        self.rollouts, trained = self.experience(clock)
+        with named("generation", "lower generation.engine.max_cached_tokens or batch.prompts"):
+            self.rollouts, trained = self.experience(clock)
         self.droppable = False
         self.moments = update_moments(self.moments, trained)
         if x.reward.normalize:
             trained = normalise(trained, self.moments)
         with clock.part("update"):
             batch = choose(assemble(trained, pad_token_id=self.policy.pad_token_id, device=self.device), x.algorithm)
-            batch = scale_tokens(self.with_scores(batch), x.algorithm)
+            batch = scale_tokens(retried(self, batch, partial(self.with_scores, batch)), x.algorithm)
             batch = estimate_advantages(batch, x.algorithm, x.kl)
             terms = UpdateTerms()
             for minibatch in minibatches(batch, x.algorithm, seed=mix(x.seed, self.rl_step)):
-                if not self.update(minibatch, terms):
+                self.minibatch = minibatch
+                if not retried(self, minibatch, partial(self.update, minibatch, terms), terms):
                     break
+            self.minibatch = None
             self.update_reference(terms.mean("kl"))
         self.rl_step, self.before = self.rl_step + 1, None
         self.tokens += int(batch.attention_mask.sum())
@@ -171,7 +180,7 @@ class RLModule(L.LightningModule):
     def score(self, model: torch.nn.Module, batch: Batch, *, critic: torch.nn.Module | None = None) -> Scores:
         """Scores [B, T] of a batch, one micro-batch at a time."""
         out: dict[str, Tensor] = {}
-        for rows in micro_batches(batch, self.x.trainer.micro_batch_tokens):
+        for rows in micro_batches(batch, self.micro_batch_tokens):
             part = select(batch, rows)
             scores = score(model, part.ids, part.response_mask, temperature=self.temperature, critic=critic)
             for name, value in scores._asdict().items():
@@ -189,8 +198,8 @@ class RLModule(L.LightningModule):
             terms.skip("no_signal")
             return True
         self.zero_grad()
-        moved, tokens, limit = 0.0, 0, x.algorithm.target_kl
-        for rows in micro_batches(minibatch, x.trainer.micro_batch_tokens):
+        moved, tokens, summed, limit = 0.0, 0, 0.0, x.algorithm.target_kl
+        for rows in micro_batches(minibatch, self.micro_batch_tokens):
             part = select(minibatch, rows)
             scores = score(
                 self.model,
@@ -206,6 +215,7 @@ class RLModule(L.LightningModule):
             if critic.active:
                 value_loss, value_parts = value_surrogate(part, scores, critic)
                 total, parts = total + value_loss, parts | value_parts
+            summed += float(total.detach())
             if total.requires_grad:
                 self.manual_backward(total)
             terms.add(part, loss, scores, parts)
@@ -217,22 +227,39 @@ class RLModule(L.LightningModule):
             terms.skip("target_kl")
             return False
         if learns:
-            terms.stepped("policy", *self.step_optimizer(0, x.optimizer, self.trained_parameters()))
+            terms.stepped("policy", *self.step_optimizer(0, x.optimizer, self.trained_parameters(), summed))
         if self.critic is not None and critic.active:
-            terms.stepped("critic", *self.step_optimizer(1, critic.optimizer, self.critic.parameters()))
+            terms.stepped("critic", *self.step_optimizer(1, critic.optimizer, self.critic.parameters(), summed))
         return True
 
-    def step_optimizer(self, index: int, configured: Any, parameters: Any) -> tuple[float, float]:
-        """Clips and steps one optimiser at the learning rate in force; its gradient norm and rate. No step where the norm is not finite."""
+    def step_optimizer(self, index: int, configured: Any, parameters: Any, loss: float) -> tuple[float, float]:
+        """Clips and steps one optimiser at the learning rate in force; its gradient norm and rate.
+
+        No step where the loss or the norm is not finite: the norm is nan then. Raises NonFinite after trainer.max_nonfinite in a row.
+        """
         optimizers: Any = self.optimizers()
         optimizer = optimizers[index] if isinstance(optimizers, list) else optimizers
         rate = hyperparameters(configured).get("lr", optimizer.param_groups[0]["lr"])
         for group in optimizer.param_groups:
             group["lr"] = rate
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.x.trainer.max_grad_norm))
-        if norm < float("inf"):
-            optimizer.step()
-        return norm, rate
+        finite = isfinite(norm) and isfinite(loss)
+        self.nonfinite[index] = 0 if finite else self.nonfinite.get(index, 0) + 1
+        if self.nonfinite[index] >= self.x.trainer.max_nonfinite:
+            raise NonFinite(
+                f"step {self.rl_step + 1}: {self.nonfinite[index]} updates in a row had a loss ({loss:g}) or a gradient (norm {norm:g}) "
+                "that is not finite and were skipped (trainer.max_nonfinite); a lower optimizer.lr, trainer.precision=32-true or another "
+                "kl often helps"
+            )
+        if finite:
+            with named("the optimiser's step", "train adapters (model.lora.rank=16), or a smaller model"):
+                optimizer.step()
+        return (norm if finite else nan), rate
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """trainer.micro_batch_tokens, halved as often as memory ran out."""
+        return max(1, self.x.trainer.micro_batch_tokens >> self.halvings)
 
     def has_signal(self, batch: Batch) -> bool:
         """False where every term of the policy's loss is constant. Stepping would only replay old momentum."""
@@ -368,6 +395,8 @@ class RLModule(L.LightningModule):
         return optimizers
 
     def on_train_start(self) -> None:
+        if self.device.type == "cuda" and self.trainer.world_size == 1:
+            probe(self)
         self.droppable = False
         if self.generators is not None:  # only now: setting up draws from them
             rng.restore(self.generators)
@@ -385,6 +414,8 @@ class RLModule(L.LightningModule):
             "moments": list(self.moments),
             "references": {owner: self.reference_of(owner).save(state) for owner, state in self.references.items()},
             "generators": rng.state(),
+            "nonfinite": self.nonfinite,
+            "halvings": self.halvings,
         }
         checkpoint["run"] = self.provenance
 
@@ -393,6 +424,7 @@ class RLModule(L.LightningModule):
         self.rl_step, self.tokens, self.stream = state["rl_step"], state["tokens"], StreamState(*state["stream"])
         self.moments = Moments(*state["moments"])
         self.generators = state.get("generators")
+        self.nonfinite, self.halvings = state.get("nonfinite", {}), state.get("halvings", 0)
         self.progress = schedules.Progress(**state["progress"])
         self.x = schedules.at(self.experiment, self.progress)
         self.enter_phase()

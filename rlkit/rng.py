@@ -27,10 +27,10 @@ def state() -> dict[str, Any]:
     import numpy as np
 
     version, keys, gauss = random.getstate()
-    name, mersenne, position, has_gauss, cached = np.random.get_state()
+    name, mersenne, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "python": [version, list(keys), gauss],
-        "numpy": [str(name), torch.tensor(mersenne.astype("int64")), int(position), int(has_gauss), float(cached)],
+        "numpy": [str(name), torch.tensor(np.asarray(mersenne).astype("int64")), int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }

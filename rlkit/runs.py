@@ -156,16 +156,15 @@ def hide_secrets(folder: Path, values: set[str]) -> None:
 
 def write_start(folder: Path, config: Mapping[str, Any], versions: Mapping[str, str]) -> list[str]:
     """Adds this process to run.json; what differs from the one before it (versions of packages, state of the code), as sentences."""
-    now = {"started": datetime.now().isoformat(timespec="seconds"), "config": redacted(config), "versions": dict(versions), "git": git_state()}
+    started = datetime.now().isoformat(timespec="seconds")
+    now = {"started": started, "config": redacted(config), "versions": dict(versions), "git": git_state()}
     starts = _starts(folder)
     _write(folder / "run.json", json.dumps([*starts, now], indent=1, ensure_ascii=False, default=str) + "\n")
     if not starts:
         return []
     before = starts[-1]
     changed = [
-        f"{name} was {was}, is {now['versions'].get(name)}"
-        for name, was in before["versions"].items()
-        if was != now["versions"].get(name)
+        f"{name} was {was}, is {now['versions'].get(name)}" for name, was in before["versions"].items() if was != now["versions"].get(name)
     ]
     if before["git"] != now["git"]:
         changed.append(f"the code was at {before['git'] or 'no commit'}, is at {now['git'] or 'no commit'}")

@@ -123,15 +123,16 @@ def make_trainer(
     """The Lightning trainer with rlkit's callbacks, and the checkpoint to continue from."""
     import lightning as L
 
-    from rlkit.callbacks.checkpoints import AtomicCheckpointIO, RLCheckpoint, load_checkpoint, supersede
+    from rlkit.callbacks.checkpoints import SUFFIX, AtomicCheckpointIO, RLCheckpoint, checkpoints, load_checkpoint, supersede
     from rlkit.callbacks.evaluation import HeldOut, result_of
+    from rlkit.callbacks.faults import DebugBundle
     from rlkit.callbacks.metrics import MetricsFile, cut_back, read_rows
     from rlkit.callbacks.phases import Phases
     from rlkit.callbacks.stopping import StopOnSignal
 
     metrics = folder / "metrics.jsonl"
     path, step = None, 0
-    if resume is not None and resume.is_dir() and not any(resume.glob("*.ckpt")) or resume is not None and not resume.exists():
+    if resume is not None and resume.suffix != SUFFIX and not checkpoints(resume):  # killed before its first one
         cut_back(metrics, -1)
         print(f"resume: {resume} holds no checkpoint yet; the run begins again", flush=True)
     elif resume is not None:
@@ -144,7 +145,7 @@ def make_trainer(
         print(f"resume: {path}, after step {step}", flush=True)
     logger = x.logger(folder, step) if x.logger is not None else None
     rows = [HeldOut(held_out, metrics, results), MetricsFile(metrics), Phases(metrics)]
-    callbacks = [StopOnSignal(), *rows, *(make(folder) for make in x.callbacks.values())]
+    callbacks = [StopOnSignal(), DebugBundle(folder), *rows, *(make(folder) for make in x.callbacks.values())]
     callbacks.sort(key=lambda callback: isinstance(callback, RLCheckpoint))  # a checkpoint says that all that its step writes is there
     trainer = L.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",

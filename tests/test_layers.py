@@ -21,10 +21,10 @@ LAYERS = (
     ("types", "errors"),
     ("functional", "sandbox", "deadline", "rng"),
     ("rewards", "tasks", "environments", "generation", "models"),
-    ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck"),
+    ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck", "memory"),
     ("module", "data", "loggers"),
     ("compose", "callbacks", "runs"),
-    ("train", "evaluate", "rollout", "agent", "notebook", "cli", "__main__"),
+    ("train", "evaluate", "rollout", "agent", "replay", "notebook", "cli", "__main__"),
 )
 # Within a line, at top level: who uses whom. It has no circle.
 BESIDE = {
@@ -32,6 +32,7 @@ BESIDE = {
     "settings": {"algorithm", "schedules"},
     "monitor": {"algorithm", "settings"},
     "selfcheck": {"rollouts", "settings"},
+    "memory": {"algorithm", "monitor", "rollouts"},
     "__main__": {"cli"},
 }
 # Tighter than the layers: parts that know the contracts and these only.

@@ -18,7 +18,8 @@ def checkpoint(
       best: a column of metrics.jsonl, such as eval/accuracy. The step with the best value so far is saved too and stays:
         checkpoints/best.ckpt is a link to it, checkpoints/best.json says its value. None keeps no best.
       mode: whether the greatest or the smallest value is the best.
-      model: whether the end of a run writes the policy in Hugging Face's format (adapters in PEFT's) to model/, and the best to model_best/.
+      model: whether the end of a run writes the policy in Hugging Face's format (adapters in PEFT's) to model/, and the best one to
+        model_best/.
     """
     from rlkit.callbacks.checkpoints import RLCheckpoint
 

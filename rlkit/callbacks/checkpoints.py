@@ -132,9 +132,10 @@ class RLCheckpoint(L.Callback):
         try:
             write()
         except (OSError, RuntimeError) as error:  # torch.save says RuntimeError where the file under it cannot grow
-            if not isinstance(error, OSError) and not isinstance(error.__context__, OSError) and "PytorchStreamWriter" not in str(error):
+            cause = error if isinstance(error, OSError) else error.__context__
+            if not isinstance(cause, OSError):
                 raise
-            self.unsaved = reason(error)
+            self.unsaved = reason(cause)
             print(f"warning: {what} not written ({self.unsaved}); the run goes on, earlier ones stay", file=sys.stderr, flush=True)
         return not self.unsaved
 

@@ -53,8 +53,8 @@ class StopOnSignal(L.Callback):
             os._exit(128 + signum)
         self.signum = signum
         doing = "the rollouts of this step are dropped" if self.module.droppable else "this step is finished"
-        # a print could meet another one half done
-        os.write(2, f"\nrlkit: {signal.Signals(signum).name}: {doing}, then the run is saved and ends; a second signal ends it now\n".encode())
+        line = f"rlkit: {signal.Signals(signum).name}: {doing}, then the run is saved and ends; a second signal ends it now"
+        os.write(2, f"\n{line}\n".encode())  # a print could meet another one half done
         if self.module.droppable:
             raise Interrupted(signum)
 
