@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rlkit.errors import ConfigError, Refusal, RLKitError
+from rlkit.errors import ConfigError, Refusal, RLKitError, visible
 
 STARTED = time.perf_counter()
 
@@ -62,10 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return commands[words[0]](arguments)
     except Refusal as error:
         for line in str(error).splitlines():
-            print(f"rlkit: {line}", file=sys.stderr)
+            print(visible(f"rlkit: {line}"), file=sys.stderr)
         return 2
     except RLKitError as error:
-        print("\n".join((f"rlkit: {error}", *getattr(error, "__notes__", ()))), file=sys.stderr)
+        print(visible("\n".join((f"rlkit: {error}", *getattr(error, "__notes__", ()))), kept="\n"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -72,6 +72,7 @@ class RLModule(L.LightningModule):
         self.droppable = False  # whether nothing is lost that cannot be done again: no update has begun
         self.before: tuple[StreamState, dict[str, Any]] | None = None  # stream and generators at the start of the step under way
         self.generators: dict[str, Any] | None = None  # of the checkpoint, to be put back
+        self.clock = Clock()  # of the step under way
         self.minibatch: Batch | None = None  # of the update under way
         self.nonfinite: dict[int, int] = {}  # optimiser → its updates in a row that were skipped since something was not finite
         self.halvings = 0  # of the micro-batches, since memory ran out
@@ -83,7 +84,7 @@ class RLModule(L.LightningModule):
         """Rollouts → rewards → advantages → updates → reference."""
         if self.progress.step < self.rl_step:
             self.advance()
-        clock = Clock()
+        clock = self.clock = Clock()
         self.x = x = schedules.at(self.experiment, self.progress)
         self.before, self.droppable = (self.stream, rng.state()), True
         with named("generation", "lower generation.engine.max_cached_tokens or batch.prompts"):

@@ -202,15 +202,17 @@ class Clock:
     def __init__(self) -> None:
         self.started = time.perf_counter()
         self.parts = {"generate": 0.0, "reward": 0.0}
+        self.current = ""  # the part under way
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Measures a block, device work included; blocks of one name add up."""
-        begun = time.perf_counter()
+        begun, self.current = time.perf_counter(), name
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - begun
+        self.current = ""
 
     def total(self) -> float:
         """Seconds since the step began."""

@@ -88,6 +88,7 @@ class TrainerSettings(NamedTuple):
     max_grad_norm: float = 1.0
     max_time: float | None = None  # minutes
     threads: int | None = None  # of torch on the CPU; None leaves torch's choice
+    max_step_time: float | None = None  # minutes; None waits for ever
     max_nonfinite: int = 5  # updates in a row, skipped since loss or gradient is not finite, at which the run stops
     requeue: bool = False  # whether a SLURM job that is signalled asks to be queued again, once it is saved
 

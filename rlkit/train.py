@@ -15,7 +15,7 @@ from typing import Any
 
 from rlkit import runs
 from rlkit.callbacks.files import write_json
-from rlkit.errors import Refusal, RLKitError
+from rlkit.errors import Refusal, RLKitError, visible
 from rlkit.settings import AgentRun, Experiment, RolloutRun
 from rlkit.types import Task
 
@@ -125,7 +125,7 @@ def make_trainer(
 
     from rlkit.callbacks.checkpoints import SUFFIX, AtomicCheckpointIO, RLCheckpoint, checkpoints, load_checkpoint, supersede
     from rlkit.callbacks.evaluation import HeldOut, result_of
-    from rlkit.callbacks.faults import DebugBundle
+    from rlkit.callbacks.faults import DebugBundle, Watchdog
     from rlkit.callbacks.metrics import MetricsFile, cut_back, read_rows
     from rlkit.callbacks.phases import Phases
     from rlkit.callbacks.stopping import StopOnSignal
@@ -145,7 +145,13 @@ def make_trainer(
         print(f"resume: {path}, after step {step}", flush=True)
     logger = x.logger(folder, step) if x.logger is not None else None
     rows = [HeldOut(held_out, metrics, results), MetricsFile(metrics), Phases(metrics)]
-    callbacks = [StopOnSignal(), DebugBundle(folder), *rows, *(make(folder) for make in x.callbacks.values())]
+    callbacks = [
+        StopOnSignal(),
+        DebugBundle(folder),
+        Watchdog(x.trainer.max_step_time),
+        *rows,
+        *(make(folder) for make in x.callbacks.values()),
+    ]
     callbacks.sort(key=lambda callback: isinstance(callback, RLCheckpoint))  # a checkpoint says that all that its step writes is there
     trainer = L.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
@@ -289,12 +295,13 @@ def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *,
             print(f"resume: {line}", flush=True)
         summary = train(x, tasks, folder, started=started, resume=resume)
     except Refusal as error:
-        print(f"rlkit: {error}", file=sys.stderr)
+        print(visible(f"rlkit: {error}", kept="\n"), file=sys.stderr)
         if fresh and not (folder / "metrics.jsonl").exists():
             shutil.rmtree(folder, ignore_errors=True)
         return 2
     except RLKitError as error:
-        print("\n".join((f"rlkit: {error}", f"run folder: {folder}", *getattr(error, "__notes__", ()))), file=sys.stderr)
+        notes = getattr(error, "__notes__", ())
+        print(visible("\n".join((f"rlkit: {error}", f"run folder: {folder}", *notes)), kept="\n"), file=sys.stderr)
         return 1
     runs.write_config(folder, config)  # a resumed run's, once it has gone on with it
     print(closing(summary, folder), flush=True)

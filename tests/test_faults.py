@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import subprocess
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -335,6 +336,15 @@ def test_a_job_that_is_signalled_is_queued_again_once_it_is_saved(tmp_path, fork
 
 def wait(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.slow
+def test_a_step_that_hangs_ends_and_says_in_which_part(tmp_path, forked):
+    """An environment that never answers: nothing else has a deadline there."""
+    log, forever = tmp_path / "log", threading.Event()
+    words = ["train", *FAST, "trainer.steps=3", "trainer.max_step_time=0.2", f"hydra.run.dir={tmp_path / 'run'}"]
+    assert wait(forked(words, log, lambda: at("rlkit.rollouts.collect.after_reply", forever.wait))) == 1
+    assert "step 2 hangs in generate" in log.read_text() and "after_reply" not in log.read_text().split("stands:")[0]
 
 
 # ------------------------------------------------------------------------------------------------- not finite, full disk
