@@ -145,13 +145,8 @@ def make_trainer(
         print(f"resume: {path}, after step {step}", flush=True)
     logger = x.logger(folder, step) if x.logger is not None else None
     rows = [HeldOut(held_out, metrics, results), MetricsFile(metrics), Phases(metrics)]
-    callbacks = [
-        StopOnSignal(),
-        DebugBundle(folder),
-        Watchdog(x.trainer.max_step_time),
-        *rows,
-        *(make(folder) for make in x.callbacks.values()),
-    ]
+    first = [StopOnSignal(), DebugBundle(folder), Watchdog(x.trainer.max_step_time), *rows]
+    callbacks = [*first, *(make(folder) for make in x.callbacks.values())]
     callbacks.sort(key=lambda callback: isinstance(callback, RLCheckpoint))  # a checkpoint says that all that its step writes is there
     trainer = L.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",

@@ -11,12 +11,14 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 HERE = Path(__file__).resolve().parent
 OVERRIDES = (
-    "batch.prompts=2", "batch.group_size=4", "generation.max_new_tokens=48", "task.max_samples=256", "evaluation.n=4", "evaluation.every=100",
+    "batch.prompts=2", "batch.group_size=4", "generation.max_new_tokens=48", "task.max_samples=256", "evaluation.n=4",
+    "evaluation.every=100",
     "callbacks.checkpoint.every=10", "callbacks.checkpoint.model=false", "callbacks.samples.every=10", "trainer.accelerator=cpu",
     "trainer.threads=1", "+callbacks.resources={_target_: resources.resources, _partial_: true}",
 )  # fmt: skip
@@ -60,7 +62,7 @@ def broken(rows: list[dict], *, settled: int, timed: bool) -> list[str]:
     problems += [f"{key} grew from {was[key]:g} to {now[key]:g}" for key in ("handles", "children") if now[key] > was[key]]
     if timed:
         quarter = (len(rows) - settled) // 4
-        steps = [b["seconds"] - a["seconds"] for a, b in zip(rows, rows[1:], strict=False)]
+        steps = [b["seconds"] - a["seconds"] for a, b in pairwise(rows)]
         early, late = median(steps[settled : settled + quarter]), median(steps[-quarter:])
         print(f"seconds per step: {early:.3f}, at the end {late:.3f}")
         if late > 1.1 * early:
