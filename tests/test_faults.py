@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from rlkit import rng, runs
-from rlkit.callbacks.checkpoints import AtomicCheckpointIO, RLCheckpoint, checkpoints, load_checkpoint, supersede
+from rlkit.callbacks.checkpoints import AtomicCheckpointIO, RLCheckpoint, checkpoints, load_checkpoint, save_model, supersede
+from rlkit.callbacks.evaluation import HeldOut
 from rlkit.callbacks.metrics import append_row, read_rows, unwritten
 from rlkit.callbacks.stopping import requeue
 from rlkit.memory import OutOfMemory, retried
@@ -133,7 +134,41 @@ def test_checkpoints_are_ordered_by_number(tmp_path):
     assert [p.name for p in checkpoints(tmp_path)] == ["step_000002.ckpt", "step_999999.ckpt", "step_1000000.ckpt"]
 
 
+@pytest.mark.parametrize("rank", [0, 2], ids=["all weights", "adapters"])
+def test_the_saved_model_is_the_trained_one(tmp_path, rank):
+    """Read back with the libraries' own `from_pretrained`, from a folder that was replaced."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from rlkit.models.load import LoRA, load_policy, pretrained_model
+
+    policy, folder = load_policy(path="tiny", lora=LoRA(rank=rank)), tmp_path / "model"
+    save_model(folder, policy)
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p += p.requires_grad * 0.01
+    save_model(folder, policy)
+    if rank:
+        from peft import PeftModel
+
+        assert sum(p.stat().st_size for p in folder.glob("*.safetensors")) < 1 << 20
+        model = PeftModel.from_pretrained(pretrained_model("tiny", dtype=torch.float32), folder)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids).logits, policy.model.eval()(ids).logits)
+    assert AutoTokenizer.from_pretrained(folder).chat_template == policy.codec.tokenizer.chat_template
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
 # --------------------------------------------------------------------------------------------------------- metrics
+
+
+def test_a_resumed_run_adds_no_row_to_those_before_it(tmp_path):
+    """A kill between two evaluations once left an `eval/*` row more than an uninterrupted run has."""
+    held_out = HeldOut([object()], tmp_path / "metrics.jsonl", {})
+    held_out.on_train_start(SimpleNamespace(), SimpleNamespace(rl_step=2))
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_rows_that_find_no_room_wait_for_it(tmp_path, monkeypatch, saving, capsys):
