@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -25,7 +26,7 @@ from rlkit.callbacks.stopping import requeue
 from rlkit.memory import OutOfMemory, retried
 from rlkit.monitor import UpdateTerms
 
-FAST = ["debug=fast", "trainer.accelerator=cpu", "evaluation.n=0", "logger=none", "callbacks.checkpoint.model=false"]
+FAST = ["debug=fast", "task.max_samples=32", "trainer.accelerator=cpu", "evaluation.n=0", "logger=none", "callbacks.checkpoint.model=false"]
 
 
 def rows(folder: Path) -> list[dict]:
@@ -247,6 +248,24 @@ def test_several_ranks_do_not_halve():
     module, terms = Portions(limit=16, trainer=SimpleNamespace(world_size=2)), UpdateTerms()
     with pytest.raises(OutOfMemory, match=r"lower trainer\.micro_batch_tokens"):
         retried(module, eight_rows(), lambda: module.work(terms), terms)
+
+
+def test_the_probe_takes_the_longest_rollouts_and_leaves_no_gradient(experiment, monkeypatch):
+    """Rows as long as the prompt and every reply of an episode; as many as a micro-batch takes."""
+    from rlkit import memory
+    from rlkit.models import load_policy
+    from rlkit.module import RLModule
+
+    x = experiment._replace(trainer=experiment.trainer._replace(micro_batch_tokens=1024))
+    module = RLModule(x, load_policy(path="tiny"), experiment.task(split="train")[:2])
+    plugin = SimpleNamespace(forward_context=contextlib.nullcontext)
+    module._trainer = SimpleNamespace(world_size=1, strategy=SimpleNamespace(precision_plugin=plugin))
+    seen, real = [], memory.score
+    monkeypatch.setattr(memory, "score", lambda *a, **k: seen.append(tuple(a[1].shape)) or real(*a, **k))
+    memory.probe(module)
+    ((rows, width),) = seen
+    assert rows * width <= 1024 < (rows + 1) * width and width > 4 * x.generation.max_new_tokens
+    assert all(p.grad is None for p in module.parameters())
 
 
 # --------------------------------------------------------------------------------------------------------- secrets

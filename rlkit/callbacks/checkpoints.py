@@ -123,12 +123,12 @@ class RLCheckpoint(L.Callback):
                 link(self.folder / BEST, path)
                 write_json(self.folder / "best.json", self.best)
 
+        self.unsaved = ""
         if self.saved(f"checkpoint {path.name}", write):
             self.prune()
 
     def saved(self, what: str, write: Any) -> bool:
         """Whether a write succeeded; a full disk or a read-only folder is said, not raised."""
-        self.unsaved = ""
         try:
             write()
         except (OSError, RuntimeError) as error:  # torch.save says RuntimeError where the file under it cannot grow
@@ -137,7 +137,8 @@ class RLCheckpoint(L.Callback):
                 raise
             self.unsaved = reason(cause)
             print(f"warning: {what} not written ({self.unsaved}); the run goes on, earlier ones stay", file=sys.stderr, flush=True)
-        return not self.unsaved
+            return False
+        return True
 
     def prune(self) -> None:
         """Removes what a newer whole checkpoint makes superfluous; never the best one."""
