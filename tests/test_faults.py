@@ -86,6 +86,8 @@ def test_the_newest_and_the_best_stay(tmp_path, saving):
     assert saving(callback, 2, score=float("nan")) == ["step_000001.ckpt", "step_000002.ckpt"]
     assert saving(callback, 3, score=0.9) == ["step_000003.ckpt"]
     assert saving(callback, 4) == saving(callback, 5, score=0.9) == ["step_000003.ckpt", "step_000004.ckpt"]
+    (tmp_path / "checkpoints" / "best.ckpt").unlink()  # as if it was killed between the two
+    callback.on_train_start(None, None)
     assert load_checkpoint(tmp_path / "checkpoints" / "best.ckpt")[1] == {"step": 3}
     again = RLCheckpoint(tmp_path, every=2, keep=1, best="score", mode="min")
     again.load_state_dict(callback.state_dict())

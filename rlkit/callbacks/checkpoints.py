@@ -74,9 +74,12 @@ class RLCheckpoint(L.Callback):
         self.best = state_dict["best"]
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        better = self.improved(module)
-        if better or module.rl_step % self.every == 0 or trainer.should_stop:
-            self.save(trainer, module, better=better)
+        before = self.best
+        if self.improved(module) or module.rl_step % self.every == 0 or trainer.should_stop:
+            self.best = self.best if self.save(trainer, module) else before
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        self.saved(BEST, self.point)  # a kill may have come between a checkpoint and its link
 
     def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
         if isinstance(exception, Interrupted):
@@ -107,8 +110,8 @@ class RLCheckpoint(L.Callback):
         """Of the checkpoint of the current RL step."""
         return self.folder / f"{PREFIX}{module.rl_step:06d}{SUFFIX}"
 
-    def save(self, trainer: L.Trainer, module: Any, *, better: bool = False) -> None:
-        """Writes the checkpoint of the current RL step, then drops the oldest ones."""
+    def save(self, trainer: L.Trainer, module: Any) -> bool:
+        """Writes the checkpoint of the current RL step, then drops the oldest ones; whether there was room for it."""
         path = self.path(module)
 
         def write() -> None:
@@ -116,16 +119,22 @@ class RLCheckpoint(L.Callback):
                 raise OSError(errno.ENOSPC, "rows of metrics.jsonl are still unwritten")
             if (self.run / "metrics.jsonl").exists():
                 sync(self.run / "metrics.jsonl")
-            trainer.save_checkpoint(path, weights_only=False)  # here the flag means "leave the optimiser out"
             if hasattr(module.model, "peft_config"):
                 save_model(path.with_suffix(ADAPTER), module.policy, tokenizer=False)
-            if better:
-                link(self.folder / BEST, path)
-                write_json(self.folder / "best.json", self.best)
+            trainer.save_checkpoint(path, weights_only=False)  # here the flag means "leave the optimiser out"
+            self.point()
 
         self.unsaved = ""
         if self.saved(f"checkpoint {path.name}", write):
             self.prune()
+        return not self.unsaved
+
+    def point(self) -> None:
+        """Lets best.ckpt name the checkpoint of the best step."""
+        path = self.folder / f"{PREFIX}{self.best.get('step', 0):06d}{SUFFIX}"
+        if path.exists() and (self.folder / BEST).resolve() != path.resolve():
+            link(self.folder / BEST, path)
+            write_json(self.folder / "best.json", self.best)
 
     def saved(self, what: str, write: Any) -> bool:
         """Whether a write succeeded; a full disk or a read-only folder is said, not raised."""
