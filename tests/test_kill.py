@@ -27,7 +27,10 @@ DRAWS = ["reward=numeric", "reward.terms.numeric.fn._target_=drawing_reward.draw
 CASES = {
     "grpo": [*DRAWS],
     "ppo": ["algorithm=ppo", "reference=ema", "reference.decay=0.5", "kl/coef=adaptive", *DRAWS],
-    "dapo": ["algorithm=dapo", "kl=none", "algorithm.max_refills=2", "callbacks.checkpoint.best=reward/mean"],
+    "dapo": [
+        *("algorithm=dapo", "kl=none", "algorithm.max_refills=2", "callbacks.checkpoint.best=reward/mean"),
+        *("reward=numeric", "reward.terms.numeric.fn._target_=drawing_reward.uneven"),  # equal in some groups, which are refilled
+    ],
     "phases": ["schedule=reinforce_to_ppo", "schedule.phases.explore.until=2", "kl=k3", "reference=ema", *DRAWS],
 }
 REWARD = """
@@ -38,6 +41,9 @@ import torch
 def draws(r):
     drawn = random.random() + numpy.random.rand() + float(torch.rand(())) + random.gauss(0, 1)
     return len(r.final_content) % 7 + 0.1 * drawn
+
+def uneven(r):
+    return float(len(r.final_content) % 9 == 0)
 """
 MOMENTS = {  # kind of moment → functions that are in the middle of it
     "generate": ["rlkit.rollouts.collect.after_reply"],
