@@ -21,6 +21,7 @@ import torch
 from rlkit import rng, runs
 from rlkit.callbacks.checkpoints import AtomicCheckpointIO, RLCheckpoint, checkpoints, load_checkpoint, save_model, supersede
 from rlkit.callbacks.evaluation import HeldOut
+from rlkit.callbacks.faults import Watchdog
 from rlkit.callbacks.metrics import append_row, read_rows, unwritten
 from rlkit.callbacks.stopping import requeue
 from rlkit.memory import OutOfMemory, retried
@@ -394,13 +395,27 @@ def wait(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.slow
-def test_a_step_that_hangs_ends_and_says_in_which_part(tmp_path, forked):
-    """An environment that never answers: nothing else has a deadline there."""
-    log, forever = tmp_path / "log", threading.Event()
-    words = ["train", *FAST, "trainer.steps=3", "trainer.max_step_time=0.2", f"hydra.run.dir={tmp_path / 'run'}"]
-    assert wait(forked(words, log, lambda: at("rlkit.rollouts.collect.after_reply", forever.wait))) == 1
-    assert "step 2 hangs in generate" in log.read_text() and "after_reply" not in log.read_text().split("stands:")[0]
+def test_a_step_that_hangs_ends_the_process_and_says_in_which_part(tmp_path, forked):
+    """An engine or an environment that never answers: nothing else has a deadline there."""
+
+    def hang():
+        module = SimpleNamespace(rl_step=6, clock=SimpleNamespace(current="generate"))
+        Watchdog(1e-3).on_train_batch_start(None, module)
+        threading.Event().wait()
+
+    assert wait(forked([], tmp_path / "log", hang)) == 1
+    assert "step 7 hangs in generate" in (tmp_path / "log").read_text() and "in hang" in (tmp_path / "log").read_text()
+
+
+def test_a_step_that_ends_in_time_leaves_no_watch(forked, tmp_path):
+    def ends():
+        dog = Watchdog(1e-3)
+        dog.on_train_batch_start(None, SimpleNamespace())
+        dog.on_train_batch_end(None, None)
+        dog.timer.join()
+        os._exit(7)
+
+    assert wait(forked([], tmp_path / "log", ends)) == 7
 
 
 # ------------------------------------------------------------------------------------------------- not finite, full disk
