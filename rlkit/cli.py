@@ -151,7 +151,8 @@ def check_continues(folder: Path, config: dict, steps: int, resume: Path | None)
     runs.refuse_changes(folder, changed)
     for key, (was, now) in changed.items():
         print(f"resume: {key} was {was}, is {now}")
-    done = (runs.read_summary(folder) or {}).get("steps") or 0
+    summary = runs.read_summary(folder) or {}
+    done = 0 if summary.get("unsaved") else summary.get("steps") or 0
     if resume.is_dir() and done >= steps:
         raise ConfigError(f"{folder} has done all of its {done} steps; to go on, raise trainer.steps, as in trainer.steps={2 * done}")
 

@@ -101,6 +101,8 @@ def train(
             "sandbox": str(level) if (level := seen()) else None,
         }
         summary["unsaved"] = next((c.unsaved for c in trainer.callbacks if isinstance(c, RLCheckpoint)), "") or None
+        if summary["unsaved"] and summary["ended"] == "finished":
+            summary["ended"] = f"failed: its last steps are not saved ({summary['unsaved']})"
         with lenient("summary.json"):
             write_json(folder / "summary.json", summary)
         with lenient("metrics.csv"):
