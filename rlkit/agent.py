@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rlkit.environments import calculator, execute, get_weather, hermes, python_tool, single_turn, split_thinking, tool_name, tool_use
 from rlkit.environments.tool_parsers import from_payload
 from rlkit.environments.tools import MAX_CHARS, TIMEOUT, tool_schema, with_schema
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, visible
 from rlkit.generation import generate as sample
 from rlkit.models import check_template, make_policy
 from rlkit.rollouts import collect
-from rlkit.rollouts.record import visible
 from rlkit.types import Environment, Message, Messages, Policy, Rollout, Task, ToolCall, ToolParser, ToolResult
 
 if TYPE_CHECKING:

@@ -100,7 +100,7 @@ def run(x: Experiment, tasks: Sequence[Task], held_out: Sequence[Task]) -> Repor
     module = RLModule(cut._replace(reward=telling(cut.reward, played)), policy, tasks)
     with tempfile.TemporaryDirectory() as folder, saved_for_backward(module) as saved:
         trainer, _ = make_trainer(module.experiment, module, [], Path(folder), {}, device, resume=None)
-        trainer.fit(module, RLData(1))
+        trainer.fit(module, RLData(1, done=lambda: module.rl_step))
     clock["generate"], clock["update"] = module.metrics["perf/generate_s"], module.metrics["perf/update_s"]
     spread = len({r.total_reward for r in played}) == 1
     return Report(warnings, played, spread, module.metrics, memory(x, module, tasks, saved[0]), clock, text)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from rlkit.errors import ConfigError, Refusal, RLKitError
+from rlkit.errors import ConfigError, Refusal, RLKitError, visible
 
 if TYPE_CHECKING:
     from rlkit.compose import Composed
@@ -31,6 +31,7 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit export run=outputs/NAME/TIME             the policy as a Hugging Face folder; merge=true adds adapters to the weights
   rlkit check experiment=gsm8k_tools             what train would do, in one small step: rollout, reward, update, memory
   rlkit doctor                                   versions, devices, sandbox, disk and extras of this machine
+  rlkit replay bundle=outputs/NAME/TIME/debug/step_000007   an update that failed, once more: which rows and gradients are not finite
 
   --config-dir DIR    options of your own
   -m, --multirun      a sweep
@@ -66,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "report": report_command,
         "check": check_command,
         "doctor": doctor_command,
+        "replay": replay_command,
     }
     try:
         if words[0].startswith("--comp"):
@@ -79,10 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return commands[words[0]](arguments)
     except Refusal as error:
         for line in str(error).splitlines():
-            print(f"rlkit: {line}", file=sys.stderr)
+            print(visible(f"rlkit: {line}"), file=sys.stderr)
         return 2
     except RLKitError as error:
-        print("\n".join((f"rlkit: {error}", *getattr(error, "__notes__", ()))), file=sys.stderr)
+        print(visible("\n".join((f"rlkit: {error}", *getattr(error, "__notes__", ()))), kept="\n"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -181,7 +183,8 @@ def check_continues(folder: Path, config: dict, steps: int, resume: Path | None)
     runs.refuse_changes(folder, changed)
     for key, (was, now) in changed.items():
         print(f"resume: {key} was {was}, is {now}")
-    done = (runs.read_summary(folder) or {}).get("steps") or 0
+    summary = runs.read_summary(folder) or {}
+    done = 0 if summary.get("unsaved") else summary.get("steps") or 0
     if resume.is_dir() and done >= steps:
         raise ConfigError(f"{folder} has done all of its {done} steps; to go on, raise trainer.steps, as in trainer.steps={2 * done}")
 
@@ -411,3 +414,18 @@ def report_command(arguments: Arguments) -> int:
     counts = {key: int(given[key]) for key in ("smooth", "limit") if key in given}
     print(write_report(folders, given.get("out"), **counts))
     return 0
+
+
+# -------------------------------------------------------------------------------------------------------- replay
+
+
+def replay_command(arguments: Arguments) -> int:
+    """The failed update of a debug bundle, done again; 1 where it fails again."""
+    from rlkit.replay import replay
+
+    named = option(arguments.overrides, "bundle")
+    if named is None or len(arguments.overrides) != 1:
+        raise ConfigError("rlkit replay takes one debug bundle: rlkit replay bundle=outputs/NAME/TIME/debug/step_000007")
+    text, fine = replay(Path(named).expanduser())
+    print(text)
+    return 0 if fine else 1

@@ -274,6 +274,7 @@ def _check_numbers(x: Experiment) -> list[str]:
     counts: dict[str, float] = {
         "batch.prompts": x.batch.prompts,
         "batch.group_size": x.batch.group_size,
+        "trainer.max_nonfinite": x.trainer.max_nonfinite,
         "algorithm.epochs": a.epochs,
         "algorithm.minibatches": a.minibatches,
         "generation.max_new_tokens": x.generation.max_new_tokens,
@@ -298,6 +299,10 @@ def _check_numbers(x: Experiment) -> list[str]:
             f"generation.top_p={x.generation.top_p}, generation.top_k={x.generation.top_k}: training samples from the full distribution, "
             "since ratios and KL compare full distributions and are wrong on samples of a cut one; set top_p=1 and top_k=0"
         )
+    if x.trainer.max_step_time is not None and not x.trainer.max_step_time > 0:
+        problems.append(f"trainer.max_step_time={x.trainer.max_step_time}: must be greater than 0 minutes; null waits for ever")
+    if x.trainer.requeue and x.resume == "never":
+        problems.append("trainer.requeue: with resume=never the job that is queued again would begin anew; set resume=auto, or name a run")
     if not problems and rollouts % a.minibatches:
         problems.append(
             f"algorithm.minibatches={a.minibatches}: {x.batch.prompts} prompts × {x.batch.group_size} samples are "

@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
 
 
 class StepIndices:
-    """Yields the RL steps that are still to do. Sized and stateful, so that Lightning neither prefetches nor repeats."""
+    """Yields the RL steps that are still to do. Sized and stateful, so that Lightning neither prefetches nor repeats; its state is the
+    module's count of steps, which a dropped step does not move."""
 
-    def __init__(self, total: int):
-        self.total, self.position = total, 0
+    def __init__(self, total: int, done: Callable[[], int]):
+        self.total, self.done = total, done
 
     def __len__(self) -> int:
         return self.total
 
     def __iter__(self) -> Iterator[int]:
-        while self.position < self.total:
-            self.position += 1
-            yield self.position - 1
+        while (step := self.done()) < self.total:
+            yield step
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
+        return {"position": self.done()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
+        """The module has counted on from its checkpoint already."""
 
 
 class RLData(L.LightningDataModule):
-    """The step indices of a run."""
+    """The step indices of a run; `done` counts the RL steps that are done."""
 
-    def __init__(self, total: int):
+    def __init__(self, total: int, done: Callable[[], int]):
         super().__init__()
-        self.total = total
+        self.total, self.done = total, done
 
     def train_dataloader(self) -> StepIndices:
-        return StepIndices(self.total)
+        return StepIndices(self.total, self.done)

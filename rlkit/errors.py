@@ -36,7 +36,16 @@ class EngineError(RLKitError, RuntimeError):
     """A rollout engine outside this process that does not answer, or not as it should."""
 
 
+class NonFinite(RLKitError, ArithmeticError):
+    """Losses or gradients were nan or infinite too often in a row."""
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """ " Did you mean …?" where a valid name is close: the end of a sentence, or nothing."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def visible(text: str, kept: str = "") -> str:
+    """Control characters (terminal escapes among them) are shown, not obeyed; for text that a model or a file may have written."""
+    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
+from math import isfinite
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor
 
-from rlkit import ranks, schedules
+from rlkit import ranks, rng, schedules
 from rlkit.algorithm import (
     asks,
     call,
@@ -25,8 +27,9 @@ from rlkit.algorithm import (
     surrogate,
     value_surrogate,
 )
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, NonFinite
 from rlkit.functional import approximate_kl, mix
+from rlkit.memory import named, probe, retried
 from rlkit.models.critic import make_critic
 from rlkit.models.packing import Packed, pack
 from rlkit.models.score import score, states, trunk_and_head
@@ -67,9 +70,16 @@ class RLModule(L.LightningModule):
         self.enter_phase()
         self.metrics: dict[str, Any] = {}
         self.rollouts: list[Rollout] = []
-        self.clock = Clock()  # of the step
         self.trained: list[Rollout] = []
         self.batch: Batch | None = None
+        self.clock = Clock()  # of the step under way
+        self.droppable = False  # whether nothing is lost that cannot be done again: no update has begun
+        self.before: tuple[StreamState, dict[str, Any]] | None = None  # stream and generators at the start of the step under way
+        self.generators: dict[str, Any] | None = None  # of the checkpoint, to be put back
+        self.minibatch: Batch | None = None  # of the update under way
+        self.nonfinite: dict[int, int] = {}  # optimiser → its updates in a row that were skipped since something was not finite
+        self.halvings = 0  # of the micro-batches, since memory ran out
+        self.provenance: dict[str, Any] = {}  # config, versions and git state, for the checkpoint
 
     # -------------------------------------------------------------------------------------------- one RL step
 
@@ -79,28 +89,40 @@ class RLModule(L.LightningModule):
             self.advance()
         self.clock = self.clock.following(evaluated=self.metrics.get("perf/eval_s", 0.0))
         self.x = x = schedules.at(self.experiment, self.progress)
-        self.rollouts, trained = self.experience()
+        self.before, self.droppable = (self.stream, rng.state()), True
+        with named("generation", "lower generation.engine.max_cached_tokens or batch.prompts"):
+            self.rollouts, trained = self.experience()
+        self.droppable = False
         self.moments = update_moments(self.moments, trained)
         if x.reward.normalize:
             trained = normalise(trained, self.moments)
         with self.clock.part("update"):
             batch = choose(assemble(trained, pad_token_id=self.policy.pad_token_id, device=self.device), x.algorithm)
-            batch = scale_tokens(self.with_scores(batch), x.algorithm)
+            batch = scale_tokens(retried(self, batch, partial(self.with_scores, batch)), x.algorithm)
             batch = estimate_advantages(batch, x.algorithm, x.kl)
             terms = UpdateTerms()
             for minibatch in minibatches(batch, x.algorithm, seed=mix(x.seed, self.rl_step)):
-                if not self.update(minibatch, terms):
+                self.minibatch = minibatch
+                if not retried(self, minibatch, partial(self.update, minibatch, terms), terms):
                     break
             terms.gather()
+            self.minibatch = None
             self.update_reference(terms.mean("kl"))
         self.trained, self.batch = trained, batch
-        self.rl_step += 1
+        self.rl_step, self.before = self.rl_step + 1, None
         self.tokens += int(batch.attention_mask.sum())
         self.metrics = summarize(self.rollouts) | update_metrics(batch, terms, x) | self.performance(batch, terms)
         self.metrics |= self.refill_metrics(trained) | self.schedule_metrics()
         self.metrics = ranks.first(lambda: self.metrics)  # its clock; everything else is equal
         self.trainer.should_stop = ranks.anywhere(self.rl_step >= self.total_steps or self.out_of_time())
         self.clock.end()
+
+    def drop_step(self) -> None:
+        """Back to where the step under way began. Rollouts and their rewards move nothing but the prompts and the generators."""
+        if self.before is not None:
+            self.stream, generators = self.before
+            rng.restore(generators)
+            self.before = None
 
     def experience(self) -> tuple[list[Rollout], list[Rollout]]:
         """All scored episodes of the step, and those to train on.
@@ -191,7 +213,7 @@ class RLModule(L.LightningModule):
 
     def portions(self, batch: Batch) -> Iterable[tuple[Tensor, bool]]:
         """The micro-batches of this rank as row numbers, equally many on every rank, and whether each counts."""
-        limit = self.x.trainer.micro_batch_tokens
+        limit = self.micro_batch_tokens
         if ranks.size() == 1:
             return ((rows, True) for rows in micro_batches(batch, limit))
         own = ranks.own_groups(batch.attention_mask.sum(1), batch.group_ids[batch.rollout_ids])
@@ -207,7 +229,7 @@ class RLModule(L.LightningModule):
             return True
         ranks.reshard(self.model)
         self.zero_grad()
-        moved, tokens, limit = 0.0, 0.0, x.algorithm.target_kl
+        moved, tokens, summed, limit = 0.0, 0.0, 0.0, x.algorithm.target_kl
         for rows, counts in self.portions(minibatch):
             part = select(minibatch, rows)
             packed = pack(part.ids, part.response_mask)
@@ -228,6 +250,7 @@ class RLModule(L.LightningModule):
             if critic.active:
                 value_loss, value_parts = value_surrogate(part, scores, critic)
                 total, parts = total + value_loss, parts | value_parts
+            summed += float(total.detach())
             if total.requires_grad:
                 with self.clock.part("model"):
                     self.manual_backward(total)
@@ -242,14 +265,18 @@ class RLModule(L.LightningModule):
             terms.skip("target_kl")
             return False
         with self.clock.part("model"):
+            summed = sum(ranks.total(summed))
             if learns:
-                terms.stepped("policy", *self.step_optimizer(0, x.optimizer, self.trained_parameters()))
+                terms.stepped("policy", *self.step_optimizer(0, x.optimizer, self.trained_parameters(), summed))
             if self.critic is not None and critic.active:
-                terms.stepped("critic", *self.step_optimizer(1, critic.optimizer, self.critic.parameters()))
+                terms.stepped("critic", *self.step_optimizer(1, critic.optimizer, self.critic.parameters(), summed))
         return True
 
-    def step_optimizer(self, index: int, configured: Any, parameters: Iterable[torch.nn.Parameter]) -> tuple[float, float]:
-        """Clips and steps one optimiser at the learning rate in force; its gradient norm and rate. No step where the norm is not finite."""
+    def step_optimizer(self, index: int, configured: Any, parameters: Iterable[torch.nn.Parameter], loss: float) -> tuple[float, float]:
+        """Clips and steps one optimiser at the learning rate in force; its gradient norm and rate.
+
+        No step where the loss or the norm is not finite: the norm is nan then. Raises NonFinite after trainer.max_nonfinite in a row.
+        """
         optimizers: Any = self.optimizers()
         optimizer = optimizers[index] if isinstance(optimizers, list) else optimizers
         rate = hyperparameters(configured).get("lr", optimizer.param_groups[0]["lr"])
@@ -258,9 +285,23 @@ class RLModule(L.LightningModule):
         parameters = list(parameters)
         ranks.add_up(p.grad for p in parameters if not hasattr(p, "full_tensor"))  # shards have been added up on the way
         norm = float(ranks.whole(torch.nn.utils.clip_grad_norm_(parameters, self.x.trainer.max_grad_norm)))
-        if norm < float("inf"):
-            optimizer.step()
-        return norm, rate
+        finite = isfinite(norm) and isfinite(loss)
+        self.nonfinite[index] = 0 if finite else self.nonfinite.get(index, 0) + 1
+        if self.nonfinite[index] >= self.x.trainer.max_nonfinite:
+            raise NonFinite(
+                f"step {self.rl_step + 1}: {self.nonfinite[index]} updates in a row had a loss ({loss:g}) or a gradient (norm {norm:g}) "
+                "that is not finite and were skipped (trainer.max_nonfinite); a lower optimizer.lr, trainer.precision=32-true or another "
+                "kl often helps"
+            )
+        if finite:
+            with named("the optimiser's step", "train adapters (model.lora.rank=16), or a smaller model"):
+                optimizer.step()
+        return (norm if finite else NAN), rate
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """trainer.micro_batch_tokens, halved as often as memory ran out."""
+        return max(1, self.x.trainer.micro_batch_tokens >> self.halvings)
 
     def has_signal(self, batch: Batch) -> bool:
         """False where every term of the policy's loss is constant. Stepping would only replay old momentum."""
@@ -406,6 +447,11 @@ class RLModule(L.LightningModule):
         if ranks.size() > 1 and ranks.sharded(self.model):  # not before: a checkpoint is loaded into whole references
             mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
             self.references = {owner: shard_state(state, mesh) for owner, state in self.references.items()}
+        if self.device.type == "cuda" and self.trainer.world_size == 1:
+            probe(self)
+        self.droppable = False
+        if self.generators is not None:  # only now: setting up draws from them
+            rng.restore(self.generators)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         frozen = {f"model.{name}" for name, p in self.model.named_parameters() if not p.requires_grad}
@@ -419,12 +465,18 @@ class RLModule(L.LightningModule):
             "stream": list(self.stream),
             "moments": list(self.moments),
             "references": {owner: ranks.whole(self.reference_of(owner).save(state)) for owner, state in self.references.items()},
+            "generators": rng.state(),
+            "nonfinite": self.nonfinite,
+            "halvings": self.halvings,
         }
+        checkpoint["run"] = self.provenance
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["rlkit"]
         self.rl_step, self.tokens, self.stream = state["rl_step"], state["tokens"], StreamState(*state["stream"])
         self.moments = Moments(*state["moments"])
+        self.generators = state.get("generators")
+        self.nonfinite, self.halvings = state.get("nonfinite", {}), state.get("halvings", 0)
         self.progress = schedules.Progress(**state["progress"])
         self.x = schedules.at(self.experiment, self.progress)
         self.enter_phase()

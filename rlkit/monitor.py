@@ -67,6 +67,15 @@ class UpdateTerms:
         else:
             self.skip("nonfinite")
 
+    def taken(self) -> Any:
+        """What has been added so far, for `back_to`."""
+        return {name: len(values) for name, values in self.tokens.items()}, self.loss, (self.read, self.packed, self.padded)
+
+    def back_to(self, taken: Any) -> None:
+        """Takes out what has been added since."""
+        sizes, self.loss, (self.read, self.packed, self.padded) = taken
+        self.tokens = defaultdict(list, {name: values[: sizes.get(name, 0)] for name, values in self.tokens.items()})
+
     def gather(self) -> None:
         """Adds the tokens of all other ranks, in one exchange, so that every metric is that of the whole batch. Once, at the end."""
         if ranks.size() == 1:
@@ -225,16 +234,18 @@ class Clock:
     def __init__(self, between: float = 0.0) -> None:
         self.started, self.between = time.perf_counter(), between
         self.ended: float | None = None
+        self.current = ""  # the part under way, the innermost
         self.parts = {"generate": 0.0, "environment": 0.0, "reward": 0.0, "update": 0.0, "model": 0.0}
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Measures a block, device work included; blocks of one name add up."""
-        begun = time.perf_counter()
+        begun, outer, self.current = time.perf_counter(), self.current, name
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - begun
+        self.current = outer
 
     def engine(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         """An engine whose seconds count as "model", except for what environments do between the replies of an episode."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,12 @@ from rlkit.errors import ConfigError
 
 OUTPUTS = Path("outputs")
 LENGTH = ("trainer.steps", "trainer.max_time", "resume")  # keys that two configs of one run may differ in
+REDACTED = "<redacted>"
+SECRET = re.compile(  # names of keys and of environment variables that hold a secret
+    r"(^|_)(api_?keys?|access_?keys?|private_?keys?|secrets?|passwords?|passwd|credentials?|authorization)(_|$)"
+    r"|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<![a-z])tokens?$",
+    re.IGNORECASE,
+)
 FIXED = ("model", "optimizer._target_", "task", "seed")  # keys that a continued run may not change
 
 
@@ -83,20 +92,120 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """The resolved config, for people and for resume."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(dict(config), sort_keys=False))
+    """The resolved config without its secrets, for people and for resume; whole or not there."""
+    text = yaml.safe_dump(redacted(config), sort_keys=False)
+    _write(folder / "config.yaml", text)
+    hide_secrets(folder / ".hydra", secrets(config))
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".tmp")
+    part.write_text(text)
+    os.replace(part, path)
+
+
+def redacted(config: Any) -> Any:
+    """The config with REDACTED where a secret stands: the text under a key that is named like one, and what an environment variable
+    named like one holds, wherever it was put."""
+    found = secrets(config)
+
+    def hide(node: Any) -> Any:
+        if isinstance(node, Mapping):
+            return {key: hide(value) for key, value in node.items()}
+        if isinstance(node, list | tuple):
+            return [hide(value) for value in node]
+        return _covered(node, found) if isinstance(node, str) else node
+
+    return hide(config) if found else config
+
+
+def secrets(config: Any) -> set[str]:
+    """The secret texts of a config."""
+    texts = list(_texts(config))
+    named = {text for key, text in texts if SECRET.search(key)}
+    environment = {value for name, value in os.environ.items() if SECRET.search(name) and len(value) >= 8}
+    return (named | {value for value in environment if any(value in text for _, text in texts)}) - {"", REDACTED}
+
+
+def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """(nearest key, text) for every text of a config."""
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            yield from _texts(value, str(name))
+    elif isinstance(node, list | tuple):
+        for value in node:
+            yield from _texts(value, key)
+    elif isinstance(node, str):
+        yield key, node
+
+
+def _covered(text: str, values: set[str]) -> str:
+    for value in sorted(values, key=len, reverse=True):
+        text = text.replace(value, REDACTED)
+    return text
+
+
+def hide_secrets(folder: Path, values: set[str]) -> None:
+    """Writes REDACTED over secrets in the YAML files that Hydra has put into a folder."""
+    for path in folder.glob("*.yaml") if values else ():
+        text = path.read_text()
+        if (hidden := _covered(text, values)) != text:
+            _write(path, hidden)
+
+
+def write_start(folder: Path, config: Mapping[str, Any], versions: Mapping[str, str]) -> list[str]:
+    """Adds this process to run.json; what differs from the one before it (versions of packages, state of the code), as sentences."""
+    started = datetime.now().isoformat(timespec="seconds")
+    now = {"started": started, "config": redacted(config), "versions": dict(versions), "git": git_state()}
+    starts = _starts(folder)
+    _write(folder / "run.json", json.dumps([*starts, now], indent=1, ensure_ascii=False, default=str) + "\n")
+    if not starts:
+        return []
+    before = starts[-1]
+    changed = [
+        f"{name} was {was}, is {now['versions'].get(name)}" for name, was in before["versions"].items() if was != now["versions"].get(name)
+    ]
+    if before["git"] != now["git"]:
+        changed.append(f"the code was at {before['git'] or 'no commit'}, is at {now['git'] or 'no commit'}")
+    return changed
+
+
+def read_start(folder: Path) -> dict[str, Any]:
+    """Config, versions and git state of the process that works in the folder."""
+    starts = _starts(folder)
+    return starts[-1] if starts else {}
+
+
+def _starts(folder: Path) -> list[dict[str, Any]]:
+    try:
+        return list(json.loads((folder / "run.json").read_text()))
+    except (OSError, ValueError):
+        return []
+
+
+def git_state() -> str:
+    """Commit of the folder that the package lies in, with `+changes` where files differ from it; empty outside a repository."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return ""
+    try:
+        commit = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
+        changes = subprocess.run(["git", "-C", str(root), "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return commit.stdout.strip() + ("+changes" if changes.stdout.strip() else "") if commit.returncode == 0 else ""
 
 
 def saved_overrides(folder: Path) -> list[str]:
-    """The overrides that a run was started with."""
+    """The overrides that a run was started with; one with a secret has to be given again."""
     path = folder / ".hydra" / "overrides.yaml"
-    return [str(line) for line in yaml.safe_load(path.read_text())] if path.is_file() else []
+    return [str(line) for line in yaml.safe_load(path.read_text()) if REDACTED not in str(line)] if path.is_file() else []
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted key → (old, new) for every value that differs, the run's length aside."""
-    before, after = flatten(old), flatten(new)
+    before, after = flatten(redacted(old)), flatten(redacted(new))
     return {
         key: (before.get(key), after.get(key))
         for key in dict.fromkeys((*before, *after))

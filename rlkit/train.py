@@ -15,7 +15,7 @@ from typing import Any
 
 from rlkit import launch, ranks, runs
 from rlkit.callbacks.files import write_json
-from rlkit.errors import ConfigError, Refusal, RLKitError
+from rlkit.errors import ConfigError, Refusal, RLKitError, visible
 from rlkit.settings import AgentRun, Experiment, RolloutRun, TrainerSettings
 from rlkit.types import Task
 
@@ -50,7 +50,11 @@ def train(
     quiet()
     import torch
 
+    from rlkit import rng
+    from rlkit.callbacks.checkpoints import RLCheckpoint
+    from rlkit.callbacks.files import lenient
     from rlkit.callbacks.metrics import export_csv
+    from rlkit.callbacks.stopping import Interrupted
     from rlkit.data import RLData
     from rlkit.module import RLModule, peak_memory
     from rlkit.rollouts.record import FAILED, failed_rollout_kept
@@ -59,7 +63,7 @@ def train(
 
     if x.trainer.threads:
         torch.set_num_threads(x.trainer.threads)
-    torch.manual_seed(x.seed)  # initial adapters; sampling has its own randomness
+    rng.seed(x.seed)  # initial adapters, and what a reward or an environment draws; sampling has its own randomness
     device = pick_device(x)
     policy = x.model(device=device)
     print(header(x, policy, device, tasks), flush=True)
@@ -67,14 +71,18 @@ def train(
         for line in check_policy(policy, tasks[0], x):
             print(f"warning: {line}", flush=True)
     module = RLModule(x, policy, tasks[0])
+    module.provenance = ranks.first(lambda: runs.read_start(folder))
     results: dict[int, dict[str, Any]] = {}
     (folder / FAILED).unlink(missing_ok=True)  # of the run that is continued
     trainer, checkpoint = make_trainer(x, module, tasks[1], folder, results, device, resume=resume)
     summary = {"ended": "failed", "seed": x.seed, "name": x.name}
     try:
         with failed_rollout_kept(folder):
-            trainer.fit(module, RLData(x.trainer.steps), ckpt_path=checkpoint, weights_only=True if checkpoint else None)
+            data = RLData(x.trainer.steps, done=lambda: module.rl_step)
+            trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
         summary["ended"] = how_it_ended(module, results)
+    except Interrupted as signal:
+        summary |= {"ended": "interrupted", "signal": str(signal), "status": signal.status}
     except (KeyboardInterrupt, SystemExit):
         summary["ended"] = "interrupted"
     except BaseException as error:
@@ -92,9 +100,14 @@ def train(
             "versions": versions(),
             "sandbox": str(level) if (level := seen()) else None,
         }
+        summary["unsaved"] = next((c.unsaved for c in trainer.callbacks if isinstance(c, RLCheckpoint)), "") or None
+        if summary["unsaved"] and summary["ended"] == "finished":
+            summary["ended"] = f"failed: its last steps are not saved ({summary['unsaved']})"
         if ranks.rank() == 0:
-            write_json(folder / "summary.json", summary)
-            export_csv(folder / "metrics.jsonl")
+            with lenient("summary.json"):
+                write_json(folder / "summary.json", summary)
+            with lenient("metrics.csv"):
+                export_csv(folder / "metrics.jsonl")
     return summary
 
 
@@ -133,10 +146,12 @@ def make_trainer(
     """The Lightning trainer with rlkit's callbacks, and the checkpoint to continue from."""
     import lightning as L
 
-    from rlkit.callbacks.checkpoints import AtomicCheckpointIO, load_checkpoint
+    from rlkit.callbacks.checkpoints import SUFFIX, AtomicCheckpointIO, RLCheckpoint, checkpoints, load_checkpoint, supersede
     from rlkit.callbacks.evaluation import HeldOut, result_of
+    from rlkit.callbacks.faults import DebugBundle, Watchdog
     from rlkit.callbacks.metrics import MetricsFile, cut_back, read_rows
     from rlkit.callbacks.phases import Phases
+    from rlkit.callbacks.stopping import StopOnSignal
     from rlkit.callbacks.tracking import Tracking
     from rlkit.strategies import cluster, make_strategy
 
@@ -144,18 +159,25 @@ def make_trainer(
     path, step = None, 0
     if resume is not None:
 
-        def continued() -> tuple[Path, int, list[dict[str, Any]]]:
+        def continued() -> tuple[Path | None, int, list[dict[str, Any]]]:
+            if resume.suffix != SUFFIX and not checkpoints(resume):  # killed before its first one
+                cut_back(metrics, -1)
+                return None, 0, []
             path, state = load_checkpoint(resume)
             step = state["rlkit"]["rl_step"]
+            supersede(folder / "checkpoints", step)
             cut_back(metrics, step)
             return path, step, [row for row in read_rows(metrics) if "eval/accuracy" in row]
 
         path, step, earlier = ranks.first(continued)
         results |= {row["step"]: result_of(row, len(held_out), x.evaluation.curve_temperature) for row in earlier}
-        print(f"resume: {path}, after step {step}", flush=True)
+        says = f"{path}, after step {step}" if path else f"{resume} holds no checkpoint yet; the run begins again"
+        print(f"resume: {says}", flush=True)
     loggers = [make(folder, step) for make in x.logger.values()] if ranks.rank() == 0 else []
     rows = [HeldOut(held_out, metrics, results), MetricsFile(metrics), Tracking(folder), Phases(metrics)]
-    callbacks = [*rows, *(make(folder) for make in x.callbacks.values())]
+    first = [StopOnSignal(), DebugBundle(folder), Watchdog(x.trainer.max_step_time), *rows]
+    callbacks = [*first, *(make(folder) for make in x.callbacks.values())]
+    callbacks.sort(key=lambda callback: isinstance(callback, RLCheckpoint))  # a checkpoint says that all that its step writes is there
     trainer = L.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=x.trainer.devices,
@@ -296,16 +318,25 @@ def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *,
     try:
         if fresh and ranks.rank() == 0:
             runs.write_config(folder, config)
+        for line in runs.write_start(folder, config, versions()) if ranks.rank() == 0 else ():
+            print(f"resume: {line}", flush=True)
         summary = train(x, tasks, folder, started=started, resume=resume)
     except Refusal as error:
-        print(f"rlkit: {error}", file=sys.stderr)
+        print(visible(f"rlkit: {error}", kept="\n"), file=sys.stderr)
         if fresh and not (folder / "metrics.jsonl").exists() and ranks.rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
         return 2
     except RLKitError as error:
-        print("\n".join((f"rlkit: {error}", f"run folder: {folder}", *getattr(error, "__notes__", ()))), file=sys.stderr)
+        notes = getattr(error, "__notes__", ())
+        print(visible("\n".join((f"rlkit: {error}", f"run folder: {folder}", *notes)), kept="\n"), file=sys.stderr)
         return 1
     if ranks.rank() == 0:
         runs.write_config(folder, config)  # a resumed run's, once it has gone on with it
     print(closing(summary, folder), flush=True)
-    return 130 if summary["ended"] == "interrupted" else 0
+    if summary["ended"] == "interrupted":
+        if ranks.rank() == 0 and x.trainer.requeue and "signal" in summary and summary["signal"] != "SIGINT":
+            from rlkit.callbacks.stopping import requeue
+
+            requeue()
+        return summary.get("status", 130)
+    return 1 if summary["unsaved"] else 0

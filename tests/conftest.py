@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -36,3 +38,45 @@ def experiment():
     from rlkit.compose import compose, experiment
 
     return experiment(compose([]))
+
+
+@pytest.fixture(scope="session")
+def forked():
+    """Starts `rlkit WORDS` in a fork of this process, which has torch and Lightning imported already: (words, log, before=…) → process id.
+
+    `before` is called in the child first. Its exit status is that of `os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])`.
+    """
+    import lightning  # noqa: F401
+    import peft  # noqa: F401
+    import torch
+    import transformers  # noqa: F401
+
+    import rlkit.callbacks.checkpoints
+    import rlkit.callbacks.faults
+    import rlkit.callbacks.stopping
+    import rlkit.module
+    import rlkit.train  # noqa: F401
+    from rlkit.cli import main
+
+    torch.set_num_threads(1)  # a pool of threads does not survive a fork
+
+    def start(words, log, before=None):
+        child = os.fork()
+        if child:
+            return child
+        status = 99
+        try:
+            for stream in (1, 2):
+                os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+            sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
+            if before is not None:
+                before()
+            status = main(words)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    return start

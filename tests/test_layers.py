@@ -19,13 +19,13 @@ MODULES = {
 # Lower lines never import higher ones; the parts of a line are independent of each other but for BESIDE.
 LAYERS = (
     ("types", "errors"),
-    ("functional", "sandbox", "deadline", "ranks", "launch"),
+    ("functional", "sandbox", "deadline", "rng", "ranks", "launch"),
     ("rewards", "tasks", "environments", "generation", "models"),
-    ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck"),
+    ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck", "memory"),
     ("module", "data", "loggers", "strategies"),
     ("compose", "callbacks", "runs"),
     ("report",),
-    ("train", "evaluate", "rollout", "agent", "notebook", "doctor", "check", "completion", "export", "sweeps", "cli", "__main__"),
+    ("train", "evaluate", "rollout", "agent", "notebook", "doctor", "check", "completion", "export", "replay", "sweeps", "cli", "__main__"),
 )
 # Within a line, at top level: who uses whom. It has no circle.
 BESIDE = {
@@ -34,6 +34,7 @@ BESIDE = {
     "monitor": {"algorithm", "settings"},
     "selfcheck": {"rollouts", "settings"},
     "callbacks": {"runs"},  # the settings of a run, for its loggers
+    "memory": {"algorithm", "monitor", "rollouts"},
     "__main__": {"cli"},
 }
 # Tighter than the layers: parts that know the contracts and these only.
@@ -45,6 +46,7 @@ ONLY = {
     "deadline": set(),
     "ranks": {"errors"},
     "launch": set(),
+    "rng": set(),
     "rewards": {"types", "errors", "sandbox", "deadline", "ranks"},
     "tasks": {"types", "errors", "environments", "sandbox"},
     "environments": {"types", "errors", "sandbox", "deadline"},

@@ -87,7 +87,7 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(whole, tmp_path):
     a, b = (torch.load(f / "checkpoints" / "step_000004.ckpt", weights_only=True) for f in (whole, folder))
     assert rows(whole)[2]["optim/grad_norm"] > 0 and not same(middle, a["state_dict"])  # moved before and after, or this shows nothing
     assert same(a["state_dict"], b["state_dict"]) and same(a["optimizer_states"], b["optimizer_states"])
-    assert a["rlkit"] == b["rlkit"]
+    assert same(a["rlkit"], b["rlkit"])
     first = [without_clock(r) for r in rows(whole)]
     second = [without_clock(r) for r in rows(folder)]
     for row in second:
@@ -137,7 +137,7 @@ def same(a, b) -> bool:
     """Equality of nested containers of tensors and numbers, bit for bit; nan equals nan."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list):
+    if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b or (a != a and b != b)
 

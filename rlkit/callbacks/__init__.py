@@ -6,14 +6,24 @@ Lightning is imported only when a part is made, so that a config is checked with
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
-def checkpoint(run: Path, /, *, every: int = 10, keep: int = 2) -> Any:
-    """Saves the whole state after every `every` RL steps and after the last one; the newest `keep` stay."""
+def checkpoint(
+    run: Path, /, *, every: int = 10, keep: int = 2, best: str | None = None, mode: Literal["max", "min"] = "max", model: bool = True
+) -> Any:
+    """Saves the whole state after every `every` RL steps, after the last one and on a signal; the newest `keep` stay.
+
+    Args:
+      best: a column of metrics.jsonl, such as eval/accuracy. The step with the best value so far is saved too and stays:
+        checkpoints/best.ckpt is a link to it, checkpoints/best.json says its value. None keeps no best.
+      mode: whether the greatest or the smallest value is the best.
+      model: whether the end of a run writes the policy in Hugging Face's format (adapters in PEFT's) to model/, and the best one to
+        model_best/.
+    """
     from rlkit.callbacks.checkpoints import RLCheckpoint
 
-    return RLCheckpoint(run / "checkpoints", every=every, keep=keep)
+    return RLCheckpoint(run, every=every, keep=keep, best=best, mode=mode, model=model)
 
 
 def samples(run: Path, /, *, every: int = 5, count: int = 6) -> Any:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import io
+import errno
+import math
+import os
 import pickle
+import re
+import shutil
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,44 +17,200 @@ import lightning as L
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from rlkit.callbacks.files import write_atomic
+from rlkit import ranks
+from rlkit.callbacks.files import atomic, reason, sync, write_json
+from rlkit.callbacks.metrics import unwritten
+from rlkit.callbacks.stopping import Interrupted
 from rlkit.errors import DataError
 
-PREFIX, SUFFIX = "step_", ".ckpt"
+PREFIX, SUFFIX, SUPERSEDED = "step_", ".ckpt", ".superseded"
+BEST = "best.ckpt"  # a link to the checkpoint with the best metric
+ADAPTER = ".adapter"  # folder beside a checkpoint: its adapters in PEFT's format
+SPARE = 1 << 20  # bytes that a save leaves free for metrics and the summary
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint beside its target and renames it. Lightning's own goes through the system's temporary folder."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        buffer = io.BytesIO()
-        torch.save(checkpoint, buffer)
-        write_atomic(Path(path), buffer.getvalue())
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        need, free = size(checkpoint) + SPARE, shutil.disk_usage(path.parent).free
+        if free < need:
+            raise OSError(errno.ENOSPC, f"No space left on device: {need / 2**20:,.0f} MiB needed, {free / 2**20:,.0f} MiB free")
+        with atomic(path) as file:
+            torch.save(checkpoint, file)
+
+
+def size(value: Any) -> int:
+    """Bytes of the tensors in nested containers."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        return sum(map(size, value.values()))
+    return sum(map(size, value)) if isinstance(value, list | tuple) else 0
 
 
 class RLCheckpoint(L.Callback):
-    """Saves after every `every` RL steps and after the last; keeps the newest `keep`."""
+    """Saves after every `every` RL steps, after the last one and on a signal; the newest `keep` and the best by a metric stay.
 
-    def __init__(self, folder: Path, *, every: int, keep: int):
+    It runs after every other callback, so that what a step writes is there before the checkpoint says that the step is done. A save that
+    fails is said, and the run goes on: checkpoints are removed only after a newer one is whole.
+    """
+
+    def __init__(self, run: Path, *, every: int, keep: int, best: str | None = None, mode: str = "max", model: bool = True):
         if every < 1 or keep < 1:
             raise ValueError(f"callbacks.checkpoint: every and keep must be at least 1, are {every} and {keep}")
-        self.folder, self.every, self.keep = folder, every, keep
+        if mode not in ("max", "min"):
+            raise ValueError(f"callbacks.checkpoint.mode={mode}: must be max or min")
+        self.run, self.folder = run, run / "checkpoints"
+        self.every, self.keep, self.metric, self.mode, self.model = every, keep, best, mode, model
+        self.best: dict[str, Any] = {}  # step and value
+        self.unsaved = ""  # why the last save failed
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best = state_dict["best"]
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        if module.rl_step % self.every == 0 or trainer.should_stop:
-            self.save(trainer, module)
+        before = self.best
+        if self.improved(module) or module.rl_step % self.every == 0 or trainer.should_stop:
+            self.best = self.best if self.save(trainer, module) else before
 
-    def save(self, trainer: L.Trainer, module: Any) -> None:
-        """Writes the checkpoint of the current RL step, then drops the oldest ones."""
-        path = self.folder / f"{PREFIX}{module.rl_step:06d}{SUFFIX}"
-        trainer.save_checkpoint(path, weights_only=False)  # here the flag means "leave the optimiser out"
-        for old in checkpoints(self.folder)[: -self.keep] if trainer.is_global_zero else ():
-            old.unlink()
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        if trainer.is_global_zero:
+            self.saved(BEST, self.point)  # a kill may have come between a checkpoint and its link
+
+    def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
+        if isinstance(exception, Interrupted):
+            module.drop_step()
+            if module.rl_step and not self.path(module).exists():
+                self.save(trainer, module)
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        if not self.model or module.rl_step < module.total_steps:
+            return
+        state = ranks.whole(module.model.state_dict()) if ranks.size() > 1 else None
+        if not trainer.is_global_zero:
+            return
+        self.saved("model/", lambda: save_model(self.run / "model", module.policy, state=state))
+        best = self.folder / BEST
+        if self.best and best.exists():
+            self.saved("model_best/", lambda: save_model(self.run / "model_best", module.policy, weights=best))
+
+    def improved(self, module: Any) -> bool:
+        """Whether the step's row holds the metric, and no step before had a better one."""
+        if self.metric is None or self.metric not in module.metrics:
+            return False
+        value = float(module.metrics[self.metric])
+        sign = 1 if self.mode == "max" else -1
+        if not math.isfinite(value) or (self.best and sign * value <= sign * self.best["value"]):
+            return False
+        self.best = {"step": module.rl_step, "metric": self.metric, "value": value}
+        return True
+
+    def path(self, module: Any) -> Path:
+        """Of the checkpoint of the current RL step."""
+        return self.folder / f"{PREFIX}{module.rl_step:06d}{SUFFIX}"
+
+    def save(self, trainer: L.Trainer, module: Any) -> bool:
+        """Writes the checkpoint of the current RL step, then drops the oldest ones; whether there was room for it."""
+        path = self.path(module)
+
+        def write() -> None:
+            if ranks.anywhere(unwritten(self.run / "metrics.jsonl")):  # a checkpoint says that all rows up to its step are there
+                raise OSError(errno.ENOSPC, "rows of metrics.jsonl are still unwritten")
+            if trainer.is_global_zero:
+                if (self.run / "metrics.jsonl").exists():
+                    sync(self.run / "metrics.jsonl")
+                if hasattr(module.model, "peft_config"):
+                    save_model(path.with_suffix(ADAPTER), module.policy, tokenizer=False)
+            trainer.save_checkpoint(path, weights_only=False)  # of all ranks; here the flag means "leave the optimiser out"
+            if trainer.is_global_zero:
+                self.point()
+
+        self.unsaved = ""
+        if self.saved(f"checkpoint {path.name}", write) and trainer.is_global_zero:
+            self.prune()
+        return not self.unsaved
+
+    def point(self) -> None:
+        """Lets best.ckpt name the checkpoint of the best step."""
+        path = self.folder / f"{PREFIX}{self.best.get('step', 0):06d}{SUFFIX}"
+        if path.exists() and (self.folder / BEST).resolve() != path.resolve():
+            link(self.folder / BEST, path)
+            write_json(self.folder / "best.json", self.best)
+
+    def saved(self, what: str, write: Any) -> bool:
+        """Whether a write succeeded; a full disk or a read-only folder is said, not raised."""
+        try:
+            write()
+        except (OSError, RuntimeError) as error:  # torch.save says RuntimeError where the file under it cannot grow
+            cause = error if isinstance(error, OSError) else error.__context__
+            if not isinstance(cause, OSError) or ranks.size() > 1:  # the other ranks wait for the same save
+                raise
+            self.unsaved = reason(cause)
+            print(f"warning: {what} not written ({self.unsaved}); the run goes on, earlier ones stay", file=sys.stderr, flush=True)
+            return False
+        return True
+
+    def prune(self) -> None:
+        """Removes what a newer whole checkpoint makes superfluous; never the best one."""
+        held = (self.folder / BEST).resolve()
+        old = [path for path in checkpoints(self.folder)[: -self.keep] if path.resolve() != held]
+        for path in (*old, *self.folder.glob(f"*{SUPERSEDED}")):
+            with suppress(OSError):
+                path.unlink()
+                shutil.rmtree(path.with_suffix(ADAPTER), ignore_errors=True)
+
+
+def link(name: Path, target: Path) -> None:
+    """A symbolic link beside its target, put in place in one go."""
+    part = name.with_name(name.name + ".tmp")
+    part.unlink(missing_ok=True)
+    part.symlink_to(target.name)
+    os.replace(part, name)
+
+
+def save_model(
+    folder: Path, policy: Any, *, weights: Path | None = None, state: dict[str, Any] | None = None, tokenizer: bool = True
+) -> None:
+    """The policy as `from_pretrained` takes it: all weights in Hugging Face's format, or adapters alone in PEFT's. Whole or not there.
+
+    Args:
+      weights: a checkpoint whose weights are written; None writes those of now.
+      state: those of now where the model holds shards of them.
+      tokenizer: whether it goes along, with the chat template.
+    """
+    part = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(part, ignore_errors=True)
+    settings: dict[str, Any] = {"save_embedding_layers": False} if hasattr(policy.model, "peft_config") else {}  # "auto" asks the hub
+    if state is not None:
+        settings["state_dict"] = state
+    if weights is not None:
+        state = torch.load(weights, map_location="cpu", weights_only=True)["state_dict"]
+        settings["state_dict"] = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
+    try:
+        policy.model.save_pretrained(part, **settings)
+        if tokenizer:
+            policy.codec.tokenizer.save_pretrained(part)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(part, folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def step_of(path: Path) -> int:
+    """The RL step in a checkpoint's name."""
+    found = re.fullmatch(rf"{PREFIX}(\d+)\{SUFFIX}", path.name)
+    return int(found[1]) if found else -1
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a folder, oldest first."""
-    return sorted(folder.glob(f"{PREFIX}*{SUFFIX}"))
+    return sorted((path for path in folder.glob(f"{PREFIX}*{SUFFIX}") if step_of(path) >= 0), key=step_of)
 
 
 def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
@@ -56,12 +218,20 @@ def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
 
     Damaged ones of a folder are named on standard error and passed over. Raises DataError where none can be read.
     """
-    import sys
-
     for path in [source] if source.suffix == SUFFIX else reversed(checkpoints(source)):
         try:
             return path, torch.load(path, map_location="cpu", weights_only=True)
         except (RuntimeError, OSError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            print(f"warning: {path} is damaged and passed over ({reason})", file=sys.stderr)
+            print(f"warning: {path} is damaged and passed over ({reason(error)})", file=sys.stderr)
     raise DataError(f"{source}: no checkpoint that can be read; start anew with resume=never, or name an older run")
+
+
+def supersede(folder: Path, step: int) -> None:
+    """Sets checkpoints after `step` aside, under another name: the run goes on from `step`, and its next save removes them.
+
+    Left in place they would be taken for its newest after a kill, though the rows between belong to another past.
+    """
+    for path in checkpoints(folder):
+        if step_of(path) > step:
+            os.replace(path, path.with_name(path.name + SUPERSEDED))
+            print(f"resume: {path.name} is set aside; the next checkpoint replaces it", flush=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 
-from rlkit.callbacks.files import write_atomic
+from rlkit.callbacks.files import lenient, write_atomic
 from rlkit.loggers import log_text
 from rlkit.rollouts import save_rollouts, transcript
 from rlkit.types import Rollout
@@ -28,10 +28,12 @@ class Samples(L.Callback):
             return
         chosen = [transcript(r) for r in choose(module.rollouts, self.count)]
         text = f"# Sample conversations of step {step}\n\n" + "\n".join(chosen)
-        write_atomic(self.folder / f"step_{step:06d}.md", text.encode(errors="backslashreplace"))
+        with lenient(f"samples/step_{step:06d}.md"):
+            write_atomic(self.folder / f"step_{step:06d}.md", text.encode(errors="backslashreplace"))
         for logger in trainer.loggers:
             for i, sample in enumerate(chosen[:TEXTS]):
-                log_text(logger, f"samples/{i}", sample, step)
+                with lenient(f"samples of step {step} for {type(logger).__name__}"):
+                    log_text(logger, f"samples/{i}", sample, step)
 
 
 class Rollouts(L.Callback):
@@ -42,7 +44,8 @@ class Rollouts(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         if self.every and module.rl_step % self.every == 0 and trainer.is_global_zero:
-            save_rollouts(self.folder / f"step_{module.rl_step:06d}.jsonl.gz", module.rollouts)
+            with lenient(f"rollouts/step_{module.rl_step:06d}.jsonl.gz"):
+                save_rollouts(self.folder / f"step_{module.rl_step:06d}.jsonl.gz", module.rollouts)
 
 
 def choose(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import lightning as L
 
-from rlkit import ranks
+from rlkit import ranks, rng
+from rlkit.callbacks.files import lenient
 from rlkit.callbacks.metrics import append_row
 from rlkit.callbacks.terminal import held_out, how_sampled
 from rlkit.callbacks.token_values import save_tokens
@@ -29,7 +30,7 @@ class HeldOut(L.Callback):
         self.tasks, self.metrics, self.results = tasks, metrics, results
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        if self.tasks and module.rl_step not in self.results:
+        if self.tasks and module.rl_step == 0 and not self.results:  # a resumed run has nothing to add to the rows before it
             row = self.evaluate(trainer, module)
             append_row(self.metrics, module.rl_step, row)
             for logger in trainer.loggers:
@@ -49,7 +50,8 @@ class HeldOut(L.Callback):
         """One pass over the held-out tasks."""
         started = time.perf_counter()
         x = module.experiment
-        with trainer.strategy.precision_plugin.forward_context(), ranks.whole_weights(module.model):
+        forward = trainer.strategy.precision_plugin.forward_context
+        with forward(), ranks.whole_weights(module.model), rng.kept():  # it moves nobody's random numbers
             result, rollouts = greedy_accuracy(
                 module.policy,
                 self.tasks,
@@ -64,8 +66,9 @@ class HeldOut(L.Callback):
         self.results[module.rl_step] = result
         if trainer.is_global_zero:
             name = self.metrics.parent / "held_out" / f"step_{module.rl_step:06d}"
-            save_rollouts(name.with_suffix(".jsonl.gz"), rollouts[:KEPT])
-            save_tokens(name.with_suffix(".tokens.jsonl.gz"), rollouts[:KEPT], lambda ids: decode(module.policy.codec, ids))
+            with lenient(f"held_out/{name.name}"):
+                save_rollouts(name.with_suffix(".jsonl.gz"), rollouts[:KEPT])
+                save_tokens(name.with_suffix(".tokens.jsonl.gz"), rollouts[:KEPT], lambda ids: decode(module.policy.codec, ids))
         return result_row(result) | {"perf/eval_s": time.perf_counter() - started}
 
 

@@ -5,24 +5,59 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write into that takes its place, on the disk, when the block ends; where the block fails, what was there stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".tmp")
+    try:
+        with part.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Writes beside the target, flushes to the disk, renames. A reader never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".tmp")
-    with part.open("wb") as file:
+    with atomic(path) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-    folder = os.open(path.parent, os.O_RDONLY)
+
+
+@contextmanager
+def lenient(what: str) -> Iterator[None]:
+    """A block that writes what a run can do without: a full disk or a read-only folder is said, not raised."""
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        yield
+    except OSError as error:
+        print(f"warning: {what} not written ({reason(error)}); the run goes on", file=sys.stderr, flush=True)
+
+
+def reason(error: BaseException) -> str:
+    """An error in a few words: No space left on device."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 def write_json(path: Path, value: Any) -> None:

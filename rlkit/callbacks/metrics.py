@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 
 from rlkit import ranks
-from rlkit.callbacks.files import finite, write_atomic
+from rlkit.callbacks.files import finite, lenient, reason, write_atomic
+
+WAITING: dict[Path, bytes] = {}  # file → rows that found no room; a checkpoint is not written before they are
 
 
 class MetricsFile(L.Callback):
@@ -23,16 +28,35 @@ class MetricsFile(L.Callback):
         append_row(self.path, module.rl_step, module.metrics)
         numbers = {k: v for k, v in module.metrics.items() if isinstance(v, int | float) and v == v}
         for logger in trainer.loggers:
-            logger.log_metrics(numbers, step=module.rl_step)
+            with lenient(f"step {module.rl_step} of {type(logger).__name__}"):
+                logger.log_metrics(numbers, step=module.rl_step)
 
 
 def append_row(path: Path, step: int, row: dict[str, Any]) -> None:
-    """One more line, by rank 0; nan becomes null."""
+    """One more line, by rank 0; nan becomes null. Where the disk is full it waits for the next one; the file ends with a whole line."""
     if ranks.rank():
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(finite({"step": step, **row})) + "\n")
+    waiting = WAITING.get(path, b"") + (json.dumps(finite({"step": step, **row})) + "\n").encode()
+    size = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab", buffering=0) as file:
+            size = file.tell()
+            written = file.write(waiting)
+            if written < len(waiting):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        WAITING.pop(path, None)
+    except OSError as error:
+        if size is not None:
+            os.truncate(path, size)
+        if path not in WAITING:
+            print(f"warning: {path.name} cannot grow ({reason(error)}); the run goes on, and rows wait for room", file=sys.stderr)
+        WAITING[path] = waiting
+
+
+def unwritten(path: Path) -> bool:
+    """Whether rows of the file wait for room."""
+    return path in WAITING
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 
 from rlkit.callbacks.conversations import choose
-from rlkit.callbacks.files import finite, write_atomic
+from rlkit.callbacks.files import finite, lenient, write_atomic
 from rlkit.models.chat import decode
 from rlkit.rollouts.assemble import rows
 from rlkit.types import Batch, Rollout
@@ -32,12 +32,9 @@ class Tokens(L.Callback):
         chosen = choose(module.trained, self.count)
         learned = learned_from(module.trained, module.batch)
         position = {(r.group, r.sample): i for i, r in enumerate(module.trained)}
-        save_tokens(
-            self.folder / f"step_{step:06d}.jsonl.gz",
-            chosen,
-            lambda ids: decode(module.policy.codec, ids),
-            [learned[position[r.group, r.sample]] for r in chosen],
-        )
+        own = [learned[position[r.group, r.sample]] for r in chosen]
+        with lenient(f"tokens/step_{step:06d}.jsonl.gz"):
+            save_tokens(self.folder / f"step_{step:06d}.jsonl.gz", chosen, lambda ids: decode(module.policy.codec, ids), own)
 
 
 def save_tokens(

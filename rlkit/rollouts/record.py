@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlkit.errors import ConfigError, DataError
+from rlkit.errors import ConfigError, DataError, visible
 from rlkit.rewards import RewardError
 from rlkit.types import Message, Rollout, Step, Task, ToolCall, ToolResult
 
@@ -332,7 +332,7 @@ def transcript(rollout: Rollout) -> str:
     """The conversation as Markdown that also reads well as plain text; text of the model is indented, never markup."""
     lines = [f"### {visible(rollout.task.id)} · sample {rollout.sample} · reward {rollout.reward} · {_ending(rollout)}", ""]
     for message in rollout.conversation:
-        lines += [f"**{message['role']}**", ""]
+        lines += [f"**{visible(message['role'])}**", ""]
         if thinking := message.get("reasoning_content"):
             lines += [_indent(f"(thinking) {thinking}"), ""]
         if content := message.get("content"):
@@ -346,11 +346,6 @@ def transcript(rollout: Rollout) -> str:
 
 def _ending(rollout: Rollout) -> str:
     return f"truncated by {rollout.truncation}" if rollout.status == "truncated" else "terminated"
-
-
-def visible(text: str, kept: str = "") -> str:
-    """Control characters (terminal escapes among them) are shown, not obeyed."""
-    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
 
 
 def _indent(text: str) -> str:

@@ -73,7 +73,7 @@ def test_one_training_step_with_lora(random_qwen3):
     before = {n: p.detach().clone() for n, p in policy.model.named_parameters() if p.requires_grad}
     trainer = L.Trainer(accelerator="gpu", devices=1, max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
                         enable_model_summary=False, log_every_n_steps=1)  # fmt: skip
-    trainer.fit(module, RLData(1))
+    trainer.fit(module, RLData(1, lambda: module.rl_step))
     after = dict(policy.model.named_parameters())
     assert module.rl_step == 1 and any(not torch.equal(before[n], after[n]) for n in before)
     assert module.metrics["ratio/first_mean"] == pytest.approx(1.0, abs=1e-6)

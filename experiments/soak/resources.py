@@ -1,0 +1,31 @@
+"""A callback that notes, after every RL step, what the process holds: a part for `callbacks`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+
+def resources(run: Path, /) -> Any:
+    """Writes resources.jsonl into the run folder: step, rss (MiB), handles, children, seconds since the run's first step."""
+    import lightning as L
+
+    class Resources(L.Callback):
+        started = time.perf_counter()
+
+        def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+            row = {"step": module.rl_step, "seconds": time.perf_counter() - self.started, **held()}
+            with (run / "resources.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    return Resources()
+
+
+def held() -> dict[str, float]:
+    """Resident memory in MiB, open file handles and living child processes of this process (Linux)."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    children = [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+    return {"rss": pages * os.sysconf("SC_PAGE_SIZE") / 2**20, "handles": len(os.listdir("/proc/self/fd")), "children": len(children)}

@@ -1,0 +1,59 @@
+"""The generators of python, numpy and torch, as plain types: saved with a run, put back, kept from moving.
+
+rlkit's own sampling does not draw from them (it is a function of seed, step, prompt and sample). A user's reward or environment may.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def seed(value: int) -> None:
+    """Seeds every generator; any integer."""
+    import numpy as np
+
+    random.seed(value)
+    np.random.seed(value % 2**32)
+    torch.manual_seed(value)
+
+
+def state() -> dict[str, Any]:
+    """Where every generator stands, as numbers and tensors that `torch.load(weights_only=True)` takes."""
+    import numpy as np
+
+    version, keys, gauss = random.getstate()
+    name, mersenne, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(keys), gauss],
+        "numpy": [str(name), torch.tensor(np.asarray(mersenne).astype("int64")), int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+    }
+
+
+def restore(saved: dict[str, Any]) -> None:
+    """The inverse of `state`. Generators of devices that are not here are left out."""
+    import numpy as np
+
+    version, keys, gauss = saved["python"]
+    random.setstate((version, tuple(keys), gauss))
+    name, mersenne, *rest = saved["numpy"]
+    np.random.set_state((name, mersenne.numpy().astype("uint32"), *rest))
+    torch.set_rng_state(saved["torch"].cpu())
+    for device, cuda in enumerate(saved["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(cuda.cpu(), device)
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """A block after which every generator stands where it stood before."""
+    before = state()
+    try:
+        yield
+    finally:
+        restore(before)

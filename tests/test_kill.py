@@ -1,0 +1,173 @@
+"""Runs killed at random moments and resumed are the runs that nobody killed: weights, metrics and rollouts, bit for bit.
+
+A run is a fork of this process, which has torch and Lightning imported already. Inside it, functions that generation, reward, update
+and save pass through are counted; at a drawn count the process kills itself with SIGKILL, so nothing of it can clean up.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.slow
+
+TINY = [
+    "debug=fast", "trainer.accelerator=cpu", "task.max_samples=32", "trainer.steps=4", "batch.group_size=4", "optimizer.lr=3e-3",
+    "generation.max_new_tokens=12", "evaluation.n=1", "evaluation.every=3", "callbacks.checkpoint.every=2",
+    "callbacks.checkpoint.model=false", "logger=none",
+]  # fmt: skip
+DRAWS = ["reward=numeric", "reward.terms.numeric.fn._target_=drawing_reward.draws"]  # from every generator that a user may use
+CASES = {
+    "grpo": [*DRAWS],
+    "ppo": ["algorithm=ppo", "reference=ema", "reference.decay=0.5", "kl/coef=adaptive", *DRAWS],
+    "dapo": [
+        *("algorithm=dapo", "kl=none", "algorithm.max_refills=2", "callbacks.checkpoint.best=reward/mean"),
+        *("reward=numeric", "reward.terms.numeric.fn._target_=drawing_reward.uneven"),  # equal in some groups, which are refilled
+    ],
+    "phases": ["schedule=reinforce_to_ppo", "schedule.phases.explore.until=2", "kl=k3", "reference=ema", *DRAWS],
+}
+REWARD = """
+import random
+import numpy
+import torch
+
+def draws(r):
+    drawn = random.random() + numpy.random.rand() + float(torch.rand(())) + random.gauss(0, 1)
+    return len(r.final_content) % 7 + 0.1 * drawn
+
+def uneven(r):
+    return float(len(r.final_content) % 9 == 0)
+"""
+MOMENTS = {  # kind of moment → functions that are in the middle of it
+    "generate": ["rlkit.rollouts.collect.after_reply"],
+    "reward": ["rlkit.rewards.score._cell"],
+    "update": ["rlkit.module.surrogate", "rlkit.module.RLModule.step_optimizer", "rlkit.module.RLModule.update_reference"],
+    "save": ["os.fsync", "os.replace", "rlkit.callbacks.metrics.finite", "torch.save", "rlkit.callbacks.conversations.save_rollouts"],
+}
+
+
+def arm(kind: str, step: int, later: int) -> None:
+    """Makes this process kill itself when the module stands at `step` and functions of the kind were called `later` times since."""
+    from rlkit.callbacks import stopping
+    from rlkit.module import RLModule
+
+    modules: list[RLModule] = []
+    left = [later]
+
+    def count() -> None:
+        if modules and modules[0].rl_step >= step:
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def counted(function, name):
+        def wrapper(*args, **kwargs):
+            count()
+            if name == "torch.save" and modules:  # half of a file is there
+                args[1].write(b"PK")
+                count()
+                args[1].seek(0)
+            result = function(*args, **kwargs)
+            count()
+            return result
+
+        return wrapper
+
+    for name in MOMENTS[kind]:
+        path, _, attribute = name.rpartition(".")
+        owner = resolve(path)
+        setattr(owner, attribute, counted(getattr(owner, attribute), name))
+    started = stopping.StopOnSignal.on_train_start
+
+    def start(self, trainer, module):
+        started(self, trainer, module)
+        modules.append(module)
+
+    stopping.StopOnSignal.on_train_start = start
+
+
+def resolve(path: str):
+    import importlib
+
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        owner, _, name = path.rpartition(".")
+        return getattr(resolve(owner), name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_that_is_killed_five_times_ends_as_if_nothing_had_happened(tmp_path, monkeypatch, forked, case):
+    (tmp_path / "drawing_reward.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    whole, killed, log = tmp_path / "whole", tmp_path / "killed", tmp_path / "log.txt"
+
+    def run(words, *moment):
+        child = forked(words, log, (lambda: arm(*moment)) if moment else None)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    words = ["train", *TINY, *CASES[case]]
+    assert run([*words, f"hydra.run.dir={whole}"]) == 0, log.read_text()[-3000:]
+    draw = random.Random(f"kill {case}")
+    kinds = [*MOMENTS, draw.choice(list(MOMENTS))]
+    draw.shuffle(kinds)
+    for step, kind in zip(sorted(draw.choices(range(4), k=5)), kinds, strict=True):
+        moment = (kind, step, draw.randrange(8))
+        start = [f"resume={killed}"] if killed.exists() else [*words[1:], f"hydra.run.dir={killed}"]
+        assert run(["train", *start], *moment) == -signal.SIGKILL, (moment, log.read_text()[-3000:])
+    assert run(["train", f"resume={killed}"]) == 0, log.read_text()[-3000:]
+    assert_equal_runs(whole, killed)
+
+
+def assert_equal_runs(a: Path, b: Path) -> None:
+    """Everything but wall-clock figures."""
+    x, y = (torch.load(f / "checkpoints" / "step_000004.ckpt", weights_only=True) for f in (a, b))
+    first, second = rows(a), rows(b)
+    assert [r["step"] for r in first if "reward/mean" in r] == [1, 2, 3, 4]
+    assert [list(r) for r in first] == [list(r) for r in second]
+    for r, s in zip(first, second, strict=True):
+        assert {k: (r[k], s[k]) for k in r if r[k] != s[k]} == {}
+    assert not same(x["state_dict"], torch.load(a / "checkpoints" / "step_000002.ckpt", weights_only=True)["state_dict"])
+    assert same(x["state_dict"], y["state_dict"]) and same(x["optimizer_states"], y["optimizer_states"])
+    assert same(x["rlkit"], y["rlkit"])
+    assert [p.name for p in sorted((a / "checkpoints").iterdir())] == [p.name for p in sorted((b / "checkpoints").iterdir())]
+    for folder in ("rollouts", "samples"):
+        names = sorted(p.name for p in (a / folder).iterdir())
+        assert names == sorted(p.name for p in (b / folder).iterdir() if p.suffix != ".tmp")
+        for name in names:
+            assert content(a / folder / name) == content(b / folder / name), f"{folder}/{name}"
+
+
+def rows(folder: Path) -> list[dict]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in found]
+
+
+def content(path: Path) -> object:
+    """A file of rollouts without the seconds that their tools took, or a text."""
+    if path.suffix != ".gz":
+        return path.read_text()
+    with gzip.open(path, "rt") as lines:
+        found = [json.loads(line) for line in lines]
+    for rollout in found:
+        for step in rollout["steps"]:
+            for result in step["tool_results"]:
+                del result["seconds"]
+    return found
+
+
+def same(a, b) -> bool:
+    """Equality of nested containers of tensors and numbers, bit for bit; nan equals nan."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b or (a != a and b != b)
