@@ -88,7 +88,7 @@ trainer = L.Trainer(
     enable_progress_bar=False,
     enable_model_summary=False,
 )
-trainer.fit(module, RLData(STEPS))
+trainer.fit(module, RLData(STEPS, done=lambda: module.rl_step))
 
 # %% Look at an episode
 print(module.rollouts[0].conversation)

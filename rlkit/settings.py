@@ -176,8 +176,8 @@ class Experiment(NamedTuple):
     evaluation: Evaluation
     sandbox: Sandbox = Sandbox()
     schedule: Schedule = Schedule()
-    logger: Mapping[str, Any] = {}  # name → (run folder, RL step) → Lightning logger
-    callbacks: Mapping[str, Any] = {}  # name → Lightning callback
+    logger: Mapping[str, Callable[..., Any]] = {}  # name → (run folder, RL step) → Lightning logger
+    callbacks: Mapping[str, Callable[..., Any]] = {}  # name → (run folder) → Lightning callback
     resume: str = "never"  # never, auto, or a run folder
 
     @property

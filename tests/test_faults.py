@@ -61,7 +61,7 @@ def test_every_generator_goes_on_where_it_was_saved(tmp_path):
 class Trainer(SimpleNamespace):
     """What RLCheckpoint uses of Lightning's: it writes the module's step."""
 
-    should_stop = False
+    should_stop, is_global_zero = False, True
 
     def save_checkpoint(self, path, weights_only):
         AtomicCheckpointIO().save_checkpoint({"step": self.module.rl_step}, path)
@@ -88,7 +88,7 @@ def test_the_newest_and_the_best_stay(tmp_path, saving):
     assert saving(callback, 3, score=0.9) == ["step_000003.ckpt"]
     assert saving(callback, 4) == saving(callback, 5, score=0.9) == ["step_000003.ckpt", "step_000004.ckpt"]
     (tmp_path / "checkpoints" / "best.ckpt").unlink()  # as if it was killed between the two
-    callback.on_train_start(None, None)
+    callback.on_train_start(Trainer(), None)
     assert load_checkpoint(tmp_path / "checkpoints" / "best.ckpt")[1] == {"step": 3}
     again = RLCheckpoint(tmp_path, every=2, keep=1, best="score", mode="min")
     again.load_state_dict(callback.state_dict())
@@ -231,7 +231,7 @@ class Portions(SimpleNamespace):
 
 def eight_rows():
     mask = torch.ones(8, 4, dtype=torch.bool)
-    return SimpleNamespace(attention_mask=mask, response_mask=mask, rollout_ids=torch.arange(8), ids=mask)
+    return SimpleNamespace(attention_mask=mask, response_mask=mask, rollout_ids=torch.arange(8), group_ids=torch.arange(8), ids=mask)
 
 
 def test_micro_batches_are_halved_until_they_fit(capsys):
@@ -264,10 +264,12 @@ def test_the_probe_takes_the_longest_rollouts_and_leaves_no_gradient(experiment,
     plugin = SimpleNamespace(forward_context=contextlib.nullcontext)
     module._trainer = SimpleNamespace(world_size=1, strategy=SimpleNamespace(precision_plugin=plugin))
     seen, real = [], memory.score
-    monkeypatch.setattr(memory, "score", lambda *a, **k: seen.append(tuple(a[1].shape)) or real(*a, **k))
+    monkeypatch.setattr(memory, "score", lambda *a, **k: seen.append(a[1]) or real(*a, **k))
     memory.probe(module)
-    ((rows, width),) = seen
+    (packed,) = seen
+    rows, width = packed.response_mask.shape
     assert rows * width <= 1024 < (rows + 1) * width and width > 4 * x.generation.max_new_tokens
+    assert len(packed.ids) == packed.tokens == rows * (width - 1)  # nothing is shared, as it may be in a run
     assert all(p.grad is None for p in module.parameters())
 
 

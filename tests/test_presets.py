@@ -19,7 +19,7 @@ def test_a_preset_takes_a_step(name, tmp_path):
     path = tmp_path / "talk.jsonl"
     row = {"messages": [{"role": "user", "content": "How are you?"}, {"role": "assistant", "content": "#### 7"}]}
     path.write_text("".join(json.dumps({"messages": [{"role": "user", "content": f"{i}?"}, row["messages"][1]]}) + "\n" for i in range(9)))
-    overrides = [f"experiment={name}", "evaluation.n=0", "logger=none"]
+    overrides = [f"experiment={name}", "evaluation.n=0", "evaluation.every=0", "evaluation.stop_at=null", "logger=none"]
     config = compose([*overrides, *([f"task.path={path}"] if name == "sft" else [])]).config
     overrides += [f"task.path={path}"] if name == "sft" else []
     overrides += ["model=tiny"] if "Qwen" in config["model"]["path"] else []
