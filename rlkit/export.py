@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ def export(model: Mapping[str, Any], *, checkpoint: Path, out: Path, merge: bool
     """
     from rlkit.evaluate import restore
     from rlkit.models.load import EMBEDDED
+    from rlkit.models.save import save_policy
     from rlkit.schema import build, check
     from rlkit.train import quiet
 
@@ -38,10 +38,5 @@ def export(model: Mapping[str, Any], *, checkpoint: Path, out: Path, merge: bool
         raise ConfigError(f"model.path={model['path']}: no other program can load adapters on this embedded model; use merge=true")
     path, step = restore(policy, checkpoint)
     written = policy.model.merge_and_unload() if adapters and merge else policy.model
-    part = out.with_name(f".{out.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.parent.mkdir(parents=True, exist_ok=True)
-    written.save_pretrained(part)
-    policy.codec.tokenizer.save_pretrained(part)
-    part.rename(out)
+    save_policy(out, policy._replace(model=written))
     return path, step

@@ -66,6 +66,7 @@ def forked():
             return child
         status = 99
         try:
+            torch.set_num_threads(1)  # makes the child's own pool before threads that load the model do so at once, and one finds none
             for stream in (1, 2):
                 os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
             sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)

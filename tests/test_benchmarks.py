@@ -51,7 +51,7 @@ def test_tokens_grow_with_what_is_scaled(tmp_path):
     """An axis that changed nothing would have the exponent 0, whatever it cost."""
     fits = {row["axis"]: row for row in table(tmp_path, "scaling", "--axes", "batch", "turns") if not row["size"]}
     assert float(fits["batch"]["tokens_exponent"]) > 0.9
-    assert float(fits["turns"]["tokens_exponent"]) > 0.9
+    assert float(fits["turns"]["tokens_exponent"]) > 0.3  # the prompt stands before all of them
 
 
 @pytest.mark.slow

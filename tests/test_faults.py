@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from rlkit import rng, runs
-from rlkit.callbacks.checkpoints import AtomicCheckpointIO, RLCheckpoint, checkpoints, load_checkpoint, save_model, supersede
+from rlkit.callbacks.checkpoints import AtomicCheckpointIO, RLCheckpoint, checkpoints, load_checkpoint, supersede
 from rlkit.callbacks.evaluation import HeldOut
 from rlkit.callbacks.faults import Watchdog
 from rlkit.callbacks.metrics import append_row, read_rows, unwritten
@@ -144,13 +144,14 @@ def test_the_saved_model_is_the_trained_one(tmp_path, rank):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from rlkit.models.load import LoRA, load_policy, pretrained_model
+    from rlkit.models.save import save_policy
 
     policy, folder = load_policy(path="tiny", lora=LoRA(rank=rank)), tmp_path / "model"
-    save_model(folder, policy)
+    save_policy(folder, policy)
     with torch.no_grad():
         for p in policy.model.parameters():
             p += p.requires_grad * 0.01
-    save_model(folder, policy)
+    save_policy(folder, policy)
     if rank:
         from peft import PeftModel
 

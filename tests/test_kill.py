@@ -43,7 +43,7 @@ def draws(r):
     return len(r.final_content) % 7 + 0.1 * drawn
 
 def uneven(r):
-    return float(len(r.final_content) % 9 == 0)
+    return float(sum(r.steps[-1].response_ids) % 4 == 0)
 """
 MOMENTS = {  # kind of moment → functions that are in the middle of it
     "generate": ["rlkit.rollouts.collect.after_reply"],

@@ -161,16 +161,16 @@ def finished(root):
 
 @pytest.mark.slow
 def test_jobs_have_folders_a_failed_one_is_told_and_the_rest_goes_on(tmp_path):
-    """A job whose second step cannot be written fails; a second command does the other ones not again."""
+    """A job whose checkpoint cannot be written fails; a second command does the other ones not again."""
     words = ["algorithm=grpo", "seed=1,2,3", *FAST]
     root = tmp_path / "outputs" / "sweep"
     root.mkdir(parents=True)
     broken = root / "algorithm=grpo,debug=fast,evaluation.n=0,seed=2,trainer.steps=1"
     broken.mkdir()
-    (broken / "rollouts").write_text("a file where a folder has to be")
+    (broken / "checkpoints").write_text("a file where a folder has to be")
     done = train(tmp_path, *words)
     assert done.returncode == 1 and "2/3  seed=2  failed  exit 1" in done.stdout and len(finished(root)) == 2, done.stdout + done.stderr
-    (broken / "rollouts").unlink()
+    (broken / "checkpoints").unlink()
     assert "reward" in (root / "comparison.csv").read_text()
     refused = train(tmp_path, *words)
     assert refused.returncode == 2 and "resume=auto" in refused.stderr

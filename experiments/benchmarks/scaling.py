@@ -29,11 +29,12 @@ BASE += [
     "generation.max_new_tokens=32",
     "algorithm.entropy_coef=0.001",
 ]
+ENDING = ["model._target_=rlkit.models.load_policy", "generation.max_new_tokens=64"]  # a reply that is cut ends its episode
 AXES: dict[str, tuple[list[int], Any]] = {
     "batch": ([4, 8, 16, 32], lambda n: [f"batch.prompts={n}"]),
     "length": ([32, 64, 128, 256], lambda n: [f"generation.max_new_tokens={n}"]),
     "group": ([4, 8, 16, 32], lambda n: [f"batch.group_size={n}"]),
-    "turns": ([1, 2, 4, 8], lambda n: ["environment._target_=bench.talk", f"+environment.turns={n}", "generation.max_new_tokens=16"]),
+    "turns": ([1, 2, 4, 8], lambda n: [*ENDING, "environment._target_=bench.talk", f"+environment.turns={n}"]),
     "rank": ([1, 4, 16, 64], lambda n: [f"model.lora.rank={n}"]),
 }
 QUICK = {"batch": [1, 2, 3], "length": [4, 8, 16], "group": [2, 3, 4], "turns": [1, 2, 3], "rank": [1, 2, 4]}

@@ -22,6 +22,7 @@ from rlkit.callbacks.files import atomic, reason, sync, write_json
 from rlkit.callbacks.metrics import unwritten
 from rlkit.callbacks.stopping import Interrupted
 from rlkit.errors import DataError
+from rlkit.models.save import save_policy
 
 PREFIX, SUFFIX, SUPERSEDED = "step_", ".ckpt", ".superseded"
 BEST = "best.ckpt"  # a link to the checkpoint with the best metric
@@ -95,10 +96,10 @@ class RLCheckpoint(L.Callback):
         state = ranks.whole(module.model.state_dict()) if ranks.size() > 1 else None
         if not trainer.is_global_zero:
             return
-        self.saved("model/", lambda: save_model(self.run / "model", module.policy, state=state))
+        self.saved("model/", lambda: save_policy(self.run / "model", module.policy, state=state))
         best = self.folder / BEST
         if self.best and best.exists():
-            self.saved("model_best/", lambda: save_model(self.run / "model_best", module.policy, weights=best))
+            self.saved("model_best/", lambda: save_policy(self.run / "model_best", module.policy, state=weights_of(best)))
 
     def improved(self, module: Any) -> bool:
         """Whether the step's row holds the metric, and no step before had a better one."""
@@ -126,7 +127,7 @@ class RLCheckpoint(L.Callback):
                 if (self.run / "metrics.jsonl").exists():
                     sync(self.run / "metrics.jsonl")
                 if hasattr(module.model, "peft_config"):
-                    save_model(path.with_suffix(ADAPTER), module.policy, tokenizer=False)
+                    save_policy(path.with_suffix(ADAPTER), module.policy, tokenizer=False)
             trainer.save_checkpoint(path, weights_only=False)  # of all ranks; here the flag means "leave the optimiser out"
             if trainer.is_global_zero:
                 self.point()
@@ -174,32 +175,10 @@ def link(name: Path, target: Path) -> None:
     os.replace(part, name)
 
 
-def save_model(
-    folder: Path, policy: Any, *, weights: Path | None = None, state: dict[str, Any] | None = None, tokenizer: bool = True
-) -> None:
-    """The policy as `from_pretrained` takes it: all weights in Hugging Face's format, or adapters alone in PEFT's. Whole or not there.
-
-    Args:
-      weights: a checkpoint whose weights are written; None writes those of now.
-      state: those of now where the model holds shards of them.
-      tokenizer: whether it goes along, with the chat template.
-    """
-    part = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(part, ignore_errors=True)
-    settings: dict[str, Any] = {"save_embedding_layers": False} if hasattr(policy.model, "peft_config") else {}  # "auto" asks the hub
-    if state is not None:
-        settings["state_dict"] = state
-    if weights is not None:
-        state = torch.load(weights, map_location="cpu", weights_only=True)["state_dict"]
-        settings["state_dict"] = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
-    try:
-        policy.model.save_pretrained(part, **settings)
-        if tokenizer:
-            policy.codec.tokenizer.save_pretrained(part)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(part, folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+def weights_of(path: Path) -> dict[str, Any]:
+    """The policy's weights in a checkpoint, as its model names them."""
+    state = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    return {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
 
 
 def step_of(path: Path) -> int:

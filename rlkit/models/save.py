@@ -1,0 +1,37 @@
+"""A policy as a folder that `from_pretrained` takes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rlkit.types import Policy
+
+
+def save_policy(folder: Path, policy: Policy, *, state: Mapping[str, Tensor] | None = None, tokenizer: bool = True) -> None:
+    """Writes all weights in Hugging Face's format, or adapters alone in PEFT's. The folder appears whole, in place of an old one.
+
+    Args:
+      state: weights to write in place of the model's own: of a checkpoint, or gathered from shards.
+      tokenizer: whether it goes along, with the chat template.
+    """
+    model: Any = policy.model
+    part = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.parent.mkdir(parents=True, exist_ok=True)
+    settings: dict[str, Any] = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}  # "auto" asks the hub
+    if state is not None:
+        settings["state_dict"] = dict(state)
+    try:
+        model.save_pretrained(part, **settings)
+        if tokenizer:
+            policy.codec.tokenizer.save_pretrained(part)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(part, folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
