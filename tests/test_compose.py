@@ -76,6 +76,7 @@ def test_presets_of_papers_hold_the_papers_numbers(name, numbers):
 SWEEPS = ("kl_ablation", "reference_ablation")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SWEEPS)
 def test_every_job_of_a_sweeping_preset_composes(name):
     """The values stand in the preset; what they name must exist."""

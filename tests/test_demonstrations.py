@@ -112,6 +112,7 @@ def test_a_conversation_longer_than_the_context_is_named(tiny, tmp_path):
         demonstrations(tiny, [task], environment=single_turn())
 
 
+@pytest.mark.slow
 def test_a_warm_up_teaches_the_reply_and_can_be_taken_on(tmp_path, monkeypatch, capsys):
     """From the command line: the loss falls, and the exported model says what it was taught."""
     from rlkit.models import load_policy

@@ -125,6 +125,7 @@ def test_commands_are_found():
     assert len(COMMANDS) > 40 and any("-m" in c for c in COMMANDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_shown_is_one_that_rlkit_takes(command):
     """Composed, checked and dry-run: a renamed key or option makes the page that still shows it fail."""

@@ -363,6 +363,7 @@ def test_a_captured_step_gives_the_same_replies(tiny, contexts, recording, setti
     assert 0 < recording["captured"] < recording["replayed"] / 4
 
 
+@pytest.mark.slow
 def test_captured_steps_over_many_turns_in_a_cache_that_moves(tiny, contexts, recording):
     """Graphs of the memory before are not replayed into the one after."""
     found = []
