@@ -16,6 +16,7 @@ COLUMNS = {  # benchmark → columns whose every value is a number > 0
     "decode": ("tokens_per_second", "seconds", "rows"),
     "turns": ("whole_run_seconds", "ratio_of_a_decode_step"),
     "memory": ("naive_mib", "rlkit_mib", "naive_seconds"),
+    "packing": ("padded_seconds", "packed_seconds", "apart_seconds"),
     "overhead": ("step_s",),
     "startup": ("seconds",),
 }
