@@ -304,6 +304,7 @@ def closing(summary: Mapping[str, Any], folder: Path) -> str:
         f"run folder       {folder}",
         "next:",
         f"  curves         tensorboard --logdir {where}",
+        f"  report         rlkit report {where}",
         f"  conversations  less {where}/samples/*",
         f"  resume         rlkit train resume={where}{longer}" if saved else "  (nothing to resume: it ended before its first checkpoint)",
     ]
