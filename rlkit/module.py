@@ -235,16 +235,7 @@ class RLModule(L.LightningModule):
             packed = pack(part.ids, part.response_mask)
             if not counts and part.weights is not None:
                 part = part._replace(weights=torch.zeros_like(part.weights))
-            with self.clock.part("model"):
-                scores = ranks.inside(
-                    self.model,
-                    score,
-                    packed,
-                    temperature=self.temperature,
-                    entropy_gradient=bool(x.algorithm.entropy_coef),
-                    critic=self.critic if critic.active else None,
-                    reference=self.exact_reference(packed),
-                )
+            scores = self.trained_scores(packed)
             loss, parts = surrogate(part, scores, x.algorithm, x.kl)
             total = loss if learns else loss.new_zeros(())
             if critic.active:
@@ -271,6 +262,20 @@ class RLModule(L.LightningModule):
             if self.critic is not None and critic.active:
                 terms.stepped("critic", *self.step_optimizer(1, critic.optimizer, self.critic.parameters(), summed))
         return True
+
+    def trained_scores(self, packed: Packed) -> Scores:
+        """What an update learns from: scores by policy and critic that carry their gradients."""
+        a = self.x.algorithm
+        with self.clock.part("model"):
+            return ranks.inside(
+                self.model,
+                score,
+                packed,
+                temperature=self.temperature,
+                entropy_gradient=bool(a.entropy_coef),
+                critic=self.critic if a.critic.active else None,
+                reference=self.exact_reference(packed),
+            )
 
     def step_optimizer(self, index: int, configured: Any, parameters: Iterable[torch.nn.Parameter], loss: float) -> tuple[float, float]:
         """Clips and steps one optimiser at the learning rate in force; its gradient norm and rate.

@@ -73,19 +73,11 @@ def examine(module: Any, batch: Any) -> tuple[str, bool]:
 def backward(module: Any, batch: Any, rows: Any) -> tuple[float, float, list[str]]:
     """Loss and gradient norm of some rows, and which gradients are not finite, as sentences."""
     from rlkit.algorithm import select, surrogate, value_surrogate
-    from rlkit.models import pack, score
+    from rlkit.models import pack
 
     x, critic, part = module.x, module.x.algorithm.critic, select(batch, rows)
     module.zero_grad()
-    packed = pack(part.ids, part.response_mask)
-    scores = score(
-        module.model,
-        packed,
-        temperature=module.temperature,
-        entropy_gradient=bool(x.algorithm.entropy_coef),
-        critic=module.critic if critic.active else None,
-        reference=module.exact_reference(packed),
-    )
+    scores = module.trained_scores(pack(part.ids, part.response_mask))
     loss, _ = surrogate(part, scores, x.algorithm, x.kl)
     if critic.active:
         loss = loss + value_surrogate(part, scores, critic)[0]
