@@ -280,12 +280,12 @@ def test_the_probe_takes_the_longest_rollouts_and_leaves_no_gradient(experiment,
 def test_secrets_are_not_written(tmp_path, monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "sk-0123456789")
     config = {
-        "logger": {"api_key": "abc", "max_new_tokens": 3, "eos_token": "<|im_end|>", "hub_token": ["t1"]},
+        "logger": {"api_key": "my-own-key", "max_new_tokens": 3, "eos_token": "<|im_end|>", "hub_token": ["t1"]},
         "reward": {"header": "Bearer sk-0123456789"},
         "tokens": 5,
     }
     (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "overrides.yaml").write_text("- logger.api_key=abc\n- seed=3\n")
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("- logger.api_key=my-own-key\n- seed=3\n")
     runs.write_config(tmp_path, config)
     assert runs.read_config(tmp_path) == {
         "logger": {"api_key": runs.REDACTED, "max_new_tokens": 3, "eos_token": "<|im_end|>", "hub_token": [runs.REDACTED]},
@@ -295,7 +295,7 @@ def test_secrets_are_not_written(tmp_path, monkeypatch):
     assert runs.saved_overrides(tmp_path) == ["seed=3"]
     assert runs.difference(runs.read_config(tmp_path), config) == {}
     runs.write_start(tmp_path, config, {})
-    assert all("sk-01" not in p.read_text() and "abc" not in p.read_text() for p in tmp_path.rglob("*") if p.is_file())
+    assert all("sk-01" not in p.read_text() and "my-own-key" not in p.read_text() for p in tmp_path.rglob("*") if p.is_file())
 
 
 def test_what_changed_between_two_starts_is_said(tmp_path):
