@@ -1,0 +1,195 @@
+"""Answers a question by runs: the variants of a study on several seeds, a CSV row a run, intervals, a table, a plot.
+
+    python experiments/study.py experiments/kl [--seeds 0 1 2] [--only none 'k3, 0.2'] [--jobs 2]
+
+A study is a folder with a study.yaml: `title`, `variants` (name: overrides of `rlkit train`; the others are compared with the first),
+`once` (names of those that only the first seed runs). Every run is `rlkit train` on one torch thread in an empty folder; runs that
+results.csv holds already are not repeated. Seeds are shared by the variants, so that a difference is one within pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from pathlib import Path
+
+import yaml
+
+COMMON = ("trainer.threads=1", "evaluation.every=4", "logger=none", "callbacks.checkpoint.model=false")
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)  # 97.5 % quantile of t by degrees of freedom, from 1
+
+Row = dict[str, str]
+
+
+def one_run(name: str, overrides: Sequence[str], seed: int) -> Row:
+    """One run's row.
+
+    Raises:
+      RuntimeError: the command failed; with the last lines that it wrote.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "rlkit", "train", *overrides, *COMMON, f"seed={seed}"]
+        log = Path(folder) / "log.txt"
+        begun = time.perf_counter()
+        with log.open("w") as out:
+            process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=out, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            _, status, usage = os.wait4(process.pid, 0)  # the processor time of this run alone
+        wall = time.perf_counter() - begun
+        if status:
+            raise RuntimeError(f"{' '.join(command)} ended with status {status}:\n{log.read_text()[-4000:]}")
+        run = next(Path(folder).glob("outputs/*/*/summary.json")).parent
+        summary = json.loads((run / "summary.json").read_text())
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "reward/mean" in row]
+    curve = {0: summary["before"]["accuracy"]} | {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
+    curve[summary["steps"]] = summary["after"]["accuracy"]
+    found = {
+        "variant": name,
+        "seed": seed,
+        "base": curve[0],
+        "final": summary["after"]["accuracy"],
+        "final_low": round(summary["after"]["interval"][0], 4),
+        "final_high": round(summary["after"]["interval"][1], 4),
+        "problems": summary["after"]["n"],
+        "curve_mean": round(mean_height(curve), 4),
+        "steps": summary["steps"],
+        "steps_to_0.9": next((step for step, accuracy in curve.items() if accuracy >= 0.9), ""),
+        "final_kl": "" if steps[-1].get("kl/ref_k3") is None else round(steps[-1]["kl/ref_k3"], 5),
+        "final_entropy": round(steps[-1]["policy/entropy"], 4),
+        "step_seconds": round(sum(row["perf/step_s"] for row in steps), 1),
+        "process_seconds": round(wall, 1),
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
+        "curve": " ".join(f"{step}:{accuracy:.3f}" for step, accuracy in curve.items()),
+        "overrides": " ".join(overrides),
+        "date": date.today().isoformat(),
+        "python": summary["versions"]["python"],
+        "torch": summary["versions"]["torch"],
+        "transformers": summary["versions"]["transformers"],
+    }
+    return {key: str(value) for key, value in found.items()}
+
+
+def mean_height(curve: Mapping[int, float]) -> float:
+    """Mean held-out accuracy over the run's steps: the area under the curve (trapezia), divided by its width."""
+    points = sorted(curve.items())
+    area = sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in itertools.pairwise(points))
+    return area / (points[-1][0] - points[0][0])
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean, and half the width of the 95 % interval that Student's t gives it; NaN for one value."""
+    if len(values) < 2:
+        return values[0], math.nan
+    return statistics.fmean(values), STUDENT[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def paired(rows: Sequence[Row], name: str, baseline: str, column: str) -> tuple[float, float]:
+    """Mean difference of a variant from the baseline over the seeds that both have, and half the width of its 95 % interval."""
+    values = {key: {row["seed"]: float(row[column]) for row in rows if row["variant"] == key} for key in (name, baseline)}
+    shared = sorted(values[name].keys() & values[baseline].keys())
+    return interval([values[name][seed] - values[baseline][seed] for seed in shared])
+
+
+def table(rows: Sequence[Row], names: Sequence[str]) -> str:
+    """A line a variant: means and ranges over its seeds, and the difference from the first variant."""
+    lines = [
+        "| variant | final accuracy: mean (lowest – highest) | difference, 95 % "
+        "| mean over the run | difference, 95 % | final KL, nats | CPU s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in names:
+        mine = [row for row in rows if row["variant"] == name]
+        if not mine:
+            continue
+        final, height, seconds = ([float(row[key]) for row in mine] for key in ("final", "curve_mean", "cpu_seconds"))
+        kl = [float(row["final_kl"]) for row in mine if row["final_kl"]]
+        differences = [
+            "–" if name == names[0] else "{:+.3f} ± {:.3f}".format(*paired(rows, name, names[0], key)) for key in ("final", "curve_mean")
+        ]
+        columns = [name, f"{statistics.fmean(final):.3f} ({min(final):.3f} – {max(final):.3f})", differences[0]]
+        columns += [f"{statistics.fmean(height):.3f}", differences[1], f"{statistics.fmean(kl):.4f}" if kl else "–"]
+        lines.append(f"| {' | '.join([*columns, f'{statistics.fmean(seconds):.0f}'])} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(rows: Sequence[Row], names: Sequence[str], title: str, path: Path) -> None:
+    """Left: held-out accuracy over the run, the mean of the seeds. Right: at the end, a dot a seed with its 95 % interval."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = [name for name in names if any(row["variant"] == name for row in rows)]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, max(3.2, 0.34 * len(names) + 1.2)), layout="constrained")
+    colors = pyplot.colormaps["tab20" if len(names) > 10 else "tab10"].colors  # type: ignore[attr-defined]
+    for place, name in enumerate(names):
+        mine = [row for row in rows if row["variant"] == name]
+        curves = [dict(pair.split(":") for pair in row["curve"].split()) for row in mine]
+        steps = sorted(set.intersection(*(set(map(int, curve)) for curve in curves)))
+        left.plot(steps, [statistics.fmean(float(curve[str(step)]) for curve in curves) for step in steps], color=colors[place], label=name)
+        for row in mine:
+            right.plot([float(row["final_low"]), float(row["final_high"])], [place, place], color=colors[place], alpha=0.25, linewidth=5)
+            right.plot(float(row["final"]), place, "o", color=colors[place], markersize=4)
+    left.set(xlabel="RL step", ylabel="held-out accuracy, greedy", ylim=(0, 1.02), title="mean of the seeds")
+    right.set_yticks(range(len(names)), names, fontsize=8)
+    right.invert_yaxis()
+    right.set(xlabel="held-out accuracy at the end", title="a dot a seed, bands 95 %")
+    left.legend(fontsize=7, loc="lower right")
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def read(path: Path) -> list[Row]:
+    """The rows that are there."""
+    return list(csv.DictReader(path.open())) if path.exists() else []
+
+
+def write(path: Path, rows: list[Row], names: Sequence[str]) -> None:
+    """All rows, in the order of the variants."""
+    order = {name: place for place, name in enumerate(names)}
+    rows.sort(key=lambda row: (order.get(row["variant"], len(order)), int(row["seed"])))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def main() -> None:
+    """Runs what is missing, prints the table, draws the plot."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("folder", type=Path, help="of the study")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", nargs="+", help="variants")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    arguments = parser.parse_args()
+    study = yaml.safe_load((arguments.folder / "study.yaml").read_text())
+    variants, once = study["variants"], study.get("once", [])
+    path = arguments.folder / "results.csv"
+    rows = read(path)
+    known = {(row["variant"], int(row["seed"])) for row in rows}
+    wanted = [(name, seed) for seed in arguments.seeds for name in arguments.only or variants if (name, seed) not in known]
+    wanted = [(name, seed) for name, seed in wanted if name not in once or seed == arguments.seeds[0]]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for row in pool.map(lambda pair: one_run(pair[0], variants[pair[0]], pair[1]), wanted):
+            print({key: row[key] for key in ("variant", "seed", "base", "final", "curve_mean", "cpu_seconds")}, flush=True)
+            rows.append(row)
+            write(path, rows, list(variants))
+    print(table(rows, list(variants)))
+    plot(rows, list(variants), study["title"], arguments.folder / "accuracy.png")
+
+
+if __name__ == "__main__":
+    main()
