@@ -86,7 +86,7 @@ def sampling_mode(model: Any) -> Iterator[None]:
     model.eval()
     model.config.use_cache, model.generation_config = True, GenerationConfig()
     try:
-        with torch.no_grad():
+        with torch.inference_mode():
             yield
     finally:
         model.train(was_training)

@@ -414,9 +414,9 @@ def test_a_step_that_cannot_be_captured_runs_without_and_says_so_once(tiny, cont
     if when == "capture":
         monkeypatch.setattr(graphs, "capture", fail)
     else:
-        forward = _Decoder.forward
+        attention = _Decoder.attention
         monkeypatch.setattr(graphs, "host_looks_refused", watch)
-        monkeypatch.setattr(_Decoder, "forward", lambda self, *given: fail() if watched else forward(self, *given))
+        monkeypatch.setattr(_Decoder, "attention", lambda self, *given: fail() if watched else attention(self, *given))
     with pytest.warns(UserWarning, match="Qwen3ForCausalLM cannot be captured.*cuda_graphs=false .*capturing$") as caught:
         found = cached(tiny, contexts, SEEDS, max_new_tokens=8)
     assert equal(found, expected) and len(caught) == len(failures) == 1

@@ -1,0 +1,121 @@
+"""A decoding step of a Llama-like trunk in as few calls as it takes: what a small model's step costs is calls, not arithmetic.
+
+Hugging Face's own forward starts about a hundred operations a layer, most of them to rotate and to normalise one token. Here it is about
+thirty: queries and keys are rotated and normalised together, and what all layers share is made once. The numbers are those of its forward
+up to the last bits of their sums.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as nn_functional
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # layers: norm, rotated and grouped attention, norm, gated MLP
+
+Attention = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # queries [R, Hq, D], keys and values [R, Hk, D], layer → [R, Hq · D]
+
+
+Projection = Callable[[Tensor], Tensor]  # of tokens that are normalised already
+
+
+class Layer(NamedTuple):
+    """A decoder layer, and what is made of its weights before the first step."""
+
+    module: Any
+    project: Projection  # to queries, keys and values side by side
+    gates: Projection  # to gate and up side by side
+    scale: Tensor | None  # [Hq + Hk, D], of the norm of queries and keys
+
+
+def can_step(trunk: Any) -> bool:
+    """Whether `OneToken` knows these layers: those of its families as Hugging Face wrote them, adapters in their projections or not."""
+    family = getattr(trunk.config, "model_type", None)
+    home = sys.modules.get(f"transformers.models.{family}.modeling_{family}") if family in FAMILIES else None
+    if home is None:
+        return False
+    layers = list(getattr(trunk, "layers", ()))
+    norms = [getattr(trunk, "norm", None)] + [norm for layer in layers for norm in _norms(layer)]
+    return (
+        bool(layers)
+        and all(
+            type(layer).__module__ == type(layer.mlp).__module__ == type(layer.self_attn).__module__ == home.__name__ for layer in layers
+        )
+        and all(type(norm).__module__ == home.__name__ and type(norm).__name__.endswith("RMSNorm") for norm in norms)
+        # What hangs on a module's call, such as a shard that is fetched, would be passed by.
+        and not any(
+            m._forward_hooks or m._forward_pre_hooks for m in (trunk, *layers, *(part for layer in layers for part in layer.children()))
+        )
+    )
+
+
+class OneToken:
+    """The pass of one token a row through a trunk, its weights as they are when this is made."""
+
+    def __init__(self, trunk: Any):
+        self.trunk, self.config = trunk, trunk.config
+        self.layers = [_layer(module) for module in trunk.layers]
+
+    def __call__(self, ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """The last hidden states [R, H] of tokens [R] at these positions [R]."""
+        x = self.trunk.embed_tokens(ids)
+        cos, sin = self.trunk.rotary_emb(x, positions[:, None])  # [R, 1, D]
+        half = cos.shape[-1] // 2
+        sin = torch.cat((sin[..., :half].neg(), sin[..., half:]), -1)
+        for number, layer in enumerate(self.layers):
+            attn, mlp = layer.module.self_attn, layer.module.mlp
+            eps = layer.module.input_layernorm.variance_epsilon
+            projected = layer.project(normalised(x, eps)).view(len(x), -1, attn.head_dim)
+            keys = (projected.shape[1] - attn.config.num_attention_heads) // 2
+            both, values = projected[:, :-keys], projected[:, -keys:]
+            if layer.scale is not None:
+                both = normalised(both, attn.q_norm.variance_epsilon) * layer.scale
+            both = (both * cos).addcmul_(both.roll(half, -1), sin)  # rotate_half, its sign in the sine
+            seen = attention(both[:, :-keys], both[:, -keys:], values, number)
+            x = x + attn.o_proj(seen)
+            gate, up = layer.gates(normalised(x, layer.module.post_attention_layernorm.variance_epsilon)).chunk(2, -1)
+            x = x + mlp.down_proj(mlp.act_fn(gate) * up)
+        return normalised(x, self.trunk.norm.variance_epsilon) * self.trunk.norm.weight
+
+
+def _norms(layer: Any) -> list[Any]:
+    attn = layer.self_attn
+    return [
+        layer.input_layernorm,
+        layer.post_attention_layernorm,
+        *(getattr(attn, name) for name in ("q_norm", "k_norm") if hasattr(attn, name)),
+    ]
+
+
+def _layer(module: Any) -> Layer:
+    attn, mlp = module.self_attn, module.mlp
+    scale = None
+    if hasattr(attn, "q_norm"):
+        heads, groups = attn.config.num_attention_heads, attn.config.num_attention_heads // attn.config.num_key_value_heads
+        scale = torch.cat([attn.q_norm.weight.expand(heads, -1), attn.k_norm.weight.expand(heads // groups, -1)])
+    project = projection(module.input_layernorm.weight, attn.q_proj, attn.k_proj, attn.v_proj)
+    return Layer(module, project, projection(module.post_attention_layernorm.weight, mlp.gate_proj, mlp.up_proj), scale)
+
+
+def projection(scale: Tensor, *modules: Any) -> Projection:
+    """The modules' outputs side by side, for tokens that have still to be multiplied by the weight of their norm.
+
+    One matrix where a call costs more than the copy, on a CPU; elsewhere the modules themselves, as where they hold adapters.
+    """
+    if any(type(m) is not nn.Linear or m.weight.device.type != "cpu" for m in modules):
+        return lambda x: torch.cat([module(x * scale) for module in modules], -1)
+    biases = [m.bias for m in modules]
+    weight, bias = torch.cat([m.weight for m in modules]) * scale, None if biases[0] is None else torch.cat(biases)
+    return lambda x: nn_functional.linear(x, weight, bias)
+
+
+def normalised(x: Tensor, eps: float) -> Tensor:
+    """x / √(mean(x²) + eps) over the last dimension, in float32 at least."""
+    if x.device.type != "cpu" or x.dtype != torch.float32:
+        return nn_functional.rms_norm(x, x.shape[-1:], eps=eps)  # one kernel on CUDA; on a CPU eleven calls
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * norm.mul_(norm).mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
