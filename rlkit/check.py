@@ -72,7 +72,7 @@ def run(x: Experiment, tasks: Sequence[Task], held_out: Sequence[Task]) -> Repor
     """One step of the experiment.
 
     Args:
-      x: the whole run at its first step, without open schedules (rlkit.compose.first_steps).
+      x: the whole run at its first step, without open schedules (rlkit.validate.first_steps).
       tasks: training rows, at least one. held_out: only counted.
     Raises: the refusals of a run.
     """

@@ -133,8 +133,9 @@ def train_command(arguments: Arguments) -> int:
 
         return sweep(arguments.overrides, config_dir=arguments.config_dir)
     from rlkit import launch, ranks, runs
-    from rlkit.compose import compose, experiment, warnings
+    from rlkit.compose import compose, experiment
     from rlkit.train import join_ranks, load_tasks, start
+    from rlkit.validate import warnings
 
     overrides, named, place = list(arguments.overrides), option(arguments.overrides, "resume"), option(arguments.overrides, "hydra.run.dir")
     folder = Path(place) if place else None
@@ -346,8 +347,9 @@ def export_command(arguments: Arguments) -> int:
 def check_command(arguments: Arguments) -> int:
     """What `rlkit train` would do with these overrides, in one small step."""
     from rlkit import check
-    from rlkit.compose import compose, experiment, first_steps, warnings
+    from rlkit.compose import compose, experiment
     from rlkit.train import load_tasks
+    from rlkit.validate import first_steps, warnings
 
     if arguments.multirun:
         raise ConfigError("rlkit check tries one run at a time; rlkit train -m checks every job of a sweep before the first one starts")

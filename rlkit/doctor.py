@@ -95,8 +95,9 @@ def processors() -> list[Finding]:
     """Cores that this process may use, torch's threads, and memory."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    out = [Finding("processors", f"{cores} cores, {torch.get_num_threads()} threads of torch")]
+    from rlkit.sandbox.process import cores
+
+    out = [Finding("processors", f"{cores()} cores, {torch.get_num_threads()} threads of torch")]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         page = os.sysconf("SC_PAGE_SIZE") / 2**30
         free = f", {os.sysconf('SC_AVPHYS_PAGES') * page:.1f} GiB free" if "SC_AVPHYS_PAGES" in os.sysconf_names else ""

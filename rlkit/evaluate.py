@@ -35,21 +35,14 @@ def evaluate(x: Experiment, tasks: Sequence[Task], *, checkpoint: Path | None, p
     policy = x.model(device=device)
     path, step = restore(policy, checkpoint) if checkpoint else (None, None)
     settings = x.evaluation
-    collecting: dict[str, Any] = {
-        "reward": settings.reward,
-        "generate": x.generation.engine,
-        "environment": x.environment,
-        "max_new_tokens": settings.max_new_tokens or x.generation.max_new_tokens,
-        "max_thinking_tokens": x.generation.max_thinking_tokens,
-    }
     with autocast(x, device):
         check_policy(policy, tasks, x)
         out = runs.fresh(parent)
         with failed_rollout_kept(out):
-            greedy, greedy_rollouts = greedy_accuracy(policy, tasks, **collecting)
+            greedy, greedy_rollouts = greedy_accuracy(policy, tasks, **x.held_out(0.0))
             save_rollouts(out / "greedy.jsonl.gz", greedy_rollouts)
             sampled, sampled_rollouts = sampled_accuracy(
-                policy, tasks, samples=settings.samples, k=settings.k, temperature=settings.temperature, seed=settings.seed, **collecting
+                policy, tasks, samples=settings.samples, k=settings.k, seed=settings.seed, **x.held_out(settings.temperature)
             )
             save_rollouts(out / "sampled.jsonl.gz", sampled_rollouts)
     result = {

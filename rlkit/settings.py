@@ -180,6 +180,13 @@ class Experiment(NamedTuple):
     callbacks: Mapping[str, Callable[..., Any]] = {}  # name → (run folder) → Lightning callback
     resume: str = "never"  # never, auto, or a run folder
 
+    def held_out(self, temperature: float) -> dict[str, Any]:
+        """What an evaluation at this temperature is played and scored with: a verifier and a limit of its own, the rest as in training."""
+        limit = self.evaluation.max_new_tokens or self.generation.max_new_tokens
+        sampling = self.generation._replace(temperature=temperature, max_new_tokens=limit)
+        parts = {"reward": self.evaluation.reward, "generate": sampling.engine, "environment": self.environment}
+        return parts | sampling.settings
+
     @property
     def needs_reference(self) -> bool:
         """Whether any step's KL may be positive: in any phase, now or where a schedule raises it."""

@@ -140,6 +140,34 @@ class Rollout(NamedTuple):
         return sum(len(step.response_ids) - len(step.forced) for step in self.steps)
 
     @property
+    def conversation(self) -> list[Message]:
+        """The episode as chat messages, thinking included, calls structured, results with the call's id."""
+        return self.history(len(self.steps), thinking=True)
+
+    def history(self, steps: int, *, thinking: bool, dropped: int = 0) -> list[Message]:
+        """The messages of the first `steps` steps, with or without the policy's thinking.
+
+        Results of a step's calls belong to that step here; in the token stream they are part of the next prompt. With `dropped`,
+        the first so many exchanges are left out, a reply and what was said to it each; the first prompt stays.
+        """
+        messages: list[Message] = [*self.steps[0].prompt] if self.steps[:steps] else []
+        for index, step in enumerate(self.steps[dropped:steps], dropped):
+            if index > dropped:
+                messages += [m for m in step.prompt if m["role"] != "tool"]
+            reply: Message = {"role": "assistant", "content": step.content}
+            if thinking and step.thinking:
+                reply["reasoning_content"] = step.thinking
+            if step.tool_calls:
+                reply["tool_calls"] = [
+                    {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}} for c in step.tool_calls
+                ]
+            messages.append(reply)
+            messages += [{"role": "tool", "tool_call_id": r.id, "name": r.name, "content": r.content} for r in step.tool_results]
+        return messages
+
+    # The other names that notebooks know an episode by (docs/notebooks.md)
+
+    @property
     def prompt(self) -> str:
         """What the task asked: its last user message."""
         return next((m.get("content", "") for m in reversed(self.task.messages) if m["role"] == "user"), "")
@@ -180,32 +208,6 @@ class Rollout(NamedTuple):
         for step in steps:
             step |= {name: [item._asdict() for item in step[name]] for name in ("tool_calls", "tool_results")}
         return self._asdict() | {"task": self.task._asdict(), "steps": steps}
-
-    @property
-    def conversation(self) -> list[Message]:
-        """The episode as chat messages, thinking included, calls structured, results with the call's id."""
-        return self.history(len(self.steps), thinking=True)
-
-    def history(self, steps: int, *, thinking: bool, dropped: int = 0) -> list[Message]:
-        """The messages of the first `steps` steps, with or without the policy's thinking.
-
-        Results of a step's calls belong to that step here; in the token stream they are part of the next prompt. With `dropped`,
-        the first so many exchanges are left out, a reply and what was said to it each; the first prompt stays.
-        """
-        messages: list[Message] = [*self.steps[0].prompt] if self.steps[:steps] else []
-        for index, step in enumerate(self.steps[dropped:steps], dropped):
-            if index > dropped:
-                messages += [m for m in step.prompt if m["role"] != "tool"]
-            reply: Message = {"role": "assistant", "content": step.content}
-            if thinking and step.thinking:
-                reply["reasoning_content"] = step.thinking
-            if step.tool_calls:
-                reply["tool_calls"] = [
-                    {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}} for c in step.tool_calls
-                ]
-            messages.append(reply)
-            messages += [{"role": "tool", "tool_call_id": r.id, "name": r.name, "content": r.content} for r in step.tool_results]
-        return messages
 
 
 # ------------------------------------------------------------------------------------------------------ tensors

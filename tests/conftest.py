@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import sys
 import traceback
@@ -38,6 +40,35 @@ def experiment():
     from rlkit.compose import compose, experiment
 
     return experiment(compose([]))
+
+
+@pytest.fixture(scope="session")
+def same():
+    """(a, b) → whether nested containers of tensors and numbers are equal, bit for bit; nan equals nan."""
+    import torch
+
+    def equal(a, b) -> bool:
+        if isinstance(a, dict):
+            return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+        if isinstance(a, list | tuple):
+            return len(a) == len(b) and all(map(equal, a, b))
+        return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b or (a != a and b != b)
+
+    return equal
+
+
+@pytest.fixture(scope="session")
+def timeless():
+    """(file of rollouts) → its rollouts without the seconds that their tools took."""
+
+    def read(path: Path) -> list[dict]:
+        with gzip.open(path, "rt") as lines:
+            found = [json.loads(line) for line in lines]
+        for result in (r for rollout in found for step in rollout["steps"] for r in step["tool_results"]):
+            del result["seconds"]
+        return found
+
+    return read
 
 
 @pytest.fixture(scope="session")

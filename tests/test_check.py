@@ -7,8 +7,9 @@ import torch
 
 from rlkit import check, doctor
 from rlkit.cli import main
-from rlkit.compose import compose, experiment, first_steps
+from rlkit.compose import compose, experiment
 from rlkit.train import load_tasks
+from rlkit.validate import first_steps
 
 
 @pytest.fixture(scope="module")

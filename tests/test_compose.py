@@ -11,10 +11,11 @@ import pytest
 import yaml
 
 from rlkit.algorithm import inputs
-from rlkit.compose import compose, conf_dir, experiment, warnings
+from rlkit.compose import compose, conf_dir, experiment
 from rlkit.errors import ConfigError
 from rlkit.schedules import Progress, at, phases, start, values
 from rlkit.schema import build, check
+from rlkit.validate import warnings
 
 GROUPS = sorted(f.name for f in conf_dir().iterdir() if f.is_dir() and f.name not in ("experiment", "debug"))
 REQUIRED = {

@@ -7,8 +7,9 @@ import json
 import pytest
 
 from rlkit import check
-from rlkit.compose import compose, conf_dir, experiment, first_steps
+from rlkit.compose import compose, conf_dir, experiment
 from rlkit.train import load_tasks
+from rlkit.validate import first_steps
 
 PRESETS = sorted(f.stem for f in (conf_dir() / "experiment").glob("*.yaml"))
 CHEAP = ("quickstart", "vector_reward", "tool_tracking")  # the others take a minute together

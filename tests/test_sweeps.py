@@ -12,21 +12,10 @@ import time
 import pytest
 
 from rlkit.errors import ConfigError
-from rlkit.sweeps import (
-    Job,
-    comparison,
-    corners,
-    expand,
-    folder_name,
-    folder_problems,
-    make_plan,
-    objective,
-    parallel,
-    read_jobs,
-    save,
-    threads,
-    why,
-)
+from rlkit.sweeps.compare import comparison
+from rlkit.sweeps.jobs import Job, read_jobs, save
+from rlkit.sweeps.plan import corners, expand, folder_name, folder_problems, make_plan
+from rlkit.sweeps.run import objective, parallel, threads, why
 
 FAST = ["debug=fast", "trainer.steps=1", "evaluation.n=0"]
 
@@ -91,7 +80,7 @@ def test_a_sweep_is_refused_before_its_first_job(words, expected, tmp_path, monk
 @pytest.mark.parametrize("option, extra", {"launcher=parallel": "joblib", "launcher=slurm": "submitit", "sweeper=search": "optuna"}.items())
 def test_a_missing_plugin_is_named_with_its_extra(option, extra, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rlkit.sweeps.installed", lambda name: False)
+    monkeypatch.setattr("rlkit.sweeps.plan.installed", lambda name: False)
     with pytest.raises(ConfigError, match=rf"rlkit\[{extra}\]"):
         make_plan(["seed=1,2", f"hydra/{option}"], None)
 
@@ -130,8 +119,8 @@ def test_the_comparison_puts_the_best_first_and_sums_up_seeds(tmp_path):
 
 def test_cores_are_shared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rlkit.sweeps.cores", lambda: 8)
-    monkeypatch.setattr("rlkit.sweeps.installed", lambda name: True)
+    monkeypatch.setattr("rlkit.sweeps.run.cores", lambda: 8)
+    monkeypatch.setattr("rlkit.sweeps.plan.installed", lambda name: True)
     assert [parallel(make_plan(["seed=1,2,3", *o], None)) for o in ([], ["hydra/launcher=parallel"], ["hydra/launcher=slurm_local"])] == [
         1,
         2,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 
@@ -78,7 +77,7 @@ def test_first_minibatch_is_on_policy(whole):
         assert row["mismatch/logp_abs_max"] < 1e-3
 
 
-def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(whole, tmp_path):
+def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(whole, tmp_path, same, timeless):
     """Stopped after two of four steps and continued in the same folder: weights, metrics and rollouts are identical."""
     folder = tmp_path / "halves"
     assert train(folder, "trainer.steps=2", *LEARNS) == 0
@@ -112,7 +111,7 @@ REFERENCES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", REFERENCES)
-def test_resumed_run_with_a_moving_reference_equals_an_uninterrupted_one(tmp_path, option):
+def test_resumed_run_with_a_moving_reference_equals_an_uninterrupted_one(tmp_path, same, option):
     """Policy, reference, its counters and all metrics; the reference has moved and is not the policy, or this shows nothing."""
     words = [*MOVES, *REFERENCES[option]]
     whole, halves = tmp_path / "whole", tmp_path / "halves"
@@ -133,32 +132,12 @@ def test_resumed_run_with_a_moving_reference_equals_an_uninterrupted_one(tmp_pat
     assert main(["evaluate", f"run={whole}", "evaluation.n=2", "evaluation.samples=1", "evaluation.k=[1]"]) == 0
 
 
-def same(a, b) -> bool:
-    """Equality of nested containers of tensors and numbers, bit for bit; nan equals nan."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b or (a != a and b != b)
-
-
 def test_a_reference_that_no_kl_uses_is_not_built(tmp_path, capsys):
     folder = tmp_path / "run"
     assert train(folder, "trainer.steps=1", "evaluation.n=0", "kl=none") == 0
     assert "reference=frozen is not built" in "".join(capsys.readouterr())
     state = torch.load(folder / "checkpoints" / "step_000001.ckpt", weights_only=True)
     assert state["rlkit"]["references"] == {}
-
-
-def timeless(path: Path) -> list:
-    """Rollouts without the seconds that their tools took."""
-    with gzip.open(path, "rt") as lines:
-        found = [json.loads(line) for line in lines]
-    for rollout in found:
-        for step in rollout["steps"]:
-            for result in step["tool_results"]:
-                del result["seconds"]
-    return found
 
 
 def test_a_finished_run_is_never_overwritten(whole, capsys):

@@ -53,15 +53,7 @@ class HeldOut(L.Callback):
         forward = trainer.strategy.precision_plugin.forward_context
         with forward(), ranks.whole_weights(module.model), rng.kept():  # it moves nobody's random numbers
             result, rollouts = greedy_accuracy(
-                module.policy,
-                self.tasks,
-                reward=x.evaluation.reward,
-                temperature=x.evaluation.curve_temperature,
-                seed=x.evaluation.seed,
-                generate=x.generation.engine,
-                environment=x.environment,
-                max_new_tokens=x.evaluation.max_new_tokens or x.generation.max_new_tokens,
-                max_thinking_tokens=x.generation.max_thinking_tokens,
+                module.policy, self.tasks, seed=x.evaluation.seed, **x.held_out(x.evaluation.curve_temperature)
             )
         self.results[module.rl_step] = result
         if trainer.is_global_zero:

@@ -80,10 +80,14 @@ def check(sandbox: Sandbox) -> None:
             raise ConfigError(f"sandbox.{name} is {value}; it must be at least {bound}")
 
 
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def workers(sandbox: Sandbox) -> int:
     """Programs at once: as asked, or one a core up to 8; never more than fit in half of the memory."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    asked = sandbox.workers or min(cores, 8)
+    asked = sandbox.workers or min(cores(), 8)
     if "SC_PHYS_PAGES" not in os.sysconf_names:
         return asked
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

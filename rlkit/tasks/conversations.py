@@ -12,7 +12,7 @@ from rlkit.environments.prompts import with_system_prompt
 from rlkit.environments.thinking import split_thinking
 from rlkit.errors import DataError
 from rlkit.tasks.select import select
-from rlkit.tasks.source import is_file, read_rows
+from rlkit.tasks.source import read_side
 from rlkit.types import Message, Task
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -46,12 +46,7 @@ def conversations(
       system_prompt: put in front of every row's messages.
     Raises: DataError naming the row, for a list that is none, an unknown role, or a conversation without a reply to learn.
     """
-    from rlkit.tasks.jsonl import side
-
-    source = test_path if split == "test" and test_path else path
-    rows = [(i, where, row) for i, (where, row) in enumerate(read_rows(source, split=split))]
-    if is_file(path) and not test_path:
-        rows = side(rows, field, held_out, split, source)
+    source, rows = read_side(path, test_path, split=split, held_out=held_out, field=field)
     tasks = []
     for i, where, row in rows:
         messages = with_system_prompt(_messages(where, row.get(field), field), system_prompt)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +9,10 @@ from typing import Any
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.errors import ConfigError, DataError
 from rlkit.tasks.select import select
-from rlkit.tasks.source import Row, is_file, read_rows
+from rlkit.tasks.source import Row, read_side
 from rlkit.types import Message, Task
 
 FIELDS = ("prompt", "answer", "id", "reward", "environment")
-Place = tuple[int, str, Row]  # index in the source, where for messages, the row
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -54,11 +51,8 @@ def jsonl(
     """
     fields = {name: field for name, field in fields.items() if field}
     _check(fields, held_out)
-    source = test_path if split == "test" and test_path else path
+    source, rows = read_side(path, test_path, split=split, held_out=held_out, field=fields["prompt"])
     defaults = Task(id=f"{Path(source).stem}/{split}", messages=(), reward=reward, environment=environment)
-    rows: list[Place] = [(i, where, row) for i, (where, row) in enumerate(read_rows(source, split=split))]
-    if is_file(path) and not test_path:
-        rows = side(rows, fields["prompt"], held_out, split, source)
     tasks = [_task(where, row, fields, defaults._replace(id=f"{defaults.id}/{i}"), system_prompt) for i, where, row in rows]
     return select(tasks, seed=seed, max_samples=max_samples, source=source)
 
@@ -70,21 +64,6 @@ def _check(fields: Mapping[str, str], held_out: float) -> None:
         raise ConfigError("task.fields.prompt is missing; name the field that holds the prompt")
     if not 0 < held_out < 1:
         raise ConfigError(f"task.held_out is {held_out}; it must be above 0 and below 1")
-
-
-def side(rows: list[Place], field: str, held_out: float, split: str, source: str) -> list[Place]:
-    """The rows on one side of the border: prompts in the order of their hash, the last share of them is "test"."""
-
-    def rank(row: Mapping[str, Any]) -> str:
-        return hashlib.sha256(json.dumps(row.get(field), sort_keys=True, default=str).encode()).hexdigest()
-
-    if split not in ("train", "test"):
-        raise DataError(f"task.path={source} is one file and has no split {split!r}; use train or test")
-    ranks = sorted({rank(row) for _, _, row in rows})
-    if len(ranks) < 2:
-        raise DataError(f"task.path={source} has {len(ranks)} different prompts, too few to hold some out; set task.test_path, or add rows")
-    border = ranks[len(ranks) - min(max(1, round(held_out * len(ranks))), len(ranks) - 1)]
-    return [place for place in rows if (rank(place[2]) >= border) == (split == "test")]
 
 
 def _task(where: str, row: Row, fields: Mapping[str, str], defaults: Task, system_prompt: str | None) -> Task:

@@ -9,9 +9,8 @@ from typing import Any
 from rlkit.errors import DataError
 from rlkit.sandbox import Unsplittable
 from rlkit.sandbox import split as split_test
-from rlkit.tasks.jsonl import Place, side
 from rlkit.tasks.select import select
-from rlkit.tasks.source import Row, is_file, read_rows
+from rlkit.tasks.source import Place, Row, is_file, read_rows, side
 from rlkit.types import Task
 
 INSTRUCTION = "Answer with one Python program in a ```python block. It must pass tests like this one:"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rlkit.errors import DataError
 
 SUFFIXES = (".jsonl", ".parquet")
 Row = dict[str, Any]
+Place = tuple[int, str, Row]  # index in the source, where for messages, the row
 
 
 def read_rows(path: str, *, split: str, name: str | None = None) -> Iterator[tuple[str, Row]]:
@@ -31,6 +33,28 @@ def read_rows(path: str, *, split: str, name: str | None = None) -> Iterator[tup
         return
     file = _file(local, split)
     yield from _parquet(file) if file.suffix == ".parquet" else _jsonl(file)
+
+
+def read_side(path: str, test_path: str | None, *, split: str, held_out: float, field: str) -> tuple[str, list[Place]]:
+    """Where the rows of a split stand, and the rows: those of `test_path`, or of a single file without one a share of it (see `side`)."""
+    source = test_path if split == "test" and test_path else path
+    rows = [(i, where, row) for i, (where, row) in enumerate(read_rows(source, split=split))]
+    return source, side(rows, field, held_out, split, source) if is_file(path) and not test_path else rows
+
+
+def side(rows: list[Place], field: str, held_out: float, split: str, source: str) -> list[Place]:
+    """The rows on one side of the border: prompts in the order of their hash, the last share of them is "test"."""
+
+    def rank(row: Mapping[str, Any]) -> str:
+        return hashlib.sha256(json.dumps(row.get(field), sort_keys=True, default=str).encode()).hexdigest()
+
+    if split not in ("train", "test"):
+        raise DataError(f"task.path={source} is one file and has no split {split!r}; use train or test")
+    ranks = sorted({rank(row) for _, _, row in rows})
+    if len(ranks) < 2:
+        raise DataError(f"task.path={source} has {len(ranks)} different prompts, too few to hold some out; set task.test_path, or add rows")
+    border = ranks[len(ranks) - min(max(1, round(held_out * len(ranks))), len(ranks) - 1)]
+    return [place for place in rows if (rank(place[2]) >= border) == (split == "test")]
 
 
 def is_file(path: str) -> bool:

@@ -107,3 +107,17 @@ def test_more_draws_than_samples_are_refused_before_sampling(tiny):
     with pytest.raises(ValueError, match=r"pass@8 needs at least 8 samples.*evaluation.samples is 4"):
         sampled_accuracy(tiny, TASKS, samples=4, k=[1, 8], temperature=1.0, **settings)
     assert engine.settings == []
+
+
+def test_held_out_replies_have_a_limit_of_their_own_and_the_thinking_budget_of_training(experiment):
+    """An engine that knows no thinking budget is not called with one."""
+    x = experiment._replace(evaluation=experiment.evaluation._replace(max_new_tokens=9))
+    assert x.held_out(0.5) == {
+        "reward": x.evaluation.reward,
+        "generate": x.generation.engine,
+        "environment": x.environment,
+        "temperature": 0.5,
+        "max_new_tokens": 9,
+    }
+    thinking = experiment._replace(generation=experiment.generation._replace(max_thinking_tokens=3)).held_out(0.0)
+    assert (thinking["max_thinking_tokens"], thinking["max_new_tokens"]) == (3, experiment.generation.max_new_tokens)

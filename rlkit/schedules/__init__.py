@@ -1,0 +1,33 @@
+"""Numbers and parts as functions of progress. A schedule never edits an experiment: it gives the experiment of a step."""
+
+from rlkit.schedules.conditions import Condition, condition, streak
+from rlkit.schedules.controllers import adaptive, adaptive_entropy, on_metric
+from rlkit.schedules.functions import constant, cosine, decay, exponential, linear, piecewise
+from rlkit.schedules.problems import schedule_problems, schedule_warnings
+from rlkit.schedules.progress import Phase, Progress, Schedule, advance, at, phases, start, unmeasured, values
+
+__all__ = [
+    "Condition",
+    "Phase",
+    "Progress",
+    "Schedule",
+    "adaptive",
+    "adaptive_entropy",
+    "advance",
+    "at",
+    "condition",
+    "constant",
+    "cosine",
+    "decay",
+    "exponential",
+    "linear",
+    "on_metric",
+    "phases",
+    "piecewise",
+    "schedule_problems",
+    "schedule_warnings",
+    "start",
+    "streak",
+    "unmeasured",
+    "values",
+]

@@ -1,0 +1,66 @@
+"""Numbers within the parts of an experiment, by their dotted path: kl.coef, algorithm.policy_loss.clip_high."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlkit.types import Controller
+
+
+def flat(numbers: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys."""
+    paths: dict[str, Any] = {}
+    for key, value in numbers.items():
+        paths |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return paths
+
+
+def fields(node: Any) -> Mapping[str, Any]:
+    """What a nested NamedTuple, mapping or partial function holds."""
+    if isinstance(node, functools.partial):
+        return node.keywords
+    if hasattr(node, "_asdict"):
+        return node._asdict()
+    return node if isinstance(node, Mapping) else {}
+
+
+def settable(node: Any) -> Mapping[str, Any]:
+    """The same, and the defaults of a partial function that nobody has set."""
+    if not isinstance(node, functools.partial):
+        return fields(node)
+    defaults = {p.name: p.default for p in inspect.signature(node).parameters.values() if p.default is not p.empty}
+    return defaults | node.keywords
+
+
+def replace(node: Any, keys: list[str], change: Callable[[Any], float], path: str) -> Any:
+    """A copy of nested NamedTuples, mappings and partial functions with one number, or the Controller in its place, changed.
+
+    A whole number stays one: it is rounded to the nearest.
+    Raises: KeyError naming the path that binds no number.
+    """
+    key, rest, known = keys[0], keys[1:], settable(node)
+    if key not in known:
+        raise KeyError(f"'{path}' binds nothing: there is no '{key}'; here are: {', '.join(map(str, known)) or 'no numbers'}")
+    old = known[key]
+    if not rest and (isinstance(old, bool) or not isinstance(old, int | float | Controller)):
+        raise KeyError(f"'{path}' is not a number")
+    if rest:
+        new = replace(old, rest, change, path)
+    else:
+        new = change(old)
+        new = round(new) if isinstance(old, int) or (isinstance(old, Controller) and _whole(node, key)) else float(new)
+    if isinstance(node, functools.partial):
+        return functools.partial(node.func, *node.args, **{**node.keywords, key: new})
+    return node._replace(**{key: new}) if hasattr(node, "_replace") else {**node, key: new}
+
+
+def _whole(node: Any, key: str) -> bool:
+    """Whether a field that a Controller fills is declared a whole number."""
+    if isinstance(node, Mapping):
+        return False
+    parameters = inspect.signature(node.func if isinstance(node, functools.partial) else type(node)).parameters
+    declared = parameters[key].annotation if key in parameters else None
+    return getattr(declared, "__forward_arg__", declared) in (int, "int")
