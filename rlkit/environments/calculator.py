@@ -59,6 +59,9 @@ def calculator(expression: str) -> str:
         raise ValueError("the numbers are too large for a root or a fractional power") from None
 
 
+calculator.bounded = True  # type: ignore[attr-defined]  # by the limits above
+
+
 def _normalise(expression: str) -> str:
     """The expression in Python's spelling: symbols replaced, thousands commas dropped, percent signs written out."""
     source = _drop_thousands_commas(expression.translate(SYMBOLS).translate(DROPPED).strip())

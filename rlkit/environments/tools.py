@@ -17,7 +17,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from time import perf_counter
 from typing import Any, Literal, Union
 
@@ -104,7 +104,8 @@ def execute(
       tools: name → function.
       max_chars: longest content, in characters; a longer one is cut and says so.
       timeout: seconds that the tool may take; it then runs in a thread (rlkit.deadline says what that cannot stop), and what it
-        gives later is dropped. None: no limit, and no thread.
+        gives later is dropped. None: no limit, and no thread. A tool whose work is bounded by construction says so by an attribute,
+        `tool.bounded = True`, and runs without: a thread costs more than a short call.
     Returns: a ToolResult with the call's id and name; `ok` is False for an unknown tool, arguments that do not fit the
       signature or its types, a tool that raises (SystemExit too), and one that takes too long; `seconds` is wall time in the tool.
     Raises: KeyboardInterrupt only.
@@ -129,7 +130,7 @@ def _attempt(call: ToolCall, tools: Mapping[str, Callable[..., Any]], timeout: f
         if problem := _misfit(tool, call.arguments):
             return f"Error: {problem}. Call it as {_signature(call.name, tool)}.", False
         run = partial(_text_of, tool, call.arguments)
-        return (run() if timeout is None else in_thread(run, timeout)), True
+        return (run() if timeout is None or getattr(tool, "bounded", False) else in_thread(run, timeout)), True
     except KeyboardInterrupt:
         raise
     except DeadlinePassed:
@@ -201,6 +202,14 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 
 def _parameters(tool: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    try:
+        return _signature_of(tool)
+    except TypeError:  # a tool that cannot be hashed
+        return _signature_of.__wrapped__(tool)
+
+
+@lru_cache(maxsize=64)
+def _signature_of(tool: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
     for resolve in (True, False):  # annotations that cannot be resolved are not checked
         try:
             return inspect.signature(tool, eval_str=resolve).parameters

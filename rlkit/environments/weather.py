@@ -21,3 +21,6 @@ def get_weather(city: str, unit: Literal["celsius", "fahrenheit"] = "celsius") -
         raise ValueError(f"no weather is known for {city!r}; there is {', '.join(WEATHER)}")
     degrees, sky = WEATHER[name]
     return f"{name}: {degrees} °C, {sky}" if unit == "celsius" else f"{name}: {degrees * 9 / 5 + 32:g} °F, {sky}"
+
+
+get_weather.bounded = True  # type: ignore[attr-defined]  # a look into a table

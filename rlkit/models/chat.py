@@ -85,7 +85,12 @@ def encode_text(codec: Codec, text: str) -> list[int]:
 
 def encode_scaffold(codec: Codec, text: str) -> list[int]:
     """Text of the template itself as ids, control tokens included, nothing added."""
-    return codec.tokenizer.encode(text, add_special_tokens=False) if text else []
+    return list(_scaffold(codec, text))
+
+
+@functools.lru_cache(maxsize=1024)  # the same few stand round all contents
+def _scaffold(codec: Codec, text: str) -> tuple[int, ...]:
+    return tuple(codec.tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
 
 @functools.lru_cache(maxsize=1024)  # the same few stand between all replies

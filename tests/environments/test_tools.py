@@ -168,6 +168,12 @@ def test_without_a_limit_a_tool_runs_in_the_thread_of_its_caller():
     names = {limit: execute(call("f"), {"f": lambda: threading.current_thread().name}, timeout=limit).content for limit in (None, 9.0)}
     assert names[None] == threading.current_thread().name != names[9.0]
 
+    def short() -> str:
+        return threading.current_thread().name
+
+    short.bounded = True
+    assert execute(call("short"), {"short": short}, timeout=9.0).content == names[None]
+
 
 def test_get_weather_knows_both_units():
     """The example of the docs: three cities, a unit that is a choice in the schema."""
