@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.nn import functional as nn_functional
 
 from rlkit.generation.graphs import Graphs, can_capture, fitting
-from rlkit.generation.one_token import OneToken, can_step
 from rlkit.generation.transformers import ThinkingBudget, draw, sampling_mode
 from rlkit.generation.transformers import generate as reference
+from rlkit.generation.trunk import Trunk, is_known
 from rlkit.types import Generation, Policy
 
 Follow = Callable[[int, Generation], "tuple[Sequence[int], int] | None"]
@@ -307,7 +307,7 @@ class _Decoder:
         spelled = self.budget is not None and policy.codec.thinking.ids is None  # then each token is looked at on the host
         self.captures = cuda_graphs and can_capture(device) and not spelled
         self.graphs = Graphs(causal, device)
-        self.one_token = OneToken(self.trunk) if can_step(self.trunk) else None
+        self.fast = Trunk(self.trunk) if is_known(self.trunk) else None
 
     @property
     def state(self) -> tuple[Tensor, ...]:
@@ -426,9 +426,15 @@ class _Decoder:
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Hidden states [R, m, H]."""
+        if self.fast is not None:
+            return self.fast(ids, self.cache.positions, partial(self.attention, mask))
         return self.trunk(
             input_ids=ids, attention_mask=mask, position_ids=self.cache.positions, past_key_values=self.cache, use_cache=True
         ).last_hidden_state
+
+    def attention(self, mask: Tensor, query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
+        """To all that these rows may see, [R, m, Hq, D]; the new keys and values are kept."""
+        return attend(None, query, *self.cache.update(key, value, layer), mask)[0]
 
     def measure(self) -> None:
         """How far the slots in use reach. Only a CPU reads them in parts: elsewhere a call costs more, and its shape is captured."""
@@ -453,17 +459,8 @@ class _Decoder:
     def decode(self, slots: int, length: int) -> None:
         """A step of the first slots, of which none sees more positions. A function of the state alone, in place, without a host's look."""
         self.cache.rows, self.cache.positions, self.cache.length = None, self.position[:slots, None], length
-        seen = (torch.arange(length, device=self.device) <= self.cache.positions)[:, None, None]
-        if self.one_token is None:
-            hidden = self.forward(self.last[:slots, None], seen)[:, 0]
-        else:
-            hidden = self.one_token(self.last[:slots], self.position[:slots], partial(self.attention, seen))
-        self.draw(self.cache.places[:slots], hidden, begun=True)
-
-    def attention(self, seen: Tensor, query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
-        """Of one token a slot to what it has read, [R, Hq · D]; its own key and value are kept."""
-        keys, values = self.cache.update(key[:, :, None], value[:, :, None], layer)
-        return attend(None, query[:, :, None], keys, values, seen)[0].flatten(1)
+        seen = torch.arange(length, device=self.device) <= self.cache.positions
+        self.draw(self.cache.places[:slots], self.forward(self.last[:slots, None], seen[:, None, None])[:, 0], begun=True)
 
     def draw(self, at: Tensor, hidden: Tensor, begun: bool = False) -> None:
         """The next token of the slots `at` that draw, from their last hidden states.

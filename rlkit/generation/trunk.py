@@ -1,8 +1,7 @@
-"""A decoding step of a Llama-like trunk in as few calls as it takes: what a small model's step costs is calls, not arithmetic.
+"""The forward of a Llama-like trunk in as few calls as it takes: what a decoding step of a small model costs is calls, not arithmetic.
 
-Hugging Face's own forward starts about a hundred operations a layer, most of them to rotate and to normalise one token. Here it is about
-thirty: queries and keys are rotated and normalised together, and what all layers share is made once. The numbers are those of its forward
-up to the last bits of their sums.
+Hugging Face's own starts about a hundred operations a layer, most of them to rotate and to normalise. Here it is about thirty: queries and
+keys are rotated and normalised together, and what all layers share is made once. The numbers are the same up to the last bits of sums.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch.nn import functional as nn_functional
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # layers: norm, rotated and grouped attention, norm, gated MLP
 
-Attention = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # queries [R, Hq, D], keys and values [R, Hk, D], layer → [R, Hq · D]
+Attention = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # queries [R, Hq, m, D], keys and values [R, Hk, m, D], layer → [R, m, Hq, D]
 
 
 Projection = Callable[[Tensor], Tensor]  # of tokens that are normalised already
@@ -32,8 +31,8 @@ class Layer(NamedTuple):
     scale: Tensor | None  # [Hq + Hk, D], of the norm of queries and keys
 
 
-def can_step(trunk: Any) -> bool:
-    """Whether `OneToken` knows these layers: those of its families as Hugging Face wrote them, adapters in their projections or not."""
+def is_known(trunk: Any) -> bool:
+    """Whether `Trunk` knows these layers: those of its families as Hugging Face wrote them, adapters in their projections or not."""
     family = getattr(trunk.config, "model_type", None)
     home = sys.modules.get(f"transformers.models.{family}.modeling_{family}") if family in FAMILIES else None
     if home is None:
@@ -53,30 +52,30 @@ def can_step(trunk: Any) -> bool:
     )
 
 
-class OneToken:
-    """The pass of one token a row through a trunk, its weights as they are when this is made."""
+class Trunk:
+    """The forward of a trunk, without gradient, its weights as they are when this is made."""
 
     def __init__(self, trunk: Any):
         self.trunk, self.config = trunk, trunk.config
         self.layers = [_layer(module) for module in trunk.layers]
 
     def __call__(self, ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """The last hidden states [R, H] of tokens [R] at these positions [R]."""
+        """The last hidden states [R, m, H] of tokens [R, m] at these positions [R, m]."""
         x = self.trunk.embed_tokens(ids)
-        cos, sin = self.trunk.rotary_emb(x, positions[:, None])  # [R, 1, D]
+        cos, sin = (part[:, :, None] for part in self.trunk.rotary_emb(x, positions))  # [R, m, 1, D]
         half = cos.shape[-1] // 2
         sin = torch.cat((sin[..., :half].neg(), sin[..., half:]), -1)
         for number, layer in enumerate(self.layers):
             attn, mlp = layer.module.self_attn, layer.module.mlp
             eps = layer.module.input_layernorm.variance_epsilon
-            projected = layer.project(normalised(x, eps)).view(len(x), -1, attn.head_dim)
-            keys = (projected.shape[1] - attn.config.num_attention_heads) // 2
-            both, values = projected[:, :-keys], projected[:, -keys:]
+            projected = layer.project(normalised(x, eps)).view(*ids.shape, -1, attn.head_dim)
+            keys = (projected.shape[2] - attn.config.num_attention_heads) // 2
+            both, values = projected[:, :, :-keys], projected[:, :, -keys:]
             if layer.scale is not None:
                 both = normalised(both, attn.q_norm.variance_epsilon) * layer.scale
             both = (both * cos).addcmul_(both.roll(half, -1), sin)  # rotate_half, its sign in the sine
-            seen = attention(both[:, :-keys], both[:, -keys:], values, number)
-            x = x + attn.o_proj(seen)
+            query, key, value = (part.transpose(1, 2) for part in (both[:, :, :-keys], both[:, :, -keys:], values))
+            x = x + attn.o_proj(attention(query, key, value, number).flatten(2))
             gate, up = layer.gates(normalised(x, layer.module.post_attention_layernorm.variance_epsilon)).chunk(2, -1)
             x = x + mlp.down_proj(mlp.act_fn(gate) * up)
         return normalised(x, self.trunk.norm.variance_epsilon) * self.trunk.norm.weight

@@ -1,4 +1,4 @@
-"""The short decoding step against Hugging Face's own forward, over its families of layers; and who is left to the latter."""
+"""The engine's own forward against Hugging Face's own forward, over its families of layers; and who is left to the latter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig, GemmaFor
 
 from rlkit.functional import mix
 from rlkit.generation import cached, generate
-from rlkit.generation.one_token import FAMILIES, can_step
+from rlkit.generation.trunk import FAMILIES, is_known
 
 CONTEXTS = [(5, 9, 2, 7), (5, 9, 2, 7), (11, 3), (4, 4, 8, 1, 30, 2)]
 SIZES = {
@@ -51,7 +51,7 @@ def test_a_step_draws_what_the_reference_engine_draws(tiny, family, variant, ada
     model = model_of(family, **VARIANTS[variant])
     model = adapted(model) if adapter else model
     policy = tiny._replace(model=model, eos_token_ids=(63,), pad_token_id=62, context_length=64)
-    assert can_step(model.get_base_model().base_model if adapter else model.base_model)
+    assert is_known(model.get_base_model().base_model if adapter else model.base_model)
     seeds = [mix(1, i) for i in range(len(CONTEXTS))]
     ours, theirs = (engine(policy, CONTEXTS, seeds, max_new_tokens=24) for engine in (cached, generate))
     assert [g.token_ids for g in ours] == [g.token_ids for g in theirs]
@@ -61,16 +61,16 @@ def test_a_step_draws_what_the_reference_engine_draws(tiny, family, variant, ada
 
 
 def test_a_step_is_left_to_layers_that_are_not_known(tiny):
-    assert can_step(tiny.model.base_model)
-    assert not can_step(GemmaForCausalLM(GemmaConfig(**SIZES, num_key_value_heads=2, head_dim=8)).base_model)
+    assert is_known(tiny.model.base_model)
+    assert not is_known(GemmaForCausalLM(GemmaConfig(**SIZES, num_key_value_heads=2, head_dim=8)).base_model)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2))
-    assert can_step(model.base_model)
+    assert is_known(model.base_model)
 
     class Mine(type(model.base_model.layers[1].mlp)):  # type: ignore[misc]
         """A part that a user has changed."""
 
     model.base_model.layers[1].mlp.__class__ = Mine
-    assert not can_step(model.base_model)
+    assert not is_known(model.base_model)
 
 
 def test_what_hangs_on_the_call_of_a_layer_is_not_passed_by(tiny):
