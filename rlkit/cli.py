@@ -134,6 +134,7 @@ def train_command(arguments: Arguments) -> int:
         return sweep(arguments.overrides, config_dir=arguments.config_dir)
     from rlkit import launch, ranks, runs
     from rlkit.compose import compose, experiment, warnings
+    from rlkit.loggers import check_loggers
     from rlkit.train import join_ranks, load_tasks, start
 
     overrides, named, place = list(arguments.overrides), option(arguments.overrides, "resume"), option(arguments.overrides, "hydra.run.dir")
@@ -145,6 +146,7 @@ def train_command(arguments: Arguments) -> int:
         overrides = [*drop(added(runs.saved_overrides(folder), overrides), "resume"), f"resume={quote(named)}"]
     composed = compose(overrides, config_dir=arguments.config_dir)
     x = experiment(composed)
+    check_loggers(x.logger)
     if launch.needed(x.trainer.devices, x.trainer.nodes):
         return launch.start([sys.executable, "-m", "rlkit", "train", *arguments.words], x.trainer.devices)
     join_ranks(x.trainer)
@@ -347,11 +349,13 @@ def check_command(arguments: Arguments) -> int:
     """What `rlkit train` would do with these overrides, in one small step."""
     from rlkit import check
     from rlkit.compose import compose, experiment, first_steps, warnings
+    from rlkit.loggers import check_loggers
     from rlkit.train import load_tasks
 
     if arguments.multirun:
         raise ConfigError("rlkit check tries one run at a time; rlkit train -m checks every job of a sweep before the first one starts")
     x = experiment(compose(arguments.overrides, config_dir=arguments.config_dir))
+    check_loggers(x.logger)
     tasks = load_tasks(x)
     for line in warnings(x):
         print(f"warning: {line}")
