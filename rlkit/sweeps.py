@@ -34,6 +34,7 @@ from rlkit import runs
 from rlkit.callbacks.files import write_atomic, write_json
 from rlkit.errors import ConfigError, Refusal
 from rlkit.launch import sweep_problem
+from rlkit.runs import clock
 
 STOP = "stop"  # jobs/stop: no further job starts
 BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -102,6 +103,7 @@ def sweep(arguments: Sequence[str], *, config_dir: str | None = None) -> int:
 def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
     """The jobs of a command line, each of them composed, checked and dry-run. Raises ConfigError with all problems at once."""
     from rlkit.compose import compose, experiment
+    from rlkit.loggers import check_loggers
 
     given = [quoted(text) for text in arguments]
     config = compose_sweep(given, config_dir)
@@ -123,6 +125,7 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
             composed = compose(job, config_dir=config_dir)
             added |= {key[2:] for text in composed.overrides if (key := text.partition("=")[0]).startswith("++")}
             x = experiment(composed)
+            check_loggers(x.logger)
             if problem := sweep_problem(x.trainer.devices, x.trainer.nodes):
                 raise ConfigError(problem)
             folder = root / folder_name(dirname(composed.overrides))
@@ -550,12 +553,6 @@ def rows(folder: Path, tail: int = 0) -> list[dict[str, Any]]:
                 row = json.loads(line)
                 found += [row] if isinstance(row, dict) else []
     return found
-
-
-def clock(seconds: float) -> str:
-    """1:04, or 2:01:04."""
-    minutes, seconds = divmod(max(0, round(seconds)), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
 
 
 # ----------------------------------------------------------------------------------------------------- comparing
