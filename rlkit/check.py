@@ -203,7 +203,8 @@ def saved_of_rows(module: Any, tokens: int, longest: int) -> int:
     """Bytes that autograd keeps for `tokens` tokens in rows of up to `longest` tokens, of the kind that takes the most.
 
     Measured on rows of few tokens, and carried on: linear layers keep as much for every token, attention masks for every pair of tokens
-    of a row. Under gradient checkpointing the backward pass of one layer comes on top, as much as it keeps without.
+    of a row. Under gradient checkpointing the input of every layer is kept, which no hook sees, and the backward pass of one layer comes
+    on top, as much as it keeps without.
     """
     config = module.policy.model.config
     widths = (min(longest, WIDTH) // 2, min(longest, WIDTH))
@@ -218,7 +219,8 @@ def saved_of_rows(module: Any, tokens: int, longest: int) -> int:
     finally:
         for layer in layers:
             layer.gradient_checkpointing = True
-    return total + whole // config.num_hidden_layers
+    inputs = 4 * tokens * config.num_hidden_layers * config.hidden_size
+    return total + inputs + whole // config.num_hidden_layers
 
 
 def _carried_on(widths: tuple[int, int], kept: Sequence[float], tokens: int, longest: int) -> int:
