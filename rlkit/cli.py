@@ -35,7 +35,8 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
 
   --config-dir DIR    options of your own
   -m, --multirun      a sweep
-  --completion bash   a script that completes groups, options and keys: eval "$(rlkit --completion bash)"
+  --completion SHELL  a script that completes groups, options and keys: eval "$(rlkit --completion bash)", the same with zsh;
+                      rlkit --completion fish | source
 
 groups and their options:
 """
@@ -385,7 +386,7 @@ def completion(words: Sequence[str], commands: Iterable[str]) -> int:
     elif words[0] == "--complete" and len(words) == 2:
         print("\n".join(complete(words[1], commands, known_keys)))
     else:
-        raise ConfigError(f"there is no flag '{words[0]}'; there is --completion bash")
+        raise ConfigError(f"there is no flag '{words[0]}'; there is --completion bash, zsh or fish")
     return 0
 
 
