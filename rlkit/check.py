@@ -20,22 +20,27 @@ from rlkit.types import Rollout, Task
 
 REPLY = 64  # tokens of a reply here; a run's own limit may take minutes on a CPU
 GROUP = 4  # rollouts where a group is one sample
+WIDTH = 512  # tokens of the rows at most whose memory is measured
+WORST = 4  # such rows
+LOSS = 64  # [B, T] tensors of the loss and its backward pass, generously
 
 
 class Memory(NamedTuple):
-    """Bytes that a run holds. Weights, gradients, optimizer and reference are counted; saved and cache are worked out from the step."""
+    """Bytes that a run holds at most. Weights, gradients, optimizer and reference are counted; the rest is worked out, never too low."""
 
     weights: int
     gradients: int
     optimizer: int
     reference: int
-    saved: int  # by autograd, for the backward pass of one full micro-batch
+    saved: int  # by autograd, for the backward pass of one full micro-batch whose rows share nothing
+    working: int  # logits of a chunk and what the backward pass of a layer needs besides
     cache: int  # keys and values of all episodes of a step, each as long as it may become
 
     @property
     def peak(self) -> int:
-        """What is there at once at most: sampling and updating take turns."""
-        return self.weights + self.optimizer + self.reference + max(self.cache, self.gradients + self.saved)
+        """What is there at once at most: sampling, the backward pass and the optimizer, which may copy the gradients, take turns."""
+        update = self.gradients + max(self.saved + self.working, self.gradients)
+        return self.weights + self.optimizer + self.reference + max(self.cache, update)
 
 
 class Report(NamedTuple):
@@ -83,6 +88,7 @@ def run(x: Experiment, tasks: Sequence[Task], held_out: Sequence[Task]) -> Repor
 
     quiet()
     import torch
+    from lightning.pytorch.callbacks import LambdaCallback
 
     clock = {}
     started = time.perf_counter()
@@ -97,13 +103,20 @@ def run(x: Experiment, tasks: Sequence[Task], held_out: Sequence[Task]) -> Repor
     with autocast(cut, device):
         warnings = check_policy(policy, tasks, cut)
     played: list[Rollout] = []
-    module = RLModule(cut._replace(reward=telling(cut.reward, played)), policy, tasks)
-    with tempfile.TemporaryDirectory() as folder, saved_for_backward(module) as saved:
+    found: list[Memory] = []
+
+    def measure(trainer: Any, module: Any) -> None:  # while everything is where it trains
+        with trainer.strategy.precision_plugin.forward_context():
+            found.append(memory(x, module, tasks, played))
+
+    cut = cut._replace(reward=telling(cut.reward, played), callbacks={"memory": lambda _: LambdaCallback(on_train_end=measure)})
+    module = RLModule(cut, policy, tasks)
+    with tempfile.TemporaryDirectory() as folder:
         trainer, _ = make_trainer(module.experiment, module, [], Path(folder), {}, device, resume=None)
         trainer.fit(module, RLData(1, done=lambda: module.rl_step))
     clock["generate"], clock["update"] = module.metrics["perf/generate_s"], module.metrics["perf/update_s"]
     spread = len({r.total_reward for r in played}) == 1
-    return Report(warnings, played, spread, module.metrics, memory(x, module, tasks, saved[0]), clock, text)
+    return Report(warnings, played, spread, module.metrics, found[0], clock, text)
 
 
 def telling(reward: Reward, played: list[Rollout]) -> Reward:
@@ -121,46 +134,131 @@ def telling(reward: Reward, played: list[Rollout]) -> Reward:
 # -------------------------------------------------------------------------------------------------------- memory
 
 
+class Kept:
+    """Bytes that autograd keeps for backward passes, the weights themselves aside: those of now, and the most there were at once."""
+
+    def __init__(self, module: Any) -> None:
+        self.weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+        self.users: dict[int, int] = {}  # storage → tensors in it that are kept
+        self.now = self.peak = 0
+
+    def keep(self, tensor: Any) -> _Saved:
+        """A tensor as autograd may hold it until the backward pass has come by."""
+        return _Saved(self, tensor)
+
+
+class _Saved:
+    """One saved tensor; that it is gone means that the backward pass is done with it."""
+
+    def __init__(self, kept: Kept, tensor: Any) -> None:
+        self.kept, self.tensor = kept, tensor
+        self.place, self.size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        if self.place not in kept.weights:
+            kept.users[self.place] = kept.users.get(self.place, 0) + 1
+            if kept.users[self.place] == 1:
+                kept.now += self.size
+                kept.peak = max(kept.peak, kept.now)
+
+    def __del__(self) -> None:
+        if self.place not in self.kept.weights:
+            self.kept.users[self.place] -= 1
+            if not self.kept.users[self.place]:
+                self.kept.now -= self.size
+
+
 @contextmanager
-def saved_for_backward(module: Any) -> Iterator[list[int]]:
-    """Counts the bytes that autograd keeps for backward passes, the weights themselves aside; each storage once."""
+def saved_for_backward(module: Any) -> Iterator[Kept]:
+    """Counts what autograd keeps inside of the block; each storage once."""
     import torch
 
-    weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    seen: set[int] = set()
-    total = [0]
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        place = tensor.untyped_storage().data_ptr()
-        if place not in weights | seen:
-            seen.add(place)
-            total[0] += tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield total
+    kept = Kept(module)
+    with torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda saved: saved.tensor):
+        yield kept
 
 
-def memory(x: Experiment, module: Any, tasks: Sequence[Task], saved: int) -> Memory:
-    """What the whole run takes, from a module that has taken its one small step, of which autograd kept `saved` bytes."""
+def memory(x: Experiment, module: Any, tasks: Sequence[Task], played: Sequence[Rollout]) -> Memory:
+    """What the whole run takes at most, from a module that has taken its one small step, with the rollouts `played`."""
     trained = [p for p in module.parameters() if p.requires_grad]
     weights = size_of([list(module.parameters()), list(module.buffers())])
     optimizer = sum(size_of(o.state) for o in module.trainer.optimizers)
     together = size_of([list(module.parameters()), list(module.buffers()), module.references])
-    longest = min(module.policy.context_length, episode_length(x, module, tasks))
+    longest = min(module.policy.context_length, episode_length(x, module, tasks, played))
     rollouts = x.batch.prompts * x.batch.group_size
-    step_tokens = module.tokens / (1 - module.metrics["perf/padding_frac"])  # with padding
-    portion = min(x.trainer.micro_batch_tokens, rollouts * longest)
+    portion = min(max(x.trainer.micro_batch_tokens, longest), rollouts * longest)  # a micro-batch is at least one rollout
     engine = getattr(x.generation.engine, "keywords", {})
     cached = min(longest * min(rollouts, engine.get("max_rows", rollouts)), engine.get("max_cached_tokens", rollouts * longest))
+    saved = saved_of_rows(module, portion, longest)
     return Memory(
         weights=weights,
         gradients=sum(p.numel() * p.element_size() for p in trained),
         optimizer=optimizer,
         reference=together - weights,
-        saved=int(saved * portion / step_tokens),
+        saved=saved,
+        working=working_of(module, portion) + saved // module.policy.model.config.num_hidden_layers,
         cache=cache_bytes(module.policy.model) * cached,
     )
+
+
+def saved_of_rows(module: Any, tokens: int, longest: int) -> int:
+    """Bytes that autograd keeps for `tokens` tokens in rows of up to `longest` tokens, of the kind that takes the most.
+
+    Measured on rows of few tokens, and carried on: linear layers keep as much for every token, attention masks for every pair of tokens
+    of a row. Under gradient checkpointing the input of every layer is kept, which no hook sees, and the backward pass of one layer comes
+    on top, as much as it keeps without.
+    """
+    config = module.policy.model.config
+    widths = (min(longest, WIDTH) // 2, min(longest, WIDTH))
+    layers = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False)]
+    total = _carried_on(widths, [_kept_by(module, width) for width in widths], tokens, longest)
+    if not layers:
+        return total
+    for layer in layers:
+        layer.gradient_checkpointing = False
+    try:
+        whole = _carried_on(widths, [_kept_by(module, width) for width in widths], tokens, longest)
+    finally:
+        for layer in layers:
+            layer.gradient_checkpointing = True
+    inputs = 4 * tokens * config.num_hidden_layers * config.hidden_size
+    return total + inputs + whole // config.num_hidden_layers
+
+
+def _carried_on(widths: tuple[int, int], kept: Sequence[float], tokens: int, longest: int) -> int:
+    """Bytes a token at two widths, as a line in the width, at the width `longest`; times the tokens."""
+    slope = max(0.0, (kept[1] - kept[0]) / (widths[1] - widths[0]))
+    return int(tokens * (max(kept) + slope * (longest - widths[1])))
+
+
+def _kept_by(module: Any, width: int) -> float:
+    """Bytes a token that autograd keeps of policy and critic for rows as they are at worst.
+
+    They share their first token alone, so that attention needs a mask and every token counts; all but one are so long that they are
+    padded by as much as the packing pads.
+    """
+    import torch
+
+    from rlkit.models.packing import pack, size_class
+    from rlkit.models.score import states
+
+    short = next(n for n in range(2, width + 1) if size_class(n) == size_class(width))
+    ids = (torch.arange(WORST)[:, None] * 7 + torch.arange(width + 1)) % module.policy.model.get_input_embeddings().num_embeddings
+    ids[:, 0] = 0
+    mask = torch.arange(width + 1).expand(WORST, -1) >= 1
+    mask = mask & ((torch.arange(WORST)[:, None] == 0) | (torch.arange(width + 1) <= short))
+    packed = pack(ids.to(module.device), mask.to(module.device))
+    with torch.enable_grad(), saved_for_backward(module) as kept:
+        hidden = states(module.model, packed)
+        values = module.critic(hidden, packed) if module.x.algorithm.critic.active else None
+        peak = kept.peak + size_of([hidden, values])
+    return peak / packed.tokens
+
+
+def working_of(module: Any, tokens: int) -> int:
+    """Bytes for the logits of a chunk, their log-softmax, its gradient and theirs, and what the loss keeps of every token."""
+    from rlkit.models.score import CHUNK_LOGITS
+
+    vocabulary = module.policy.model.get_output_embeddings().weight.shape[0]
+    return 4 * (4 * min(tokens * vocabulary, CHUNK_LOGITS) + LOSS * tokens)
 
 
 def size_of(node: Any) -> int:
@@ -190,8 +288,9 @@ def cache_bytes(model: Any) -> int:
     return 2 * config.num_hidden_layers * heads * width * next(model.parameters()).element_size()
 
 
-def episode_length(x: Experiment, module: Any, tasks: Sequence[Task]) -> int:
-    """Tokens that an episode may come to: the longest prompt, and as many replies as may be, each as long as it may be."""
+def episode_length(x: Experiment, module: Any, tasks: Sequence[Task], played: Sequence[Rollout]) -> int:
+    """Tokens that an episode may come to: the longest prompt, as many replies as may be, each as long as it may be, and between any two
+    of them the most that was said between two of those `played`."""
     from rlkit.environments import environment_of, tool_schema
     from rlkit.models import encode_prompt
 
@@ -199,7 +298,9 @@ def episode_length(x: Experiment, module: Any, tasks: Sequence[Task]) -> int:
     own = environment_of(x.environment, longest)
     tools = [tool_schema(tool) for tool in own.tools(longest).values()]
     prompt = len(encode_prompt(module.policy.codec, list(own.first_prompt(longest)), tools))
-    return prompt + own.max_steps * x.generation.max_new_tokens
+    turns = ((a, b) for r in played for a, b in zip(r.steps, r.steps[1:], strict=False))
+    said = max((len(b.prompt_ids) - len(a.prompt_ids) - len(a.response_ids) for a, b in turns), default=0)
+    return prompt + own.max_steps * x.generation.max_new_tokens + (own.max_steps - 1) * max(said, 0)
 
 
 # ------------------------------------------------------------------------------------------------------- telling
@@ -225,7 +326,7 @@ def show(report: Report, *, phases: Sequence[str] = ()) -> str:
         *((f"memory: {name}", _size(getattr(memory, name))) for name in memory._fields if getattr(memory, name)),
         (
             "memory: in all",
-            f"about {_size(memory.peak)}, at micro_batch_tokens and the longest episodes; the framework comes on top",
+            f"{_size(memory.peak)} at most: micro_batch_tokens full of the longest episodes; the framework comes on top",
         ),
     ]
     if len(phases) > 1:

@@ -35,7 +35,8 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
 
   --config-dir DIR    options of your own
   -m, --multirun      a sweep
-  --completion bash   a script that completes groups, options and keys: eval "$(rlkit --completion bash)"
+  --completion SHELL  a script that completes groups, options and keys: eval "$(rlkit --completion bash)", the same with zsh;
+                      rlkit --completion fish | source
 
 groups and their options:
 """
@@ -134,6 +135,7 @@ def train_command(arguments: Arguments) -> int:
         return sweep(arguments.overrides, config_dir=arguments.config_dir)
     from rlkit import launch, ranks, runs
     from rlkit.compose import compose, experiment
+    from rlkit.loggers import check_loggers
     from rlkit.train import join_ranks, load_tasks, start
     from rlkit.validate import warnings
 
@@ -146,6 +148,7 @@ def train_command(arguments: Arguments) -> int:
         overrides = [*drop(added(runs.saved_overrides(folder), overrides), "resume"), f"resume={quote(named)}"]
     composed = compose(overrides, config_dir=arguments.config_dir)
     x = experiment(composed)
+    check_loggers(x.logger)
     if launch.needed(x.trainer.devices, x.trainer.nodes):
         return launch.start([sys.executable, "-m", "rlkit", "train", *arguments.words], x.trainer.devices)
     join_ranks(x.trainer)
@@ -348,12 +351,14 @@ def check_command(arguments: Arguments) -> int:
     """What `rlkit train` would do with these overrides, in one small step."""
     from rlkit import check
     from rlkit.compose import compose, experiment
+    from rlkit.loggers import check_loggers
     from rlkit.train import load_tasks
     from rlkit.validate import first_steps, warnings
 
     if arguments.multirun:
         raise ConfigError("rlkit check tries one run at a time; rlkit train -m checks every job of a sweep before the first one starts")
     x = experiment(compose(arguments.overrides, config_dir=arguments.config_dir))
+    check_loggers(x.logger)
     tasks = load_tasks(x)
     for line in warnings(x):
         print(f"warning: {line}")
@@ -383,7 +388,7 @@ def completion(words: Sequence[str], commands: Iterable[str]) -> int:
     elif words[0] == "--complete" and len(words) == 2:
         print("\n".join(complete(words[1], commands, known_keys)))
     else:
-        raise ConfigError(f"there is no flag '{words[0]}'; there is --completion bash")
+        raise ConfigError(f"there is no flag '{words[0]}'; there is --completion bash, zsh or fish")
     return 0
 
 

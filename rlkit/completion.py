@@ -19,17 +19,35 @@ _rlkit() {
 }
 complete -o default -F _rlkit rlkit
 """
+ZSH = """\
+_rlkit() {
+    local -a found=("${(@f)$("$words[1]" --complete "${(j: :)words[1,CURRENT]}" 2>/dev/null)}")
+    if [[ -z "$found[1]" ]]; then
+        _files
+        return
+    fi
+    compadd -Q -S '' -- ${(M)found:#*[=./]}
+    compadd -Q -- ${found:#*[=./]}
+}
+compdef _rlkit rlkit
+"""
+FISH = """\
+complete -c rlkit -f -a '(rlkit --complete (commandline -cp) 2>/dev/null)'
+complete -c rlkit -F -n '__fish_seen_subcommand_from report'
+"""
+SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 ENTRIES = {"train": "train", "check": "train", "evaluate": "evaluate", "rollout": "rollout", "agent": "agent"}  # command → entry config
 FOLDERS = ("run", "resume")  # keys whose value may be a run folder
 
 
 def script(shell: str) -> str:
-    """What a shell has to read, as in `eval "$(rlkit --completion bash)"`. Raises ConfigError for a shell that is not known."""
-    if shell != "bash":
-        raise ConfigError(
-            f"--completion {shell}: there is completion for bash; zsh takes it after 'autoload -U bashcompinit; bashcompinit'"
-        )
-    return BASH
+    """What a shell has to read: `eval "$(rlkit --completion bash)"`, the same in zsh after compinit, `rlkit --completion fish | source`.
+
+    Raises: ConfigError for a shell that is not known.
+    """
+    if shell not in SCRIPTS:
+        raise ConfigError(f"--completion {shell}: there is completion for {', '.join(SCRIPTS)}")
+    return SCRIPTS[shell]
 
 
 def complete(line: str, commands: Iterable[str], keys: Callable[[str, Sequence[str], str | None], Iterable[str]]) -> list[str]:

@@ -6,13 +6,16 @@ torchrun would give them. Where one of them fails, the others are ended; a signa
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 GRACE = 15.0  # seconds in which the others may say what they saw, after a rank has failed
 
@@ -121,3 +124,41 @@ def sweep_problem(devices: int, nodes: int) -> str | None:
             f"hydra.launcher.nodes={nodes} hydra.launcher.tasks_per_node={devices}, or run job after job under srun"
         )
     return None
+
+
+@contextmanager
+def own_gpus(locks: Path, *, jobs: int, devices: int) -> Iterator[dict[str, str]]:
+    """The CUDA_VISIBLE_DEVICES of one of `jobs` processes side by side that need `devices` GPUs each, none of them another's.
+
+    Where there are more jobs than GPUs, they go round, so that none has two more than another. A place is a lock on a file: whatever
+    ends the process frees it.
+    Args:
+      locks: a folder that the jobs of this machine share.
+    Yields: what to add to the environment; nothing where there is one job, or nothing to choose from.
+    """
+    gpus = visible_gpus()
+    sets = len(gpus) // devices
+    if jobs < 2 or sets < 2:
+        yield {}
+        return
+    locks.mkdir(parents=True, exist_ok=True)
+    for place in range(jobs):
+        with (locks / f"{place}.lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            first = place % sets * devices
+            yield {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + devices])}
+            return
+    yield {}  # more jobs than were announced
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [name.strip() for name in given.split(",") if name.strip()]
+    import torch
+
+    return [str(index) for index in range(torch.cuda.device_count())]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,7 @@ def wandb(run: Path, step: int, /, *, project: str = "rlkit", entity: str | None
       mode: offline keeps everything in wandb/ of the run folder until `wandb sync`; online sends it at once; disabled does nothing.
     Raises: ConfigError where the package is missing or the mode is none of these.
     """
-    if mode not in ("offline", "online", "disabled"):
-        raise ConfigError(f"logger.wandb.mode={mode}: it is offline, online or disabled")
-    _installed("wandb", "wandb")
+    _check_wandb(mode=mode)
     from lightning.pytorch.loggers import WandbLogger
 
     identity = run / "wandb.id"
@@ -80,7 +78,7 @@ def mlflow(run: Path, step: int, /, *, experiment: str = "rlkit", tracking_uri: 
         `mlflow ui --backend-store-uri mlruns` shows.
     Raises: ConfigError where the package is missing.
     """
-    _installed("mlflow", "mlflow")
+    _check_mlflow()
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     if uri is None:
         uri = Path("mlruns").absolute().as_uri()
@@ -92,6 +90,26 @@ def mlflow(run: Path, step: int, /, *, experiment: str = "rlkit", tracking_uri: 
     logger = MLFlowLogger(experiment_name=experiment, run_name=f"{run.parent.name}/{run.name}", tracking_uri=uri, run_id=known)
     identity.write_text(str(logger.run_id))
     return logger
+
+
+def check_loggers(loggers: Mapping[str, Callable[..., Any]]) -> None:
+    """What a logger would refuse when it is made, which is after the model is loaded. Raises ConfigError."""
+    for make in loggers.values():
+        if own := CHECKS.get(getattr(make, "func", make)):
+            own(**getattr(make, "keywords", {}))
+
+
+def _check_wandb(*, mode: str = "offline", **_: Any) -> None:
+    if mode not in ("offline", "online", "disabled"):
+        raise ConfigError(f"logger.wandb.mode={mode}: it is offline, online or disabled")
+    _installed("wandb", "wandb")
+
+
+def _check_mlflow(**_: Any) -> None:
+    _installed("mlflow", "mlflow")
+
+
+CHECKS = {wandb: _check_wandb, mlflow: _check_mlflow}
 
 
 def _installed(package: str, option: str) -> None:

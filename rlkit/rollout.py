@@ -20,6 +20,7 @@ from rlkit.settings import RolloutRun, sampling_problems
 from rlkit.types import Environment, Rollout, Task
 
 UNSCORED = "unscored.jsonl.gz"  # the episodes that have ended, until all are scored
+SHADED = 256  # episodes whose tokens' texts and log-probs are written, which `rlkit report` shades replies with
 
 
 def validate(x: RolloutRun) -> list[str]:
@@ -31,7 +32,7 @@ def validate(x: RolloutRun) -> list[str]:
 
 
 def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollout], Path]:
-    """Plays the episodes, scores them and writes the rollouts, summary.json and transcripts; the rollouts and their folder.
+    """Plays the episodes, scores and writes them, with token values, summary.json and transcripts; the rollouts and their folder.
 
     Each episode is written when it ends, to unscored.jsonl.gz, which goes once all are scored: what ends early leaves them behind.
     Raises: ConfigError where the settings are out of range or there are no tasks; RewardError where a reward fails.
@@ -42,6 +43,9 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     tasks = list(x.task(split=x.split))[: x.n]
     if not tasks:
         raise ConfigError(f"split={x.split}: the task has no rows there")
+    from rlkit.callbacks.conversations import choose
+    from rlkit.callbacks.token_values import save_tokens
+    from rlkit.models.chat import decode
     from rlkit.rewards import score
     from rlkit.rollouts import collect, transcript
     from rlkit.selfcheck import check_contexts
@@ -67,6 +71,8 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
             )
             rollouts = score(rollouts, x.reward)
             save_rollouts(out / f"rollouts.{x.format}", rollouts)
+    shaded = choose(rollouts, SHADED) if len(rollouts) > SHADED else rollouts
+    save_tokens(out / "tokens.jsonl.gz", shaded, lambda ids: decode(policy.codec, ids))
     (out / "conversations.txt").write_text("\n\n".join(transcript(r) for r in rollouts[:8]))
     figures = {"seconds": round(time.perf_counter() - started, 2), "seed": x.seed, "versions": versions()}
     write_json(out / "summary.json", finite(summarize(rollouts)) | {"steps": step_counts(rollouts)} | figures)

@@ -234,3 +234,9 @@ def refuse_changes(folder: Path, changed: Mapping[str, tuple[Any, Any]]) -> None
 def quoted(folder: Path) -> str:
     """A folder as a shell takes it."""
     return shlex.quote(str(folder))
+
+
+def clock(seconds: float) -> str:
+    """1:04, or 2:01:04."""
+    minutes, seconds = divmod(max(0, round(seconds)), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"

@@ -14,6 +14,7 @@ from rlkit.rewards import Reward, RewardError
 from rlkit.rewards import score as score_rollouts
 from rlkit.rollouts import assemble, collect
 from rlkit.rollouts.summary import by_part
+from rlkit.sandbox import Sandbox, require
 from rlkit.settings import Experiment
 from rlkit.types import Environment, Policy, Rollout, Step, Task
 
@@ -55,6 +56,17 @@ def check_reward(tasks: Sequence[Task], reward: Reward) -> None:
                 f"reward={reward.name}: it can score none of the first {len(own)} rows (the first is {own[0].task.id}); "
                 "choose a reward that fits the task, or reward=by_task"
             )
+
+
+def check_tools(tasks: Sequence[Task], environment: Environment | Callable[[Task], Environment]) -> None:
+    """Tools that run model-written code get the isolation that they ask for, wherever the data's environments have any.
+
+    Raises: ConfigError, before a model is loaded.
+    """
+    for task in {task.environment: task for task in tasks}.values():
+        for tool in environment_of(environment, task).tools(task).values():
+            if isinstance(sandbox := getattr(tool, "sandbox", None), Sandbox):
+                require(sandbox)
 
 
 def first_rows(tasks: Sequence[Task], n: int) -> list[Task]:

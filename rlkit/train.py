@@ -25,7 +25,7 @@ PACKAGES = ("rlkit", "torch", "transformers", "peft", "lightning", "hydra-core",
 def load_tasks(x: Experiment) -> tuple[Sequence[Task], Sequence[Task]]:
     """Training and held-out tasks, verifier and every phase's reward tried on their gold answers. Raises DataError, ConfigError."""
     from rlkit.schedules import phases
-    from rlkit.selfcheck import check_reward, check_verifier
+    from rlkit.selfcheck import check_reward, check_tools, check_verifier
 
     train = x.task(split="train")
     held_out = x.task(split="test")[: x.evaluation.n] if x.evaluation.n else []
@@ -33,6 +33,7 @@ def load_tasks(x: Experiment) -> tuple[Sequence[Task], Sequence[Task]]:
         check_verifier(tasks, x.evaluation.reward)
     for phase in phases(x).values():
         check_reward(train, phase.reward)
+    check_tools(train, x.environment)
     return train, held_out
 
 
@@ -260,6 +261,7 @@ def header(x: Experiment, policy: Any, device: Any, tasks: tuple[Sequence[Task],
 
     named = phases(x)
     x = next(iter(named.values()))  # what the run begins with
+    path = getattr(x.model, "keywords", {}).get("path", "a function")
     total = sum(p.numel() for p in policy.model.parameters())
     trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     rollouts = x.batch.prompts * x.batch.group_size
@@ -267,13 +269,13 @@ def header(x: Experiment, policy: Any, device: Any, tasks: tuple[Sequence[Task],
     per_update = rollouts // x.algorithm.minibatches
     return (
         f"rlkit: {x.algorithm.name}, kl {x.kl.name}, reward {x.reward.name}, reference {x.reference.name}, seed {x.seed}\n"
-        f"model: {trained:,} of {total:,} parameters trained, on {device}, precision {precision(x, device)}\n"
+        f"model: {path}, {trained:,} of {total:,} parameters trained, on {device}, precision {precision(x, device)}\n"
         f"data: {len(tasks[0])} training and {len(tasks[1])} held-out problems\n"
         f"batch: {x.batch.prompts} prompts × {x.batch.group_size} samples → {updates} update(s) of {per_update} rollouts a step, "
         f"{x.trainer.steps} steps"
         + (f"; scheduled: {', '.join(x.schedule.paths)}" if x.schedule.paths else "")
         + (f"\nphases: {' → '.join(f'{name} ({phase.algorithm.name})' for name, phase in named.items())}" if len(named) > 1 else "")
-        + (f"\n{level}" if (level := seen()) else "")
+        + f"\n{seen() or 'sandbox: no reward and no tool asks for one'}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -95,3 +96,36 @@ def test_bash_takes_it(line, replies, tmp_path):
     program = 'eval "$($0 --completion bash)"; COMP_LINE="$1" COMP_POINT=${#1}; _rlkit "$0"; printf "%s\\n" "${COMPREPLY[@]}"'
     done = subprocess.run(["bash", "-c", program, str(tmp_path / "rlkit"), line], capture_output=True, text=True, check=True)
     assert done.stdout.split() == replies and done.stderr == ""
+
+
+def program(folder):
+    """A folder for PATH with the command `rlkit` of this environment."""
+    (folder / "rlkit").write_text(f'#!/bin/sh\nexec {sys.executable} -m rlkit "$@"\n')
+    (folder / "rlkit").chmod(0o755)
+    return os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh")
+def test_zsh_takes_it(tmp_path):
+    """What goes to compadd: words that go on get no space behind them. Where nothing is offered, files are."""
+    before = 'compdef() { : }; compadd() { print -r -- "$@" }; _files() { print files }'
+    words = {
+        "rlkit train algo": ["-Q -S  -- algorithm/ algorithm=", "-Q --"],
+        "rlkit train algorithm=gsp": ["-Q -S  --", "-Q -- algorithm=gspo algorithm=gspo_token"],
+        "rlkit report ": ["files"],
+    }
+    calls = "; ".join(f"line='{line}'; words=(\"${{(@s: :)line}}\"); CURRENT=$#words; _rlkit" for line in words)
+    text = f'{before}; eval "$(rlkit --completion zsh)"; {calls}'
+    done = subprocess.run(["zsh", "-f", "-c", text], env=program(tmp_path), capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [line for lines in words.values() for line in lines] and done.stderr == ""
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish")
+@pytest.mark.parametrize(
+    "line, replies",
+    {"rlkit train algorithm=gsp": ["algorithm=gspo", "algorithm=gspo_token"], "rlkit train algo": ["algorithm/", "algorithm="]}.items(),
+)
+def test_fish_takes_it(line, replies, tmp_path):
+    text = f"rlkit --completion fish | source; complete -C '{line}'"
+    done = subprocess.run(["fish", "-N", "-c", text], env=program(tmp_path), capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.split()) == sorted(replies) and done.stderr == ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from rlkit import loggers
@@ -26,9 +28,27 @@ def test_a_missing_package_is_refused_with_what_to_install(name, monkeypatch, tm
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["train", "logger=wandb"], ["train", "logger=[tensorboard,mlflow]"], ["check", "logger=wandb"], ["train", "-m", "logger=mlflow,none"]],
+    ids=" ".join,
+)
+def test_a_missing_package_is_refused_before_data_and_model_are_loaded(words, monkeypatch, tmp_path, capsys):
+    """It was refused by the logger itself, which is made when a large model has been loaded for minutes."""
+    found = loggers.importlib.util.find_spec
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name, *a: None if name in ("wandb", "mlflow") else found(name, *a))
+    monkeypatch.setattr("rlkit.train.load_tasks", lambda x: pytest.fail("the data is loaded"))
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert f"rlkit[{'wandb' if 'wandb' in words[-1] else 'mlflow'}]" in said and list(tmp_path.iterdir()) == []
+
+
 def test_a_mode_that_wandb_does_not_know_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"logger\.wandb\.mode=quiet"):
         loggers.wandb(tmp_path, 0, mode="quiet")
+    with pytest.raises(ConfigError, match=r"logger\.wandb\.mode=quiet"):
+        loggers.check_loggers({"mine": functools.partial(loggers.wandb, mode="quiet")})
 
 
 @pytest.fixture(scope="module")

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from rlkit.errors import ConfigError
+from rlkit.launch import own_gpus
 from rlkit.sweeps.compare import comparison
 from rlkit.sweeps.jobs import Job, read_jobs, save
 from rlkit.sweeps.plan import corners, expand, folder_name, folder_problems, make_plan
-from rlkit.sweeps.run import objective, parallel, threads, why
+from rlkit.sweeps.run import objective, parallel, run_job, threads, why
 
 FAST = ["debug=fast", "trainer.steps=1", "evaluation.n=0"]
 
@@ -136,6 +141,49 @@ def test_the_reason_of_a_failure_is_rlkits_own_sentence(tmp_path):
     assert why(-9, log) == "signal 9: run folder: y"
 
 
+def test_jobs_side_by_side_have_gpus_of_their_own(tmp_path, monkeypatch):
+    """All of them landed on the first one. A job that ends makes room for the next; more jobs than GPUs go round."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-7")
+
+    def place(stack, *, jobs=4, devices=1):
+        return stack.enter_context(own_gpus(tmp_path, jobs=jobs, devices=devices)).get("CUDA_VISIBLE_DEVICES")
+
+    with ExitStack() as all_jobs, ExitStack() as second:
+        assert [place(all_jobs), place(second), place(all_jobs), place(all_jobs)] == ["4", "5", "GPU-7", "4"]
+        second.close()
+        assert place(all_jobs) == "5"
+    with ExitStack() as alone:
+        assert place(alone, jobs=1) is None and place(alone, jobs=2, devices=2) is None  # nothing to choose from
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert place(alone, jobs=2) is None
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+        assert [place(alone, jobs=2, devices=2), place(alone, jobs=2, devices=2)] == ["0,1", "2,3"]
+
+
+def test_a_job_is_started_on_its_gpu(tmp_path, monkeypatch):
+    """Two jobs at once, of which the other one has the first GPU."""
+    started = []
+
+    class Process:
+        pid = 0
+
+        def __init__(self, command, *, env, **others):
+            started.append(env["CUDA_VISIBLE_DEVICES"])
+
+        def wait(self):
+            return 1
+
+    (tmp_path / "jobs").mkdir()
+    state = {"overrides": {"task": ["seed=1"]}, "sweep": {"dir": str(tmp_path), "subdir": "seed=1"}, "job": {"num": 0}}
+    monkeypatch.setattr("hydra.core.hydra_config.HydraConfig.get", lambda: OmegaConf.create(state))
+    monkeypatch.setattr("rlkit.sweeps.run.subprocess.Popen", Process)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with own_gpus(tmp_path / "jobs" / "gpus", jobs=2, devices=1):
+        run_job(OmegaConf.create({"trainer": {"devices": 1}}), config_dir=None, parallel=2, parent=os.getpid())
+    assert started == ["1"]
+
+
 # ---------------------------------------------------------------------------------------------- real jobs, minutes
 
 
@@ -188,6 +236,36 @@ def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path):
 def needs(plugin):
     absent = importlib.util.find_spec("hydra_plugins") is None or importlib.util.find_spec(f"hydra_plugins.{plugin}") is None
     return pytest.mark.skipif(absent, reason=f"{plugin} is not installed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["basic", pytest.param("parallel", marks=needs("hydra_joblib_launcher"))])
+def test_a_ctrl_c_ends_a_sweep_and_leaves_no_process(launcher, tmp_path):
+    """What a terminal does: SIGINT to every process of the foreground group, the launcher's workers among them."""
+    words = [f"hydra/launcher={launcher}", "seed=1,2", "debug=fast", "trainer.steps=50", "evaluation.n=0"]
+    root = tmp_path / "outputs" / "sweep"
+    command = [sys.executable, "-m", "rlkit", "train", "-m", *words]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    deadline = time.monotonic() + 300
+    while len({p.parent for p in root.glob("*/checkpoints/*.ckpt")}) < (2 if launcher == "parallel" else 1):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGINT)
+    said, errors = process.communicate(timeout=300)
+    assert process.returncode == 130 and "interrupted" in said and "to go on         rlkit train -m" in said, said + errors
+    assert "running jobs save and end" in errors and "Traceback" not in said + errors
+    while left := [p for p in Path("/proc").glob("[0-9]*") if session_or_folder(p, process.pid, tmp_path)]:
+        assert time.monotonic() < deadline, [(p / "cmdline").read_bytes() for p in left]  # joblib's workers need a moment
+        time.sleep(0.2)
+
+
+def session_or_folder(process, session, folder):
+    """Whether a process is of a session, or works in a folder: a job has a group, but no session of its own."""
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[3]) == session or (process / "cwd").resolve() == folder
+    except OSError:
+        return False
 
 
 @pytest.mark.slow

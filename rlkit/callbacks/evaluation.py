@@ -31,7 +31,7 @@ class HeldOut(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         if self.tasks and module.rl_step == 0 and not self.results:  # a resumed run has nothing to add to the rows before it
-            row = self.evaluate(trainer, module)
+            module.metrics = row = self.evaluate(trainer, module)
             append_row(self.metrics, module.rl_step, row)
             for logger in trainer.loggers:
                 logger.log_metrics(row, step=module.rl_step)

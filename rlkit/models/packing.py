@@ -72,7 +72,7 @@ def pack(ids: Tensor, response_mask: Tensor) -> Packed:
         tokens.append(rows[row, shared:length])
         depths.append(np.arange(shared, length))
         size += new
-        added[_size_class(new), _size_class(int(length)), shared > 0].append((row, shared))
+        added[size_class(new), size_class(int(length)), shared > 0].append((row, shared))
 
     def tensor(values: Any) -> Tensor:
         return torch.as_tensor(np.asarray(values, dtype=np.int64), device=ids.device)
@@ -108,7 +108,7 @@ def pack(ids: Tensor, response_mask: Tensor) -> Packed:
     )
 
 
-def _size_class(length: int) -> int:
+def size_class(length: int) -> int:
     """Lengths of a class differ by less than a factor of √2, so that attention is padded by less than that."""
     return int(2 * np.log2(length))
 

@@ -32,6 +32,7 @@ class Plan(NamedTuple):
 def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
     """The jobs of a command line, each of them composed, checked and dry-run. Raises ConfigError with all problems at once."""
     from rlkit.compose import compose, experiment
+    from rlkit.loggers import check_loggers
 
     given = [quoted(text) for text in arguments]
     config = compose_sweep(given, config_dir)
@@ -53,6 +54,7 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
             composed = compose(job, config_dir=config_dir)
             added |= {key[2:] for text in composed.overrides if (key := text.partition("=")[0]).startswith("++")}
             x = experiment(composed)
+            check_loggers(x.logger)
             if problem := sweep_problem(x.trainer.devices, x.trainer.nodes):
                 raise ConfigError(problem)
             folder = root / folder_name(dirname(composed.overrides))

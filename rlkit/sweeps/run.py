@@ -17,16 +17,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from rlkit import runs
 from rlkit.callbacks.files import write_atomic
 from rlkit.errors import ConfigError
+from rlkit.launch import own_gpus
+from rlkit.runs import clock
 from rlkit.sandbox.process import cores
 from rlkit.sweeps.compare import comparison, report, table_csv
 from rlkit.sweeps.jobs import STOP, Job, alive, read_jobs, rows, save
 from rlkit.sweeps.plan import BASIC, Plan, make_plan
-from rlkit.sweeps.watch import clock, watching
+from rlkit.sweeps.watch import watching
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -99,7 +101,7 @@ def run_job(config: DictConfig, *, config_dir: str | None, parallel: int, parent
     """One job in a process of its own, wherever Hydra's launcher has put us; its objective, or None where it has none.
 
     Args:
-      config: the job's, unused: the process composes it again, from its overrides.
+      config: the job's; the process composes it again, from its overrides.
       parallel: jobs that share this machine's cores. parent: the process of the sweep, which handles signals.
     """
     from hydra.core.hydra_config import HydraConfig
@@ -124,10 +126,11 @@ def run_job(config: DictConfig, *, config_dir: str | None, parallel: int, parent
     environment = dict(os.environ)
     if parallel > 1:
         environment |= {name: str(threads(parallel)) for name in THREADS}
-    with log.open("ab") as out:
+    devices = int(OmegaConf.select(config, "trainer.devices", default=1))
+    with log.open("ab") as out, own_gpus(record.parent / "gpus", jobs=parallel, devices=devices) as own:
         # A group of its own: what is typed at the terminal reaches the sweep alone, which passes it on once.
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=environment, process_group=0
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=environment | own, process_group=0
         )
         save(record, job := job._replace(pid=process.pid))
         code = process.wait()

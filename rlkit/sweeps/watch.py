@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlkit import runs
+from rlkit.runs import clock
 from rlkit.sweeps.jobs import Job, read_jobs, rows
 from rlkit.sweeps.plan import Plan, is_sweep
 
@@ -101,9 +102,3 @@ def progress_line(job: Job, total: int, varied: Sequence[str]) -> str:
 def steps_of(folder: Path) -> int:
     """The length of a run."""
     return int((runs.read_config(folder).get("trainer") or {}).get("steps") or 0)
-
-
-def clock(seconds: float) -> str:
-    """1:04, or 2:01:04."""
-    minutes, seconds = divmod(max(0, round(seconds)), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
