@@ -301,6 +301,8 @@ def _check_numbers(x: Experiment) -> list[str]:
         )
     if x.trainer.max_step_time is not None and not x.trainer.max_step_time > 0:
         problems.append(f"trainer.max_step_time={x.trainer.max_step_time}: must be greater than 0 minutes; null waits for ever")
+    if x.evaluation.max_time is not None and not x.evaluation.max_time > 0:
+        problems.append(f"evaluation.max_time={x.evaluation.max_time}: must be greater than 0 minutes; null waits for ever")
     if x.trainer.requeue and x.resume == "never":
         problems.append("trainer.requeue: with resume=never the job that is queued again would begin anew; set resume=auto, or name a run")
     if not problems and rollouts % a.minibatches:

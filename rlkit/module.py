@@ -75,7 +75,7 @@ class RLModule(L.LightningModule):
         self.clock = Clock()  # of the step under way
         self.droppable = False  # whether nothing is lost that cannot be done again: no update has begun
         self.before: tuple[StreamState, dict[str, Any]] | None = None  # stream and generators at the start of the step under way
-        self.generators: dict[str, Any] | None = None  # of the checkpoint, to be put back
+        self.generators: list[dict[str, Any]] = []  # of the checkpoint's ranks, to be put back
         self.minibatch: Batch | None = None  # of the update under way
         self.nonfinite: dict[int, int] = {}  # optimiser → its updates in a row that were skipped since something was not finite
         self.halvings = 0  # of the micro-batches, since memory ran out
@@ -96,7 +96,7 @@ class RLModule(L.LightningModule):
         self.moments = update_moments(self.moments, trained)
         if x.reward.normalize:
             trained = normalise(trained, self.moments)
-        with self.clock.part("update"):
+        with self.clock.part("update"), rng.drawn_from(mix(x.seed, self.rl_step)):  # of the whole batch: alike on all ranks
             batch = choose(assemble(trained, pad_token_id=self.policy.pad_token_id, device=self.device), x.algorithm)
             batch = scale_tokens(retried(self, batch, partial(self.with_scores, batch)), x.algorithm)
             batch = estimate_advantages(batch, x.algorithm, x.kl)
@@ -145,7 +145,8 @@ class RLModule(L.LightningModule):
                 with self.clock.part("reward"):
                     rollouts = score_spread(rollouts, x.reward)
             sampled += rollouts
-            accepted += self.accepted(rollouts) if x.algorithm.max_refills else rollouts
+            with rng.drawn_from(mix(x.seed, self.rl_step, len(sampled))):
+                accepted += self.accepted(rollouts) if x.algorithm.max_refills else rollouts
         return sampled, accepted or sampled
 
     def accepted(self, rollouts: list[Rollout]) -> list[Rollout]:
@@ -455,10 +456,16 @@ class RLModule(L.LightningModule):
         if self.device.type == "cuda" and self.trainer.world_size == 1:
             probe(self)
         self.droppable = False
-        if self.generators is not None:  # only now: setting up draws from them
-            rng.restore(self.generators)
+        if ranks.rank() < len(self.generators):  # only now: setting up draws from them
+            rng.restore(self.generators[ranks.rank()])
+        elif ranks.rank():  # the checkpoint knows no such rank, or there is none
+            rng.seed(mix(self.experiment.seed, self.rl_step, ranks.rank()))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.fill(checkpoint, ranks.gather(rng.state))
+
+    def fill(self, checkpoint: dict[str, Any], generators: list[dict[str, Any]]) -> None:
+        """Adds to a checkpoint what Lightning does not know of, and takes the frozen base out. `generators`: of the ranks, in order."""
         frozen = {f"model.{name}" for name, p in self.model.named_parameters() if not p.requires_grad}
         if frozen:  # LoRA: the base comes from model.path
             trained = {f"model.{name}" for name, p in self.model.named_parameters() if p.requires_grad}
@@ -470,7 +477,7 @@ class RLModule(L.LightningModule):
             "stream": list(self.stream),
             "moments": list(self.moments),
             "references": {owner: ranks.whole(self.reference_of(owner).save(state)) for owner, state in self.references.items()},
-            "generators": rng.state(),
+            "generators": generators,
             "nonfinite": self.nonfinite,
             "halvings": self.halvings,
         }
@@ -480,7 +487,7 @@ class RLModule(L.LightningModule):
         state = checkpoint["rlkit"]
         self.rl_step, self.tokens, self.stream = state["rl_step"], state["tokens"], StreamState(*state["stream"])
         self.moments = Moments(*state["moments"])
-        self.generators = state.get("generators")
+        self.generators = state["generators"]
         self.nonfinite, self.halvings = state.get("nonfinite", {}), state.get("halvings", 0)
         self.progress = schedules.Progress(**state["progress"])
         self.x = schedules.at(self.experiment, self.progress)

@@ -28,6 +28,10 @@ class RankError(RLKitError, RuntimeError):
     """Another rank failed, is gone, or was silent for longer than trainer.timeout."""
 
 
+class RankOSError(RankError, OSError):
+    """Another rank could not write or read: a full disk there is one for all."""
+
+
 # ------------------------------------------------------------------------------------------------------ the group
 
 
@@ -86,16 +90,18 @@ def gather(make: Callable[[], T]) -> list[T]:
         mine: Any = make()
         said = None
     except Exception as raised:
-        error, mine, said = raised, None, (f"{type(raised).__name__}: {raised}", isinstance(raised, Refusal))
+        kind = next((kind for kind in (Refusal, OSError) if isinstance(raised, kind)), Exception)
+        error, mine, said = raised, None, (f"{type(raised).__name__}: {raised}", kind)
     parts: list[Any] = [None] * size()
     with _reaching("the results of the others"):
         torch.distributed.all_gather_object(parts, (said, mine))
     if error is not None:
         raise error
-    failed = {i: why for i, (why, _) in enumerate(parts) if why is not None}
+    failed = {i: said for i, (said, _) in enumerate(parts) if said is not None}
     if failed:
         text = "; ".join(f"rank {i} failed: {why}" for i, (why, _) in failed.items())
-        raise Refusal(text) if all(refused for _, refused in failed.values()) else RankError(text)
+        kinds = {kind for _, kind in failed.values()}
+        raise (Refusal if kinds == {Refusal} else RankOSError if kinds == {OSError} else RankError)(text)
     return [part for _, part in parts]
 
 

@@ -6,14 +6,26 @@ python ranks_worker.py ROOT: the runs stand in ROOT/runs.json, as a list of (fol
 from __future__ import annotations
 
 import json
+import random
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from rlkit import ranks
 from rlkit.compose import compose, experiment
 from rlkit.train import join_ranks, load_tasks, start
+
+
+def draws(rollout) -> float:
+    """A reward that draws from every generator that a user's may draw from."""
+    return len(rollout.steps[-1].response_ids) + random.random() + float(np.random.rand()) + float(torch.rand(()))
+
+
+def half(response_mask: torch.Tensor) -> torch.Tensor:
+    """A token filter that draws: it is computed on the whole batch by every rank."""
+    return response_mask & (torch.rand(response_mask.shape) < 0.5)
 
 
 def main(root: Path) -> None:

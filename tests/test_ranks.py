@@ -132,7 +132,10 @@ def test_a_rank_that_fails_ends_the_others_and_gives_its_status(monkeypatch, pro
 
 FAST = ["debug=fast", "trainer.accelerator=cpu", "logger=none", "optimizer.lr=1e-3", "task.max_samples=64", "evaluation.n=3"]
 RUNS = {  # small micro-batches: the ranks have different numbers of them
-    "grpo": ["batch.group_size=4", "batch.prompts=3", "seed=3", "trainer.micro_batch_tokens=200"],
+    "grpo": [
+        *("batch.group_size=4", "batch.prompts=3", "seed=3", "trainer.micro_batch_tokens=200"),
+        "algorithm.token_filter._target_=ranks_worker.half",
+    ],
     "ppo": ["algorithm=ppo", "batch.group_size=4", "algorithm.minibatches=2", "reference=ema", "reference.decay=0.5", "kl/coef=adaptive"],
     "separate": [
         "algorithm=ppo",
