@@ -345,16 +345,11 @@ def rank_problems(x: Experiment) -> list[str]:
         )
     if t.strategy == "fsdp" and count > 1:
         lora = x.model.keywords.get("lora") if hasattr(x.model, "keywords") else None
-        if lora and lora.rank:
-            problems.append(
-                f"trainer=fsdp model.lora.rank={lora.rank}: adapters are not sharded; choose trainer=ddp, where gradient and optimizer are "
-                "those of the adapters alone"
-            )
         own = [name for name, phase in x.schedule.phases.items() if phase.reference is not None or "reference" in phase.reset]
-        if own:
+        if lora and lora.rank and own:
             problems.append(
-                f"trainer=fsdp schedule.phases.{own[0]}: a phase cannot begin a reference of its own from sharded weights; choose "
-                "trainer=ddp, or let the phases share the reference of the run"
+                f"trainer=fsdp model.lora.rank={lora.rank} schedule.phases.{own[0]}: a phase cannot add the adapters of a reference of its own "
+                "to sharded ones; choose trainer=ddp, or let the phases share the reference of the run"
             )
     return problems
 

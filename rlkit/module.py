@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -337,7 +337,7 @@ class RLModule(L.LightningModule):
         reset = ["controllers that it brings"]
         if owner or (phase and "reference" in phase.reset):
             if self.phases[name].needs_reference:
-                self.references[owner] = self.x.reference.init(self.model, step=self.progress.since)
+                self.references[owner] = self.as_sharded(self.x.reference.init(self.model, step=self.progress.since))
             reset.append("reference")
         if phase and "optimizer" in phase.reset and self._trainer is not None:
             for optimizer in self.trainer.optimizers:
@@ -448,11 +448,14 @@ class RLModule(L.LightningModule):
     def configure_model(self) -> None:
         if self.experiment.trainer.strategy == "fsdp" and ranks.size() > 1 and not ranks.sharded(self.model):
             ranks.shard(self.model, self.device_mesh["data_parallel"])  # type: ignore[index]  # a critic stays whole: one backward, one root
+            self.references = {owner: self.as_sharded(state) for owner, state in self.references.items()}
+
+    def as_sharded(self, reference: Any) -> Any:
+        """A reference's state as the policy is: sharded or not."""
+        sharded = ranks.size() > 1 and ranks.sharded(self.model)
+        return shard_state(reference, self.model, self.device_mesh["data_parallel"]) if sharded else reference  # type: ignore[index]
 
     def on_train_start(self) -> None:
-        if ranks.size() > 1 and ranks.sharded(self.model):  # not before: a checkpoint is loaded into whole references
-            mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
-            self.references = {owner: shard_state(state, mesh) for owner, state in self.references.items()}
         if self.device.type == "cuda" and self.trainer.world_size == 1:
             probe(self)
         self.droppable = False
@@ -466,10 +469,7 @@ class RLModule(L.LightningModule):
 
     def fill(self, checkpoint: dict[str, Any], generators: list[dict[str, Any]]) -> None:
         """Adds to a checkpoint what Lightning does not know of, and takes the frozen base out. `generators`: of the ranks, in order."""
-        frozen = {f"model.{name}" for name, p in self.model.named_parameters() if not p.requires_grad}
-        if frozen:  # LoRA: the base comes from model.path
-            trained = {f"model.{name}" for name, p in self.model.named_parameters() if p.requires_grad}
-            checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in trained or not k.startswith("model.")}
+        checkpoint["state_dict"] = self.without_frozen(checkpoint["state_dict"])
         checkpoint["rlkit"] = {
             "rl_step": self.rl_step,
             "progress": self.progress._asdict(),
@@ -482,6 +482,12 @@ class RLModule(L.LightningModule):
             "halvings": self.halvings,
         }
         checkpoint["run"] = self.provenance
+
+    def without_frozen(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict without a frozen base, which comes from model.path: under LoRA the adapters that are trained, and the critic."""
+        trained = {f"model.{name}" for name, p in self.model.named_parameters() if p.requires_grad}
+        frozen = any(not p.requires_grad for p in self.model.parameters())
+        return {k: v for k, v in state.items() if not frozen or k in trained or not k.startswith("model.")}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["rlkit"]

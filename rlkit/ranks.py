@@ -9,6 +9,7 @@ On one process every function here does nothing, and nothing is imported from to
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -218,6 +219,7 @@ def shard(model: Any, mesh: Any) -> None:
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     model = _root(model)
+    model.unsharded = (copy.deepcopy(model, {id(p): nn.Parameter(p.to("meta"), requires_grad=False) for p in model.parameters()}),)
     for stack in [m for m in model.modules() if isinstance(m, nn.ModuleList)]:
         for layer in stack:
             fully_shard(layer, mesh=mesh)
@@ -230,6 +232,16 @@ def shard(model: Any, mesh: Any) -> None:
     with torch.no_grad():
         inside(model, lambda _: None)  # the model becomes the root of its layers
     reshard(model)
+
+
+def twin(model: Any) -> Any:
+    """A copy of a model without gradient, whole on each rank also where the model is sharded. A collective there."""
+    if not sharded(model):
+        return copy.deepcopy(model).requires_grad_(False).eval()
+    (empty,) = _root(model).unsharded
+    reshard(model)
+    weights = whole(dict(_root(model).named_parameters()))
+    return copy.deepcopy(empty, {id(p): nn.Parameter(weights[name].clone(), False) for name, p in empty.named_parameters()}).eval()
 
 
 def _call_inside(_: Any, function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:

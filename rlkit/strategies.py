@@ -41,7 +41,7 @@ class Sharded(ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module: Any = self.lightning_module
         ranks.reshard(module)
-        return ranks.whole(module.state_dict())
+        return ranks.whole(module.without_frozen(module.state_dict()))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module: Any = self.lightning_module

@@ -97,7 +97,7 @@ class RLCheckpoint(L.Callback):
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         if not self.model or module.rl_step < module.total_steps:
             return
-        state = ranks.whole(module.model.state_dict()) if ranks.size() > 1 else None
+        state = gathered(module.model)
         self.saved("model/", lambda: ranks.first(lambda: save_policy(self.run / "model", module.policy, state=state)))
         best = self.folder / BEST
 
@@ -137,8 +137,9 @@ class RLCheckpoint(L.Callback):
             if (self.run / "metrics.jsonl").exists():
                 sync(self.run / "metrics.jsonl")
             if hasattr(module.model, "peft_config"):
-                save_policy(path.with_suffix(ADAPTER), module.policy, tokenizer=False)
+                save_policy(path.with_suffix(ADAPTER), module.policy, state=adapters, tokenizer=False)
 
+        adapters = gathered(module.model) if hasattr(module.model, "peft_config") else None
         self.unsaved = ""
         if self.saved(f"checkpoint {path.name}", write) and trainer.is_global_zero:
             self.prune()
@@ -170,6 +171,15 @@ class RLCheckpoint(L.Callback):
             with suppress(OSError):
                 path.unlink()
                 shutil.rmtree(path.with_suffix(ADAPTER), ignore_errors=True)
+
+
+def gathered(model: Any) -> dict[str, Any] | None:
+    """What `save_policy` writes of a model that lies in shards: all weights, or under LoRA the adapters; None where it is whole."""
+    if not ranks.sharded(model):
+        return None
+    ranks.reshard(model)
+    lora = hasattr(model, "peft_config")
+    return ranks.whole({name: value for name, value in model.state_dict().items() if not lora or "lora_" in name})
 
 
 def link(name: Path, target: Path) -> None:
