@@ -348,8 +348,8 @@ def rank_problems(x: Experiment) -> list[str]:
         own = [name for name, phase in x.schedule.phases.items() if phase.reference is not None or "reference" in phase.reset]
         if lora and lora.rank and own:
             problems.append(
-                f"trainer=fsdp model.lora.rank={lora.rank} schedule.phases.{own[0]}: a phase cannot add the adapters of a reference of its own "
-                "to sharded ones; choose trainer=ddp, or let the phases share the reference of the run"
+                f"trainer=fsdp model.lora.rank={lora.rank} schedule.phases.{own[0]}: a phase cannot add a reference of its own "
+                "to sharded adapters; choose trainer=ddp, or let the phases share the reference of the run"
             )
     return problems
 

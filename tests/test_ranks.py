@@ -158,6 +158,7 @@ RUNS = {  # small micro-batches: the ranks have different numbers of them
     "double": [
         *("algorithm=dapo", "batch.group_size=4", "batch.prompts=3", "algorithm.max_refills=4", "algorithm/group_filter=mixed", "seed=3"),
         *("trainer.steps=3", "model._target_=ranks_worker.double"),
+        *("optimizer._target_=torch.optim.SGD", "~optimizer.betas", "optimizer.lr=0.1"),
     ],
     "lora": ["batch.group_size=4", "batch.prompts=3", "seed=3", "model.lora.rank=4"],
     "lora_ema": [
@@ -252,11 +253,12 @@ def same_rows(ours: list[dict], theirs: list[dict], rel: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_two_ranks_have_the_gradients_and_metrics_of_one_process(one, two, name):
-    """Every optimiser step of the run. The first of policy and critic start from equal weights; later ones carry Adam's rounding."""
+    """Every optimiser step of the run. The first of policy and critic start from equal weights; later ones carry Adam's rounding, so
+    with SGD and float64 ("double") all of them are equal."""
     ours, theirs = gradients(two, name), gradients(one, name)
     assert len(ours) == len(theirs) > 1 and all(float(g.norm()) > 0 for g in theirs)
     assert distance(ours[0], theirs[0]) < EXACT
-    assert max(map(distance, ours, theirs)) < DRIFTED
+    assert max(map(distance, ours, theirs)) < (EXACT if name == "double" else DRIFTED)
     same_rows(rows(two / name), rows(one / name), DRIFTED)
     same_rows(rows(two / name)[:1], rows(one / name)[:1], 0.0)  # the held-out evaluation before
 
@@ -365,7 +367,8 @@ def test_a_rank_that_does_not_go_on_ends_the_run_with_a_reason(tmp_path, how):
 def test_a_rank_that_fails_alone_in_an_update_leaves_a_bundle_that_replays(tmp_path, monkeypatch, capsys):
     (tmp_path / "faulty.py").write_text(
         "import os, sys\nfrom rlkit.functional import clipped\n\ndef loss(ratio, advantages):\n"
-        "    if os.environ.get('RANK') == '1' and 'rlkit.module' in sys.modules:  # no dry run\n        raise ValueError('no such kernel')\n"
+        "    if os.environ.get('RANK') == '1' and 'rlkit.module' in sys.modules:  # no dry run\n"
+        "        raise ValueError('no such kernel')\n"
         "    return clipped(ratio, advantages, clip_low=0.2, clip_high=0.2)\n"
     )
     fault = ["~algorithm.policy_loss", "+algorithm.policy_loss={_target_: faulty.loss, _partial_: true}", "evaluation.n=0"]
