@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rlkit import launch, ranks
 from rlkit.cli import main
@@ -178,6 +179,8 @@ OWN = {  # what several ranks have and one process has not
         "+algorithm.policy_loss={_target_: ranks_worker.bad, _partial_: true}",
     ],
 }
+FROM_ONE = {"from_one": "ppo", "lora_from_one": "lora_ema", "phases_from_one": "phases"}  # begun there, resumed on two ranks
+ON_ONE = {"from_two": "ppo", "lora_from_two": "lora_ema", "phases_from_two": "phases", "draws_on_one": "draws"}  # the other way round
 EXACT, ROUNDED, DRIFTED = 1e-6, 5e-6, 1e-3  # sums in another order; after some steps of SGD; after Adam has divided small gradients
 
 
@@ -210,14 +213,15 @@ def two(request, one):
     """The same runs on two ranks; one that one process has begun; and on one process one that the two have begun."""
     root = one.parent / request.param
     root.mkdir()
-    begun(one / "ppo", root / "from_one")
+    for name, source in FROM_ONE.items():
+        begun(one / source, root / name)
     (root / "blocked" / "checkpoints" / "step_000001.ckpt" / "in the way").mkdir(parents=True)
-    said = run(root, request.param, [*((name, name, False) for name in RUNS | OWN), ("from_one", "ppo", True)])
+    said = run(root, request.param, [*((name, name, False) for name in RUNS | OWN), *((name, key, True) for name, key in FROM_ONE.items())])
     (root / "said").write_text(said)
-    for name, source in {"from_two": "ppo", "draws_on_two": "draws", "draws_on_one": "draws"}.items():
+    for name, source in {"draws_on_two": "draws", **ON_ONE}.items():
         begun(root / source, root / name)
     run(root, request.param, [("draws_on_two", "draws", True)])
-    run(root, "single", [("from_two", "ppo", True), ("draws_on_one", "draws", True)])
+    run(root, "single", [(name, key, True) for name, key in ON_ONE.items()])
     return root
 
 
@@ -270,19 +274,22 @@ def test_refills_were_needed_and_agreed(one, two):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["from_one", "from_two"])
+@pytest.mark.parametrize("name", [*FROM_ONE, *(name for name in ON_ONE if name.endswith("from_two"))])
 def test_a_checkpoint_is_the_same_for_any_number_of_ranks(one, two, name):
-    """Policy, critic, both optimizers, a moving reference and the KL controller: the second step is that of the whole run."""
-    ours, theirs = gradients(two, name), gradients(one, "ppo")
-    assert distance(ours[0], theirs[-len(ours)]) < (EXACT if name == "from_one" else DRIFTED)
-    same_rows(rows(two / name)[-1:], rows(one / "ppo")[-1:], DRIFTED)
-    mine, other = (torch.load(f / "checkpoints" / "step_000002.ckpt", weights_only=True) for f in (two / name, one / "ppo"))
+    """Policy or adapters, critic, both optimizers, a moving reference, one of a phase, the KL controller: the second step is that of the
+    whole run."""
+    key = (FROM_ONE | ON_ONE)[name]
+    ours, theirs = gradients(two, name), gradients(one, key)
+    assert distance(ours[0], theirs[-len(ours)]) < (EXACT if name in FROM_ONE else DRIFTED)
+    same_rows(rows(two / name)[-1:], rows(one / key)[-1:], DRIFTED)
+    mine, other = (torch.load(f / "checkpoints" / "step_000002.ckpt", weights_only=True) for f in (two / name, one / key))
     assert mine["state_dict"].keys() == other["state_dict"].keys()
     for a, b in zip(mine["optimizer_states"], other["optimizer_states"], strict=True):
         assert a["state"].keys() == b["state"].keys()
         for i, state in a["state"].items():
             assert distance(state["exp_avg"], b["state"][i]["exp_avg"]) < DRIFTED
-    kept, whole = (state["rlkit"]["references"][""]["weights"] for state in (mine, other))
+    owner = "refine" if key == "phases" else ""
+    kept, whole = (state["rlkit"]["references"][owner]["weights"] for state in (mine, other))
     assert all(distance(tensor, whole[key]) < DRIFTED for key, tensor in kept.items())
 
 
@@ -308,7 +315,10 @@ def test_all_ranks_go_on_after_a_save_that_failed(two):
     said = (two / "said").read_text()
     assert said.count("checkpoint step_000001.ckpt not written (Is a directory); the run goes on") == 1
     assert (two / "blocked" / "checkpoints" / "step_000002.ckpt").is_file()
-    assert (two / "blocked" / "checkpoints" / "step_000002.adapter" / "adapter_model.safetensors").is_file()
+    written = load_file(two / "blocked" / "checkpoints" / "step_000002.adapter" / "adapter_model.safetensors")
+    state = torch.load(two / "blocked" / "checkpoints" / "step_000002.ckpt", weights_only=True)["state_dict"]
+    assert len(written) == len(state)
+    assert all(torch.equal(t, state[f"model.{name.replace('.weight', '.default.weight')}"]) for name, t in written.items())
     assert json.loads((two / "blocked" / "summary.json").read_text())["ended"] == "finished"
 
 
