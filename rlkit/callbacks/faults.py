@@ -34,27 +34,28 @@ class DebugBundle(L.Callback):
     def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
         if not isinstance(exception, Exception) or isinstance(exception, Refusal):
             return  # a signal, or a sentence that says it all
-        together = ranks.size() == 1 or isinstance(exception, NonFinite)
-        failed = module.minibatch is not None and not isinstance(exception, ranks.RankError)
-        state = state_of(trainer, module) if failed and (together or not ranks.sharded(module.model)) else None
-        own = "" if ranks.rank() == 0 else f"_rank{ranks.rank()}"
-        if own and (together or isinstance(exception, ranks.RankError)):
-            return  # rank 0 has the same to say
-        folder = self.run / "debug" / f"step_{module.rl_step + 1:06d}{own}"
-        with lenient(str(folder)):
-            text = "".join(traceback.format_exception(exception))
-            write_atomic(folder / "traceback.txt", text.encode(errors="backslashreplace"))
-            if (self.run / "config.yaml").exists():
-                shutil.copy(self.run / "config.yaml", folder)
-            if module.rollouts:
-                save_rollouts(folder / "rollouts.jsonl.gz", module.rollouts)
-            if state is None:
-                exception.add_note(f"debug bundle: {folder}")
-                return
-            tensors = {name: value.cpu() for name, value in module.minibatch._asdict().items() if value is not None}
-            for name, content in {BATCH: tensors, STATE: state}.items():
-                AtomicCheckpointIO().save_checkpoint(content, folder / name)
-            exception.add_note(f"debug bundle: {folder}; rlkit replay bundle={folder} does the update again")
+        together, echo = ranks.size() == 1 or isinstance(exception, NonFinite), isinstance(exception, ranks.RankError)
+        failed = module.minibatch is not None and not echo
+        writes = ranks.rank() == 0 or not (together or echo)  # else rank 0 has the same to say
+        folder = self.run / "debug" / (f"step_{module.rl_step + 1:06d}" + (f"_rank{ranks.rank()}" if ranks.rank() else ""))
+        if writes:
+            exception.add_note(f"debug bundle: {folder}")
+            with lenient(str(folder)):
+                text = "".join(traceback.format_exception(exception))
+                write_atomic(folder / "traceback.txt", text.encode(errors="backslashreplace"))
+                if (self.run / "config.yaml").exists():
+                    shutil.copy(self.run / "config.yaml", folder)
+                if module.rollouts:
+                    save_rollouts(folder / "rollouts.jsonl.gz", module.rollouts)
+        if not failed or (ranks.sharded(module.model) and not together):
+            return
+        state = state_of(trainer, module)
+        if writes:
+            with lenient(str(folder)):
+                tensors = {name: value.cpu() for name, value in module.minibatch._asdict().items() if value is not None}
+                for name, content in {BATCH: tensors, STATE: state}.items():
+                    AtomicCheckpointIO().save_checkpoint(content, folder / name)
+                exception.add_note(f"rlkit replay bundle={folder} does the update again")
 
 
 def state_of(trainer: L.Trainer, module: Any) -> dict[str, Any]:
