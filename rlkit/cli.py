@@ -157,6 +157,7 @@ def train_command(arguments: Arguments) -> int:
         folder = ranks.first(lambda: folder or runs.newest_unfinished(x.name, composed.config))
         if folder is not None and runs.is_finished(folder):
             print(f"{folder}: finished already; nothing to do")
+            ranks.leave()
             return 0
         resume = folder / "checkpoints" if folder is not None and runs.is_run(folder) else None
     if folder is not None and runs.is_run(folder):

@@ -1,13 +1,17 @@
-"""A limit of wall-clock time on a call of plain Python."""
+"""Limits of wall-clock time: on a call of plain Python, and on what the whole process does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import faulthandler
+import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from threading import Thread
+from contextlib import contextmanager
+from threading import Thread, Timer
 from typing import TypeVar
 
 T = TypeVar("T")
+GRACE = 5.0  # seconds until a process that cannot even say that it hangs is ended
 
 
 class DeadlinePassed(TimeoutError):
@@ -39,3 +43,33 @@ def in_thread(call: Callable[[], T], seconds: float | None) -> T:
     if not future.done():
         raise DeadlinePassed(f"nothing within {seconds:g} s")
     return future.result()
+
+
+@contextmanager
+def process_ends_after(minutes: float | None, what: Callable[[], str]) -> Iterator[None]:
+    """A block at whose deadline the process says what hangs and where each of its threads stands, and ends with status 1.
+
+    Nothing milder ends an engine or a function of the user's that waits for ever. One such block at a time.
+
+    Args:
+      minutes: None waits for ever.
+      what: the sentence to say, asked for at the deadline.
+    """
+    if minutes is None:
+        yield
+        return
+    timer = Timer(60 * minutes, _end, (what,))
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(60 * minutes + GRACE, exit=True)  # also where nothing lets go of the interpreter
+    try:
+        yield
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _end(what: Callable[[], str]) -> None:
+    os.write(2, f"\nrlkit: {what()}. Where each thread stands:\n".encode())
+    faulthandler.dump_traceback()
+    os._exit(1)

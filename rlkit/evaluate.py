@@ -25,6 +25,7 @@ def evaluate(x: Experiment, tasks: Sequence[Task], *, checkpoint: Path | None, p
       started: time.perf_counter() of the command's start.
     Raises: RewardError where a reward fails; its note names the file in the new folder that keeps the rollout.
     """
+    from rlkit.callbacks.evaluation import in_time
     from rlkit.rollouts.evaluation import greedy_accuracy, sampled_accuracy
     from rlkit.sandbox import seen
     from rlkit.selfcheck import check_policy
@@ -38,9 +39,10 @@ def evaluate(x: Experiment, tasks: Sequence[Task], *, checkpoint: Path | None, p
     with autocast(x, device):
         check_policy(policy, tasks, x)
         out = runs.fresh(parent)
-        with failed_rollout_kept(out):
+        with failed_rollout_kept(out), in_time(settings, "the greedy evaluation"):
             greedy, greedy_rollouts = greedy_accuracy(policy, tasks, **x.held_out(0.0))
             save_rollouts(out / "greedy.jsonl.gz", greedy_rollouts)
+        with failed_rollout_kept(out), in_time(settings, "the sampled evaluation"):
             sampled, sampled_rollouts = sampled_accuracy(
                 policy, tasks, samples=settings.samples, k=settings.k, seed=settings.seed, **x.held_out(settings.temperature)
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -75,7 +75,7 @@ class RLModule(L.LightningModule):
         self.clock = Clock()  # of the step under way
         self.droppable = False  # whether nothing is lost that cannot be done again: no update has begun
         self.before: tuple[StreamState, dict[str, Any]] | None = None  # stream and generators at the start of the step under way
-        self.generators: dict[str, Any] | None = None  # of the checkpoint, to be put back
+        self.generators: list[dict[str, Any]] = []  # of the checkpoint's ranks, to be put back
         self.minibatch: Batch | None = None  # of the update under way
         self.nonfinite: dict[int, int] = {}  # optimiser → its updates in a row that were skipped since something was not finite
         self.halvings = 0  # of the micro-batches, since memory ran out
@@ -96,7 +96,7 @@ class RLModule(L.LightningModule):
         self.moments = update_moments(self.moments, trained)
         if x.reward.normalize:
             trained = normalise(trained, self.moments)
-        with self.clock.part("update"):
+        with self.clock.part("update"), rng.drawn_from(mix(x.seed, self.rl_step)):  # of the whole batch: alike on all ranks
             batch = choose(assemble(trained, pad_token_id=self.policy.pad_token_id, device=self.device), x.algorithm)
             batch = scale_tokens(retried(self, batch, partial(self.with_scores, batch)), x.algorithm)
             batch = estimate_advantages(batch, x.algorithm, x.kl)
@@ -145,7 +145,8 @@ class RLModule(L.LightningModule):
                 with self.clock.part("reward"):
                     rollouts = score_spread(rollouts, x.reward)
             sampled += rollouts
-            accepted += self.accepted(rollouts) if x.algorithm.max_refills else rollouts
+            with rng.drawn_from(mix(x.seed, self.rl_step, len(sampled))):
+                accepted += self.accepted(rollouts) if x.algorithm.max_refills else rollouts
         return sampled, accepted or sampled
 
     def accepted(self, rollouts: list[Rollout]) -> list[Rollout]:
@@ -336,7 +337,7 @@ class RLModule(L.LightningModule):
         reset = ["controllers that it brings"]
         if owner or (phase and "reference" in phase.reset):
             if self.phases[name].needs_reference:
-                self.references[owner] = self.x.reference.init(self.model, step=self.progress.since)
+                self.references[owner] = self.as_sharded(self.x.reference.init(self.model, step=self.progress.since))
             reset.append("reference")
         if phase and "optimizer" in phase.reset and self._trainer is not None:
             for optimizer in self.trainer.optimizers:
@@ -447,22 +448,28 @@ class RLModule(L.LightningModule):
     def configure_model(self) -> None:
         if self.experiment.trainer.strategy == "fsdp" and ranks.size() > 1 and not ranks.sharded(self.model):
             ranks.shard(self.model, self.device_mesh["data_parallel"])  # type: ignore[index]  # a critic stays whole: one backward, one root
+            self.references = {owner: self.as_sharded(state) for owner, state in self.references.items()}
+
+    def as_sharded(self, reference: Any) -> Any:
+        """A reference's state as the policy is: sharded or not."""
+        sharded = ranks.size() > 1 and ranks.sharded(self.model)
+        return shard_state(reference, self.model, self.device_mesh["data_parallel"]) if sharded else reference  # type: ignore[index]
 
     def on_train_start(self) -> None:
-        if ranks.size() > 1 and ranks.sharded(self.model):  # not before: a checkpoint is loaded into whole references
-            mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
-            self.references = {owner: shard_state(state, mesh) for owner, state in self.references.items()}
         if self.device.type == "cuda" and self.trainer.world_size == 1:
             probe(self)
         self.droppable = False
-        if self.generators is not None:  # only now: setting up draws from them
-            rng.restore(self.generators)
+        if ranks.rank() < len(self.generators):  # only now: setting up draws from them
+            rng.restore(self.generators[ranks.rank()])
+        elif ranks.rank():  # the checkpoint knows no such rank, or there is none
+            rng.seed(mix(self.experiment.seed, self.rl_step, ranks.rank()))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        frozen = {f"model.{name}" for name, p in self.model.named_parameters() if not p.requires_grad}
-        if frozen:  # LoRA: the base comes from model.path
-            trained = {f"model.{name}" for name, p in self.model.named_parameters() if p.requires_grad}
-            checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in trained or not k.startswith("model.")}
+        self.fill(checkpoint, ranks.gather(rng.state))
+
+    def fill(self, checkpoint: dict[str, Any], generators: list[dict[str, Any]]) -> None:
+        """Adds to a checkpoint what Lightning does not know of, and takes the frozen base out. `generators`: of the ranks, in order."""
+        checkpoint["state_dict"] = self.without_frozen(checkpoint["state_dict"])
         checkpoint["rlkit"] = {
             "rl_step": self.rl_step,
             "progress": self.progress._asdict(),
@@ -470,17 +477,23 @@ class RLModule(L.LightningModule):
             "stream": list(self.stream),
             "moments": list(self.moments),
             "references": {owner: ranks.whole(self.reference_of(owner).save(state)) for owner, state in self.references.items()},
-            "generators": rng.state(),
+            "generators": generators,
             "nonfinite": self.nonfinite,
             "halvings": self.halvings,
         }
         checkpoint["run"] = self.provenance
 
+    def without_frozen(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict without a frozen base, which comes from model.path: under LoRA the adapters that are trained, and the critic."""
+        trained = {f"model.{name}" for name, p in self.model.named_parameters() if p.requires_grad}
+        frozen = any(not p.requires_grad for p in self.model.parameters())
+        return {k: v for k, v in state.items() if not frozen or k in trained or not k.startswith("model.")}
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["rlkit"]
         self.rl_step, self.tokens, self.stream = state["rl_step"], state["tokens"], StreamState(*state["stream"])
         self.moments = Moments(*state["moments"])
-        self.generators = state.get("generators")
+        self.generators = state["generators"]
         self.nonfinite, self.halvings = state.get("nonfinite", {}), state.get("halvings", 0)
         self.progress = schedules.Progress(**state["progress"])
         self.x = schedules.at(self.experiment, self.progress)

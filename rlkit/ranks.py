@@ -9,6 +9,7 @@ On one process every function here does nothing, and nothing is imported from to
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,10 @@ T = TypeVar("T")
 
 class RankError(RLKitError, RuntimeError):
     """Another rank failed, is gone, or was silent for longer than trainer.timeout."""
+
+
+class RankOSError(RankError, OSError):
+    """Another rank could not write or read: a full disk there is one for all."""
 
 
 # ------------------------------------------------------------------------------------------------------ the group
@@ -86,16 +91,18 @@ def gather(make: Callable[[], T]) -> list[T]:
         mine: Any = make()
         said = None
     except Exception as raised:
-        error, mine, said = raised, None, (f"{type(raised).__name__}: {raised}", isinstance(raised, Refusal))
+        kind = next((kind for kind in (Refusal, OSError) if isinstance(raised, kind)), Exception)
+        error, mine, said = raised, None, (f"{type(raised).__name__}: {raised}", kind)
     parts: list[Any] = [None] * size()
     with _reaching("the results of the others"):
         torch.distributed.all_gather_object(parts, (said, mine))
     if error is not None:
         raise error
-    failed = {i: why for i, (why, _) in enumerate(parts) if why is not None}
+    failed = {i: said for i, (said, _) in enumerate(parts) if said is not None}
     if failed:
         text = "; ".join(f"rank {i} failed: {why}" for i, (why, _) in failed.items())
-        raise Refusal(text) if all(refused for _, refused in failed.values()) else RankError(text)
+        kinds = {kind for _, kind in failed.values()}
+        raise (Refusal if kinds == {Refusal} else RankOSError if kinds == {OSError} else RankError)(text)
     return [part for _, part in parts]
 
 
@@ -212,6 +219,7 @@ def shard(model: Any, mesh: Any) -> None:
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     model = _root(model)
+    model.unsharded = (copy.deepcopy(model, {id(p): nn.Parameter(p.to("meta"), requires_grad=False) for p in model.parameters()}),)
     for stack in [m for m in model.modules() if isinstance(m, nn.ModuleList)]:
         for layer in stack:
             fully_shard(layer, mesh=mesh)
@@ -224,6 +232,16 @@ def shard(model: Any, mesh: Any) -> None:
     with torch.no_grad():
         inside(model, lambda _: None)  # the model becomes the root of its layers
     reshard(model)
+
+
+def twin(model: Any) -> Any:
+    """A copy of a model without gradient, whole on each rank also where the model is sharded. A collective there."""
+    if not sharded(model):
+        return copy.deepcopy(model).requires_grad_(False).eval()
+    (empty,) = _root(model).unsharded
+    reshard(model)
+    weights = whole(dict(_root(model).named_parameters()))
+    return copy.deepcopy(empty, {id(p): nn.Parameter(weights[name].clone(), False) for name, p in empty.named_parameters()}).eval()
 
 
 def _call_inside(_: Any, function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:

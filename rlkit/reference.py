@@ -115,10 +115,15 @@ class Moving(NamedTuple):
     kl: float = 0.0  # nats since the last copy (on_kl)
 
 
-def shard_state(state: nn.Module | Moving | None, mesh: Any) -> nn.Module | Moving | None:
-    """The state of a reference that is a model of its own, as shards over the ranks of the mesh (rlkit.ranks.shard)."""
+def shard_state(state: nn.Module | Moving | None, policy: nn.Module, mesh: Any) -> nn.Module | Moving | None:
+    """The state of a reference as shards over the ranks of the mesh (rlkit.ranks.shard): of a model of its own, or of the second adapter
+    of a policy that has been sharded by now. Unchanged where it is that already.
+    """
+    if isinstance(state, Moving) and state.model is None:
+        scored = _twins(policy)
+        return Moving(_averaged(scored), scored, {}, None, state.kl)
     model = state.model if isinstance(state, Moving) else state
-    if model is None:
+    if model is None or ranks.sharded(model):
         return state
     ranks.shard(model, mesh)
     return track(model)._replace(kl=state.kl) if isinstance(state, Moving) else state
@@ -133,7 +138,7 @@ def _start(policy: nn.Module, **_: Any) -> Moving:
     if hasattr(policy, "disable_adapter"):
         scored = _second_adapter(policy)
         return Moving(_averaged(scored), scored, {}, None)
-    return track(copy.deepcopy(policy).requires_grad_(False).eval())
+    return track(ranks.twin(policy))
 
 
 def track(model: nn.Module) -> Moving:
@@ -209,14 +214,20 @@ def _second_adapter(policy: Any) -> dict[str, Tensor]:
         on = {p.device for p in policy.parameters() if p.device.type == "cuda"}
         with torch.random.fork_rng(devices=on):  # its random start is overwritten: nobody else's numbers change
             policy.add_adapter(ADAPTER, copy.deepcopy(policy.peft_config[active]))
-    parameters = dict(policy.named_parameters())
-    twins = {name: ".".join(ADAPTER if part == active else part for part in name.split(".")) for name in parameters}
-    pairs = {name: parameters[twin] for name, twin in twins.items() if twin != name and twin in parameters}
+    parameters, pairs = dict(policy.named_parameters()), _twins(policy)
     with torch.no_grad():
         for name, tensor in pairs.items():
-            tensor.requires_grad_(False).copy_(parameters[name])
+            tensor.copy_(parameters[name])
     _restore(grads)
-    return {name: tensor.detach() for name, tensor in pairs.items()}
+    return pairs
+
+
+def _twins(policy: Any) -> dict[str, Tensor]:
+    """The tensors of the reference's adapter, without gradient, by the names of those of the active one."""
+    parameters = dict(policy.named_parameters())
+    twins = {name: ".".join(ADAPTER if part == policy.active_adapter else part for part in name.split(".")) for name in parameters}
+    pairs = {name: parameters[twin] for name, twin in twins.items() if twin != name and twin in parameters}
+    return {name: tensor.requires_grad_(False).detach() for name, tensor in pairs.items()}
 
 
 def _activate(policy: Any, adapter: str) -> None:
@@ -255,7 +266,7 @@ def _freeze(policy: nn.Module, *, step: int = 0) -> nn.Module | Moving | None:
         return _start(policy)
     if hasattr(policy, "disable_adapter"):
         return None
-    return copy.deepcopy(policy).requires_grad_(False).eval()
+    return ranks.twin(policy)
 
 
 def _load_teacher(policy: Any, *, path: str, revision: str | None, **_: Any) -> nn.Module:
@@ -295,8 +306,12 @@ def _frozen_model(state: nn.Module | Moving | None, policy: nn.Module) -> Iterat
         elif state is not None:
             yield state
         else:
+            ranks.reshard(policy)  # PEFT switches gradients off and on, which has to be on the same tensors: the shards
             with policy.disable_adapter():  # type: ignore[operator]
-                yield policy
+                try:
+                    yield policy
+                finally:
+                    ranks.reshard(policy)
 
 
 @contextmanager

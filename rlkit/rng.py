@@ -50,6 +50,14 @@ def restore(saved: dict[str, Any]) -> None:
 
 
 @contextmanager
+def drawn_from(value: int) -> Iterator[None]:
+    """A block that draws what this seed gives; after it every generator stands where it stood before."""
+    with kept():
+        seed(value)
+        yield
+
+
+@contextmanager
 def kept() -> Iterator[None]:
     """A block after which every generator stands where it stood before."""
     before = state()

@@ -18,6 +18,7 @@ from rlkit.errors import ConfigError
 
 OUTPUTS = Path("outputs")
 LENGTH = ("trainer.steps", "trainer.max_time", "resume")  # keys that two configs of one run may differ in
+PLACE = ("trainer.devices", "trainer.nodes", "trainer.strategy", "trainer.timeout")  # and these: the result does not depend on the ranks
 REDACTED = "<redacted>"
 SECRET = re.compile(  # names of keys and of environment variables that hold a secret
     r"(^|_)(api_?keys?|access_?keys?|private_?keys?|secrets?|passwords?|passwd|credentials?|authorization)(_|$)"
@@ -75,10 +76,10 @@ def checkpoint_source(text: str, folder: Path) -> Path:
 
 
 def newest_unfinished(name: str, config: Mapping[str, Any]) -> Path | None:
-    """The newest run under outputs/<name> that did not finish and whose config is this one but for its length."""
+    """The newest run under outputs/<name> that did not finish and whose config is this one but for its length and its ranks."""
     candidates = [f for f in (OUTPUTS / name).glob("*") if is_run(f) and not is_finished(f)]
     for folder in sorted(candidates, key=lambda f: f.stat().st_mtime, reverse=True):
-        if not difference(read_config(folder), config):
+        if not difference(read_config(folder), config, beside=PLACE):
             return folder
     return None
 
@@ -203,13 +204,13 @@ def saved_overrides(folder: Path) -> list[str]:
     return [str(line) for line in yaml.safe_load(path.read_text()) if REDACTED not in str(line)] if path.is_file() else []
 
 
-def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted key → (old, new) for every value that differs, the run's length aside."""
+def difference(old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()) -> dict[str, tuple[Any, Any]]:
+    """Dotted key → (old, new) for every value that differs, the run's length and the keys `beside` it left out."""
     before, after = flatten(redacted(old)), flatten(redacted(new))
     return {
         key: (before.get(key), after.get(key))
         for key in dict.fromkeys((*before, *after))
-        if before.get(key) != after.get(key) and key not in LENGTH
+        if before.get(key) != after.get(key) and key not in LENGTH + beside
     }
 
 

@@ -100,6 +100,7 @@ class Evaluation(NamedTuple):
     seed: int = 0  # of the sampled replies
     curve_temperature: float = 0.0  # of the one reply per task before, during and after training; 0 is greedy
     stop_at: float | None = None  # held-out accuracy at which training ends
+    max_time: float | None = None  # minutes of one evaluation; None waits for ever
 
 
 class TrainerSettings(NamedTuple):

@@ -26,6 +26,10 @@ class Replicated(DDPStrategy):
     def configure_ddp(self) -> None:
         return None
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Rank 0 writes. Raises OSError on every rank where it cannot; Lightning's own leaves the others waiting."""
+        ranks.first(lambda: self.checkpoint_io.save_checkpoint(checkpoint, filepath))
+
 
 class Sharded(ModelParallelStrategy):
     """FSDP2 whose checkpoints are those of one process: whole tensors in one file, which any number of ranks loads."""
@@ -37,7 +41,7 @@ class Sharded(ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module: Any = self.lightning_module
         ranks.reshard(module)
-        return ranks.whole(module.state_dict())
+        return ranks.whole(module.without_frozen(module.state_dict()))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module: Any = self.lightning_module
@@ -57,6 +61,10 @@ class Sharded(ModelParallelStrategy):
                 for i, own in saved["state"].items()
             }
             optimizer.load_state_dict({**saved, "state": state})
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """As that of Replicated."""
+        ranks.first(lambda: self.checkpoint_io.save_checkpoint(checkpoint, filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)

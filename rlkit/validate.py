@@ -87,6 +87,8 @@ def _check_numbers(x: Experiment) -> list[str]:
         )
     if x.trainer.max_step_time is not None and not x.trainer.max_step_time > 0:
         problems.append(f"trainer.max_step_time={x.trainer.max_step_time}: must be greater than 0 minutes; null waits for ever")
+    if x.evaluation.max_time is not None and not x.evaluation.max_time > 0:
+        problems.append(f"evaluation.max_time={x.evaluation.max_time}: must be greater than 0 minutes; null waits for ever")
     if x.trainer.requeue and x.resume == "never":
         problems.append("trainer.requeue: with resume=never the job that is queued again would begin anew; set resume=auto, or name a run")
     if not problems and rollouts % a.minibatches:
@@ -129,16 +131,11 @@ def rank_problems(x: Experiment) -> list[str]:
         )
     if t.strategy == "fsdp" and count > 1:
         lora = x.model.keywords.get("lora") if hasattr(x.model, "keywords") else None
-        if lora and lora.rank:
-            problems.append(
-                f"trainer=fsdp model.lora.rank={lora.rank}: adapters are not sharded; choose trainer=ddp, where gradient and optimizer are "
-                "those of the adapters alone"
-            )
         own = [name for name, phase in x.schedule.phases.items() if phase.reference is not None or "reference" in phase.reset]
-        if own:
+        if lora and lora.rank and own:
             problems.append(
-                f"trainer=fsdp schedule.phases.{own[0]}: a phase cannot begin a reference of its own from sharded weights; choose "
-                "trainer=ddp, or let the phases share the reference of the run"
+                f"trainer=fsdp model.lora.rank={lora.rank} schedule.phases.{own[0]}: a phase cannot add a reference of its own "
+                "to sharded adapters; choose trainer=ddp, or let the phases share the reference of the run"
             )
     return problems
 

@@ -1,19 +1,49 @@
 """A rank of tests/test_ranks.py: trains runs, one after the other, and keeps every gradient as it is before clipping.
 
-python ranks_worker.py ROOT: the runs stand in ROOT/runs.json, as a list of (folder, overrides, resume).
+python ranks_worker.py ROOT: the runs stand in ROOT/runs.json, as a list of (folder, overrides, resume); ROOT/FOLDER.status is their end.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import random
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
+import rlkit.compose
 from rlkit import ranks
 from rlkit.compose import compose, experiment
+from rlkit.models.load import load_policy
 from rlkit.train import join_ranks, load_tasks, start
+from rlkit.types import Policy
+
+
+@functools.wraps(load_policy)
+def double(**settings: Any) -> Policy:
+    """A policy in float64, where sums in another order differ by nothing that an optimiser could make large."""
+    policy = load_policy(**settings)
+    policy.model.double()
+    return policy
+
+
+def draws(rollout) -> float:
+    """A reward that draws from every generator that a user's may draw from."""
+    return len(rollout.steps[-1].response_ids) + random.random() + float(np.random.rand()) + float(torch.rand(()))
+
+
+def half(response_mask: torch.Tensor) -> torch.Tensor:
+    """A token filter that draws: it is computed on the whole batch by every rank."""
+    return response_mask & (torch.rand(response_mask.shape) < 0.5)
+
+
+def bad(ratio: torch.Tensor, advantages: torch.Tensor, rollout_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """A policy loss whose gradient at 1 is infinite; the start-up check would refuse it."""
+    return (ratio - 1).sqrt() * advantages
 
 
 def main(root: Path) -> None:
@@ -27,14 +57,15 @@ def main(root: Path) -> None:
         return clip(parameters, norm)
 
     torch.nn.utils.clip_grad_norm_ = keep
+    rlkit.compose.dry_run = lambda x: None
     for name, overrides, resume in json.loads((root / "runs.json").read_text()):
         composed = compose(overrides)
         x = experiment(composed)
         join_ranks(x.trainer)
         folder = root / name
         status = start(x, composed.config, load_tasks(x), folder, started=0.0, resume=folder / "checkpoints" if resume else None)
-        assert status == 0, (name, status)
         if ranks.rank() == 0:
+            (root / f"{name}.status").write_text(str(status))
             torch.save(seen, root / f"{name}.grads")
         seen.clear()
     ranks.leave()

@@ -414,11 +414,28 @@ def test_a_step_that_ends_in_time_leaves_no_watch(forked, tmp_path):
     def ends():
         dog = Watchdog(1e-3)
         dog.on_train_batch_start(None, SimpleNamespace())
+        timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
         dog.on_train_batch_end(None, None)
-        dog.timer.join()
-        os._exit(7)
+        for timer in timers:
+            timer.join()
+        os._exit(7 if timers else 1)
 
     assert wait(forked([], tmp_path / "log", ends)) == 7
+
+
+def test_an_evaluation_that_hangs_ends_at_its_deadline_and_says_so(tmp_path, forked, monkeypatch):
+    """Before the first step, where no step's deadline counts: a reward that never comes back, on held-out rows alone."""
+    (tmp_path / "waits.py").write_text(
+        "import threading\nfrom rlkit.rewards.numeric import numeric\n\ndef reward(rollout):\n"
+        "    if rollout.steps[0].response_ids:  # no start-up check\n        threading.Event().wait()\n    return numeric(rollout)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    hung = ["evaluation.n=2", "reward@evaluation.reward=numeric", "evaluation.reward.terms.numeric.fn._target_=waits.reward"]
+    log = tmp_path / "log"
+    words = ["train", *FAST, *hung, "evaluation.max_time=0.05", "trainer.max_step_time=9", f"hydra.run.dir={tmp_path / 'run'}"]
+    assert wait(forked(words, log)) == 1, log.read_text()
+    assert "the evaluation after step 0 hangs: nothing within evaluation.max_time=0.05 minutes" in log.read_text()
+    assert "waits.py" in log.read_text()
 
 
 # ------------------------------------------------------------------------------------------------- not finite, full disk

@@ -190,6 +190,14 @@ def test_the_newest_unfinished_run_of_this_config_is_continued(outputs):
     assert runs.newest_unfinished("grpo", CONFIG) == wanted
 
 
+def test_a_run_is_continued_on_another_number_of_devices(outputs):
+    config = changed("trainer.devices", 4)
+    config["trainer"] |= {"strategy": "ddp", "nodes": 2, "timeout": 60}
+    wanted = make_run(outputs / "grpo", "1", 50, config)
+    assert runs.newest_unfinished("grpo", CONFIG) == wanted
+    assert runs.difference(config, CONFIG)["trainer.devices"] == (4, CONFIG["trainer"].get("devices"))  # it is said
+
+
 @pytest.mark.parametrize("name", ["grpo", "absent"])
 def test_nothing_to_continue(outputs, name):
     make_run(outputs / "grpo", "1", 0, ended="finished")

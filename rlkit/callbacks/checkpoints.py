@@ -39,8 +39,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         need, free = size(checkpoint) + SPARE, shutil.disk_usage(path.parent).free
         if free < need:
             raise OSError(errno.ENOSPC, f"No space left on device: {need / 2**20:,.0f} MiB needed, {free / 2**20:,.0f} MiB free")
-        with atomic(path) as file:
-            torch.save(checkpoint, file)
+        try:
+            with atomic(path) as file:
+                torch.save(checkpoint, file)
+        except RuntimeError as error:  # torch.save says so where the file under it cannot grow
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
 def size(value: Any) -> int:
@@ -56,7 +59,8 @@ class RLCheckpoint(L.Callback):
     """Saves after every `every` RL steps, after the last one and on a signal; the newest `keep` and the best by a metric stay.
 
     It runs after every other callback, so that what a step writes is there before the checkpoint says that the step is done. A save that
-    fails is said, and the run goes on: checkpoints are removed only after a newer one is whole.
+    fails is said, and the run goes on: checkpoints are removed only after a newer one is whole. Of several ranks the first one writes;
+    all of them know whether it could.
     """
 
     def __init__(self, run: Path, *, every: int, keep: int, best: str | None = None, mode: str = "max", model: bool = True):
@@ -87,19 +91,21 @@ class RLCheckpoint(L.Callback):
     def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
         if isinstance(exception, Interrupted):
             module.drop_step()
-            if module.rl_step and not self.path(module).exists():
+            if module.rl_step and not ranks.first(self.path(module).exists):
                 self.save(trainer, module)
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         if not self.model or module.rl_step < module.total_steps:
             return
-        state = ranks.whole(module.model.state_dict()) if ranks.size() > 1 else None
-        if not trainer.is_global_zero:
-            return
-        self.saved("model/", lambda: save_policy(self.run / "model", module.policy, state=state))
+        state = gathered(module.model)
+        self.saved("model/", lambda: ranks.first(lambda: save_policy(self.run / "model", module.policy, state=state)))
         best = self.folder / BEST
-        if self.best and best.exists():
-            self.saved("model_best/", lambda: save_policy(self.run / "model_best", module.policy, state=weights_of(best)))
+
+        def write_best() -> None:
+            if self.best and best.exists():
+                save_policy(self.run / "model_best", module.policy, state=weights_of(best))
+
+        self.saved("model_best/", lambda: ranks.first(write_best))
 
     def improved(self, module: Any) -> bool:
         """Whether the step's row holds the metric, and no step before had a better one."""
@@ -123,15 +129,17 @@ class RLCheckpoint(L.Callback):
         def write() -> None:
             if ranks.anywhere(unwritten(self.run / "metrics.jsonl")):  # a checkpoint says that all rows up to its step are there
                 raise OSError(errno.ENOSPC, "rows of metrics.jsonl are still unwritten")
-            if trainer.is_global_zero:
-                if (self.run / "metrics.jsonl").exists():
-                    sync(self.run / "metrics.jsonl")
-                if hasattr(module.model, "peft_config"):
-                    save_policy(path.with_suffix(ADAPTER), module.policy, tokenizer=False)
+            ranks.first(before)
             trainer.save_checkpoint(path, weights_only=False)  # of all ranks; here the flag means "leave the optimiser out"
-            if trainer.is_global_zero:
-                self.point()
+            ranks.first(self.point)
 
+        def before() -> None:
+            if (self.run / "metrics.jsonl").exists():
+                sync(self.run / "metrics.jsonl")
+            if hasattr(module.model, "peft_config"):
+                save_policy(path.with_suffix(ADAPTER), module.policy, state=adapters, tokenizer=False)
+
+        adapters = gathered(module.model) if hasattr(module.model, "peft_config") else None
         self.unsaved = ""
         if self.saved(f"checkpoint {path.name}", write) and trainer.is_global_zero:
             self.prune()
@@ -148,12 +156,10 @@ class RLCheckpoint(L.Callback):
         """Whether a write succeeded; a full disk or a read-only folder is said, not raised."""
         try:
             write()
-        except (OSError, RuntimeError) as error:  # torch.save says RuntimeError where the file under it cannot grow
-            cause = error if isinstance(error, OSError) else error.__context__
-            if not isinstance(cause, OSError) or ranks.size() > 1:  # the other ranks wait for the same save
-                raise
-            self.unsaved = reason(cause)
-            print(f"warning: {what} not written ({self.unsaved}); the run goes on, earlier ones stay", file=sys.stderr, flush=True)
+        except OSError as error:
+            self.unsaved = reason(error)
+            if ranks.rank() == 0:
+                print(f"warning: {what} not written ({self.unsaved}); the run goes on, earlier ones stay", file=sys.stderr, flush=True)
             return False
         return True
 
@@ -165,6 +171,15 @@ class RLCheckpoint(L.Callback):
             with suppress(OSError):
                 path.unlink()
                 shutil.rmtree(path.with_suffix(ADAPTER), ignore_errors=True)
+
+
+def gathered(model: Any) -> dict[str, Any] | None:
+    """What `save_policy` writes of a model that lies in shards: all weights, or under LoRA the adapters; None where it is whole."""
+    if not ranks.sharded(model):
+        return None
+    ranks.reshard(model)
+    lora = hasattr(model, "peft_config")
+    return ranks.whole({name: value for name, value in model.state_dict().items() if not lora or "lora_" in name})
 
 
 def link(name: Path, target: Path) -> None:

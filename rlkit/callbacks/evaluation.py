@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from rlkit.callbacks.files import lenient
 from rlkit.callbacks.metrics import append_row
 from rlkit.callbacks.terminal import held_out, how_sampled
 from rlkit.callbacks.token_values import save_tokens
+from rlkit.deadline import process_ends_after
 from rlkit.models.chat import decode
 from rlkit.rollouts import save_rollouts
 from rlkit.rollouts.evaluation import greedy_accuracy
+from rlkit.settings import Evaluation
 from rlkit.types import Task
 
 KEPT = 16  # held-out rollouts that an evaluation writes, of the same tasks each time: how an answer changes
@@ -51,7 +54,8 @@ class HeldOut(L.Callback):
         started = time.perf_counter()
         x = module.experiment
         forward = trainer.strategy.precision_plugin.forward_context
-        with forward(), ranks.whole_weights(module.model), rng.kept():  # it moves nobody's random numbers
+        watch = in_time(x.evaluation, f"the evaluation after step {module.rl_step}")
+        with watch, forward(), ranks.whole_weights(module.model), rng.kept():  # it moves nobody's random numbers
             result, rollouts = greedy_accuracy(
                 module.policy, self.tasks, seed=x.evaluation.seed, **x.held_out(x.evaluation.curve_temperature)
             )
@@ -62,6 +66,11 @@ class HeldOut(L.Callback):
                 save_rollouts(name.with_suffix(".jsonl.gz"), rollouts[:KEPT])
                 save_tokens(name.with_suffix(".tokens.jsonl.gz"), rollouts[:KEPT], lambda ids: decode(module.policy.codec, ids))
         return result_row(result) | {"perf/eval_s": time.perf_counter() - started}
+
+
+def in_time(settings: Evaluation, name: str) -> AbstractContextManager[None]:
+    """The block in which an evaluation, or a part of one, is played and scored: at its deadline the process ends and says so."""
+    return process_ends_after(settings.max_time, lambda: f"{name} hangs: nothing within evaluation.max_time={settings.max_time:g} minutes")
 
 
 def result_row(result: Mapping[str, Any]) -> dict[str, float]:

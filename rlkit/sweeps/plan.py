@@ -195,6 +195,6 @@ def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> li
     other = f"another sweep needs a folder of its own, as in hydra.sweep.dir={root}_2"
     if not resume:
         return [f"{root} holds runs of these jobs already, which are never overwritten; resume=auto goes on with them, {other}"]
-    changed = runs.difference(runs.read_config(folder), config)
+    changed = runs.difference(runs.read_config(folder), config, beside=runs.PLACE)
     said = ", ".join(f"{key} was {was} and is now {now}" for key, (was, now) in list(changed.items())[:3])
     return [f"{folder} holds a run of another config ({said}); {other}"] if changed else []
