@@ -113,14 +113,16 @@ def table(rows: Sequence[Row], names: Sequence[str]) -> str:
         mine = [row for row in rows if row["variant"] == name]
         if not mine:
             continue
-        final, height, seconds = ([float(row[key]) for row in mine] for key in ("final", "curve_mean", "cpu_seconds"))
-        kl = [float(row["final_kl"]) for row in mine if row["final_kl"]]
+        final, height, kl, seconds = (
+            [float(row[key]) for row in mine if row[key]] for key in ("final", "curve_mean", "final_kl", "cpu_seconds")
+        )
         differences = [
             "–" if name == names[0] else "{:+.3f} ± {:.3f}".format(*paired(rows, name, names[0], key)) for key in ("final", "curve_mean")
         ]
         columns = [name, f"{statistics.fmean(final):.3f} ({min(final):.3f} – {max(final):.3f})", differences[0]]
         columns += [f"{statistics.fmean(height):.3f}", differences[1], f"{statistics.fmean(kl):.4f}" if kl else "–"]
-        lines.append(f"| {' | '.join([*columns, f'{statistics.fmean(seconds):.0f}'])} |")
+        columns.append(f"{statistics.fmean(seconds):.0f}" if seconds else "–")
+        lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -133,7 +135,8 @@ def plot(rows: Sequence[Row], names: Sequence[str], title: str, path: Path) -> N
 
     names = [name for name in names if any(row["variant"] == name for row in rows)]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, max(3.2, 0.34 * len(names) + 1.2)), layout="constrained")
-    colors = pyplot.colormaps["tab20" if len(names) > 10 else "tab10"].colors  # type: ignore[attr-defined]
+    shades = pyplot.colormaps["turbo" if len(names) > 10 else "tab10"]
+    colors = [shades(place / len(names) if len(names) > 10 else place) for place in range(len(names))]
     for place, name in enumerate(names):
         mine = [row for row in rows if row["variant"] == name]
         curves = [dict(pair.split(":") for pair in row["curve"].split()) for row in mine]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import yaml
 
 from rlkit import check
 from rlkit.compose import compose, conf_dir, experiment
@@ -29,3 +31,12 @@ def test_a_preset_takes_a_step(name, tmp_path):
     x = experiment(compose(overrides))
     report = check.run(next(iter(first_steps(x).values())), *load_tasks(x))
     assert report.metrics["optim/updates"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(Path(__file__).parents[1].glob("experiments/*/study.yaml")), ids=lambda path: path.parent.name)
+def test_a_study_can_run(path):
+    study = yaml.safe_load(path.read_text())
+    assert set(study) <= {"title", "variants", "once"} and set(study.get("once", ())) < set(study["variants"])
+    for overrides in study["variants"].values():
+        experiment(compose(overrides))
