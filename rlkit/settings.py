@@ -16,6 +16,7 @@ LEAST: dict[str, dict[str, float]] = {
     "rlkit.callbacks.checkpoint": {"every": 1, "keep": 1},
     "rlkit.callbacks.samples": {"every": 1, "count": 1},
     "rlkit.callbacks.rollouts": {"every": 0},
+    "rlkit.callbacks.tokens": {"every": 0, "count": 1},
     "rlkit.generation.cached": {"max_rows": 1, "max_cached_tokens": 1},
     "rlkit.generation.generate": {"max_rows": 1},
     "rlkit.models.LoRA": {"rank": 0, "alpha": 1},

@@ -35,6 +35,7 @@ def run_problems(x: Experiment) -> list[str]:
     problems = schedule_problems(x) + rank_problems(x)
     firsts = {} if problems else first_steps(x)
     problems += [f"schedule.phases.{name}: {problem}" if name else problem for name, first in firsts.items() for problem in validate(first)]
+    problems += [problem for problem in _negative(x) if problem not in problems]
     if firsts and not x.needs_reference and x.reference.name not in ("none", "frozen"):
         problems.append(
             f"reference={x.reference.name}: it would be updated and never used, since no KL compares with it (kl={x.kl.name}, "
@@ -56,7 +57,7 @@ def _check_numbers(x: Experiment) -> list[str]:
     from rlkit.settings import thinking_problems
 
     rollouts = x.batch.prompts * x.batch.group_size
-    a, critic = x.algorithm, x.algorithm.critic
+    a = x.algorithm
     counts: dict[str, float] = {
         "batch.prompts": x.batch.prompts,
         "batch.group_size": x.batch.group_size,
@@ -65,17 +66,9 @@ def _check_numbers(x: Experiment) -> list[str]:
         "algorithm.minibatches": a.minibatches,
         "generation.max_new_tokens": x.generation.max_new_tokens,
     }
-    amounts = {
-        "kl.coef": x.kl.coef,
-        "generation.temperature": x.generation.temperature,
-        "algorithm.entropy_coef": a.entropy_coef,
-        "algorithm.max_refills": a.max_refills,
-        "algorithm.critic.warmup": critic.warmup,
-        "algorithm.critic.coef": critic.coef,
-    }
     problems = [f"{path}={value}: must be at least 1" for path, value in counts.items() if value < 1]
     problems += thinking_problems(x.generation)
-    problems += [f"{path}={value}: must not be negative" for path, value in amounts.items() if isinstance(value, int | float) and value < 0]
+    problems += _negative(x)
     if a.target_kl is not None and not a.target_kl > 0:
         problems.append(f"algorithm.target_kl={a.target_kl}: must be greater than 0 nats per token; null never ends a step's updates early")
     if x.generation.temperature == 0:
@@ -97,6 +90,19 @@ def _check_numbers(x: Experiment) -> list[str]:
             f"{rollouts} rollouts, which do not divide into that many equal parts; change it, batch.prompts or batch.group_size"
         )
     return problems
+
+
+def _negative(x: Experiment) -> list[str]:
+    """Of the numbers that a schedule may set in place of the config's, too: a broken one is never taken for what it is not."""
+    amounts = {
+        "kl.coef": x.kl.coef,
+        "generation.temperature": x.generation.temperature,
+        "algorithm.entropy_coef": x.algorithm.entropy_coef,
+        "algorithm.max_refills": x.algorithm.max_refills,
+        "algorithm.critic.warmup": x.algorithm.critic.warmup,
+        "algorithm.critic.coef": x.algorithm.critic.coef,
+    }
+    return [f"{path}={value}: must not be negative" for path, value in amounts.items() if isinstance(value, int | float) and value < 0]
 
 
 def _check_evaluation(x: Experiment) -> list[str]:

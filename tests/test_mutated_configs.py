@@ -116,6 +116,7 @@ IMPOSSIBLE = [
     (["~optimizer"], "optimizer"),
     (["~batch.prompts"], "batch.prompts"),
     (["optimizer=sgd"], "adamw"),
+    (["schedule=kl_anneal", "kl.coef=-1"], "kl.coef=-1"),
     (["schedule=grpo_to_dapo", "algorithm.epochs=2"], "schedule.phases"),
     (["schedule=on_reward", "schedule.phases.explore.until=-3"], "schedule.phases.explore"),
     (["evaluation.every=5", "evaluation.n=0"], "evaluation.every=5"),

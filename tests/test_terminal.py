@@ -19,6 +19,7 @@ from rlkit.environments import python_tool, tool_use
 from rlkit.environments.tool_parsers import hermes
 from rlkit.errors import ConfigError
 from rlkit.sandbox import Sandbox
+from rlkit.sandbox.level import probe
 from rlkit.selfcheck import check_tools
 from rlkit.types import Task
 
@@ -100,6 +101,7 @@ def test_a_tool_that_runs_code_gets_its_sandbox_before_the_model_is_loaded(monke
 def test_a_run_in_a_pipe(tmp_path, monkeypatch, capsys):
     """The header's words; no control character, no advert; a warning that is none of the frameworks' habits comes through."""
     monkeypatch.chdir(tmp_path)
+    probe.cache_clear()  # another test of this process may have asked for a sandbox
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         assert main(["train", "debug=fast", "trainer.accelerator=cpu", "evaluation.n=0", "batch.group_size=4"]) == 0
