@@ -320,6 +320,7 @@ def test_an_end_beyond_the_run_is_a_warning():
     assert "schedule.phases.explore.until=50" in text and "trainer.steps=20" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", options("kl"))
 def test_every_kl_takes_an_adaptive_coefficient(option):
     """In either order, and its numbers without a plus."""

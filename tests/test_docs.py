@@ -67,12 +67,14 @@ def generated():
     return generator().pages()
 
 
+@pytest.mark.slow
 def test_generated_pages_are_fresh(generated):
     stale = [path.name for path, text in generated.items() if not path.is_file() or path.read_text() != text]
     gone = {p for p in (ROOT / "docs" / "config").glob("*.md")} - set(generated)
     assert not stale and not gone, f"run python docs/generate.py: {stale}, {gone}"
 
 
+@pytest.mark.slow
 def test_every_option_and_every_key_has_a_meaning(generated):
     """A key without a comment above it is an empty cell; a name that only repeats the option's needs none."""
     silent = []
@@ -83,6 +85,7 @@ def test_every_option_and_every_key_has_a_meaning(generated):
     assert silent == []
 
 
+@pytest.mark.slow
 def test_fifty_extension_points_are_listed(generated):
     points = generator().points()
     assert len(points) >= 50 and len({p.place for p in points}) == len(points)

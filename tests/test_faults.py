@@ -423,6 +423,7 @@ def test_a_step_that_ends_in_time_leaves_no_watch(forked, tmp_path):
     assert wait(forked([], tmp_path / "log", ends)) == 7
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_hangs_ends_at_its_deadline_and_says_so(tmp_path, forked, monkeypatch):
     """Before the first step, where no step's deadline counts: a reward that never comes back, on held-out rows alone."""
     (tmp_path / "waits.py").write_text(

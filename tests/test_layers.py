@@ -193,6 +193,7 @@ def test_what_a_config_names_imports_at_most_torch(module):
     assert not heavy, f"importing {module} imports {heavy}"
 
 
+@pytest.mark.slow
 def test_importing_a_file_hides_no_part_of_the_same_name():
     """`import package.name` sets the attribute `name` of the package, so a function of that name is gone unless the file came first."""
     hidden = []

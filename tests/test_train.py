@@ -198,6 +198,7 @@ def test_a_reward_that_fails_in_training_leaves_its_rollout_behind(tmp_path, mon
     assert "the reward term numeric failed" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_lora_trains_and_saves_adapters_alone(tmp_path):
     folder = tmp_path / "lora"
     assert train(folder, "model.lora.rank=4", "trainer.steps=1", "evaluation.n=0") == 0

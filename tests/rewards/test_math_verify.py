@@ -61,6 +61,7 @@ def test_verdicts(package):
     assert math_verify(rollout("\ud800 \n \u2028 1/2")) == 1.0  # one line stays one line
 
 
+@pytest.mark.slow
 def test_what_takes_for_ever_is_wrong_and_says_so_and_the_next_one_is_right(package):
     """The slip: sympy in the process that trains, where nothing can stop it."""
     assert math_verify(rollout("0.5")) == 1.0
@@ -71,6 +72,7 @@ def test_what_takes_for_ever_is_wrong_and_says_so_and_the_next_one_is_right(pack
     assert math_verify(rollout("0.5")) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["crash", "raise"])
 def test_a_child_that_fails_is_an_error_and_not_zero(package, text):
     with pytest.raises(RewardError, match="math-verify failed"):

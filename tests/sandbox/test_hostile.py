@@ -191,7 +191,7 @@ def folder(tmp_path_factory):
     tempfile.tempdir = old
 
 
-@pytest.fixture(scope="module", params=LEVELS, ids="+".join)
+@pytest.fixture(scope="module", params=[LEVELS[0], pytest.param(LEVELS[1], marks=pytest.mark.slow)], ids="+".join)
 def ended(request, tmp_path_factory, folder):
     """Every program, run once at this level: name → (outcome, seconds); and the state of the machine around it."""
     if why := available(request.param):
