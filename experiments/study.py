@@ -132,6 +132,7 @@ def plot(rows: Sequence[Row], names: Sequence[str], title: str, path: Path) -> N
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     names = [name for name in names if any(row["variant"] == name for row in rows)]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, max(3.2, 0.34 * len(names) + 1.2)), layout="constrained")
@@ -145,6 +146,7 @@ def plot(rows: Sequence[Row], names: Sequence[str], title: str, path: Path) -> N
         for row in mine:
             right.plot([float(row["final_low"]), float(row["final_high"])], [place, place], color=colors[place], alpha=0.25, linewidth=5)
             right.plot(float(row["final"]), place, "o", color=colors[place], markersize=4)
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
     left.set(xlabel="RL step", ylabel="held-out accuracy, greedy", ylim=(0, 1.02), title="mean of the seeds")
     right.set_yticks(range(len(names)), names, fontsize=8)
     right.invert_yaxis()
