@@ -56,7 +56,7 @@ class Trunk:
     """The forward of a trunk, without gradient, its weights as they are when this is made."""
 
     def __init__(self, trunk: Any):
-        self.trunk, self.config = trunk, trunk.config
+        self.trunk = trunk
         self.layers = [_layer(module) for module in trunk.layers]
 
     def __call__(self, ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from contextlib import contextmanager
 from functools import partial
 
@@ -14,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlkit.environments import calculator, tool_schema
 from rlkit.functional import mix
 from rlkit.generation import cached, generate, graphs
-from rlkit.generation.cached import SIDE_BY_SIDE, Slots, _by_turns, _Decoder, coarse, parts_of
+from rlkit.generation.cached import _by_turns, _Decoder, coarse
+from rlkit.generation.slots import SIDE_BY_SIDE, Slots, parts_of
 from rlkit.models import encode_prompt
 from rlkit.rollouts import collect
 from rlkit.types import Generation
@@ -249,7 +249,7 @@ def test_parts_cover_all_slots_and_read_less():
 
 def test_slots_of_very_different_lengths(tiny, monkeypatch):
     """Read in parts, the replies are the same: contexts of 20 and of 200 tokens."""
-    monkeypatch.setattr(sys.modules[_Decoder.__module__], "CALL", 64)
+    monkeypatch.setattr("rlkit.generation.slots.CALL", 64)
     rng = random.Random(1)
     contexts = [tuple(rng.randrange(100, 700) for _ in range(20 if i < 8 else 200)) for i in range(10)]
     parts, measure = [], _Decoder.measure
