@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -33,14 +34,14 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)  # 97.5 % qu
 Row = dict[str, str]
 
 
-def one_run(name: str, overrides: Sequence[str], seed: int) -> Row:
-    """One run's row.
+def trained(overrides: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, float]]:
+    """`rlkit train` in an empty folder, on one thread: its summary, its rows, and the seconds of the process and of its processors.
 
     Raises:
       RuntimeError: the command failed; with the last lines that it wrote.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "rlkit", "train", *overrides, *COMMON, f"seed={seed}"]
+        command = [sys.executable, "-m", "rlkit", "train", *overrides]
         log = Path(folder) / "log.txt"
         begun = time.perf_counter()
         with log.open("w") as out:
@@ -52,6 +53,12 @@ def one_run(name: str, overrides: Sequence[str], seed: int) -> Row:
         run = next(Path(folder).glob("outputs/*/*/summary.json")).parent
         summary = json.loads((run / "summary.json").read_text())
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return summary, rows, {"process_seconds": round(wall, 1), "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1)}
+
+
+def one_run(name: str, overrides: Sequence[str], seed: int) -> Row:
+    """One run's row."""
+    summary, rows, seconds = trained([*overrides, *COMMON, f"seed={seed}"])
     steps = [row for row in rows if "reward/mean" in row]
     curve = {0: summary["before"]["accuracy"]} | {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
     curve[summary["steps"]] = summary["after"]["accuracy"]
@@ -69,8 +76,7 @@ def one_run(name: str, overrides: Sequence[str], seed: int) -> Row:
         "final_kl": "" if steps[-1].get("kl/ref_k3") is None else round(steps[-1]["kl/ref_k3"], 5),
         "final_entropy": round(steps[-1]["policy/entropy"], 4),
         "step_seconds": round(sum(row["perf/step_s"] for row in steps), 1),
-        "process_seconds": round(wall, 1),
-        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
+        **seconds,
         "curve": " ".join(f"{step}:{accuracy:.3f}" for step, accuracy in curve.items()),
         "overrides": " ".join(overrides),
         "date": date.today().isoformat(),

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
-import os
 import platform
-import subprocess
 import sys
-import tempfile
-import time
 from datetime import date
 from pathlib import Path
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+import study  # noqa: E402
+
 COMMON = ("trainer.threads=1", "logger=none")
 TURNS = 50  # over which the reward few_turns falls from 1 to 0
 HALVING = 1 - (3.7 - 1) / TURNS  # mean reward of a player that halves the bounds from 1 to 20
@@ -32,19 +30,7 @@ STEP = {
 
 def one_run(seed: int) -> tuple[dict, list[dict]]:
     """One run's row, and a row for each of its steps."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "rlkit", "train", "experiment=guess_number_ppo", *COMMON, f"seed={seed}"]
-        log = Path(folder) / "log.txt"
-        begun = time.perf_counter()
-        with log.open("w") as out:
-            process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=out, env=os.environ | {"OMP_NUM_THREADS": "1"})
-            _, status, usage = os.wait4(process.pid, 0)  # the processor time of this run alone
-        wall = time.perf_counter() - begun
-        if status:
-            raise RuntimeError(f"{' '.join(command)} ended with status {status}:\n{log.read_text()[-4000:]}")
-        run = next(Path(folder).glob("outputs/*/*/summary.json")).parent
-        summary = json.loads((run / "summary.json").read_text())
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    summary, rows, seconds = study.trained(["experiment=guess_number_ppo", *COMMON, f"seed={seed}"])
     result: dict = {"seed": seed, "steps": summary["steps"], "games": summary["after"]["n"]}
     for when in ("before", "after"):
         low, high = summary[when]["reward_interval"]
@@ -55,8 +41,7 @@ def one_run(seed: int) -> tuple[dict, list[dict]]:
             f"{when}_solved": summary[when]["accuracy"],
         }
     result |= {
-        "process_seconds": round(wall, 1),
-        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
+        **seconds,
         "date": date.today().isoformat(),
         "processor": processor(),
         "python": platform.python_version(),
