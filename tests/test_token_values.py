@@ -41,7 +41,7 @@ def test_advantages_stand_at_their_own_tokens():
     rollouts = [rollout((1, 2, 11, 12, 13, 5), sample=0), rollout((7, 8), sample=1)]
     batch = assemble(rollouts, pad_token_id=0)
     assert batch.ids.shape[0] == 3, "one row, then two"
-    learned = learned_from(rollouts, batch._replace(advantages=batch.ids.float()))
+    learned = learned_from(rollouts, batch._replace(advantages=batch.ids.float()), [1, 0])
     assert [[step["advantages"] for step in own] for own in learned] == [[[11, 12, 13], [21, 22]]] * 2
     assert [[step["trained"] for step in own] for own in learned] == [[[1, 0, 1], [1, 1]]] * 2
 
@@ -49,7 +49,7 @@ def test_advantages_stand_at_their_own_tokens():
 def test_a_file_has_a_line_a_rollout_and_equal_rollouts_give_equal_bytes(tmp_path):
     rollouts = [rollout((7, 8), sample=1)]
     batch = assemble(rollouts, pad_token_id=0)
-    learned = learned_from(rollouts, batch._replace(advantages=torch.full(batch.ids.shape, 1 / 3)))
+    learned = learned_from(rollouts, batch._replace(advantages=torch.full(batch.ids.shape, 1 / 3)), [0])
     for name in ("a", "b"):
         save_tokens(tmp_path / name, rollouts, lambda ids: "".join(chr(i + 80) for i in ids), learned)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,22 @@ class Tokens(L.Callback):
     def __init__(self, folder: Path, *, every: int, count: int):
         self.folder, self.every, self.count = folder, every, count
 
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        self.text_of = lru_cache(1 << 14)(partial(decode, module.policy.codec))  # pairs of tokens come again from step to step
+
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         step = module.rl_step
         if not self.every or (step != 1 and step % self.every and not trainer.should_stop) or not trainer.is_global_zero:
             return
         chosen = choose(module.trained, self.count)
-        learned = learned_from(module.trained, module.batch)
-        position = {(r.group, r.sample): i for i, r in enumerate(module.trained)}
-        own = [learned[position[r.group, r.sample]] for r in chosen]
+        place = {(r.group, r.sample): i for i, r in enumerate(module.trained)}
+        learned = learned_from(module.trained, module.batch, [place[r.group, r.sample] for r in chosen])
         with lenient(f"tokens/step_{step:06d}.jsonl.gz"):
-            save_tokens(self.folder / f"step_{step:06d}.jsonl.gz", chosen, lambda ids: decode(module.policy.codec, ids), own)
+            save_tokens(self.folder / f"step_{step:06d}.jsonl.gz", chosen, self.text_of, learned)
 
 
 def save_tokens(
-    path: Path, rollouts: Sequence[Rollout], text_of: Callable[[Sequence[int]], str], learned: Sequence[list[dict[str, list]]] = ()
+    path: Path, rollouts: Sequence[Rollout], text_of: Callable[[tuple[int, ...]], str], learned: Sequence[list[dict[str, list]]] = ()
 ) -> None:
     """One line a rollout: {group, sample, task_id, steps: [{text, logprobs, advantages, trained}, …]}, each a list over the reply's tokens.
 
@@ -57,26 +60,24 @@ def save_tokens(
     write_atomic(path, gzip.compress("".join(lines).encode(), compresslevel=6, mtime=0))
 
 
-def learned_from(rollouts: Sequence[Rollout], batch: Batch) -> list[list[dict[str, list]]]:
-    """Of each rollout that `batch` was assembled from, of each step: advantages and trained (1 where the loss counted the token)."""
+def learned_from(rollouts: Sequence[Rollout], batch: Batch, places: Sequence[int]) -> list[list[dict[str, list]]]:
+    """Of some of the rollouts of `batch`, of each step: advantages and trained (1 where the loss counted the token)."""
     assert batch.advantages is not None
-    advantages, mask = batch.advantages.float().cpu(), batch.response_mask.cpu()
+    advantages, mask, owners = batch.advantages.float().cpu(), batch.response_mask.cpu(), batch.rollout_ids.tolist()
     out: list[list[dict[str, list]]] = []
-    line = 0
-    for rollout in rollouts:
-        steps: list[dict[str, list]] = [{"advantages": [], "trained": []} for _ in rollout.steps]
-        for row in rows(rollout):
+    for place in places:
+        steps: list[dict[str, list]] = [{"advantages": [], "trained": []} for _ in rollouts[place].steps]
+        for line, row in enumerate(rows(rollouts[place]), owners.index(place)):
             for number in dict.fromkeys(row.steps):
-                length = len(rollout.steps[number].response_ids)
+                length = len(rollouts[place].steps[number].response_ids)
                 end = max(t for t, step in enumerate(row.steps) if step == number) + 1  # a reply ends its step
                 span = slice(end - length, end)
                 steps[number] = {"advantages": rounded(advantages[line, span].tolist()), "trained": mask[line, span].int().tolist()}
-            line += 1
         out.append(steps)
     return out
 
 
-def pieces(ids: Sequence[int], text_of: Callable[[Sequence[int]], str]) -> list[str]:
+def pieces(ids: Sequence[int], text_of: Callable[[tuple[int, ...]], str]) -> list[str]:
     """The text that each token adds; a character of several tokens stands at the last of them. Joined they are the whole text.
 
     Each is decoded behind the token before it, for some tokenizers drop a space at the start of a text.
@@ -86,16 +87,16 @@ def pieces(ids: Sequence[int], text_of: Callable[[Sequence[int]], str]) -> list[
     pending: list[int] = []
     for token in ids:
         pending.append(token)
-        known = text_of(before) if before else ""
-        text = text_of([*before, *pending])
-        own = text[len(known) :] if text.startswith(known) else text_of(pending)
+        known = text_of(tuple(before)) if before else ""
+        text = text_of((*before, *pending))
+        own = text[len(known) :] if text.startswith(known) else text_of(tuple(pending))
         if own.endswith("\ufffd") and len(pending) < 4:  # UTF-8 takes four bytes at most
             out.append("")
             continue
         out.append(own)
         before, pending = pending, []
     if pending:
-        out[-1] = text_of(pending)
+        out[-1] = text_of(tuple(pending))
     return out
 
 

@@ -51,7 +51,7 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
 
     if hasattr(tool, "schema"):
         return dict(tool.schema)
-    function, bound = (tool.func, tool.keywords) if isinstance(tool, partial) else (tool, {})
+    function, bound = _function(tool), tool.keywords if isinstance(tool, partial) else {}
     try:
         schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:
@@ -67,7 +67,12 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
 
 def tool_name(tool: Callable[..., Any]) -> str:
     """The name that a tool's schema gives it: that of the function, also inside a `functools.partial`."""
-    return str(getattr(tool.func if isinstance(tool, partial) else tool, "__name__", repr(tool)))
+    return str(getattr(_function(tool), "__name__", repr(tool)))
+
+
+def _function(tool: Callable[..., Any]) -> Callable[..., Any]:
+    """The one inside a `functools.partial`, as a config makes it: that one has the name, the docstring and the attributes."""
+    return tool.func if isinstance(tool, partial) else tool
 
 
 def with_schema(schema: Mapping[str, Any], implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,7 +135,8 @@ def _attempt(call: ToolCall, tools: Mapping[str, Callable[..., Any]], timeout: f
         if problem := _misfit(tool, call.arguments):
             return f"Error: {problem}. Call it as {_signature(call.name, tool)}.", False
         run = partial(_text_of, tool, call.arguments)
-        return (run() if timeout is None or getattr(tool, "bounded", False) else in_thread(run, timeout)), True
+        bounded = getattr(_function(tool), "bounded", False)
+        return (run() if timeout is None or bounded else in_thread(run, timeout)), True
     except KeyboardInterrupt:
         raise
     except DeadlinePassed:

@@ -33,6 +33,7 @@ FORMATS = (".jsonl.gz", ".jsonl", ".parquet")
 FAILED = "failed_rollout.jsonl.gz"  # the rollout on which a reward failed
 MEMBER = b"\x1f\x8b\x08\0\0\0\0\0"  # how a gzip member without name and time begins
 PIECE = 1 << 16  # bytes that are unpacked at a time
+TEXT = json.JSONEncoder(ensure_ascii=False)
 ROW_GROUP = 64  # rollouts that a damaged part of a Parquet file takes along, at most
 
 
@@ -311,12 +312,14 @@ def _message(row: Mapping[str, Any]) -> Message:
 
 
 def _text(value: Mapping[str, Any]) -> str:
-    return json.dumps(dict(value), ensure_ascii=False)
+    return TEXT.encode(dict(value))
 
 
 def _line(rollout: Rollout) -> str:
     """The row as JSON in which every character has a place in UTF-8: half a surrogate pair is written as U+FFFD and its number."""
-    text = json.dumps(to_row(rollout), ensure_ascii=False)
+    text = TEXT.encode(to_row(rollout))
+    if text.isascii():  # most are: the search takes as long as all else
+        return text
     return re.sub(f"[\ud800-\udfff]|\ufffd(?={LONE}|fffd)", lambda found: f"\ufffd{ord(found[0]):x}", text)
 
 
