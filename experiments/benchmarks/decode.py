@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -161,11 +162,13 @@ def vllm(policy: Policy, contexts: Contexts, asked: argparse.Namespace) -> Itera
 
 
 def vllm_side(folder: str) -> None:
-    """The process of vLLM."""
+    """The process of vLLM: its engine in it, and its threads where the system puts them, which a container may forbid it to choose."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_HOST_IP": "127.0.0.1"}
     from vllm import LLM, SamplingParams
 
     given = json.loads((Path(folder) / "given.json").read_text())
     longest = max(map(len, given["contexts"])) + given["tokens"]
+    room = {} if given["device"] == "cuda" else {"kv_cache_memory_bytes": 2 << 30}  # else most of the machine's memory
     engine = LLM(
         model=folder,
         dtype="bfloat16" if given["device"] == "cuda" else "float32",
@@ -174,6 +177,7 @@ def vllm_side(folder: str) -> None:
         seed=0,
         enforce_eager=given["eager"],  # compiles nothing
         logprobs_mode="processed_logprobs",
+        **room,
     )
     settings = SamplingParams(temperature=1.0, max_tokens=given["tokens"], ignore_eos=True, logprobs=0, detokenize=False)
     bench.answer("loaded")
