@@ -8,10 +8,6 @@ check all get the policy as it is, and none of them has to say that it changed.
 
 from __future__ import annotations
 
-import copy
-import os
-import shutil
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +19,9 @@ import torch
 from torch import Tensor
 
 from rlkit.errors import ConfigError, EngineError
+from rlkit.generation.vllm_process import InProcess
 from rlkit.generation.vllm_server import Lost, Sampled, Server, start
+from rlkit.generation.vllm_weights import adapter_name, fingerprint, lora_rank, save_adapter, saved_model, whole_weights
 from rlkit.types import Generation, Policy
 
 Follow = Callable[[int, Generation], "tuple[Sequence[int], int] | None"]
@@ -158,14 +156,33 @@ class VLLM:
             lora = None if self.merge else lora_rank(policy.model)
             http: dict[str, Any] = {"max_rows": self.max_rows, "restart_wait": self.restart_wait, "folder": self.folder}
             if self.server is None:
-                self.backend = InProcess(policy, self, lora)
+                # Asleep, the base of an adapter, which does not move, waits in the memory of the CPU.
+                self.backend = InProcess(policy, self.started_with(policy, lora), sleeps=self.sleeps, keeps_weights=lora is not None)
             elif self.server == "start":
-                flags = serve_arguments(policy, self, lora)
-                self.backend = start(saved_model(policy), flags, devices=self.devices, **http)
+                self.backend = start(saved_model(policy), flags(self.started_with(policy, lora)), devices=self.devices, **http)
             else:
                 self.backend = Server(self.server, **http)
             self.model = weakref.ref(policy.model)
         return self.backend
+
+    def started_with(self, policy: Policy, lora: int | None) -> dict[str, Any]:
+        """The arguments of vLLM, in this process or as a server, the user's own last."""
+        cpu = next(policy.model.parameters()).device.type == "cpu"
+        arguments: dict[str, Any] = {
+            "dtype": dtype_name(policy.model),
+            "max_model_len": policy.context_length,
+            "max_num_seqs": self.max_rows,
+            "logprobs_mode": "processed_logprobs",  # after temperature
+            "generation_config": "vllm",  # none of the model's own defaults
+            "enable_prefix_caching": True,  # a turn costs its new tokens
+        }
+        if cpu:
+            arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}  # seconds to start, and not most of the memory
+        else:
+            arguments["gpu_memory_utilization"] = self.share
+        if lora is not None:
+            arguments |= {"enable_lora": True, "max_lora_rank": next((r for r in RANKS if r >= lora), lora), "max_loras": 1}
+        return arguments | self.arguments
 
     def push(self, policy: Policy) -> None:
         """Gives vLLM the weights, or the adapter, that it does not have yet; a server that is lost meanwhile is waited for."""
@@ -250,58 +267,6 @@ def _play(
     return [replies[i] for i in range(len(contexts))]
 
 
-# -------------------------------------------------------------------------------------------------------- weights
-
-
-def fingerprint(tensors: Iterator[Tensor] | Sequence[Tensor]) -> tuple[tuple[float, ...], ...]:
-    """Numbers that differ where any of the tensors does: a hash of the bits, and the sum, of each, read on its device.
-
-    The version counters of autograd cost less, but a fused optimizer does not move them.
-    """
-    given = [t.detach() for t in tensors]
-    with torch.no_grad():
-        bits = [torch.hash_tensor(t).view(torch.int64) for t in given]
-        sums = [t.sum(dtype=torch.float64) for t in given]
-    return (tuple(torch.stack(bits).tolist()), tuple(torch.stack(sums).tolist())) if given else ()
-
-
-def whole_weights(model: Any, *, merge: bool) -> Iterator[tuple[str, Tensor]]:
-    """Parameters by their names in a checkpoint: of a model under LoRA those of the base, with `merge` plus the adapter.
-
-    A head that shares the embedding is there too: vLLM may keep a copy of it in another layout.
-    """
-    lora = hasattr(model, "disable_adapter")
-    base = model.get_base_model() if lora else model
-    layers = {name: m for name, m in base.named_modules() if hasattr(m, "get_delta_weight")} if lora and merge else {}
-    for name, parameter in base.named_parameters(remove_duplicate=False):
-        if lora and "lora_" in name:
-            continue
-        weight, layer = parameter.detach(), layers.get(name.removesuffix(".base_layer.weight"))
-        if layer is not None:
-            weight = (weight.float() + layer.get_delta_weight(adapter_name(model)).detach().float()).to(weight.dtype)
-        yield name.replace(".base_layer.", "."), weight
-
-
-def adapter_name(model: Any) -> str:
-    """The adapter that is switched on."""
-    active = model.active_adapter
-    return active if isinstance(active, str) else active[0]
-
-
-def lora_rank(model: Any) -> int | None:
-    """The rank of the adapter; None for a model without."""
-    return model.peft_config[adapter_name(model)].r if hasattr(model, "disable_adapter") else None
-
-
-def save_adapter(model: Any, folder: Path) -> None:
-    """The adapter in PEFT's format, straight into the folder."""
-    active = adapter_name(model)
-    model.save_pretrained(folder, selected_adapters=[active], save_embedding_layers=False)
-    if active != "default":  # PEFT makes a folder of each other one
-        for file in (folder / active).iterdir():
-            file.rename(folder / file.name)
-
-
 @contextmanager
 def plain_numerics() -> Iterator[None]:
     """vLLM runs in its own precision, and not under the trainer's autocast."""
@@ -309,36 +274,13 @@ def plain_numerics() -> Iterator[None]:
         yield
 
 
-# ------------------------------------------------------------------------------------------------------- starting
-
-
-def shared_arguments(policy: Policy, engine: VLLM, lora: int | None) -> dict[str, Any]:
-    """What vLLM is started with, in this process or as a server, the user's own arguments last."""
-    cpu = next(policy.model.parameters()).device.type == "cpu"
-    arguments: dict[str, Any] = {
-        "dtype": dtype_name(policy.model),
-        "max_model_len": policy.context_length,
-        "max_num_seqs": engine.max_rows,
-        "logprobs_mode": "processed_logprobs",  # after temperature
-        "generation_config": "vllm",  # none of the model's own defaults
-        "enable_prefix_caching": True,  # a turn costs its new tokens
-    }
-    if cpu:
-        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}  # seconds to start, and not most of the memory
-    else:
-        arguments["gpu_memory_utilization"] = engine.share
-    if lora is not None:
-        arguments |= {"enable_lora": True, "max_lora_rank": next((r for r in RANKS if r >= lora), lora), "max_loras": 1}
-    return arguments | engine.arguments
-
-
-def serve_arguments(policy: Policy, engine: VLLM, lora: int | None) -> list[str]:
-    """The same as flags of `vllm serve`."""
-    flags = []
-    for name, value in shared_arguments(policy, engine, lora).items():
+def flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments of vLLM's LLM class as flags of `vllm serve`."""
+    out = []
+    for name, value in arguments.items():
         flag = name.replace("_", "-")
-        flags += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-    return flags
+        out += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return out
 
 
 def dtype_name(model: Any) -> str:
@@ -346,132 +288,3 @@ def dtype_name(model: Any) -> str:
     weight = next(model.parameters())
     half = weight.dtype == torch.bfloat16 or torch.is_autocast_enabled(weight.device.type)
     return "bfloat16" if half else "float32"
-
-
-def temporary_folder(owner: Any) -> Path:
-    """Gone with its owner, or at the end of the process."""
-    folder = Path(tempfile.mkdtemp(prefix="rlkit-vllm-"))
-    weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-def saved_model(policy: Policy) -> Path:
-    """A folder with all that `vllm serve` reads: config, tokenizer and weights, of the base under LoRA."""
-    from safetensors.torch import save_file
-
-    folder = temporary_folder(policy.model)
-    save_config(policy.model, folder)
-    policy.codec.tokenizer.save_pretrained(folder)
-    weights = {name: weight.cpu().contiguous().clone() for name, weight in whole_weights(policy.model, merge=False)}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def save_config(model: Any, folder: Path) -> None:
-    """The model's config.json, as vLLM reads it."""
-    base = model.get_base_model() if hasattr(model, "disable_adapter") else model
-    config = copy.deepcopy(base.config)
-    config.architectures = [type(base).__name__]
-    config.save_pretrained(folder)
-
-
-class InProcess:
-    """vLLM in this process, on the device of the policy. It starts with random weights: the policy's are pushed."""
-
-    def __init__(self, policy: Policy, engine: VLLM, lora: int | None):
-        self.device = next(policy.model.parameters()).device
-        self.sleeps = engine.sleeps and self.device.type == "cuda"
-        self.keeps_weights = lora is not None  # asleep: a base that does not move waits in the memory of the CPU
-        self.asleep, self.pushed, self.adapter = False, 0, None
-        self.running: set[int] = set()
-        self.folder = temporary_folder(self)
-        save_config(policy.model, self.folder)
-        arguments = shared_arguments(policy, engine, lora) | {"enable_sleep_mode": self.sleeps}
-        if self.device.type == "cpu":
-            del arguments["enable_sleep_mode"]
-        with own_process():
-            from vllm import LLM
-
-            self.llm = LLM(str(self.folder), **{"load_format": "dummy", "skip_tokenizer_init": True} | arguments)
-        self.max_length = self.llm.model_config.max_model_len
-
-    def push_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        self.wake_cache()
-        self.llm.reset_prefix_cache()
-
-    def push_adapter(self, save: Callable[[Path], None]) -> None:
-        from vllm.lora.request import LoRARequest
-
-        self.wake_cache()
-        self.pushed += 1
-        folder = self.folder / f"adapter-{self.pushed}"
-        save(folder)
-        self.adapter = LoRARequest(folder.name, self.pushed, str(folder))  # a new name: nothing cached under an old one is reused
-        self.llm.llm_engine.add_lora(self.adapter)
-        shutil.rmtree(folder)
-
-    def submit(self, index: int, context: Sequence[int], sampling: Mapping[str, Any]) -> None:
-        from vllm import SamplingParams
-        from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind
-
-        parameters = SamplingParams(**sampling, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-        self.llm.llm_engine.add_request(str(index), tokens_input(list(context)), parameters, lora_request=self.adapter)
-        self.running.add(index)
-
-    def finished(self) -> list[Sampled]:
-        while True:
-            outputs = [o for o in self.llm.llm_engine.step() if o.finished]
-            if outputs:
-                self.running -= {int(o.request_id) for o in outputs}
-                return [_sampled(int(o.request_id), o.outputs[0]) for o in outputs]
-
-    def abort(self) -> None:
-        self.llm.llm_engine.abort_request([str(i) for i in self.running])
-        self.running.clear()
-
-    def wake(self) -> bool:
-        if not self.asleep:
-            return True
-        torch.cuda.empty_cache()  # what the trainer no longer uses
-        self.llm.wake_up(tags=["weights"])
-        if self.keeps_weights:
-            self.wake_cache()
-        return self.keeps_weights
-
-    def wake_cache(self) -> None:
-        """After the weights are pushed: until then they may need the room."""
-        if self.asleep:
-            self.llm.wake_up(tags=["kv_cache"])
-            self.asleep = False
-
-    def sleep(self) -> None:
-        if self.sleeps:
-            self.llm.sleep(level=1 if self.keeps_weights else 2)  # 2 forgets the weights, which are pushed before the next reply
-            self.asleep = True
-
-    def recover(self) -> None:
-        raise AssertionError("vLLM in this process cannot be lost")
-
-    def close(self) -> None:
-        self.llm.llm_engine.engine_core.shutdown()
-
-
-def _sampled(index: int, output: Any) -> Sampled:
-    tokens = tuple(output.token_ids)
-    return Sampled(index, tokens, tuple(at[token].logprob for at, token in zip(output.logprobs, tokens, strict=True)))
-
-
-@contextmanager
-def own_process() -> Iterator[None]:
-    """vLLM starts in this process, prints errors alone, and leaves the trainer's threads and random numbers as they are."""
-    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_HOST_IP": "127.0.0.1"}
-    os.environ.update(settings | {name: value for name, value in quiet.items() if name not in os.environ})
-    set_num_threads = torch.set_num_threads
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        torch.set_num_threads = set_num_threads  # on a CPU vLLM takes it away

@@ -18,7 +18,7 @@ import torch
 from rlkit.compose import compose, experiment
 from rlkit.errors import ConfigError, EngineError
 from rlkit.generation import VLLM, vllm, vllm_server
-from rlkit.generation.vllm import fingerprint, whole_weights
+from rlkit.generation.vllm_weights import fingerprint, whole_weights
 from rlkit.models import LoRA, load_policy
 
 EOS = 0
@@ -71,7 +71,7 @@ def fakes(monkeypatch):
     """Every backend that an engine in this process starts."""
     made: list[Fake] = []
 
-    def make(policy, engine, lora):
+    def make(*_, **__):
         made.append(Fake())
         return made[-1]
 

@@ -1,0 +1,92 @@
+"""What vLLM is given of a policy: weights by their names in a checkpoint, adapters, and folders that it reads."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkit.types import Policy
+
+
+def fingerprint(tensors: Iterator[Tensor] | Sequence[Tensor]) -> tuple[tuple[float, ...], ...]:
+    """Numbers that differ where any of the tensors does: a hash of the bits, and the sum, of each, read on its device.
+
+    The version counters of autograd cost less, but a fused optimizer does not move them.
+    """
+    given = [t.detach() for t in tensors]
+    with torch.no_grad():
+        bits = [torch.hash_tensor(t).view(torch.int64) for t in given]
+        sums = [t.sum(dtype=torch.float64) for t in given]
+    return (tuple(torch.stack(bits).tolist()), tuple(torch.stack(sums).tolist())) if given else ()
+
+
+def whole_weights(model: Any, *, merge: bool) -> Iterator[tuple[str, Tensor]]:
+    """Parameters by their names in a checkpoint: of a model under LoRA those of the base, with `merge` plus the adapter.
+
+    A head that shares the embedding is there too: vLLM may keep a copy of it in another layout.
+    """
+    lora = hasattr(model, "disable_adapter")
+    base = model.get_base_model() if lora else model
+    layers = {name: m for name, m in base.named_modules() if hasattr(m, "get_delta_weight")} if lora and merge else {}
+    for name, parameter in base.named_parameters(remove_duplicate=False):
+        if lora and "lora_" in name:
+            continue
+        weight, layer = parameter.detach(), layers.get(name.removesuffix(".base_layer.weight"))
+        if layer is not None:
+            weight = (weight.float() + layer.get_delta_weight(adapter_name(model)).detach().float()).to(weight.dtype)
+        yield name.replace(".base_layer.", "."), weight
+
+
+def adapter_name(model: Any) -> str:
+    """The adapter that is switched on."""
+    active = model.active_adapter
+    return active if isinstance(active, str) else active[0]
+
+
+def lora_rank(model: Any) -> int | None:
+    """The rank of the adapter; None for a model without."""
+    return model.peft_config[adapter_name(model)].r if hasattr(model, "disable_adapter") else None
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """The adapter in PEFT's format, straight into the folder."""
+    active = adapter_name(model)
+    model.save_pretrained(folder, selected_adapters=[active], save_embedding_layers=False)
+    if active != "default":  # PEFT makes a folder of each other one
+        for file in (folder / active).iterdir():
+            file.rename(folder / file.name)
+
+
+def temporary_folder(owner: Any) -> Path:
+    """Gone with its owner, or at the end of the process."""
+    folder = Path(tempfile.mkdtemp(prefix="rlkit-vllm-"))
+    weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def saved_model(policy: Policy) -> Path:
+    """A folder with all that `vllm serve` reads: config, tokenizer and weights, of the base under LoRA."""
+    from safetensors.torch import save_file
+
+    folder = temporary_folder(policy.model)
+    save_config(policy.model, folder)
+    policy.codec.tokenizer.save_pretrained(folder)
+    weights = {name: weight.cpu().contiguous().clone() for name, weight in whole_weights(policy.model, merge=False)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def save_config(model: Any, folder: Path) -> None:
+    """The model's config.json, as vLLM reads it."""
+    base = model.get_base_model() if hasattr(model, "disable_adapter") else model
+    config = copy.deepcopy(base.config)
+    config.architectures = [type(base).__name__]
+    config.save_pretrained(folder)
