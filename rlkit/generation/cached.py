@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from rlkit.generation.graphs import Graphs, can_capture, fitting
-from rlkit.generation.slots import PARTS, Part, Slots, attend, attention_kernels, full_attention, grouped_attention, parts_of
+from rlkit.generation.slots import PARTS, Part, Slots, attend, attention_kernels, grouped_attention, parts_of
 from rlkit.generation.transformers import ThinkingBudget, draw, sampling_mode
 from rlkit.generation.transformers import generate as reference
 from rlkit.generation.trunk import Trunk, is_known
+from rlkit.models.packing import full_attention
 from rlkit.types import Generation, Policy
 
 Follow = Callable[[int, Generation], "tuple[Sequence[int], int] | None"]
@@ -80,7 +81,7 @@ def generate(
     if max_thinking_tokens is not None and max_thinking_tokens < 0:
         raise ValueError(f"generation: max_thinking_tokens must be >= 0 or null (is {max_thinking_tokens})")
     numbers["max_thinking_tokens"] = max_thinking_tokens
-    if not full_attention(causal.config):
+    if not full_attention(causal.config, policy.context_length):
         return _by_turns(policy, contexts, seeds, follow, **numbers, max_rows=max_rows)
     with sampling_mode(causal), grouped_attention(causal.config), attention_kernels(causal.device):
         decoder = _Decoder(

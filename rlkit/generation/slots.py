@@ -16,13 +16,6 @@ SIDE_BY_SIDE = 8  # slots whose longest is looked for together
 CALL = 8192  # positions that are read in the time of one more call of attention, on a CPU
 
 
-def full_attention(config: Any) -> bool:
-    """Whether every layer sees the whole context: then keys and values of a position are all that has to be kept."""
-    return set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"} and not getattr(
-        config, "is_encoder_decoder", 0
-    )
-
-
 @contextmanager
 def grouped_attention(config: Any) -> Iterator[None]:
     """The model attends by `attend` inside."""

@@ -177,16 +177,23 @@ def test_adapters_are_part_of_the_policy(tiny, contexts):
     assert equal(cached(policy, contexts[:4], SEEDS[:4], max_new_tokens=12), expected)
 
 
-def test_layers_with_a_window_are_left_to_the_reference(tiny):
+WINDOWS = {  # of some layers, or of all
+    "qwen3": {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 4},
+    "mistral": {"sliding_window": 4},
+}
+
+
+@pytest.mark.parametrize("family", WINDOWS)
+def test_layers_with_a_window_are_left_to_the_reference(tiny, family):
     """Keys of a position are not all that such a layer needs; the replies are right all the same, also those that follow."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-        layer_types=["full_attention", "sliding_attention"], sliding_window=4, use_sliding_window=True, max_position_embeddings=64,
+    config = AutoConfig.for_model(
+        family, vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=8, initializer_range=0.5, max_position_embeddings=64, **WINDOWS[family],
     )  # fmt: skip
-    policy = tiny._replace(model=Qwen3ForCausalLM(config).eval(), eos_token_ids=(49,), pad_token_id=0, context_length=64)
+    policy = tiny._replace(model=AutoModelForCausalLM.from_config(config).eval(), eos_token_ids=(49,), pad_token_id=0, context_length=64)
     contexts, replies = [tuple(range(1, 12)), (5, 6)], []
 
     def follow(index, reply):
