@@ -24,11 +24,10 @@ import torch
 from torch import Tensor
 
 from rlkit.generation.graphs import Graphs, can_capture, fitting
-from rlkit.generation.slots import PARTS, Part, Slots, attend, attention_kernels, grouped_attention, parts_of
+from rlkit.generation.slots import PARTS, Part, Slots, attend, attention_kernels, full_attention, grouped_attention, parts_of
 from rlkit.generation.transformers import ThinkingBudget, draw, sampling_mode
 from rlkit.generation.transformers import generate as reference
 from rlkit.generation.trunk import Trunk, is_known
-from rlkit.models.packing import full_attention
 from rlkit.types import Generation, Policy
 
 Follow = Callable[[int, Generation], "tuple[Sequence[int], int] | None"]

@@ -16,6 +16,16 @@ SIDE_BY_SIDE = 8  # slots whose longest is looked for together
 CALL = 8192  # positions that are read in the time of one more call of attention, on a CPU
 
 
+def full_attention(config: Any, length: int) -> bool:
+    """Whether every layer sees the whole context, of at most `length` tokens: then keys and values of a position are all that is kept."""
+    if getattr(config, "is_encoder_decoder", False):
+        return False
+    if kinds := getattr(config, "layer_types", None):
+        return set(kinds) == {"full_attention"}
+    window = getattr(config, "sliding_window", None)  # of all layers, as in Mistral
+    return not window or length <= window
+
+
 @contextmanager
 def grouped_attention(config: Any) -> Iterator[None]:
     """The model attends by `attend` inside."""

@@ -136,16 +136,6 @@ def trunk_states(trunk: Any, packed: Packed) -> Tensor:
     return torch.cat(parts)[packed.home]
 
 
-def full_attention(config: Any, length: int | None = None) -> bool:
-    """Whether every layer of a causal LM sees all that came before, in contexts of at most `length` tokens (None: of any length)."""
-    if getattr(config, "is_encoder_decoder", False):
-        return False
-    if kinds := getattr(config, "layer_types", None):
-        return set(kinds) == {"full_attention"}
-    window = getattr(config, "sliding_window", None)  # of all layers, as in Mistral
-    return not window or (length is not None and length <= window)
-
-
 def allow_packing(model: nn.Module) -> None:
     """Lets a causal LM read packed rows, where every layer sees the whole context and attends as Hugging Face's "sdpa".
 
@@ -155,8 +145,9 @@ def allow_packing(model: nn.Module) -> None:
     from transformers.masking_utils import sdpa_mask
 
     config: Any = model.config
-    able = getattr(model, "_supports_attention_backend", False) and full_attention(config)
-    if able and config._attn_implementation == "sdpa":
+    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+    able = getattr(model, "_supports_attention_backend", False) and not getattr(config, "is_encoder_decoder", False)
+    if able and layers == {"full_attention"} and config._attn_implementation == "sdpa" and not getattr(config, "sliding_window", None):
         AttentionInterface.register(ATTENTION, attend)
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)
         config._attn_implementation = ATTENTION
