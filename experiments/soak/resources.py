@@ -10,14 +10,25 @@ from typing import Any
 
 
 def resources(run: Path, /) -> Any:
-    """Writes resources.jsonl into the run folder: step, rss (MiB), handles, children, seconds since the run's first step."""
+    """Writes resources.jsonl into the run folder: step, rss (MiB), handles, children, seconds since the run's first step, yardstick (s)."""
     import lightning as L
+    import torch
+
+    matrix, product = torch.ones(256, 256), torch.empty(256, 256)
+
+    def yardstick() -> float:
+        """Seconds of a fixed piece of work, in Python and in torch: how fast the machine is just now, whatever the run does."""
+        begun = time.perf_counter()
+        sum(i * i for i in range(20_000))
+        for _ in range(10):
+            torch.mm(matrix, matrix, out=product)
+        return time.perf_counter() - begun
 
     class Resources(L.Callback):
         started = time.perf_counter()
 
         def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-            row = {"step": module.rl_step, "seconds": time.perf_counter() - self.started, **held()}
+            row = {"step": module.rl_step, "seconds": time.perf_counter() - self.started, **held(), "yardstick": yardstick()}
             with (run / "resources.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
