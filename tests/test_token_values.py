@@ -46,6 +46,13 @@ def test_advantages_stand_at_their_own_tokens():
     assert [[step["trained"] for step in own] for own in learned] == [[[1, 0, 1], [1, 1]]] * 2
 
 
+def test_an_episode_without_a_reply_has_no_values():
+    """Its first prompt left no room; as the worst of its step it is among those that are written."""
+    rollouts = [rollout((7, 8), sample=0), Rollout(Task("row/0", ()), (), sample=1)]
+    batch = assemble(rollouts, pad_token_id=0)
+    assert learned_from(rollouts, batch._replace(advantages=batch.ids.float()), [1, 0])[0] == []
+
+
 def test_a_file_has_a_line_a_rollout_and_equal_rollouts_give_equal_bytes(tmp_path):
     rollouts = [rollout((7, 8), sample=1)]
     batch = assemble(rollouts, pad_token_id=0)

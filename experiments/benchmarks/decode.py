@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -36,6 +35,7 @@ import torch
 from rlkit.environments import calculator, tool_schema
 from rlkit.functional import mix
 from rlkit.generation import cached, generate
+from rlkit.generation.vllm_process import own_process
 from rlkit.models import encode_prompt, load_policy
 from rlkit.tasks import arithmetic
 from rlkit.types import Policy
@@ -162,23 +162,23 @@ def vllm(policy: Policy, contexts: Contexts, asked: argparse.Namespace) -> Itera
 
 
 def vllm_side(folder: str) -> None:
-    """The process of vLLM: its engine in it, and its threads where the system puts them, which a container may forbid it to choose."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_HOST_IP": "127.0.0.1"}
-    from vllm import LLM, SamplingParams
-
+    """The process of vLLM."""
     given = json.loads((Path(folder) / "given.json").read_text())
     longest = max(map(len, given["contexts"])) + given["tokens"]
     room = {} if given["device"] == "cuda" else {"kv_cache_memory_bytes": 2 << 30}  # else most of the machine's memory
-    engine = LLM(
-        model=folder,
-        dtype="bfloat16" if given["device"] == "cuda" else "float32",
-        max_model_len=longest + 8,
-        max_num_seqs=max(256, len(given["contexts"])),
-        seed=0,
-        enforce_eager=given["eager"],  # compiles nothing
-        logprobs_mode="processed_logprobs",
-        **room,
-    )
+    with own_process():  # as rlkit starts it: a container may forbid it to choose processors
+        from vllm import LLM, SamplingParams
+
+        engine = LLM(
+            model=folder,
+            dtype="bfloat16" if given["device"] == "cuda" else "float32",
+            max_model_len=longest + 8,
+            max_num_seqs=max(256, len(given["contexts"])),
+            seed=0,
+            enforce_eager=given["eager"],  # compiles nothing
+            logprobs_mode="processed_logprobs",
+            **room,
+        )
     settings = SamplingParams(temperature=1.0, max_tokens=given["tokens"], ignore_eos=True, logprobs=0, detokenize=False)
     bench.answer("loaded")
     for _ in sys.stdin:

@@ -67,7 +67,8 @@ def learned_from(rollouts: Sequence[Rollout], batch: Batch, places: Sequence[int
     out: list[list[dict[str, list]]] = []
     for place in places:
         steps: list[dict[str, list]] = [{"advantages": [], "trained": []} for _ in rollouts[place].steps]
-        for line, row in enumerate(rows(rollouts[place]), owners.index(place)):
+        lines = [line for line, owner in enumerate(owners) if owner == place]  # none where the first prompt left no room for a reply
+        for line, row in zip(lines, rows(rollouts[place]), strict=True):
             for number in dict.fromkeys(row.steps):
                 length = len(rollouts[place].steps[number].response_ids)
                 end = max(t for t, step in enumerate(row.steps) if step == number) + 1  # a reply ends its step
