@@ -33,7 +33,7 @@ from rlkit.memory import named, probe, retried
 from rlkit.models.critic import make_critic
 from rlkit.models.packing import Packed, pack
 from rlkit.models.score import score, states, trunk_and_head
-from rlkit.monitor import NAN, Clock, UpdateTerms, hyperparameters, peak_memory, update_metrics
+from rlkit.monitor import NAN, Clock, UpdateTerms, hyperparameters, performance, refill_metrics, update_metrics
 from rlkit.reference import shard_state
 from rlkit.rewards import Moments, normalise, score_spread, update_moments
 from rlkit.rollouts import assemble, collect, summarize
@@ -111,8 +111,9 @@ class RLModule(L.LightningModule):
         self.trained, self.batch = trained, batch
         self.rl_step, self.before = self.rl_step + 1, None
         self.tokens += int(batch.attention_mask.sum())
-        self.metrics = summarize(self.rollouts) | update_metrics(batch, terms, x) | self.performance(batch, terms)
-        self.metrics |= self.refill_metrics(trained) | self.schedule_metrics()
+        self.metrics = summarize(self.rollouts) | update_metrics(batch, terms, x)
+        self.metrics |= performance(batch, terms, self.clock, tokens=self.tokens, device=self.device)
+        self.metrics |= refill_metrics(self.rollouts, trained, group_size=x.batch.group_size) | self.schedule_metrics()
         self.metrics = ranks.first(lambda: self.metrics)  # its clock; everything else is equal
         self.trainer.should_stop = ranks.anywhere(self.rl_step >= self.total_steps or self.out_of_time())
         self.clock.end()
@@ -407,29 +408,6 @@ class RLModule(L.LightningModule):
     def trained_parameters(self) -> list[torch.nn.Parameter]:
         """The parameters that the optimiser moves."""
         return [p for p in self.model.parameters() if p.requires_grad]
-
-    def performance(self, batch: Batch, terms: UpdateTerms) -> dict[str, float]:
-        """Wall-clock figures, and what packing saved in the updates; all of perf/* is left out where runs are compared for identity."""
-        seconds = self.clock.total()
-        real = int(batch.attention_mask.sum())
-        return {
-            "tokens/total": self.tokens,
-            "tokens/sampled": int(batch.response_mask.sum()),
-            "perf/padding_frac": 1 - terms.packed / terms.padded if terms.padded else NAN,
-            "perf/shared_frac": 1 - terms.packed / terms.read if terms.read else NAN,
-            "perf/step_s": seconds,
-            "perf/tokens_per_s": real / seconds,
-            "perf/outside_model_frac": 1 - self.clock.parts["model"] / (seconds + self.clock.between),
-            "perf/between_s": self.clock.between,
-            **{f"perf/{name}_s": value for name, value in self.clock.parts.items()},
-            "perf/peak_mem_gb": peak_memory(self.device),
-        }
-
-    def refill_metrics(self, trained: list[Rollout]) -> dict[str, float]:
-        """batch/rollouts: trained on. group/sampled: prompts of the step; group/acceptance_rate: the share of them that was trained on."""
-        sampled = len(self.rollouts) // self.x.batch.group_size
-        rate = len({r.group for r in trained}) / sampled
-        return {"batch/rollouts": len(trained), "group/sampled": sampled, "group/acceptance_rate": rate}
 
     def schedule_metrics(self) -> dict[str, Any]:
         """schedule/PATH: every scheduled number as it was in this step; schedule/phase: which phase, from 0."""

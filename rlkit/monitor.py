@@ -6,7 +6,7 @@ import inspect
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -28,7 +28,7 @@ from rlkit.functional import (
 )
 from rlkit.models.packing import Packed
 from rlkit.settings import Experiment
-from rlkit.types import Batch, Scores
+from rlkit.types import Batch, Rollout, Scores
 
 NAN = float("nan")
 
@@ -286,3 +286,33 @@ def peak_memory(device: torch.device) -> float:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def performance(batch: Batch, terms: UpdateTerms, clock: Clock, *, tokens: int, device: torch.device) -> dict[str, float]:
+    """Wall-clock figures of a step, and what packing saved in its updates; all of perf/* is left out where runs are compared for identity.
+
+    `tokens`: of the run so far.
+    """
+    seconds = clock.total()
+    return {
+        "tokens/total": tokens,
+        "tokens/sampled": int(batch.response_mask.sum()),
+        "perf/padding_frac": 1 - terms.packed / terms.padded if terms.padded else NAN,
+        "perf/shared_frac": 1 - terms.packed / terms.read if terms.read else NAN,
+        "perf/step_s": seconds,
+        "perf/tokens_per_s": int(batch.attention_mask.sum()) / seconds,
+        "perf/outside_model_frac": 1 - clock.parts["model"] / (seconds + clock.between),
+        "perf/between_s": clock.between,
+        **{f"perf/{name}_s": value for name, value in clock.parts.items()},
+        "perf/peak_mem_gb": peak_memory(device),
+    }
+
+
+def refill_metrics(sampled: Sequence[Rollout], trained: Sequence[Rollout], *, group_size: int) -> dict[str, float]:
+    """batch/rollouts: trained on. group/sampled: prompts of the step; group/acceptance_rate: the share of them that was trained on."""
+    groups = len(sampled) // group_size
+    return {
+        "batch/rollouts": len(trained),
+        "group/sampled": groups,
+        "group/acceptance_rate": len({r.group for r in trained}) / groups,
+    }

@@ -57,7 +57,8 @@ def train(
     from rlkit.callbacks.metrics import export_csv
     from rlkit.callbacks.stopping import Interrupted
     from rlkit.data import RLData
-    from rlkit.module import RLModule, peak_memory
+    from rlkit.module import RLModule
+    from rlkit.monitor import peak_memory
     from rlkit.rollouts.record import FAILED, failed_rollout_kept
     from rlkit.sandbox import seen
     from rlkit.selfcheck import check_policy
