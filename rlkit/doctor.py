@@ -7,11 +7,11 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import Distribution, PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-OLDEST = (3, 11)
+OLDEST, NEWEST = (3, 11), (3, 13)  # of Python, tested
 LOW_DISK_GB = 10.0  # a checkpoint of Qwen3-1.7B with its optimizer takes some 20 GB, adapters megabytes
 
 
@@ -49,21 +49,20 @@ def python() -> list[Finding]:
     text = f"{sys.version.split()[0]} on {platform.system()} {platform.machine()}"
     if sys.version_info < OLDEST:
         return [Finding("python", f"{text}; rlkit needs {'.'.join(map(str, OLDEST))} or newer", "bad")]
+    if sys.version_info[:2] > NEWEST:
+        return [Finding("python", f"{text}; rlkit is tested up to {'.'.join(map(str, NEWEST))}", "warn")]
     return [Finding("python", text)]
 
 
-def requirements(extra: str = "") -> list[tuple[str, str, bool | None]]:
+def requirements(own: Distribution, extra: str = "") -> list[tuple[str, str, bool | None]]:
     """(package, installed version or "", whether it is one that rlkit takes; None where it is absent) of rlkit or of an extra."""
     from packaging.requirements import Requirement
 
     out: list[tuple[str, str, bool | None]] = []
-    for line in requires("rlkit") or ():
+    for line in own.requires or ():
         needed = Requirement(line)
-        if (
-            bool(extra) != ("extra ==" in line)
-            or needed.name == "rlkit"
-            or (needed.marker and not needed.marker.evaluate({"extra": extra}))
-        ):
+        applies = needed.marker is None or needed.marker.evaluate({"extra": extra})
+        if bool(extra) != ("extra ==" in line) or needed.name == own.name or not applies:
             continue
         try:
             found = version(needed.name)
@@ -75,12 +74,13 @@ def requirements(extra: str = "") -> list[tuple[str, str, bool | None]]:
 
 def packages() -> list[Finding]:
     """rlkit and what it needs, each against the versions that it takes."""
-    try:
-        found = requirements()
-    except PackageNotFoundError:
+    from rlkit.errors import distribution
+
+    own = distribution()
+    if own is None:
         return [Finding("rlkit", "is not installed, so its versions are not known; pip install -c constraints.txt -e .", "warn")]
-    out = [Finding("rlkit", f"{version('rlkit')} at {Path(__file__).parent}")]
-    for name, installed, fits in found:
+    out = [Finding("rlkit", f"{own.name} {own.version} at {Path(__file__).parent}")]
+    for name, installed, fits in requirements(own):
         package = name.partition(">")[0].partition("<")[0]
         if fits:
             out.append(Finding(package, installed))
@@ -163,15 +163,14 @@ def models() -> list[Finding]:
 
 def extras() -> list[Finding]:
     """The optional parts, and how to get what is missing."""
-    from importlib.metadata import metadata
+    from rlkit.errors import distribution, install
 
-    try:
-        names = metadata("rlkit").get_all("Provides-Extra") or []
-    except PackageNotFoundError:
+    own = distribution()
+    if own is None:
         return []
     out = []
-    for name in names:
-        missing = [package for package, _, fits in requirements(name) if not fits]
-        text = f"absent: {', '.join(missing)} (pip install -c constraints.txt -e '.[{name}]')" if missing else "there"
+    for name in own.metadata.get_all("Provides-Extra") or []:
+        missing = [package for package, _, fits in requirements(own, name) if not fits]
+        text = f"absent: {', '.join(missing)} ({install(name)})" if missing else "there"
         out.append(Finding(f"extra {name}", text, "off" if missing else "ok"))
     return out

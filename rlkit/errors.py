@@ -6,6 +6,8 @@ traceback. Every other error is ours.
 
 import difflib
 from collections.abc import Iterable
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
 
 
 class RLKitError(Exception):
@@ -44,6 +46,25 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """ " Did you mean …?" where a valid name is close: the end of a sentence, or nothing."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def distribution() -> Distribution | None:
+    """The installed distribution that brought this package; None where the source is only on the path.
+
+    It is found by its command, not by its name: on the public package index the name `rlkit` belongs to another project, and
+    that one may be installed in the same environment.
+    """
+    return next((d for d in distributions() if any(entry.value == "rlkit.cli:main" for entry in d.entry_points)), None)
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra: the checkout's own in a checkout, else by the name of the distribution."""
+    root = Path(__file__).resolve().parent.parent
+    if (root / "pyproject.toml").is_file():
+        here = "" if root == Path.cwd() else f"cd {root} && "
+        return f"{here}pip install -c constraints.txt -e '.[{extra}]'"
+    own = distribution()
+    return f"pip install '{own.name}[{extra}]'" if own else f"install the packages of the extra '{extra}' (pyproject.toml lists them)"
 
 
 def visible(text: str, kept: str = "") -> str:

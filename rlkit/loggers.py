@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, install
 
 CHARTS = {  # TensorBoard's custom scalars: tab → chart → (kind, metrics)
     "rlkit": {
@@ -115,7 +115,7 @@ CHECKS = {wandb: _check_wandb, mlflow: _check_mlflow}
 def _installed(package: str, option: str) -> None:
     """Raises ConfigError where an optional package is missing."""
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"logger={option}: the package {package} is not installed; pip install 'rlkit[{option}]', or leave it out")
+        raise ConfigError(f"logger={option}: the package {package} is not installed; {install(option)}, or leave it out")
 
 
 # --------------------------------------------------------------------------------------- what is no single number

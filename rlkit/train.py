@@ -15,11 +15,11 @@ from typing import Any
 
 from rlkit import launch, ranks, runs
 from rlkit.callbacks.files import write_json
-from rlkit.errors import ConfigError, Refusal, RLKitError, visible
+from rlkit.errors import ConfigError, Refusal, RLKitError, distribution, visible
 from rlkit.settings import AgentRun, Experiment, RolloutRun, TrainerSettings
 from rlkit.types import Task
 
-PACKAGES = ("rlkit", "torch", "transformers", "peft", "lightning", "hydra-core", "numpy")
+PACKAGES = ("torch", "transformers", "peft", "lightning", "hydra-core", "numpy")
 
 
 def load_tasks(x: Experiment) -> tuple[Sequence[Task], Sequence[Task]]:
@@ -246,7 +246,8 @@ def quiet() -> None:
 
 def versions() -> dict[str, str]:
     """Versions of the packages that decide a run's numbers."""
-    found = {"python": sys.version.split()[0]}
+    own = distribution()
+    found = {"python": sys.version.split()[0], "rlkit": own.version if own else "not installed"}
     for package in PACKAGES:
         try:
             found[package] = version(package)

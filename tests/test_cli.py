@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from rlkit.cli import main, quote, unquote
+from rlkit.errors import install
 from rlkit.schema import resolve
 
 
@@ -67,7 +68,7 @@ def raising_reward_of_a_later_phase(folder):
 
 def missing_extra(folder):
     (folder / "math_verify.py").write_text("import a_package_that_is_not_there\n")
-    return ["reward=math_verify"], ["rlkit[math]", "reward=numeric"]
+    return ["reward=math_verify"], [install("math"), "reward=numeric"]
 
 
 def reward_that_cannot_score(folder):

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, install
 from rlkit.report.read import Group, metrics_of, series
 
 # Okabe and Ito's colours: told apart by the colour-blind, on white and (the page lightens them) on black.
@@ -77,7 +77,7 @@ PARTS = {"perf/generate_s": "generate", "perf/reward_s": "reward", "perf/update_
 def require_matplotlib() -> None:
     """Raises ConfigError where it is missing."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("rlkit report draws with matplotlib, which is not installed: pip install 'rlkit[report]'")
+        raise ConfigError(f"rlkit report draws with matplotlib, which is not installed: {install('report')}")
 
 
 def choose(groups: Sequence[Group]) -> list[Chart]:

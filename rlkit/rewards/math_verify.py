@@ -17,7 +17,7 @@ import sys
 from threading import Lock
 from typing import Any
 
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, install
 from rlkit.rewards.answers import final_answer
 from rlkit.rewards.score import Verdict
 from rlkit.types import Rollout
@@ -78,8 +78,7 @@ def _start() -> subprocess.Popen[str]:
     if said != "ready":
         stop()
         raise ConfigError(
-            f"the reward math_verify cannot import math-verify ({said}); pip install 'rlkit[math]', or choose reward=numeric for "
-            "plain numbers"
+            f"the reward math_verify cannot import math-verify ({said}); {install('math')}, or choose reward=numeric for plain numbers"
         )
     return child
 

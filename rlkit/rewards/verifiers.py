@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, install
 from rlkit.types import Message, Rollout
 
 STOPS = {"steps": "max_turns", "length": "max_output_tokens", "context": "max_total_tokens"}  # in the words of verifiers
@@ -32,7 +32,7 @@ def task_of(row: Mapping[str, Any]) -> Any:
     try:
         from verifiers.v1.utils import loaders
     except ImportError as error:
-        raise ConfigError(f"reward verifiers needs the package: pip install 'rlkit[verifiers]' ({error})") from error
+        raise ConfigError(f"reward verifiers needs the package: {install('verifiers')} ({error})") from error
     config = loaders.taskset_config_type(row["id"]).model_validate({**row["config"], "id": row["id"]})
     kind = loaders.task_type(row["id"])
     return kind(kind.data_type().model_validate(row["data"]), config.task)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from rlkit import runs
-from rlkit.errors import ConfigError, Refusal
+from rlkit.errors import ConfigError, Refusal, install
 from rlkit.launch import sweep_problem
 from rlkit.sweeps.jobs import alive, read_jobs
 
@@ -96,13 +96,13 @@ def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
             targets = {name: str(config.hydra[name]._target_) for name in ("sweeper", "launcher")}
         except (HydraException, OmegaConfBaseException) as error:
             said, absent = one_sentence(error), re.search(r"hydra/(launcher|sweeper)/(joblib|submitit|optuna)", str(error))
-            raise ConfigError(f"{absent[0]} is not installed; pip install 'rlkit[{absent[2]}]'" if absent else said) from error
+            raise ConfigError(f"{absent[0]} is not installed; {install(absent[2])}" if absent else said) from error
     for name, target in targets.items():
         package = target.rpartition(".")[0].split(".")
         plugin = ".".join(package[:2])
         if package[0] == "hydra_plugins" and not installed(plugin):
             extra = next((e for e in ("joblib", "submitit", "optuna") if e in target), "")
-            raise ConfigError(f"hydra/{name}: {plugin} is not installed; pip install 'rlkit[{extra}]'")
+            raise ConfigError(f"hydra/{name}: {plugin} is not installed; {install(extra)}")
     if "optuna" in targets["sweeper"]:  # its own option minimises, and ends a search with the first job that fails
         config.hydra.sweeper.direction, config.hydra.sweeper.max_failure_rate = "maximize", 1.0
     return config

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rlkit.errors import ConfigError, DataError
+from rlkit.errors import ConfigError, DataError, install
 from rlkit.tasks.select import select
 from rlkit.types import Message, Task
 
@@ -55,7 +55,7 @@ def _taskset(id: str, config: Mapping[str, Any]) -> Any:
     try:
         from verifiers.v1.utils import loaders
     except ImportError as error:
-        raise ConfigError(f"task=verifiers needs the package: pip install 'rlkit[verifiers]' ({error})") from error
+        raise ConfigError(f"task=verifiers needs the package: {install('verifiers')} ({error})") from error
     try:
         taskset = loaders.load_taskset(loaders.taskset_config_type(id).model_validate({**config, "id": id}))
         own = loaders.environment_class(id).__name__
