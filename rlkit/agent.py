@@ -268,11 +268,12 @@ def ask(x: AgentRun, question: str, *, checkpoint: Path | None = None) -> AgentR
         raise ConfigError("\n".join(problems))
     tools = find_tools(x)
     from rlkit.evaluate import restore
-    from rlkit.train import autocast, pick_device, quiet
+    from rlkit.train import autocast, pick_device, quiet, use_threads
 
     quiet()
     device = pick_device(x)
     policy = x.model(device=device)
+    use_threads(x.trainer, policy.model, device)
     if checkpoint is not None:
         restore(policy, checkpoint)
     with autocast(x, device):

@@ -84,7 +84,7 @@ def run(x: Experiment, tasks: Sequence[Task], held_out: Sequence[Task]) -> Repor
     from rlkit.data import RLData
     from rlkit.module import RLModule
     from rlkit.selfcheck import check_policy
-    from rlkit.train import autocast, header, make_trainer, pick_device, quiet
+    from rlkit.train import autocast, header, make_trainer, pick_device, quiet, use_threads
 
     quiet()
     import torch
@@ -92,11 +92,10 @@ def run(x: Experiment, tasks: Sequence[Task], held_out: Sequence[Task]) -> Repor
 
     clock = {}
     started = time.perf_counter()
-    if x.trainer.threads:
-        torch.set_num_threads(x.trainer.threads)
     device = pick_device(x)
     torch.manual_seed(x.seed)
     policy = x.model(device=device)
+    use_threads(x.trainer, policy.model, device)
     text = header(x, policy, device, (tasks, held_out))
     clock["load"] = time.perf_counter() - started
     cut = small(x)

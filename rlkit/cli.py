@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from rlkit.errors import ConfigError, Refusal, RLKitError, visible
+from rlkit.processors import wait_without_spinning
 
 if TYPE_CHECKING:
     from rlkit.compose import Composed
@@ -55,6 +56,7 @@ class Arguments(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; the exit status: 0 done, 1 failed, 2 refused, 130 interrupted."""
+    wait_without_spinning()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         print(HELP + list_groups())

@@ -95,7 +95,7 @@ def processors() -> list[Finding]:
     """Cores that this process may use, torch's threads, and memory."""
     import torch
 
-    from rlkit.sandbox.process import cores
+    from rlkit.processors import cores
 
     out = [Finding("processors", f"{cores()} cores, {torch.get_num_threads()} threads of torch")]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:

@@ -29,11 +29,12 @@ def evaluate(x: Experiment, tasks: Sequence[Task], *, checkpoint: Path | None, p
     from rlkit.rollouts.evaluation import greedy_accuracy, sampled_accuracy
     from rlkit.sandbox import seen
     from rlkit.selfcheck import check_policy
-    from rlkit.train import autocast, pick_device, quiet, versions
+    from rlkit.train import autocast, pick_device, quiet, use_threads, versions
 
     quiet()
     device = pick_device(x)
     policy = x.model(device=device)
+    use_threads(x.trainer, policy.model, device)
     path, step = restore(policy, checkpoint) if checkpoint else (None, None)
     settings = x.evaluation
     with autocast(x, device):

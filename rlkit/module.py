@@ -458,6 +458,7 @@ class RLModule(L.LightningModule):
             "generators": generators,
             "nonfinite": self.nonfinite,
             "halvings": self.halvings,
+            "threads": torch.get_num_threads(),
         }
         checkpoint["run"] = self.provenance
 
@@ -473,6 +474,10 @@ class RLModule(L.LightningModule):
         self.moments = Moments(*state["moments"])
         self.generators = state["generators"]
         self.nonfinite, self.halvings = state.get("nonfinite", {}), state.get("halvings", 0)
+        threads = state.get("threads", torch.get_num_threads())
+        if self.experiment.trainer.threads is None and threads != torch.get_num_threads():  # the same sums in the same order
+            torch.set_num_threads(threads)
+            print(f"resume: computes with {threads} thread(s), as the run did so far", flush=True)
         self.progress = schedules.Progress(**state["progress"])
         self.x = schedules.at(self.experiment, self.progress)
         self.enter_phase()

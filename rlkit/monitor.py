@@ -235,15 +235,19 @@ class Clock:
         self.started, self.between = time.perf_counter(), between
         self.ended: float | None = None
         self.current = ""  # the part under way, the innermost
+        self.worked = 0.0  # seconds that the processor worked for this process in the update
         self.parts = {"generate": 0.0, "environment": 0.0, "reward": 0.0, "update": 0.0, "model": 0.0}
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Measures a block, device work included; blocks of one name add up."""
         begun, outer, self.current = time.perf_counter(), self.current, name
+        worked = time.process_time()
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        if name == "update":
+            self.worked += time.process_time() - worked
         self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - begun
         self.current = outer
 
@@ -304,6 +308,7 @@ def performance(batch: Batch, terms: UpdateTerms, clock: Clock, *, tokens: int, 
         "perf/outside_model_frac": 1 - clock.parts["model"] / (seconds + clock.between),
         "perf/between_s": clock.between,
         **{f"perf/{name}_s": value for name, value in clock.parts.items()},
+        "perf/update_processor_s": clock.worked if device.type == "cpu" and ranks.size() == 1 else NAN,  # else it waits for others
         "perf/peak_mem_gb": peak_memory(device),
     }
 

@@ -22,7 +22,7 @@ def replay(folder: Path) -> tuple[str, bool]:
     from rlkit.callbacks.faults import BATCH, STATE
     from rlkit.module import RLModule
     from rlkit.schema import build, check
-    from rlkit.train import autocast, pick_device, quiet
+    from rlkit.train import autocast, pick_device, quiet, use_threads
     from rlkit.types import Batch
 
     for name in ("config.yaml", BATCH, STATE):
@@ -34,7 +34,9 @@ def replay(folder: Path) -> tuple[str, bool]:
     quiet()
     x = build(config)
     device = pick_device(x)
-    module = RLModule(x, x.model(device=device), [])
+    policy = x.model(device=device)
+    use_threads(x.trainer, policy.model, device)
+    module = RLModule(x, policy, [])
     state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
     module.on_load_checkpoint(state)
     module.load_state_dict(state["state_dict"], strict=False)

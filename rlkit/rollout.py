@@ -49,11 +49,12 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     from rlkit.rewards import score
     from rlkit.rollouts import collect, transcript
     from rlkit.selfcheck import check_contexts
-    from rlkit.train import autocast, pick_device, quiet, versions
+    from rlkit.train import autocast, pick_device, quiet, use_threads, versions
 
     quiet()
     device = pick_device(x)
     policy = x.model(device=device)
+    use_threads(x.trainer, policy.model, device)
     environment = limited(x.environment, x.max_steps)
     with autocast(x, device):
         check_contexts(policy, tasks, environment)

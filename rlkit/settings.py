@@ -113,7 +113,7 @@ class TrainerSettings(NamedTuple):
     micro_batch_tokens: int = 16384
     max_grad_norm: float = 1.0
     max_time: float | None = None  # minutes
-    threads: int | None = None  # of torch on the CPU; None leaves torch's choice
+    threads: int | None = None  # of torch on the CPU; None: by the model's size and the cores
     strategy: Literal["single", "ddp", "fsdp"] = "single"
     devices: int = 1  # processes of a node, each with a device of its own
     nodes: int = 1

@@ -16,6 +16,7 @@ from typing import Any
 from rlkit import launch, ranks, runs
 from rlkit.callbacks.files import write_json
 from rlkit.errors import ConfigError, Refusal, RLKitError, distribution, visible
+from rlkit.processors import cores, threads_for
 from rlkit.settings import AgentRun, Experiment, RolloutRun, TrainerSettings
 from rlkit.types import Task
 
@@ -49,7 +50,6 @@ def train(
       started: time.perf_counter() of the command's start.
     """
     quiet()
-    import torch
 
     from rlkit import rng
     from rlkit.callbacks.checkpoints import RLCheckpoint
@@ -63,11 +63,10 @@ def train(
     from rlkit.sandbox import seen
     from rlkit.selfcheck import check_policy
 
-    if x.trainer.threads:
-        torch.set_num_threads(x.trainer.threads)
     rng.seed(x.seed)  # initial adapters, and what a reward or an environment draws; sampling has its own randomness
     device = pick_device(x)
     policy = x.model(device=device)
+    use_threads(x.trainer, policy.model, device)
     print(header(x, policy, device, tasks), flush=True)
     with autocast(x, device):
         for line in check_policy(policy, tasks[0], x):
@@ -212,6 +211,17 @@ def pick_device(x: Experiment | RolloutRun | AgentRun) -> Any:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]) if ranks.size() > 1 else 0)
 
 
+def use_threads(settings: TrainerSettings, model: Any, device: Any) -> None:
+    """Gives torch the threads that the settings ask for, or as many as a model of this size can use. With a GPU torch's choice stays."""
+    import torch
+
+    parameters = sum(p.numel() for p in model.parameters())
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    elif device.type == "cpu":
+        torch.set_num_threads(threads_for(parameters, max(1, cores() // settings.devices)))
+
+
 def precision(x: Experiment | RolloutRun | AgentRun, device: Any) -> str:
     """auto: bf16-mixed where all weights are trained on a GPU; else nothing is cast (under LoRA the base is bfloat16 already)."""
     if x.trainer.precision != "auto":
@@ -258,6 +268,8 @@ def versions() -> dict[str, str]:
 
 def header(x: Experiment, policy: Any, device: Any, tasks: tuple[Sequence[Task], Sequence[Task]]) -> str:
     """What runs, on what, and the batch arithmetic."""
+    import torch
+
     from rlkit.sandbox import seen
     from rlkit.schedules import phases
 
@@ -269,9 +281,10 @@ def header(x: Experiment, policy: Any, device: Any, tasks: tuple[Sequence[Task],
     rollouts = x.batch.prompts * x.batch.group_size
     updates = x.algorithm.epochs * x.algorithm.minibatches
     per_update = rollouts // x.algorithm.minibatches
+    on = f"{device} with {torch.get_num_threads()} thread(s) of {cores()} core(s)" if device.type == "cpu" else str(device)
     return (
         f"rlkit: {x.algorithm.name}, kl {x.kl.name}, reward {x.reward.name}, reference {x.reference.name}, seed {x.seed}\n"
-        f"model: {path}, {trained:,} of {total:,} parameters trained, on {device}, precision {precision(x, device)}\n"
+        f"model: {path}, {trained:,} of {total:,} parameters trained, on {on}, precision {precision(x, device)}\n"
         f"data: {len(tasks[0])} training and {len(tasks[1])} held-out problems\n"
         f"batch: {x.batch.prompts} prompts × {x.batch.group_size} samples → {updates} update(s) of {per_update} rollouts a step, "
         f"{x.trainer.steps} steps"

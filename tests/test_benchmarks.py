@@ -19,6 +19,7 @@ COLUMNS = {  # benchmark → columns whose every value is a number > 0
     "packing": ("padded_seconds", "packed_seconds", "apart_seconds"),
     "overhead": ("step_s",),
     "startup": ("seconds",),
+    "threads": ("seconds",),
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlkit.callbacks.pathologies import CHECKS, Health
-from rlkit.monitor import UpdateTerms, update_metrics
+from rlkit.monitor import Clock, UpdateTerms, performance, update_metrics
 from rlkit.rollouts import assemble, summarize
 from rlkit.types import Rollout, Step, Task
 
@@ -25,6 +25,8 @@ HEALTHY = {
     "ratio/first_mean": 1.009,
     "mismatch/logp_abs_mean": 0.05,
     "optim/skipped_nonfinite": 0,
+    "perf/update_s": 1.9,
+    "perf/update_processor_s": 0.9,
 }
 ILL = {  # check → (what makes it speak, words of the message)
     "all_rewards_equal": ({"group/frac_zero_std": 1.0, "adv/abs_mean": 0.0}, ["equal", "0.40", "batch.group_size"]),
@@ -34,6 +36,7 @@ ILL = {  # check → (what makes it speak, words of the message)
     "ratio_off": ({"ratio/first_mean": 1.02}, ["1.020", "not 1"]),
     "sampler_off": ({"mismatch/logp_abs_mean": 0.06}, ["0.060 nats"]),
     "update_skipped": ({"optim/skipped_nonfinite": 2}, ["2 update(s) skipped"]),
+    "waits_for_cores": ({"perf/update_s": 2.1}, ["2.1 s", "0.9 s", "other processes"]),
 }
 
 
@@ -92,6 +95,7 @@ def test_a_real_row_has_every_key_that_the_checks_read(experiment):
     batch = assemble([rollout], pad_token_id=0)
     batch = batch._replace(advantages=torch.zeros(batch.ids.shape))
     row = summarize([rollout]) | update_metrics(batch, UpdateTerms(), experiment)
+    row |= performance(batch, UpdateTerms(), Clock(), tokens=3, device=torch.device("cpu"))
     assert set(HEALTHY) <= set(row)
     assert list(spoken(row)) == ["all_rewards_equal"]
 

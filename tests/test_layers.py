@@ -18,7 +18,7 @@ MODULES = {
 }
 # Lower lines never import higher ones; the parts of a line are independent of each other but for BESIDE.
 LAYERS = (
-    ("types", "errors"),
+    ("types", "errors", "processors"),
     ("functional", "sandbox", "deadline", "rng", "ranks", "launch"),
     ("rewards", "tasks", "environments", "generation", "models"),
     ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck", "memory"),
@@ -42,7 +42,8 @@ ONLY = {
     "types": set(),
     "errors": set(),
     "functional": {"types"},  # for what an advantage with a critic gives
-    "sandbox": {"errors"},
+    "sandbox": {"errors", "processors"},
+    "processors": set(),
     "deadline": set(),
     "ranks": {"errors"},
     "launch": set(),
@@ -66,7 +67,7 @@ ONLY = {
     "runs": {"errors"},
     "completion": {"errors"},  # a key pressed is answered at once
     "doctor": set(),  # it runs where the rest may not
-    "cli": {"errors"},  # a typo is answered before torch is imported
+    "cli": {"errors", "processors"},  # a typo is answered before torch is imported
 }
 HEAVY = {"datasets", "transformers", "peft", "lightning", "hydra", "omegaconf", "tensorboard", "matplotlib", "pyarrow", "vllm"}
 

@@ -285,3 +285,20 @@ def test_ppo_runs_on_the_warm_start_of_guess_number(tmp_path, capsys):
         assert summary[when]["accuracy"] > 0.2 and 0 < summary[when]["reward"] < summary[when]["accuracy"]
     assert all(row["optim/updates"] > 0 and row["tools/turns"] > 3 for row in rows(folder)[1:])
     assert "sampled at temperature 1" in capsys.readouterr().out
+
+
+def test_a_resumed_run_keeps_its_threads_on_a_machine_of_other_cores(tmp_path, monkeypatch, capsys):
+    """Sums of another number of threads are rounded differently, so the continuation would not be the uninterrupted run's."""
+    before = torch.get_num_threads()
+    try:
+        for threads, words in [
+            (2, [*FAST, "trainer.steps=1", f"hydra.run.dir={tmp_path}"]),
+            (1, [f"resume={tmp_path}", "trainer.steps=2"]),
+        ]:
+            monkeypatch.setattr("rlkit.train.threads_for", lambda parameters, cores, threads=threads: threads)
+            assert main(["train", *words]) == 0
+            assert torch.get_num_threads() == 2
+        said = capsys.readouterr().out
+        assert "with 2 thread(s)" in said and "resume: computes with 2 thread(s), as the run did so far" in said
+    finally:
+        torch.set_num_threads(before)

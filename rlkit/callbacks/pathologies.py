@@ -74,6 +74,20 @@ def update_skipped(row: Row) -> str | None:
     return f"{count} update(s) skipped: the gradient was not finite" if count else None
 
 
+def waits_for_cores(row: Row) -> str | None:
+    """The update took twice as long as the processor worked on it, and a second more: other processes take its cores.
+
+    The update alone tells: it computes in this process and waits for nothing else, where a rollout may wait for tools or a server.
+    """
+    took, worked = row["perf/update_s"], row["perf/update_processor_s"]
+    if math.isnan(worked) or took < 2 * worked or took - worked < 1:
+        return None
+    return (
+        f"the update took {took:.1f} s, of which the processor worked {worked:.1f} s: other processes take this machine's cores, and "
+        "the times of this run say little"
+    )
+
+
 CHECKS: tuple[Callable[[Row], str | None], ...] = (
     all_rewards_equal,
     all_truncated,
@@ -82,6 +96,7 @@ CHECKS: tuple[Callable[[Row], str | None], ...] = (
     ratio_off,
     sampler_off,
     update_skipped,
+    waits_for_cores,
 )
 
 

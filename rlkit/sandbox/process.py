@@ -19,6 +19,7 @@ from time import monotonic
 from typing import Any, Literal, NamedTuple
 
 from rlkit.errors import ConfigError, RLKitError
+from rlkit.processors import cores
 from rlkit.sandbox.values import Malformed, decode, records
 
 CHILD = Path(__file__).with_name("_child.py")
@@ -78,11 +79,6 @@ def check(sandbox: Sandbox) -> None:
         value = getattr(sandbox, name)
         if value is not None and not bound <= value:
             raise ConfigError(f"sandbox.{name} is {value}; it must be at least {bound}")
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def workers(sandbox: Sandbox) -> int:

@@ -23,8 +23,8 @@ from rlkit import runs
 from rlkit.callbacks.files import write_atomic
 from rlkit.errors import ConfigError
 from rlkit.launch import own_gpus
+from rlkit.processors import cores
 from rlkit.runs import clock
-from rlkit.sandbox.process import cores
 from rlkit.sweeps.compare import comparison, report, table_csv
 from rlkit.sweeps.jobs import STOP, Job, alive, read_jobs, rows, save
 from rlkit.sweeps.plan import BASIC, Plan, make_plan

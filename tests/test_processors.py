@@ -1,0 +1,80 @@
+"""Threads follow the model's size and the cores that the process may use, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rlkit import processors
+from rlkit.processors import PARAMETERS_PER_THREAD, cores, threads_for
+from rlkit.settings import TrainerSettings
+from rlkit.train import use_threads
+
+
+@pytest.mark.parametrize(
+    "parameters, available, asked, expected",
+    [
+        (886_144, 2, "", 1),  # the embedded model: a second thread buys nothing
+        (PARAMETERS_PER_THREAD * 3, 2, "", 2),  # never more than the cores
+        (PARAMETERS_PER_THREAD * 3, 16, "", 3),
+        (600_000_000, 16, "", 16),
+        (600_000_000, 16, "4", 4),  # what the user allows is a limit
+        (886_144, 16, "4", 1),
+        (600_000_000, 16, "4,2", 16),  # nested levels of OpenMP: no number
+    ],
+)
+def test_threads_by_size_and_cores(parameters, available, asked, expected, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    assert threads_for(parameters, available) == expected
+
+
+@pytest.mark.parametrize(
+    "membership, files, expected",
+    [
+        ("0::/", {"cpu.max": "150000 100000"}, 2),  # a core and a half: two threads can run
+        ("0::/job/step", {"cpu.max": "max 100000", "job/cpu.max": "300000 100000", "job/step/cpu.max": "max 100000"}, 3),
+        ("0::/", {"cpu.max": "max 100000"}, 8),
+        ("4:memory:/\n3:cpu,cpuacct:/pod", {"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4),
+        ("3:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ("0::/", {"cpu.max": "nonsense"}, 8),
+        (None, {}, 8),
+    ],
+)
+def test_a_container_limits_the_cores(membership, files, expected, tmp_path, monkeypatch):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(text + "\n")
+    if membership is not None:
+        (tmp_path / "membership").write_text(membership + "\n")
+    monkeypatch.setattr(processors, "CGROUP", tmp_path)
+    monkeypatch.setattr(processors, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    assert cores() == expected
+
+
+def test_a_given_number_wins_and_a_gpu_keeps_torchs(monkeypatch):
+    before = torch.get_num_threads()
+    try:
+        monkeypatch.setenv("OMP_NUM_THREADS", "")
+        small = torch.nn.Linear(2, 2)
+        use_threads(TrainerSettings(steps=1, threads=3), small, torch.device("cpu"))
+        assert torch.get_num_threads() == 3
+        use_threads(TrainerSettings(steps=1), small, torch.device("cuda"))
+        assert torch.get_num_threads() == 3
+        use_threads(TrainerSettings(steps=1), small, torch.device("cpu"))
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_command_line_has_openmp_wait_without_spinning():
+    """It acts only where it is set before torch is imported; a user's own policy stays."""
+    program = "import os, sys; from rlkit.cli import main; main(['--help']); print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    clean = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    for given, expected in [({}, "passive False"), ({"OMP_WAIT_POLICY": "active"}, "active False")]:
+        done = subprocess.run([sys.executable, "-c", program], env=clean | given, capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == expected
