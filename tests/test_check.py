@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from email.message import Message
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -117,7 +120,9 @@ def test_the_doctor_finds_this_machine_ready(capsys):
 
 def test_what_fails_is_a_finding(monkeypatch, capsys):
     """A machine that lacks something is what the command is for."""
-    monkeypatch.setattr(doctor, "requires", lambda name: ["torch>=99", "no-such-package>=1", "hydra-core>=1", "gone>=1; extra == 'gym'"])
+    requires = ["torch>=99", "no-such-package>=1", "hydra-core>=1", "gone>=1; extra == 'gym'"]
+    own = SimpleNamespace(name="ours", version="1", requires=requires, metadata=Message())
+    monkeypatch.setattr("rlkit.errors.distribution", lambda: own)
     monkeypatch.setattr(doctor, "devices", lambda: 1 / 0)
     assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
