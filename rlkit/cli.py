@@ -27,7 +27,8 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit evaluate run=outputs/NAME/TIME           greedy accuracy, avg@k and pass@k on held-out problems
   rlkit evaluate model=qwen3_0.6b task=gsm8k     of a model that no run has touched
   rlkit rollout task=guess_number n=64           episodes without training: recorded, scored, summed up
-  rlkit agent "What is 15 * 27, plus 100?" tools=[calculator]   a conversation with tools; run=FOLDER asks a trained policy
+  rlkit agent "Kim has 19 toys. Kim buys 14 more. How many toys does Kim have now?" tools=[calculator]
+                                                 a conversation with tools; run=FOLDER asks a trained policy
   rlkit report outputs/NAME/TIME …               one HTML page of runs or a sweep: curves, tables, conversations; out=FILE
   rlkit export run=outputs/NAME/TIME             the policy as a Hugging Face folder; merge=true adds adapters to the weights
   rlkit check experiment=gsm8k_tools             what train would do, in one small step: rollout, reward, update, memory
@@ -309,7 +310,7 @@ def agent_command(arguments: Arguments) -> int:
         raise ConfigError("rlkit agent answers one question at a time; -m belongs to rlkit train")
     if len(arguments.texts) != 1 or not arguments.texts[0].strip():
         said = f", not {len(arguments.texts)}" if arguments.texts else ""
-        raise ConfigError(f'rlkit agent takes one question in quotes{said}: rlkit agent "What is 15 * 27, plus 100?" tools=[calculator]')
+        raise ConfigError(f'rlkit agent takes one question in quotes{said}: rlkit agent "How many toys …?" tools=[calculator]')
     named, overrides = option(arguments.overrides, "run"), drop(arguments.overrides, "run")
     run = runs.find_run(named, "run") if named else None
     if run is not None and (other := [o for o in overrides if re.match(r"[+~]*model\b", o)]):

@@ -5,6 +5,8 @@ traceback. Every other error is ours.
 """
 
 import difflib
+import sysconfig
+import traceback
 from collections.abc import Iterable
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
@@ -38,6 +40,10 @@ class EngineError(RLKitError, RuntimeError):
     """A rollout engine outside this process that does not answer, or not as it should."""
 
 
+class EnvironmentFailed(RLKitError, RuntimeError):
+    """A user's environment that raised; the message names the file and the line."""
+
+
 class NonFinite(RLKitError, ArithmeticError):
     """Losses or gradients were nan or infinite too often in a row."""
 
@@ -55,6 +61,14 @@ def distribution() -> Distribution | None:
     that one may be installed in the same environment.
     """
     return next((d for d in distributions() if any(entry.value == "rlkit.cli:main" for entry in d.entry_points)), None)
+
+
+def place(error: BaseException) -> str:
+    """FILE:LINE that raised an error: the innermost frame of the user's own code, else the innermost of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    others = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "<")
+    own = [frame for frame in frames if not frame.filename.startswith(others)]
+    return f"{(own or frames)[-1].filename}:{(own or frames)[-1].lineno}" if frames else "an unknown place"
 
 
 def install(extra: str) -> str:

@@ -26,6 +26,7 @@ def evaluate(x: Experiment, tasks: Sequence[Task], *, checkpoint: Path | None, p
     Raises: RewardError where a reward fails; its note names the file in the new folder that keeps the rollout.
     """
     from rlkit.callbacks.evaluation import in_time
+    from rlkit.rollouts import failures
     from rlkit.rollouts.evaluation import greedy_accuracy, sampled_accuracy
     from rlkit.sandbox import seen
     from rlkit.selfcheck import check_policy
@@ -43,6 +44,8 @@ def evaluate(x: Experiment, tasks: Sequence[Task], *, checkpoint: Path | None, p
         with failed_rollout_kept(out), in_time(settings, "the greedy evaluation"):
             greedy, greedy_rollouts = greedy_accuracy(policy, tasks, **x.held_out(0.0))
             save_rollouts(out / "greedy.jsonl.gz", greedy_rollouts)
+            if said := failures(greedy_rollouts):
+                print(f"warning: {said}", flush=True)
         with failed_rollout_kept(out), in_time(settings, "the sampled evaluation"):
             sampled, sampled_rollouts = sampled_accuracy(
                 policy, tasks, samples=settings.samples, k=settings.k, seed=settings.seed, **x.held_out(settings.temperature)

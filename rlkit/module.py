@@ -36,7 +36,7 @@ from rlkit.models.score import score, states, trunk_and_head
 from rlkit.monitor import NAN, Clock, UpdateTerms, hyperparameters, performance, refill_metrics, update_metrics
 from rlkit.reference import shard_state
 from rlkit.rewards import Moments, normalise, score_spread, update_moments
-from rlkit.rollouts import assemble, collect, summarize
+from rlkit.rollouts import assemble, collect, failures, summarize
 from rlkit.settings import Experiment
 from rlkit.tasks.stream import StreamState, take
 from rlkit.types import Batch, Policy, Rollout, Scores, Task
@@ -142,6 +142,7 @@ class RLModule(L.LightningModule):
             tasks, self.stream = take(self.tasks, self.stream, missing, seed=x.seed)
             with self.clock.part("generate"):
                 rollouts = self.roll_out(tasks, first=len(sampled) // x.batch.group_size)
+            failures(rollouts)
             if x.algorithm.episodes is None:
                 with self.clock.part("reward"):
                     rollouts = score_spread(rollouts, x.reward)

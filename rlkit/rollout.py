@@ -15,7 +15,7 @@ from rlkit.callbacks.files import finite, write_json
 from rlkit.environments import environment_of
 from rlkit.errors import ConfigError
 from rlkit.rollouts.record import append_rollouts, failed_rollout_kept, save_rollouts
-from rlkit.rollouts.summary import by_part, summarize
+from rlkit.rollouts.summary import by_part, failures, summarize
 from rlkit.settings import RolloutRun, sampling_problems
 from rlkit.types import Environment, Rollout, Task
 
@@ -70,6 +70,8 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
                 on_done=keep,
                 **x.generation.settings,
             )
+            if said := failures(rollouts):
+                print(f"warning: {said}", file=sys.stderr)
             rollouts = score(rollouts, x.reward)
             save_rollouts(out / f"rollouts.{x.format}", rollouts)
     shaded = choose(rollouts, SHADED) if len(rollouts) > SHADED else rollouts

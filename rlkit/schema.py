@@ -18,7 +18,8 @@ from typing import Any, Literal
 
 from rlkit.errors import ConfigError, nearest
 
-SPECIAL = ("_target_", "_partial_", "_args_")
+# `suggests` holds what an option advises other groups: they interpolate it as their default, and its own function never sees it.
+SPECIAL = ("_target_", "_partial_", "_args_", "suggests")
 MISSING = "???"
 GIVEN_LATER = ("split", "device")  # keyword-only parameters that the run passes itself
 

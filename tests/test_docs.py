@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -152,23 +154,95 @@ def test_every_command_shown_is_one_that_rlkit_takes(command):
 
 RUN = [c for c in COMMANDS if c != REFUSED and not any(part in c for part in CANNOT)]
 SMALL = {
-    "train": ["batch.prompts=4", "trainer.steps=1", "evaluation.n=2", "logger=none"],
+    "train": ["batch.prompts=4", "trainer.steps=1", "evaluation.n=8", "logger=none"],
     "check": [],
-    "rollout": ["n=2"],
-    "evaluate": ["evaluation.n=2", "evaluation.samples=8"],
-    "agent": ["generation.max_new_tokens=16"],
+    "rollout": ["n=8"],
+    "evaluate": ["evaluation.n=8", "evaluation.samples=8"],
+    "agent": [],
     "doctor": [],
     "--help": [],
     "--completion": [],
 }
+ANSWERS = {"Kim has 19 toys. Kim buys 14 more.": "33"}  # the beginning of a question that a page asks → the right answer
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", RUN)
-def test_every_command_that_can_run_here_runs(command, tmp_path, monkeypatch, capsys):
+def test_every_command_that_can_run_here_gives_what_it_is_shown_for(command, tmp_path, monkeypatch, capsys):
+    """Its outcome, not its exit status: a reward that is a number and not always 0, an answer that is right."""
     monkeypatch.chdir(tmp_path)
     words = words_of(command)
     assert main([*words, *SMALL[words[0]]]) == 0
+    said = capsys.readouterr().out
+    if words[0] == "train":
+        [metrics] = tmp_path.glob("outputs/**/metrics.jsonl")
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+        assert rewards and all(isinstance(reward, float) and reward != 0 for reward in rewards)  # nan is written as null
+        assert all(row["reward/unscored_frac"] == 0 for row in rows if "reward/mean" in row)
+    elif words[0] == "rollout":
+        [summary] = tmp_path.glob("outputs/**/summary.json")
+        assert json.loads(summary.read_text())["reward/mean"] > 0
+    elif words[0] == "evaluate":
+        [result] = tmp_path.glob("outputs/**/result.json")
+        assert json.loads(result.read_text())["greedy"]["accuracy"] > 0
+    elif words[0] == "agent":
+        [answer] = [answer for question, answer in ANSWERS.items() if words[1].startswith(question)]
+        assert re.search(rf"^assistant\n  #### {answer}$", said, re.M)
+
+
+def alternatives() -> list[str]:
+    """`rlkit train GROUP=OPTION` with each of the options that stand behind it as "(or a, b, c)"."""
+    rows = re.findall(r"`rlkit train ([\w/]+)=\w+` \(or ([\w, ]+)\)", (ROOT / "README.md").read_text())
+    return [f"{group}={option}" for group, options in rows for option in options.split(", ")]
+
+
+@pytest.mark.parametrize("override", alternatives())
+def test_every_alternative_of_the_cheat_sheet_is_taken_alone(override):
+    """`reference=none` stood there, which is refused beside the default KL."""
+    experiment(compose([override]))
+
+
+def blocks() -> dict[str, str]:
+    """Files that the README shows: indented lines under a comment with the file's name."""
+    files: dict[str, list[str]] = {}
+    name = ""
+    for line in (ROOT / "README.md").read_text().splitlines():
+        if header := re.fullmatch(r"    # ([\w/]+\.(?:py|yaml))", line):
+            name = header[1]
+        elif name and (line.startswith("    PYTHONPATH") or (line and not line.startswith("    "))):
+            name = ""
+        elif name:
+            files.setdefault(name, []).append(line)
+    return {name: textwrap.dedent("\n".join(lines)) for name, lines in files.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "metric"), [("my_parts.py", "eval/accuracy"), ("my_games.py", "eval/reward")])
+def test_the_readmes_own_parts_learn(file, metric, tmp_path, monkeypatch):
+    """The files and the command as they are shown: every reward is a number, and the held-out figure rises by far more than its noise."""
+    for name, text in blocks().items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    shown = re.findall(r"^    PYTHONPATH=\. rlkit (train .*)$", (ROOT / "README.md").read_text(), re.M)
+    [command] = [c for c in shown if (file == "my_games.py") == ("my_games" in c)]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main([*shlex.split(command), "evaluation.n=128", "logger=none"]) == 0
+    [metrics] = tmp_path.glob("outputs/**/metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [row for row in rows if "reward/mean" in row]
+    assert len(steps) == 20 and all(row["reward/unscored_frac"] == 0 for row in steps)
+    held_out = [row[metric] for row in rows if metric in row]
+    assert held_out[-1] > held_out[0] + 0.2
+
+
+def test_the_embedded_model_follows_the_task():
+    """`rlkit rollout task=guess_number` was played by the model of the word problems, which never says a number."""
+    for words, path in [([], "tiny"), (["task=guess_number"], "tiny_guess"), (["task=guess_number", "model=tiny"], "tiny"),
+                        (["task=guess_number", "model.path=elsewhere"], "elsewhere")]:  # fmt: skip
+        for entry in ("train", "rollout"):
+            assert compose(words, entry=entry).config["model"]["path"] == path
 
 
 def test_no_reason_is_left_that_no_command_needs():

@@ -25,6 +25,7 @@ HEALTHY = {
     "ratio/first_mean": 1.009,
     "mismatch/logp_abs_mean": 0.05,
     "optim/skipped_nonfinite": 0,
+    "stop_reason/error": 0.0,
     "perf/update_s": 1.9,
     "perf/update_processor_s": 0.9,
 }
@@ -33,6 +34,7 @@ ILL = {  # check → (what makes it speak, words of the message)
     "all_truncated": ({"len/truncated_frac": 1.0}, ["truncated", "generation.max_new_tokens"]),
     "parse_failures": ({"parse_fail_frac": 0.25}, ["25%", "samples/"]),
     "reward_failures": ({"reward/format/timeout_frac": 0.05}, ["format", "5.0%", "timeout_frac"]),
+    "environment_failures": ({"stop_reason/error": 0.25}, ["25%", "environment", "not scored"]),
     "ratio_off": ({"ratio/first_mean": 1.02}, ["1.020", "not 1"]),
     "sampler_off": ({"mismatch/logp_abs_mean": 0.06}, ["0.060 nats"]),
     "update_skipped": ({"optim/skipped_nonfinite": 2}, ["2 update(s) skipped"]),
@@ -54,7 +56,7 @@ class Trainer:
 
 class Module:
     def __init__(self, row, step=1):
-        self.metrics, self.rl_step = row, step
+        self.metrics, self.rl_step, self.rollouts = row, step, ()
 
 
 def test_a_healthy_row_is_silent():

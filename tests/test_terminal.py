@@ -18,6 +18,7 @@ from rlkit.cli import main
 from rlkit.environments import python_tool, tool_use
 from rlkit.environments.tool_parsers import hermes
 from rlkit.errors import ConfigError
+from rlkit.processors import cores
 from rlkit.sandbox import Sandbox
 from rlkit.sandbox.level import probe
 from rlkit.selfcheck import check_tools
@@ -109,7 +110,7 @@ def test_a_run_in_a_pipe(tmp_path, monkeypatch, capsys):
     assert [str(w.message) for w in caught] == ["a real one"]
     captured = capsys.readouterr()
     for words in (
-        "model: tiny, 886,144 of 886,144 parameters trained, on cpu, precision 32-true",
+        f"model: tiny, 886,144 of 886,144 parameters trained, on cpu with 1 thread(s) of {cores()} core(s), precision 32-true",
         "batch: 2 prompts × 4 samples → 2 update(s) of 4 rollouts a step, 2 steps",
         "sandbox: no reward and no tool asks for one",
         " left",

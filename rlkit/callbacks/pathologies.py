@@ -8,6 +8,8 @@ from typing import Any
 
 import lightning as L
 
+from rlkit.rollouts import failures
+
 Row = dict[str, Any]
 
 
@@ -68,6 +70,12 @@ def sampler_off(row: Row) -> str | None:
     return f"sampler and trainer log-probs differ by {gap:.3f} nats a token on average"
 
 
+def environment_failures(row: Row) -> str | None:
+    """Episodes that their environment failed in; without a score they teach nothing."""
+    share = row["stop_reason/error"]
+    return f"the environment failed in {share:.0%} of the episodes, which are not scored" if share else None
+
+
 def update_skipped(row: Row) -> str | None:
     """A gradient was not finite."""
     count = row["optim/skipped_nonfinite"]
@@ -93,6 +101,7 @@ CHECKS: tuple[Callable[[Row], str | None], ...] = (
     all_truncated,
     parse_failures,
     reward_failures,
+    environment_failures,
     ratio_off,
     sampler_off,
     update_skipped,
@@ -110,5 +119,6 @@ class Health(L.Callback):
         found = {check.__name__: text for check in CHECKS if (text := check(module.metrics)) is not None}
         for name, text in found.items():
             if name not in self.active:
-                trainer.print(f"warning: step {module.rl_step}: {text}")
+                first = failures(module.rollouts) if name == environment_failures.__name__ else ""
+                trainer.print(f"warning: step {module.rl_step}: {first or text}")
         self.active = set(found)

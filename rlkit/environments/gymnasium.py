@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from rlkit.environments.dialogue import dialogue
 from rlkit.environments.prompts import with_system_prompt
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, place
 from rlkit.types import Environment, Messages, Rollout, Session, Task, Transition
 
 
@@ -51,7 +51,7 @@ def gymnasium(
         except Exception as error:
             raise ConfigError(
                 f"environment.make: the environment cannot be made or reset(seed={seed_of(task)}) for task {task.id!r}: "
-                f"{type(error).__name__}: {error}; it needs reset(seed=…) → (observation, info)"
+                f"{type(error).__name__}: {error} at {place(error)}; it needs reset(seed=…) → (observation, info)"
             ) from error
 
     def first_prompt(task: Task) -> Messages:
@@ -95,7 +95,8 @@ def play(instance: Any, content: str, parse_action: Callable[[str], Any], render
         prompt = None if terminated or truncated else render(observation)
         return Transition(prompt, number, "environment" if truncated and not terminated else "")
     except Exception as error:
-        return Transition(None, truncation="error", metadata={"error": f"step({str(action)[:200]!r}): {type(error).__name__}: {error}"})
+        said = f"step({str(action)[:200]!r}) raised {type(error).__name__}: {error} at {place(error)}"
+        return Transition(None, truncation="error", metadata={"error": said})
 
 
 def close(instance: Any) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from rlkit.environments import environment_of, execute, split_reply, tool_schema
+from rlkit.errors import EnvironmentFailed, RLKitError, place
 from rlkit.functional import mix
 from rlkit.models.chat import continuation, encode_prompt
 from rlkit.types import (
@@ -165,13 +167,15 @@ def ended(turn: Turn, rollout: Rollout) -> Rollout:
 
 def own_session(turn: Turn) -> Session | None:
     """The episode's own state, where its environment has any."""
-    return turn.environment.open(turn.rollout.task) if turn.environment.open else None
+    with blamed("session", turn.rollout.task):
+        return turn.environment.open(turn.rollout.task) if turn.environment.open else None
 
 
 def open_episode(policy: Policy, task: Task, environment: Environment, *, group: int) -> Turn:
     """The first turn of a task's episodes: its samples share everything but their number and seed."""
-    prompt = tuple(environment.first_prompt(task))
-    tools = [tool_schema(tool) for tool in environment.tools(task).values()]
+    with blamed("first prompt", task):
+        prompt = tuple(environment.first_prompt(task))
+        tools = [tool_schema(tool) for tool in environment.tools(task).values()]
     context = tuple(encode_prompt(policy.codec, prompt, tools))
     return Turn(Rollout(task, (), group=group), environment, 0, prompt, context)
 
@@ -189,8 +193,9 @@ def advance(policy: Policy, turn: Turn, reply: Generation, *, room: int = 1) -> 
     if reply.finish_reason == "length":
         full = len(step.prompt_ids) + len(step.response_ids) >= policy.context_length
         return _truncated(rollout, "context" if full else "length")
-    if environment.stop(rollout, index):
-        return rollout
+    with blamed("stop", rollout.task):
+        if environment.stop(rollout, index):
+            return rollout
     if step.tool_calls:
         step = step._replace(tool_results=answer_calls(rollout, environment))
         rollout = rollout._replace(steps=(*rollout.steps[:-1], step))
@@ -198,7 +203,8 @@ def advance(policy: Policy, turn: Turn, reply: Generation, *, room: int = 1) -> 
             {"role": "tool", "tool_call_id": r.id, "name": r.name, "content": r.content} for r in step.tool_results
         ]
     else:
-        following = (turn.session or environment).next_prompt(rollout, index)
+        with blamed("next prompt", rollout.task):
+            following = (turn.session or environment).next_prompt(rollout, index)
         if isinstance(following, Transition):
             rollout = rollout._replace(steps=(*rollout.steps[:-1], step._replace(reward=following.reward)))
             rollout = rollout._replace(metadata={**rollout.metadata, **following.metadata})
@@ -214,12 +220,26 @@ def advance(policy: Policy, turn: Turn, reply: Generation, *, room: int = 1) -> 
     return turn._replace(rollout=rollout, prompt=tuple(messages), context=context, dropped=dropped)
 
 
+@contextmanager
+def blamed(what: str, task: Task) -> Iterator[None]:
+    """Says of an error in the environment's own code which part raised it, for which task, and in which file and line."""
+    try:
+        yield
+    except RLKitError:
+        raise
+    except Exception as error:
+        raise EnvironmentFailed(
+            f"the environment's {what} raised {type(error).__name__}: {error} at {place(error)}, in an episode of task {task.id!r}"
+        ) from error
+
+
 def read_reply(policy: Policy, turn: Turn, reply: Generation) -> Step:
     """A reply as a step: the ids as sampled, and what they say."""
     ended = bool(reply.token_ids) and reply.token_ids[-1] in policy.eos_token_ids
     tags = policy.codec.thinking
     thinking, content, closed = split_reply(tags, reply.token_ids[: -1 if ended else None], opened=tags.opened(turn.context))
-    content, calls = turn.environment.parse_calls(content)
+    with blamed("parser of tool calls", turn.rollout.task):
+        content, calls = turn.environment.parse_calls(content)
     first = turn.rollout.steps[0].prompt if turn.rollout.steps else turn.prompt
     number = sum(len(m.get("tool_calls") or ()) for m in first) + sum(len(s.tool_calls) for s in turn.rollout.steps)
     return Step(

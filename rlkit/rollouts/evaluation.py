@@ -11,7 +11,7 @@ from rlkit import ranks
 from rlkit.functional.statistics import mean_interval, pass_at_k, wilson
 from rlkit.rewards import Reward, score, score_spread
 from rlkit.rollouts.collect import collect
-from rlkit.rollouts.summary import by_part
+from rlkit.rollouts.summary import by_part, failures
 from rlkit.types import Policy, Rollout, Task
 
 CORRECT = 1.0  # a verifier's score of a right answer, where the task's metadata names no other as `correct_from`
@@ -38,7 +38,9 @@ def greedy_accuracy(
     def play(own: Sequence[Task], begin: int) -> list[Rollout]:
         return collect(policy, own, temperature=temperature, first=begin, **collecting)
 
-    rollouts = score_spread(ranks.spread(tasks, play), reward)
+    played = ranks.spread(tasks, play)
+    failures(played)
+    rollouts = score_spread(played, reward)
     return _with_parts(rollouts, partial(accuracy, temperature=temperature)), rollouts
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
 from typing import get_args
 
+from rlkit.errors import EnvironmentFailed
 from rlkit.types import FinishReason, Rollout
 
 NAN = float("nan")
@@ -41,6 +42,21 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
         mine = _summary(own) | {"share": len(own) / len(rollouts)}
         metrics |= {f"part/{part}/{name}": value for name, value in mine.items()}
     return metrics
+
+
+def failures(rollouts: Sequence[Rollout]) -> str:
+    """How many episodes their environment failed in, and the first one's error; nothing where it failed in none.
+
+    Raises: EnvironmentFailed where it failed in all of them: nothing can be measured or learned.
+    """
+    failed = [r for r in rollouts if r.truncation == "error"]
+    if not failed:
+        return ""
+    count = f"{len(failed)} of" if len(failed) < len(rollouts) else "all"
+    said = f"the environment failed in {count} {len(rollouts)} episodes, which are not scored; the first: {failed[0].metadata.get('error')}"
+    if len(failed) == len(rollouts):
+        raise EnvironmentFailed(said)
+    return said
 
 
 def by_part(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:

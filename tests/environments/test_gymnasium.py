@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
 from rlkit.environments import gymnasium, single_turn
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, EnvironmentFailed
 from rlkit.models import decode
 from rlkit.models.chat import encode_scaffold
 from rlkit.rewards import Reward, Term, environment, score
-from rlkit.rollouts import collect, summarize
-from rlkit.rollouts.evaluation import is_correct
+from rlkit.rollouts import collect, failures, summarize
+from rlkit.rollouts.evaluation import greedy_accuracy, is_correct
 from rlkit.selfcheck import check_verifier
 from rlkit.tasks import episodes
-from rlkit.types import Generation
+from rlkit.types import Generation, Task
 
 REWARD = Reward("environment", {"task": Term(1.0, environment)})
 
@@ -194,3 +195,49 @@ def test_the_real_package(tiny):
     won, lost = play(tiny, right, make=make), play(tiny, replies("x"), make=make)
     assert [(r.status, r.total_reward, len(r.steps)) for r in won] == [("terminated", 1.0, 1)]
     assert [(r.status, r.truncation, r.total_reward, len(r.steps)) for r in lost] == [("truncated", "environment", 0.0, 3)]
+
+
+class Fails:
+    """Fails in the steps of the episodes whose number is in `bad`."""
+
+    def __init__(self, bad):
+        self.bad = bad
+
+    def reset(self, *, seed=None):
+        return "go", {}
+
+    def step(self, action):
+        if action in self.bad:
+            return {}["nothing"]  # the line that the run has to name
+        return "", 1.0, True, False, {}
+
+
+LINE = next(i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if "the line that the run has to name" in line)
+
+
+def test_an_environment_that_raises_is_named_with_file_and_line(tiny):
+    rollouts = play(tiny, replies(lambda text, seed: "12"[seed % 2]), make=lambda: Fails("1"), tasks=episodes(max_samples=4), group_size=2)
+    failed = sum(r.truncation == "error" for r in rollouts)
+    said = failures(rollouts)
+    assert 0 < failed < 8 and said.startswith(f"the environment failed in {failed} of 8 episodes")
+    assert said.endswith(f"step('1') raised KeyError: 'nothing' at {__file__}:{LINE}")
+    assert failures([r for r in rollouts if r.truncation != "error"]) == ""
+
+
+def test_one_that_always_raises_ends_what_is_played(tiny):
+    """The reward was nan for ever, and the advice was to raise max_new_tokens."""
+    environment = gymnasium(make=lambda: Fails("12"))
+    with pytest.raises(EnvironmentFailed, match=rf"failed in all 3 episodes.*KeyError: 'nothing' at .*test_gymnasium.py:{LINE}$"):
+        greedy_accuracy(tiny, episodes(max_samples=3), reward=REWARD, generate=replies("1"), environment=environment)
+
+
+@pytest.mark.parametrize("part", ["first_prompt", "next_prompt", "stop", "parse_calls", "tools", "open"])
+def test_every_part_of_an_environment_that_raises_is_named(part, tiny):
+    def broken(*_):
+        raise ZeroDivisionError("mine")
+
+    environment = single_turn()._replace(**{part: broken})
+    line = broken.__code__.co_firstlineno + 1
+    with pytest.raises(EnvironmentFailed, match=rf"ZeroDivisionError: mine at .*test_gymnasium.py:{line}, in an episode of task") as said:
+        collect(tiny, [Task("mine/0", ({"role": "user", "content": "hi"},))], generate=replies("1"), environment=environment)
+    assert isinstance(said.value.__cause__, ZeroDivisionError)

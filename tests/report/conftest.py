@@ -18,7 +18,8 @@ ROW = {  # a healthy step
     "parse_fail_frac": 0.0, "reward/task/error_frac": 0.0, "reward/task/timeout_frac": 0.0, "ratio/first_mean": 1.0,
     "mismatch/logp_abs_mean": 0.001, "optim/skipped_nonfinite": 0, "kl/ref_k3": 0.01, "policy/entropy": 0.5, "tools/calls": 1.0,
     "value/loss": None,
-    "perf/step_s": 3.0, "perf/generate_s": 1.0, "perf/reward_s": 0.5, "perf/update_s": 1.0, "schedule/optimizer.lr": 1e-3,
+    "perf/step_s": 3.0, "perf/generate_s": 1.0, "perf/reward_s": 0.5, "perf/update_s": 1.0,
+    "perf/update_processor_s": 1.0, "stop_reason/error": 0.0, "schedule/optimizer.lr": 1e-3,
 }  # fmt: skip
 
 

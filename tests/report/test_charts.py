@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from rlkit.errors import install
 from rlkit.report import charts
 from rlkit.report.read import group_runs, read_run
 
@@ -70,5 +71,5 @@ def test_equal_runs_give_equal_bytes(make_run):
 
 def test_without_matplotlib_the_refusal_says_what_to_install(monkeypatch):
     monkeypatch.setattr(charts.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(charts.ConfigError, match=r"rlkit\[report\]"):
+    with pytest.raises(charts.ConfigError, match=re.escape(install("report"))):
         charts.require_matplotlib()
