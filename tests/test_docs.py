@@ -177,8 +177,9 @@ def test_every_command_that_can_run_here_gives_what_it_is_shown_for(command, tmp
     if words[0] == "train":
         [metrics] = tmp_path.glob("outputs/**/metrics.jsonl")
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-        rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-        assert rewards and all(isinstance(reward, float) and reward != 0 for reward in rewards)  # nan is written as null
+        means = [{k: v for k, v in row.items() if re.fullmatch(r"reward/(\w+/)?mean", k)} for row in rows if "reward/mean" in row]
+        assert means and all(isinstance(mean, float) for row in means for mean in row.values())  # nan is written as null
+        assert all(any(row.values()) for row in means)  # the sum of standardised terms is 0, not the terms
         assert all(row["reward/unscored_frac"] == 0 for row in rows if "reward/mean" in row)
     elif words[0] == "rollout":
         [summary] = tmp_path.glob("outputs/**/summary.json")
