@@ -17,7 +17,7 @@ from rlkit.validate import first_steps
 @pytest.fixture(scope="module")
 def report():
     x = experiment(compose(["algorithm=ppo", "task.max_samples=40", "trainer.micro_batch_tokens=1000"]))
-    return check.run(first_steps(x)[""], *load_tasks(x))
+    return check.run(first_steps(x)[""], load_tasks(x))
 
 
 def test_one_step_of_policy_and_critic_was_taken(report):
@@ -69,7 +69,7 @@ def test_no_step_keeps_more_than_the_estimate(words, tmp_path):
 def test_gradient_checkpointing_still_keeps_inputs_and_one_layer(tiny):
     """Hooks see neither what a checkpoint holds, nor that a layer is run again in the backward pass."""
     x = experiment(compose(["task.max_samples=40"]))
-    module = RLModule(x, x.model(device="cpu"), load_tasks(x)[0])
+    module = RLModule(x, x.model(device="cpu"), load_tasks(x).train)
     plain = check.saved_of_rows(module, 1000, 100)
     module.policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layers, width = tiny.model.config.num_hidden_layers, tiny.model.config.hidden_size
