@@ -56,7 +56,7 @@ class Report(NamedTuple):
 
 
 def small(x: Experiment) -> Experiment:
-    """The experiment cut to one step of one update on one prompt: short replies, no held-out rows, no logger, no callbacks."""
+    """The experiment cut to one step of one update on one prompt: short replies, no evaluation, no logger, no callbacks."""
     from rlkit.schedules import Schedule
 
     limit = min(x.generation.max_new_tokens, REPLY)

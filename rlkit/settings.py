@@ -129,7 +129,7 @@ class RolloutRun(NamedTuple):
     name: str
     seed: int
     n: int
-    task: Callable[..., Sequence[Task]]  # (split=…) → tasks
+    task: Callable[..., Sequence[Task]]  # (split=train, validation or test) → its tasks; no problem is in two splits
     environment: Environment | Callable[[Task], Environment]
     model: Callable[..., Policy]  # (device=…) → policy
     generation: Sampling
@@ -165,7 +165,7 @@ class Experiment(NamedTuple):
     name: str
     seed: int
     batch: BatchSize
-    task: Callable[..., Sequence[Task]]  # (split=…) → tasks
+    task: Callable[..., Sequence[Task]]  # (split=train, validation or test) → its tasks; no problem is in two splits
     environment: Environment | Callable[[Task], Environment]
     model: Callable[..., Policy]  # (device=…) → policy
     generation: Sampling

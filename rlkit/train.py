@@ -163,7 +163,7 @@ def how_it_ended(module: Any, results: Mapping[Split, Mapping[int, Mapping[str, 
 def make_trainer(
     x: Experiment, module: Any, tasks: Splits, folder: Path, results: dict[Split, Any], device: Any, *, resume: Path | None
 ) -> tuple[Any, Path | None]:
-    """The Lightning trainer with rlkit's callbacks, and the checkpoint to continue from; of `tasks` the held-out ones are evaluated."""
+    """The Lightning trainer with rlkit's callbacks, and the checkpoint to continue from."""
     import lightning as L
 
     from rlkit.callbacks.checkpoints import SUFFIX, AtomicCheckpointIO, RLCheckpoint, checkpoints, load_checkpoint, supersede

@@ -55,10 +55,10 @@ def test_no_step_keeps_more_than_the_estimate(words, tmp_path):
     shape = ["batch.prompts=4", "trainer.micro_batch_tokens=1000", "task.max_samples=40", "evaluation.n=0", "trainer.accelerator=cpu"]
     x = first_steps(experiment(compose([*shape, *words])))[""]
     tasks = load_tasks(x)
-    bound = check.run(x, *tasks).memory
+    bound = check.run(x, tasks).memory
     x = x._replace(trainer=x.trainer._replace(steps=1), callbacks={}, logger={})
-    module = RLModule(x, x.model(device="cpu"), tasks[0])
-    trainer, _ = make_trainer(x, module, [], tmp_path, {}, torch.device("cpu"), resume=None)
+    module = RLModule(x, x.model(device="cpu"), tasks.train)
+    trainer, _ = make_trainer(x, module, tasks, tmp_path, {}, torch.device("cpu"), resume=None)
     with check.saved_for_backward(module) as kept:
         trainer.fit(module, RLData(1, done=lambda: module.rl_step))
     assert module.metrics["optim/updates"] and 0 < kept.peak <= bound.saved + bound.working

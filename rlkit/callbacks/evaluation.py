@@ -26,7 +26,7 @@ from rlkit.types import Split, Splits
 KEPT = 16  # rollouts that an evaluation writes, of the same tasks each time: how an answer changes
 PREFIXES: dict[Split, str] = {"validation": "eval/", "test": "test/"}  # split → where its figures stand in a row of metrics.jsonl
 Results = dict[Split, dict[int, dict[str, Any]]]  # split → RL step → result
-INTERVALS = {"accuracy": "interval", "reward": "reward_interval"}  # what a held-out result says → under which key its interval stands
+INTERVALS = {"accuracy": "interval", "reward": "reward_interval"}  # figure of a result → under which key its interval stands
 
 
 class HeldOut(L.Callback):

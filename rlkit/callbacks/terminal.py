@@ -128,5 +128,5 @@ def held_out(row: dict[str, Any]) -> str:
 
 
 def how_sampled(temperature: float) -> str:
-    """What the figures of held-out tasks are of."""
+    """How the replies of an evaluation were sampled."""
     return f"sampled at temperature {temperature:g}" if temperature else "greedy"

@@ -27,7 +27,7 @@ def collect(found: Sequence[Run], limit: int) -> dict[str, Any]:
     """{runs: [name], texts: [text of a prompt], rollouts: [entry]}; at most `limit` entries, the same number of each run.
 
     Of a run's steps at most STEPS are shown, spread evenly, first and last among them; of a step the rollouts with token values (best
-    and worst among them) and a random choice of the others; of held-out problems all that were recorded.
+    and worst among them) and a random choice of the others; of test and validation problems all that were recorded.
     """
     prompts: dict[str, int] = {}
     entries: list[dict[str, Any]] = []
@@ -48,7 +48,7 @@ def names(found: Sequence[Run]) -> list[str]:
 
 
 def of_run(run: Run, limit: int, prompts: dict[str, int]) -> list[dict[str, Any]]:
-    """The entries of a run: held-out ones first, for they are few, then of each step its share."""
+    """The entries of a run: those of test and validation problems first, since they are few, then of each step its share."""
     alone = rollout_file(run.folder)
     if alone is not None:
         return step_entries(alone, run.folder / "tokens.jsonl.gz", 0, "episodes", limit, prompts)

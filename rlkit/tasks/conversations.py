@@ -44,7 +44,7 @@ def conversations(
       validation, held_out: as in `jsonl`; the prompt is what stands before the first reply.
       field: of a row, the list of messages: role (system, user, assistant, tool) and content; an assistant's may have
         reasoning_content and tool_calls.
-      answer: of a row, the gold answer that `reward` compares with, where held-out problems are to be scored; None: there is none.
+      answer: of a row, the gold answer that `reward` compares with, where rows are to be scored; None: there is none.
       reward, environment: the names for all rows; the environment says which tools the prompt lists.
       system_prompt: put in front of every row's messages.
     Raises: DataError naming the row, for a list that is none, an unknown role, or a conversation without a reply to learn.
