@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -170,6 +172,19 @@ def test_a_resumed_run_reads_back_both_splits(run):
     results = results_of(rows, tasks, 0.0)
     assert results["test"] == {0: summary["before"], 3: summary["after"]}
     assert results["validation"][3] | {"step": 3} == summary["validation"] and sorted(results["validation"]) == [0, 2, 3]
+
+
+def test_a_run_that_goes_on_keeps_what_was_validation_and_what_was_test(run, tmp_path):
+    """Its `before` is the one of its first process, and the rows before it stay."""
+    old, rows, summary = run
+    folder = Path(shutil.copytree(old, tmp_path / "run", symlinks=True))
+    assert main(["train", f"resume={folder}", "trainer.steps=5"]) == 0
+    longer = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert longer[:4] == rows
+    assert [row["step"] for row in longer if "eval/accuracy" in row] == [0, 2, 3, 4, 5]
+    assert [row["step"] for row in longer if "test/accuracy" in row] == [0, 3, 5]
+    after = json.loads((folder / "summary.json").read_text())
+    assert after["before"] == summary["before"] and after["after"]["split"] == "test" and after["validation"]["step"] == 5
 
 
 @pytest.mark.parametrize("split", SPLITS)

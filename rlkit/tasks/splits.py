@@ -67,7 +67,11 @@ def overlaps(splits: Splits) -> list[str]:
     for (a, first), (b, second) in itertools.combinations(zip(SPLITS, keys, strict=True), 2):
         known = set(first)
         if shared := sum(key in known for key in second):
-            out.append(f"{shared} of {len(second)} {b} problems have the prompt and the answer of a {a} problem, so they are not unseen")
+            share = "validation" if b == "validation" else "held_out"
+            out.append(
+                f"{shared} of {len(second)} {b} problems have the prompt and the answer of a {a} problem, so {b} figures are not of unseen "
+                f"problems; take the rows out of one of the two, or set task.{share} where the task has it"
+            )
     return out
 
 
