@@ -60,12 +60,11 @@ def one_run(name: str, overrides: Sequence[str], seed: int) -> Row:
     """One run's row."""
     summary, rows, seconds = trained([*overrides, *COMMON, f"seed={seed}"])
     steps = [row for row in rows if "reward/mean" in row]
-    curve = {0: summary["before"]["accuracy"]} | {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
-    curve[summary["steps"]] = summary["after"]["accuracy"]
+    curve = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}  # of validation problems, first and last step too
     found = {
         "variant": name,
         "seed": seed,
-        "base": curve[0],
+        "base": summary["before"]["accuracy"],
         "final": summary["after"]["accuracy"],
         "final_low": round(summary["after"]["interval"][0], 4),
         "final_high": round(summary["after"]["interval"][1], 4),
@@ -88,7 +87,7 @@ def one_run(name: str, overrides: Sequence[str], seed: int) -> Row:
 
 
 def mean_height(curve: Mapping[int, float]) -> float:
-    """Mean held-out accuracy over the run's steps: the area under the curve (trapezia), divided by its width."""
+    """Mean validation accuracy over the run's steps: the area under the curve (trapezia), divided by its width."""
     points = sorted(curve.items())
     area = sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in itertools.pairwise(points))
     return area / (points[-1][0] - points[0][0])
@@ -111,8 +110,8 @@ def paired(rows: Sequence[Row], name: str, baseline: str, column: str) -> tuple[
 def table(rows: Sequence[Row], names: Sequence[str]) -> str:
     """A line a variant: means and ranges over its seeds, and the difference from the first variant."""
     lines = [
-        "| variant | final accuracy: mean (lowest – highest) | difference, 95 % "
-        "| mean over the run | difference, 95 % | final KL, nats | CPU s |",
+        "| variant | final test accuracy: mean (lowest – highest) | difference, 95 % "
+        "| validation accuracy, mean over the run | difference, 95 % | final KL, nats | CPU s |",
         "|---|---|---|---|---|---|---|",
     ]
     for name in names:
@@ -133,7 +132,7 @@ def table(rows: Sequence[Row], names: Sequence[str]) -> str:
 
 
 def plot(rows: Sequence[Row], names: Sequence[str], title: str, path: Path) -> None:
-    """Left: held-out accuracy over the run, the mean of the seeds. Right: at the end, a dot a seed with its 95 % interval."""
+    """Left: validation accuracy over the run, the mean of the seeds. Right: test accuracy at the end, a dot and its interval a seed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -153,10 +152,10 @@ def plot(rows: Sequence[Row], names: Sequence[str], title: str, path: Path) -> N
             right.plot([float(row["final_low"]), float(row["final_high"])], [place, place], color=colors[place], alpha=0.25, linewidth=5)
             right.plot(float(row["final"]), place, "o", color=colors[place], markersize=4)
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
-    left.set(xlabel="RL step", ylabel="held-out accuracy, greedy", ylim=(0, 1.02), title="mean of the seeds")
+    left.set(xlabel="RL step", ylabel="validation accuracy, greedy", ylim=(0, 1.02), title="mean of the seeds")
     right.set_yticks(range(len(names)), names, fontsize=8)
     right.invert_yaxis()
-    right.set(xlabel="held-out accuracy at the end", title="a dot a seed, bands 95 %")
+    right.set(xlabel="test accuracy at the end", title="a dot a seed, bands 95 %")
     left.legend(fontsize=7, loc="lower right")
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=120)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from rlkit.rewards import Reward, Term
 from rlkit.rewards import score as score_rollouts
 from rlkit.settings import BatchSize, Experiment
-from rlkit.types import Rollout, Task
+from rlkit.types import Rollout, Splits, Task
 
 REPLY = 64  # tokens of a reply here; a run's own limit may take minutes on a CPU
 GROUP = 4  # rollouts where a group is one sample
@@ -56,7 +56,7 @@ class Report(NamedTuple):
 
 
 def small(x: Experiment) -> Experiment:
-    """The experiment cut to one step of one update on one prompt: short replies, no held-out rows, no logger, no callbacks."""
+    """The experiment cut to one step of one update on one prompt: short replies, no evaluation, no logger, no callbacks."""
     from rlkit.schedules import Schedule
 
     limit = min(x.generation.max_new_tokens, REPLY)
@@ -73,12 +73,12 @@ def small(x: Experiment) -> Experiment:
     )
 
 
-def run(x: Experiment, tasks: Sequence[Task], held_out: Sequence[Task]) -> Report:
+def run(x: Experiment, tasks: Splits) -> Report:
     """One step of the experiment.
 
     Args:
       x: the whole run at its first step, without open schedules (rlkit.validate.first_steps).
-      tasks: training rows, at least one. held_out: only counted.
+      tasks: at least one training row; the others are only counted.
     Raises: the refusals of a run.
     """
     from rlkit.data import RLData
@@ -96,22 +96,22 @@ def run(x: Experiment, tasks: Sequence[Task], held_out: Sequence[Task]) -> Repor
     torch.manual_seed(x.seed)
     policy = x.model(device=device)
     use_threads(x.trainer, policy.model, device)
-    text = header(x, policy, device, (tasks, held_out))
+    text = header(x, policy, device, tasks)
     clock["load"] = time.perf_counter() - started
     cut = small(x)
     with autocast(cut, device):
-        warnings = check_policy(policy, tasks, cut)
+        warnings = check_policy(policy, tasks.train, cut)
     played: list[Rollout] = []
     found: list[Memory] = []
 
     def measure(trainer: Any, module: Any) -> None:  # while everything is where it trains
         with trainer.strategy.precision_plugin.forward_context():
-            found.append(memory(x, module, tasks, played))
+            found.append(memory(x, module, tasks.train, played))
 
     cut = cut._replace(reward=telling(cut.reward, played), callbacks={"memory": lambda _: LambdaCallback(on_train_end=measure)})
-    module = RLModule(cut, policy, tasks)
+    module = RLModule(cut, policy, tasks.train)
     with tempfile.TemporaryDirectory() as folder:
-        trainer, _ = make_trainer(module.experiment, module, [], Path(folder), {}, device, resume=None)
+        trainer, _ = make_trainer(module.experiment, module, Splits(tasks.train), Path(folder), {}, device, resume=None)
         trainer.fit(module, RLData(1, done=lambda: module.rl_step))
     clock["generate"], clock["update"] = module.metrics["perf/generate_s"], module.metrics["perf/update_s"]
     spread = len({r.total_reward for r in played}) == 1

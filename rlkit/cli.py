@@ -24,7 +24,7 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit train optimizer.lr=3e-4 batch.prompts=8  another number
   rlkit train -m algorithm=grpo,reinforce seed=1,2   a sweep: every combination, one process each
   rlkit train resume=outputs/NAME/TIME           continue a run (resume=auto: the newest unfinished one)
-  rlkit evaluate run=outputs/NAME/TIME           greedy accuracy, avg@k and pass@k on held-out problems
+  rlkit evaluate run=outputs/NAME/TIME           greedy accuracy, avg@k and pass@k on test problems (split=validation, train)
   rlkit evaluate model=qwen3_0.6b task=gsm8k     of a model that no run has touched
   rlkit rollout task=guess_number n=64           episodes without training: recorded, scored, summed up
   rlkit agent "Kim has 19 toys. Kim buys 14 more. How many toys does Kim have now?" tools=[calculator]
@@ -139,6 +139,7 @@ def train_command(arguments: Arguments) -> int:
     from rlkit import launch, ranks, runs
     from rlkit.compose import compose, experiment
     from rlkit.loggers import check_loggers
+    from rlkit.tasks.splits import overlaps
     from rlkit.train import join_ranks, load_tasks, start
     from rlkit.validate import warnings
 
@@ -166,7 +167,7 @@ def train_command(arguments: Arguments) -> int:
     if folder is not None and runs.is_run(folder):
         check_continues(folder, composed.config, x.trainer.steps, resume)
     tasks = load_tasks(x)
-    for line in warnings(x):
+    for line in (*warnings(x), *overlaps(tasks)):
         print(f"warning: {line}")
     target = ranks.first(lambda: folder or runs.fresh(runs.OUTPUTS / x.name))  # one for all ranks, which by now have read what is there
 
@@ -250,15 +251,21 @@ def unquote(text: str) -> str:
 
 
 def evaluate_command(arguments: Arguments) -> int:
-    """Held-out accuracy of a run (run=FOLDER: its config and newest checkpoint) or of a model as it is."""
+    """Accuracy of a run (run=FOLDER: its config and newest checkpoint) or of a model as it is, on test problems unless split= says
+    otherwise."""
     from rlkit import runs
     from rlkit.compose import compose, experiment
     from rlkit.evaluate import evaluate, table
-    from rlkit.train import load_tasks
+    from rlkit.selfcheck import check_tools
+    from rlkit.train import load_split
+    from rlkit.types import SPLITS
 
     if arguments.multirun:
         raise ConfigError("rlkit evaluate takes one run or model at a time; -m belongs to rlkit train")
-    named, overrides = option(arguments.overrides, "run"), drop(arguments.overrides, "run")
+    named, overrides = option(arguments.overrides, "run"), drop(drop(arguments.overrides, "run"), "split")
+    split = next((known for known in SPLITS if known == (option(arguments.overrides, "split") or "test")), None)
+    if split is None:
+        raise ConfigError(f"split={option(arguments.overrides, 'split')}: there are {', '.join(SPLITS)}")
     run = runs.find_run(named, "run") if named else None
     if run is not None:
         overrides = added(drop(runs.saved_overrides(run), "resume"), overrides)
@@ -270,10 +277,11 @@ def evaluate_command(arguments: Arguments) -> int:
         raise ConfigError(
             f"evaluation.k: pass@{max(x.evaluation.k)} needs evaluation.samples of at least that; it is {x.evaluation.samples}"
         )
-    _, held_out = load_tasks(x)
+    tasks = load_split(x, split)
+    check_tools(tasks, x.environment)
     checkpoint = runs.checkpoint_source(named, run) if named and run else None
     parent = run / "evaluation" if run else runs.OUTPUTS / "evaluation"
-    print(table(*evaluate(x, held_out, checkpoint=checkpoint, parent=parent, started=STARTED)))
+    print(table(*evaluate(x, tasks, split=split, checkpoint=checkpoint, parent=parent, started=STARTED)))
     return 0
 
 
@@ -292,7 +300,7 @@ def rollout_command(arguments: Arguments) -> int:
     composed = compose(arguments.overrides, entry="rollout", config_dir=arguments.config_dir)
     x = build(composed.config)
     rollouts, out = roll_out(x, parent=runs.OUTPUTS / x.name, started=STARTED)
-    print(f"{table(rollouts)}\n\nwritten to {out}")
+    print(f"{'split':<34}{x.split}\n{table(rollouts)}\n\nwritten to {out}")
     return 0
 
 
@@ -356,6 +364,7 @@ def check_command(arguments: Arguments) -> int:
     from rlkit import check
     from rlkit.compose import compose, experiment
     from rlkit.loggers import check_loggers
+    from rlkit.tasks.splits import overlaps
     from rlkit.train import load_tasks
     from rlkit.validate import first_steps, warnings
 
@@ -364,10 +373,10 @@ def check_command(arguments: Arguments) -> int:
     x = experiment(compose(arguments.overrides, config_dir=arguments.config_dir))
     check_loggers(x.logger)
     tasks = load_tasks(x)
-    for line in warnings(x):
+    for line in (*warnings(x), *overlaps(tasks)):
         print(f"warning: {line}")
     firsts = first_steps(x)
-    report = check.run(next(iter(firsts.values())), *tasks)
+    report = check.run(next(iter(firsts.values())), tasks)
     print(check.show(report, phases=list(firsts)))
     return 0
 

@@ -1,4 +1,4 @@
-"""Held-out evaluation of a run's newest checkpoint, or of a model as it is."""
+"""Evaluation of a run's newest checkpoint, or of a model as it is, on the problems of a split."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from rlkit import runs
 from rlkit.callbacks.files import write_json
 from rlkit.rollouts.record import failed_rollout_kept, save_rollouts
 from rlkit.settings import Experiment
-from rlkit.types import Policy, Task
+from rlkit.types import Policy, Split, Task
 
 
-def evaluate(x: Experiment, tasks: Sequence[Task], *, checkpoint: Path | None, parent: Path, started: float) -> tuple[dict[str, Any], Path]:
-    """Greedy accuracy, avg@k, pass@k and mean rewards of held-out tasks, by the verifiers of training; written as JSON beside the rollouts.
+def evaluate(
+    x: Experiment, tasks: Sequence[Task], *, split: Split, checkpoint: Path | None, parent: Path, started: float
+) -> tuple[dict[str, Any], Path]:
+    """Greedy accuracy, avg@k, pass@k and mean rewards of tasks, by the verifiers of training; written as JSON beside the rollouts.
 
     Args:
       x: the experiment; its evaluation settings decide how replies are sampled.
-      tasks: held-out rows, at least one.
+      tasks: rows of the split, at least one.
+      split: its name, for the result.
       checkpoint: a file, or a folder whose newest checkpoint is evaluated; None evaluates the model as loaded.
       parent: where a new folder for the results is made.
       started: time.perf_counter() of the command's start.
@@ -55,6 +58,7 @@ def evaluate(x: Experiment, tasks: Sequence[Task], *, checkpoint: Path | None, p
         "checkpoint": str(path) if path else None,
         "model": x.model.keywords.get("path") if hasattr(x.model, "keywords") else None,
         "step": step,
+        "split": split,
         "n": len(tasks),
         "greedy": greedy,
         "sampled": sampled,
@@ -95,6 +99,6 @@ def table(result: Mapping[str, Any], out: Path) -> str:
     for part, own in greedy.get("parts", {}).items():
         rows += held_out_rows(f"{part}: greedy", own, sampled["parts"][part], f"{part}: ")
     width = max(22, *(len(name) + 1 for name, *_ in rows))
-    lines = [f"{'held-out, n = ' + str(result['n']):<{width}}{'value':>10}{'95 % interval':>20}", "-" * (width + 30)]
+    lines = [f"{result['split'] + ', n = ' + str(result['n']):<{width}}{'value':>10}{'95 % interval':>20}", "-" * (width + 30)]
     lines += [f"{name:<{width}}{value:>10.3f}{f'{low:.3f} – {high:.3f}':>20}" for name, value, (low, high) in rows]
     return "\n".join([*lines, "", f"written to {out}, {result['wall_seconds']:.0f} s"])

@@ -19,7 +19,8 @@ from rlkit.errors import ConfigError, install
 CHARTS = {  # TensorBoard's custom scalars: tab → chart → (kind, metrics)
     "rlkit": {
         "reward": ("Multiline", ["reward/mean", "eval/reward"]),
-        "held-out accuracy, 95 % interval": ("Margin", ["eval/accuracy", "eval/accuracy_low", "eval/accuracy_high"]),
+        "validation accuracy, 95 % interval": ("Margin", ["eval/accuracy", "eval/accuracy_low", "eval/accuracy_high"]),
+        "test accuracy, 95 % interval": ("Margin", ["test/accuracy", "test/accuracy_low", "test/accuracy_high"]),
         "KL": ("Multiline", ["kl/ref_k3", "kl/old"]),
         "entropy": ("Multiline", ["policy/entropy"]),
         "length": ("Multiline", ["len/mean", "len/solved_mean", "len/unsolved_mean"]),

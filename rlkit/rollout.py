@@ -77,7 +77,7 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     shaded = choose(rollouts, SHADED) if len(rollouts) > SHADED else rollouts
     save_tokens(out / "tokens.jsonl.gz", shaded, lambda ids: decode(policy.codec, ids))
     (out / "conversations.txt").write_text("\n\n".join(transcript(r) for r in rollouts[:8]))
-    figures = {"seconds": round(time.perf_counter() - started, 2), "seed": x.seed, "versions": versions()}
+    figures = {"split": x.split, "seconds": round(time.perf_counter() - started, 2), "seed": x.seed, "versions": versions()}
     write_json(out / "summary.json", finite(summarize(rollouts)) | {"steps": step_counts(rollouts)} | figures)
     return rollouts, out
 

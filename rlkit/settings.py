@@ -9,7 +9,7 @@ from rlkit.algorithm import KL, Algorithm
 from rlkit.rewards import Reward
 from rlkit.sandbox import Sandbox
 from rlkit.schedules import Schedule, phases
-from rlkit.types import Environment, Generate, Policy, Reference, Task, ToolParser
+from rlkit.types import Environment, Generate, Policy, Reference, Split, Task, ToolParser
 
 # The smallest value of numbers whose part is used long after the config is checked, and has nothing to say when it is built.
 LEAST: dict[str, dict[str, float]] = {
@@ -89,18 +89,18 @@ def sampling_problems(sampling: Sampling) -> list[str]:
 
 
 class Evaluation(NamedTuple):
-    """Held-out evaluation with settings and a verifier of its own."""
+    """Evaluation with settings and a verifier of its own: of validation tasks on the way, of test tasks before and after."""
 
     reward: Reward
-    n: int = 256  # held-out tasks; 0 evaluates nothing
-    every: int = 0  # RL steps between evaluations; 0 is only before and after
+    n: int = 256  # tasks of each of the two splits; 0 evaluates nothing
+    every: int = 0  # RL steps between evaluations of validation tasks; 0 plays none of them
     samples: int = 8  # sampled replies per task in `rlkit evaluate`, besides the greedy one
     k: Sequence[int] = (1, 4, 8)  # of pass@k
     temperature: float = 1.0  # of the sampled replies
     max_new_tokens: int | None = None  # None: as in training
     seed: int = 0  # of the sampled replies
     curve_temperature: float = 0.0  # of the one reply per task before, during and after training; 0 is greedy
-    stop_at: float | None = None  # held-out accuracy at which training ends
+    stop_at: float | None = None  # validation accuracy at which training ends
     max_time: float | None = None  # minutes of one evaluation; None waits for ever
 
 
@@ -129,7 +129,7 @@ class RolloutRun(NamedTuple):
     name: str
     seed: int
     n: int
-    task: Callable[..., Sequence[Task]]  # (split=…) → tasks
+    task: Callable[..., Sequence[Task]]  # (split=train, validation or test) → its tasks; no problem is in two splits
     environment: Environment | Callable[[Task], Environment]
     model: Callable[..., Policy]  # (device=…) → policy
     generation: Sampling
@@ -137,7 +137,7 @@ class RolloutRun(NamedTuple):
     trainer: TrainerSettings
     num_return_sequences: int = 1
     max_steps: int | None = None  # replies of an episode; None leaves the environment's own limit
-    split: Literal["train", "test"] = "test"
+    split: Split = "test"
     format: Literal["jsonl.gz", "jsonl", "parquet"] = "jsonl.gz"  # of the file of rollouts
     sandbox: Sandbox = Sandbox()  # named by the parts that run code
 
@@ -165,7 +165,7 @@ class Experiment(NamedTuple):
     name: str
     seed: int
     batch: BatchSize
-    task: Callable[..., Sequence[Task]]  # (split=…) → tasks
+    task: Callable[..., Sequence[Task]]  # (split=train, validation or test) → its tasks; no problem is in two splits
     environment: Environment | Callable[[Task], Environment]
     model: Callable[..., Policy]  # (device=…) → policy
     generation: Sampling

@@ -18,33 +18,48 @@ from rlkit.callbacks.files import write_json
 from rlkit.errors import ConfigError, Refusal, RLKitError, distribution, visible
 from rlkit.processors import cores, threads_for
 from rlkit.settings import AgentRun, Experiment, RolloutRun, TrainerSettings
-from rlkit.types import Task
+from rlkit.types import Split, Splits, Task
 
 PACKAGES = ("torch", "transformers", "peft", "lightning", "hydra-core", "numpy")
 
 
-def load_tasks(x: Experiment) -> tuple[Sequence[Task], Sequence[Task]]:
-    """Training and held-out tasks, verifier and every phase's reward tried on their gold answers. Raises DataError, ConfigError."""
+def load_tasks(x: Experiment) -> Splits:
+    """The problems that a run plays, verifier and every phase's reward tried on their gold answers.
+
+    Test problems are loaded where `evaluation.n` is above 0, validation problems where `evaluation.every` is too.
+    Raises: DataError, ConfigError; of a split without problems with the setting that gives it some.
+    """
     from rlkit.schedules import phases
     from rlkit.selfcheck import check_reward, check_tools, check_verifier
 
     train = x.task(split="train")
-    held_out = x.task(split="test")[: x.evaluation.n] if x.evaluation.n else []
-    for tasks in (train, held_out):
-        check_verifier(tasks, x.evaluation.reward)
+    check_verifier(train, x.evaluation.reward)
+    validation = load_split(x, "validation") if x.evaluation.n and x.evaluation.every else []
+    test = load_split(x, "test") if x.evaluation.n else []
     for phase in phases(x).values():
         check_reward(train, phase.reward)
     check_tools(train, x.environment)
-    return train, held_out
+    return Splits(train, validation, test)
 
 
-def train(
-    x: Experiment, tasks: tuple[Sequence[Task], Sequence[Task]], folder: Path, *, started: float, resume: Path | None
-) -> dict[str, Any]:
-    """Trains to the end and returns the summary, which is also written to the folder.
+def load_split(x: Experiment, split: Split) -> Sequence[Task]:
+    """The first `evaluation.n` problems of a split, the verifier tried on their gold answers. Raises DataError, ConfigError."""
+    from rlkit.selfcheck import check_verifier
+
+    tasks = x.task(split=split)[: x.evaluation.n]
+    if not tasks:
+        instead = {"validation": "set task.validation above 0 or evaluation.every=0", "test": "set task.held_out above 0 or evaluation.n=0"}
+        raise ConfigError(f"the task has no {split} problems; {instead.get(split, 'give it some')}")
+    check_verifier(tasks, x.evaluation.reward)
+    return tasks
+
+
+def train(x: Experiment, tasks: Splits, folder: Path, *, started: float, resume: Path | None) -> dict[str, Any]:
+    """Trains to the end and returns the summary, which is also written to the folder. Its `before` and `after` are of test problems, and
+    `validation` is the last evaluation on the way.
 
     Args:
-      x: the experiment. tasks: training and held-out rows.
+      x: the experiment. tasks: the problems of its splits (see `load_tasks`).
       folder: where everything goes; of the run to continue where there is a `resume`.
       resume: a checkpoint, or a folder whose newest one is taken; None starts anew.
       started: time.perf_counter() of the command's start.
@@ -53,6 +68,7 @@ def train(
 
     from rlkit import rng
     from rlkit.callbacks.checkpoints import RLCheckpoint
+    from rlkit.callbacks.evaluation import Results
     from rlkit.callbacks.files import lenient
     from rlkit.callbacks.metrics import export_csv
     from rlkit.callbacks.stopping import Interrupted
@@ -69,13 +85,13 @@ def train(
     use_threads(x.trainer, policy.model, device)
     print(header(x, policy, device, tasks), flush=True)
     with autocast(x, device):
-        for line in check_policy(policy, tasks[0], x):
+        for line in check_policy(policy, tasks.train, x):
             print(f"warning: {line}", flush=True)
-    module = RLModule(x, policy, tasks[0])
+    module = RLModule(x, policy, tasks.train)
     module.provenance = ranks.first(lambda: runs.read_start(folder))
-    results: dict[int, dict[str, Any]] = {}
+    results: Results = {}
     (folder / FAILED).unlink(missing_ok=True)  # of the run that is continued
-    trainer, checkpoint = make_trainer(x, module, tasks[1], folder, results, device, resume=resume)
+    trainer, checkpoint = make_trainer(x, module, tasks, folder, results, device, resume=resume)
     summary = {"ended": "failed", "seed": x.seed, "name": x.name}
     try:
         with failed_rollout_kept(folder):
@@ -90,9 +106,11 @@ def train(
         summary["ended"] = f"failed: {type(error).__name__}: {error}"
         raise
     finally:
+        validation, test = results.get("validation", {}), results.get("test", {})
         summary |= {
-            "before": results.get(0),
-            "after": results.get(module.rl_step) if module.rl_step else None,
+            "before": test.get(0),
+            "after": test.get(module.rl_step) if module.rl_step else None,
+            "validation": validation[max(validation)] | {"step": max(validation)} if validation else None,
             "steps": module.rl_step,
             "wall_seconds": round(time.perf_counter() - started, 2),
             "tokens": module.tokens,
@@ -132,23 +150,23 @@ def join_ranks(settings: TrainerSettings) -> None:
     ranks.join(count, cuda=cuda, timeout=settings.timeout)
 
 
-def how_it_ended(module: Any, results: Mapping[int, Mapping[str, Any]]) -> str:
+def how_it_ended(module: Any, results: Mapping[Split, Mapping[int, Mapping[str, Any]]]) -> str:
     """finished: all steps done, or the target reached; out of time: trainer.max_time, so it can be resumed; else interrupted."""
-    target = module.experiment.evaluation.stop_at
-    reached = target is not None and module.rl_step in results and results[module.rl_step]["accuracy"] >= target
+    target, last = module.experiment.evaluation.stop_at, results.get("validation", {}).get(module.rl_step)
+    reached = target is not None and last is not None and last["accuracy"] >= target
     if module.rl_step >= module.total_steps or reached:
         return "finished"
     return "out of time" if module.out_of_time() else "interrupted"
 
 
 def make_trainer(
-    x: Experiment, module: Any, held_out: Sequence[Task], folder: Path, results: dict[int, Any], device: Any, *, resume: Path | None
+    x: Experiment, module: Any, tasks: Splits, folder: Path, results: dict[Split, Any], device: Any, *, resume: Path | None
 ) -> tuple[Any, Path | None]:
     """The Lightning trainer with rlkit's callbacks, and the checkpoint to continue from."""
     import lightning as L
 
     from rlkit.callbacks.checkpoints import SUFFIX, AtomicCheckpointIO, RLCheckpoint, checkpoints, load_checkpoint, supersede
-    from rlkit.callbacks.evaluation import HeldOut, result_of
+    from rlkit.callbacks.evaluation import HeldOut, results_of
     from rlkit.callbacks.faults import DebugBundle, Watchdog
     from rlkit.callbacks.metrics import MetricsFile, cut_back, read_rows
     from rlkit.callbacks.phases import Phases
@@ -168,14 +186,14 @@ def make_trainer(
             step = state["rlkit"]["rl_step"]
             supersede(folder / "checkpoints", step)
             cut_back(metrics, step)
-            return path, step, [row for row in read_rows(metrics) if "eval/accuracy" in row]
+            return path, step, list(read_rows(metrics))
 
         path, step, earlier = ranks.first(continued)
-        results |= {row["step"]: result_of(row, len(held_out), x.evaluation.curve_temperature) for row in earlier}
+        results |= results_of(earlier, tasks, x.evaluation.curve_temperature)
         says = f"{path}, after step {step}" if path else f"{resume} holds no checkpoint yet; the run begins again"
         print(f"resume: {says}", flush=True)
     loggers = [make(folder, step) for make in x.logger.values()] if ranks.rank() == 0 else []
-    rows = [HeldOut(held_out, metrics, results), MetricsFile(metrics), Tracking(folder), Phases(metrics)]
+    rows = [HeldOut(tasks, metrics, results), MetricsFile(metrics), Tracking(folder), Phases(metrics)]
     first = [StopOnSignal(), DebugBundle(folder), Watchdog(x.trainer.max_step_time), *rows]
     callbacks = [*first, *(make(folder) for make in x.callbacks.values())]
     callbacks.sort(key=lambda callback: isinstance(callback, RLCheckpoint))  # a checkpoint says that all that its step writes is there
@@ -266,7 +284,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def header(x: Experiment, policy: Any, device: Any, tasks: tuple[Sequence[Task], Sequence[Task]]) -> str:
+def header(x: Experiment, policy: Any, device: Any, tasks: Splits) -> str:
     """What runs, on what, and the batch arithmetic."""
     import torch
 
@@ -282,10 +300,11 @@ def header(x: Experiment, policy: Any, device: Any, tasks: tuple[Sequence[Task],
     updates = x.algorithm.epochs * x.algorithm.minibatches
     per_update = rollouts // x.algorithm.minibatches
     on = f"{device} with {torch.get_num_threads()} thread(s) of {cores()} core(s)" if device.type == "cpu" else str(device)
+    counts = [f"{len(own)} {name}" for name, own in zip(("training", "validation", "test"), tasks, strict=True) if own]
     return (
         f"rlkit: {x.algorithm.name}, kl {x.kl.name}, reward {x.reward.name}, reference {x.reference.name}, seed {x.seed}\n"
         f"model: {path}, {trained:,} of {total:,} parameters trained, on {on}, precision {precision(x, device)}\n"
-        f"data: {len(tasks[0])} training and {len(tasks[1])} held-out problems\n"
+        f"data: {', '.join(counts)} problems\n"
         f"batch: {x.batch.prompts} prompts × {x.batch.group_size} samples → {updates} update(s) of {per_update} rollouts a step, "
         f"{x.trainer.steps} steps"
         + (f"; scheduled: {', '.join(x.schedule.paths)}" if x.schedule.paths else "")
@@ -295,14 +314,14 @@ def header(x: Experiment, policy: Any, device: Any, tasks: tuple[Sequence[Task],
 
 
 def closing(summary: Mapping[str, Any], folder: Path) -> str:
-    """The before/after table, the folder and the commands that come next."""
+    """The before/after table of the test problems, the folder and the commands that come next."""
     from rlkit.callbacks.terminal import how_sampled
 
     where = runs.quoted(folder)
     lines = [""]
     before, after = summary.get("before"), summary.get("after")
     if before and after:
-        lines += [f"{'held-out':<22}{'before':>16}{'after':>16}", "-" * 54]
+        lines += [f"{'test':<22}{'before':>16}{'after':>16}", "-" * 54]
         shaped = any(r["reward"] != r["accuracy"] for r in (before, after))  # else the reward is the accuracy
         for name, interval in [("accuracy", "interval"), *([("reward", "reward_interval")] if shaped else [])]:
             lines.append(f"{name:<22}{before[name]:>16.3f}{after[name]:>16.3f}")

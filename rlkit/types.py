@@ -64,6 +64,19 @@ class Task(NamedTuple):
     part: str = ""  # of a mixture, which of its tasks the row is from
 
 
+# Evaluations on the way of a run use validation problems; test problems are for the figures before and after it, and decide nothing.
+Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
+
+class Splits(NamedTuple):
+    """The problems of a run. Without evaluations there are no validation or test problems."""
+
+    train: Sequence[Task]
+    validation: Sequence[Task] = ()
+    test: Sequence[Task] = ()
+
+
 # ----------------------------------------------------------------------------------------------------- episodes
 
 Status = Literal["terminated", "truncated"]

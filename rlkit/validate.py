@@ -111,6 +111,14 @@ def _check_evaluation(x: Experiment) -> list[str]:
         problems.append(f"evaluation.every={e.every}: evaluation.n=0 leaves nothing to evaluate; raise it, or set evaluation.every=0")
     if e.stop_at is not None and (e.every == 0 or e.n == 0):
         problems.append(f"evaluation.stop_at={e.stop_at}: nothing is evaluated during training; set evaluation.every and evaluation.n")
+    for name, callback in x.callbacks.items():
+        best = getattr(callback, "keywords", {}).get("best")
+        if isinstance(best, str) and best.startswith("test/"):
+            problems.append(
+                f"callbacks.{name}.best={best}: test problems must not decide which checkpoint is kept; choose eval/{best[5:]} (validation)"
+            )
+        if isinstance(best, str) and best.startswith("eval/") and (e.every == 0 or e.n == 0):
+            problems.append(f"callbacks.{name}.best={best}: no validation problem is played; set evaluation.every and evaluation.n")
     if any(k < 1 for k in e.k):
         problems.append(f"evaluation.k={list(e.k)}: pass@k needs k of at least 1")
     return problems

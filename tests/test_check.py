@@ -20,7 +20,7 @@ from rlkit.validate import first_steps
 @pytest.fixture(scope="module")
 def report():
     x = experiment(compose(["algorithm=ppo", "task.max_samples=40", "trainer.micro_batch_tokens=1000"]))
-    return check.run(first_steps(x)[""], *load_tasks(x))
+    return check.run(first_steps(x)[""], load_tasks(x))
 
 
 def test_one_step_of_policy_and_critic_was_taken(report):
@@ -58,10 +58,10 @@ def test_no_step_keeps_more_than_the_estimate(words, tmp_path):
     shape = ["batch.prompts=4", "trainer.micro_batch_tokens=1000", "task.max_samples=40", "evaluation.n=0", "trainer.accelerator=cpu"]
     x = first_steps(experiment(compose([*shape, *words])))[""]
     tasks = load_tasks(x)
-    bound = check.run(x, *tasks).memory
+    bound = check.run(x, tasks).memory
     x = x._replace(trainer=x.trainer._replace(steps=1), callbacks={}, logger={})
-    module = RLModule(x, x.model(device="cpu"), tasks[0])
-    trainer, _ = make_trainer(x, module, [], tmp_path, {}, torch.device("cpu"), resume=None)
+    module = RLModule(x, x.model(device="cpu"), tasks.train)
+    trainer, _ = make_trainer(x, module, tasks, tmp_path, {}, torch.device("cpu"), resume=None)
     with check.saved_for_backward(module) as kept:
         trainer.fit(module, RLData(1, done=lambda: module.rl_step))
     assert module.metrics["optim/updates"] and 0 < kept.peak <= bound.saved + bound.working
@@ -72,7 +72,7 @@ def test_no_step_keeps_more_than_the_estimate(words, tmp_path):
 def test_gradient_checkpointing_still_keeps_inputs_and_one_layer(tiny):
     """Hooks see neither what a checkpoint holds, nor that a layer is run again in the backward pass."""
     x = experiment(compose(["task.max_samples=40"]))
-    module = RLModule(x, x.model(device="cpu"), load_tasks(x)[0])
+    module = RLModule(x, x.model(device="cpu"), load_tasks(x).train)
     plain = check.saved_of_rows(module, 1000, 100)
     module.policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layers, width = tiny.model.config.num_hidden_layers, tiny.model.config.hidden_size

@@ -219,9 +219,9 @@ def blocks() -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("file", "metric"), [("my_parts.py", "eval/accuracy"), ("my_games.py", "eval/reward")])
+@pytest.mark.parametrize(("file", "metric"), [("my_parts.py", "test/accuracy"), ("my_games.py", "test/reward")])
 def test_the_readmes_own_parts_learn(file, metric, tmp_path, monkeypatch):
-    """The files and the command as they are shown: every reward is a number, and the held-out figure rises by far more than its noise."""
+    """The files and the command as they are shown: every reward is a number, and the test figure rises by far more than its noise."""
     for name, text in blocks().items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -234,8 +234,8 @@ def test_the_readmes_own_parts_learn(file, metric, tmp_path, monkeypatch):
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = [row for row in rows if "reward/mean" in row]
     assert len(steps) == 20 and all(row["reward/unscored_frac"] == 0 for row in steps)
-    held_out = [row[metric] for row in rows if metric in row]
-    assert held_out[-1] > held_out[0] + 0.2
+    figures = [row[metric] for row in rows if metric in row]
+    assert figures[-1] > figures[0] + 0.2
 
 
 def test_the_embedded_model_follows_the_task():

@@ -26,6 +26,7 @@ from rlkit.callbacks.metrics import append_row, read_rows, unwritten
 from rlkit.callbacks.stopping import requeue
 from rlkit.memory import OutOfMemory, retried
 from rlkit.monitor import UpdateTerms
+from rlkit.types import Splits
 
 FAST = ["debug=fast", "task.max_samples=32", "trainer.accelerator=cpu", "evaluation.n=0", "logger=none", "callbacks.checkpoint.model=false"]
 
@@ -171,7 +172,7 @@ def test_the_saved_model_is_the_trained_one(tmp_path, rank):
 
 def test_a_resumed_run_adds_no_row_to_those_before_it(tmp_path):
     """A kill between two evaluations once left an `eval/*` row more than an uninterrupted run has."""
-    held_out = HeldOut([object()], tmp_path / "metrics.jsonl", {})
+    held_out = HeldOut(Splits([], [object()], [object()]), tmp_path / "metrics.jsonl", {})
     held_out.on_train_start(SimpleNamespace(), SimpleNamespace(rl_step=2))
     assert not (tmp_path / "metrics.jsonl").exists()
 
@@ -435,7 +436,7 @@ def test_an_evaluation_that_hangs_ends_at_its_deadline_and_says_so(tmp_path, for
     log = tmp_path / "log"
     words = ["train", *FAST, *hung, "evaluation.max_time=0.05", "trainer.max_step_time=9", f"hydra.run.dir={tmp_path / 'run'}"]
     assert wait(forked(words, log)) == 1, log.read_text()
-    assert "the evaluation after step 0 hangs: nothing within evaluation.max_time=0.05 minutes" in log.read_text()
+    assert "the evaluation of test problems after step 0 hangs: nothing within evaluation.max_time=0.05 minutes" in log.read_text()
     assert "waits.py" in log.read_text()
 
 

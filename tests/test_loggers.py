@@ -69,7 +69,7 @@ def events(tmp_path_factory):
 
 def test_tensorboard_has_scalars_in_groups_histograms_texts_and_charts(events):
     tags = events.Tags()
-    assert {"reward/mean", "kl/ref_k3", "eval/accuracy", "perf/step_s"} <= set(tags["scalars"])
+    assert {"reward/mean", "kl/ref_k3", "test/accuracy", "perf/step_s"} <= set(tags["scalars"])
     assert {"reward/histogram", "adv/histogram"} == set(tags["histograms"])
     assert sum(bucket for bucket in events.Histograms("reward/histogram")[-1].histogram_value.bucket) == 8, "every rollout of the step"
     assert {"samples/0/text_summary", "custom_scalars__config__"} <= set(tags["tensors"])
@@ -81,5 +81,5 @@ def test_tensorboard_compares_runs_by_settings_and_final_figures(events):
 
     start = parse_session_start_info_plugin_data(events.SummaryMetadata(SESSION_START_INFO_TAG).plugin_data.content)
     assert start.hparams["batch.group_size"].number_value == 4 and start.hparams["algorithm.name"].string_value == "grpo"
-    assert {"final/eval/accuracy", "final/reward/mean"} <= set(events.Tags()["scalars"])
+    assert {"final/test/accuracy", "final/reward/mean"} <= set(events.Tags()["scalars"])
     assert events.Scalars("final/reward/mean")[-1].value == events.Scalars("reward/mean")[-1].value

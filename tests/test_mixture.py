@@ -36,8 +36,8 @@ def run(tmp_path_factory):
 
 
 def test_each_step_and_the_held_out_rows_have_the_shares(run):
-    (_, held_out), _, rows = run
-    assert [sum(t.part == part for t in held_out) for part in ("arithmetic", "guess_number")] == [6, 2]
+    tasks, _, rows = run
+    assert tasks.validation == [] and [sum(t.part == part for t in tasks.test) for part in ("arithmetic", "guess_number")] == [6, 2]
     assert rows[1]["part/arithmetic/share"] == 0.75 and rows[1]["part/guess_number/share"] == 0.25
 
 
@@ -64,8 +64,8 @@ def test_held_out_accuracy_is_that_of_the_parts_together(run, tmp_path):
         own = result["parts"]
         assert {part: r["n"] for part, r in own.items()} == {"arithmetic": 6, "guess_number": 2}
         assert sum(r["n"] * r["accuracy"] for r in own.values()) == pytest.approx(8 * result["accuracy"])
-        assert row["eval/part/arithmetic/accuracy"] == own["arithmetic"]["accuracy"]
-        assert result_of(row, 8, 0.0) == result  # what a resumed run reads back
+        assert row["test/part/arithmetic/accuracy"] == own["arithmetic"]["accuracy"]
+        assert result_of(row, "test", 8, 0.0) == result  # what a resumed run reads back
     assert "accuracy, guess_number" in closing(summary, tmp_path)
 
 
@@ -123,11 +123,11 @@ def test_results_of_parts_are_those_of_their_rollouts_alone():
     assert mine.keys() == expected.keys()
     assert all(a == expected[k] or (math.isnan(a) and math.isnan(expected[k])) for k, a in mine.items())
     assert not any(k.startswith("part/") for k in expected)
-    result = {"n": 3, "greedy": _with_parts(whole, accuracy), "sampled": {}, "wall_seconds": 0.0}
+    result = {"split": "test", "n": 3, "greedy": _with_parts(whole, accuracy), "sampled": {}, "wall_seconds": 0.0}
     result["sampled"] = curves(whole, samples=2, k=[1]) | {"parts": {p: curves(sums, samples=2, k=[1]) for p in ("sums", "games")}}
     lines = table(result, "out").splitlines()
     assert any(line.startswith("sums: greedy accuracy") for line in lines) and any(line.startswith("games: pass@1") for line in lines)
-    assert result_row(result["greedy"])["eval/part/games/n"] == 2
+    assert result_row(result["greedy"], "eval/")["eval/part/games/n"] == 2
 
 
 def test_a_reward_that_can_score_no_row_of_a_part_is_refused():

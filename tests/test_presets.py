@@ -29,7 +29,7 @@ def test_a_preset_takes_a_step(name, tmp_path):
     overrides += ["task=arithmetic"] if config["task"]["_target_"] in ("rlkit.tasks.gsm8k", "rlkit.tasks.mbpp") else []
     overrides += ["batch.group_size=4"] if config["batch"]["group_size"] > 8 else []
     x = experiment(compose(overrides))
-    report = check.run(next(iter(first_steps(x).values())), *load_tasks(x))
+    report = check.run(next(iter(first_steps(x).values())), load_tasks(x))
     assert report.metrics["optim/updates"] == 1
 
 

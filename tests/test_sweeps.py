@@ -26,11 +26,12 @@ from rlkit.sweeps.run import objective, parallel, run_job, threads, why
 FAST = ["debug=fast", "trainer.steps=1", "evaluation.n=0"]
 
 
-def run_folder(root, name, *, ended="finished", seed=1, after=None):
+def run_folder(root, name, *, ended="finished", seed=1, after=None, validation=None):
     folder = root / name
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(f"seed: {seed}\ntrainer: {{steps: 3}}\n")
-    (folder / "summary.json").write_text(json.dumps({"ended": ended, "steps": 3, "after": {"accuracy": after} if after else None}))
+    figures = {name: {"accuracy": value} if value else None for name, value in (("after", after), ("validation", validation))}
+    (folder / "summary.json").write_text(json.dumps({"ended": ended, "steps": 3} | figures))
     (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.25}\n{"step": 2, "reward/mean": 0.75}\n{"step": 3, "rew')
     return folder
 
@@ -105,21 +106,24 @@ def test_a_folder_with_a_run_is_refused_or_continued(tmp_path):
 
 
 def test_the_objective_is_the_accuracy_else_the_reward(tmp_path):
-    assert objective(run_folder(tmp_path, "a", after=0.5)) == 0.5
+    """Never the accuracy on test problems: what is searched on them cannot be reported on them."""
+    assert objective(run_folder(tmp_path, "a", after=0.9, validation=0.6)) == 0.6
+    assert objective(run_folder(tmp_path, "d", after=0.9)) == 0.5
     assert objective(run_folder(tmp_path, "b")) == 0.5  # mean of 0.25 and 0.75; the half-written row is left out
     assert objective(run_folder(tmp_path, "c", ended="failed")) is None
 
 
 def test_the_comparison_puts_the_best_first_and_sums_up_seeds(tmp_path):
     jobs = []
-    for number, (algorithm, seed, after) in enumerate([("grpo", 1, 0.2), ("grpo", 2, 0.4), ("dapo", 1, 0.9)]):
+    for number, (algorithm, seed, after, validation) in enumerate([("grpo", 1, 0.9, 0.1), ("grpo", 2, 0.7, 0.2), ("dapo", 1, 0.3, 0.8)]):
         overrides = [f"algorithm={algorithm}", f"seed={seed}", "debug=fast"]
-        jobs.append(Job(number, overrides, run_folder(tmp_path, f"{number}", seed=seed, after=after), "finished"))
+        jobs.append(Job(number, overrides, run_folder(tmp_path, f"{number}", seed=seed, after=after, validation=validation), "finished"))
         save(tmp_path / "jobs" / f"{number}.json", jobs[-1])
     assert read_jobs(tmp_path / "jobs") == jobs
-    first, second = comparison(jobs).split("\n\n")
+    first, second, said = comparison(jobs).split("\n\n")
     assert [line.split()[:2] for line in first.splitlines()[2:]] == [["dapo", "1"], ["grpo", "2"], ["grpo", "1"]]
-    assert second.splitlines()[-1].split() == ["grpo", "2", "0.300", "0.141"]  # sd of 0.2, 0.4 is 0.1 √2
+    assert second.splitlines()[-1].split() == ["grpo", "2", "0.800", "0.141"]  # of test accuracy: sd of 0.9, 0.7 is 0.1 √2
+    assert said == "before and after: test accuracy; best first by validation accuracy"
     assert "debug" not in first
 
 

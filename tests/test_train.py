@@ -54,16 +54,18 @@ def test_run_folder_is_complete(whole):
 def test_one_row_a_step_with_the_same_keys(whole):
     found = rows(whole)
     assert [r["step"] for r in found] == [0, 1, 2, 3, 4]
-    keys = [set(without_clock(r)) - {k for k in r if k.startswith("eval/")} for r in found[1:]]
+    keys = [set(without_clock(r)) - {k for k in r if k.startswith("test/")} for r in found[1:]]
     assert all(k == keys[0] for k in keys)
-    assert "eval/accuracy" in found[0] and "eval/accuracy" in found[4] and "eval/accuracy" not in found[2]
+    assert "test/accuracy" in found[0] and "test/accuracy" in found[4] and "test/accuracy" not in found[2]
+    assert not any(key.startswith("eval/") for row in found for key in row), "evaluation.every=0 plays no validation problem"
 
 
 def test_summary_says_how_it_went(whole):
     summary = json.loads((whole / "summary.json").read_text())
     assert summary["ended"] == "finished" and summary["steps"] == 4 and summary["seed"] == 0
+    assert summary["validation"] is None
     for when in ("before", "after"):
-        assert summary[when]["n"] == 4
+        assert summary[when]["n"] == 4 and summary[when]["split"] == "test"
         for value, interval in (("accuracy", "interval"), ("reward", "reward_interval")):
             low, high = summary[when][interval]
             assert low <= summary[when][value] <= high
@@ -91,7 +93,7 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(whole, tmp_path, sa
     second = [without_clock(r) for r in rows(folder)]
     for row in second:
         if row["step"] == 2:  # where the first half ended, it evaluated
-            for key in [k for k in row if k.startswith("eval/")]:
+            for key in [k for k in row if k.startswith("test/")]:
                 del row[key]
     assert first == second
     for name in sorted(p.name for p in (whole / "rollouts").iterdir()):
@@ -214,13 +216,21 @@ def test_real_questions_go_through_and_the_log_says_that_rewards_are_equal(tmp_p
     assert "all rewards" in capsys.readouterr().out
 
 
-def test_evaluate_writes_accuracy_with_intervals(whole, capsys):
-    assert main(["evaluate", f"run={whole}", "evaluation.n=3", "evaluation.samples=2", "evaluation.k=[1,2]"]) == 0
-    result = json.loads(next((whole / "evaluation").glob("*/result.json")).read_text())
-    assert result["step"] == 4 and result["n"] == 3
+@pytest.mark.parametrize(
+    "split", ["test", pytest.param("validation", marks=pytest.mark.slow), pytest.param("train", marks=pytest.mark.slow)]
+)
+def test_evaluate_writes_accuracy_with_intervals(whole, capsys, split):
+    words = [] if split == "test" else [f"split={split}"]
+    known = set((whole / "evaluation").glob("*/result.json"))
+    assert main(["evaluate", f"run={whole}", "evaluation.n=3", "evaluation.samples=2", "evaluation.k=[1,2]", *words]) == 0
+    (file,) = set((whole / "evaluation").glob("*/result.json")) - known
+    result = json.loads(file.read_text())
+    assert result["step"] == 4 and result["n"] == 3 and result["split"] == split
+    assert {r.task.id.split("/")[1] for r in load_rollouts(file.parent / "greedy.jsonl.gz")} == {split}
     assert set(result["sampled"]) == {"avg@2", "pass@1", "pass@2", "reward"}
     assert result["sampled"]["pass@2"]["value"] >= result["sampled"]["pass@1"]["value"]
-    assert "greedy accuracy" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "greedy accuracy" in said and f"{split}, n = 3" in said
 
 
 @pytest.mark.slow
@@ -235,11 +245,12 @@ def test_max_time_ends_a_run_whole(tmp_path):
 
 @pytest.mark.slow
 def test_a_target_ends_a_run_as_finished(tmp_path):
-    """evaluation.stop_at 0 is reached at the first evaluation."""
+    """evaluation.stop_at 0 is reached at the first evaluation; test problems are played once more then."""
     folder = tmp_path / "target"
     assert train(folder, "trainer.steps=50", "evaluation.every=2", "evaluation.stop_at=0.0") == 0
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 2 and summary["ended"] == "finished"
+    assert summary["validation"]["step"] == 2 and summary["after"]["split"] == "test"
     assert (folder / "checkpoints" / "step_000002.ckpt").exists()
 
 

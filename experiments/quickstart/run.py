@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def plot(results: list[dict], curves: dict[int, list]) -> None:
-    """Training reward per step, and held-out accuracy before and after."""
+    """Training reward per step, and test accuracy before and after."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -101,7 +101,7 @@ def plot(results: list[dict], curves: dict[int, list]) -> None:
         xlabel="RL step (16 prompts × 8 samples)",
         ylabel="share of right answers",
         ylim=(0, 1.02),
-        title="rlkit train (dots: held-out, greedy)",
+        title="rlkit train (dots: test, greedy)",
     )
     axes.legend(loc="lower right", fontsize=8)
     figure.savefig(HERE / "learning.png", dpi=130)

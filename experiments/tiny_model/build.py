@@ -27,7 +27,7 @@ from rlkit.models import load_policy
 from rlkit.models.chat import Codec, continuation, encode_prompt, encode_scaffold, make_codec
 from rlkit.rewards import Reward, Term, numeric, weighted_sum
 from rlkit.rollouts.evaluation import greedy_accuracy, is_correct, sampled_accuracy
-from rlkit.tasks.arithmetic import Problem, arithmetic, evaluate, expression, problem
+from rlkit.tasks.arithmetic import Problem, arithmetic, draw_of, evaluate, expression
 from rlkit.types import Message
 
 WARM_UP_SEED = 1_000_003  # of the problems; training uses small seeds, so warm-up problems are others
@@ -77,7 +77,7 @@ def conversations(count: int, seed: int, *, slips: bool = True) -> Iterator[tupl
     """`count` warm-up problems with a demonstration each."""
     rng = random.Random(seed)
     for i in range(count):
-        p = problem(WARM_UP_SEED + seed, i, "train")
+        p = draw_of(random.Random(f"arithmetic {WARM_UP_SEED + seed} train {i}"), ("train", "validation"))  # never a test problem
         yield p.question, demonstration(p, rng, slips=slips)
 
 

@@ -15,8 +15,8 @@ def checkpoint(
     """Saves the whole state after every `every` RL steps, after the last one and on a signal; the newest `keep` stay.
 
     Args:
-      best: a column of metrics.jsonl, such as eval/accuracy. The step with the best value so far is saved too and stays:
-        checkpoints/best.ckpt is a link to it, checkpoints/best.json says its value. None keeps no best.
+      best: a column of metrics.jsonl, such as eval/accuracy, which is of validation problems; test/* is refused. The step with the best
+        value so far is saved too and stays: checkpoints/best.ckpt is a link to it, checkpoints/best.json holds its value. None keeps none.
       mode: whether the greatest or the smallest value is the best.
       model: whether the end of a run writes the policy in Hugging Face's format (adapters in PEFT's) to model/, and the best one to
         model_best/.

@@ -12,7 +12,7 @@ from rlkit.loggers import log_text
 
 
 class Phases(L.Callback):
-    """Lets the module draw its conclusions from a step's metrics, held-out ones included. Runs after whatever adds to the row."""
+    """Lets the module draw its conclusions from a step's metrics, `eval/*` included. Runs after whatever adds to the row."""
 
     def __init__(self, metrics: Path):
         self.metrics, self.line = metrics, ""

@@ -113,16 +113,20 @@ def step_line(step: int, total: int, row: dict[str, Any], last_reward: float | N
         f"step {step:>{len(str(total))}}/{total} reward {row['reward/mean']:.2f}{change} kl {row['kl/ref_k3']:.4f} "
         f"len {row['len/mean']:.0f} trunc {row['len/truncated_frac']:.0%} | gen {row['perf/generate_s']:.1f}s "
         f"rew {row['perf/reward_s']:.1f}s upd {row['perf/update_s']:.1f}s{f', {left}' if left else ''}"
-        f"{f' | {held_out(row)}' if 'eval/accuracy' in row else ''}"
+        f"{f' | {measured}' if (measured := held_out(row)) else ''}"
     )
 
 
 def held_out(row: dict[str, Any]) -> str:
-    """`held-out accuracy 0.988`, and the mean reward where it says something else."""
-    reward = f", reward {row['eval/reward']:.3f}" if row["eval/reward"] != row["eval/accuracy"] else ""
-    return f"held-out accuracy {row['eval/accuracy']:.3f}{reward}"
+    """`validation accuracy 0.981, test accuracy 0.988`, each with the mean reward where that differs; '' without an evaluation."""
+    said = []
+    for split, prefix in (("validation", "eval/"), ("test", "test/")):
+        if f"{prefix}accuracy" in row:
+            accuracy, reward = row[f"{prefix}accuracy"], row[f"{prefix}reward"]
+            said.append(f"{split} accuracy {accuracy:.3f}{f', reward {reward:.3f}' if reward != accuracy else ''}")
+    return ", ".join(said)
 
 
 def how_sampled(temperature: float) -> str:
-    """What the figures of held-out tasks are of."""
+    """How the replies of an evaluation were sampled."""
     return f"sampled at temperature {temperature:g}" if temperature else "greedy"

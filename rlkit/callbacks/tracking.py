@@ -11,7 +11,9 @@ import lightning as L
 from rlkit import runs
 from rlkit.loggers import log_final, log_histogram, log_settings
 
-FINAL = ("eval/accuracy", "eval/reward", "reward/mean", "kl/ref_k3", "policy/entropy", "len/mean")  # by which runs are compared
+FINAL = (  # by which runs are compared
+    "test/accuracy", "test/reward", "eval/accuracy", "eval/reward", "reward/mean", "kl/ref_k3", "policy/entropy", "len/mean",
+)  # fmt: skip
 
 
 class Tracking(L.Callback):

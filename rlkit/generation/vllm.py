@@ -2,7 +2,7 @@
 
     policy ── its weights moved? ──▶ push (LoRA: the adapter alone) ──▶ vLLM ──▶ reply ──▶ follow ──▶ the next context at once
 
-Whether the weights moved is read off the weights themselves, before every call: training, held-out evaluation, rollouts and the start-up
+Whether the weights moved is read off the weights themselves, before every call: training, evaluation, rollouts and the start-up
 check all get the policy as it is, and none of them has to say that it changed.
 """
 

@@ -49,8 +49,12 @@ EPISODES, OPTIMISATION, SCHEDULE, TIME = "Episodes", "Optimisation", "Scheduled 
 SECTIONS = (LEARNING, COMPONENTS, POLICY, EPISODES, OPTIMISATION, SCHEDULE, TIME)
 STATIC = (
     Chart("reward", LEARNING, "Training reward", "reward/mean", "mean of the step's rollouts"),
-    Chart("accuracy", LEARNING, "Held-out accuracy", "eval/accuracy", "", False, "eval/accuracy_low", "eval/accuracy_high"),
-    Chart("held_out_reward", LEARNING, "Held-out reward", "eval/reward", "", False, "eval/reward_low", "eval/reward_high"),
+    Chart("accuracy", LEARNING, "Validation accuracy", "eval/accuracy", "", False, "eval/accuracy_low", "eval/accuracy_high"),
+    Chart("validation_reward", LEARNING, "Validation reward", "eval/reward", "", False, "eval/reward_low", "eval/reward_high"),
+    Chart(
+        "test_accuracy", LEARNING, "Test accuracy", "test/accuracy", "before and after", False, "test/accuracy_low", "test/accuracy_high"
+    ),
+    Chart("test_reward", LEARNING, "Test reward", "test/reward", "before and after", False, "test/reward_low", "test/reward_high"),
     Chart("no_signal", LEARNING, "Prompts without signal", "group/frac_zero_std", "share whose rewards are all equal"),
     Chart("kl_reference", POLICY, "KL to the reference", "kl/ref_k3", "k3, nats per token"),
     Chart("kl_step", POLICY, "KL moved within a step", "kl/old", "nats per token"),
@@ -81,12 +85,14 @@ def require_matplotlib() -> None:
 
 
 def choose(groups: Sequence[Group]) -> list[Chart]:
-    """The charts that show something: a metric with a value that is not 0 throughout. The held-out reward only where it is not the
+    """The charts that show something: a metric with a value that is not 0 throughout. A validation or test reward only where it is not the
     accuracy, a component only where it is not the reward."""
     found = metrics_of(run for group in groups for run in group.runs)
     values = {metric: [series(run, metric) for group in groups for run in group.runs] for metric in found}
     told = [chart for chart in (*STATIC, *dynamic(found)) if any(any(own.values()) for own in values.get(chart.metric, ()))]
-    twins = {"eval/reward": "eval/accuracy"} | {m: "reward/mean" for m in found if m.startswith("reward/") and m.endswith("/mean")}
+    twins = {"eval/reward": "eval/accuracy", "test/reward": "test/accuracy"} | {
+        m: "reward/mean" for m in found if m.startswith("reward/") and m.endswith("/mean")
+    }
     twins.pop("reward/mean", None)
     told = [chart for chart in told if chart.metric not in twins or values[chart.metric] != values.get(twins[chart.metric])]
     timed = [Chart("where_time_goes", TIME, "Where a step's time goes", "", "mean seconds a step")] if "perf/step_s" in values else []

@@ -17,6 +17,7 @@ from rlkit.rollouts.record import FORMATS, load_rollouts
 from rlkit.types import Rollout, Step
 
 STEPS = 60  # of a run that are shown
+HELD_OUT = {"test": "held_out/test", "validation": "held_out/validation", "held-out": "held_out"}  # kind → folder; the last in older runs
 TEXT = 20_000  # characters of one message
 TOTAL = 30_000_000  # characters of all conversations: what a browser opens at once
 Tokens = Mapping[tuple[int, int, str], Sequence[Mapping[str, Any]]]  # (group, sample, task) → of each reply text, logprobs, …
@@ -26,7 +27,7 @@ def collect(found: Sequence[Run], limit: int) -> dict[str, Any]:
     """{runs: [name], texts: [text of a prompt], rollouts: [entry]}; at most `limit` entries, the same number of each run.
 
     Of a run's steps at most STEPS are shown, spread evenly, first and last among them; of a step the rollouts with token values (best
-    and worst among them) and a random choice of the others; of held-out problems all that were recorded.
+    and worst among them) and a random choice of the others; of test and validation problems all that were recorded.
     """
     prompts: dict[str, int] = {}
     entries: list[dict[str, Any]] = []
@@ -47,16 +48,14 @@ def names(found: Sequence[Run]) -> list[str]:
 
 
 def of_run(run: Run, limit: int, prompts: dict[str, int]) -> list[dict[str, Any]]:
-    """The entries of a run: held-out ones first, for they are few, then of each step its share."""
+    """The entries of a run: those of test and validation problems first, since they are few, then of each step its share."""
     alone = rollout_file(run.folder)
     if alone is not None:
         return step_entries(alone, run.folder / "tokens.jsonl.gz", 0, "episodes", limit, prompts)
-    held_out = spread(step_files(run.folder / "held_out"), STEPS)
+    held_out = [(step, path, kind) for kind, folder in HELD_OUT.items() for step, path in spread(step_files(run.folder / folder), STEPS)]
     out: list[dict[str, Any]] = []
-    for step, path in held_out:
-        out += step_entries(
-            path, path.with_name(f"step_{step:06d}.tokens.jsonl.gz"), step, "held-out", (limit // 2) // len(held_out), prompts
-        )
+    for step, path, kind in held_out:
+        out += step_entries(path, path.with_name(f"step_{step:06d}.tokens.jsonl.gz"), step, kind, (limit // 2) // len(held_out), prompts)
     files = spread(step_files(run.folder / "rollouts"), STEPS)
     for position, (step, path) in enumerate(files):
         share = (limit - len(out)) // (len(files) - position)

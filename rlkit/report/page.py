@@ -33,7 +33,7 @@ def render(
     policy = f"default-src 'none'; style-src {source_hash(css)}; script-src {source_hash(script)}; base-uri 'none'; form-action 'none'"
     title = f"rlkit report: {' · '.join(group.label for group in groups) or found[0].name}"
     sections = [
-        section("summary", "Held-out results", held_out_table(held_out) if held_out else ""),
+        section("summary", "Before and after", held_out_table(held_out) if held_out else ""),
         section("health", "Health", health_list(groups)),
         *(section(slug(name), name, charts_of(name, drawn, groups)) for name in SECTIONS),
         section("runs", "Runs", runs_table(found) + phases_list(groups)),
@@ -92,6 +92,7 @@ def held_out_table(rows: Sequence[HeldOutRow]) -> str:
     cells = [
         (
             escape(row.line),
+            escape(row.split),
             escape(row.figure),
             interval(row.before, row.before_low, row.before_high),
             interval(row.after, row.after_low, row.after_high),
@@ -104,7 +105,7 @@ def held_out_table(rows: Sequence[HeldOutRow]) -> str:
     several = any(row.seeds > 1 for row in rows)
     note = "In brackets 95 % intervals: of one seed over problems, that of the change as of two independent samples (Newcombe)"
     note += "; of several seeds Student's t over seeds and the interval over problems, in quadrature." if several else "."
-    return table(("line", "figure", "before", "after", "change", "problems", "seeds"), cells) + f"<p class=note>{note}</p>"
+    return table(("line", "problems of", "figure", "before", "after", "change", "problems", "seeds"), cells) + f"<p class=note>{note}</p>"
 
 
 def change(row: HeldOutRow) -> str:
@@ -253,7 +254,11 @@ def reading(groups: Sequence[Group]) -> str:
             "where a seed ended early, the others go on thin."
         )
     if any(len(group.runs) == 1 and group.runs[0].summary.get("before") for group in groups):
-        said.append("The band of a held-out figure of one run is its 95 % interval over problems.")
+        said.append("The band of an accuracy of one run is its 95 % interval over problems.")
+    if any("split" not in (run.summary.get("before") or {"split": ""}) for group in groups for run in group.runs):
+        said.append(
+            "A run whose table above says held-out had no validation problems: its validation curve is of the problems of that table."
+        )
     if any(True for group in groups for _ in phase_starts(group)):
         said.append("A dotted vertical line is where a phase began.")
     return f"<p class=note>{' '.join(said)}</p>"

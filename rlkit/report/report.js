@@ -89,7 +89,7 @@
     out.style.top = `${index * ROW}px`;
     const mark = entry.failed ? " · call failed" : entry.calls ? ` · ${entry.calls} call${entry.calls > 1 ? "s" : ""}` : "";
     const cut = entry.status === "terminated" ? "" : ` · ${entry.status.replace("truncated: ", "cut: ")}`;
-    top.append(make("span", "", `${entry.kind === "episodes" ? "episode" : `step ${entry.step}`}${entry.kind === "held-out" ? " · held-out" : ""}${mark}${cut}`),
+    top.append(make("span", "", `${entry.kind === "episodes" ? "episode" : `step ${entry.step}`}${["test", "validation", "held-out"].includes(entry.kind) ? ` · ${entry.kind}` : ""}${mark}${cut}`),
       make("span", "reward", reward(entry.reward)));
     out.append(top, make("p", "", answer(entry).replace(/\s+/g, " ").slice(0, 160)));
     out.addEventListener("click", () => { select(index, false); at("list").focus({ preventScroll: true }); });
@@ -139,7 +139,7 @@
     out.append(label);
     if (replies(entry).some((m) => m.thinking !== undefined)) out.append(fold);
     if (shade && !entry.values) out.append(make("span", "", "no token values were recorded of this one; callbacks.tokens.count decides of how many a step"));
-    else if (shade && !has(entry, shade)) out.append(make("span", "", "held-out replies and episodes are not trained on: they have log-probs alone"));
+    else if (shade && !has(entry, shade)) out.append(make("span", "", "replies of test and validation problems, and episodes, are not trained on: they have log-probs alone"));
     else if (shade === "logprobs") out.append(make("span", "", "likely"), make("span", "scale surprise"), make("span", "", "surprising"));
     else if (shade === "advantages") out.append(make("span", "", "worse"), make("span", "scale advantage"), make("span", "", "better than the others"));
     else if (shade === "trained") out.append(make("span", "token trained", "counted in the loss"), make("span", "token untrained", "left out"));

@@ -1,4 +1,4 @@
-"""What runs came to, in rows: held-out figures before and after, health, and seeds put together."""
+"""What runs came to, in rows: figures of test problems before and after, health, and seeds put together."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from rlkit.report.read import Group, Run
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two-sided 95 %, 1 … 9 degrees of freedom
 
 
+UNNAMED = "held-out"  # the split of figures that name none
+
+
 class Estimate(NamedTuple):
     """A value and its 95 % interval; nan where it is not known."""
 
@@ -22,9 +25,10 @@ class Estimate(NamedTuple):
 
 
 class HeldOutRow(NamedTuple):
-    """A held-out figure of a line before and after training."""
+    """A figure of a line before and after training, of the problems of a split."""
 
     line: str
+    split: str  # test; held-out in runs from before there were three splits
     figure: str
     seeds: int
     problems: int
@@ -40,7 +44,7 @@ class HeldOutRow(NamedTuple):
 
 
 def before_after(groups: Iterable[Group]) -> list[HeldOutRow]:
-    """Held-out accuracy and, where it is another number, reward; of a mixture that of each part too.
+    """Test accuracy and, where it is another number, reward; of a mixture that of each part too.
 
     One seed: the interval is over problems, that of the change by Newcombe's rule for two independent samples, which is wide, for
     the problems are the same. Several: see `over_seeds`.
@@ -50,14 +54,15 @@ def before_after(groups: Iterable[Group]) -> list[HeldOutRow]:
         pairs = [(r.summary["before"], r.summary["after"]) for r in group.runs if r.summary.get("before") and r.summary.get("after")]
         if not pairs:
             continue
-        out += figures(group.label, "", pairs)
+        split = str(pairs[0][1].get("split", UNNAMED))
+        out += figures(group.label, split, "", pairs)
         for part in pairs[0][1].get("parts", {}):
             own = [(b.get("parts", {}).get(part), a.get("parts", {}).get(part)) for b, a in pairs]
-            out += figures(group.label, f"{part}: ", [(b, a) for b, a in own if b and a])
+            out += figures(group.label, split, f"{part}: ", [(b, a) for b, a in own if b and a])
     return out
 
 
-def figures(line: str, prefix: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[HeldOutRow]:
+def figures(line: str, split: str, prefix: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[HeldOutRow]:
     """The rows of one line; of `pairs` there is one a seed."""
     out = []
     for name, interval in INTERVALS.items():
@@ -66,7 +71,7 @@ def figures(line: str, prefix: str, pairs: Sequence[tuple[Mapping[str, Any], Map
         both = [[estimate(side[name], side[interval]) for side in pair] for pair in pairs]
         before, after = (over_seeds([pair[i] for pair in both]) for i in (0, 1))
         change = over_seeds([newcombe(*pair) for pair in both])
-        out.append(HeldOutRow(line, prefix + name, len(pairs), int(pairs[0][1]["n"]), *before, *after, *change))
+        out.append(HeldOutRow(line, split, prefix + name, len(pairs), int(pairs[0][1]["n"]), *before, *after, *change))
     return out
 
 

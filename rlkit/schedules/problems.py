@@ -47,10 +47,16 @@ def schedule_problems(experiment: Any) -> list[str]:
             except ValueError as error:
                 problems.append(f"{where}.until: {error}")
         problems += [f"{where}.reset: '{word}' is not one of {', '.join(RESETS)}" for word in phase.reset if word not in RESETS]
+    for position in range(len(given) or 1) if not problems else ():
+        problems += [
+            f"{path}: waits for '{metric}', but test problems must not decide what a run does; wait for 'eval/{metric[5:]}' (validation)"
+            for path, metric in watched(experiment, Progress(phase=position)).items()
+            if metric.startswith("test/")
+        ]
     if not problems and (experiment.evaluation.n == 0 or experiment.evaluation.every == 0):
         for position in range(len(given) or 1):
             problems += [
-                f"{path}: waits for '{metric}', which is measured before and after the run only; set evaluation.every and evaluation.n"
+                f"{path}: waits for '{metric}', which is measured of validation problems only; set evaluation.every and evaluation.n"
                 for path, metric in watched(experiment, Progress(phase=position)).items()
                 if metric.startswith("eval/")
             ]

@@ -179,7 +179,7 @@ def watched(experiment: Any, progress: Progress) -> dict[str, str]:
 
 
 def unmeasured(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> list[str]:
-    """Sentences on what waits for a metric that a step has not measured. Held-out ones (eval/…) are not of every step."""
+    """Sentences on what waits for a metric that a step has not measured. Those of validation problems (eval/…) are not of every step."""
     return [
         f"{path}: waits for '{metric}', which is not measured.{nearest(metric, metrics)} Every step measures: {', '.join(sorted(metrics))}"
         for path, metric in watched(experiment, progress).items()

@@ -15,17 +15,18 @@ from rlkit.sweeps.jobs import Job, rows
 
 
 def table(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """One row a job: what it varies, how it ended, held-out accuracy before and after, the last reward, steps, time."""
+    """One row a job: what it varies, how it ended, the last validation accuracy, test accuracy before and after, reward, steps, time."""
     settings = [dict(text.lstrip("+").partition("=")[::2] for text in job.overrides) for job in jobs]
     keys = [key for key in dict.fromkeys(k for s in settings for k in s) if len({s.get(key) for s in settings}) > 1 and key != "resume"]
     out = []
     for job, setting in zip(jobs, settings, strict=True):
         summary = runs.read_summary(job.folder) or {}
         rewards = [row["reward/mean"] for row in rows(job.folder) if row.get("reward/mean") is not None]
-        before, after = summary.get("before") or {}, summary.get("after") or {}
+        before, after, validation = (summary.get(name) or {} for name in ("before", "after", "validation"))
         out.append(
             {key: setting.get(key, "") for key in keys}
-            | {"status": job.status, "before": before.get("accuracy"), "after": after.get("accuracy")}
+            | {"status": job.status, "validation": validation.get("accuracy")}
+            | {"before": before.get("accuracy"), "after": after.get("accuracy")}
             | {"reward": statistics.fmean(rewards[-10:]) if rewards else None, "steps": summary.get("steps")}
             | {"seconds": summary.get("wall_seconds"), "folder": str(job.folder)}
         )
@@ -42,31 +43,35 @@ def table_csv(jobs: Sequence[Job]) -> str:
 
 
 def comparison(jobs: Sequence[Job]) -> str:
-    """The table for people, best first, and over seeds mean ± standard deviation where there are several."""
+    """The table for people, best first, and over seeds mean ± standard deviation of the test accuracy where there are several.
+
+    The order goes by validation accuracy where there is any, else by the training reward: with a choice by test accuracy, that would no
+    longer be a figure of problems that nothing was tuned on.
+    """
     lines = table(jobs)
     if not lines:
         return "no job has begun"
     keys = list(lines[0])[: list(lines[0]).index("status")]
 
-    def score(line: Mapping[str, Any]) -> float | None:
-        return line["after"] if line["after"] is not None else line["reward"]
-
-    best_first = sorted(lines, key=lambda line: (score(line) is None, -(score(line) or 0.0)))
-    columns = [*keys, "status", "before", "after", "reward", "steps", "seconds"]
+    order = "validation" if any(line["validation"] is not None for line in lines) else "reward"
+    shown = "after" if any(line["after"] is not None for line in lines) else order
+    best_first = sorted(lines, key=lambda line: (line[order] is None, -(line[order] or 0.0)))
+    columns = [*keys, "status", "validation", "before", "after", "reward", "steps", "seconds"]
     text = aligned(columns, [[cell(line[c]) for c in columns] for line in best_first], left=len(keys) + 1)
     others = [key for key in keys if key != "seed"]
-    groups: dict[tuple[str, ...], list[float]] = {}
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for line in best_first:
-        value = score(line)
-        if value is not None and line["status"] == "finished":
-            groups.setdefault(tuple(str(line[key]) for key in others), []).append(value)
-    if "seed" in keys and any(len(values) > 1 for values in groups.values()):
-        ordered = sorted(groups.items(), key=lambda item: -statistics.fmean(item[1]))
-        seeds = [
-            [*group, str(len(v)), f"{statistics.fmean(v):.3f}", f"{statistics.stdev(v):.3f}" if len(v) > 1 else "-"] for group, v in ordered
-        ]
-        text += "\n\n" + aligned([*others, "seeds", "mean after", "std"], seeds, left=len(others))
-    return text
+        if line[order] is not None and line[shown] is not None and line["status"] == "finished":
+            groups.setdefault(tuple(str(line[key]) for key in others), []).append(line)
+    if "seed" in keys and any(len(own) > 1 for own in groups.values()):
+        seeds = []
+        for group, own in sorted(groups.items(), key=lambda item: -statistics.fmean(line[order] for line in item[1])):
+            values = [line[shown] for line in own]
+            spread = f"{statistics.stdev(values):.3f}" if len(values) > 1 else "-"
+            seeds.append([*group, str(len(own)), f"{statistics.fmean(values):.3f}", spread])
+        text += "\n\n" + aligned([*others, "seeds", f"mean {shown}", "std"], seeds, left=len(others))
+    said = "validation accuracy" if order == "validation" else "training reward; set evaluation.every to order them by validation accuracy"
+    return f"{text}\n\nbefore and after: test accuracy; best first by {said}"
 
 
 def cell(value: Any) -> str:

@@ -149,10 +149,10 @@ def set_aside(folder: Path) -> None:
 
 
 def objective(folder: Path) -> float | None:
-    """What a search maximises: held-out accuracy after training; without an evaluation the mean reward of the last ten steps."""
-    after = (runs.read_summary(folder) or {}).get("after")
-    if after:
-        return float(after["accuracy"])
+    """What a search maximises: the last validation accuracy, never a test figure; without one the mean reward of the last ten steps."""
+    last = (runs.read_summary(folder) or {}).get("validation")
+    if last:
+        return float(last["accuracy"])
     rewards = [row["reward/mean"] for row in rows(folder) if row.get("reward/mean") is not None]
     return statistics.fmean(rewards[-10:]) if rewards and runs.is_finished(folder) else None
 

@@ -73,7 +73,7 @@ def label(job: Job, varied: Sequence[str]) -> str:
 
 
 def end_line(job: Job, total: int, varied: Sequence[str]) -> str:
-    """`3/9  algorithm=grpo seed=1  finished  20 steps  1:04  accuracy 0.412 → 0.970`."""
+    """`3/9  algorithm=grpo seed=1  finished  20 steps  1:04  test accuracy 0.412 → 0.970`."""
     words = [f"{job.number + 1:>{len(str(total))}}/{total}", label(job, varied), job.status]
     summary = runs.read_summary(job.folder) or {}
     if job.reason and job.status != "finished":
@@ -82,7 +82,7 @@ def end_line(job: Job, total: int, varied: Sequence[str]) -> str:
         words.append(f"{summary.get('steps')} steps")
         words.append("done earlier" if job.reason else clock(job.ended - job.started))
         before, after = summary.get("before"), summary.get("after")
-        words += [f"accuracy {before['accuracy']:.3f} → {after['accuracy']:.3f}"] if before and after else []
+        words += [f"test accuracy {before['accuracy']:.3f} → {after['accuracy']:.3f}"] if before and after else []
     return "  ".join(words)
 
 

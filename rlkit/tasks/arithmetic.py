@@ -1,17 +1,20 @@
 """Generated arithmetic word problems: the embedded default task.
 
 A problem has a name, an item, a start amount and one to three operations on it; some carry a distractor sentence about
-another person. Everything follows from (seed, index). Held-out problems are those whose *expression* falls in one tenth of
-the hash space, so no held-out expression, under any wording, is ever trained on or warmed up with.
+another person. Everything follows from (seed, index). Test problems are those whose *expression* falls in one tenth of
+the hash space, and validation problems those of another tenth, so no expression stands in two splits, under any wording or
+seed. The warm-up of the embedded model has seen train and validation expressions, never a test one.
 """
 
 from __future__ import annotations
 
 import random
 import zlib
-from typing import Literal, NamedTuple
+from collections.abc import Collection
+from typing import NamedTuple
 
-from rlkit.types import Task
+from rlkit.tasks.splits import check_split
+from rlkit.types import Split, Task
 
 NAMES = ("Ann", "Ben", "Cem", "Dan", "Eva", "Fay", "Gus", "Ida", "Jim", "Kim", "Leo", "Mia", "Ned", "Ola", "Pia", "Sam")
 ITEMS = ("pens", "hats", "cups", "eggs", "nuts", "keys", "toys", "figs", "pins", "bags", "maps", "jars")
@@ -61,12 +64,22 @@ def evaluate(start: int, operations: tuple[tuple[str, int], ...]) -> int:
     return total
 
 
-def problem(seed: int, index: int, split: Literal["train", "test"]) -> Problem:
-    """Problem number `index` of a split: drawn from a generator of its own until its expression belongs to the split."""
-    rng = random.Random(f"arithmetic {seed} {split} {index}")
+def split_of_expression(text: str) -> Split:
+    """The split of an expression: by CRC-32 modulo 10, test at 0, validation at 1, train above."""
+    tenth = zlib.crc32(text.encode()) % 10
+    return "test" if tenth == 0 else "validation" if tenth == 1 else "train"
+
+
+def problem(seed: int, index: int, split: Split) -> Problem:
+    """Problem number `index` of a split, from a generator of its own."""
+    return draw_of(random.Random(f"arithmetic {seed} {split} {index}"), (split,))
+
+
+def draw_of(rng: random.Random, splits: Collection[Split]) -> Problem:
+    """The first problem that a generator gives whose expression belongs to one of the splits."""
     while True:
         drawn = _draw(rng)
-        if drawn is not None and (zlib.crc32(drawn.expression.encode()) % 10 == 0) == (split == "test"):
+        if drawn is not None and split_of_expression(drawn.expression) in splits:
             return drawn
 
 
@@ -117,17 +130,17 @@ def _fits(start: int, operations: list[tuple[str, int]]) -> bool:
     return True
 
 
-def arithmetic(
-    *, split: Literal["train", "test"] = "train", seed: int = 0, max_samples: int | None = 4096, environment: str = "tool_use"
-) -> list[Task]:
+def arithmetic(*, split: Split = "train", seed: int = 0, max_samples: int | None = 4096, environment: str = "tool_use") -> list[Task]:
     """Word problems as Tasks, scored as numbers, solved with the calculator.
 
     Args:
-      split: "train", or "test" for the held-out tenth of all expressions.
+      split: "test" and "validation" for a tenth of all expressions each, "train" for the others.
       seed: another seed gives other problems of the same split.
       max_samples: how many problems, > 0; None gives the default 4096.
       environment: the environment that the rows name.
+    Raises: DataError for another split.
     """
+    check_split(split)
     tasks = []
     for i in range(4096 if max_samples is None else max_samples):
         p = problem(seed, i, split)

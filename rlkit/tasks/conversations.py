@@ -12,7 +12,7 @@ from rlkit.environments.prompts import with_system_prompt
 from rlkit.environments.thinking import split_thinking
 from rlkit.errors import DataError
 from rlkit.tasks.select import select
-from rlkit.tasks.source import read_side
+from rlkit.tasks.source import read_split
 from rlkit.types import Message, Task
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -25,7 +25,9 @@ def conversations(
     seed: int,
     field: str = "messages",
     answer: str | None = None,
+    validation_path: str | None = None,
     test_path: str | None = None,
+    validation: float = 0.0,
     held_out: float = 0.1,
     max_samples: int | None = None,
     reward: str = "environment",
@@ -38,25 +40,38 @@ def conversations(
     a reply's content, between think tags, becomes its `reasoning_content`.
 
     Args:
-      path, split, seed, test_path, held_out, max_samples: as in `jsonl`.
+      path, split, seed, validation_path, test_path, max_samples: as in `jsonl`.
+      validation, held_out: as in `jsonl`; the prompt is what stands before the first reply.
       field: of a row, the list of messages: role (system, user, assistant, tool) and content; an assistant's may have
         reasoning_content and tool_calls.
-      answer: of a row, the gold answer that `reward` compares with, where held-out problems are to be scored; None: there is none.
+      answer: of a row, the gold answer that `reward` compares with, where rows are to be scored; None: there is none.
       reward, environment: the names for all rows; the environment says which tools the prompt lists.
       system_prompt: put in front of every row's messages.
     Raises: DataError naming the row, for a list that is none, an unknown role, or a conversation without a reply to learn.
     """
-    source, rows = read_side(path, test_path, split=split, held_out=held_out, field=field)
+    source, rows = read_split(
+        path,
+        split=split,
+        content=lambda where, row: (messages := _messages(where, row.get(field), field))[: _first_reply(messages)],
+        validation=validation,
+        held_out=held_out,
+        validation_path=validation_path,
+        test_path=test_path,
+    )
     tasks = []
     for i, where, row in rows:
         messages = with_system_prompt(_messages(where, row.get(field), field), system_prompt)
-        first = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
+        first = _first_reply(messages)
         gold = "" if answer is None else str(row.get(answer, ""))
         if answer is not None and not gold.strip():
             raise DataError(f"{where}: the field {answer!r} (task.answer) is missing or empty; correct the row, or set task.answer=null")
         name = f"{Path(source).stem}/{split}/{i}"
         tasks.append(Task(name, tuple(messages[:first]), gold, reward, environment, {"messages": list(messages)}))
     return select(tasks, seed=seed, max_samples=max_samples, source=source)
+
+
+def _first_reply(messages: Sequence[Message]) -> int:
+    return next(i for i, m in enumerate(messages) if m["role"] == "assistant")
 
 
 def _messages(where: str, messages: Any, field: str) -> list[Message]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlkit.errors import DataError
 from rlkit.tasks.select import select
-from rlkit.tasks.source import read_rows
+from rlkit.tasks.source import Row, read_split
 from rlkit.types import Task
 
 
@@ -16,6 +16,8 @@ def gsm8k(
     path: str = "openai/gsm8k",
     split: str,
     seed: int,
+    validation: float = 0.05,
+    held_out: float = 0.1,
     max_samples: int | None = None,
     environment: str = "tool_use",
 ) -> Sequence[Task]:
@@ -23,8 +25,9 @@ def gsm8k(
 
     Args:
       path: a hub id, or a local file or folder of rows with `question` and `answer` (see `read_rows`).
-      split: train or test.
-      seed: of the order.
+      split: train, validation or test. GSM8K has no validation rows of its own: they are a share of train.
+      seed: of the order. It moves no row from one split to another.
+      validation, held_out: shares of the questions, for splits that the source does not have (see `read_split`).
       max_samples: how many, after the shuffle; None for all.
       environment: name of the environment that every task asks for.
     Returns: tasks called gsm8k/SPLIT/ROW. `answer` is what follows the last `####` (the whole answer where there is
@@ -32,8 +35,12 @@ def gsm8k(
     Raises: DataError naming the row without a question or an answer; see also `read_rows`.
     Source: Cobbe et al. 2021, arXiv:2110.14168.
     """
-    rows = read_rows(path, split=split, name="main")
-    tasks = [_task(f"gsm8k/{split}/{i}", where, row, environment) for i, (where, row) in enumerate(rows)]
+
+    def question(where: str, row: Row) -> str:
+        return _text(where, row, "question")
+
+    _, rows = read_split(path, split=split, content=question, validation=validation, held_out=held_out, name="main")
+    tasks = [_task(f"gsm8k/{split}/{i}", where, row, environment) for i, where, row in rows]
     return select(tasks, seed=seed, max_samples=max_samples, source=path)
 
 

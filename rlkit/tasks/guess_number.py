@@ -3,35 +3,52 @@
 from __future__ import annotations
 
 import random
-from typing import Literal
 
 from rlkit.errors import DataError
-from rlkit.types import Task
+from rlkit.tasks.splits import check_shares, check_split, empty_split, split_of
+from rlkit.types import Split, Task
 
 
 def guess_number(
-    *, split: Literal["train", "test"] = "train", seed: int = 0, max_samples: int | None = 1024, low: int = 1, high: int = 100
+    *,
+    split: Split = "train",
+    seed: int = 0,
+    max_samples: int | None = 1024,
+    low: int = 1,
+    high: int = 100,
+    validation: float = 0.0,
+    held_out: float = 0.0,
 ) -> list[Task]:
     """Games as Tasks, played in the environment guess_number and scored by how few guesses it took.
 
-    The number is hidden and all prompts are alike, so no game can be learned by heart, and both splits draw from the whole range:
-    numbers held out would only teach the policy never to say them. Every number comes up once before any comes up again, so
-    that `evaluation.n` = high - low + 1 plays each game there is exactly once.
+    All prompts are alike, so prompts cannot be disjoint. Hidden numbers can, by `validation` and `held_out`. By default they are not: every
+    split hides every number of the range. The number is secret, so no game can be learned by heart, and numbers that training never hides
+    teach the policy never to say them. Figures of such a run are of the whole game, not of unseen games.
+
+    Every number of a split comes up once before any comes up again, so that without shares `evaluation.n` = high - low + 1 plays each
+    game there is exactly once.
 
     Args:
-      split: another split gives another order of the numbers.
-      seed: likewise.
+      split: train, validation or test; each has an order of its own.
+      seed: another seed gives another order.
       max_samples: how many games, > 0. None gives 1024.
       low, high: the range that is named to the policy, 0 ≤ low < high.
-    Raises: DataError where that is no range.
+      validation, held_out: shares of the numbers that only validation and only test games hide, by the hash of range and number. Both 0:
+        all games hide all numbers.
+    Raises: DataError where that is no range, or where the shares leave a split without a number; ConfigError for other shares.
     """
     if not 0 <= low < high:
         raise DataError(f"task.low={low}, task.high={high}: the range of numbers needs 0 <= low < high")
+    check_split(split)
+    check_shares(validation, held_out)
+    numbers = hidden(split, low, high, validation, held_out)
+    if not numbers:
+        raise DataError(empty_split(f"none of the numbers {low} to {high}", split, validation=validation, held_out=held_out))
     count = 1024 if max_samples is None else max_samples
     rng = random.Random(f"guess_number/{seed}/{split}")
-    numbers: list[int] = []
-    while len(numbers) < count:
-        numbers += rng.sample(range(low, high + 1), high - low + 1)
+    drawn: list[int] = []
+    while len(drawn) < count:
+        drawn += rng.sample(numbers, len(numbers))
     return [
         Task(
             id=f"guess_number/{split}/{seed}/{i}",
@@ -41,5 +58,13 @@ def guess_number(
             environment="guess_number",
             metadata={"low": low, "high": high, "correct_from": 1e-6},  # found at all; only the first guess earns 1
         )
-        for i, number in enumerate(numbers[:count])
+        for i, number in enumerate(drawn[:count])
     ]
+
+
+def hidden(split: Split, low: int, high: int, validation: float, held_out: float) -> list[int]:
+    """The numbers that the games of a split hide, in order."""
+    numbers = list(range(low, high + 1))
+    if validation == held_out == 0:
+        return numbers
+    return [n for n in numbers if split_of([low, high, n], validation=validation, held_out=held_out) == split]

@@ -9,7 +9,7 @@ from typing import Any
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.errors import ConfigError, DataError
 from rlkit.tasks.select import select
-from rlkit.tasks.source import Row, read_side
+from rlkit.tasks.source import Row, read_split
 from rlkit.types import Message, Task
 
 FIELDS = ("prompt", "answer", "id", "reward", "environment")
@@ -22,7 +22,9 @@ def jsonl(
     split: str,
     seed: int,
     fields: Mapping[str, str],
+    validation_path: str | None = None,
     test_path: str | None = None,
+    validation: float = 0.1,
     held_out: float = 0.1,
     max_samples: int | None = None,
     reward: str = "exact_match",
@@ -32,16 +34,17 @@ def jsonl(
     """The rows of a .jsonl or .parquet file, of a folder of them, or of a hub data set, as tasks.
 
     Args:
-      path: see `read_rows`. A folder or a data set has its own splits. A single file serves "train"; "test" is
-        `test_path`, or without one a share of the file that "train" then leaves out.
-      split: train or test.
-      seed: of the order. It does not move the border between train and test.
+      path: see `read_rows`. A folder or a data set gives the splits that it has. What it lacks, and a single file has
+        only training rows, is cut from "train" as a share that "train" then leaves out.
+      split: train, validation or test.
+      seed: of the order. It moves no row from one split to another.
       fields: our name → the row's field; null for a name that is not used. `prompt` (text, or a list of messages) is
         needed; `answer` (text or a number) as soon as the reward has a truth; `id`, `reward` and `environment` let each
         row choose its own.
-      test_path: another source for "test".
-      held_out: share of a single file's different prompts that is "test", above 0 and below 1. Rows with the same
-        prompt fall on the same side, and adding rows moves few others.
+      validation_path, test_path: other sources for "validation" and "test".
+      validation, held_out: shares of the different prompts that are "validation" and "test", at least 0 and together
+        below 1. The cut goes by the hash of the prompt (`split_of`), whatever a row's id: rows with the same prompt share
+        a split, and neither the order nor the number of rows moves a row.
       max_samples: how many, after the shuffle; None for all.
       reward, environment: the names for rows that name none.
       system_prompt: put in front of every row's messages.
@@ -50,20 +53,27 @@ def jsonl(
       field or whose prompt is no prompt; see also `read_rows`.
     """
     fields = {name: field for name, field in fields.items() if field}
-    _check(fields, held_out)
-    source, rows = read_side(path, test_path, split=split, held_out=held_out, field=fields["prompt"])
+    _check(fields)
+    prompt = fields["prompt"]
+    source, rows = read_split(
+        path,
+        split=split,
+        content=lambda where, row: _messages(where, row.get(prompt), prompt),
+        validation=validation,
+        held_out=held_out,
+        validation_path=validation_path,
+        test_path=test_path,
+    )
     defaults = Task(id=f"{Path(source).stem}/{split}", messages=(), reward=reward, environment=environment)
     tasks = [_task(where, row, fields, defaults._replace(id=f"{defaults.id}/{i}"), system_prompt) for i, where, row in rows]
     return select(tasks, seed=seed, max_samples=max_samples, source=source)
 
 
-def _check(fields: Mapping[str, str], held_out: float) -> None:
+def _check(fields: Mapping[str, str]) -> None:
     if unknown := [name for name in fields if name not in FIELDS]:
         raise ConfigError(f"task.fields.{unknown[0]} is unknown; the names are {', '.join(FIELDS)}")
     if "prompt" not in fields:
         raise ConfigError("task.fields.prompt is missing; name the field that holds the prompt")
-    if not 0 < held_out < 1:
-        raise ConfigError(f"task.held_out is {held_out}; it must be above 0 and below 1")
 
 
 def _task(where: str, row: Row, fields: Mapping[str, str], defaults: Task, system_prompt: str | None) -> Task:

@@ -10,7 +10,7 @@ from rlkit.errors import DataError
 from rlkit.sandbox import Unsplittable
 from rlkit.sandbox import split as split_test
 from rlkit.tasks.select import select
-from rlkit.tasks.source import Place, Row, is_file, read_rows, side
+from rlkit.tasks.source import Row, read_split
 from rlkit.types import Task
 
 INSTRUCTION = "Answer with one Python program in a ```python block. It must pass tests like this one:"
@@ -21,6 +21,7 @@ def mbpp(
     path: str = "google-research-datasets/mbpp",
     split: str,
     seed: int,
+    validation: float = 0.1,
     held_out: float = 0.1,
     max_samples: int | None = None,
     exclude: Sequence[int] = (123, 414),
@@ -33,9 +34,9 @@ def mbpp(
 
     Args:
       path: a hub id, or a local file or folder of rows with `text` (or `prompt`), `code` and `test_list` (see `read_rows`).
-      split: train or test. Of a single file, "test" is a share that "train" leaves out.
-      seed: of the order.
-      held_out: that share, above 0 and below 1.
+      split: train, validation or test; the data set has all three.
+      seed: of the order. It moves no row from one split to another.
+      validation, held_out: shares of the texts, for splits that the source does not have (see `read_split`).
       max_samples: how many, after the shuffle; None for all.
       exclude: task_ids to leave out.
       environment: name of the environment that every task asks for.
@@ -44,16 +45,17 @@ def mbpp(
     Raises: DataError naming the row that lacks a field, or where nothing is left; see also `read_rows`.
     Source: Austin et al. 2021, arXiv:2108.07732.
     """
-    rows: list[Place] = [(i, where, row) for i, (where, row) in enumerate(read_rows(path, split=split, name=_config(path)))]
-    if is_file(path):
-        rows = side(rows, "text" if rows and "text" in rows[0][2] else "prompt", held_out, split, path)
+
+    def text(where: str, row: Row) -> str | None:
+        return row.get("text") or row.get("prompt")
+
+    _, rows = read_split(path, split=split, content=text, validation=validation, held_out=held_out, name=_config(path))
     tasks: list[Task] = []
     dropped: list[Task] = []
     for i, where, row in rows:
-        number = row.get("task_id", i)
-        if number in exclude:
+        if row.get("task_id") in exclude:
             continue
-        task = _task(f"mbpp/{split}/{number}", where, row, environment)
+        task = _task(f"mbpp/{split}/{row.get('task_id', i)}", where, row, environment)
         (tasks if len(task.metadata["tests"]) > 0 else dropped).append(task)
     if dropped:
         names = ", ".join(task.id for task in dropped[:20])

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlkit.errors import DataError
+from rlkit.tasks.splits import check_shares, check_split, empty_split, split_of
 
 SUFFIXES = (".jsonl", ".parquet")
 Row = dict[str, Any]
 Place = tuple[int, str, Row]  # index in the source, where for messages, the row
+Readers = dict[str, Callable[[], Iterator[tuple[str, Row]]]]  # split → what reads its rows
 
 
 def read_rows(path: str, *, split: str, name: str | None = None) -> Iterator[tuple[str, Row]]:
@@ -22,39 +24,62 @@ def read_rows(path: str, *, split: str, name: str | None = None) -> Iterator[tup
       path: a .jsonl or .parquet file (the whole file, whatever the split), a folder that holds SPLIT.jsonl or
         SPLIT.parquet, or a hub id. What exists locally, and what looks like a path (it has one of these endings, or
         starts with / . or ~), is never looked up on the hub. Relative paths start at the current folder.
-      split: "train", "test" or another name that the source knows.
+      split: "train", "validation", "test" or another name that the source knows.
       name: which configuration of a hub data set.
     Raises: DataError naming the path, line or row, and the remedy: nothing there, no such split, a file that cannot be
       read, a line that is not JSON, a row that is not an object.
     """
-    local = Path(path).expanduser()
-    if not local.exists() and not path.endswith(SUFFIXES) and not path.startswith(("/", ".", "~")):
-        yield from _hub(path, split, name)
-        return
-    file = _file(local, split)
-    yield from _parquet(file) if file.suffix == ".parquet" else _jsonl(file)
+    found = _sources(path, name)
+    yield from _of(found, "train" if is_file(path) else split, path)
 
 
-def read_side(path: str, test_path: str | None, *, split: str, held_out: float, field: str) -> tuple[str, list[Place]]:
-    """Where the rows of a split stand, and the rows: those of `test_path`, or of a single file without one a share of it (see `side`)."""
-    source = test_path if split == "test" and test_path else path
-    rows = [(i, where, row) for i, (where, row) in enumerate(read_rows(source, split=split))]
-    return source, side(rows, field, held_out, split, source) if is_file(path) and not test_path else rows
+def read_split(
+    path: str,
+    *,
+    split: str,
+    content: Callable[[str, Row], Any],
+    validation: float,
+    held_out: float,
+    validation_path: str | None = None,
+    test_path: str | None = None,
+    name: str | None = None,
+) -> tuple[str, list[Place]]:
+    """The source of a split's rows, and the rows: a source or a split of their own where there is one, else a share of the training rows.
+
+    Args:
+      path, name: as in `read_rows`.
+      split: train, validation or test.
+      content: (place for messages, row) → what the cut goes by (see `split_of`), such as the prompt.
+      validation, held_out: shares of the training rows that are validation and test where these have no rows of their own.
+      validation_path, test_path: sources of their own.
+    Raises: ConfigError for shares that leave nothing; DataError where the split has no rows; see also `read_rows`.
+    """
+    check_split(split)
+    check_shares(validation, held_out)
+    own = {"validation": validation_path, "test": test_path}
+    if source := own.get(split):
+        return source, _numbered(read_rows(source, split=split))
+    found = _sources(path, name)
+    cut = {key: 0.0 if own[key] or key in found else share for key, share in (("validation", validation), ("test", held_out))}
+    if split != "train" and split in found:
+        return path, _numbered(found[split]())
+    rows = _numbered(_of(found, "train", path))
+    kept = [r for r in rows if split_of(content(*r[1:]), validation=cut["validation"], held_out=cut["test"]) == split]
+    if rows and not kept:
+        none = f"none of the {len(rows)} rows of task.path={path}"
+        raise DataError(empty_split(none, split, validation=cut["validation"], held_out=cut["test"]))
+    return path, kept
 
 
-def side(rows: list[Place], field: str, held_out: float, split: str, source: str) -> list[Place]:
-    """The rows on one side of the border: prompts in the order of their hash, the last share of them is "test"."""
+def _of(found: Readers, split: str, path: str) -> Iterator[tuple[str, Row]]:
+    if split not in found:
+        there = f"only {', '.join(found)}" if found else "no split at all"
+        raise DataError(f"task.path={path} holds neither {split}.jsonl nor {split}.parquet, or is a data set without it ({there}); add one")
+    return found[split]()
 
-    def rank(row: Mapping[str, Any]) -> str:
-        return hashlib.sha256(json.dumps(row.get(field), sort_keys=True, default=str).encode()).hexdigest()
 
-    if split not in ("train", "test"):
-        raise DataError(f"task.path={source} is one file and has no split {split!r}; use train or test")
-    ranks = sorted({rank(row) for _, _, row in rows})
-    if len(ranks) < 2:
-        raise DataError(f"task.path={source} has {len(ranks)} different prompts, too few to hold some out; set task.test_path, or add rows")
-    border = ranks[len(ranks) - min(max(1, round(held_out * len(ranks))), len(ranks) - 1)]
-    return [place for place in rows if (rank(place[2]) >= border) == (split == "test")]
+def _numbered(rows: Iterator[tuple[str, Row]]) -> list[Place]:
+    return [(i, where, row) for i, (where, row) in enumerate(rows)]
 
 
 def is_file(path: str) -> bool:
@@ -63,18 +88,20 @@ def is_file(path: str) -> bool:
     return path.endswith(SUFFIXES) and not local.is_dir()
 
 
-def _file(path: Path, split: str) -> Path:
-    """The file that holds a split, of a path that must be local."""
-    if not path.exists():
+def _sources(path: str, name: str | None) -> Readers:
+    """The splits that a source has. The rows of a single file are all "train"."""
+    local = Path(path).expanduser()
+    if not local.exists() and not path.endswith(SUFFIXES) and not path.startswith(("/", ".", "~")):
+        return _hub(path, name)
+    if not local.exists():
         raise DataError(f"task.path={path} does not exist; give a .jsonl or .parquet file, a folder or a hub id")
-    if not path.is_dir():
-        if path.suffix not in SUFFIXES:
-            raise DataError(f"task.path={path} ends in neither .jsonl nor .parquet; convert the file to one of the two")
-        return path
-    for suffix in SUFFIXES:
-        if (file := path / f"{split}{suffix}").is_file():
-            return file
-    raise DataError(f"task.path={path} holds neither {split}.jsonl nor {split}.parquet; add one, or give a file")
+    if local.is_dir():
+        files = {file.stem: file for suffix in reversed(SUFFIXES) for file in sorted(local.glob(f"*{suffix}"))}
+    elif local.suffix in SUFFIXES:
+        files = {"train": local}
+    else:
+        raise DataError(f"task.path={path} ends in neither .jsonl nor .parquet; convert the file to one of the two")
+    return {split: partial(_parquet if file.suffix == ".parquet" else _jsonl, file) for split, file in files.items()}
 
 
 def _jsonl(file: Path) -> Iterator[tuple[str, Row]]:
@@ -116,17 +143,20 @@ def _parquet(file: Path) -> Iterator[tuple[str, Row]]:
         raise DataError(f"task.path={file} is not a Parquet file that can be read: {error}") from error
 
 
-def _hub(path: str, split: str, name: str | None) -> Iterator[tuple[str, Row]]:
+def _hub(path: str, name: str | None) -> Readers:
     try:
         from datasets import load_dataset
 
-        rows = load_dataset(path, name, split=split)
+        found = load_dataset(path, name)
     except Exception as error:  # whatever the hub client raises, the user has to mend the path or the network
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(
-            f"task.path={path} is no local path, and its split {split!r} cannot be loaded from the hub: {reason:.300}. "
+            f"task.path={path} is no local path, and cannot be loaded from the hub: {reason:.300}. "
             "Correct the id, or set task.path to a local .jsonl or .parquet file or to a folder of them"
         ) from error
+    return {split: partial(_hub_rows, f"{path}[{split}]", rows) for split, rows in found.items()}
+
+
+def _hub_rows(source: str, rows: Any) -> Iterator[tuple[str, Row]]:
     for i, row in enumerate(rows):
-        where = f"{path}[{split}] row {i}"
-        yield where, _checked(where, row)
+        yield f"{source} row {i}", _checked(f"{source} row {i}", row)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import itertools
 from collections.abc import Iterable, Mapping
@@ -10,6 +9,7 @@ from typing import Any
 
 from rlkit.errors import ConfigError, DataError, install
 from rlkit.tasks.select import select
+from rlkit.tasks.splits import check_shares, check_split, empty_split, split_of
 from rlkit.types import Message, Task
 
 
@@ -19,6 +19,7 @@ def verifiers(
     split: str,
     seed: int,
     config: Mapping[str, Any] = {},
+    validation: float = 0.1,
     held_out: float = 0.1,
     limit: int | None = None,
     max_samples: int | None = None,
@@ -28,10 +29,11 @@ def verifiers(
 
     Args:
       id: of an installed task set, as `verifiers` finds it.
-      split: train or test; a task set has none of its own, so "test" is a share that "train" leaves out.
-      seed: of the order. It does not move the border between train and test.
+      split: train, validation or test. A task set has none of its own: "validation" and "test" are shares that "train" leaves out.
+      seed: of the order. It moves no row from one split to another.
       config: of the task set: what its own config takes.
-      held_out: that share, above 0 and below 1, by each task's key.
+      validation, held_out: these shares, at least 0 and together below 1. The cut goes by the hash of a task's prompt, or of its `key`
+        where the task set defines one (the package's own key changes with a row's position).
       limit: rows read at most; a task set without end needs it. None reads all.
       max_samples: how many, after the shuffle; None for all.
       environment: name of the environment that every task asks for.
@@ -39,15 +41,16 @@ def verifiers(
     Raises: ConfigError where the package, the task set or a value of its config is not there; DataError where the task set needs what
       only a harness of `verifiers` gives: a container, tool servers, hooks or rewards that ask for a runtime, a user of its own, images.
     """
-    if not 0 < held_out < 1:
-        raise ConfigError(f"task.held_out is {held_out}; it must be above 0 and below 1")
-    if split not in ("train", "test"):
-        raise DataError(f"task.id={id} has no split {split!r}; use train or test")
+    check_split(split)
+    check_shares(validation, held_out)
     taskset = _taskset(id, config)
     if not taskset.bounded and limit is None:
         raise ConfigError(f"task.id={id} never ends; say with task.limit how many of its rows are read")
     rows = list(itertools.islice(taskset, limit))
-    tasks = [_task(id, config, split, environment, row) for row in rows if (_rank(row.key) < held_out) == (split == "test")]
+    kept = [row for row in rows if split_of(_content(row), validation=validation, held_out=held_out) == split]
+    if rows and not kept:
+        raise DataError(empty_split(f"none of the {len(rows)} rows of task.id={id}", split, validation=validation, held_out=held_out))
+    tasks = [_task(id, config, split, environment, row) for row in kept]
     return select(tasks, seed=seed, max_samples=max_samples, source=id)
 
 
@@ -68,9 +71,11 @@ def _taskset(id: str, config: Mapping[str, Any]) -> Any:
     return taskset
 
 
-def _rank(key: str) -> float:
-    """Where a task lies in the order of hashes, in [0, 1)."""
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:6]) / 2**48
+def _content(row: Any) -> Any:
+    """What the cut goes by."""
+    from verifiers.v1 import Task as Base
+
+    return row.key if type(row).key is not Base.key else row.data.model_dump(mode="json", include={"prompt"})
 
 
 def _task(id: str, config: Mapping[str, Any], split: str, environment: str, row: Any) -> Task:

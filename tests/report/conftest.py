@@ -55,7 +55,7 @@ def maker(parent: Path):
 
     def make(
         name: str, *, seed: int = 0, lr: float = 1e-3, steps: int = 4, reward: float = 0.1, change: dict | None = None, switch: int = 0,
-        title: str = "grpo", after: float = 0.9, text: str = "#### 4", samples: int = 3,
+        title: str = "grpo", after: float = 0.9, text: str = "#### 4", samples: int = 3, three_splits: bool = True,
     ) -> Path:  # fmt: skip
         folder = parent / "runs" / name
         (folder / ".hydra").mkdir(parents=True)
@@ -71,6 +71,7 @@ def maker(parent: Path):
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         sides = {"interval": [0.4, 0.6], "n": 100, "reward_interval": [0.4, 0.6], "temperature": 0.0}
         summary = {"ended": "finished", "steps": steps, "tokens": 1234, "wall_seconds": 300, "device": "cpu", "peak_memory_gb": 1.5}
+        sides |= {"split": "test"} if three_splits else {}
         summary |= {"before": {"accuracy": 0.5, "reward": 0.5, **sides}, "after": {"accuracy": after, "reward": after, **sides}}
         (folder / "summary.json").write_text(json.dumps(summary))
         for step in range(1, steps + 1):

@@ -68,7 +68,7 @@ def test_json_that_html_cannot_end():
 
 def test_sections_follow_from_what_the_runs_have(page, make_run, tmp_path):
     headings = re.findall(r"<h2>(.*?)</h2>", page.read_text())
-    assert headings[:3] == ["Held-out results", "Health", "Learning"] and headings[-1] == "Conversations"
+    assert headings[:3] == ["Before and after", "Health", "Learning"] and headings[-1] == "Conversations"
     assert "Settings that differ" not in headings, "seeds alone differ"
     two = write_report([page.parent / "a", make_run("c", lr=1e-5)], tmp_path / "two.html").read_text()
     assert "<code>optimizer.lr</code>" in two and "<code>1e-05</code>" in two
@@ -81,7 +81,15 @@ def test_pictures_and_numbers_stand_beside(page):
     (row,) = [row for row in rows if (row["seed"], row["step"], row["metric"]) == ("1", "3", "reward/mean")]
     assert row["line"] == "<i>grpo</i>" and float(row["value"]) == pytest.approx(0.3)
     (held_out,) = csv.DictReader((beside / "held_out.csv").read_text().splitlines())
-    assert float(held_out["after"]) == 0.9 and held_out["seeds"] == "2"
+    assert float(held_out["after"]) == 0.9 and held_out["seeds"] == "2" and held_out["split"] == "test"
+
+
+def test_the_page_names_the_split_of_each_figure(page, make_run, tmp_path):
+    """A run from before there were three splits keeps its own word, and its curve is not passed off as one of validation problems."""
+    text, older = page.read_text(), write_report([make_run("old", three_splits=False)], tmp_path / "old.html").read_text()
+    assert "<td>test</td>" in text and "<td>held-out</td>" not in text and "had no validation problems" not in text
+    assert "Validation accuracy" in text
+    assert "<td>held-out</td>" in older and "had no validation problems" in older
 
 
 def test_a_folder_of_rollouts_is_conversations_alone(tmp_path, make_run):

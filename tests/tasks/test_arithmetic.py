@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ast
 import operator
+import random
 import re
 from fractions import Fraction
 
 import pytest
 
 from rlkit.environments import calculator
-from rlkit.tasks.arithmetic import arithmetic, evaluate, expression, problem
+from rlkit.tasks.arithmetic import arithmetic, draw_of, evaluate, expression, problem, split_of_expression
+from rlkit.types import SPLITS
 
 WARM_UP = 1_000_003  # the seed of the problems that experiments/tiny_model/build.py warms up with
 TRAINING_SEEDS = (0, 1, 2, 3, 4, 17, 123456789, WARM_UP, WARM_UP + 7)
@@ -22,7 +24,7 @@ N = 250  # problems a seed
 def problems():
     """(split, seed) → problems."""
     drawn = {("train", seed): [problem(seed, i, "train") for i in range(N)] for seed in TRAINING_SEEDS}
-    return drawn | {("test", seed): [problem(seed, i, "test") for i in range(N)] for seed in HELD_OUT_SEEDS}
+    return drawn | {(split, seed): [problem(seed, i, split) for i in range(N)] for seed in HELD_OUT_SEEDS for split in SPLITS[1:]}
 
 
 def expressions(problems, split):
@@ -47,13 +49,20 @@ def independent(text: str) -> Fraction:
 
 def test_no_held_out_expression_is_trained_on_under_any_seed(problems):
     """The border runs through the expressions, not through the problems: another seed, name or wording cannot cross it."""
-    train, test = expressions(problems, "train"), expressions(problems, "test")
-    assert not set().union(*train) & set().union(*test)
+    train, validation, test = (set().union(*expressions(problems, split)) for split in SPLITS)
+    assert not train & test and not train & validation and not validation & test
+
+
+def test_the_warm_up_of_the_embedded_model_has_seen_no_test_expression(problems):
+    """It was made of train and validation expressions alike: the stream of seed WARM_UP as experiments/tiny_model/build.py draws it."""
+    seen = [draw_of(random.Random(f"arithmetic {WARM_UP} train {i}"), ("train", "validation")).expression for i in range(N)]
+    assert not set(seen) & set().union(*expressions(problems, "test"))
+    assert {split_of_expression(text) for text in seen} == {"train", "validation"}
 
 
 def test_the_seeds_do_meet_within_a_split(problems):
     """What makes the law above worth testing: without the border, seeds would share many expressions."""
-    for split in ("train", "test"):
+    for split in SPLITS:
         first, *others = expressions(problems, split)
         assert all(len(first & other) >= 3 for other in others)
 
@@ -63,7 +72,8 @@ def test_the_border_is_a_function_of_the_expression_alone(problems):
     import zlib
 
     for (split, _), drawn in problems.items():
-        assert all((zlib.crc32(p.expression.encode()) % 10 == 0) == (split == "test") for p in drawn)
+        tenths = {zlib.crc32(p.expression.encode()) % 10 for p in drawn}
+        assert tenths == {"test": {0}, "validation": {1}}.get(split, set(range(2, 10)))
 
 
 def test_tasks_carry_question_expression_and_answer_of_their_problem(problems):
@@ -148,6 +158,7 @@ def test_seed_split_and_number_each_give_other_problems():
 def test_the_problems_are_pinned():
     """Results of earlier versions compare only while these stay: changing them is changing the task."""
     assert [t.metadata["expression"] for t in arithmetic(max_samples=4)] == ["11 * 6", "18 - 5", "7 - 2", "8 + 8 - 6"]
+    assert [t.metadata["expression"] for t in arithmetic(split="test", max_samples=3)] == ["14 - 12", "14 * 4", "14 * 6"]
 
 
 def test_rows_say_how_they_are_scored_and_run():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from rlkit.errors import ConfigError, DataError
-from rlkit.tasks import gsm8k
+from rlkit.tasks import gsm8k as gsm8k_with_shares
 
+gsm8k = partial(gsm8k_with_shares, validation=0.0, held_out=0.0)  # the cut has tests of its own, in test_splits.py
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 
 
@@ -63,4 +65,6 @@ def test_no_rows_and_no_samples_are_refused(folder, tmp_path):
 def test_real_rows_load_and_their_answers_are_numbers_alone():
     tasks = gsm8k(path=str(GSM8K), split="test", seed=0)
     assert len(tasks) == 400
+    train, validation = (gsm8k_with_shares(path=str(GSM8K), split=split, seed=0) for split in ("train", "validation"))
+    assert len(train) + len(validation) == 3000 and 100 < len(validation) < 200
     assert all(t.answer.replace(",", "").lstrip("-").isdigit() for t in tasks)

@@ -1,14 +1,17 @@
-"""A user's own rows: fields by name, a border between train and test that holds, and rows that make no task."""
+"""A user's own rows: fields by name, an order that the seed fixes, and rows that make no task. The cut into splits: test_splits.py."""
 
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 
 from rlkit.errors import ConfigError, DataError
-from rlkit.tasks import jsonl
+from rlkit.tasks import jsonl as jsonl_with_shares
+from rlkit.types import SPLITS
 
+jsonl = partial(jsonl_with_shares, validation=0.0, held_out=0.0)
 FIELDS = {"prompt": "q", "answer": "a"}
 
 
@@ -44,26 +47,11 @@ def test_a_prompt_may_be_messages(tmp_path):
     assert task.messages == tuple(messages) and task.answer == ""
 
 
-def test_one_file_is_split_without_overlap_and_the_seed_does_not_move_the_border(file):
-    train, test = prompts(file, "train"), prompts(file, "test")
-    assert (len(train), len(test)) == (45, 5)
-    assert set(train).isdisjoint(test)
-    assert prompts(file, "train", seed=1) != train
-    assert set(prompts(file, "train", seed=1)) == set(train) and set(prompts(file, "test", seed=1)) == set(test)
-    assert len(prompts(file, "test", held_out=0.5)) == 25
-    assert prompts(file, "train", max_samples=3) == train[:3]
-
-
-def test_rows_with_the_same_prompt_fall_on_the_same_side(tmp_path):
-    path = write(tmp_path / "rows.jsonl", [{"q": f"q{i % 10}", "a": f"a{i}"} for i in range(100)])
-    train, test = prompts(path, "train", held_out=0.3), prompts(path, "test", held_out=0.3)
-    assert set(train).isdisjoint(test) and (len(train), len(test)) == (70, 30)
-
-
-def test_test_path_keeps_the_whole_file_for_train(file, tmp_path):
-    other = write(tmp_path / "other.jsonl", [{"q": "t", "a": "1"}])
-    assert len(prompts(file, "train", test_path=other)) == 50
-    assert prompts(file, "test", test_path=other) == ["t"]
+def test_the_seed_changes_the_order_and_moves_no_row_between_splits(file):
+    splits = {split: prompts(file, split, validation=0.2, held_out=0.2) for split in SPLITS}
+    for split, own in splits.items():
+        other = prompts(file, split, seed=1, validation=0.2, held_out=0.2)
+        assert sorted(other) == sorted(own) and other != own
 
 
 @pytest.mark.parametrize(
@@ -71,9 +59,6 @@ def test_test_path_keeps_the_whole_file_for_train(file, tmp_path):
     [
         ({"fields": {"answer": "a"}}, ConfigError, r"task\.fields\.prompt is missing"),
         ({"fields": FIELDS | {"anwser": "a"}}, ConfigError, r"task\.fields\.anwser is unknown.*answer"),
-        ({"held_out": 0.0}, ConfigError, r"task\.held_out is 0\.0"),
-        ({"held_out": 1.0}, ConfigError, r"task\.held_out is 1\.0"),
-        ({"split": "validation"}, DataError, "no split 'validation'"),
         ({"max_samples": 0}, ConfigError, r"task\.max_samples is 0"),
     ],
 )
@@ -83,9 +68,10 @@ def test_settings_that_make_no_sense_are_refused(file, settings, error, words):
 
 
 def test_one_prompt_cannot_be_split(tmp_path):
-    path = write(tmp_path / "rows.jsonl", [{"q": "same", "a": "1"}] * 5)
-    with pytest.raises(DataError, match=r"1 different prompts.*task\.test_path"):
-        prompts(path, "train")
+    path = write(tmp_path / "rows.jsonl", [{"q": "What?", "a": "1"}] * 5)
+    assert len(prompts(path, "train", held_out=1e-9)) == 5
+    with pytest.raises(DataError, match=r"task\.held_out=1e-09 leaves no test rows.*none of the 5 rows"):
+        prompts(path, "test", held_out=1e-9)
 
 
 @pytest.mark.parametrize(

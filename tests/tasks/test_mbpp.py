@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 
 import pytest
 
 from rlkit.errors import DataError
-from rlkit.tasks import mbpp
+from rlkit.tasks import mbpp as mbpp_with_shares
+
+mbpp = partial(mbpp_with_shares, validation=0.0, held_out=0.0)  # the cut has tests of its own, in test_splits.py
 
 
 def row(i: int, **changes):
@@ -48,11 +51,11 @@ def test_the_seed_fixes_the_order_and_rows_are_left_out_by_number(folder):
     assert "mbpp/train/3" not in [t.id for t in mbpp(path=str(folder), split="train", seed=1, exclude=[3])]
 
 
-def test_a_single_file_has_two_sides(folder):
-    file = str(folder / "train.jsonl")
-    train, test = (mbpp(path=file, split=split, seed=0, held_out=0.2) for split in ("train", "test"))
-    assert len(train) == 16 and len(test) == 4
-    assert not {t.metadata["shown"] for t in train} & {t.metadata["shown"] for t in test}
+def test_only_task_ids_are_left_out_by_number_not_the_places_of_rows(tmp_path):
+    """Rows without a task_id once lost number 123 and 414 of the file, which are other problems."""
+    rows = [{k: v for k, v in row(i).items() if k != "task_id"} for i in range(5)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert len(mbpp(path=str(tmp_path), split="train", seed=0, exclude=[3])) == 5
 
 
 def test_rows_of_the_sanitized_set_are_read_too(tmp_path):

@@ -9,6 +9,8 @@ import pytest
 
 from rlkit.errors import DataError
 from rlkit.tasks import read_rows
+from rlkit.tasks.source import read_split
+from rlkit.types import SPLITS
 
 
 @pytest.fixture(autouse=True)
@@ -16,11 +18,11 @@ def hub(monkeypatch):
     """Stands in for the `datasets` package: no test here may reach the network."""
     asked: list[tuple] = []
 
-    def load_dataset(path, name, *, split):
-        asked.append((path, name, split))
+    def load_dataset(path, name):
+        asked.append((path, name))
         if path != "org/rows":
             raise FileNotFoundError(f"no {path}")
-        return [{"a": 1}, {"a": 2}]
+        return {"train": [{"a": i} for i in range(50)], "test": [{"a": 1}, {"a": 2}]}
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     return asked
@@ -49,11 +51,20 @@ def test_a_parquet_file_gives_the_same_rows(tmp_path):
 def test_a_hub_id_is_loaded_with_its_name_and_split(hub):
     rows = list(read_rows("org/rows", split="test", name="main"))
     assert rows == [("org/rows[test] row 0", {"a": 1}), ("org/rows[test] row 1", {"a": 2})]
-    assert hub == [("org/rows", "main", "test")]
+    assert hub == [("org/rows", "main")]
+    with pytest.raises(DataError, match=r"org/rows.*without it \(only train, test\)"):
+        list(read_rows("org/rows", split="validation"))
+
+
+def test_a_split_that_the_hub_lacks_is_cut_from_its_training_rows(hub):
+    shares = {"content": lambda where, row: row["a"], "validation": 0.2, "held_out": 0.2}
+    found = {split: [row["a"] for *_, row in read_split("org/rows", split=split, **shares)[1]] for split in SPLITS}
+    assert sorted(found["train"] + found["validation"]) == list(range(50)) and 2 <= len(found["validation"]) <= 20
+    assert found["test"] == [1, 2] and len(hub) == 3
 
 
 def test_an_id_the_hub_does_not_know_names_the_way_out():
-    with pytest.raises(DataError, match=r"task\.path=org/none.*'test'.*no org/none.*local"):
+    with pytest.raises(DataError, match=r"task\.path=org/none.*no org/none.*local"):
         list(read_rows("org/none", split="test"))
 
 

@@ -16,7 +16,7 @@ from rlkit.rewards.verifiers import task_of, trace_of
 from rlkit.rollouts.record import from_row, to_row
 from rlkit.selfcheck import check_reward, check_verifier
 from rlkit.tasks import verifiers
-from rlkit.types import Rollout, Step, Task, ToolCall, ToolResult
+from rlkit.types import SPLITS, Rollout, Step, Task, ToolCall, ToolResult
 
 SOURCE = """
 import verifiers.v1 as vf
@@ -75,13 +75,16 @@ def rollout(task: Task, *said: str, truncation: str = "") -> Rollout:
 
 
 def test_rows_become_tasks_and_each_is_on_one_side():
-    train, test = rows(held_out=0.3), rows("test", held_out=0.3)
-    numbers = [int(t.messages[1]["content"].removeprefix("Twice ").removesuffix("?")) for t in train + test]
-    assert sorted(numbers) == list(range(40)) and 4 <= len(test) <= 20
+    train, validation, test = (rows(split, validation=0.3, held_out=0.3) for split in SPLITS)
+    numbers = [int(t.messages[1]["content"].removeprefix("Twice ").removesuffix("?")) for t in train + validation + test]
+    assert sorted(numbers) == list(range(40)) and 4 <= len(test) <= 20 and 4 <= len(validation) <= 20
     assert train[0].messages[0] == {"role": "system", "content": "Only the number."}
     assert {(t.reward, t.environment) for t in train} == {("verifiers", "single_turn")}
     assert {t.id for t in rows("test", held_out=0.3, seed=5)} == {t.id for t in test}
-    assert len(rows(limit=10, max_samples=3)) == 3 and len(rows(config={"rows": 7}) + rows("test", config={"rows": 7}, held_out=0.9)) >= 7
+    assert {t.id for t in rows("test", held_out=0.3, config={"rows": 90})} >= {t.id for t in test}, "more rows move none"
+    assert len(rows(limit=10, max_samples=3)) == 3
+    with pytest.raises(DataError, match=r"task\.held_out=0\.0 leaves no test rows"):
+        rows("test", held_out=0.0)
 
 
 def test_replies_are_scored_as_the_package_scores_them():

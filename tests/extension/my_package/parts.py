@@ -47,10 +47,10 @@ def every_other(*, start: int) -> Reference:
 
 
 def doubles(*, split: str, n: int) -> Sequence[Task]:
-    """What is twice i? Held-out numbers are the negative ones."""
+    """What is twice i? Each split has a hundred of its own, at most."""
     CALLS["task"] += 1
-    sign = 1 if split == "train" else -1
-    questions = [(i, {"role": "user", "content": f"What is {i} + {i}?"}) for i in range(sign, sign * (n + 1), sign)]
+    first = {"train": 1, "validation": 101, "test": 201}[split]
+    questions = [(i, {"role": "user", "content": f"What is {i} + {i}?"}) for i in range(first, first + n)]
     return [Task(f"{split}/{i}", (message,), answer=str(2 * i)) for i, message in questions]
 
 
