@@ -35,7 +35,8 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     """Plays the episodes, scores and writes them, with token values, summary.json and transcripts; the rollouts and their folder.
 
     Each episode is written when it ends, to unscored.jsonl.gz, which goes once all are scored: what ends early leaves them behind.
-    Raises: ConfigError where the settings are out of range or there are no tasks; RewardError where a reward fails.
+    Raises: ConfigError where the settings are out of range or there are no tasks; DataError naming a row whose truth cannot be read;
+      RewardError where a reward fails.
     """
     problems = validate(x)
     if problems:
@@ -48,10 +49,11 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     from rlkit.models.chat import decode
     from rlkit.rewards import score
     from rlkit.rollouts import collect, transcript
-    from rlkit.selfcheck import check_contexts
+    from rlkit.selfcheck import check_contexts, check_truths
     from rlkit.train import autocast, pick_device, quiet, use_threads, versions
 
     quiet()
+    check_truths(tasks, x.reward)
     device = pick_device(x)
     policy = x.model(device=device)
     use_threads(x.trainer, policy.model, device)

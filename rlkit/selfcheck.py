@@ -12,6 +12,7 @@ from rlkit.errors import ConfigError, DataError, SelfCheckError
 from rlkit.models import check_template, encode_prompt, pack, score
 from rlkit.rewards import Reward, RewardError
 from rlkit.rewards import score as score_rollouts
+from rlkit.rewards.truths import truth_problem
 from rlkit.rollouts import assemble, collect
 from rlkit.rollouts.summary import by_part
 from rlkit.sandbox import Sandbox, require
@@ -38,6 +39,21 @@ def check_verifier(tasks: Sequence[Task], reward: Reward) -> None:
                             "mend the row's answer, or name a reward that can score it")  # fmt: skip
         if scores[1] is not None and scores[1] >= 1:
             raise DataError(f"row {task.id}: an empty answer scores {scores[1]} with reward '{task.reward}'; it must not count as right")
+
+
+def check_truths(tasks: Sequence[Task], reward: Reward) -> None:
+    """Every row's truth can be read by the terms of the reward that compare with it, on all rows: a row that cannot would be left out of
+    every step without a word. A term of weight 0 is only logged, and not asked.
+
+    Raises: DataError naming the row, and how many there are.
+    """
+    terms = [term.fn for term in reward.terms.values() if term.weight]
+    asked = ((task, truth_problem(fn, task)) for task in tasks for fn in terms)
+    found = {task.id: (task, problem) for task, problem in asked if problem}
+    if found:
+        task, problem = next(iter(found.values()))
+        more = f" ({len(found) - 1} more rows are like it)" if len(found) > 1 else ""
+        raise DataError(f"row {task.id}: the gold answer '{task.answer[:80]}' of reward '{task.reward}' {problem}{more}")
 
 
 def check_reward(tasks: Sequence[Task], reward: Reward) -> None:

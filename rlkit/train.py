@@ -24,32 +24,35 @@ PACKAGES = ("torch", "transformers", "peft", "lightning", "hydra-core", "numpy")
 
 
 def load_tasks(x: Experiment) -> Splits:
-    """The problems that a run plays, verifier and every phase's reward tried on their gold answers.
+    """The problems that a run plays, truths read, verifier and every phase's reward tried on gold answers.
 
     Test problems are loaded where `evaluation.n` is above 0, validation problems where `evaluation.every` is too.
     Raises: DataError, ConfigError; of a split without problems with the setting that gives it some.
     """
     from rlkit.schedules import phases
-    from rlkit.selfcheck import check_reward, check_tools, check_verifier
+    from rlkit.selfcheck import check_reward, check_tools, check_truths, check_verifier
 
     train = x.task(split="train")
+    check_truths(train, x.evaluation.reward)
     check_verifier(train, x.evaluation.reward)
     validation = load_split(x, "validation") if x.evaluation.n and x.evaluation.every else []
     test = load_split(x, "test") if x.evaluation.n else []
     for phase in phases(x).values():
+        check_truths(train, phase.reward)
         check_reward(train, phase.reward)
     check_tools(train, x.environment)
     return Splits(train, validation, test)
 
 
 def load_split(x: Experiment, split: Split) -> Sequence[Task]:
-    """The first `evaluation.n` problems of a split, the verifier tried on their gold answers. Raises DataError, ConfigError."""
-    from rlkit.selfcheck import check_verifier
+    """The first `evaluation.n` problems of a split, truths read and the verifier tried on their gold answers. Raises DataError, ConfigError."""
+    from rlkit.selfcheck import check_truths, check_verifier
 
     tasks = x.task(split=split)[: x.evaluation.n]
     if not tasks:
         instead = {"validation": "set task.validation above 0 or evaluation.every=0", "test": "set task.held_out above 0 or evaluation.n=0"}
         raise ConfigError(f"the task has no {split} problems; {instead.get(split, 'give it some')}")
+    check_truths(tasks, x.evaluation.reward)
     check_verifier(tasks, x.evaluation.reward)
     return tasks
 

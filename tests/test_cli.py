@@ -30,6 +30,12 @@ def without_number(folder):
     return ["task=jsonl", f"task.path={path}"], ["gold answer", "'two'", "numeric"]
 
 
+def one_row_without_a_number(folder):
+    rows = [{"prompt": f"What is {i}?", "answer": "10:30" if i == 57 else str(i), "id": f"key-{i}"} for i in range(200)]
+    path = jsonl(folder / "a.jsonl", *rows)
+    return ["task=jsonl", f"task.path={path}", "+task.fields.id=id"], ["row key-57", "'10:30'", "one number"]
+
+
 def broken_row(folder):
     return ["task=jsonl", "task.path=" + jsonl(folder / "a.jsonl", GOOD, "{oops")], ["a.jsonl:2"]
 
@@ -77,7 +83,8 @@ def reward_that_cannot_score(folder):
 
 
 CASES = [
-    raising_reward, raising_reward_of_a_later_phase, missing_extra, reward_that_cannot_score, without_answer, without_number, broken_row,
+    raising_reward, raising_reward_of_a_later_phase, missing_extra, reward_that_cannot_score, without_answer, without_number,
+    one_row_without_a_number, broken_row,
     missing_file, long_row, no_template, no_gpu,
 ]  # fmt: skip
 

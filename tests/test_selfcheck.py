@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ import torch
 from rlkit.errors import DataError, SelfCheckError, TemplateError
 from rlkit.generation import generate
 from rlkit.models import make_codec
-from rlkit.rewards import Reward, Term, exact_match, numeric, weighted_sum
-from rlkit.selfcheck import check_policy, check_verifier
+from rlkit.rewards import Reward, Term, by_task, exact_match, few_turns, numeric, weighted_sum
+from rlkit.selfcheck import check_policy, check_truths, check_verifier
 from rlkit.tasks import arithmetic
 from rlkit.types import Task
 
@@ -38,6 +39,30 @@ def test_a_gold_answer_that_does_not_score_names_its_row():
         check_verifier(rows("7", "no number"), reward_of(numeric))
     with pytest.raises(DataError, match=r"row rows.jsonl:1: the gold answer '7' scores 0.5"):
         check_verifier(rows("7"), reward_of(lambda r: 0.5))
+
+
+@pytest.mark.parametrize(
+    "function", [numeric, few_turns, partial(numeric, wrong=-1.0), partial(by_task, rewards={"mine": partial(numeric)})]
+)
+@pytest.mark.parametrize("truth", [r"3\sqrt{2}", "10:30", "2k+2", "3,5,7", "two", "x = 5"])
+def test_a_truth_that_is_not_one_number_names_its_row_wherever_it_is(truth, function):
+    """Far behind the first rows too: it would be read in part, or leave its row out of every step without a word."""
+    fine = rows(*map(str, range(300)), r"\frac{3}{4}", "#### 1,000", "18 apples", "- 5")
+    check_truths(fine, reward_of(function))
+    with pytest.raises(
+        DataError, match=r"row rows.jsonl:305: the gold answer '.*' of reward 'mine' is not one number.*\(1 more rows are like it\)"
+    ) as refusal:
+        check_truths(rows(*(task.answer for task in fine), truth, "6", "seven"), reward_of(function))
+    assert f"'{truth}'" in str(refusal.value)
+
+
+def test_truths_are_asked_of_terms_that_read_them_and_count():
+    shadow = Reward("mine", {"mine": Term(1.0, exact_match), "number": Term(0.0, numeric)}, weighted_sum)
+    check_truths(rows("two"), shadow)
+    by_row = partial(by_task, rewards={"mine": exact_match, "number": numeric})
+    check_truths(rows("two"), reward_of(by_row))
+    with pytest.raises(DataError, match=r"row rows.jsonl:1: the gold answer 'two'"):
+        check_truths([rows("two")[0]._replace(reward="number")], reward_of(by_row))
 
 
 def test_an_empty_answer_that_counts_as_right_names_its_row():

@@ -14,6 +14,7 @@ from rlkit.rewards.repetition import repetition
 from rlkit.rewards.score import Reward, RewardError, Term, Verdict, score, score_spread
 from rlkit.rewards.text import contains, exact_match, format_match
 from rlkit.rewards.tool_usage import tool_usage
+from rlkit.rewards.truths import reads_truth
 from rlkit.rewards.verifiers import verifiers
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "numeric",
     "parse_number",
     "product",
+    "reads_truth",
     "repetition",
     "score",
     "score_spread",

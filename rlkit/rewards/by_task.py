@@ -8,9 +8,16 @@ from typing import Any
 from rlkit.errors import ConfigError
 from rlkit.rewards.aggregators import batched
 from rlkit.rewards.score import Term, called_on
-from rlkit.types import Rollout
+from rlkit.rewards.truths import reads_truth, truth_problem
+from rlkit.types import Rollout, Task
 
 
+def _truth_problem(task: Task, *, rewards: Mapping[str, Callable[..., Any]]) -> str:
+    """What the reward says that the row names; an unknown name is refused when it is asked for."""
+    return truth_problem(rewards[task.reward], task) if task.reward in rewards else ""
+
+
+@reads_truth(_truth_problem)
 @batched
 def by_task(rollouts: Sequence[Rollout], *, rewards: Mapping[str, Callable[..., Any]]) -> list[Any]:
     """Score rollouts with the rewards that their tasks name, so that a mixture scores each row its own way.

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ast
+import builtins
+import itertools
+import re
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 from rlkit.errors import DataError
 from rlkit.rewards.aggregators import batched
 from rlkit.rewards.answers import final_answer
+from rlkit.rewards.fences import code_blocks
 from rlkit.rewards.score import Verdict
 from rlkit.sandbox import Check, Job, Outcome, Sandbox, Unsplittable, passes, run_many, split
 from rlkit.types import Rollout, Task
-
-FENCES = ("```python", "```py", "```")
 
 
 class Judgement(NamedTuple):
@@ -71,24 +74,30 @@ def judgements(rollouts: Sequence[Rollout], *, sandbox: Sandbox | None = None) -
     ]
 
 
-def extract_code(text: str) -> str:
-    """The last fenced block (```python, ```py or ```) that is closed and not empty, or the whole text where there is none.
+def extract_code(text: str, names: Collection[str] = ()) -> str:
+    """The program of a reply: a fenced block (see `rlkit.rewards.fences`), or the whole text where no block can be a program.
 
-    >>> extract_code("First ```x``` then:\\n```python\\na = 1\\n```\\ndone")
+    Args:
+      names: what the program has to define at its top level. The last block that defines one of them is the program, so that
+        an example of its use may follow. Of blocks that do, those marked as Python come before unmarked ones, and these
+        before those of other languages. Where none does, the last Python block is the program, else the last unmarked one.
+
+    >>> extract_code("First ```x``` then:\\n```python\\na = 1\\n```\\nThis prints\\n```\\n1\\n```")
     'a = 1'
     """
-    block: list[str] | None = None
-    found = ""
-    for line in text.splitlines():
-        fence = line.strip().lower()
-        if block is None:
-            block = [] if fence in FENCES else None
-        elif fence == "```":
-            found = "\n".join(block) if any(map(str.strip, block)) else found
-            block = None
-        else:
-            block.append(line)
-    return found or text
+    blocks = code_blocks(text)
+    ranked = [block for language in ("python", "unmarked", "other") for block in reversed(blocks) if block.language == language]
+    either = "|".join(map(re.escape, names))
+    definition = re.compile(rf"^(?:(?:async[ \t]+)?def|class)[ \t]+(?:{either})\b|^(?:{either})[ \t]*=(?!=)", re.MULTILINE)
+    defining = (block.code for block in ranked if names and definition.search(block.code))
+    programs = (block.code for block in ranked if block.language != "other")
+    return next(itertools.chain(defining, programs), text)
+
+
+def _called(calls: Sequence[str]) -> set[str]:
+    """The names that tests use and Python does not define itself."""
+    found = {node.id for call in calls for node in ast.walk(ast.parse(call, mode="eval")) if isinstance(node, ast.Name)}
+    return found - set(dir(builtins))
 
 
 def tests_of(task: Task) -> list[Check]:
@@ -106,10 +115,11 @@ def tests_of(task: Task) -> list[Check]:
 
 def _job(rollout: Rollout, tests: Sequence[Check]) -> Job | None:
     answer = final_answer(rollout)
-    code = extract_code(answer) if answer is not None else ""
+    calls = tuple(check.call for check in tests)
+    code = extract_code(answer, _called(calls)) if answer is not None else ""
     if not tests or not code.strip():
         return None
-    return Job(f"{code}\n{rollout.task.metadata.get('setup', '')}", tuple(check.call for check in tests))
+    return Job(f"{code}\n{rollout.task.metadata.get('setup', '')}", calls)
 
 
 def _judged(outcome: Outcome, tests: Sequence[Check]) -> Judgement:

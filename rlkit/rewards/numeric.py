@@ -1,49 +1,136 @@
-"""The number that a reply ends with, against the number that is true: exact, and bounded in cost on any text."""
+r"""The number that a reply gives as its answer, against the number that is true: exact, and bounded in cost on any text.
+
+Truths and replies are read by one grammar: a number with an optional unit (`parse_number`). What is not wholly that is never read in
+part, so that 3\sqrt{2} is neither 3 nor 2.
+"""
 
 from __future__ import annotations
 
 import re
+import unicodedata
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 
 from rlkit.rewards.answers import final_answer
 from rlkit.rewards.score import Verdict
-from rlkit.types import Rollout
+from rlkit.rewards.truths import reads_truth
+from rlkit.types import Rollout, Task
 
-MAX_DIGITS = 200  # of one number as written; a longer one is no answer
+MAX_DIGITS = 200  # characters of one number as written; a longer one is no answer
 MAX_SEGMENT = 1000  # characters after a marker in which its number must stand
+MAX_MARKERS = 100  # of a text that are looked at, from the last one on
 
-MINUS, EN_DASH, TIMES, DIVISION = "\u2212\u2013\u00d7\u00f7"
-# Possessive (++), so that a long run of digits is read once. A sign counts where no digit, letter or bracket stands
-# before it: in 10-20 the second number is 20. Groups of thousands are bounded, so that a long chain of them that ends badly
-# is not read to its end from each of its groups; what goes on beyond the bound is too long for a number anyway.
-WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{3}){1,250}+(?![0-9]|,[0-9]{3})|[0-9]++)"
-NUMBER = re.compile(
-    rf"(?P<sign>(?<![\w)\]}}])[-+{MINUS}{EN_DASH}])?(?:[$€£](?P<minus>[-{MINUS}])?)?"
-    rf"(?:(?P<mixed>[0-9]++) (?P<part>[0-9]++)/(?P<of>[0-9]++)"
-    rf"|(?P<decimal>{WHOLE}(?:\.[0-9]++)?|\.[0-9]++)(?:[eE](?P<exponent>[-+]?[0-9]{{1,2}})(?!\w))?"
-    rf"(?: ?/ ?(?P<denominator>{WHOLE}))?)"
+# ------------------------------------------------------------------------------------- the many ways of writing, as one
+
+CURRENCY = "$€£¥₹"
+FRACTIONS = {c: f" {unicodedata.normalize('NFKC', c).replace(chr(0x2044), '/')} " for c in "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
+SPELLINGS = str.maketrans(
+    dict.fromkeys("\u2212\u2013\u2012\ufe63\uff0d", "-")
+    | dict.fromkeys(f"{CURRENCY}\u00a0\u2009\u202f~`", " ")
+    | {"\u2044": "/", "\u00d7": "*", "\u00b7": "*", "\u22c5": "*"}
+    | FRACTIONS
 )
-HASHES = re.compile(r"(?<!#)####(?!#)")
-BOXED = re.compile(r"\\boxed\s{0,9}\{")
-THE_ANSWER_IS = re.compile(r"\bthe (?:final )?answer is\b", re.IGNORECASE)
-END_OF_SENTENCE = re.compile(r"\n|[.!?;](?=\s|$)")
-LEFT_SIDE = rf"(?:[0-9\s.,$€£%+\-*/^(){MINUS}{TIMES}{DIVISION}]|(?<![A-Za-z])[A-Za-z](?![A-Za-z]))*+"
-EQUATION = re.compile(rf"(?:{LEFT_SIDE}=)++")
-LATEX_FRACTION = re.compile(r"\\[dt]?frac\s{0,9}\{([^{}]{1,99})\}\s{0,9}\{([^{}]{1,99})\}")
-LATEX_SPACING = re.compile(r"\\[,!;: ]|\{,\}(?=[0-9])|\\(?=[$%])")
+SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+PART = r"\s{0,9}-?\s{0,9}[0-9.,]{1,99}\s{0,9}"  # of a LaTeX fraction
+REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    (re.compile(r"\\(?=[$%])"), ""),
+    (re.compile(rf"(?<=[-+\u2212\u2013])[{CURRENCY}]\s?"), ""),  # -$18, before currencies become spaces
+    (re.compile(r"<<[^<>]{0,200}>>"), ""),  # calculations as GSM8K writes them
+    (re.compile(r"\{,\}(?=[0-9])"), ","),
+    (re.compile(r"(?<=[0-9]),?(?:\\[,!;: ]|[\u2009\u202f])(?=[0-9]{3}(?![0-9]))"), ","),  # 10\,000 and 10,\!000
+    (re.compile(r"[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]++"), lambda found: "^{" + found[0].translate(SUPERSCRIPTS) + "}"),
+    (re.compile(r"\*\*|\\[()\[\],!;: ]|\\(?:left|right|displaystyle|quad|qquad)(?![A-Za-z])"), " "),
+    (re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|emph)\s{0,9}\{([^{}]{0,200})\}"), r" \1 "),
+    (re.compile(r"\\(?:times|cdot)(?![A-Za-z])"), "*"),
+    (re.compile(r"\^\s{0,9}(?:\{\s{0,9}\\circ\s{0,9}\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])"), "°"),
+    (re.compile(rf"\\[dtc]?frac\s{{0,9}}(?:\{{({PART})\}}|([0-9]))\s{{0,9}}(?:\{{({PART})\}}|([0-9])(?![0-9]))"), r" \1\2/\3\4 "),
+]
+
+# ---------------------------------------------------------------------------------------- a number with an optional unit
+
+# Possessive (++), so that a long run of digits is read once.
+WHOLE = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})++(?![0-9])|[0-9]++)"
+DECIMAL = rf"(?:{WHOLE}(?:\.[0-9]++)?|\.[0-9]++)"
+POWER = r"\s?\^\s?(?:\{{\s{{0,9}}(?P<{0}>[-+]?\s?[0-9]{{1,2}})\s{{0,9}}\}}|(?P<{0}_bare>[-+]?[0-9]{{1,2}})(?![0-9]))"
+VALUE = (
+    r"(?:(?P<mixed>[0-9]++)\s++(?P<part>[0-9]++)\s?/\s?(?P<of>[0-9]++)"
+    rf"|(?P<decimal>{DECIMAL})"
+    rf"(?:[eE](?P<exponent>[-+]?[0-9]{{1,2}})(?!\w)|\s{{0,9}}[*x]\s{{0,9}}10{POWER.format('ten')}|{POWER.format('power')}"
+    rf"|\s{{0,9}}/\s{{0,9}}(?P<divisor>{DECIMAL}))?)"
+    r"(?:\s{0,9}(?P<scale>(?i:hundred|thousand|million|billion|trillion))\b)?"
+)
+SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+NUMBER = re.compile(rf"(?:(?P<sign>[-+]|(?i:minus|negative|plus|positive)\b)\s{{0,9}})?(?:(?:USD?|EUR|GBP|INR|Rs\.?)\s{{0,9}})?{VALUE}")
+LETTER = r"[^\W\d_]"
+WORD = rf"{LETTER}++(?:['’.]{LETTER}++)*+(?:\s?\^(?:\{{-?[0-9]\}}|-?[0-9]))?"
+UNIT = re.compile(rf"\s*+(?:[%°](?:\s?{WORD})?|[(/]?\s*+{WORD})(?:(?:\s*[/*.)(-]\s*|\s+){WORD}){{0,5}}\s*+\)?")
+# Of one or two letters only these: in 2k and 3xy the letters are factors.
+SHORT_UNIT = re.compile(
+    "[mgshlLJWVNAKCF]|[kcmnd][mg]|[mcd]?[lL]|lb|oz|ft|in|yd|mi|hr|yr|wk|mo|am|pm|st|nd|rd|th|sq|pt|qt|ha|cc|[kMG][WVJ]|m[VA]|Hz|[kKMGT]B|Pa|dB|[AW]h"
+)
+# Words that calculate: a text with one of them is more than a number and its unit.
+FRACTION_WORD = "half|halves|thirds?|quarters?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths?"
+NOT_UNIT = re.compile(
+    "and|or|plus|minus|divided|pi|tau|sqrt|root|squared|cubed|factorial|choose|mod|sin|cos|tan|log|ln|exp|half|halves|thirds?"
+    "|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths|hundred|thousand|[mbtr]+illion",
+    re.IGNORECASE,
+)
+# What may follow a number in a sentence and make it another one: "5 and a half", "2 thirds", "5 or 6".
+GOES_ON = re.compile(
+    rf"\s*(?:(?:and|or)\s+(?:an?\s+)?(?:one\s+|two\s+|three\s+)?(?:[-+]?[0-9]|(?:{FRACTION_WORD})\b)|(?:plus|minus|divided|squared|cubed|factorial)\b"
+    r"|(?:times|over)\s+(?:[0-9\\]|pi\b|(?!a\b)\w\b)|(?:half|halves|thirds?)\b)",
+    re.IGNORECASE,
+)
+HAS_NUMBER = re.compile(rf"[0-9{''.join(FRACTIONS)}]")
+
+# -------------------------------------------------------------------------------------------------- answers in replies
+
+MARKER = re.compile(
+    r"(?P<hashes>(?<!#)####(?!#))|(?P<box>\\boxed\s{0,9}\{)|(?P<tag><answer>)|(?P<end></answer>)"
+    r"|(?P<phrase>\banswer\s{1,3}is\b)|(?P<colon>\banswer\s{0,3}[*_]{0,3}\s{0,3}[:：])",
+    re.IGNORECASE,
+)
+END_OF_SENTENCE = re.compile(r"\n|(?<!\\)(?<!\bRs)[.!?;](?=\s|$)")
+NUMBERED_HEADING = re.compile(r"\W*+[0-9]++\s?[.):]\s++\S")
+WORDS = re.compile(rf"(?<!\\)\b(?!(?i:minus|negative)\b){LETTER}{{2,}}")
+# What an expression is made of: digits, operators, single letters other than the words a and I, LaTeX commands, signs in words.
+EXPRESSION = re.compile(
+    r"(?:[0-9\s.,+\-*/^(){}\[\]=%°<>|!:≈]|\\[A-Za-z]++|\b(?:minus|negative|hundred|thousand|million|billion|trillion)\b"
+    rf"|(?<!['’])(?<!{LETTER})(?![aAI]){LETTER}(?!{LETTER}))++",
+    re.IGNORECASE,
+)
+CLAUSE = re.compile(r",\s|;|:\s|(?<=\S)\s+\(")
+BEFORE_NUMBER = re.compile(r"\A(?:[\s,:;*=!≈)\]}%°]|\.(?![0-9]))++")
+# A number in running text: no part of a name, an index, a time, a date or a LaTeX command.
+IN_TEXT = re.compile(
+    r"(?<![\w\\^{])(?<![0-9][.,:/])(?P<sign>(?<![\w)\]}])[-+]|(?:(?<=\bis )|(?<=\bequals )|(?<=[=:(] )|(?<=[=:(]))-\s+"
+    rf"|(?<![0-9] )\b(?i:minus|negative)\s+)?{VALUE}(?![0-9^\\_]|\s?\\|[.,:/][0-9])(?P<glued>{LETTER}*+)"
+)
+NOT_NUMBERS = re.compile(
+    rf"(?<![\\\w]){LETTER}++_?[0-9]\w*|(?:(?<={LETTER}{LETTER})|(?<=\bm))\s?\^(?:\{{-?[0-9]\}}|-?[0-9])"
+)  # x2, H2O, m^2
 
 
+def unreadable(task: Task, **keywords: object) -> str:
+    """Why `numeric` cannot read a task's truth; "" where it can."""
+    if _truth(task.answer) is not None:
+        return ""
+    return "is not one number with an optional unit; write it so, as 18, 3/4 or 2.5 km, or choose a reward that can read it"
+
+
+@reads_truth(unreadable)
 def numeric(rollout: Rollout, *, correct: float = 1.0, wrong: float = 0.0) -> float | None:
     """Whether the last reply's number equals the number of `task.answer`, as exact fractions.
 
     Args:
       rollout: scored by its last reply's content; thinking is not read.
       correct, wrong: the two scores.
-    Returns: `correct` or `wrong`; None where `task.answer` holds no number. An episode without a final answer is wrong
-      (no reply, truncated, cut off by length, still calling tools), and so is a reply without a number; its status is unparseable.
+    Returns: `correct` or `wrong`; None where `task.answer` is neither a number (see `parse_number`) nor a text whose last marker is
+      followed by one, which a run refuses when it starts. An episode without a final answer is wrong (no reply, truncated, cut off by
+      length, still calling tools), and so is a reply without a number; its status is unparseable.
     Source: Cobbe et al. 2021, arXiv:2110.14168 (the form `#### 18`).
     """
-    truth = extract_answer(rollout.task.answer)
+    truth = _truth(rollout.task.answer)
     if truth is None:
         return None
     answer = final_answer(rollout)
@@ -53,82 +140,198 @@ def numeric(rollout: Rollout, *, correct: float = 1.0, wrong: float = 0.0) -> fl
     return correct if number == truth else wrong
 
 
-def extract_answer(text: str) -> Fraction | None:
-    r"""The number that a text gives as its answer.
-
-    After the last `####`, on its line; else in the last `\boxed{…}`; else after the last "the answer is", in the same
-    sentence; else the last number of the text. After a marker the first number counts, past the left side of an
-    equation such as 5 + 3 = 8. A marker that no number follows does not count.
-    """
-    for segment in (_after_hashes(text), _boxed(text), _after_phrase(text)):
-        if segment is not None and NUMBER.search(segment):
-            return parse_number(segment)
-    last = None
-    for last in NUMBER.finditer(text):  # noqa: B007
-        pass
-    return None if last is None else _value(last)
-
-
 def parse_number(text: str) -> Fraction | None:
-    r"""The first number of a text, exactly.
+    r"""The number that a text is, exactly; None for a text that is anything else than one number with an optional unit.
 
-    Signs (the typeset minus too), thousands commas, decimals, fractions 3/4 and 2 3/4, powers of ten 1e6, \frac{3}{4}.
-    Currency, percent signs and units are dropped, without conversion: 50% is 50. The left sides of an equation are
-    passed over: in x = 5 + 3 = 8 the number is 8. None where there is no number, for a zero denominator, and beyond
-    MAX_DIGITS.
+    Numbers have a sign (-5, −5, - 5, minus 5), commas between thousands, decimals, fractions (3/4, 2 3/4, ½, \frac{3}{4}, 2\frac12),
+    powers (10^{-3}, 10⁻³, 2 \times 10^6, 1e6) and words of scale (5 million). Currencies, percent signs and units are dropped, without
+    conversion: 50% is 50, and 50 cents is 50. A unit is up to six words, none of which calculates (and, times, half, …); of one or two
+    letters it must be a known one, since 2k is a product. A full stop or comma at the end is dropped, and emphasis around the number.
+    None also for a zero denominator, and beyond MAX_DIGITS.
+
+    >>> parse_number(r"$2\frac{1}{2}$ cups"), parse_number(r"3\sqrt{2}"), parse_number("10:30")
+    (Fraction(5, 2), None, None)
     """
-    text = LATEX_FRACTION.sub(r"\1/\2", text[:MAX_SEGMENT])
-    text = LATEX_SPACING.sub(lambda found: "," if found.group() == "{,}" else "", text)
-    if (equation := EQUATION.match(text)) and NUMBER.search(text, equation.end()):
-        text = text[equation.end() :]
-    number = NUMBER.search(text)
-    return None if number is None else _value(number)
+    text = text.strip()
+    return _whole(_plain(text)) if len(text) <= MAX_SEGMENT and "\n" not in text else None
+
+
+def extract_answer(text: str) -> Fraction | None:
+    r"""The number that a reply gives as its answer, or None.
+
+    It stands after the last marker that is followed by a number. Markers are `####` with a number on its line, `\boxed{…}`,
+    "the answer is", "Answer:" and `<answer>…</answer>`. After "the answer is" the first number of the sentence counts, after the others
+    the one that follows at once; of an equation, the number behind its last "=". A heading (#### Step 2) is no marker. A marker whose
+    expression is no number (\boxed{3\sqrt{2}}) gives no number.
+
+    Without a marker it is the last number of the text, or in a sentence with "=" the one behind the last "=". A text that is a number
+    as a whole is that number.
+    """
+    if (number := parse_number(text)) is not None:
+        return number
+    for kind, segment in _segments(text):
+        plain = _plain(segment)
+        if (number := _whole(plain)) is not None:
+            return number
+        if _is_followed_by_number(kind, plain):
+            return _of_delimited(plain) if kind in ("box", "tag") else _first(plain)
+    return _last(text)
+
+
+def _truth(text: str) -> Fraction | None:
+    """The number of a truth: of the whole text, or of what follows its last marker, as in a solution of GSM8K."""
+    if (number := parse_number(text)) is not None:
+        return number
+    last = next((segment for kind, segment in _segments(text) if _is_followed_by_number(kind, _plain(segment))), "")
+    return parse_number(last)
+
+
+# ----------------------------------------------------------------------------------------------------------- numbers
+
+
+def _plain(text: str) -> str:
+    """A text with one spelling of signs, spaces, fractions and powers, without currencies and LaTeX's typesetting."""
+    for pattern, replacement in REWRITES:
+        text = pattern.sub(replacement, text)
+    return text.translate(SPELLINGS)
+
+
+def _whole(plain: str) -> Fraction | None:
+    """The number that a plain text is as a whole, unit and punctuation aside."""
+    text = plain.strip(" \t\r\n*_\"'")
+    if not text.endswith(".."):
+        text = text.rstrip(".,;:?*_\"' \t")
+    while len(text) > 1 and text[0] + text[-1] in ("()", "{}", "[]"):
+        text = text[1:-1].strip()
+    found = NUMBER.match(text)
+    return _value(found) if found and _is_unit(text[found.end() :]) else None
+
+
+def _is_unit(rest: str) -> bool:
+    if not rest.strip():
+        return True
+    if not UNIT.fullmatch(rest):
+        return False
+    words = re.findall(rf"{LETTER}+", rest)
+    short = [word for word in words if len(word) == 1 and word != "a"] + [word for word in words[:1] if len(word) == 2]
+    return all(SHORT_UNIT.fullmatch(word) for word in short) and not any(NOT_UNIT.fullmatch(word) for word in words)
 
 
 def _value(number: re.Match[str]) -> Fraction | None:
     if len(number.group()) > MAX_DIGITS:
         return None
     group = number.groupdict()
-    sign = -1 if (group["sign"] or "+") != "+" or group["minus"] else 1
     if group["mixed"]:
-        whole, above, below = Fraction(group["mixed"]), group["part"], group["of"]
+        whole, part, of = (int(group[name]) for name in ("mixed", "part", "of"))
+        if part >= of:
+            return None  # 2 3/2 is no mixed number
+        value = whole + Fraction(part, of)
     else:
-        whole = Fraction(group["decimal"].replace(",", "")) * Fraction(10) ** int(group["exponent"] or 0)
-        above, below = "", group["denominator"]
-    if not below:
-        return sign * whole
-    divisor = Fraction(below.replace(",", ""))
-    if divisor == 0:
-        return None
-    return sign * (whole + Fraction(above) / divisor if above else whole / divisor)
+        value = Fraction(group["decimal"].replace(",", ""))
+        ten = group["exponent"] or group["ten"] or group["ten_bare"]
+        power = group["power"] or group["power_bare"]
+        divisor = Fraction((group["divisor"] or "1").replace(",", ""))
+        exponent = int((power or "1").replace(" ", ""))
+        if divisor == 0 or (value == 0 and exponent <= 0):
+            return None
+        value = value**exponent * Fraction(10) ** int((ten or "0").replace(" ", "")) / divisor
+    sign = -1 if (group["sign"] or "+").strip().lower() in ("-", "minus", "negative") else 1
+    return sign * value * SCALES.get((group["scale"] or "").lower(), 1)
 
 
-def _last(pattern: re.Pattern[str], text: str) -> int | None:
-    """Where the last match of a pattern ends."""
-    ends = [found.end() for found in pattern.finditer(text)]
-    return ends[-1] if ends else None
+# ----------------------------------------------------------------------------------------------------------- replies
 
 
-def _after_hashes(text: str) -> str | None:
-    start = _last(HASHES, text)
-    return None if start is None else text[start : start + MAX_SEGMENT].strip().partition("\n")[0]
+def _segments(text: str) -> Iterator[tuple[str, str]]:
+    """What follows each marker and has a digit in it, from the last to the first: the marker's kind, and the text. They do not overlap."""
+    markers = list(MARKER.finditer(text))
+    following: re.Match[str] | None = None
+    for marker in reversed(markers[-MAX_MARKERS:]):
+        segment = text[marker.end() : following.start() if following else len(text)].lstrip()
+        if len(segment) > MAX_SEGMENT:  # a number at the cut is not read in part
+            segment = segment[:MAX_SEGMENT].rpartition(" ")[0]
+        segment = _own(str(marker.lastgroup), segment, closed=following is not None and following.lastgroup == "end")
+        if HAS_NUMBER.search(segment):
+            yield str(marker.lastgroup), segment
+        following = marker
 
 
-def _after_phrase(text: str) -> str | None:
-    start = _last(THE_ANSWER_IS, text)
-    if start is None:
-        return None
-    return END_OF_SENTENCE.split(text[start : start + MAX_SEGMENT].lstrip(" \n\t:*"), maxsplit=1)[0]
+def _own(kind: str, text: str, *, closed: bool) -> str:
+    """The part of the text behind a marker that belongs to it: a line, a box, a tag, or the rest of the sentence."""
+    if kind == "hashes":
+        return text.partition("\n")[0]
+    if kind == "box":
+        return _in_braces(text) or ""
+    if kind == "tag":
+        return text if closed else ""
+    if kind == "end":
+        return ""
+    lead = len(text) - len(text.lstrip(" \n\t:*$\\[("))  # LaTeX may begin on a line of its own
+    return text[:lead].replace("\n", " ") + END_OF_SENTENCE.split(text[lead:], maxsplit=1)[0]
 
 
-def _boxed(text: str) -> str | None:
-    """What stands in the braces of the last closed box; braces inside count."""
-    start = _last(BOXED, text)
-    if start is None:
-        return None
+def _in_braces(text: str) -> str | None:
+    """The text before the brace that closes; None where there is none."""
     depth = 1
-    for i, character in enumerate(text[start : start + MAX_SEGMENT]):
-        depth += (character == "{") - (character == "}")
+    for brace in re.finditer(r"[{}]", text):
+        depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return text[start : start + i]
+            return text[: brace.start()]
     return None
+
+
+def _is_followed_by_number(kind: str, plain: str) -> bool:
+    digit = HAS_NUMBER.search(plain)
+    if digit is None:  # it was part of what is no text, as a calculation of GSM8K
+        return False
+    lead = plain[: digit.start()]
+    if kind == "hashes" and NUMBERED_HEADING.match(plain):
+        return False
+    return kind not in ("hashes", "colon") or "=" in lead or not WORDS.search(lead)
+
+
+def _of_delimited(plain: str) -> Fraction | None:
+    """The number of a box or a tag: behind an equation's last "=", or the only one among words."""
+    left, equals, right = plain.rpartition("=")
+    if equals and not CLAUSE.search(left):
+        return _whole(right)
+    alone = sum(bool(HAS_NUMBER.search(found.group())) for found in EXPRESSION.finditer(plain)) == 1
+    return _first(plain) if alone and WORDS.search(plain) else None
+
+
+def _first(plain: str) -> Fraction | None:
+    """The first expression of a plain text as a number, of an equation what stands behind its last "="; not 5 of "5 and a half"."""
+    expression = next((found for found in EXPRESSION.finditer(plain) if HAS_NUMBER.search(found.group())), None)
+    if expression is None or GOES_ON.match(plain, expression.end()):
+        return None
+    sides = [side for side in expression.group().split("=") if HAS_NUMBER.search(side)]
+    clauses = [clause for clause in CLAUSE.split(sides[-1] if sides else "") if HAS_NUMBER.search(clause)]
+    if not clauses:
+        return None
+    text = BEFORE_NUMBER.sub("", clauses[0], count=1).rstrip(" \t\n.,:;!?*+/<>|=([{-\\")
+    for opening, closing in ("()", "{}", "[]"):
+        while text.endswith(closing) and text.count(opening) < text.count(closing):
+            text = text[:-1].rstrip(" .,:;!?*")
+        while text.startswith(opening) and text.count(opening) > text.count(closing):
+            text = text[1:].lstrip()
+    return _whole(text)
+
+
+def _last(text: str) -> Fraction | None:
+    """The last number of a text without a marker."""
+    end = max((found.end() for found in HAS_NUMBER.finditer(text)), default=0)
+    if not end:
+        return None
+    before = text[max(0, end - MAX_SEGMENT) : end]
+    start = max((found.end() for found in END_OF_SENTENCE.finditer(before)), default=0)
+    after = END_OF_SENTENCE.split(text[end : end + MAX_SEGMENT], maxsplit=1)[0]
+    plain = NOT_NUMBERS.sub(" ", _plain(before[start:] + after))
+    _, equals, right = plain.rpartition("=")
+    if equals and HAS_NUMBER.search(right):
+        return _first(right)
+    last = None
+    for last in IN_TEXT.finditer(plain):  # noqa: B007
+        pass
+    if last is None or HAS_NUMBER.search(plain, last.end()) or not _is_unit(last["glued"]):
+        return None  # the last number is part of something else, such as 10:30 or 3\sqrt{2}
+    return _value(last)

@@ -85,8 +85,8 @@ def _task(id: str, where: str, row: Row, environment: str) -> Task:
 
 
 def _lines(text: str) -> str:
-    """The rows' line ends are those of Windows."""
-    return "\n".join(text.splitlines())
+    """The text with the line ends of Unix; the rows have those of Windows. Other separators may stand in strings and stay."""
+    return text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
 
 
 def _checkable(test: Any) -> bool:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from rlkit.errors import ConfigError, DataError
-from rlkit.rewards import Reward, Term, by_task, code_exec, extract_code, judgements, numeric, score, weighted_sum
+from rlkit.rewards import Reward, Term, by_task, code_exec, judgements, numeric, score, weighted_sum
 from rlkit.sandbox import Sandbox, level, run_many
 from rlkit.sandbox.level import Level
 from rlkit.tasks import mbpp
@@ -91,14 +91,6 @@ def test_a_machine_without_isolation_refuses_to_run_model_written_code(monkeypat
     with pytest.raises(ConfigError, match=r"no Landlock.*sandbox\.allow_weak=true"):
         code_exec([rollout("x = 1")])
     assert code_exec([rollout(REPLIES["right"][0])], sandbox=Sandbox(allow_weak=True)) == [1.0]
-
-
-def test_the_last_block_is_the_program():
-    assert extract_code("no block") == "no block"
-    assert extract_code("```python\na\n```\n```\n\n```\n") == "a"  # an empty one does not count
-    assert extract_code("```Python\na\nb\n``` \n```text\nc\n```") == "a\nb"
-    assert extract_code("  ```py\n  x\n  ```") == "  x"
-    assert extract_code("```python\nnot closed") == "```python\nnot closed"
 
 
 def gold(shared, rows: slice) -> list[tuple[str, str]]:

@@ -1,0 +1,116 @@
+"""Fenced code blocks of a reply, as people and chat models write them."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple
+
+# Only these end a line: str.splitlines also cuts at U+2028, \x0c, \x1c and others, which may stand in a string of a program.
+LINE_END = re.compile(r"\r\n|\r|\n")
+QUOTE = r"(?:[ \t]*>)"
+LIST_MARKER = r"(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)"
+OPENING = re.compile(rf"(?P<quotes>{QUOTE}*+)(?P<indent>[ \t]*+{LIST_MARKER}*+)(?P<fence>`{{3,}}(?=[^`]*+$)|~{{3,}})(?P<info>.*)")
+PYTHON = re.compile(r"\{?\s*\.?(?:i?python|py)[0-9.]*+(?![\w-])|[\w./-]++(?<=\.py)", re.IGNORECASE)
+UNMARKED = re.compile(r"code|\{[^.]*+\}|\w++=.*+|", re.IGNORECASE)  # also attributes without a language: title="solution"
+WORD = re.compile(r"\{?\.?[A-Za-z]")
+
+
+class Block(NamedTuple):
+    """A fenced block: `language` is python, unmarked, or other for every other language; `code` has no common indentation."""
+
+    language: Literal["python", "unmarked", "other"]
+    code: str
+
+
+class _Open(NamedTuple):
+    """A block that is being read."""
+
+    fence: str  # its run of backticks or tildes
+    info: str  # what stands behind it
+    indent: int  # columns before it
+    quotes: int  # block quotes that it stands in
+    lines: list[str]
+
+
+def code_blocks(text: str) -> list[Block]:
+    r"""The fenced blocks of a text, in order, without empty ones.
+
+    Well-formed blocks are read as CommonMark reads them: backticks or tildes, three or more, closed by a run at least as long, in lists
+    and in block quotes; a block that is never closed reaches to the end. These slips of writers are mended, which CommonMark takes as
+    code or as prose:
+
+    - a closing fence behind the last line of code, unless a fence or an open quotation mark stands before it on that line;
+    - an opening fence with a language while a block is open: the block ends there;
+    - an opening fence behind prose, if it names Python;
+    - fences indented by four columns or more, and code that is indented less than its fence;
+    - an HTML tag on the line before the fence, such as <answer>.
+
+    A fence inside a program's string is told by its indentation: a closing fence is at most three columns deeper than the opening one.
+    The time is linear in the text.
+
+    >>> code_blocks("1. Add:\n   ~~~{.python}\n   s = 1 + 1~~~\n   Done.")
+    [Block(language='python', code='s = 1 + 1')]
+    """
+    blocks: list[_Open] = []
+    current: _Open | None = None
+    for line in LINE_END.split(text):
+        if current is None:
+            current = _opening(line)
+            blocks += [current] if current else []
+            continue
+        content = re.sub(rf"^{QUOTE}{{0,{current.quotes}}} ?", "", line, count=1) if current.quotes else line
+        if _closes(current, content):
+            current = None
+        elif (new := _opening(line)) and new.fence.startswith(current.fence) and WORD.match(new.info) and new.indent <= current.indent + 3:
+            current = new
+            blocks.append(new)
+        elif (last := _before_glued_fence(current.fence, content)) is not None:
+            current.lines.append(last)
+            current = None
+        else:
+            current.lines.append(content)
+    read = (Block(_language(block.info), _without_margin(block.lines)) for block in blocks)
+    return [block for block in read if block.code.strip()]
+
+
+def _opening(line: str) -> _Open | None:
+    if found := OPENING.fullmatch(line):
+        indent = _columns(re.sub(r"[^ \t]", " ", found["indent"]))
+        return _Open(found["fence"], found["info"].strip(" \t"), indent, found["quotes"].count(">"), [])
+    before, fence, info = line.rpartition("```")
+    if fence and "```" not in before and (word := info.strip(" \t")) and PYTHON.fullmatch(word):
+        return _Open(fence, word, 0, 0, [])
+    return None
+
+
+def _closes(block: _Open, line: str) -> bool:
+    run = line.strip(" \t")
+    return run.startswith(block.fence) and not run.strip(block.fence[0]) and _columns(line) <= block.indent + 3
+
+
+def _before_glued_fence(fence: str, line: str) -> str | None:
+    """What stands before a closing fence at the end of a line of code; None where there is no such fence."""
+    line = line.rstrip(" \t")
+    before = line.rstrip(fence[0])
+    if len(line) - len(before) < len(fence) or not before.strip() or fence in before:
+        return None
+    quotation = before[-1] in "\"'" and before.count(before[-1]) % 2 == 1  # f"""``` opens a string
+    return None if quotation else before
+
+
+def _language(info: str) -> Literal["python", "unmarked", "other"]:
+    if PYTHON.match(info):
+        return "python"
+    return "unmarked" if UNMARKED.fullmatch(info) else "other"
+
+
+def _columns(line: str) -> int:
+    """How far a line is indented, with tab stops of four columns."""
+    return len(line[: len(line) - len(line.lstrip(" \t"))].expandtabs(4))
+
+
+def _without_margin(lines: list[str]) -> str:
+    """The lines without the indentation of the first line of code, which a program has at column 0. Comments may stand anywhere."""
+    margins = [len(line) - len(line.lstrip(" \t")) for line in lines]
+    first = next((margin for line, margin in zip(lines, margins, strict=True) if line.strip() and line[margin] != "#"), 0)
+    return "\n".join(line[min(margin, first) :] for line, margin in zip(lines, margins, strict=True))
