@@ -119,7 +119,11 @@ def run(job: Job, sandbox: Sandbox | None = None) -> Outcome:
     return run_with(job, sandbox, require(sandbox).features)
 
 
-def run_many(jobs: Sequence[Job], sandbox: Sandbox | None = None) -> list[Outcome]:
-    """`run` for many programs, a few at once; outcomes in the order of the jobs."""
+def run_many(jobs: Sequence[Job], sandbox: Sandbox | None = None) -> list[Outcome | SandboxError]:
+    """`run` for many programs, a few at once; outcomes in the order of the jobs.
+
+    A program whose child could not be set up has its SandboxError in place of an outcome, and the others run.
+    Raises: ConfigError, see `require`.
+    """
     sandbox = sandbox or Sandbox()
     return run_many_with(jobs, sandbox, require(sandbox).features) if jobs else []

@@ -270,7 +270,7 @@ def around(tmp_path_factory):
 
 def attempted(fill: str, table, limit: float, features, abi: int | None = None):
     """The programs of a table, run under these features: name → outcome."""
-    jobs = [Job(fill + IMPORTS + code, (CHECK.call, "leak")) for code in table.values()]
+    jobs = [Job(fill + IMPORTS + code, (*CHECK.calls, "leak")) for code in table.values()]
     return dict(zip(table, run_many_with(jobs, SANDBOX._replace(time_limit=limit), features, abi), strict=True))
 
 
@@ -347,7 +347,7 @@ def test_a_flood_of_the_channel_is_cut_in_the_parent(ended):
 def test_the_weakest_level_still_keeps_time_memory_and_the_verdict(folder):
     """`basic`, as on macOS: no feature of the kernel. What forges or floods fails there too."""
     names = ["always equal", "os._exit", "records forged on every descriptor", "endless loop", "memory bomb", "flood of the channel"]
-    jobs = [Job(IMPORTS + PROGRAMS[name], (CHECK.call,)) for name in names]
+    jobs = [Job(IMPORTS + PROGRAMS[name], CHECK.calls) for name in names]
     for name, outcome in zip(names, run_many_with(jobs, SANDBOX, ()), strict=True):
         assert not (outcome.results and passes(CHECK, outcome.results[0])), name
     assert list(folder.iterdir()) == []
@@ -449,6 +449,6 @@ def test_every_expectation_stays_in_the_parent():
     from rlkit.sandbox.process import _job
 
     check = split("assert f([1, 2]) == 'a very secret answer'")
-    assert "secret" not in repr(_job(Job("code", (check.call,)), Sandbox(), ()))
+    assert "secret" not in repr(_job(Job("code", check.calls), Sandbox(), ()))
     with pytest.raises(Unsplittable):
         split("assert f() != 3")
