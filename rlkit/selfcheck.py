@@ -10,7 +10,7 @@ import torch
 from rlkit.environments import environment_of, tool_schema
 from rlkit.errors import ConfigError, DataError, SelfCheckError
 from rlkit.models import check_template, encode_prompt, pack, score
-from rlkit.rewards import Reward, RewardError
+from rlkit.rewards import Reward, RewardError, tests_of
 from rlkit.rewards import score as score_rollouts
 from rlkit.rewards.truths import truth_problem
 from rlkit.rollouts import assemble, collect
@@ -29,8 +29,12 @@ LONGEST = 4  # rows by characters whose prompts are measured in tokens
 def check_verifier(tasks: Sequence[Task], reward: Reward) -> None:
     """The verifier gives gold answers 1 and an empty answer 0, on the first rows. Rows that bring their own judge have no gold answer.
 
-    Raises: DataError naming the row.
+    The tests of programs are read in every row.
+    Raises: DataError naming the row, and the test that cannot be judged outside the program.
     """
+    for task in tasks:
+        if task.reward == "code_exec":
+            tests_of(task)
     for task in first_rows([task for task in tasks if task.reward not in JUDGED], ROWS):
         gold, empty = (_answered(task, text) for text in (task.answer, ""))
         scores = [r.reward for r in score_rollouts([gold, empty], reward)]

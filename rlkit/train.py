@@ -45,7 +45,7 @@ def load_tasks(x: Experiment) -> Splits:
 
 
 def load_split(x: Experiment, split: Split) -> Sequence[Task]:
-    """The first `evaluation.n` problems of a split, truths read and the verifier tried on their gold answers. Raises DataError, ConfigError."""
+    """The first `evaluation.n` problems of a split, truths read and the verifier tried. Raises DataError, ConfigError."""
     from rlkit.selfcheck import check_truths, check_verifier
 
     tasks = x.task(split=split)[: x.evaluation.n]

@@ -3,7 +3,7 @@
 from rlkit.rewards.aggregators import batched, group_normalised, largest, mean, product, smallest, weighted_sum
 from rlkit.rewards.answers import final_answer
 from rlkit.rewards.by_task import by_task
-from rlkit.rewards.code_exec import Judgement, code_exec, extract_code, judgements
+from rlkit.rewards.code_exec import Judgement, code_exec, extract_code, judgements, tests_of
 from rlkit.rewards.environment import environment
 from rlkit.rewards.few_turns import few_turns
 from rlkit.rewards.length import length, soft_length
@@ -51,6 +51,7 @@ __all__ = [
     "score_spread",
     "smallest",
     "soft_length",
+    "tests_of",
     "tool_usage",
     "update_moments",
     "verifiers",

@@ -14,7 +14,7 @@ from rlkit.rewards.aggregators import batched
 from rlkit.rewards.answers import final_answer
 from rlkit.rewards.fences import code_blocks
 from rlkit.rewards.score import Verdict
-from rlkit.sandbox import Check, Job, Outcome, Sandbox, Unsplittable, passes, run_many, split
+from rlkit.sandbox import Check, Job, Outcome, Result, Sandbox, SandboxError, Unsplittable, passes, run_many, split
 from rlkit.types import Rollout, Task
 
 
@@ -22,10 +22,10 @@ class Judgement(NamedTuple):
     """What became of one program.
 
     `status`: ok (every test passes), wrong (some test fails), timeout, error (it raised, was killed or said too much),
-    unparseable (no code, or not Python).
+    unparseable (no code, or not Python), unrun (this machine could not start it; no fault of the program).
     """
 
-    status: Literal["ok", "wrong", "timeout", "error", "unparseable"]
+    status: Literal["ok", "wrong", "timeout", "error", "unparseable", "unrun"]
     passed: int
     total: int
     seconds: float = 0.0
@@ -40,7 +40,7 @@ def code_exec(
     credit: Literal["all", "share"] = "all",
     correct: float = 1.0,
     wrong: float = 0.0,
-) -> list[float | None]:
+) -> list[float | SandboxError | None]:
     """Whether the program in the final reply passes the tests of its task, `task.metadata["tests"]`.
 
     Args:
@@ -49,13 +49,16 @@ def code_exec(
       credit: all gives `correct` where every test passes; share gives what lies between `wrong` and `correct` by the share that
         passes, which rewards programs that are right on easy cases only.
       correct, wrong: the two scores.
-    Returns: a score each, with the status of its judgement; None for a task without tests.
+    Returns: a score each, with the status of its judgement; None for a task without tests; the error itself for a program that this
+      machine could not start, so that it counts as that rollout's failure (`Reward.max_error_rate`) and not as a wrong answer.
     Raises: DataError naming the row whose test cannot be checked; ConfigError where the sandbox is weaker than asked for.
     """
 
-    def value(judgement: Judgement | None) -> float | None:
+    def value(judgement: Judgement | None) -> float | SandboxError | None:
         if judgement is None:
             return None
+        if judgement.status == "unrun":
+            return SandboxError(judgement.detail)
         share = judgement.passed / judgement.total if credit == "share" else float(judgement.status == "ok")
         return Verdict(wrong + (correct - wrong) * share, judgement.status)
 
@@ -105,7 +108,7 @@ def tests_of(task: Task) -> list[Check]:
     checks = []
     for test in task.metadata.get("tests", ()):
         try:
-            checks.append(split(test))
+            checks.append(split(test, task.metadata.get("setup", "")))
         except Unsplittable as error:
             raise DataError(
                 f"row {task.id}: the test {test!r:.120} cannot be checked ({error}); write it as assert CALL == LITERAL"
@@ -115,15 +118,18 @@ def tests_of(task: Task) -> list[Check]:
 
 def _job(rollout: Rollout, tests: Sequence[Check]) -> Job | None:
     answer = final_answer(rollout)
-    calls = tuple(check.call for check in tests)
+    calls = tuple(call for check in tests for call in check.calls)
     code = extract_code(answer, _called(calls)) if answer is not None else ""
     if not tests or not code.strip():
         return None
     return Job(f"{code}\n{rollout.task.metadata.get('setup', '')}", calls)
 
 
-def _judged(outcome: Outcome, tests: Sequence[Check]) -> Judgement:
-    right = [passes(check, result) for check, result in zip(tests, outcome.results, strict=False)]
+def _judged(outcome: Outcome | SandboxError, tests: Sequence[Check]) -> Judgement:
+    if isinstance(outcome, SandboxError):
+        return Judgement("unrun", 0, len(tests), detail=str(outcome))
+    answers = _answers(outcome, tests)
+    right = [passes(check, *results) for check, results in zip(tests, answers, strict=True)]
     judgement = Judgement("wrong", sum(right), len(tests), outcome.seconds)
     if outcome.status == "timeout":
         return judgement._replace(status="timeout", detail=f"more than {outcome.seconds:.1f} s")
@@ -135,4 +141,11 @@ def _judged(outcome: Outcome, tests: Sequence[Check]) -> Judgement:
     if judgement.passed == judgement.total:
         return judgement._replace(status="ok")
     failed = right.index(False)
-    return judgement._replace(detail=f"{tests[failed].call:.80}: {outcome.results[failed].error or 'another value'}")
+    problem = next((result.error for result in answers[failed] if result.error), "another value")
+    return judgement._replace(detail=f"{', '.join(tests[failed].calls):.80}: {problem}")
+
+
+def _answers(outcome: Outcome, tests: Sequence[Check]) -> list[tuple[Result, ...]]:
+    """The results of each test's calls; fewer where the program ended before them."""
+    ends = list(itertools.accumulate(len(check.calls) for check in tests))
+    return [outcome.results[end - len(check.calls) : end] for end, check in zip(ends, tests, strict=True)]

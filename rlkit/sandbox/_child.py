@@ -20,31 +20,54 @@ if TYPE_CHECKING:
 
 # ------------------------------------------------------------------------------------------------------- limits
 
-# Everything else is refused with EPERM. Pairs: number on x86_64, number on aarch64 (None where it does not exist).
+# The filter lists what is allowed; everything else is refused with EPERM. Pairs: number on x86_64, number on aarch64 (None where it
+# does not exist there).
+#
+# What was judged is every way to reach a process or a file outside that Landlock does not close in all its versions: signals are
+# its own since ABI 6, truncation since ABI 3, and never stat or readlink.
+#   fcntl     F_SETOWN, F_SETOWN_EX and F_SETSIG name another process and a signal, which O_ASYNC, F_SETLEASE or F_NOTIFY then have
+#             the kernel send. Only the commands of `FCNTL` are allowed, and F_SETFL without O_ASYNC.
+#   open      O_TRUNC empties a file that is opened for reading, or for nothing (access mode 3, which Landlock never looks at).
+#             O_TRUNC needs a mode that writes, and mode 3 is refused. openat2, creat and truncate are not allowed.
+#   ioctl     none at all, so neither FIOASYNC, FIOSETOWN nor SIOCSPGRP.
+#   signals   kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_open, pidfd_send_signal and mq_notify are not allowed, and
+#             neither is timer_create, though its signals stay in the process. setitimer and alarm do, and are allowed.
+#   memory    ptrace, process_vm_readv, process_vm_writev, process_madvise, kcmp, userfaultfd, perf_event_open and bpf are not allowed.
+#             futex and set_robust_list touch memory of one's own only.
+#   sockets   none of any family, so no abstract unix socket (which Landlock scopes since ABI 6); no io_uring, which would go past this
+#             filter; no memfd_create, keyctl or message queue.
+#   rights    prctl, seccomp, unshare, setns, mount, chroot, set*id, capset, chmod, chown, setxattr and utimensat are not allowed.
+#   limits    prlimit64 only asks, and only about oneself; setpriority, ioprio_set and sched_set* are not allowed.
+# What stays: stat, access and readlink tell whether a file exists and how large it is. /proc/PID/fd and the like need the right to
+# trace that process, which Landlock refuses.
 ALLOWED = {
-    "read": (0, 63), "write": (1, 64), "open": (2, None), "close": (3, 57), "stat": (4, None), "fstat": (5, 80), "lstat": (6, None),
+    "read": (0, 63), "write": (1, 64), "close": (3, 57), "stat": (4, None), "fstat": (5, 80), "lstat": (6, None),
     "poll": (7, None), "lseek": (8, 62), "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214),
     "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "pread64": (17, 67), "pwrite64": (18, 68),
     "readv": (19, 65), "writev": (20, 66), "access": (21, None), "pipe": (22, None), "select": (23, None), "sched_yield": (24, 124),
     "mremap": (25, 216), "madvise": (28, 233), "dup": (32, 23), "dup2": (33, None), "pause": (34, None), "nanosleep": (35, 101),
     "getitimer": (36, 102), "alarm": (37, None), "setitimer": (38, 103), "getpid": (39, 172), "exit": (60, 93), "uname": (63, 160),
-    "fcntl": (72, 25), "fsync": (74, 82), "fdatasync": (75, 83), "ftruncate": (77, 46), "getdents": (78, None), "getcwd": (79, 17),
+    "fsync": (74, 82), "fdatasync": (75, 83), "ftruncate": (77, 46), "getdents": (78, None), "getcwd": (79, 17),
     "rename": (82, None), "unlink": (87, None), "readlink": (89, None), "umask": (95, 166), "gettimeofday": (96, 169),
     "getrlimit": (97, 163), "getrusage": (98, 165), "sysinfo": (99, 179), "times": (100, 153), "getuid": (102, 174), "getgid": (104, 176),
     "geteuid": (107, 175), "getegid": (108, 177), "getppid": (110, 173), "rt_sigpending": (127, 136), "rt_sigtimedwait": (128, 137),
     "sigaltstack": (131, 132), "gettid": (186, 178), "time": (201, None), "futex": (202, 98), "sched_getaffinity": (204, 123),
     "getdents64": (217, 61), "set_tid_address": (218, 96), "restart_syscall": (219, 128), "clock_gettime": (228, 113),
-    "clock_getres": (229, 114), "clock_nanosleep": (230, 115), "exit_group": (231, 94), "openat": (257, 56), "newfstatat": (262, 79),
+    "clock_getres": (229, 114), "clock_nanosleep": (230, 115), "exit_group": (231, 94), "newfstatat": (262, 79),
     "unlinkat": (263, 35), "renameat": (264, 38), "readlinkat": (267, 78), "faccessat": (269, 48), "pselect6": (270, 72),
     "ppoll": (271, 73), "set_robust_list": (273, 99), "dup3": (292, 24), "pipe2": (293, 59), "getcpu": (309, 168), "renameat2": (316, 276),
     "getrandom": (318, 278), "membarrier": (324, 283), "statx": (332, 291), "rseq": (334, 293), "close_range": (436, 436),
     "faccessat2": (439, 439),
 }  # fmt: skip
-# name of the machine: (index into the pairs, audit architecture, clone, ioctl, prlimit64); clone3 is 435 on both
-MACHINES = {"x86_64": (0, 0xC000003E, 56, 16, 302), "aarch64": (1, 0xC00000B7, 220, 29, 261)}
+# Allowed for some arguments only; the index of the argument that opens a file's flags
+OPEN = {"open": ((2, None), 1), "openat": ((257, 56), 2)}
+FCNTL = {"F_DUPFD": 0, "F_GETFD": 1, "F_SETFD": 2, "F_GETFL": 3, "F_GETLK": 5, "F_SETLK": 6, "F_SETLKW": 7, "F_DUPFD_CLOEXEC": 1030}
+F_SETFL, O_ASYNC, O_TRUNC, O_ACCMODE = 4, 0x2000, 0x200, 3
+# name of the machine: (index into the pairs, audit architecture, clone, ioctl, prlimit64, fcntl); clone3 is 435 on both
+MACHINES = {"x86_64": (0, 0xC000003E, 56, 16, 302, 72), "aarch64": (1, 0xC00000B7, 220, 29, 261, 25)}
 ALLOW, KILL, EPERM, ENOTTY, ENOSYS = 0x7FFF0000, 0x80000000, 0x50001, 0x50019, 0x50026
+LOAD, AND, EQUAL, ABOVE, BITS, GIVE = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06  # instructions of the filter
 READ, CWD = 0x4 | 0x8, 0x2 | 0x4 | 0x8 | 0x20 | 0x100 | 0x4000  # Landlock: read file and folder; also write, remove, make, truncate files
-SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
 
 
 def checked(result: int, what: str) -> int:
@@ -56,26 +79,64 @@ def checked(result: int, what: str) -> int:
     return result
 
 
-def bpf(machine: str) -> list[tuple[int, int, int, int]]:
+Instruction = tuple[int, int, int, int]
+
+
+def argument(index: int, half: int = 0) -> Instruction:
+    """Loads the low (0) or high (1) 32 bits of a system call's argument."""
+    return (LOAD, 0, 0, 16 + 8 * index + 4 * half)
+
+
+def one_of(values: list[int]) -> list[Instruction]:
+    """Allows each of these values of what was loaded last."""
+    return [x for value in sorted(values) for x in ((EQUAL, 0, 1, value), (GIVE, 0, 0, ALLOW))]
+
+
+def only(number: int, rules: list[Instruction]) -> list[Instruction]:
+    """Rules for one system call, whose number is what was loaded last; what they do not allow is refused."""
+    return [(EQUAL, 0, len(rules) + 1, number), *rules, (GIVE, 0, 0, EPERM)]
+
+
+def fcntl_rules() -> list[Instruction]:
+    """The commands of `FCNTL`, and F_SETFL without O_ASYNC.
+
+    A command is compared in all its 64 bits, of which the kernel takes the low 32. Of flags it reads the low bits alone, and what the C
+    library leaves in the high ones is undefined, so they are not looked at.
+    """
+    commands = one_of(list(FCNTL.values()))
+    flags = [(EQUAL, 0, 3, F_SETFL), argument(2), (BITS, 1, 0, O_ASYNC), (GIVE, 0, 0, ALLOW)]
+    return [argument(1, half=1), (EQUAL, 0, len(commands) + len(flags) + 1, 0), argument(1), *commands, *flags]
+
+
+def open_rules(index: int) -> list[Instruction]:
+    """Flags, an int of which the kernel reads 32 bits: no access mode 3, and O_TRUNC with a mode that writes."""
+    refused = [O_ACCMODE, O_ACCMODE | O_TRUNC, O_TRUNC]
+    tests = [(EQUAL, len(refused) - i, 0, value) for i, value in enumerate(refused)]
+    return [argument(index), (AND, 0, 0, O_ACCMODE | O_TRUNC), *tests, (GIVE, 0, 0, ALLOW)]
+
+
+def bpf(machine: str) -> list[Instruction]:
     """The seccomp filter as (code, jump if true, jump if false, constant) instructions.
 
-    Allowed are `ALLOWED`, threads, and asking for one's own limits. clone3 does not exist, so that threads fall back on clone, whose
-    flags can be read here; ioctl says "not a terminal".
+    Allowed are `ALLOWED`, opening files and fcntl within limits, threads, and asking for one's own limits. clone3 does not exist, so
+    that threads fall back on clone, whose flags can be read here; ioctl says "not a terminal".
     """
-    column, audit, clone, ioctl, prlimit = MACHINES[machine]
-    load, equal, above, bits, give = 0x20, 0x15, 0x35, 0x45, 0x06
-    program = [(load, 0, 0, 4), (equal, 1, 0, audit), (give, 0, 0, KILL), (load, 0, 0, 0)]
+    column, audit, clone, ioctl, prlimit, fcntl = MACHINES[machine]
+    program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
     if machine == "x86_64":
-        program += [(above, 0, 1, 0x40000000), (give, 0, 0, KILL)]  # the x32 interface has other numbers
-    numbers: list[Any] = [pair[column] for pair in ALLOWED.values()]
-    for number in sorted(n for n in numbers if n is not None):
-        program += [(equal, 0, 1, number), (give, 0, 0, ALLOW)]
-    program += [(equal, 0, 1, 435), (give, 0, 0, ENOSYS), (equal, 0, 1, ioctl), (give, 0, 0, ENOTTY)]
-    program += [(equal, 0, 4, clone), (load, 0, 0, 16), (bits, 0, 1, 0x10000), (give, 0, 0, ALLOW), (give, 0, 0, EPERM)]
-    program += [(equal, 0, 7, prlimit)]  # of process 0, oneself, without new limits: arguments 0 and 2, each 64 bits, all zero
-    program += [x for offset, jump in ((16, 5), (32, 3), (36, 1)) for x in ((load, 0, 0, offset), (equal, 0, jump, 0))]
-    program += [(give, 0, 0, ALLOW)]
-    return [*program, (give, 0, 0, EPERM)]
+        program += [(ABOVE, 0, 1, 0x40000000), (GIVE, 0, 0, KILL)]  # the x32 interface has other numbers
+    numbers = (pair[column] for pair in ALLOWED.values())
+    program += one_of([n for n in numbers if n is not None])
+    program += [(EQUAL, 0, 1, 435), (GIVE, 0, 0, ENOSYS), (EQUAL, 0, 1, ioctl), (GIVE, 0, 0, ENOTTY)]
+    for pair, index in OPEN.values():
+        if (number := pair[column]) is not None:
+            program += only(number, open_rules(index))
+    program += only(fcntl, fcntl_rules())
+    program += only(clone, [argument(0), (BITS, 0, 1, 0x10000), (GIVE, 0, 0, ALLOW)])
+    # of process 0, oneself, without new limits: arguments 0 and 2, each 64 bits, all zero
+    asks = [x for index, half, jump in ((0, 0, 5), (2, 0, 3), (2, 1, 1)) for x in (argument(index, half), (EQUAL, 0, jump, 0))]
+    program += only(prlimit, [*asks, (GIVE, 0, 0, ALLOW)])
+    return [*program, (GIVE, 0, 0, EPERM)]
 
 
 def seccomp(libc: Any) -> None:
@@ -95,22 +156,28 @@ def seccomp(libc: Any) -> None:
     checked(libc.prctl(22, 2, ctypes.byref(Program(len(instructions), ctypes.addressof(buffer))), 0, 0), "seccomp")
 
 
-def landlock(libc: Any, readable: list[str]) -> None:
-    """Only `readable` and the system's libraries can be read, only the current folder written; later ABIs also bar TCP and signals."""
+def landlock(libc: Any, readable: list[str], newest: int | None) -> None:
+    """Only `readable` can be read, only the current folder written; later versions also bar TCP and signals.
+
+    `newest` caps the version (ABI) that is used, as on an older kernel.
+    """
     import ctypes
     import os
 
     abi = checked(libc.syscall(444, None, ctypes.c_size_t(0), 1), "Landlock")
+    abi = min(abi, newest or abi)
     files = (1 << (13 if abi == 1 else 14 if abi == 2 else 15 if abi < 5 else 16)) - 1
     words = (files, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
     attributes = b"".join(w.to_bytes(8, sys.byteorder) for w in words)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     rules = checked(libc.syscall(444, attributes, ctypes.c_size_t(len(attributes)), 0), "landlock_create_ruleset")
-    allowed = [(path, READ) for path in (*SYSTEM, *readable)] + [(".", CWD), ("/dev/null", 0x6), ("/dev/urandom", 0x4), ("/dev/zero", 0x4)]
+    allowed = [(path, READ) for path in readable] + [(".", CWD), ("/dev/null", 0x6), ("/dev/urandom", 0x4), ("/dev/zero", 0x4)]
     for path, rights in allowed:
-        if not os.path.exists(path):
+        try:
+            beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except FileNotFoundError:
             continue
-        beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        rights &= files & (-1 if os.path.isdir(path) else ~0x8)
+        folder = os.fstat(beneath).st_mode & 0o170000 == 0o040000
+        rights &= files & (-1 if folder else ~0x8)
         rule = rights.to_bytes(8, sys.byteorder) + beneath.to_bytes(4, sys.byteorder)
         checked(libc.syscall(445, rules, 1, rule, 0), f"landlock_add_rule {path}")
         os.close(beneath)
@@ -165,7 +232,8 @@ def confine(job: Mapping[str, Any]) -> None:
         checked(libc.prctl(38, 1, 0, 0, 0), "no_new_privs")
         rlimits(job)
         if "landlock" in features:
-            landlock(libc, job["readable"])
+            # The import of ctypes has listed the standard library's folder for the import system, and it cannot be listed after this.
+            landlock(libc, job["readable"], job["landlock_abi"])
         header, none = (0x20080522).to_bytes(4, sys.byteorder) + bytes(4), bytes(24)
         checked(libc.capset(header, none), "capset")  # root inside a container has no power left
         checked(libc.prctl(1, 9, 0, 0, 0), "parent death signal")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from rlkit.errors import ConfigError
+from rlkit.sandbox.files import folder, sweep
 from rlkit.sandbox.process import Job, Outcome, Sandbox, SandboxError, check, run_many_with, run_with
 
 LEVELS = ("basic", "kernel", "kernel+ns")  # weakest first
@@ -19,18 +20,20 @@ CHOICES = (("seccomp", "landlock", "namespaces"), ("seccomp", "landlock"), ("sec
 ATTACKS = {
     "files": "open(CANARY).read()",
     "writing": "open(CANARY, 'a')",
+    "truncation": "os.open(CANARY, 3 | os.O_TRUNC)",  # opened neither to read nor to write, which Landlock alone does not look at
     "network": "__import__('_socket').socket()",
     "fork": "os.fork() or os._exit(0)",
     "exec": "os.execv('/bin/sh', ['sh', '-c', 'exit']) if os.fork() == 0 else os.wait()",
     "signals": "os.kill(PARENT, 0)",
+    "signals by the kernel": "fcntl.fcntl(0, fcntl.F_SETOWN, PARENT)",  # sends none by itself
     "parent": "open(f'/proc/{PARENT}/environ', 'rb').read()",
 }
 SELF_TEST = """
-import os
+import os, fcntl
 def attempt(text):
     try:
         eval(text)
-    except BaseException:
+    except OSError:
         return False
     return True
 """
@@ -54,8 +57,10 @@ class Level(NamedTuple):
 def probe() -> Level:
     """The strongest level whose self-test holds here; found once a process. The weakest, `basic`, has limits of time and memory only.
 
-    Raises: SandboxError where not even that runs.
+    Folders that a killed process left behind are removed first.
+    Raises: SandboxError where not even `basic` runs.
     """
+    sweep()
     reasons = []
     for features in CHOICES if sys.platform.startswith("linux") else ((),):
         try:
@@ -75,9 +80,10 @@ def probe() -> Level:
 
 def self_test(features: Sequence[str]) -> tuple[str, ...]:
     """The attacks that get through under these features. Raises: SandboxError where they cannot be set, or the test itself fails."""
-    with tempfile.NamedTemporaryFile() as canary:
-        os.chmod(canary.name, 0o644)
-        code = f"CANARY, PARENT = {canary.name!r}, {os.getpid()}\n{SELF_TEST}"
+    with folder() as outside:
+        canary = Path(outside, "canary")
+        canary.write_text("readable by all")
+        code = f"CANARY, PARENT = {str(canary)!r}, {os.getpid()}\n{SELF_TEST}"
         outcome = run_with(Job(code, tuple(f"attempt({text!r})" for text in ATTACKS.values())), Sandbox(time_limit=20.0), features)
     if outcome.status != "ok" or any(result.error for result in outcome.results):
         raise SandboxError(f"the self-test ended with {outcome.status} {outcome.error}")
@@ -113,7 +119,11 @@ def run(job: Job, sandbox: Sandbox | None = None) -> Outcome:
     return run_with(job, sandbox, require(sandbox).features)
 
 
-def run_many(jobs: Sequence[Job], sandbox: Sandbox | None = None) -> list[Outcome]:
-    """`run` for many programs, a few at once; outcomes in the order of the jobs."""
+def run_many(jobs: Sequence[Job], sandbox: Sandbox | None = None) -> list[Outcome | SandboxError]:
+    """`run` for many programs, a few at once; outcomes in the order of the jobs.
+
+    A program whose child could not be set up has its SandboxError in place of an outcome, and the others run.
+    Raises: ConfigError, see `require`.
+    """
     sandbox = sandbox or Sandbox()
     return run_many_with(jobs, sandbox, require(sandbox).features) if jobs else []

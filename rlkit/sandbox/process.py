@@ -6,13 +6,11 @@ import contextlib
 import marshal
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic
@@ -20,12 +18,14 @@ from typing import Any, Literal, NamedTuple
 
 from rlkit.errors import ConfigError, RLKitError
 from rlkit.processors import cores
+from rlkit.sandbox.files import folder, readable
 from rlkit.sandbox.values import Malformed, decode, records
 
 CHILD = Path(__file__).with_name("_child.py")
 START_LIMIT = 30.0  # seconds until the interpreter stands: a loaded machine is not the program's fault
 DISK_MB = 16  # of the folder in memory, where namespaces are
 Status = Literal["ok", "error", "timeout", "flood", "died"]
+Ending = Literal["end", "timeout", "flood"]
 
 
 class SandboxError(RLKitError, RuntimeError):
@@ -90,61 +90,69 @@ def workers(sandbox: Sandbox) -> int:
     return max(1, min(asked, memory // (sandbox.memory_mb << 20)))
 
 
-def run_with(job: Job, sandbox: Sandbox, features: Sequence[str]) -> Outcome:
+def run_with(job: Job, sandbox: Sandbox, features: Sequence[str], landlock_abi: int | None = None) -> Outcome:
     """Runs one program under these features of the kernel, whatever their level. `run` is the function to use.
 
-    Raises: SandboxError where the limits cannot be set.
+    Args:
+      landlock_abi: the newest version of Landlock that is used, as on an older kernel; None for the kernel's own.
+    Raises: SandboxError where the limits cannot be set or this machine cannot start the child.
     """
     check(sandbox)
-    with _folder() as folder, tempfile.TemporaryFile() as given:
-        given.write(marshal.dumps(_job(job, sandbox, features)))
+    try:
+        data, how, seconds = _said(marshal.dumps(_job(job, sandbox, features, landlock_abi)), sandbox)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SandboxError(f"no child could be started or read, and the program did not run: {error}") from error
+    return _outcome(records(data), job, how, seconds)
+
+
+def _said(job: bytes, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
+    """Starts the child in a folder of its own, and reads what it says until its end; see `_read`."""
+    with folder() as path, tempfile.TemporaryFile() as given:
+        given.write(job)
         given.seek(0)
         child = subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", str(CHILD)],
-            stdin=given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=folder, env={}, start_new_session=True,
+            stdin=given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=path, env={}, start_new_session=True,
         )  # fmt: skip
         assert child.stdout is not None
         try:
-            data, how, seconds = _read(child.stdout.fileno(), sandbox)
+            return _read(child.stdout.fileno(), sandbox)
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)  # also what it may have started
             child.kill()
             child.stdout.close()
             child.wait()
-    return _outcome(records(data), job, how, seconds)
 
 
-def run_many_with(jobs: Sequence[Job], sandbox: Sandbox, features: Sequence[str]) -> list[Outcome]:
-    """`run_with` on a few threads, each driving one child at a time; outcomes in the order of the jobs."""
+def run_many_with(
+    jobs: Sequence[Job], sandbox: Sandbox, features: Sequence[str], landlock_abi: int | None = None
+) -> list[Outcome | SandboxError]:
+    """`run_with` on a few threads, each driving one child at a time; outcomes in the order of the jobs.
+
+    A program whose child could not be set up has its SandboxError in place of an outcome, and the others run.
+    """
+
+    def outcome(job: Job) -> Outcome | SandboxError:
+        try:
+            return run_with(job, sandbox, features, landlock_abi)
+        except SandboxError as error:
+            return error
+
+    check(sandbox)
     with ThreadPoolExecutor(min(workers(sandbox), max(1, len(jobs)))) as pool:
-        return list(pool.map(lambda job: run_with(job, sandbox, features), jobs))
+        return list(pool.map(outcome, jobs))
 
 
-def _job(job: Job, sandbox: Sandbox, features: Sequence[str]) -> dict[str, Any]:
-    paths = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), sysconfig.get_config_var("DESTSHARED")}
+def _job(job: Job, sandbox: Sandbox, features: Sequence[str], landlock_abi: int | None = None) -> dict[str, Any]:
     return {
         "code": job.code, "calls": list(job.calls), "interactive": job.interactive, "name": "__main__" if job.interactive else "solution",
         "features": list(features), "time_limit": sandbox.time_limit, "memory_mb": sandbox.memory_mb, "output_kb": sandbox.output_kb,
-        "disk_mb": DISK_MB, "readable": sorted(str(Path(p).resolve()) for p in paths if p),
+        "disk_mb": DISK_MB, "readable": list(readable()) if "landlock" in features else [], "landlock_abi": landlock_abi,
     }  # fmt: skip
 
 
-@contextlib.contextmanager
-def _folder() -> Iterator[str]:
-    """An empty folder that is gone afterwards, whatever a program left in it."""
-    path = tempfile.mkdtemp(prefix="rlkit-sandbox-")
-    try:
-        yield path
-    finally:
-        with contextlib.suppress(OSError, RecursionError):
-            shutil.rmtree(path)
-        if os.path.exists(path):  # folders nested too deeply, or made unreadable (basic level only)
-            subprocess.run(["chmod", "-R", "u+rwx", path], check=False, stderr=subprocess.DEVNULL)
-            subprocess.run(["rm", "-rf", path], check=False, stderr=subprocess.DEVNULL)
-
-
-def _read(fd: int, sandbox: Sandbox) -> tuple[bytes, Literal["end", "timeout", "flood"], float]:
+def _read(fd: int, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
     """What the child says until it ends, its time is up, or it has said too much; and the seconds since it was ready."""
     limit = sandbox.output_kb << 10
     data, ready = bytearray(), False

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 MAX_DEPTH = 64
 
 
-class Opaque(NamedTuple):
-    """A value that is of no literal type. It equals nothing expected."""
+@dataclass(frozen=True)
+class Opaque:
+    """A value that is of no literal type. It equals nothing expected, has no items and no order, and is no tuple."""
 
     type: str
 
@@ -102,14 +104,14 @@ def same(value: Any, expected: Any) -> bool:
     if _is_number(value) and _is_number(expected):
         return bool(value == expected)
     if isinstance(value, set | frozenset) and isinstance(expected, set | frozenset):
-        return len(value) == len(expected) and {(_kind(v), v) for v in value} == {(_kind(v), v) for v in expected}
+        return len(value) == len(expected) and set(map(_key, value)) == set(map(_key, expected))
     if type(value) is not type(expected):
         return False
     if isinstance(value, list | tuple):
         return len(value) == len(expected) and all(map(same, value, expected))
     if isinstance(value, Mapping):
-        keys = {(_kind(k), k) for k in value} == {(_kind(k), k) for k in expected}
-        return len(value) == len(expected) and keys and all(same(value[k], expected[k]) for k in expected)
+        own, wanted = ({_key(k): v for k, v in pairs.items()} for pairs in (value, expected))
+        return own.keys() == wanted.keys() and all(same(own[k], wanted[k]) for k in wanted)
     return bool(value == expected)
 
 
@@ -117,6 +119,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | complex) and not isinstance(value, bool)
 
 
-def _kind(value: Any) -> str:
-    """What keeps True and 1 apart where hashing does not."""
-    return "number" if _is_number(value) else type(value).__name__
+def _key(value: Any) -> tuple[str, Any]:
+    """A hashable value with its type, since hashing does not keep True and 1 apart, at any depth."""
+    if isinstance(value, tuple):
+        return "tuple", tuple(map(_key, value))
+    if isinstance(value, frozenset):
+        return "frozenset", frozenset(map(_key, value))
+    return ("number" if _is_number(value) else type(value).__name__), value

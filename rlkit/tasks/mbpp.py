@@ -72,8 +72,8 @@ def _task(id: str, where: str, row: Row, environment: str) -> Task:
     code, tests = row.get("code"), row.get("test_list")
     if not isinstance(text, str) or not isinstance(code, str) or not isinstance(tests, list):
         raise DataError(f"{where}: task=mbpp needs `text` (or `prompt`) and `code` as text, and `test_list` as a list; correct the row")
-    shown, *hidden = [test for test in tests if _checkable(test)] or [""]
     setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or ())
+    shown, *hidden = [test for test in tests if _checkable(test, setup)] or [""]
     return Task(
         id=id,
         messages=({"role": "user", "content": f"{text.strip()}\n\n{INSTRUCTION}\n\n{shown}"},),
@@ -89,9 +89,9 @@ def _lines(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
 
 
-def _checkable(test: Any) -> bool:
+def _checkable(test: Any, setup: str) -> bool:
     try:
-        split_test(str(test))
+        split_test(str(test), setup)
     except Unsplittable:
         return False
     return True

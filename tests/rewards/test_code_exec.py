@@ -8,9 +8,10 @@ from functools import partial
 import pytest
 
 from rlkit.errors import ConfigError, DataError
-from rlkit.rewards import Reward, Term, by_task, code_exec, judgements, numeric, score, weighted_sum
-from rlkit.sandbox import Sandbox, level, run_many
+from rlkit.rewards import Reward, RewardError, Term, by_task, code_exec, judgements, numeric, score, weighted_sum
+from rlkit.sandbox import Sandbox, SandboxError, level, process, run_many
 from rlkit.sandbox.level import Level
+from rlkit.selfcheck import check_verifier
 from rlkit.tasks import mbpp
 from rlkit.types import Rollout, Step, Task
 
@@ -62,6 +63,76 @@ def test_a_task_without_tests_cannot_be_scored_and_a_test_that_cannot_be_checked
     assert code_exec([rollout("x = 1", Task("t/1", ()))]) == [None] and code_exec([]) == []
     with pytest.raises(DataError, match=r"t/2.*f\(1\) != 2.*cannot be checked"):
         code_exec([rollout("x = 1", Task("t/2", (), metadata={"tests": ("assert f(1) != 2",)}))])
+
+
+def test_a_hostile_value_is_wrong_for_its_own_program_and_no_other():
+    """10**400 under isclose raised OverflowError in the trainer, took the batch with it, and the first rollout got the blame."""
+    tests = ("assert math.isclose(f(1), 2.0)", "assert sorted(f(2)) == [1]", "assert sum(f(3)) == 3")
+    task = TASK._replace(metadata={"tests": tests, "setup": "import math"})
+    right = rollout("def f(n): return {1: 2.0, 2: [1], 3: [1, 2]}[n]", task)
+    values = [
+        "10**400",
+        "float('nan')",
+        "[1, 'a']",
+        "1j",
+        "'\\ud800'",
+        "{1: {2}}",
+        "type('A', (), {})()",
+        "[10**400, 0.5]",
+        "1 << 10**6",
+        "b'x'",
+    ]
+    hostile = [rollout(f"def f(n): return {value}", task) for value in values]
+    rows = [x for pair in zip([right] * len(hostile), hostile, strict=True) for x in pair]
+    assert [r.reward for r in score(rows, Reward("code", {"code": Term(1.0, code_exec)}, weighted_sum))] == [1.0, 0.0] * len(hostile)
+
+
+CHEATS = (
+    "all = any = allclose = isclose = zip = set = sorted = len = lambda *a, **k: True\nimport builtins, math\n"
+    "builtins.all = builtins.any = lambda *a: True\nbuiltins.zip = lambda *a: []\nmath.isclose = lambda *a, **k: True\n"
+)
+
+
+@pytest.mark.parametrize(
+    "test, value",
+    [
+        ("assert all(a == b for a, b in zip(f(1), [1, 2]))", "[1, 2]"), ("assert allclose(f(1), 4.0)", "4.0"),
+        ("assert math.isclose(f(1), 4.0)", "4.0"), ("assert any(x == 3 for x in f(1))", "[3]"), ("assert len(f(1)) == 2", "'ab'"),
+        ("assert set(f(1)) == {1}", "[1, 1]"), ("assert list(f(1)) == [0, 1]", "(n for n in range(2))"),
+    ],
+)  # fmt: skip
+def test_a_program_that_redefines_the_judge_wins_nothing(test, value):
+    task = TASK._replace(metadata={"tests": (test,)})
+    cheat = rollout(f"{CHEATS}def f(n): return None", task)
+    assert code_exec([rollout(f"def f(n): return {value}", task), cheat, rollout(f"{CHEATS}def f(n): return []", task)]) == [1.0, 0.0, 0.0]
+
+
+def test_a_program_that_this_machine_cannot_start_is_no_wrong_answer_and_stops_no_other(monkeypatch):
+    real = process.run_with
+
+    def failing(job, *rest):
+        if "unlucky" in job.code:
+            raise SandboxError("no memory for a child")
+        return real(job, *rest)
+
+    monkeypatch.setattr(process, "run_with", failing)
+    rows = [rollout(REPLIES["right"][0]), rollout("unlucky = 1"), rollout("x = 1")]
+    assert [v.status for v in judgements(rows)] == ["ok", "unrun", "wrong"]
+    lenient = Reward("code", {"code": Term(1.0, code_exec)}, weighted_sum, max_error_rate=0.5)
+    assert [r.reward for r in score(rows, lenient)] == [1.0, None, 0.0]
+    with pytest.raises(RewardError, match=r"no memory for a child.*'unlucky = 1'") as failure:
+        score(rows, lenient._replace(max_error_rate=0.0))
+    assert failure.value.rollout.final_content == "unlucky = 1"
+
+
+def test_a_test_that_cannot_be_judged_outside_is_refused_at_the_start_with_its_row():
+    """In any row, not only in those whose gold answers are tried."""
+    rows = [TASK._replace(id=f"t/{i}", answer=REPLIES["right"][0]) for i in range(40)]
+    rows[39] = rows[39]._replace(metadata={"tests": ("assert check(f(1), 2)",)})
+    with pytest.raises(
+        DataError, match=r"row t/39: the test 'assert check\(f\(1\), 2\)' cannot be checked \(the expectation may stand inside"
+    ):
+        check_verifier(rows, Reward("code", {"code": Term(1.0, code_exec)}, weighted_sum))
 
 
 def test_equal_programs_run_once(monkeypatch):

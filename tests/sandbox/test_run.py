@@ -9,7 +9,7 @@ import pytest
 
 from rlkit.errors import ConfigError
 from rlkit.sandbox import Job, Opaque, Sandbox, SandboxError, level, probe, process, require, run, run_many, seen
-from rlkit.sandbox._child import ALLOWED, MACHINES, bpf
+from rlkit.sandbox._child import ALLOWED, MACHINES, OPEN, bpf
 from rlkit.sandbox.process import run_with
 
 PROGRAMS = {
@@ -29,6 +29,10 @@ PROGRAMS = {
     "small file": ("with open('a.txt', 'w') as f: f.write('hello')", "open('a.txt').read()", "hello"),
     "temporary file": ("import tempfile\nwith tempfile.TemporaryFile('w+', dir='.') as f:\n  f.write('a')\n  f.seek(0)\n"
         "  x = f.read()", "x", "a"),
+    "a data base in a file": ("import sqlite3\nc = sqlite3.connect('a.db')\nc.execute('create table t (x)')\n"
+        "c.execute('insert into t values (7)')\nc.commit()", "c.execute('select x from t').fetchall()", [(7,)]),
+    "locks and flags of a file": ("import fcntl, os\nf = open('a', 'w')\nfcntl.lockf(f, fcntl.LOCK_EX)\n"
+        "fcntl.fcntl(f, fcntl.F_SETFL, fcntl.fcntl(f, fcntl.F_GETFL) | os.O_APPEND)", "os.dup(f.fileno()) > 0", True),
     "files renamed and removed": ("import os\nopen('a', 'w').close()\nos.rename('a', 'b')\nx = os.listdir('.')\n"
         "os.remove('b')", "(x, os.listdir('.'))",
                                   (["b"], [])),
@@ -179,6 +183,8 @@ def simulate(program, machine: int, number: int, arguments=(0,) * 6) -> int:
             return k
         if code == 0x20:
             value = data[k]
+        elif code == 0x54:
+            value &= k
         else:
             place += true if {0x15: value == k, 0x35: value >= k, 0x45: bool(value & k)}[code] else false
 
@@ -186,10 +192,12 @@ def simulate(program, machine: int, number: int, arguments=(0,) * 6) -> int:
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_filter_allows_what_is_listed_and_nothing_else(machine):
     """Both machines' filters, interpreted here; so the one that does not run on this machine is tested as well."""
-    column, audit, clone, ioctl, prlimit = MACHINES[machine]
+    column, audit, clone, ioctl, prlimit, fcntl = MACHINES[machine]
     program = bpf(machine)
     allowed = {pair[column] for pair in ALLOWED.values()} - {None}
-    special = {clone: 0x50001, ioctl: 0x50019, 435: 0x50026, prlimit: 0x7FFF0000}
+    opening = {pair[column]: index for pair, index in OPEN.values() if pair[column] is not None}
+    special = {clone: 0x50001, ioctl: 0x50019, 435: 0x50026, prlimit: 0x7FFF0000, fcntl: 0x7FFF0000} | dict.fromkeys(opening, 0x7FFF0000)
+    assert not allowed & set(special)
     for number in range(600):
         assert simulate(program, audit, number) == special.get(number, 0x7FFF0000 if number in allowed else 0x50001), number
     assert simulate(program, audit, clone, (0x3D0F00, 0, 0, 0, 0, 0)) == 0x7FFF0000  # a thread
@@ -199,6 +207,30 @@ def test_the_filter_allows_what_is_listed_and_nothing_else(machine):
     if machine == "x86_64":
         assert simulate(program, audit, 0x40000000) == 0x80000000
     assert all(0 <= t < 256 and 0 <= f < 256 for _, t, f, _ in program) and len(program) < 4096
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_filter_reads_the_arguments_of_fcntl_and_open(machine):
+    """Of fcntl's 64 bits every command but the listed ones, and O_ASYNC; of a file's flags what empties it without writing."""
+    column, audit, *_, fcntl = MACHINES[machine]
+    program = bpf(machine)
+
+    def allows(number: int, *arguments: int) -> bool:
+        return simulate(program, audit, number, (*arguments, *[0] * (6 - len(arguments)))) == 0x7FFF0000
+
+    allowed = {0, 1, 2, 3, 4, 5, 6, 7, 1030}  # not 8 F_SETOWN, 10 F_SETSIG, 15 F_SETOWN_EX, 1024 F_SETLEASE, 1026 F_NOTIFY
+    for command in [*range(64), *range(1020, 1050), 2**31, 2**32 - 1]:
+        for high in (0, 1, 2**31, 2**32 - 1):
+            assert allows(fcntl, 3, high << 32 | command) == (command in allowed and high == 0), (command, high)
+    for high in (0, 1, 2**32 - 1):  # the kernel reads the low half of flags, whatever stands in the high one
+        assert allows(fcntl, 3, 4, high << 32 | 0o4000) and not allows(fcntl, 3, 4, high << 32 | 0o20000)
+        for pair, index in OPEN.values():
+            for mode in range(4):
+                for others in (0, 0o100, 0o2000000, 0o20200100):
+                    for truncate in (0, 0o1000):
+                        flags = high << 32 | mode | others | truncate
+                        if pair[column] is not None:
+                            assert allows(pair[column], *[7] * index, flags) == (mode in (1, 2) or (mode == 0 and not truncate))
 
 
 def test_a_program_cannot_be_run_below_the_time_of_nothing():
