@@ -12,6 +12,7 @@ from rlkit.errors import ConfigError, DataError, SelfCheckError
 from rlkit.models import check_template, encode_prompt, pack, score
 from rlkit.rewards import Reward, RewardError
 from rlkit.rewards import score as score_rollouts
+from rlkit.rewards.score import require as require_tasks
 from rlkit.rollouts import assemble, collect
 from rlkit.rollouts.summary import by_part
 from rlkit.sandbox import Sandbox, require
@@ -56,6 +57,12 @@ def check_reward(tasks: Sequence[Task], reward: Reward) -> None:
                 f"reward={reward.name}: it can score none of the first {len(own)} rows (the first is {own[0].task.id}); "
                 "choose a reward that fits the task, or reward=by_task"
             )
+
+
+def check_truths(tasks: Sequence[Task], reward: Reward) -> None:
+    """Every row's truth can be read by the reward, where reading can fail. Raises: DataError naming the row."""
+    for term in reward.terms.values():
+        require_tasks(term.fn, tasks)
 
 
 def check_tools(tasks: Sequence[Task], environment: Environment | Callable[[Task], Environment]) -> None:

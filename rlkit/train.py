@@ -25,14 +25,16 @@ PACKAGES = ("rlkit", "torch", "transformers", "peft", "lightning", "hydra-core",
 def load_tasks(x: Experiment) -> tuple[Sequence[Task], Sequence[Task]]:
     """Training and held-out tasks, verifier and every phase's reward tried on their gold answers. Raises DataError, ConfigError."""
     from rlkit.schedules import phases
-    from rlkit.selfcheck import check_reward, check_tools, check_verifier
+    from rlkit.selfcheck import check_reward, check_tools, check_truths, check_verifier
 
     train = x.task(split="train")
     held_out = x.task(split="test")[: x.evaluation.n] if x.evaluation.n else []
     for tasks in (train, held_out):
         check_verifier(tasks, x.evaluation.reward)
+    check_truths(held_out, x.evaluation.reward)
     for phase in phases(x).values():
         check_reward(train, phase.reward)
+        check_truths(train, phase.reward)
     check_tools(train, x.environment)
     return train, held_out
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from rlkit.errors import ConfigError
 from rlkit.rewards.aggregators import batched
-from rlkit.rewards.score import Term, called_on
-from rlkit.types import Rollout
+from rlkit.rewards.score import Term, called_on, require
+from rlkit.types import Rollout, Task
 
 
 @batched
@@ -33,3 +33,11 @@ def by_task(rollouts: Sequence[Rollout], *, rewards: Mapping[str, Callable[..., 
         for i, value in zip(places, called_on(Term(1.0, rewards[name]), [rollouts[i] for i in places]), strict=True):
             values[i] = value
     return values
+
+
+def _require(tasks: Sequence[Task], *, rewards: Mapping[str, Callable[..., Any]]) -> None:
+    for name, fn in rewards.items():
+        require(fn, [task for task in tasks if task.reward == name])
+
+
+by_task.require = _require  # type: ignore[attr-defined]

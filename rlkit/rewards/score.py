@@ -14,7 +14,7 @@ from rlkit import ranks
 from rlkit.deadline import in_thread
 from rlkit.errors import ConfigError, Refusal, RLKitError
 from rlkit.rewards.aggregators import weighted_sum
-from rlkit.types import Rollout
+from rlkit.types import Rollout, Task
 
 GRACE = 5.0  # seconds beyond a term's timeout after which async calls that block their event loop are given up
 ScoreStatus = Literal["ok", "wrong", "unparseable", "timeout", "error"]
@@ -291,6 +291,17 @@ def _aggregated(rollouts: list[Rollout], reward: Reward) -> list[Rollout]:
 def is_batched(fn: Callable[..., Any]) -> bool:
     """Whether a function, or the one inside a `functools.partial`, is marked `@batched`."""
     return bool(getattr(_innermost(fn), "batched", False))
+
+
+def require(fn: Callable[..., Any], tasks: Sequence[Task]) -> None:
+    """Let a reward function refuse tasks that it could not score, before the run.
+
+    It does so by an attribute `require`, a function of the tasks that raises a Refusal naming the
+    row. It gets the keywords that a `functools.partial` gives the reward function.
+    """
+    asked = getattr(_innermost(fn), "require", None)
+    if asked is not None and tasks:
+        asked(tasks, **(fn.keywords if isinstance(fn, partial) else {}))
 
 
 def _innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
