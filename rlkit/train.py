@@ -270,8 +270,9 @@ def header(x: Experiment, policy: Any, device: Any, tasks: tuple[Sequence[Task],
     rollouts = x.batch.prompts * x.batch.group_size
     updates = x.algorithm.epochs * x.algorithm.minibatches
     per_update = rollouts // x.algorithm.minibatches
+    kl = x.kl.name if x.needs_reference else "none"
     return (
-        f"rlkit: {x.algorithm.name}, kl {x.kl.name}, reward {x.reward.name}, reference {x.reference.name}, seed {x.seed}\n"
+        f"rlkit: {x.algorithm.name}, kl {kl}, reward {x.reward.name}, reference {x.reference.name}, seed {x.seed}\n"
         f"model: {path}, {trained:,} of {total:,} parameters trained, on {device}, precision {precision(x, device)}\n"
         f"data: {len(tasks[0])} training and {len(tasks[1])} held-out problems\n"
         f"batch: {x.batch.prompts} prompts × {x.batch.group_size} samples → {updates} update(s) of {per_update} rollouts a step, "
