@@ -12,7 +12,7 @@ from rlkit.errors import ConfigError, DataError, SelfCheckError
 from rlkit.models import check_template, encode_prompt, pack, score
 from rlkit.rewards import Reward, RewardError, tests_of
 from rlkit.rewards import score as score_rollouts
-from rlkit.rewards.truths import truth_problem
+from rlkit.rewards.truths import truth_problems
 from rlkit.rollouts import assemble, collect
 from rlkit.rollouts.summary import by_part
 from rlkit.sandbox import Sandbox, require
@@ -51,11 +51,11 @@ def check_truths(tasks: Sequence[Task], reward: Reward) -> None:
 
     Raises: DataError naming the row, and how many there are.
     """
-    terms = [term.fn for term in reward.terms.values() if term.weight]
-    asked = ((task, truth_problem(fn, task)) for task in tasks for fn in terms)
-    found = {task.id: (task, problem) for task, problem in asked if problem}
+    asked = [truth_problems(term.fn, tasks) for term in reward.terms.values() if term.weight]
+    problems = [next(filter(None, said), "") for said in zip(*asked, strict=True)] if asked else []
+    found = [(task, problem) for task, problem in zip(tasks, problems, strict=False) if problem]
     if found:
-        task, problem = next(iter(found.values()))
+        task, problem = found[0]
         more = f" ({len(found) - 1} more rows are like it)" if len(found) > 1 else ""
         raise DataError(f"row {task.id}: the gold answer '{task.answer[:80]}' of reward '{task.reward}' {problem}{more}")
 

@@ -304,8 +304,9 @@ def header(x: Experiment, policy: Any, device: Any, tasks: Splits) -> str:
     per_update = rollouts // x.algorithm.minibatches
     on = f"{device} with {torch.get_num_threads()} thread(s) of {cores()} core(s)" if device.type == "cpu" else str(device)
     counts = [f"{len(own)} {name}" for name, own in zip(("training", "validation", "test"), tasks, strict=True) if own]
+    kl = x.kl.name if x.needs_reference else "none"
     return (
-        f"rlkit: {x.algorithm.name}, kl {x.kl.name}, reward {x.reward.name}, reference {x.reference.name}, seed {x.seed}\n"
+        f"rlkit: {x.algorithm.name}, kl {kl}, reward {x.reward.name}, reference {x.reference.name}, seed {x.seed}\n"
         f"model: {path}, {trained:,} of {total:,} parameters trained, on {on}, precision {precision(x, device)}\n"
         f"data: {', '.join(counts)} problems\n"
         f"batch: {x.batch.prompts} prompts × {x.batch.group_size} samples → {updates} update(s) of {per_update} rollouts a step, "

@@ -13,8 +13,10 @@ import yaml
 from rlkit.algorithm import inputs
 from rlkit.compose import compose, conf_dir, experiment
 from rlkit.errors import ConfigError
+from rlkit.functional import forward, k3
 from rlkit.schedules import Progress, at, phases, start, values
 from rlkit.schema import build, check
+from rlkit.types import Controller
 from rlkit.validate import warnings
 
 GROUPS = sorted(f.name for f in conf_dir().iterdir() if f.is_dir() and f.name not in ("experiment", "debug"))
@@ -351,6 +353,62 @@ def test_a_condition_needs_no_second_quotes(value):
     assert composed.overrides[1] == "schedule.phases.explore.until='reward/mean > 0.8 for 3'"
 
 
+KL_OF_THE_PAPER = {
+    "grpo": ("k3", "loss", 0.05),
+    "ppo": ("k1", "reward", 0.05),
+    "reinforce_pp": ("k1", "reward", 0.05),
+    "dapo": ("k3", "loss", 0.0),
+    "max_rl": ("k3", "loss", 0.0),
+    "opo": ("k3", "loss", 0.0),
+}
+
+
+@pytest.mark.parametrize("algorithm", KL_OF_THE_PAPER)
+def test_an_algorithm_alone_has_the_kl_of_its_paper(algorithm):
+    """PPO and REINFORCE++ had k3 in the loss, and DAPO, MaxRL and OPO a KL that their papers leave out."""
+    x = experiment(compose([f"algorithm={algorithm}"]))
+    assert (x.kl.name, x.kl.placement, x.kl.coef) == KL_OF_THE_PAPER[algorithm]
+    assert x.kl.estimator.func is {"k1": forward, "k3": k3}[x.kl.name]
+    assert x.needs_reference == (x.kl.coef > 0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["algorithm=ppo", "kl.placement=loss"], ("k1", "loss", 0.05)),
+        (["algorithm=ppo", "kl.coef=0.2"], ("k1", "reward", 0.2)),
+        (["algorithm=ppo", "kl=k3"], ("k3", "loss", 0.05)),
+        (["algorithm=ppo", "kl=none"], ("none", "loss", 0.0)),
+        (["algorithm=dapo", "kl.coef=0.1"], ("k3", "loss", 0.1)),
+        (["algorithm=dapo", "kl=k2"], ("k2", "loss", 0.05)),
+        (["algorithm=reinforce", "algorithm.suggests.kl.placement=reward_sequence"], ("k3", "reward_sequence", 0.05)),
+    ],
+    ids=lambda value: " ".join(map(str, value)),
+)
+def test_what_the_user_says_of_the_kl_wins(overrides, expected):
+    kl = experiment(compose(overrides)).kl
+    assert (kl.name, kl.placement, kl.coef) == expected
+
+
+def test_a_phase_asks_the_algorithm_of_its_own_phase():
+    x = experiment(compose(["schedule=reinforce_to_ppo", "+kl@schedule.phases.refine.kl=by_algorithm"]))
+    assert (x.kl.name, x.kl.placement) == ("k3", "loss")
+    assert (x.schedule.phases["refine"].kl.name, x.schedule.phases["refine"].kl.placement) == ("k1", "reward")
+
+
+def test_an_adaptive_coefficient_goes_with_any_suggestion():
+    kl = experiment(compose(["algorithm=dapo", "kl/coef=adaptive"])).kl
+    assert isinstance(kl.coef, Controller) and kl.active
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", sorted(f.stem for f in (conf_dir() / "algorithm").glob("*.yaml") if f.stem != "sft"))
+def test_every_algorithm_composes_with_every_kl(algorithm):
+    for kl in sorted(f.stem for f in (conf_dir() / "kl").glob("*.yaml")):
+        x = experiment(compose([f"algorithm={algorithm}", f"kl={kl}"]))
+        assert kl == "by_algorithm" or (x.kl.name == kl and x.kl.placement == "loss")
+
+
 def test_dapo_with_its_overrides_taken_back_is_grpo():
     taken_back = ["policy_loss=clipped", "aggregation=sequence_mean", "group_filter=none", "overlong=none"]
     dapo = experiment(compose(["algorithm=dapo", *(f"algorithm/{text}" for text in taken_back), "algorithm.max_refills=0"])).algorithm
@@ -359,7 +417,9 @@ def test_dapo_with_its_overrides_taken_back_is_grpo():
     def plain(part):
         return (part.func, part.args, part.keywords) if hasattr(part, "keywords") else part
 
-    assert {k: plain(v) for k, v in dapo._replace(name="grpo")._asdict().items()} == {k: plain(v) for k, v in grpo._asdict().items()}
+    assert {k: plain(v) for k, v in dapo._replace(name="grpo", suggests={})._asdict().items()} == {
+        k: plain(v) for k, v in grpo._asdict().items()
+    }
 
 
 def test_a_group_that_a_command_does_not_have_is_refused():

@@ -48,7 +48,7 @@ ONLY = {
     "ranks": {"errors"},
     "launch": set(),
     "rng": set(),
-    "rewards": {"types", "errors", "sandbox", "deadline", "ranks"},
+    "rewards": {"types", "errors", "processors", "sandbox", "deadline", "ranks"},
     "tasks": {"types", "errors", "environments", "sandbox"},
     "environments": {"types", "errors", "sandbox", "deadline"},
     "generation": {"types", "errors", "functional"},

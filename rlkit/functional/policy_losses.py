@@ -126,8 +126,8 @@ def gmpo(
       response_mask: [B, T] bool.
       rollout_ids: [B] int64; all rows of a rollout must be there, as `micro_batches` gives them.
       advantages: [B, T] a constant: no gradient flows into it.
-      clip_log_low, clip_log_high: > 0, widths in nats: the paper's interval is (e^-0.4, e^0.4). verl takes the upper one on
-        both sides.
+      clip_log_low, clip_log_high: > 0, widths in nats: the paper's interval is (e^-0.4, e^0.4). verl
+        clips in the same way, by clip_ratio_low and clip_ratio_high in nats, 0.2 unless they are set.
     Returns: [B, T] loss in units of advantage.
     Raises: ValueError naming the argument, its value and the allowed range.
     Source: GMPO, Zhao et al. 2025, section 3, arXiv:2507.20673.

@@ -14,7 +14,7 @@ from rlkit.rewards.repetition import repetition
 from rlkit.rewards.score import Reward, RewardError, Term, Verdict, score, score_spread
 from rlkit.rewards.text import contains, exact_match, format_match
 from rlkit.rewards.tool_usage import tool_usage
-from rlkit.rewards.truths import reads_truth
+from rlkit.rewards.truths import reads_truth, reads_truths
 from rlkit.rewards.verifiers import verifiers
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "parse_number",
     "product",
     "reads_truth",
+    "reads_truths",
     "repetition",
     "score",
     "score_spread",

@@ -8,16 +8,20 @@ from typing import Any
 from rlkit.errors import ConfigError
 from rlkit.rewards.aggregators import batched
 from rlkit.rewards.score import Term, called_on
-from rlkit.rewards.truths import reads_truth, truth_problem
+from rlkit.rewards.truths import reads_truths, truth_problems
 from rlkit.types import Rollout, Task
 
 
-def _truth_problem(task: Task, *, rewards: Mapping[str, Callable[..., Any]]) -> str:
-    """What the reward says that the row names; an unknown name is refused when it is asked for."""
-    return truth_problem(rewards[task.reward], task) if task.reward in rewards else ""
+def _truth_problems(tasks: Sequence[Task], *, rewards: Mapping[str, Callable[..., Any]]) -> list[str]:
+    """What the reward says that each row names; an unknown name is refused when it is asked for."""
+    problems = {}
+    for name in dict.fromkeys(task.reward for task in tasks):
+        places = [i for i, task in enumerate(tasks) if task.reward == name and name in rewards]
+        problems |= dict(zip(places, truth_problems(rewards[name], [tasks[i] for i in places]), strict=True)) if places else {}
+    return [problems.get(i, "") for i in range(len(tasks))]
 
 
-@reads_truth(_truth_problem)
+@reads_truths(_truth_problems)
 @batched
 def by_task(rollouts: Sequence[Rollout], *, rewards: Mapping[str, Callable[..., Any]]) -> list[Any]:
     """Score rollouts with the rewards that their tasks name, so that a mixture scores each row its own way.

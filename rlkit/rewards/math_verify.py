@@ -1,7 +1,10 @@
-"""Symbolic equality of mathematical answers by the package math-verify, in a child process with a deadline.
+"""Symbolic equality of mathematical answers by the package math-verify, in child processes.
 
-What a policy writes may keep sympy busy for ever (9**9**9), so it is never evaluated in the process that trains. One child serves all
-calls; it is started by the first, and killed and started anew where it misses a deadline.
+What a policy writes may keep sympy busy for ever (9**9**9), and the package evaluates parts of it.
+None of it is read in the process that trains. The children run a script of their own
+(`_math_child.py`) with an empty environment, and stay warm between calls. They are not made by
+`multiprocessing`: that would import the user's main script once more in each of them, and a fork
+would inherit threads, CUDA and secrets.
 """
 
 from __future__ import annotations
@@ -10,142 +13,192 @@ import atexit
 import contextlib
 import json
 import os
-import re
-import select
+import selectors
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from rlkit.errors import ConfigError, install
+from rlkit.errors import ConfigError, DataError, install
+from rlkit.processors import cores
+from rlkit.rewards.aggregators import batched
 from rlkit.rewards.answers import final_answer
 from rlkit.rewards.score import Verdict
-from rlkit.types import Rollout
+from rlkit.rewards.truths import reads_truths
+from rlkit.types import Rollout, Task
 
-ENDED = "the child ended without an answer"
-START = 120.0  # seconds for the child to import sympy
-MEMORY = 4 * 2**30  # bytes of address space that the child may take
-LATEX = re.compile(r"[\\^]")
-DELIMITER = re.compile(r"\$|\\\(|\\\[|\\boxed|####")
+CHILD = Path(__file__).with_name("_math_child.py")
+DEADLINE = 5.0  # seconds of processor time for one call
+START = 300.0  # seconds for a child to import sympy, on the slowest disk
+HUNG = 30.0  # times the deadline on the clock, after which the parent kills a child itself
+MEMORY = 2 * 2**30  # bytes of address space that a child may take
+CALLS = 10_000  # after which a child is replaced: sympy and the parser keep what they have seen
+MOST = 16  # children; each takes some 100 MB
 _LOCK = Lock()
-_children: list[subprocess.Popen[str]] = []  # none or one
+_idle: list[subprocess.Popen[str]] = []
 
 
-def math_verify(rollout: Rollout, *, correct: float = 1.0, wrong: float = 0.0, deadline: float = 5.0) -> float | None:
-    r"""Whether the final reply's mathematical answer equals `task.answer`: 1/2, 0.5 and \frac{1}{2} do, sets and intervals too.
+def _truth_problems(tasks: Sequence[Task], *, deadline: float = DEADLINE, **_: Any) -> list[str]:
+    """Why the truth of each task cannot be read. Equal truths are asked about once."""
+    truths = list(dict.fromkeys(task.answer for task in tasks))
+    said = dict(zip(truths, ask([(truth,) for truth in truths], deadline), strict=True))
+    return ["" if said[task.answer] == "readable" else _unread(said[task.answer]) for task in tasks]
 
-    LaTeX is read between $ $, \( \), \[ \] and in \boxed{}; a text without any of these that has LaTeX in it is taken as one formula.
+
+@reads_truths(_truth_problems)
+@batched
+def math_verify(rollouts: Sequence[Rollout], *, correct: float = 1.0, wrong: float = 0.0, deadline: float = DEADLINE) -> list[float]:
+    r"""Whether each final reply's mathematical answer equals `task.answer`, as 0.5 equals 1/2.
+
+    A truth is one answer, with or without delimiters: 2k+2, $[0,1)$, \text{east}, 15\%. Of a reply
+    the last \boxed{…} is read in the same way; else what follows the last "answer is" or #### on its
+    line; else the last formula between $ $, \( \) or \[ \]; else the last number. Units, currency
+    and percent signs are dropped. LaTeX that the package cannot read is compared as text.
 
     Args:
+      rollouts: a batch. Equal answers to equal truths are compared once, and as many at a time as
+        this process may use cores.
       correct, wrong: the two scores.
-      deadline: seconds for one reply, > 0.
-    Returns: `correct` or `wrong`; None where nothing can be read from `task.answer`. A reply from which nothing can be read is wrong
-      with the status unparseable, one that takes longer than the deadline wrong with the status timeout.
-    Raises: ConfigError where math-verify is not installed. RuntimeError where the child fails on the pair.
+      deadline: seconds of processor time for one reply, > 0. It is not wall-clock time, so that a
+        busy machine does not turn a right answer into a late one.
+    Returns: `correct` or `wrong` for each. The status is unparseable if nothing can be read from a
+      reply, timeout if it takes longer than the deadline, error if a child dies on it twice; all
+      three are wrong.
+    Raises: DataError naming the row whose truth cannot be read. ConfigError if math-verify is not
+      installed. RuntimeError if its process does not start.
     Source: github.com/huggingface/Math-Verify.
+    """
+    answers = [(rollout.task.answer, final_answer(rollout) or "") for rollout in rollouts]
+    distinct = list(dict.fromkeys(pair for pair in answers if pair[1].strip()))
+    said = dict(zip(distinct, ask(distinct, deadline), strict=True))
+    value: dict[str, float] = {"equal": correct, "different": wrong}
+    value |= {status: Verdict(wrong, status) for status in ("unparseable", "timeout", "error")}
+    verdicts = [said.get(pair, "unparseable") for pair in answers]
+    for rollout, verdict in zip(rollouts, verdicts, strict=True):
+        if verdict not in value:
+            raise _refused(rollout.task, verdict)
+    return [value[verdict] for verdict in verdicts]
+
+
+def _refused(task: Task, reason: str) -> DataError:
+    return DataError(f"row {task.id}: the gold answer '{task.answer[:80]}' {_unread(reason)}")
+
+
+def _unread(reason: str) -> str:
+    why = {"timeout": "it takes longer than the deadline", "error": "math-verify dies on it"}.get(reason, reason)
+    return f"cannot be read by math_verify: {why}; write one answer in LaTeX or plain text, or leave the row out"
+
+
+# -------------------------------------------------------------------------------------- the children
+
+
+def ask(calls: Sequence[Sequence[str]], deadline: float) -> list[str]:
+    """What a child says of each (truth,) or (truth, answer), as in `_math_child`; or timeout, or error.
+
+    error: the child died, for example of too much memory, and so did a second one.
     """
     if not deadline > 0:
         raise ConfigError(f"math_verify: deadline must be > 0 seconds, not {deadline}")
-    answer = final_answer(rollout)
-    said = ask(rollout.task.answer, answer or "", deadline)
-    if said == "no truth":
-        return None
-    if said in ("unparseable", "timeout"):
-        return Verdict(wrong, "timeout" if said == "timeout" else "unparseable")
-    if said in ("equal", "different"):
-        return correct if said == "equal" else wrong
-    raise RuntimeError(f"math-verify failed: {said}")
+    if not calls:
+        return []
+    with ThreadPoolExecutor(min(cores(), MOST, len(calls))) as threads:
+        return list(threads.map(partial(_answer, deadline=deadline), calls))
 
 
-def ask(truth: str, answer: str, deadline: float) -> str:
-    """What the child says of a pair: equal, different, unparseable, no truth, timeout, or what went wrong."""
+def _answer(call: Sequence[str], deadline: float) -> str:
+    line = json.dumps([deadline, *call])
+    for _ in range(2):  # the first may have reached CALLS, or been killed from outside
+        child = _take()
+        try:
+            said = _exchange(child, line, HUNG * deadline)
+        except TimeoutError:
+            _end(child)
+            return "timeout"
+        if said:
+            _give_back(child)
+            return said
+        if _end(child) in (-signal.SIGPROF, -signal.SIGALRM):
+            return "timeout"
+    return "error"
+
+
+def _take() -> subprocess.Popen[str]:
+    """An idle child, or a new one."""
     with _LOCK:
-        child = _children[0] if _children else _start()
-        said = _exchange(child, json.dumps([truth, answer]), deadline)
-        if said in (None, ENDED):
-            stop()
-        return "timeout" if said is None else said
-
-
-def _start() -> subprocess.Popen[str]:
-    """A child that has math-verify imported. Raises ConfigError where it cannot."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", "from rlkit.rewards.math_verify import serve; serve()"]
-    pipe = subprocess.PIPE
-    child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=environment)
-    _children.append(child)
-    said = _exchange(child, "", START)
-    if said != "ready":
-        stop()
+        if _idle:
+            return _idle.pop()
+    child = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-B", str(CHILD), json.dumps(sys.path), str(MEMORY), str(CALLS)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={}, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said = _exchange(child, "", START)
+    except TimeoutError:
+        said = f"failed: the process is not ready after {START:g} s; is the machine, or the disk that Python is on, overloaded?"
+    if said == "ready":
+        return child
+    status = _end(child)
+    kind, _, reason = said.partition(": ")
+    if kind == "missing":
         raise ConfigError(
             f"the reward math_verify cannot import math-verify ({said}); {install('math')}, or choose reward=numeric for plain numbers"
         )
-    return child
+    raise RuntimeError(f"math_verify cannot start: {reason or f'the process ended with status {status}'}")
 
 
-def _exchange(child: subprocess.Popen[str], line: str, seconds: float) -> str | None:
-    """The child's answer to a line, or to its start where the line is empty; None where it does not come in time."""
+def _exchange(child: subprocess.Popen[str], line: str, seconds: float) -> str:
+    """A child's answer to a line, or to its start if the line is empty. Empty if the child ended.
+
+    Raises: TimeoutError if nothing comes in time.
+    """
     assert child.stdin is not None and child.stdout is not None
     try:
         if line:
             child.stdin.write(line + "\n")
             child.stdin.flush()
-        if not select.select([child.stdout], [], [], seconds)[0]:
-            return None
+        with selectors.DefaultSelector() as selector:
+            selector.register(child.stdout, selectors.EVENT_READ)
+            if not selector.select(seconds):
+                raise TimeoutError
         said = child.stdout.readline()
     except BrokenPipeError:
-        said = ""
-    return str(json.loads(said)) if said else ENDED
+        return ""
+    return str(json.loads(said)) if said else ""
+
+
+def _give_back(child: subprocess.Popen[str]) -> None:
+    with _LOCK:
+        if len(_idle) < min(cores(), MOST):
+            _idle.append(child)
+            return
+    _end(child)
+
+
+def _end(child: subprocess.Popen[str]) -> int:
+    """Kill a child, unless it has ended by itself. Returns its exit status."""
+    child.kill()
+    status = child.wait()
+    for pipe in (child.stdin, child.stdout):
+        assert pipe is not None
+        with contextlib.suppress(OSError):  # what was not sent yet has nowhere to go
+            pipe.close()
+    return status
 
 
 def stop() -> None:
-    """Ends the child; the next call starts another."""
-    while _children:
-        child = _children.pop()
-        child.kill()
-        child.wait()
-        for pipe in (child.stdin, child.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):
-                pipe.close()
+    """End the idle children; the next call starts others."""
+    while True:
+        with _LOCK:
+            if not _idle:
+                return
+            child = _idle.pop()
+        _end(child)
 
 
 atexit.register(stop)
-
-
-# ------------------------------------------------------------------------------------------------------- in the child
-
-
-def serve() -> None:
-    """Answers pairs, one line each, until the parent is gone. What the package itself prints goes nowhere."""
-    out, sys.stdout = sys.stdout, sys.stderr
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    try:
-        import math_verify as package
-    except ImportError as error:
-        print(json.dumps(str(error)), file=out, flush=True)
-        return
-    print(json.dumps("ready"), file=out, flush=True)
-    for line in sys.stdin:
-        print(json.dumps(_judged(package, *json.loads(line))), file=out, flush=True)
-
-
-def _judged(package: Any, truth: str, answer: str) -> str:
-    try:
-        gold = package.parse(_delimited(truth))
-        if not gold:
-            return "no truth"
-        given = package.parse(_delimited(answer))
-        if not given:
-            return "unparseable"
-        return "equal" if package.verify(gold, given) else "different"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def _delimited(text: str) -> str:
-    r"""Bare LaTeX as a formula: math-verify reads 2\sqrt{3} without dollars as 2."""
-    return f"${text.strip()}$" if LATEX.search(text) and not DELIMITER.search(text) else text
+os.register_at_fork(after_in_child=_idle.clear)  # two processes must not talk to one child

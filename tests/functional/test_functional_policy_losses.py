@@ -163,16 +163,20 @@ def test_sapo_keeps_float64() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_gmpo_against_a_loop(seed: int) -> None:
-    """One rollout at a time, as the paper writes it: the root of the product of clipped ratios, signs apart."""
-    given, width = _random(seed), 0.3
-    got = gmpo(**given, clip_log_low=width, clip_log_high=width)
+    """One rollout at a time, as the paper writes it: the root of the product of clipped ratios.
+
+    The two widths differ. verl clamps the log-ratio to (-low, high) in the same way, then takes the
+    smaller of both after multiplying by the sign of the advantage.
+    """
+    given, low, high = _random(seed), 0.2, 0.5
+    got = gmpo(**given, clip_log_low=low, clip_log_high=high)
     for rollout in range(4):
         rows = [r for r in range(6) if given["rollout_ids"][r] == rollout]
         advantage = float(given["advantages"][rows[0], 0])
         product, count = 1.0, 0
         for r, t in [(r, t) for r in rows for t in range(5) if given["response_mask"][r, t]]:
             ratio = math.exp(float(given["logprobs"][r, t] - given["logprobs_old"][r, t]))
-            clip = min(max(ratio, math.exp(-width)), math.exp(width))
+            clip = min(max(ratio, math.exp(-low)), math.exp(high))
             product *= min(ratio * advantage, clip * advantage) / advantage
             count += 1
         for r in rows:

@@ -154,7 +154,7 @@ def test_references_of_mbpp_keep_what_only_splitlines_takes_for_a_line_end(tmp_p
     rows = [{"text": "Add.", "code": f"S = 'a{c}b'\r\ndef f(n):\r\n  return n + 1\r\n", "task_id": i, "test_list": [*TESTS, *TESTS]}
             for i, c in enumerate("\u2028\x0c\x1c\x85")]  # fmt: skip
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    answers = {task.id: task.answer for task in mbpp(path=str(tmp_path), split="train", seed=0, exclude=())}
+    answers = {task.id: task.answer for task in mbpp(path=str(tmp_path), split="train", seed=0, exclude=(), validation=0.0, held_out=0.0)}
     assert [answers[f"mbpp/train/{i}"] for i in range(4)] == [
         f"```python\nS = 'a{c}b'\ndef f(n):\n  return n + 1\n```" for c in "\u2028\x0c\x1c\x85"
     ]
