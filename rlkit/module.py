@@ -474,6 +474,9 @@ class RLModule(L.LightningModule):
         self.generators = state["generators"]
         self.nonfinite, self.halvings = state.get("nonfinite", {}), state.get("halvings", 0)
         self.progress = schedules.Progress(**state["progress"])
+        before = checkpoint.get("run", {}).get("config", {}).get("trainer", {}).get("steps", self.total_steps)
+        if said := schedules.lengthened(self.experiment, self.progress, before=before):
+            self.print(f"resume: {said}")
         self.x = schedules.at(self.experiment, self.progress)
         self.enter_phase()
         saved = state["references"]

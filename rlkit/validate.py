@@ -240,10 +240,26 @@ def warnings(x: Experiment) -> list[str]:
             f"kl={x.kl.name} kl.placement={x.kl.placement}: as a reward this estimator hardly pulls towards the reference, or pushes away "
             "(table in rlkit/functional/kl.py); kl=k1 does"
         )
+    out += [
+        f"{path}={steps}: {why} (trainer.steps={x.trainer.steps}); lower it, or train longer"
+        for path, steps, why in _too_late(x)
+        if steps >= x.trainer.steps
+    ]
     if a.target_kl is not None and updates == 1:
         out.append(f"algorithm.target_kl={a.target_kl} does nothing: with one update a step the policy has not moved when it is checked")
     if "pair_selector" in inspect.signature(a.advantage).parameters and updates > 1:
         out.append(f"algorithm={a.name}: with {updates} updates a step, pair weights after the first are those of the policy before it")
+    return out
+
+
+def _too_late(x: Experiment) -> list[tuple[str, int, str]]:
+    """(path, RL steps, what does not happen in a run that is no longer): numbers of steps that a short run never reaches."""
+    out = []
+    every = getattr(x.reference.update, "keywords", {}).get("every")
+    if x.needs_reference and isinstance(every, int):
+        out.append(("reference.every", every, "no update sees a new copy of the policy, so the reference is the frozen start"))
+    if x.algorithm.critic.active:
+        out.append(("algorithm.critic.warmup", x.algorithm.critic.warmup, "the policy is never trained"))
     return out
 
 
