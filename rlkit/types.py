@@ -236,6 +236,7 @@ class Batch(NamedTuple):
     returns: Tensor | None = None  # [B, T] what the critic learns to predict
     scale: Tensor | None = None  # [B, T] factor on each token's policy loss: off-policy correction × token filter
     weights: Tensor | None = None  # [B, T] share of each token in the loss; sums to 1 over an update
+    sampled_mask: Tensor | None = None  # [B, T] bool, the response_mask before rollouts were taken out of training; None: none were
 
 
 class Scores(NamedTuple):
