@@ -45,7 +45,7 @@ from rlkit.types import (
     ValueLossFn,
 )
 
-PER_ROLLOUT = ("rewards", "group_ids", "truncated", "lengths")  # quantities [N]; all others have a row dimension
+PER_ROLLOUT = ("rewards", "group_ids", "truncated", "lengths", "reply_lengths")  # quantities [N]; all others have a row dimension
 
 
 class Critic(NamedTuple):

@@ -83,7 +83,7 @@ def run(x: Experiment, tasks: Sequence[Task], held_out: Sequence[Task]) -> Repor
     """
     from rlkit.data import RLData
     from rlkit.module import RLModule
-    from rlkit.selfcheck import check_policy
+    from rlkit.selfcheck import check_policy, check_teacher
     from rlkit.train import autocast, header, make_trainer, pick_device, quiet
 
     quiet()
@@ -96,6 +96,7 @@ def run(x: Experiment, tasks: Sequence[Task], held_out: Sequence[Task]) -> Repor
         torch.set_num_threads(x.trainer.threads)
     device = pick_device(x)
     torch.manual_seed(x.seed)
+    check_teacher(x)
     policy = x.model(device=device)
     text = header(x, policy, device, (tasks, held_out))
     clock["load"] = time.perf_counter() - started

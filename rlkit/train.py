@@ -25,7 +25,7 @@ PACKAGES = ("rlkit", "torch", "transformers", "peft", "lightning", "hydra-core",
 def load_tasks(x: Experiment) -> tuple[Sequence[Task], Sequence[Task]]:
     """Training and held-out tasks, verifier and every phase's reward tried on their gold answers. Raises DataError, ConfigError."""
     from rlkit.schedules import phases
-    from rlkit.selfcheck import check_reward, check_tools, check_verifier
+    from rlkit.selfcheck import check_assumptions, check_reward, check_tools, check_verifier
 
     train = x.task(split="train")
     held_out = x.task(split="test")[: x.evaluation.n] if x.evaluation.n else []
@@ -33,6 +33,7 @@ def load_tasks(x: Experiment) -> tuple[Sequence[Task], Sequence[Task]]:
         check_verifier(tasks, x.evaluation.reward)
     for phase in phases(x).values():
         check_reward(train, phase.reward)
+        check_assumptions(train, phase)
     check_tools(train, x.environment)
     return train, held_out
 
@@ -61,12 +62,13 @@ def train(
     from rlkit.monitor import peak_memory
     from rlkit.rollouts.record import FAILED, failed_rollout_kept
     from rlkit.sandbox import seen
-    from rlkit.selfcheck import check_policy
+    from rlkit.selfcheck import check_policy, check_teacher
 
     if x.trainer.threads:
         torch.set_num_threads(x.trainer.threads)
     rng.seed(x.seed)  # initial adapters, and what a reward or an environment draws; sampling has its own randomness
     device = pick_device(x)
+    check_teacher(x)
     policy = x.model(device=device)
     print(header(x, policy, device, tasks), flush=True)
     with autocast(x, device):

@@ -10,7 +10,7 @@ from rlkit.rewards.aggregators import batched
 from rlkit.rewards.answers import final_answer
 from rlkit.rewards.score import Verdict
 from rlkit.sandbox import Check, Job, Outcome, Sandbox, Unsplittable, passes, run_many, split
-from rlkit.types import Rollout, Task
+from rlkit.types import Rollout, Task, gives
 
 FENCES = ("```python", "```py", "```")
 
@@ -29,6 +29,9 @@ class Judgement(NamedTuple):
     detail: str = ""
 
 
+@gives("binary", credit="all", correct=1, wrong=0)
+@gives("non_negative", wrong=0)
+@gives("raw")
 @batched
 def code_exec(
     rollouts: Sequence[Rollout],

@@ -20,7 +20,7 @@ from typing import Any
 from rlkit.errors import ConfigError
 from rlkit.rewards.answers import final_answer
 from rlkit.rewards.score import Verdict
-from rlkit.types import Rollout
+from rlkit.types import Rollout, gives
 
 ENDED = "the child ended without an answer"
 START = 120.0  # seconds for the child to import sympy
@@ -31,6 +31,8 @@ _LOCK = Lock()
 _children: list[subprocess.Popen[str]] = []  # none or one
 
 
+@gives("binary", correct=1, wrong=0)
+@gives("raw")
 def math_verify(rollout: Rollout, *, correct: float = 1.0, wrong: float = 0.0, deadline: float = 5.0) -> float | None:
     r"""Whether the final reply's mathematical answer equals `task.answer`: 1/2, 0.5 and \frac{1}{2} do, sets and intervals too.
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from rlkit.rewards.answers import final_answer
 from rlkit.rewards.score import Verdict
-from rlkit.types import Rollout
+from rlkit.types import Rollout, gives
 
 MAX_DIGITS = 200  # of one number as written; a longer one is no answer
 MAX_SEGMENT = 1000  # characters after a marker in which its number must stand
@@ -33,6 +33,8 @@ LATEX_FRACTION = re.compile(r"\\[dt]?frac\s{0,9}\{([^{}]{1,99})\}\s{0,9}\{([^{}]
 LATEX_SPACING = re.compile(r"\\[,!;: ]|\{,\}(?=[0-9])|\\(?=[$%])")
 
 
+@gives("binary", correct=1, wrong=0)
+@gives("raw")
 def numeric(rollout: Rollout, *, correct: float = 1.0, wrong: float = 0.0) -> float | None:
     """Whether the last reply's number equals the number of `task.answer`, as exact fractions.
 
