@@ -267,7 +267,48 @@ def extension_points() -> str:
         lines += [f"Shipped: {', '.join(f'`{s}`' for s in shipped(name))}.", ""] if shipped(name) else []
     lines += ["## Quantities", "", "What a part of an algorithm or a KL may ask for, by the name of a positional parameter:", ""]
     lines += [f"- `{name}` {meaning}" for name, meaning in rlkit.types.QUANTITIES.items()]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines + declarations_page()) + "\n"
+
+
+DECLARING = """
+## What parts assume and give
+
+An advantage may rely on rewards of 0 and 1, and a penalty on a limit that counts the tokens of one
+reply. A part declares what it relies on, and a run that breaks it is refused with what to choose
+instead. Declarations are optional. A part without them assumes nothing and guarantees nothing: where
+another part relies on it, the run prints a warning and goes on.
+
+    from rlkit.types import assumes, gives, keeps
+
+    @gives("binary")  # a reward function: every score is 0 or 1
+    def solved(rollout): ...
+
+    @gives("binary", strict=True)  # only while its hyperparameter `strict` is true
+    def graded(rollout, *, strict=False): ...
+
+    @keeps("non_negative", "raw")  # an aggregator or overlong rule: which words still hold behind it
+    def halves(scores, weights): ...
+
+    @assumes("binary_rewards")  # an advantage
+    def share_of_right(rewards, group_ids): ...
+
+`functools.partial` and `functools.wraps` keep the declarations of what they wrap. A weight other than
+1 takes `binary` away, and a negative one `non_negative` too. The sum of several components is not
+`binary`. `reward.normalize` leaves none of the words.
+"""
+
+
+def declarations_page() -> list[str]:
+    """The words that parts may declare, and what the shipped ones do."""
+    lines = [*DECLARING.splitlines(), ""]
+    for title, known in (("Of rewards", rlkit.types.GUARANTEES), ("Assumed", rlkit.types.ASSUMPTIONS)):
+        lines += [f"{title}:", "", *(f"- `{word}` {meaning}" for word, meaning in known.items()), ""]
+    lines += ["| shipped part | assumes | gives | keeps |", "|---|---|---|---|"]
+    for target in dict.fromkeys(target for _, target in targets()):
+        words = [rlkit.types.declarations(resolve(target), kind) for kind in ("assumes", "gives", "keeps")]
+        if any(found is not None for found in words):
+            lines.append(f"| `{target}` | " + " | ".join("" if w is None else ", ".join(sorted(w)) or "nothing" for w in words) + " |")
+    return lines
 
 
 def shipped(protocol: str) -> list[str]:

@@ -45,7 +45,7 @@ from rlkit.types import (
     ValueLossFn,
 )
 
-PER_ROLLOUT = ("rewards", "group_ids", "truncated", "lengths")  # quantities [N]; all others have a row dimension
+PER_ROLLOUT = ("rewards", "group_ids", "truncated", "lengths", "reply_lengths")  # quantities [N]; all others have a row dimension
 
 
 class Critic(NamedTuple):
@@ -161,7 +161,8 @@ def choose(batch: Batch, algorithm: Algorithm) -> Batch:
     """The batch with the rollouts that are trained on, and the rewards that the advantage sees.
 
     The group filter reads the raw rewards; then the overlong rule may change rewards (and with them the token rewards, at the
-    last sampled token) and take rollouts out. What is taken out leaves `response_mask`; its reward still counts in baselines.
+    last sampled token) and take rollouts out. What is taken out leaves `response_mask` and stays in `sampled_mask`; its reward still
+    counts in baselines.
     """
     with torch.no_grad():
         given = quantities(batch)
@@ -172,6 +173,7 @@ def choose(batch: Batch, algorithm: Algorithm) -> Batch:
             rewards=rewards,
             token_rewards=batch.token_rewards + shaped * last_tokens(batch),
             response_mask=batch.response_mask & (kept & trained)[batch.rollout_ids][:, None],
+            sampled_mask=batch.response_mask,
         )
 
 
@@ -194,8 +196,9 @@ def estimate_advantages(batch: Batch, algorithm: Algorithm, kl: KL = KL("none"))
     """The batch with advantages [B, T], and returns where there is a critic; zero outside the response mask.
 
     advantage → normalisation → minus the KL to come, where the KL stands in the reward. An advantage that asks for
-    `token_rewards` gets the KL in them instead, and with `kl.in_baseline` every advantage gets it in its rewards. Computed once
-    over the whole update batch, without gradient.
+    `token_rewards` gets the KL in them instead, and with `kl.in_baseline` every advantage gets it in its rewards: in those of all
+    rollouts, since also the ones that are not trained on count in the baseline. Computed once over the whole update batch, without
+    gradient.
     Raises: ValueError where the advantage has neither shape [N] nor [B, T], or a critic gets no returns.
     """
     with torch.no_grad():
@@ -203,7 +206,8 @@ def estimate_advantages(batch: Batch, algorithm: Algorithm, kl: KL = KL("none"))
         penalty = penalize(batch, kl)
         batch = batch._replace(token_rewards=fill_masked(batch.token_rewards - penalty, mask, 0.0))
         if kl.in_baseline:
-            batch = batch._replace(rewards=batch.rewards - segment_sum(penalty, batch.rollout_ids, n=len(batch.rewards)))
+            of_rollouts = segment_sum(penalize(whole(batch), kl), batch.rollout_ids, n=len(batch.rewards))
+            batch = batch._replace(rewards=batch.rewards - of_rollouts)
         given = quantities(batch)
         estimate = call(algorithm.advantage, given)
         advantages, returns = estimate if isinstance(estimate, Estimate) else (estimate, None)
@@ -224,6 +228,11 @@ def estimate_advantages(batch: Batch, algorithm: Algorithm, kl: KL = KL("none"))
             advantages = advantages - to_come(penalty, batch)
         returns = None if returns is None else fill_masked(torch.where(scored, returns, _required(batch.values, "values")), mask, 0.0)
         return batch._replace(advantages=fill_masked(advantages, scored, 0.0), returns=returns)
+
+
+def whole(batch: Batch) -> Batch:
+    """The batch with every sampled token in its response_mask, those of rollouts that are not trained on too."""
+    return batch if batch.sampled_mask is None else batch._replace(response_mask=batch.sampled_mask)
 
 
 def penalize(batch: Batch, kl: KL) -> Tensor:

@@ -83,7 +83,7 @@ def run(x: Experiment, tasks: Splits) -> Report:
     """
     from rlkit.data import RLData
     from rlkit.module import RLModule
-    from rlkit.selfcheck import check_policy
+    from rlkit.selfcheck import check_policy, check_teacher
     from rlkit.train import autocast, header, make_trainer, pick_device, quiet, use_threads
 
     quiet()
@@ -94,6 +94,7 @@ def run(x: Experiment, tasks: Splits) -> Report:
     started = time.perf_counter()
     device = pick_device(x)
     torch.manual_seed(x.seed)
+    check_teacher(x)
     policy = x.model(device=device)
     use_threads(x.trainer, policy.model, device)
     text = header(x, policy, device, tasks)

@@ -137,7 +137,7 @@ def train_command(arguments: Arguments) -> int:
 
         return sweep(arguments.overrides, config_dir=arguments.config_dir)
     from rlkit import launch, ranks, runs
-    from rlkit.compose import compose, experiment
+    from rlkit.compose import compose, experiment, length_keys
     from rlkit.loggers import check_loggers
     from rlkit.tasks.splits import overlaps
     from rlkit.train import join_ranks, load_tasks, start
@@ -158,7 +158,7 @@ def train_command(arguments: Arguments) -> int:
     join_ranks(x.trainer)
 
     if named == "auto":
-        folder = ranks.first(lambda: folder or runs.newest_unfinished(x.name, composed.config))
+        folder = ranks.first(lambda: folder or runs.newest_unfinished(x.name, composed.config, beside=length_keys(composed)))
         if folder is not None and runs.is_finished(folder):
             print(f"{folder}: finished already; nothing to do")
             ranks.leave()

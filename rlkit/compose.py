@@ -73,6 +73,18 @@ def compose(overrides: Sequence[str], *, entry: str = "train", config_dir: str |
     return Composed(plain, accepted, full)
 
 
+def length_keys(composed: Composed) -> tuple[str, ...]:
+    """Dotted keys whose values follow the run's length by an interpolation such as ${trainer.steps}: they count as length too."""
+    from omegaconf import OmegaConf
+
+    from rlkit.runs import difference
+
+    longer = copy.deepcopy(composed.full)
+    OmegaConf.update(longer, "trainer.steps", 2 * composed.config["trainer"]["steps"] + 1, force_add=True)
+    OmegaConf.update(longer, "trainer.max_time", 2 * (composed.config["trainer"].get("max_time") or 0) + 1, force_add=True)
+    return tuple(difference(composed.config, _plain(longer)))
+
+
 def keys(overrides: Sequence[str], *, entry: str = "train", config_dir: str | None = None) -> list[str]:
     """All dotted keys of a composed config that a command line may set; it is not checked. Raises ConfigError where it does not compose."""
     from hydra import initialize_config_dir

@@ -26,6 +26,7 @@ from rlkit.algorithm import (
     select,
     surrogate,
     value_surrogate,
+    whole,
 )
 from rlkit.errors import ConfigError, NonFinite
 from rlkit.functional import approximate_kl, mix
@@ -183,18 +184,20 @@ class RLModule(L.LightningModule):
     def with_scores(self, batch: Batch) -> Batch:
         """Old log-probs, entropies and values, and reference log-probs, where anything before or in the update needs them.
 
-        With one epoch of one minibatch the old policy is the current one, so "old" is its detached value and costs nothing.
+        With one epoch of one minibatch the old policy is the current one, so "old" is its detached value and costs nothing. A KL in
+        the baseline is that of every rollout, so there those are scored too that are not trained on.
         """
         a, kl = self.x.algorithm, self.x.kl
         before = (a.advantage, a.normalization, a.overlong, a.correction, a.token_filter)
         asked = {name for part in before for name in inputs(part)} & {"logprobs_old", "entropy_old", "values"}
+        read = whole(batch) if kl.in_baseline else batch
         with torch.no_grad():
             if a.epochs * a.minibatches > 1 or asked or kl.in_reward or a.critic.active:
-                old = self.score(self.model, batch, critic=self.critic if a.critic.active else None)
+                old = self.score(self.model, read, critic=self.critic if a.critic.active else None)
                 batch = batch._replace(logprobs_old=old.logprobs, entropy_old=old.entropy, values=old.values)
             if kl.active:
                 with self.reference_model() as model:
-                    batch = batch._replace(logprobs_ref=self.score(model, batch).logprobs)
+                    batch = batch._replace(logprobs_ref=self.score(model, read).logprobs)
         return batch
 
     def score(self, model: torch.nn.Module, batch: Batch, *, critic: torch.nn.Module | None = None) -> Scores:
@@ -480,6 +483,9 @@ class RLModule(L.LightningModule):
             torch.set_num_threads(threads)
             print(f"resume: computes with {threads} thread(s), as the run did so far", flush=True)
         self.progress = schedules.Progress(**state["progress"])
+        before = checkpoint.get("run", {}).get("config", {}).get("trainer", {}).get("steps", self.total_steps)
+        if said := schedules.lengthened(self.experiment, self.progress, before=before):
+            self.print(f"resume: {said}")
         self.x = schedules.at(self.experiment, self.progress)
         self.enter_phase()
         saved = state["references"]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rlkit import ranks
-from rlkit.types import Reference
+from rlkit.types import Reference, assumes
 
 ADAPTER = "reference"  # name of the second adapter under LoRA
 
@@ -269,21 +269,20 @@ def _freeze(policy: nn.Module, *, step: int = 0) -> nn.Module | Moving | None:
     return ranks.twin(policy)
 
 
+@assumes("same_vocabulary")
 def _load_teacher(policy: Any, *, path: str, revision: str | None, **_: Any) -> nn.Module:
     """Another model on the policy's device and in its precision. The two must mean the same by an id."""
     from rlkit.errors import ConfigError
-    from rlkit.models import pretrained_model, pretrained_tokenizer
+    from rlkit.models import check_vocabulary, pretrained_model
 
     own = policy.get_base_model() if hasattr(policy, "disable_adapter") else policy
     weight = own.get_output_embeddings().weight
+    if own.name_or_path:
+        check_vocabulary(own.name_or_path, path, teacher_revision=revision)
     try:
         teacher = pretrained_model(path, dtype=weight.dtype, revision=revision)
-        vocabulary = pretrained_tokenizer(path, revision=revision).get_vocab()
-        same = vocabulary == pretrained_tokenizer(own.name_or_path).get_vocab() if own.name_or_path else True
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", "reference.path=", 1)) from error
-    if not same or teacher.get_output_embeddings().weight.shape[0] < len(vocabulary):
-        raise ConfigError(f"reference.path={path}: has another vocabulary than the policy; choose a model with the same tokenizer")
     return teacher.to(weight.device).requires_grad_(False).eval()
 
 

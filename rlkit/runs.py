@@ -75,11 +75,14 @@ def checkpoint_source(text: str, folder: Path) -> Path:
     return Path(text).expanduser() if text.endswith(".ckpt") else folder / "checkpoints"
 
 
-def newest_unfinished(name: str, config: Mapping[str, Any]) -> Path | None:
-    """The newest run under outputs/<name> that did not finish and whose config is this one but for its length and its ranks."""
+def newest_unfinished(name: str, config: Mapping[str, Any], *, beside: tuple[str, ...] = ()) -> Path | None:
+    """The newest run under outputs/<name> that did not finish and whose config is this one but for its length and its ranks.
+
+    `beside`: further keys in which the two may differ, those that follow the length (`rlkit.compose.length_keys`).
+    """
     candidates = [f for f in (OUTPUTS / name).glob("*") if is_run(f) and not is_finished(f)]
     for folder in sorted(candidates, key=lambda f: f.stat().st_mtime, reverse=True):
-        if not difference(read_config(folder), config, beside=PLACE):
+        if not difference(read_config(folder), config, beside=PLACE + beside):
             return folder
     return None
 

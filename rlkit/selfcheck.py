@@ -7,17 +7,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from rlkit.assumptions import assumption_problems
 from rlkit.environments import environment_of, tool_schema
 from rlkit.errors import ConfigError, DataError, SelfCheckError
-from rlkit.models import check_template, encode_prompt, pack, score
+from rlkit.models import check_template, check_vocabulary, encode_prompt, pack, score
 from rlkit.rewards import Reward, RewardError, tests_of
 from rlkit.rewards import score as score_rollouts
 from rlkit.rewards.truths import truth_problems
 from rlkit.rollouts import assemble, collect
 from rlkit.rollouts.summary import by_part
 from rlkit.sandbox import Sandbox, require
+from rlkit.schedules import phases
 from rlkit.settings import Experiment
-from rlkit.types import Environment, Policy, Rollout, Step, Task
+from rlkit.types import Environment, Policy, Rollout, Step, Task, declarations
 
 FP32_TOLERANCE = 1e-3  # max |Δ log-prob|: two correct float32 paths differ by rounding alone
 BF16_TOLERANCE = 0.05  # mean |Δ log-prob|
@@ -58,6 +60,22 @@ def check_truths(tasks: Sequence[Task], reward: Reward) -> None:
         task, problem = found[0]
         more = f" ({len(found) - 1} more rows are like it)" if len(found) > 1 else ""
         raise DataError(f"row {task.id}: the gold answer '{task.answer[:80]}' of reward '{task.reward}' {problem}{more}")
+
+
+def check_assumptions(tasks: Sequence[Task], x: Experiment) -> None:
+    """What the parts assume holds with the rewards that the rows name (rlkit.assumptions). Raises: ConfigError with all problems."""
+    if problems := assumption_problems(x, tasks):
+        raise ConfigError("\n".join(problems))
+
+
+def check_teacher(x: Experiment) -> None:
+    """A reference that is another model has the policy's vocabulary; looked at before weights are loaded. Raises: ConfigError."""
+    own = getattr(x.model, "keywords", {})
+    for phase in phases(x).values():
+        init = phase.reference.init
+        if "path" in own and phase.needs_reference and "same_vocabulary" in (declarations(init, "assumes") or ()):
+            hub = {key: own[key] for key in ("revision", "trust_remote_code") if key in own}
+            check_vocabulary(own["path"], init.keywords["path"], teacher_revision=init.keywords["revision"], **hub)
 
 
 def check_reward(tasks: Sequence[Task], reward: Reward) -> None:

@@ -30,7 +30,7 @@ def load_tasks(x: Experiment) -> Splits:
     Raises: DataError, ConfigError; of a split without problems with the setting that gives it some.
     """
     from rlkit.schedules import phases
-    from rlkit.selfcheck import check_reward, check_tools, check_truths, check_verifier
+    from rlkit.selfcheck import check_assumptions, check_reward, check_tools, check_truths, check_verifier
 
     train = x.task(split="train")
     check_truths(train, x.evaluation.reward)
@@ -40,6 +40,7 @@ def load_tasks(x: Experiment) -> Splits:
     for phase in phases(x).values():
         check_truths(train, phase.reward)
         check_reward(train, phase.reward)
+        check_assumptions(train, phase)
     check_tools(train, x.environment)
     return Splits(train, validation, test)
 
@@ -80,10 +81,11 @@ def train(x: Experiment, tasks: Splits, folder: Path, *, started: float, resume:
     from rlkit.monitor import peak_memory
     from rlkit.rollouts.record import FAILED, failed_rollout_kept
     from rlkit.sandbox import seen
-    from rlkit.selfcheck import check_policy
+    from rlkit.selfcheck import check_policy, check_teacher
 
     rng.seed(x.seed)  # initial adapters, and what a reward or an environment draws; sampling has its own randomness
     device = pick_device(x)
+    check_teacher(x)
     policy = x.model(device=device)
     use_threads(x.trainer, policy.model, device)
     print(header(x, policy, device, tasks), flush=True)

@@ -9,8 +9,10 @@ entry t of a log-prob belongs to token t given the tokens before it.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict, TypeVar
 
 if TYPE_CHECKING:  # this page costs nothing to import
     import torch
@@ -249,6 +251,8 @@ class Batch(NamedTuple):
     returns: Tensor | None = None  # [B, T] what the critic learns to predict
     scale: Tensor | None = None  # [B, T] factor on each token's policy loss: off-policy correction × token filter
     weights: Tensor | None = None  # [B, T] share of each token in the loss; sums to 1 over an update
+    reply_lengths: Tensor | None = None  # [N] int64, sampled tokens of a rollout's longest reply
+    sampled_mask: Tensor | None = None  # [B, T] bool, the response_mask before rollouts were taken out of training; None: none were
 
 
 class Scores(NamedTuple):
@@ -270,6 +274,7 @@ QUANTITIES: Mapping[str, str] = {
     "group_ids": "[N] which prompt a rollout belongs to",
     "truncated": "[N] True where a rollout was cut off by a limit",
     "lengths": "[N] sampled tokens of a rollout",
+    "reply_lengths": "[N] sampled tokens of a rollout's longest reply",
     "token_rewards": "[B, T] a step's reward at its last sampled token, the episode's at the last; a KL in the reward is in it",
     "rollout_ids": "[B] which rollout a row belongs to",
     "step_ids": "[B, T] which step of its rollout a token belongs to",
@@ -287,6 +292,76 @@ QUANTITIES: Mapping[str, str] = {
     "values_old": "[B, T] the same before the update (value loss only)",
     "returns": "[B, T] what the critic learns to predict, a constant (value loss only)",
 }
+
+
+# What a part may declare of itself, for the checks before a run (rlkit.assumptions). These lists are closed: a word that stands in
+# neither is refused where it is written. A part without declarations assumes nothing and guarantees nothing.
+
+Guarantee = Literal["binary", "non_negative", "raw"]
+GUARANTEES: Mapping[str, str] = {
+    "binary": "every score is 0 or 1, so it is non_negative and raw too",
+    "non_negative": "no score is below 0",
+    "raw": "a score depends on its own rollout alone: no statistic of other rollouts has shifted or scaled it",
+}
+Assumption = Literal["binary_rewards", "non_negative_rewards", "raw_rewards", "reply_budget", "episode_budget", "same_vocabulary"]
+ASSUMPTIONS: Mapping[str, str] = {
+    "binary_rewards": "that rewards are 0 or 1",
+    "non_negative_rewards": "that no reward is below 0",
+    "raw_rewards": "rewards on the scale of their verifier",
+    "reply_budget": "that its `limit` is one of the tokens of a reply",
+    "episode_budget": "that its `limit` is one of the tokens of a whole episode",
+    "same_vocabulary": "the policy's tokenizer, so that an id means the same to both models",
+}
+Part = TypeVar("Part", bound=Callable[..., Any])
+
+
+def assumes(*words: Assumption) -> Callable[[Part], Part]:
+    """Declares what a part relies on: `@assumes("binary_rewards")`. A composition that breaks it is refused before the run."""
+    return _declared("assumes", words, ASSUMPTIONS, {})
+
+
+def gives(*words: Guarantee, **where: Any) -> Callable[[Part], Part]:
+    """Declares what the scores of a reward function are: `@gives("binary", correct=1, wrong=0)`.
+
+    With `where`, only while its hyperparameters have these values. Several of these decorators add up; `@gives()` says that
+    none of the words holds.
+    """
+    return _declared("gives", words, GUARANTEES, where)
+
+
+def keeps(*words: Guarantee) -> Callable[[Part], Part]:
+    """Declares which words still hold of rewards that a part has changed: an aggregator (of what all components give), an overlong rule."""
+    return _declared("keeps", words, GUARANTEES, {})
+
+
+def _declared(kind: str, words: Sequence[str], known: Mapping[str, str], where: Mapping[str, Any]) -> Callable[[Part], Part]:
+    if unknown := [word for word in words if word not in known]:
+        raise ValueError(f"@{kind}('{unknown[0]}'): there is no such word; there are: {', '.join(known)}")
+
+    def mark(part: Part) -> Part:
+        name = f"__{kind}__"
+        setattr(part, name, (*getattr(part, name, ()), (tuple(words), dict(where))))
+        return part
+
+    return mark
+
+
+def declarations(part: Any, kind: Literal["assumes", "gives", "keeps"]) -> frozenset[str] | None:
+    """The words that a part declares, with its hyperparameters as they are bound; None where it declares nothing of that kind.
+
+    A `functools.partial`, and a wrapper made with `functools.wraps`, declare what they wrap declares.
+    """
+    bound: dict[str, Any] = {}
+    while isinstance(part, functools.partial):
+        bound, part = {**part.keywords, **bound}, part.func
+    plain = inspect.unwrap(part, stop=lambda f: hasattr(f, f"__{kind}__")) if callable(part) else part
+    made = getattr(plain, f"__{kind}__", None)
+    if made is None:
+        return None
+    defaults = {p.name: p.default for p in inspect.signature(plain).parameters.values()}
+    holds = [words for words, where in made if all((defaults | bound).get(key) == value for key, value in where.items())]
+    found = {word for words in holds for word in words}
+    return frozenset(found | ({"non_negative", "raw"} if "binary" in found else set()))
 
 
 class Estimate(NamedTuple):

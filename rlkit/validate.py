@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from rlkit.assumptions import assumption_problems, assumption_warnings
 from rlkit.errors import ConfigError, nearest
 from rlkit.schedules import at, phases, schedule_problems, schedule_warnings, start
 
@@ -50,7 +51,8 @@ def run_problems(x: Experiment) -> list[str]:
 
 def validate(x: Experiment) -> list[str]:
     """Combinations that cannot run, or that would silently do nothing, as sentences."""
-    return _check_numbers(x) + _check_evaluation(x) + _check_groups(x) + _check_kl(x) + _check_critic(x) + _check_quantities(x)
+    checks = (_check_numbers, _check_evaluation, _check_groups, _check_kl, _check_critic, _check_quantities, assumption_problems)
+    return [problem for check in checks for problem in check(x)]
 
 
 def _check_numbers(x: Experiment) -> list[str]:
@@ -237,7 +239,7 @@ def warnings(x: Experiment) -> list[str]:
     """What is legal but probably not meant."""
     from rlkit.functional import forward, k1
 
-    a, out = x.algorithm, schedule_warnings(x)
+    a, out = x.algorithm, schedule_warnings(x) + list(dict.fromkeys(text for p in phases(x).values() for text in assumption_warnings(p)))
     updates = a.epochs * a.minibatches
     if not x.needs_reference and x.reference.name != "none":
         out.append(f"reference={x.reference.name} is not built: no KL uses it (kl={x.kl.name}, kl.coef={x.kl.coef})")
@@ -248,10 +250,26 @@ def warnings(x: Experiment) -> list[str]:
             f"kl={x.kl.name} kl.placement={x.kl.placement}: as a reward this estimator hardly pulls towards the reference, or pushes away "
             "(table in rlkit/functional/kl.py); kl=k1 does"
         )
+    out += [
+        f"{path}={steps}: {why} (trainer.steps={x.trainer.steps}); lower it, or train longer"
+        for path, steps, why in _too_late(x)
+        if steps >= x.trainer.steps
+    ]
     if a.target_kl is not None and updates == 1:
         out.append(f"algorithm.target_kl={a.target_kl} does nothing: with one update a step the policy has not moved when it is checked")
     if "pair_selector" in inspect.signature(a.advantage).parameters and updates > 1:
         out.append(f"algorithm={a.name}: with {updates} updates a step, pair weights after the first are those of the policy before it")
+    return out
+
+
+def _too_late(x: Experiment) -> list[tuple[str, int, str]]:
+    """(path, RL steps, what does not happen in a run that is no longer): numbers of steps that a short run never reaches."""
+    out = []
+    every = getattr(x.reference.update, "keywords", {}).get("every")
+    if x.needs_reference and isinstance(every, int):
+        out.append(("reference.every", every, "no update sees a new copy of the policy, so the reference is the frozen start"))
+    if x.algorithm.critic.active:
+        out.append(("algorithm.critic.warmup", x.algorithm.critic.warmup, "the policy is never trained"))
     return out
 
 
@@ -279,7 +297,7 @@ def dry_run(x: Experiment) -> None:
     batch = Batch(
         ids=ids, attention_mask=torch.ones_like(mask), response_mask=mask, rollout_ids=torch.arange(n),
         step_ids=torch.zeros_like(ids), rewards=rewards, group_ids=torch.arange(n) // size,
-        truncated=torch.zeros(n, dtype=torch.bool), lengths=mask.sum(1),
+        truncated=torch.zeros(n, dtype=torch.bool), lengths=mask.sum(1), reply_lengths=mask.sum(1),
         token_rewards=torch.zeros(n, width).index_fill(1, torch.tensor([width - 1]), 1.0) * rewards[:, None],
         logprobs_sampler=fixed, logprobs_old=fixed, entropy_old=entropy.detach(), logprobs_ref=fixed - 0.1,
         full_kl=torch.full_like(fixed, 0.1), values=values.detach(),

@@ -22,7 +22,7 @@ from rlkit.validate import dry_run, validate
 
 B, T, V = 12, 9, 6
 ROLLOUTS = torch.tensor([0, 0, 0, 1, 2, 2, 3, 4, 5, 6, 6, 7])  # of each row; rollout 8 has no row
-PER_ROLLOUT = ("rewards", "group_ids", "truncated", "lengths")
+PER_ROLLOUT = ("rewards", "group_ids", "truncated", "lengths", "reply_lengths")
 ALWAYS = ("trainer.steps=1",)
 CRITIC = ("algorithm/critic=head",)
 
@@ -109,6 +109,7 @@ def make_batch(dtype: torch.dtype = torch.float64, seed: int = 0) -> Batch:
         group_ids=torch.tensor([5, 5, 5, 2, 2, 2, 9, 9, 9]),
         truncated=torch.arange(9) % 4 == 1,
         lengths=torch.zeros(9, dtype=torch.int64).index_add_(0, ROLLOUTS, response.sum(1)) * 9,  # near generation.max_new_tokens
+        reply_lengths=torch.zeros(9, dtype=torch.int64).index_add_(0, ROLLOUTS, response.sum(1)) * 9,
         token_rewards=zeros.where(~last, rewards.nan_to_num()[ROLLOUTS][:, None]),
         logprobs_sampler=-random(B, T, scale=2.0) * response,
         logprobs_old=-random(B, T, scale=2.0) * response,

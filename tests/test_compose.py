@@ -322,6 +322,19 @@ def test_an_end_beyond_the_run_is_a_warning():
     assert "schedule.phases.explore.until=50" in text and "trainer.steps=20" in text
 
 
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["reference=periodic"], "reference.every=20: no update sees a new copy"),
+        (["algorithm=ppo", "algorithm.critic.warmup=20"], "algorithm.critic.warmup=20: the policy is never trained"),
+    ],
+)
+def test_steps_that_the_run_never_reaches_are_a_warning(overrides, words):
+    (text,) = warnings(experiment(compose(overrides)))
+    assert text.startswith(words) and "trainer.steps=20" in text
+    assert not warnings(experiment(compose([*overrides, "trainer.steps=21"])))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("option", options("kl"))
 def test_every_kl_takes_an_adaptive_coefficient(option):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -78,6 +80,33 @@ def test_another_model_is_the_reference():
         with kept.model(state, policy) as scored:
             assert torch.equal(logits(scored), logits(teacher)) and not torch.equal(logits(scored), logits(policy))
         assert kept.save(state) == {} and not any(p.requires_grad for p in state.parameters())
+
+
+def test_a_teacher_with_more_padding_behind_its_vocabulary_teaches(tmp_path):
+    """The exact KL is that of the ids which both have; the teacher's rows of padding take no probability."""
+    teacher = load_policy(path="tiny_guess")
+    rows = teacher.model.get_output_embeddings().weight.shape[0]
+    teacher.model.resize_token_embeddings(rows + 64, mean_resizing=False)
+    teacher.model.save_pretrained(tmp_path / "teacher")
+    teacher.codec.tokenizer.save_pretrained(tmp_path / "teacher")
+    words = ["debug=fast", "evaluation.n=0", "trainer.steps=1", "trainer.accelerator=cpu", "kl=full", "batch.group_size=4"]
+    folders = [tmp_path / "padded", tmp_path / "plain"]
+    for path, folder in zip((tmp_path / "teacher", "tiny_guess"), folders, strict=True):
+        assert main(["train", *words, f"reference.path={path}", f"hydra.run.dir={folder}"]) == 0
+    padded, plain = (json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1]) for folder in folders)
+    assert padded["kl/estimate"] == pytest.approx(plain["kl/estimate"], rel=1e-4) and plain["kl/estimate"] > 0
+
+
+def test_a_teacher_with_another_vocabulary_is_refused_before_any_weights_are_loaded(tmp_path, monkeypatch, capsys):
+    from rlkit import models
+
+    other = load_policy(path="tiny")
+    other.model.save_pretrained(tmp_path)
+    other.codec.tokenizer.add_tokens(["<new>"])
+    other.codec.tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr(models.load, "pretrained_model", lambda *_, **__: pytest.fail("weights are loaded"))
+    assert main(["train", "debug=fast", "evaluation.n=0", f"reference.path={tmp_path}", f"hydra.run.dir={tmp_path / 'run'}"]) == 2
+    assert "another vocabulary than model.path=tiny" in (said := capsys.readouterr().err) and "'<new>'" in said
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path, tiny):

@@ -21,7 +21,7 @@ LAYERS = (
     ("types", "errors", "processors"),
     ("functional", "sandbox", "deadline", "rng", "ranks", "launch"),
     ("rewards", "tasks", "environments", "generation", "models"),
-    ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck", "memory"),
+    ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck", "memory", "assumptions"),
     ("module", "data", "loggers", "strategies", "validate"),
     ("compose", "callbacks", "runs"),
     ("report",),
@@ -32,7 +32,7 @@ BESIDE = {
     "tasks": {"environments"},  # one system prompt for rows and environments
     "settings": {"algorithm", "schedules"},
     "monitor": {"algorithm", "settings"},
-    "selfcheck": {"rollouts", "settings"},
+    "selfcheck": {"assumptions", "rollouts", "schedules", "settings"},
     "callbacks": {"runs"},  # the settings of a run, for its loggers
     "memory": {"algorithm", "monitor", "rollouts"},
     "__main__": {"cli"},
@@ -62,7 +62,8 @@ ONLY = {
     "data": set(),
     "loggers": {"errors"},
     "schema": {"errors"},  # it walks any function's signature and knows no part
-    "validate": {"errors", "schedules"},  # and so light: torch comes with what it checks
+    "assumptions": {"types"},
+    "validate": {"assumptions", "errors", "schedules"},  # and so light: torch comes with what it checks
     "compose": {"errors", "schema", "validate"},  # everything else is imported when a config names it
     "runs": {"errors"},
     "completion": {"errors"},  # a key pressed is answered at once

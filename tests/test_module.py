@@ -128,7 +128,8 @@ def test_an_entropy_bonus_keeps_the_entropy_up(tmp_path):
 # ------------------------------------------------------------------------------------------------------- critics
 
 
-PPO = ["algorithm=ppo", "batch.group_size=4", "batch.prompts=4", "algorithm.minibatches=2"]
+SPAN = "schedule.numbers.optimizer.lr.steps=20"  # a length of its own: a run that is continued with more steps is exact
+PPO = ["algorithm=ppo", "batch.group_size=4", "batch.prompts=4", "algorithm.minibatches=2", SPAN]
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +186,10 @@ def test_under_lora_the_critic_is_in_the_checkpoint_and_the_base_is_not(tmp_path
 # -------------------------------------------------------------------------------------------------------- phases
 
 
-PHASED = ["schedule=reinforce_to_ppo", "schedule.phases.explore.until=1", "batch.group_size=4", "batch.prompts=4", "kl/coef=adaptive"]
+PHASED = [
+    "schedule=reinforce_to_ppo", "schedule.phases.explore.until=1", "batch.group_size=4", "batch.prompts=4", SPAN,
+    "kl/coef=adaptive", "kl.coef.steps=20",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +235,7 @@ def test_a_phase_of_its_own_reference_starts_it_from_the_policy_of_that_moment(t
     own = [
         "schedule=on_reward", "schedule.phases.explore.until=1", "+kl@schedule.phases.refine.kl=k2",
         "+reference@schedule.phases.refine.reference=frozen", "schedule.phases.refine.reset=[optimizer]", f"model.lora.rank={lora}", *MIXED,
+        SPAN,
     ]  # fmt: skip
     rows = train(tmp_path / "whole", *own, "trainer.steps=3")
     assert abs(rows[1]["kl/ref_k3"]) < 1e-9 < rows[2]["kl/ref_k3"]  # nothing moved since the phase began

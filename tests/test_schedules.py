@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -9,6 +10,8 @@ from functools import partial
 
 import pytest
 
+from rlkit.compose import compose, conf_dir, length_keys
+from rlkit.compose import experiment as experiment_of
 from rlkit.schedules import (
     Condition,
     Phase,
@@ -23,6 +26,7 @@ from rlkit.schedules import (
     cosine,
     decay,
     exponential,
+    lengthened,
     linear,
     on_metric,
     phases,
@@ -89,6 +93,9 @@ def test_piecewise_holds_at_both_ends_and_meets_its_points(interpolate):
         (lambda: adaptive(start=0.1, target=-0.1), "target=-0.1"),
         (lambda: adaptive(start=0.1, target=NAN), "target=nan"),
         (lambda: adaptive(start=0.1, target=0.1, horizon=0), "horizon=0"),
+        (lambda: adaptive(start=0.1, target=0.1, horizon=10_000), "horizon=10000.*share"),
+        (lambda: adaptive(start=0.1, target=0.1).update({"value": 0.1}, {"kl/ref_k3": 0.1}), "steps=None"),
+        (lambda: linear(0, start=0.0, end=1.0), "steps=None"),
         (lambda: adaptive(start=0.1, target=0.1, limit=1.0), "limit=1"),
         (lambda: adaptive_entropy(step=0.0), "step=0"),
         (lambda: adaptive_entropy(start=2.0), "start=2.0.*ascend"),
@@ -167,11 +174,12 @@ def test_on_metric_waits_then_switches_for_good():
 
 
 def test_adaptive_by_hand():
-    """Ziegler et al.: the error is cut to ±0.2; one in 10 rollouts of the horizon moves a tenth of it."""
-    made = adaptive(start=1.0, target=0.1, horizon=100)
-    found = follow(made, [{"kl/ref_k3": kl, "batch/rollouts": 10} for kl in (0.1, 0.11, 5.0, 0.0, NAN)] + [{"batch/rollouts": 10}])
+    """Ziegler et al.: the error is cut to ±0.2; one step of a horizon of ten moves a tenth of it."""
+    made = adaptive(start=1.0, target=0.1, horizon=0.1, steps=100)
+    found = follow(made, [{"kl/ref_k3": kl} for kl in (0.1, 0.11, 5.0, 0.0, NAN)] + [{}])
     assert found == pytest.approx([1.0, 1.0, 1.01, 1.01 * 1.02, 1.01 * 1.02 * 0.98, 1.01 * 1.02 * 0.98, 1.01 * 1.02 * 0.98])
-    assert follow(made, [{"kl/ref_k3": 0.0, "batch/rollouts": 1e9}] * 99)[-1] == pytest.approx(0.8**99)  # never 0 or negative
+    short = adaptive(start=1.0, target=0.1, steps=5)  # a horizon of half a step: never more than the whole limit
+    assert follow(short, [{"kl/ref_k3": 0.0}] * 99)[-1] == pytest.approx(0.8**99)  # never 0 or negative
 
 
 def test_adaptive_entropy_by_hand():
@@ -369,7 +377,7 @@ def test_each_phase_is_an_experiment(three, experiment):
     assert phases(experiment) == {"": experiment}
 
 
-@pytest.mark.parametrize("until", [lambda metrics: metrics["go"] > 0, lambda metrics, steps: steps == 2, 2, "go > 0"])
+@pytest.mark.parametrize("until", [lambda metrics: metrics["go"] > 0, lambda metrics, steps: steps == 2, 2, 0.1, "go > 0"])
 def test_every_kind_of_end(experiment, until):
     algorithm = experiment.algorithm
     x = experiment._replace(schedule=Schedule(phases={"a": Phase(algorithm, until=until), "b": Phase(algorithm)}))
@@ -400,6 +408,7 @@ def test_what_cannot_run_is_named(experiment, three):
     for words, found in {
         "schedule.phases.a: has no end.*schedule.phases.a.until": problems_of(experiment, a=a, b=a),
         "schedule.phases.a.until=0": problems_of(experiment, a=a._replace(until=0), b=a),
+        "schedule.phases.a.until=1.5: a share": problems_of(experiment, a=a._replace(until=1.5), b=a),
         "schedule.phases.a.until: 'reward' .*METRIC": problems_of(experiment, a=a._replace(until="reward"), b=a),
         "schedule.phases.a.reset: 'policy'.*optimizer": problems_of(experiment, a=a._replace(reset=["policy"])),
         "schedule.phases.a: is no phase.*~schedule.phases.a": problems_of(experiment, a=None),
@@ -432,3 +441,96 @@ def test_a_row_of_one_phase_does_not_count_in_the_next_and_the_last_phase_stays(
         progress = advance(x, progress, {"go": 1.0})
         seen.append(progress.phase)
     assert seen == [0, 1, 1, 2, 2, 2, 2, 2]
+
+
+# --------------------------------------------------------------------------------------------------------- lengths
+
+LENGTHS = (20, 200, 2000)
+SCHEDULES = sorted(f.stem for f in (conf_dir() / "schedule").glob("*.yaml"))
+PRESETS = sorted(f.stem for f in (conf_dir() / "experiment").glob("*.yaml"))
+OWN = {"sft": ["task.path=rows.jsonl"]}  # what a preset does not run without
+
+
+def curves(x) -> dict[str, list[float]]:
+    """Path → value in every step of a run whose reward rises along a line and whose KL is twice the target; `phase` is one of them."""
+    progress, found = start(x), {}
+    for step in range(x.trainer.steps):
+        for path, value in (values(x, progress) | {"phase": progress.phase}).items():
+            found.setdefault(path, []).append(value)
+        measured = {"reward/mean": 1.25 * step / x.trainer.steps, "kl/ref_k3": 0.02, "policy/entropy": 1.0, "eval/accuracy": 0.0}
+        progress = advance(x, progress, measured)
+    return found
+
+
+def check_curves(overrides: list[str], steps: int) -> None:
+    """A number that a preset schedules moves over nine tenths of the run, one way, and a phase is a tenth of the run at least."""
+    x = experiment_of(compose([*overrides, f"trainer.steps={steps}"]))
+    for path, curve in curves(x).items():
+        if path == "phase":
+            assert {curve.count(phase) >= steps / 10 for phase in range(len(x.schedule.phases) or 1)} == {True}, (overrides, steps, path)
+            continue
+        moves = [b - a for a, b in itertools.pairwise(curve)]
+        assert sum(move != 0 for move in moves) >= 0.9 * len(moves), (overrides, steps, path)
+        assert all(move >= 0 for move in moves) or all(move <= 0 for move in moves), (overrides, steps, path)
+
+
+@pytest.mark.parametrize("steps", LENGTHS)
+@pytest.mark.parametrize("option", [*(f"schedule={name}" for name in SCHEDULES), "kl/coef=adaptive"])
+def test_the_numbers_of_a_schedule_move_over_the_whole_run_whatever_its_length(option, steps):
+    check_curves([option], steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", LENGTHS)
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_numbers_of_a_preset_move_over_the_whole_run_whatever_its_length(name, steps):
+    check_curves([f"experiment={name}", *OWN.get(name, [])], steps)
+
+
+@pytest.mark.parametrize("steps", LENGTHS)
+def test_the_ends_and_the_middle_of_the_shipped_curves(steps):
+    """One step after the last the end would be reached; half way along the line stands the mean of both ends."""
+    x = experiment_of(compose([f"trainer.steps={steps}"]))
+    at_step = lambda x, step: values(x, Progress(step))  # noqa: E731
+    lr = x.optimizer.keywords["lr"]
+    assert [at_step(x, s)["optimizer.lr"] for s in (0, steps // 2, steps)] == pytest.approx([lr, 0.55 * lr, 0.1 * lr])
+    x = experiment_of(compose(["schedule=kl_anneal", f"trainer.steps={steps}"]))
+    assert [at_step(x, s)["kl.coef"] for s in (0, steps // 2, steps)] == pytest.approx([0.1, 0.0505, 0.001])
+    coef = curves(experiment_of(compose(["kl/coef=adaptive", f"trainer.steps={steps}"])))["kl.coef"]
+    assert 5 < coef[-1] / coef[0] < math.exp(2)  # as far in a long run as in a short one
+    halves = curves(experiment_of(compose(["schedule=grpo_to_dapo", f"trainer.steps={steps}"])))["phase"]
+    assert halves == [0] * (steps // 2) + [1] * (steps // 2)
+
+
+def test_a_number_of_a_phase_spans_the_phase(experiment):
+    """The first phase lasts a fifth of the run, the second until its condition holds, which nobody knows: until the end of the run."""
+    falls = {"kl.coef": partial(linear, start=1.0, end=0.0)}
+    adapts = experiment.kl._replace(coef=adaptive(start=1.0, target=0.01))
+    a = Phase(experiment.algorithm, numbers=falls, until=0.2)
+    x = experiment._replace(
+        trainer=experiment.trainer._replace(steps=50),
+        schedule=Schedule(phases={"a": a, "b": a._replace(until="go > 0"), "c": Phase(experiment.algorithm, kl=adapts)}),
+    )
+    seen = [values(x, Progress(step, phase=phase, since=since))["kl.coef"] for phase, since, step in
+            [(0, 0, 0), (0, 0, 5), (0, 0, 10), (1, 10, 10), (1, 10, 30), (1, 10, 50)]]  # fmt: skip
+    assert seen == pytest.approx([1.0, 0.5, 0.0, 1.0, 0.5, 0.0])
+    before = Progress(30, phase=2, since=30, controllers={"kl.coef": {"value": 1.0}})
+    assert values(x, advance(x, before, {"kl/ref_k3": 5.0}))["kl.coef"] == pytest.approx(1.1)  # a horizon of 0.1 · 20 steps
+    fixed = experiment._replace(schedule=Schedule({"kl.coef": partial(linear, start=1.0, end=0.0, steps=4)}))
+    assert values(fixed, Progress(2))["kl.coef"] == 0.5  # a length of its own stays
+
+
+def test_a_longer_run_says_what_it_changes(experiment):
+    longer = experiment._replace(trainer=experiment.trainer._replace(steps=200))
+    assert lengthened(experiment, Progress(10), before=20) == ""
+    assert lengthened(longer, Progress(10), before=20) == (
+        "trainer.steps was 20, is 200; from step 11 on the new curves hold: optimizer.lr was to be 0.000165, is 0.0002865"
+    )
+
+
+def test_keys_that_follow_the_length_of_the_run_are_found():
+    """Also by way of another key: a run of another length has other values there, and is the same run."""
+    given = ["schedule.numbers.optimizer.lr.steps=${trainer.steps}", "evaluation.every=${schedule.numbers.optimizer.lr.steps}"]
+    found = length_keys(compose([*given, "callbacks.checkpoint.every=20"]))
+    assert set(found) == {"schedule.numbers.optimizer.lr.steps", "evaluation.every"}
+    assert length_keys(compose([])) == ()

@@ -11,7 +11,8 @@ import torch
 from rlkit.cli import main
 from rlkit.rollouts import load_rollouts
 
-LEARNS = ["batch.group_size=8", "optimizer.lr=1e-3"]  # with which little steps have a gradient
+SPAN = "schedule.numbers.optimizer.lr.steps=20"  # a length of its own: a run that is continued with more steps is exact
+LEARNS = ["batch.group_size=8", "optimizer.lr=1e-3", SPAN]  # with which little steps have a gradient
 FAST = ["debug=fast", "trainer.accelerator=cpu"]
 
 
@@ -102,7 +103,7 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(whole, tmp_path, sa
 
 
 # Numbers with which this little moves policy and reference within three steps.
-MOVES = ["algorithm=reinforce", "batch.group_size=4", "optimizer.lr=3e-3", "evaluation.n=0", "kl.coef=0.5"]
+MOVES = ["algorithm=reinforce", "batch.group_size=4", "optimizer.lr=3e-3", "evaluation.n=0", "kl.coef=0.5", SPAN]
 REFERENCES = {
     "ema": ["reference=ema", "reference.decay=0.5"],
     "periodic": ["reference=periodic", "reference.every=2"],
@@ -158,7 +159,7 @@ def test_resume_refuses_another_model_task_or_seed(whole, capsys):
 
 def test_resume_auto_continues_the_newest_unfinished_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = ["train", *FAST, "name=auto", "evaluation.n=0"]
+    words = ["train", *FAST, "name=auto", "evaluation.n=0", "schedule.numbers.optimizer.lr.steps=${trainer.steps}"]
     assert main([*words, "trainer.steps=1"]) == 0
     folder = next((tmp_path / "outputs" / "auto").iterdir())
     summary = json.loads((folder / "summary.json").read_text())
@@ -166,6 +167,10 @@ def test_resume_auto_continues_the_newest_unfinished_run(tmp_path, monkeypatch, 
     assert main([*words, "trainer.steps=2", "resume=auto"]) == 0
     assert [r["step"] for r in rows(folder)] == [1, 2]
     assert len(list((tmp_path / "outputs" / "auto").iterdir())) == 1
+    said = capsys.readouterr().out
+    assert "resume: schedule.numbers.optimizer.lr.steps was 1, is 2" in said and "resume: trainer.steps was 1, is 2" in said
+    first, second = (row["schedule/optimizer.lr"] for row in rows(folder))
+    assert second == pytest.approx(0.55 * first)  # the new curve, from the next step on
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from rlkit.functional._arguments import require
 from rlkit.functional._groups import centred
 from rlkit.functional.filters import mixed_groups
 from rlkit.functional.masking import episode_positions, from_episodes, to_episodes
-from rlkit.types import Estimate
+from rlkit.types import Estimate, assumes
 
 
 def raw(rewards: Tensor) -> Tensor:
@@ -116,6 +116,7 @@ def length_weighted(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tens
     return (deviation - excess[group]).where(~rewards.isnan() & mixed_groups(rewards, group_ids), 0.0).to(rewards.dtype)
 
 
+@assumes("non_negative_rewards")
 def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """The reward above the mean of its group, in units of that mean: hard prompts count more.
 
@@ -139,6 +140,7 @@ def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return (deviation / mean.where(mean > 0, torch.inf)[group]).to(rewards.dtype)
 
 
+@assumes("binary_rewards")
 def pass_at_k_advantage(rewards: Tensor, group_ids: Tensor, *, k: int = 4, correct_above: float = 0.5) -> Tensor:
     """Advantage for the best of k samples: the mean over all k-subsets of a group that hold the rollout, in closed form.
 

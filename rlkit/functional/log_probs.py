@@ -52,6 +52,9 @@ def chunked_log_probs(
 
     KL_m = Σ_v π_v (log π_v - log ref_v), over the whole vocabulary, both at the same temperature
 
+    Heads of unequal height, which rows of padding behind one vocabulary make, are compared on the ids that both have: the others are
+    cut off before both are normalised, so that padding neither counts nor takes probability.
+
     Equal to `token_log_probs(lm_head(hidden), ids)` and `entropy.from_logits(lm_head(hidden) / temperature)`. With
     gradient enabled each of several chunks is checkpointed: the backward pass applies the head again instead of keeping its logits,
     so that the peak is chunk_size × V, not M × V. Unless asked for, the entropy costs nothing in the backward pass.
@@ -63,7 +66,8 @@ def chunked_log_probs(
       temperature: > 0 and finite, the sampler's own.
       chunk_size: ≥ 1, tokens a chunk; a matter of memory alone.
       entropy_gradient: True lets the entropy carry the gradient, for an entropy bonus.
-      reference: hidden states [M, H'] of the reference at the same tokens, and its head over the same vocabulary; constants.
+      reference: hidden states [M, H'] of the reference at the same tokens, and its head over the same vocabulary, which may have more or
+        fewer rows of padding behind it; constants.
     Returns: log-probs [M], entropies [M] and, with a reference, KL(π‖ref) [M]; in nats, float32 or float64. The KL is ≥ 0 up to
       rounding, its gradient that of the policy alone; inf, without a gradient that is finite, where the reference excludes (-inf) what
       the policy may sample; a token that the policy excludes adds nothing.
@@ -105,8 +109,11 @@ def _score(
     if hidden_ref is not None and head_ref is not None:
         with torch.no_grad():
             logits_ref = _tempered(head_ref(hidden_ref), temperature)
+            shared = min(logits.shape[-1], logits_ref.shape[-1])
+            logits_ref = logits_ref[:, :shared]
             logits_ref = logits_ref - logits_ref.logsumexp(-1, keepdim=True)
-        divergence = (_divergence(logits - normaliser.unsqueeze(-1), logits_ref),)
+        logp = logits[:, :shared].log_softmax(-1) if shared < logits.shape[-1] else logits - normaliser.unsqueeze(-1)
+        divergence = (_divergence(logp, logits_ref),)
     with torch.set_grad_enabled(entropy_gradient):
         entropy = from_log_probs(logits - normaliser.unsqueeze(-1))
     return logprobs, entropy, *divergence

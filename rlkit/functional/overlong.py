@@ -7,8 +7,10 @@ from torch import Tensor
 
 from rlkit.functional._arguments import require
 from rlkit.functional.masking import full_precision
+from rlkit.types import assumes, keeps
 
 
+@keeps("binary", "non_negative", "raw")
 def keep_overlong(rewards: Tensor) -> tuple[Tensor, Tensor]:
     """Length changes nothing: every rollout is trained on, with the reward that it got.
 
@@ -23,20 +25,24 @@ def keep_overlong(rewards: Tensor) -> tuple[Tensor, Tensor]:
     return rewards, torch.ones_like(rewards, dtype=torch.bool)
 
 
-def soft_penalty(rewards: Tensor, lengths: Tensor, *, limit: float, buffer: float = 0.2) -> tuple[Tensor, Tensor]:
-    """The reward falls with the length, over the last part of what is allowed.
+@assumes("raw_rewards", "reply_budget")
+@keeps("raw")
+def soft_penalty(rewards: Tensor, reply_lengths: Tensor, *, limit: float, buffer: float = 0.2) -> tuple[Tensor, Tensor]:
+    """The reward falls with the length of the longest reply, over the last part of what a reply may be.
 
     R'_i = R_i + clamp((L - b - |y_i|) / b, -1, 0), L = limit, b = buffer · limit: 0 up to L - b tokens, -1 from L on
 
+    A reply is what one call of the policy gives. Of an episode of several the longest counts, so that ten short turns cost nothing;
+    the length of a whole episode is a reward of its own (`rlkit.rewards.soft_length`).
+
     Args:
       rewards: [N], nan where it cannot be scored.
-      lengths: [N] sampled tokens of a rollout, all of its replies together.
-      limit: > 0, in tokens, from which the whole penalty is taken off.
+      reply_lengths: [N] sampled tokens of a rollout's longest reply.
+      limit: > 0, in tokens of a reply, from which the whole penalty is taken off.
       buffer: in (0, 1], the share of the limit over which it grows; the paper: 4096 of 20480.
     Returns: rewards [N], lower by 0 … 1, nan where they were; and all True [N].
     Raises: ValueError naming the limit or the buffer.
-    Source: soft overlong punishment, DAPO, Yu et al. 2025, section 3.4, eq. 13, arXiv:2503.14476, of one reply. Where a rollout has
-      several, `limit` is of their sum.
+    Source: soft overlong punishment, DAPO, Yu et al. 2025, section 3.4, eq. 13, arXiv:2503.14476, where a rollout is one reply.
 
     >>> soft_penalty(torch.ones(4), torch.tensor([80, 90, 100, 500]), limit=100)[0]
     tensor([1.0000, 0.5000, 0.0000, 0.0000])
@@ -44,10 +50,11 @@ def soft_penalty(rewards: Tensor, lengths: Tensor, *, limit: float, buffer: floa
     require(0 < limit < float("inf"), "limit", limit, "> 0 and finite")
     require(0 < buffer <= 1, "buffer", buffer, "0 < buffer ≤ 1")
     exact = full_precision(rewards)  # bfloat16 has no 4001
-    penalty = ((limit - lengths.to(exact.dtype)) / (buffer * limit) - 1).clamp(-1.0, 0.0)  # so written, exactly -1 at the limit
+    penalty = ((limit - reply_lengths.to(exact.dtype)) / (buffer * limit) - 1).clamp(-1.0, 0.0)  # so written, exactly -1 at the limit
     return (exact + penalty).to(rewards.dtype), torch.ones_like(rewards, dtype=torch.bool)
 
 
+@keeps("binary", "non_negative", "raw")
 def mask_truncated(rewards: Tensor, truncated: Tensor) -> tuple[Tensor, Tensor]:
     """Rollouts that were cut off are not trained on: their reward says nothing of what they would have come to.
 

@@ -2,7 +2,7 @@
 
 from rlkit.models.chat import Codec, check_template, continuation, decode, encode_prompt, encode_text, make_codec
 from rlkit.models.critic import HeadCritic, SeparateCritic, ValueHead, make_critic
-from rlkit.models.load import LoRA, add_lora, load_policy, make_policy, pretrained_model, pretrained_tokenizer
+from rlkit.models.load import LoRA, add_lora, check_vocabulary, load_policy, make_policy, pretrained_model, pretrained_tokenizer
 from rlkit.models.packing import Packed, pack
 from rlkit.models.score import score
 
@@ -15,6 +15,7 @@ __all__ = [
     "ValueHead",
     "add_lora",
     "check_template",
+    "check_vocabulary",
     "continuation",
     "decode",
     "encode_prompt",

@@ -99,6 +99,35 @@ def pretrained_model(path: str, *, dtype: torch.dtype | str, attention: str = "s
         )
 
 
+def check_vocabulary(path: str, teacher: str, *, teacher_revision: str | None = None, **hub: Any) -> None:
+    """Another model may be compared with this one, token by token: its tokenizer is the same, and it has a row for each of its ids.
+
+    Looks at tokenizers and configs alone, so that a wrong teacher is found before any weights are loaded. Rows of padding behind the
+    vocabulary may differ.
+
+    Args:
+      path, hub: of the policy, as in `load_policy`. teacher, teacher_revision: of the other model.
+    Raises: ConfigError naming reference.path.
+    """
+    from transformers import AutoConfig
+
+    own = pretrained_tokenizer(path, **hub).get_vocab()
+    try:
+        theirs = pretrained_tokenizer(teacher, revision=teacher_revision).get_vocab()
+        with _naming(teacher):
+            rows = getattr(AutoConfig.from_pretrained(_source(teacher), revision=teacher_revision).get_text_config(), "vocab_size", None)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path=", "reference.path=", 1)) from error
+    if own != theirs:
+        odd = sorted(own.items() ^ theirs.items(), key=lambda entry: entry[1])[0]
+        raise ConfigError(
+            f"reference.path={teacher}: has another vocabulary than model.path={path} ({len(theirs)} tokens and {len(own)}; the first that "
+            f"differs is {odd[0]!r}, id {odd[1]}), so its ids mean something else; choose a model with the same tokenizer"
+        )
+    if rows is not None and rows <= max(own.values()):
+        raise ConfigError(f"reference.path={teacher}: has {rows} rows for ids up to {max(own.values())}; choose a model with all of them")
+
+
 def _source(path: str) -> str:
     location = TINY if path in EMBEDDED else Path(path).expanduser()
     return str(location) if location.exists() else path

@@ -51,7 +51,7 @@ def create_dapo_config(
     The notebooks' DAPO is `create_pairwise_config`. Further prompts in place of those left out are a part of `rlkit train`.
 
     Args:
-      clip_range, clip_high: widths below and above 1. kl_coef: ≥ 0. overlong_limit: tokens of a rollout from which its reward is lower
+      clip_range, clip_high: widths below and above 1. kl_coef: ≥ 0. overlong_limit: tokens of a reply from which the reward is lower
         by 1, over the last fifth gradually; None: no penalty. normalize_advantages, numbers: as in `create_grpo_config`.
     """
     scale = F.normalize_group if normalize_advantages else F.no_normalization

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, TypeVar
 
-from rlkit.types import Rollout
+from rlkit.types import Rollout, keeps
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -23,6 +23,7 @@ def batched(fn: F) -> F:
     return fn
 
 
+@keeps("non_negative", "raw")
 def weighted_sum(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
     """Σ weight * score over the components, in their order.
 
@@ -34,16 +35,19 @@ def weighted_sum(scores: Mapping[str, float], weights: Mapping[str, float]) -> f
     return sum(weights[name] * score for name, score in scores.items())
 
 
+@keeps("binary", "non_negative", "raw")
 def smallest(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
     """min weight * score: a rollout is worth its worst component. Arguments as those of `weighted_sum`, at least one component."""
     return min(weights[name] * score for name, score in scores.items())
 
 
+@keeps("binary", "non_negative", "raw")
 def largest(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
     """max weight * score: one good component is enough. Arguments as those of `weighted_sum`, at least one component."""
     return max(weights[name] * score for name, score in scores.items())
 
 
+@keeps("non_negative", "raw")
 def mean(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
     """Σ weight * score / Σ |weight|: on the scale of the components, whatever their weights add up to. Between the smallest and the
     largest score where no weight is negative.
@@ -53,6 +57,7 @@ def mean(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
     return weighted_sum(scores, weights) / sum(abs(weights[name]) for name in scores)
 
 
+@keeps("binary", "non_negative", "raw")
 def product(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
     """Π weight * score: a component of 0 makes the reward 0, so that a right answer in the wrong form earns nothing.
 
@@ -61,6 +66,7 @@ def product(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
     return math.prod(weights[name] * score for name, score in scores.items())
 
 
+@keeps()
 @batched
 def group_normalised(rollouts: Sequence[Rollout], weights: Mapping[str, float], *, eps: float = 1e-4) -> list[float]:
     """Σ_k weight_k * (r_k - mean_g(r_k)) / (std_g(r_k) + eps): each component on the scale of its own spread within the prompt's group.

@@ -15,7 +15,7 @@ from rlkit.rewards.answers import final_answer
 from rlkit.rewards.fences import code_blocks
 from rlkit.rewards.score import Verdict
 from rlkit.sandbox import Check, Job, Outcome, Result, Sandbox, SandboxError, Unsplittable, passes, run_many, split
-from rlkit.types import Rollout, Task
+from rlkit.types import Rollout, Task, gives
 
 
 class Judgement(NamedTuple):
@@ -32,6 +32,9 @@ class Judgement(NamedTuple):
     detail: str = ""
 
 
+@gives("binary", credit="all", correct=1, wrong=0)
+@gives("non_negative", wrong=0)
+@gives("raw")
 @batched
 def code_exec(
     rollouts: Sequence[Rollout],

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from rlkit.rewards.numeric import numeric, unreadable
 from rlkit.rewards.truths import reads_truth
-from rlkit.types import Rollout
+from rlkit.types import Rollout, gives
 
 
+@gives("non_negative", "raw")
 @reads_truth(unreadable)
 def few_turns(rollout: Rollout, *, max_turns: int = 50) -> float | None:
     """1 for the right number in the first reply, falling along a line to 1 / max_turns in the last; 0 for a wrong one or none.

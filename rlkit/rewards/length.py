@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 from rlkit.errors import ConfigError
-from rlkit.types import Rollout
+from rlkit.types import Rollout, assumes, gives
 
 Unit = Literal["words", "tokens"]
 
 
+@gives("raw")
 def length(
     rollout: Rollout, *, unit: Unit = "words", low: int = 50, high: int = 500, below: float = -0.5, above: float = -0.3, inside: float = 0.0
 ) -> float:
@@ -30,6 +31,8 @@ def length(
     return band(measure(rollout, unit), low=low, high=high, below=below, above=above, inside=inside)
 
 
+@assumes("episode_budget")
+@gives("raw")
 def soft_length(rollout: Rollout, *, unit: Unit = "tokens", limit: int = 512, buffer: int = 128, penalty: float = 1.0) -> float:
     """A ramp instead of a step: 0 up to limit - buffer, falling evenly to -penalty at `limit`, and -penalty beyond.
 

@@ -30,7 +30,7 @@ from rlkit.rewards.aggregators import batched
 from rlkit.rewards.answers import final_answer
 from rlkit.rewards.score import Verdict
 from rlkit.rewards.truths import reads_truths
-from rlkit.types import Rollout, Task
+from rlkit.types import Rollout, Task, gives
 
 CHILD = Path(__file__).with_name("_math_child.py")
 DEADLINE = 5.0  # seconds of processor time for one call
@@ -50,6 +50,8 @@ def _truth_problems(tasks: Sequence[Task], *, deadline: float = DEADLINE, **_: A
     return ["" if said[task.answer] == "readable" else _unread(said[task.answer]) for task in tasks]
 
 
+@gives("binary", correct=1, wrong=0)
+@gives("raw")
 @reads_truths(_truth_problems)
 @batched
 def math_verify(rollouts: Sequence[Rollout], *, correct: float = 1.0, wrong: float = 0.0, deadline: float = DEADLINE) -> list[float]:

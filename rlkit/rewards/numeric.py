@@ -14,7 +14,7 @@ from fractions import Fraction
 from rlkit.rewards.answers import final_answer
 from rlkit.rewards.score import Verdict
 from rlkit.rewards.truths import reads_truth
-from rlkit.types import Rollout, Task
+from rlkit.types import Rollout, Task, gives
 
 MAX_DIGITS = 200  # characters of one number as written; a longer one is no answer
 MAX_SEGMENT = 1000  # characters after a marker in which its number must stand
@@ -118,6 +118,8 @@ def unreadable(task: Task, **keywords: object) -> str:
     return "is not one number with an optional unit; write it so, as 18, 3/4 or 2.5 km, or choose a reward that can read it"
 
 
+@gives("binary", correct=1, wrong=0)
+@gives("raw")
 @reads_truth(unreadable)
 def numeric(rollout: Rollout, *, correct: float = 1.0, wrong: float = 0.0) -> float | None:
     """Whether the last reply's number equals the number of `task.answer`, as exact fractions.

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlkit.errors import ConfigError
-from rlkit.types import Rollout
+from rlkit.types import Rollout, gives
 
 
+@gives("raw")
 def repetition(rollout: Rollout, *, n: int = 3, penalty: float = 1.0) -> float:
     """-penalty * (1 - distinct n-grams / n-grams), over everything that the policy wrote.
 

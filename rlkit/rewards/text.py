@@ -9,9 +9,11 @@ from typing import Any
 from rlkit.errors import ConfigError
 from rlkit.rewards.answers import final_answer
 from rlkit.rewards.score import Verdict
-from rlkit.types import Rollout
+from rlkit.types import Rollout, gives
 
 
+@gives("binary", correct=1, wrong=0)
+@gives("raw")
 def exact_match(
     rollout: Rollout,
     *,
@@ -40,6 +42,8 @@ def exact_match(
     return correct if given == truth else wrong
 
 
+@gives("binary", correct=1, wrong=0)
+@gives("raw")
 def contains(rollout: Rollout, *, ignore_case: bool = False, correct: float = 1.0, wrong: float = 0.0) -> float | None:
     """Whether `task.answer` stands in the final reply as whole words.
 
@@ -63,6 +67,8 @@ def contains(rollout: Rollout, *, ignore_case: bool = False, correct: float = 1.
     return correct if re.search(pattern, _folded(answer, ignore_case)) else wrong
 
 
+@gives("binary", correct=1, wrong=0)
+@gives("raw")
 def format_match(rollout: Rollout, *, pattern: str, whole: bool = False, correct: float = 1.0, wrong: float = 0.0) -> float | None:
     r"""Whether the final reply has a form. The truth is not looked at, so every rollout can be scored.
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from rlkit.rewards.length import band
-from rlkit.types import Rollout
+from rlkit.types import Rollout, gives
 
 
+@gives("raw")
 def tool_usage(
     rollout: Rollout, *, low: int = 1, high: int | None = 3, below: float = 0.0, above: float = 0.5, inside: float = 1.0
 ) -> float:

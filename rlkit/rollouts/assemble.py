@@ -83,6 +83,7 @@ def assemble(rollouts: Sequence[Rollout], *, pad_token_id: int, device: torch.de
         group_ids=torch.tensor([r.group for r in rollouts], device=device),
         truncated=torch.tensor([r.status == "truncated" for r in rollouts], device=device),
         lengths=torch.tensor([r.response_length for r in rollouts], device=device),
+        reply_lengths=torch.tensor([max((len(s.sampled) for s in r.steps), default=0) for r in rollouts], device=device),
         token_rewards=tensor([r.rewards for r in lists], torch.float32, 0.0),
         logprobs_sampler=tensor([r.logprobs for r in lists], torch.float32, 0.0),
     )

@@ -4,7 +4,7 @@ from rlkit.schedules.conditions import Condition, condition, streak
 from rlkit.schedules.controllers import adaptive, adaptive_entropy, on_metric
 from rlkit.schedules.functions import constant, cosine, decay, exponential, linear, piecewise
 from rlkit.schedules.problems import schedule_problems, schedule_warnings
-from rlkit.schedules.progress import Phase, Progress, Schedule, advance, at, phases, start, unmeasured, values
+from rlkit.schedules.progress import Phase, Progress, Schedule, advance, at, lengthened, phases, start, unmeasured, values
 
 __all__ = [
     "Condition",
@@ -20,6 +20,7 @@ __all__ = [
     "cosine",
     "decay",
     "exponential",
+    "lengthened",
     "linear",
     "on_metric",
     "phases",

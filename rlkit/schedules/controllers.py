@@ -35,37 +35,53 @@ def _on_metric(
     return {"value": linear(int(since), start=before, end=after, steps=max(1, steps)), "streak": held, "since": since}
 
 
-def adaptive(*, start: float, target: float, horizon: float = 10_000, limit: float = 0.2, metric: str = "kl/ref_k3") -> Controller:
+def adaptive(
+    *, start: float, target: float, horizon: float = 0.1, limit: float = 0.2, metric: str = "kl/ref_k3", steps: int | None = None
+) -> Controller:
     """A coefficient that keeps a divergence near a target.
 
-    After each RL step it is multiplied by 1 + clip(KL / target - 1, ±limit) · min(1, rollouts / horizon).
-    Ziegler et al. 2019, arXiv:1909.08593, section 2.2. A step without a finite KL changes nothing.
+    After each RL step it is multiplied by 1 + clip(KL / target - 1, ±limit) · min(1, 1 / (horizon · steps)).
+    Ziegler et al. 2019, arXiv:1909.08593, section 2.2, who count the horizon in rollouts: H of them, n in a step, are
+    horizon = H / (n · steps). As a share of the run the coefficient can move as far in a short run as in a long one: at the
+    defaults by a factor of about e² either way. A step without a finite KL changes nothing.
 
     Args:
       start: coefficient of the first step, greater than 0: it is only ever multiplied.
       target: nats, greater than 0, in the unit of `metric`.
-      horizon: rollouts over which it may change by the share `limit`, greater than 0.
+      horizon: share of `steps` over which it may change by the share `limit`, in (0, 1].
       limit: largest relative error that counts, in (0, 1).
       metric: what is held at the target. kl/ref_k3 is nats per token.
+      steps: RL steps that the horizon is a share of; None: those that the controller spans, the run's or its phase's.
     Raises: ValueError where a number is outside its range.
     """
-    for name, value in (("start", start), ("target", target), ("horizon", horizon)):
+    for name, value in (("start", start), ("target", target)):
         if not value > 0:
             raise ValueError(f"{name}={value}: must be greater than 0")
+    if not 0 < horizon <= 1:
+        raise ValueError(f"horizon={horizon}: is a share of the run's steps, greater than 0 and at most 1; 0.1 is a tenth of the run")
     if not 0 < limit < 1:
         raise ValueError(f"limit={limit}: must be greater than 0 and less than 1")
-    update = functools.partial(_adaptive, target=target, horizon=horizon, limit=limit, metric=metric)
+    update = functools.partial(_adaptive, target=target, horizon=horizon, limit=limit, metric=metric, steps=steps)
     return Controller(init=functools.partial(_state, value=start), update=update)
 
 
 def _adaptive(
-    state: Mapping[str, float], metrics: Mapping[str, float], *, target: float, horizon: float, limit: float, metric: str
+    state: Mapping[str, float],
+    metrics: Mapping[str, float],
+    *,
+    target: float,
+    horizon: float,
+    limit: float,
+    metric: str,
+    steps: int | None,
 ) -> dict[str, float]:
+    if steps is None:
+        raise ValueError("steps=None: outside a schedule, which knows the run's length, give adaptive the number of steps")
     divergence = metrics.get(metric, math.nan)
     if not math.isfinite(divergence):
         return dict(state)
     error = max(-limit, min(limit, divergence / target - 1))
-    return {"value": state["value"] * (1 + error * min(1.0, metrics["batch/rollouts"] / horizon))}
+    return {"value": state["value"] * (1 + error * min(1.0, 1 / (horizon * steps)))}
 
 
 def adaptive_entropy(

@@ -1,4 +1,8 @@
-"""Numbers as functions of the step, which is counted from 0."""
+"""Numbers as functions of the step, which is counted from 0.
+
+The length `steps` may be left out in a schedule: there the function is given the steps that it spans, those of the run or, inside
+a phase, those of the phase (`rlkit.schedules.at`).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ def constant(step: int, *, value: float) -> float:
     return value
 
 
-def linear(step: int, *, start: float, end: float, steps: int) -> float:
+def linear(step: int, *, start: float, end: float, steps: int | None = None) -> float:
     """start + (end - start) · min(1, step / steps); `steps` > 0, step counts from 0.
 
     >>> linear(5, start=1.0, end=0.0, steps=10)
@@ -25,7 +29,7 @@ def linear(step: int, *, start: float, end: float, steps: int) -> float:
     return start + (end - start) * _share(step, steps)
 
 
-def cosine(step: int, *, start: float, end: float, steps: int) -> float:
+def cosine(step: int, *, start: float, end: float, steps: int | None = None) -> float:
     """end + (start - end) · (1 + cos(π · min(1, step / steps))) / 2; `steps` > 0.
 
     >>> round(cosine(5, start=1.0, end=0.0, steps=10), 6)
@@ -34,7 +38,7 @@ def cosine(step: int, *, start: float, end: float, steps: int) -> float:
     return end + (start - end) * (1 + math.cos(math.pi * _share(step, steps))) / 2
 
 
-def exponential(step: int, *, start: float, end: float, steps: int) -> float:
+def exponential(step: int, *, start: float, end: float, steps: int | None = None) -> float:
     """start · (end / start)^min(1, step / steps): the same factor at every step; `steps` > 0, start and end of one sign and not 0.
 
     Raises: ValueError where start and end are not of one sign.
@@ -67,7 +71,7 @@ def piecewise(step: int, *, points: Mapping[int, float] | Sequence[Sequence[floa
     return value + (after[0][1] - value) * (step - begun) / (after[0][0] - begun)
 
 
-def decay(step: int, value: float, *, to: float, steps: int) -> float:
+def decay(step: int, value: float, *, to: float, steps: int | None = None) -> float:
     """The configured value, falling along a line to `to` of itself: value · (1 - (1 - to) · min(1, step / steps)); `steps` > 0.
 
     >>> decay(5, 2.0, to=0.5, steps=10)
@@ -76,7 +80,9 @@ def decay(step: int, value: float, *, to: float, steps: int) -> float:
     return value * linear(step, start=1.0, end=to, steps=steps)
 
 
-def _share(step: int, steps: int) -> float:
+def _share(step: int, steps: int | None) -> float:
+    if steps is None:
+        raise ValueError("steps=None: outside a schedule, which knows the run's length, give the number of steps")
     if steps < 1:
         raise ValueError(f"steps={steps}: a schedule needs at least one step")
     return min(1.0, step / steps)

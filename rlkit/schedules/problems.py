@@ -7,7 +7,7 @@ from typing import Any
 
 from rlkit.schedules.conditions import condition
 from rlkit.schedules.paths import flat
-from rlkit.schedules.progress import PHASED, Phase, Progress, inline_controllers, phases, watched
+from rlkit.schedules.progress import PHASED, Phase, Progress, inline_controllers, phase_steps, phases, watched
 from rlkit.types import Controller
 
 RESETS = ("optimizer", "reference")
@@ -41,6 +41,8 @@ def schedule_problems(experiment: Any) -> list[str]:
             problems.append(f"{where}: has no end, so no later phase begins; set {where}.until to RL steps or to a condition")
         if isinstance(phase.until, int) and phase.until < 1:
             problems.append(f"{where}.until={phase.until}: must be at least 1 RL step")
+        if isinstance(phase.until, float) and not 0 < phase.until < 1:
+            problems.append(f"{where}.until={phase.until}: a share of the run's steps lies between 0 and 1; RL steps are a whole number")
         if isinstance(phase.until, str):
             try:
                 condition(phase.until)
@@ -71,11 +73,11 @@ def schedule_warnings(experiment: Any) -> list[str]:
     """What of a schedule is legal but probably not meant."""
     out, steps, given = [], 0, experiment.schedule.phases
     for position, (name, phase) in enumerate(given.items()):
-        where = f"schedule.phases.{name}.until={phase.until}"
+        where, until = f"schedule.phases.{name}.until={phase.until}", phase_steps(phase.until, experiment.trainer.steps)
         if position + 1 == len(given):
             out += [] if phase.until is None else [f"{where}: is without effect: the last phase ends with the run (trainer.steps)"]
             continue
-        steps += phase.until if isinstance(phase.until, int) else 1
+        steps += until or 1
         if steps >= experiment.trainer.steps:
             out.append(f"{where}: ends at step {steps} or later, and trainer.steps={experiment.trainer.steps}: no later phase begins")
             break

@@ -23,6 +23,7 @@ class Phase(NamedTuple):
 
     until      the phase ends
     20         after 20 RL steps of its own
+    0.5        after this share of the run's steps (trainer.steps), greater than 0 and less than 1, in steps of its own
     text       once a condition holds, "reward/mean > 0.8 for 5"
     function   once it gives True: (metrics) or (metrics, steps in the phase) → bool
     None       never: for the last phase alone
@@ -34,7 +35,7 @@ class Phase(NamedTuple):
     kl: Any = None
     reference: Any = None
     reward: Any = None
-    until: int | str | Callable[..., bool] | None = None
+    until: int | float | str | Callable[..., bool] | None = None
     numbers: Mapping[str, Any] = {}
     reset: Sequence[Literal["optimizer", "reference"]] = ()  # what starts anew when the phase begins, beside what it replaces
 
@@ -43,7 +44,8 @@ class Schedule(NamedTuple):
     """`numbers` maps a path (kl.coef, optimizer.lr, algorithm.policy_loss.clip_high) to a function or a Controller.
 
     A path is a dotted key, {"kl.coef": f}, or nested mappings, {"kl": {"coef": f}}, which a command line can override.
-    A function takes the step, counted from 0; where its second positional parameter is `value`, also the configured number.
+    A function takes the step, counted from 0; where its second positional parameter is `value`, also the configured number. One
+    whose keyword `steps` is None is given the steps that it spans: those of the run (trainer.steps), or of the phase that brings it.
     `phases` maps names to phases, in order. `name` is that of a run with phases, which no algorithm alone describes.
     """
 
@@ -124,8 +126,41 @@ def at(experiment: Any, progress: Progress) -> Any:
     for path, function in x.schedule.paths.items():
         if not isinstance(function, Controller):
             step = progress.step - progress.since if path in own else progress.step
+            function = _spanning(function, _span(experiment, progress, own=path in own))
             x = replace(x, path.split("."), functools.partial(_value, function, step), path)
     return x
+
+
+def phase_steps(until: Any, steps: int) -> int | None:
+    """The RL steps after which a phase of a run of `steps` ends; None where no number says so."""
+    if isinstance(until, float):
+        return max(1, round(until * steps))
+    return until if isinstance(until, int) else None
+
+
+def _span(experiment: Any, progress: Progress, *, own: bool) -> int:
+    """RL steps that a number without a length of its own spans: the run's, or those of the phase in force where that brings it.
+
+    A phase whose end is not known beforehand is taken to last until the end of the run.
+    """
+    steps = experiment.trainer.steps
+    if not own:
+        return steps
+    left = max(1, steps - progress.since)
+    phase, _ = _current(experiment, progress)
+    return min(left, phase_steps(phase.until, steps) or left) if phase is not None else left
+
+
+def _spanning(function: Callable[..., Any], steps: int) -> Callable[..., Any]:
+    """The function with `steps`, where it takes them and has none of its own."""
+    taken = inspect.signature(function).parameters.get("steps")
+    return functools.partial(function, steps=steps) if taken is not None and taken.default is None else function
+
+
+def _brought(phase: Phase | None, path: str) -> bool:
+    """Whether the phase brings the number at a path: by its own numbers, or by a group that it replaces."""
+    group = path.partition(".")[0]
+    return phase is not None and (path in flat(phase.numbers) or (group in PHASED and getattr(phase, group) is not None))
 
 
 def _value(function: Callable[..., float], step: int, configured: float) -> float:
@@ -143,19 +178,34 @@ def values(experiment: Any, progress: Progress) -> dict[str, float]:
     return {path: float(functools.reduce(lambda node, key: settable(node)[key], path.split("."), x)) for path in paths}
 
 
+def lengthened(experiment: Any, progress: Progress, *, before: int) -> str:
+    """What another trainer.steps changes in a run that goes on, as a sentence; "" where it is the same."""
+    steps = experiment.trainer.steps
+    if before == steps:
+        return ""
+    was = values(experiment._replace(trainer=experiment.trainer._replace(steps=before)), progress)
+    now = values(experiment, progress)
+    moved = [f"{path} was to be {was[path]:.4g}, is {now[path]:.4g}" for path in now if was[path] != now[path]]
+    curve = f"; from step {progress.step + 1} on the new curves hold: {', '.join(moved)}" if moved else ""
+    return f"trainer.steps was {before}, is {steps}{curve}"
+
+
 def advance(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> Progress:
-    """The progress after an RL step that measured `metrics` (with batch/rollouts, for `adaptive`).
+    """The progress after an RL step that measured `metrics`.
 
     Controllers move; where the phase's end condition holds the next phase begins. Then controllers that it brings start anew,
     and those that both phases share go on.
     """
     phase, x = _current(experiment, progress)
     now = controllers_of(x)
-    states = {path: dict(c.update(progress.controllers.get(path, c.init()), metrics)) for path, c in now.items()}
+    states = {}
+    for path, controller in now.items():
+        update = _spanning(controller.update, _span(experiment, progress, own=_brought(phase, path)))
+        states[path] = dict(update(progress.controllers.get(path, controller.init()), metrics))
     progress = progress._replace(step=progress.step + 1, controllers=states)
     if phase is None or progress.phase + 1 == len(experiment.schedule.phases):
         return progress
-    ended, held = _ended(phase.until, progress, metrics)
+    ended, held = _ended(phase_steps(phase.until, experiment.trainer.steps) or phase.until, progress, metrics)
     if not ended:
         return progress._replace(streak=held)
     progress = progress._replace(phase=progress.phase + 1, since=progress.step, streak=0)

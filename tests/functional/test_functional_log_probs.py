@@ -177,6 +177,21 @@ def test_exact_divergence_equals_the_naive_form(chunk_size: int, temperature: fl
     assert hidden_ref.grad is None and weight_ref.grad is None
 
 
+@pytest.mark.parametrize("rows, rows_ref", [(9, 7), (7, 9)])
+def test_exact_divergence_of_heads_with_unequal_padding(rows: int, rows_ref: int) -> None:
+    """Both are normalised over the ids that both have; log-probs and entropies stay those of the whole head."""
+    hidden, weight, ids = _problem()
+    hidden_ref, weight_ref = _reference()
+    heads = [lambda x, w=w, n=n: x @ w[:n].T for w, n in ((weight, rows), (weight_ref, rows_ref))]
+    logp, ref = ((h @ w[:7].T).log_softmax(-1) for h, w in ((hidden, weight), (hidden_ref, weight_ref)))
+    ids = ids % 7
+    logprobs, entropy, divergence = chunked_log_probs(hidden, heads[0], ids, chunk_size=4, reference=(hidden_ref, heads[1]))
+    close = {"rtol": 0, "atol": 1e-13}  # float64 rounding over sums of 7 terms of order 1
+    torch.testing.assert_close(divergence, (logp.exp() * (logp - ref)).sum(-1), **close)
+    plain = chunked_log_probs(hidden, heads[0], ids, chunk_size=4)
+    torch.testing.assert_close((logprobs, entropy), plain, **close)
+
+
 def test_exact_divergence_by_hand() -> None:
     """¾ and ¼ against ½ and ½: ¾ log 1.5 + ¼ log 0.5."""
     logits, even = torch.tensor([[math.log(3.0), 0.0]], dtype=torch.float64), torch.zeros(1, 2, dtype=torch.float64)

@@ -528,10 +528,10 @@ def keep_overlong(rewards):
     return rewards, [True for _ in rewards]
 
 
-def soft_penalty(rewards, lengths, *, limit, buffer=0.2):
+def soft_penalty(rewards, reply_lengths, *, limit, buffer=0.2):
     """The three cases of DAPO eq. 13."""
     zone, out = buffer * limit, []
-    for r, length in zip(rewards, lengths, strict=True):
+    for r, length in zip(rewards, reply_lengths, strict=True):
         penalty = 0.0 if length <= limit - zone else -1.0 if length >= limit else (limit - zone - length) / zone
         out.append(r + penalty)
     return out, [True for _ in rewards]
@@ -914,6 +914,7 @@ def _batch(groups: list[list[Rollout]], style: str = "smooth", seed: int = 0) ->
         "rewards": [m[1] for m in members],
         "truncated": [m[2] for m in members],
         "lengths": [sum(map(sum, m[3])) for m in members],
+        "reply_lengths": [sum(map(sum, m[3])) for m in members],
         "rollout_ids": [j for j, *_ in rows],
         "response_mask": [row + [False] * (width - len(row)) for *_, row in rows],
         "weights": [[rng.uniform(-1, 1) for _ in range(width)] for _ in rows],
@@ -941,7 +942,7 @@ def _batch(groups: list[list[Rollout]], style: str = "smooth", seed: int = 0) ->
     return out
 
 
-INTEGERS = {"group_ids", "rollout_ids", "lengths", "step_ids", "pairs", "ids"}
+INTEGERS = {"group_ids", "rollout_ids", "lengths", "reply_lengths", "step_ids", "pairs", "ids"}
 BOOLEANS = {"truncated", "response_mask"}
 
 
@@ -1063,7 +1064,7 @@ def test_half_precision_is_computed_in_full(name: str) -> None:
     Losses of one token are computed on what they are given, ratios and log-probs of full precision; on others they round as they go.
     """
     batch = _batch([[(r, r > 0, [[True, False, True, True], [True, True]]) for r in (1.0, 0.0, 0.5)]] * 3, seed=1)
-    batch = batch | {"lengths": [4001 + n for n in batch["lengths"]]}  # bfloat16 has no 4001
+    batch = batch | {"reply_lengths": [4001 + n for n in batch["reply_lengths"]]}  # bfloat16 has no 4001
     exact = {k: v if k in INTEGERS | BOOLEANS else _tensor(k, batch, torch.bfloat16).tolist() for k, v in batch.items()}
     exact = _given(name, exact)
     for half, single in zip(_call(name, exact, torch.bfloat16), _call(name, exact, torch.float32), strict=True):

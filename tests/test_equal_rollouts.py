@@ -1,0 +1,159 @@
+"""Equal rollouts of a prompt get equal advantages, whichever of them is masked, filtered out or cannot be scored.
+
+Over every pair of slots of an algorithm with the other slots as in GRPO; the whole product is slow. A new option is tested by a row
+of its table: the first test fails where conf/algorithm has an option that stands in none.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from rlkit import functional as f
+from rlkit.algorithm import KL, Algorithm, Critic, choose, estimate_advantages, scale_tokens
+from rlkit.compose import compose, conf_dir, experiment
+from rlkit.types import Batch
+
+TABLES: dict[str, dict[str, Any]] = {
+    "advantage": {
+        "raw": f.raw, "batch_mean": f.batch_mean, "group_mean": f.group_mean, "leave_one_out": f.leave_one_out,
+        "opo": f.length_weighted, "max_rl": f.max_rl, "pass_at_k": partial(f.pass_at_k_advantage, k=2),
+        "best_minus_second": f.best_minus_second, "reward_to_go": f.reward_to_go, "gae": f.gae, "turn_gae": f.turn_gae,
+        "pairwise": f.pairwise,
+    },
+    "normalization": {"none": f.no_normalization, "group": f.normalize_group, "batch": f.normalize_batch, "whiten": f.whiten},
+    "overlong": {"none": f.keep_overlong, "penalty": partial(f.soft_penalty, limit=4, buffer=0.5), "mask": f.mask_truncated},
+    "group_filter": {"none": f.keep_all, "mixed": f.mixed_groups},
+    "token_filter": {"none": f.every_token, "top_entropy": partial(f.top_entropy, fraction=0.5)},
+    "correction": {
+        "none": f.no_correction, "token_truncate": f.token_correction, "token_mask": partial(f.token_correction, mode="mask"),
+        "sequence_truncate": f.sequence_correction, "sequence_mask": partial(f.sequence_correction, mode="mask"),
+    },
+    "kl": {
+        "none": KL("none"),
+        "loss": KL("k1", f.k1, "loss", 0.3),
+        **{
+            f"{placement}, {'before' if inside else 'behind'} the baseline": KL("k1", f.k1, placement, 0.3, in_baseline=inside)
+            for placement in ("reward", "reward_sequence")
+            for inside in (False, True)
+        },
+    },
+}  # fmt: skip
+GRPO = {"advantage": "group_mean", "normalization": "group"} | dict.fromkeys(list(TABLES)[2:], "none")
+PAIRS = list(itertools.combinations(TABLES, 2))
+ON_TRAINED = ("whiten", "pairwise")  # scales of the trained tokens and pairs of the trained rollouts: who is masked changes them
+
+
+def make_batch(contents: str) -> Batch:
+    """A rollout for each letter, two rows and five sampled tokens each; equal letters are equal rollouts, those of one group neighbours."""
+    groups = contents.split()
+    letters = "".join(groups)
+    n, b, t = len(letters), 2 * len(letters), 4
+    owner = torch.arange(n).repeat_interleave(2)
+
+    def tokens(seed: int) -> torch.Tensor:
+        made = [-2 * torch.rand(2, t, generator=torch.Generator().manual_seed(100 * seed + ord(c)), dtype=torch.float64) for c in letters]
+        return torch.cat(made)
+
+    mask = torch.tensor([[False, True, True, True], [False, False, True, True]]).repeat(n, 1)
+    rewards = torch.tensor([1.0 if c == "a" else 0.0 if c == "b" else 0.25 for c in letters], dtype=torch.float64)
+    ends = torch.zeros(b, t, dtype=torch.float64)
+    ends[1::2, -1] = rewards
+    return Batch(
+        ids=torch.ones(b, t, dtype=torch.int64), attention_mask=torch.ones(b, t, dtype=torch.bool), response_mask=mask, rollout_ids=owner,
+        step_ids=torch.tensor([0, 1]).repeat(n)[:, None].expand(b, t), rewards=rewards,
+        group_ids=torch.tensor([g for g, members in enumerate(groups) for _ in members]), truncated=torch.zeros(n, dtype=torch.bool),
+        lengths=torch.full((n,), 5), reply_lengths=torch.full((n,), 3), token_rewards=ends,
+        logprobs_sampler=tokens(1), logprobs_old=tokens(2), logprobs_ref=tokens(3),
+        entropy_old=tokens(4).abs(), values=tokens(5),
+    )  # fmt: skip
+
+
+def estimated(batch: Batch, names: dict[str, str]) -> Batch:
+    parts = {slot: TABLES[slot][name] for slot, name in names.items()}
+    kl = parts.pop("kl")
+    critic = Critic("head", f.squared_error) if names["advantage"] in ("gae", "turn_gae") else Critic()
+    algorithm = Algorithm("test", ratio=f.token_ratio, policy_loss=f.clipped, aggregation=f.token_mean, critic=critic, **parts)
+    return estimate_advantages(scale_tokens(choose(batch, algorithm), algorithm), algorithm, kl)
+
+
+def rows_of(batch: Batch, rollout: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mask and advantages of a rollout, its two rows one after the other."""
+    own = slice(2 * rollout, 2 * rollout + 2)
+    assert batch.advantages is not None
+    return batch.response_mask[own], batch.advantages[own]
+
+
+def struck(batch: Batch, victim: int, event: str) -> Batch:
+    """One rollout is cut off, or cannot be scored."""
+    hit = torch.arange(len(batch.rewards)) == victim
+    if event == "cut off":
+        return batch._replace(truncated=hit)
+    lost = hit[batch.rollout_ids][:, None]
+    return batch._replace(rewards=batch.rewards.where(~hit, torch.nan), token_rewards=batch.token_rewards.where(~lost, 0.0))
+
+
+def problems(names: dict[str, str]) -> list[str]:
+    """What of the law does not hold for one algorithm."""
+    found = []
+
+    def compare(what: str, left: tuple[torch.Tensor, torch.Tensor], right: tuple[torch.Tensor, torch.Tensor]) -> None:
+        both = left[0] & right[0]
+        a, b = (side[1][both] for side in (left, right))
+        if names["normalization"] == "whiten":  # its deviation divides by one token less than there are, so it moves with their number
+            a, b = (values / values.norm().clamp_min(1e-9) for values in (a, b))
+        if not torch.allclose(a, b, rtol=0, atol=1e-12):  # float64 rounding of sums of a dozen terms
+            found.append(f"{what}: {a.tolist()} and {b.tolist()}")
+
+    equal, mixed = make_batch("aaaa aaaa"), make_batch("aaab aacb")
+    whole = {id(batch): estimated(batch, names) for batch in (equal, mixed)}
+    for event in ("cut off", "not scored"):
+        for victim in (0, 2):
+            alike, unlike = (estimated(struck(batch, victim, event), names) for batch in (equal, mixed))
+            others = [i for i in (0, 1, 2) if i != victim]
+            compare(f"{event}, twins", *(rows_of(unlike, i) for i in others))
+            for i in (*others, 4, 5):
+                compare(f"{event}, among equals", rows_of(alike, i), rows_of(whole[id(equal)], i))
+                if event == "cut off" and not {*names.values()} & {*ON_TRAINED}:
+                    compare(f"{event}, as if it were not", rows_of(unlike, i), rows_of(whole[id(mixed)], i))
+    return found
+
+
+def test_every_option_stands_in_a_table():
+    for slot in [*TABLES][:-1]:
+        assert {path.stem for path in (conf_dir() / "algorithm" / slot).glob("*.yaml")} == TABLES[slot].keys(), slot
+
+
+@pytest.mark.parametrize("slots", PAIRS, ids=" and ".join)
+def test_equal_rollouts_get_equal_advantages(slots):
+    for chosen in itertools.product(*(TABLES[slot] for slot in slots)):
+        names = GRPO | dict(zip(slots, chosen, strict=True))
+        assert problems(names) == [], names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("advantage", TABLES["advantage"])
+@pytest.mark.parametrize("kl", TABLES["kl"])
+def test_equal_rollouts_get_equal_advantages_in_every_algorithm(advantage, kl):
+    rest = ["normalization", "overlong", "group_filter"]  # token_filter and correction scale the loss and reach no advantage
+    for chosen in itertools.product(*(TABLES[slot] for slot in rest)):
+        names = GRPO | {"advantage": advantage, "kl": kl} | dict(zip(rest, chosen, strict=True))
+        assert problems(names) == [], names
+
+
+@pytest.mark.parametrize("in_baseline", [False, True])
+def test_the_run_scores_what_the_baseline_needs(in_baseline, tiny):
+    """A rollout that is not trained on has a KL too where that counts in the baseline, and is not scored for nothing elsewhere."""
+    from rlkit.module import RLModule
+
+    words = ["kl=k1", "kl.placement=reward", f"kl.in_baseline={str(in_baseline).lower()}", "algorithm/overlong=mask"]
+    x = experiment(compose([*words, "task.max_samples=8"]))
+    batch = make_batch("aacb")._replace(truncated=torch.tensor([True, False, False, False]))
+    batch = choose(batch._replace(ids=torch.arange(32).view(8, 4)), x.algorithm)
+    found = RLModule(x, tiny, x.task(split="train")).with_scores(batch)
+    wanted = batch.sampled_mask if in_baseline else batch.response_mask
+    assert torch.equal(found.logprobs_ref != 0, wanted) and torch.equal(found.logprobs_old != 0, wanted)
