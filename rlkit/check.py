@@ -101,7 +101,7 @@ def run(x: Experiment, tasks: Sequence[Task], held_out: Sequence[Task]) -> Repor
     clock["load"] = time.perf_counter() - started
     cut = small(x)
     with autocast(cut, device):
-        warnings = check_policy(policy, tasks, cut)
+        agreement = check_policy(policy, tasks, cut)
     played: list[Rollout] = []
     found: list[Memory] = []
 
@@ -116,7 +116,7 @@ def run(x: Experiment, tasks: Sequence[Task], held_out: Sequence[Task]) -> Repor
         trainer.fit(module, RLData(1, done=lambda: module.rl_step))
     clock["generate"], clock["update"] = module.metrics["perf/generate_s"], module.metrics["perf/update_s"]
     spread = len({r.total_reward for r in played}) == 1
-    return Report(warnings, played, spread, module.metrics, found[0], clock, text)
+    return Report(agreement.warnings, played, spread, module.metrics, found[0], clock, text)
 
 
 def telling(reward: Reward, played: list[Rollout]) -> Reward:

@@ -31,8 +31,9 @@ from rlkit.errors import ConfigError, NonFinite
 from rlkit.functional import approximate_kl, mix
 from rlkit.memory import named, probe, retried
 from rlkit.models.critic import make_critic
+from rlkit.models.head import Head, trunk_and_head
 from rlkit.models.packing import Packed, pack
-from rlkit.models.score import score, states, trunk_and_head
+from rlkit.models.score import score, states
 from rlkit.monitor import NAN, Clock, UpdateTerms, hyperparameters, performance, refill_metrics, update_metrics
 from rlkit.reference import shard_state
 from rlkit.rewards import Moments, normalise, score_spread, update_moments
@@ -369,7 +370,7 @@ class RLModule(L.LightningModule):
             state = self.references[self.reference_key]
             self.references[self.reference_key] = self.x.reference.update(state, self.model, step=self.rl_step + 1, kl=kl)
 
-    def exact_reference(self, packed: Packed) -> tuple[Tensor, torch.nn.Module] | None:
+    def exact_reference(self, packed: Packed) -> tuple[Tensor, Head] | None:
         """Hidden states and head of the reference, where the KL is exact over the vocabulary."""
         if not self.x.kl.active or not asks(self.x.kl.estimator, "full_kl"):
             return None

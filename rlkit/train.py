@@ -70,8 +70,9 @@ def train(
     policy = x.model(device=device)
     print(header(x, policy, device, tasks), flush=True)
     with autocast(x, device):
-        for line in check_policy(policy, tasks[0], x):
-            print(f"warning: {line}", flush=True)
+        agreement = check_policy(policy, tasks[0], x)
+    for line in agreement.warnings:
+        print(f"warning: {line}", flush=True)
     module = RLModule(x, policy, tasks[0])
     module.provenance = ranks.first(lambda: runs.read_start(folder))
     results: dict[int, dict[str, Any]] = {}

@@ -30,6 +30,7 @@ LAYERS = (
 # Within a line, at top level: who uses whom. It has no circle.
 BESIDE = {
     "tasks": {"environments"},  # one system prompt for rows and environments
+    "generation": {"models"},  # from hidden states to logits there is one way
     "settings": {"algorithm", "schedules"},
     "monitor": {"algorithm", "settings"},
     "selfcheck": {"rollouts", "settings"},
@@ -50,7 +51,7 @@ ONLY = {
     "rewards": {"types", "errors", "sandbox", "deadline", "ranks"},
     "tasks": {"types", "errors", "environments", "sandbox"},
     "environments": {"types", "errors", "sandbox", "deadline"},
-    "generation": {"types", "errors", "functional"},
+    "generation": {"types", "errors", "functional", "models"},
     "models": {"types", "errors", "functional"},
     "rollouts": {"types", "errors", "functional", "rewards", "environments", "models", "ranks"},
     "algorithm": {"types", "functional"},
