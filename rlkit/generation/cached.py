@@ -57,7 +57,7 @@ def generate(
 
     Args:
       policy, contexts, seeds, max_new_tokens, temperature, top_p, top_k, max_thinking_tokens: as for the reference engine, which decodes in
-        place of this one where a layer is no full attention, or keeps a state of its own as Mamba's do.
+        place of this one where layers are no full attention.
       max_rows: contexts decoded at once, > 0.
       max_cached_tokens: slots × the longest context that one may reach, > 0: what the cache may hold, on CUDA half of the free memory at
         most. Further contexts wait, and where an episode outgrows its room the youngest wait again; one that is longer than all of it
@@ -81,7 +81,7 @@ def generate(
     if max_thinking_tokens is not None and max_thinking_tokens < 0:
         raise ValueError(f"generation: max_thinking_tokens must be >= 0 or null (is {max_thinking_tokens})")
     numbers["max_thinking_tokens"] = max_thinking_tokens
-    if getattr(causal, "_is_stateful", False) or not full_attention(causal.config, policy.context_length):
+    if not full_attention(causal.config, policy.context_length):
         return _by_turns(policy, contexts, seeds, follow, **numbers, max_rows=max_rows)
     with sampling_mode(causal), grouped_attention(causal.config), attention_kernels(causal.device):
         decoder = _Decoder(

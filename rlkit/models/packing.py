@@ -147,7 +147,6 @@ def allow_packing(model: nn.Module) -> None:
     config: Any = model.config
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
     able = getattr(model, "_supports_attention_backend", False) and not getattr(config, "is_encoder_decoder", False)
-    able = able and not getattr(model, "_is_stateful", False)  # a recurrent layer reads its tokens in order, not by their positions
     if able and layers == {"full_attention"} and config._attn_implementation == "sdpa" and not getattr(config, "sliding_window", None):
         AttentionInterface.register(ATTENTION, attend)
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)

@@ -129,18 +129,6 @@ def test_every_engine_gives_the_log_probs_that_the_trainer_gives(family):
             torch.testing.assert_close(mine, torch.tensor(reply.logprobs), rtol=0, atol=1e-4)  # float32, other orders of summation
 
 
-def test_a_recurrent_layer_is_neither_packed_nor_cached_by_position(tiny):
-    """RecurrentGemma names no kinds of layers, so that its recurrent ones would pass for full attention."""
-    tokenizer = tiny.codec.tokenizer
-    policy = make_policy(made("recurrent_gemma", tokenizer, logits_soft_cap=1.0, lru_width=16, attention_window_size=64), tokenizer)
-    contexts = torch.randint(len(tokenizer), (3, 7), generator=torch.Generator().manual_seed(6)).tolist()
-    for context, reply in zip(contexts, cached(policy, contexts, SEEDS, max_new_tokens=8), strict=True):
-        ids = torch.tensor([[*context, *reply.token_ids]])
-        with torch.no_grad():
-            own = naive(policy.model, ids).gather(2, ids[:, 1:, None])[0, len(context) - 1 :, 0]
-        torch.testing.assert_close(torch.tensor(reply.logprobs).double(), own, rtol=0, atol=1e-4)  # float32
-
-
 @every
 def test_under_adapters_policy_and_reference_keep_what_is_behind_the_head(family):
     """The adapted policy, the start with the adapter off, and a second adapter."""
