@@ -110,7 +110,7 @@ def run(x: Experiment, tasks: Sequence[Task], held_out: Sequence[Task]) -> Repor
             found.append(memory(x, module, tasks, played))
 
     cut = cut._replace(reward=telling(cut.reward, played), callbacks={"memory": lambda _: LambdaCallback(on_train_end=measure)})
-    module = RLModule(cut, policy, tasks)
+    module = RLModule(cut, policy, tasks, exact=agreement.exact)
     with tempfile.TemporaryDirectory() as folder:
         trainer, _ = make_trainer(module.experiment, module, [], Path(folder), {}, device, resume=None)
         trainer.fit(module, RLData(1, done=lambda: module.rl_step))

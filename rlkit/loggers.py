@@ -20,7 +20,7 @@ CHARTS = {  # TensorBoard's custom scalars: tab → chart → (kind, metrics)
     "rlkit": {
         "reward": ("Multiline", ["reward/mean", "eval/reward"]),
         "held-out accuracy, 95 % interval": ("Margin", ["eval/accuracy", "eval/accuracy_low", "eval/accuracy_high"]),
-        "KL": ("Multiline", ["kl/ref_k3", "kl/old"]),
+        "KL": ("Multiline", ["kl/ref_k3", "kl/step"]),
         "entropy": ("Multiline", ["policy/entropy"]),
         "length": ("Multiline", ["len/mean", "len/solved_mean", "len/unsolved_mean"]),
         "seconds of a step": ("Multiline", ["perf/generate_s", "perf/reward_s", "perf/update_s"]),

@@ -48,6 +48,11 @@ def frozen(*, path: str | None = None, revision: str | None = None) -> Reference
     return Reference(name="frozen", init=_freeze, update=_keep, model=_frozen_model, save=_save_frozen, load=_load_frozen)
 
 
+def is_start(reference: Reference) -> bool:
+    """Whether a reference is the policy as it was when it began, for ever."""
+    return reference.init is _freeze
+
+
 def ema(*, decay: float) -> Reference:
     """An exponential moving average of the policy: reference ← decay · reference + (1 - decay) · policy after every RL step.
 

@@ -16,7 +16,7 @@ from typing import Any
 from rlkit import launch, ranks, runs
 from rlkit.callbacks.files import write_json
 from rlkit.errors import ConfigError, Refusal, RLKitError, visible
-from rlkit.settings import AgentRun, Experiment, RolloutRun, TrainerSettings
+from rlkit.settings import AgentRun, Experiment, RolloutRun, TrainerSettings, correction_in_words
 from rlkit.types import Task
 
 PACKAGES = ("rlkit", "torch", "transformers", "peft", "lightning", "hydra-core", "numpy")
@@ -73,7 +73,10 @@ def train(
         agreement = check_policy(policy, tasks[0], x)
     for line in agreement.warnings:
         print(f"warning: {line}", flush=True)
-    module = RLModule(x, policy, tasks[0])
+    exact = not ranks.anywhere(not agreement.exact)  # all ranks do the same
+    if line := correction_in_words(x, exact=exact):
+        print(line, flush=True)
+    module = RLModule(x, policy, tasks[0], exact=exact)
     module.provenance = ranks.first(lambda: runs.read_start(folder))
     results: dict[int, dict[str, Any]] = {}
     (folder / FAILED).unlink(missing_ok=True)  # of the run that is continued

@@ -236,8 +236,8 @@ def warnings(x: Experiment) -> list[str]:
     lora = getattr(x.model, "keywords", {}).get("lora")
     if x.needs_reference and lora and lora.rank and any(phase.reference.name == "ema" for phase in phases(x).values()):
         out.append(
-            f"reference=ema model.lora.rank={lora.rank} averages the adapter's factors and not their product, so the reference is not quite "
-            "the average of the policy's weights (rlkit.reference.ema says by how much); reference=periodic copies exactly"
+            f"reference=ema model.lora.rank={lora.rank} averages the adapter's factors and not their product, so the reference is not "
+            "quite the average of the policy's weights (rlkit.reference.ema says by how much); reference=periodic copies exactly"
         )
     if x.batch.group_size == 1 and not a.critic.active and a.episodes is None:
         out.append("batch.group_size=1: nothing to compare a rollout with but the rest of the batch; the gradient will be noisy")

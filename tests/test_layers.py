@@ -21,7 +21,7 @@ LAYERS = (
     ("types", "errors"),
     ("functional", "sandbox", "deadline", "rng", "ranks", "launch"),
     ("rewards", "tasks", "environments", "generation", "models"),
-    ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck", "memory"),
+    ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck", "memory", "drift"),
     ("module", "data", "loggers", "strategies", "validate"),
     ("compose", "callbacks", "runs"),
     ("report",),
@@ -36,6 +36,7 @@ BESIDE = {
     "selfcheck": {"rollouts", "settings"},
     "callbacks": {"runs"},  # the settings of a run, for its loggers
     "memory": {"algorithm", "monitor", "rollouts"},
+    "drift": {"algorithm"},
     "__main__": {"cli"},
 }
 # Tighter than the layers: parts that know the contracts and these only.
@@ -57,7 +58,7 @@ ONLY = {
     "algorithm": {"types", "functional"},
     "reference": {"types", "ranks"},
     "schedules": {"types", "errors"},
-    "settings": {"types", "algorithm", "rewards", "sandbox", "schedules"},
+    "settings": {"types", "functional", "algorithm", "rewards", "sandbox", "schedules"},
     "monitor": {"types", "functional", "models", "algorithm", "settings", "ranks"},
     "data": set(),
     "loggers": {"errors"},
