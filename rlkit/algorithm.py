@@ -149,6 +149,23 @@ def call(function: Callable[..., Any], quantities: Mapping[str, Any]) -> Any:
     return function(**{name: quantities[name] for name in inputs(function)})
 
 
+def hyperparameters(function: Callable[..., Any]) -> dict[str, Any]:
+    """The keyword-only parameters of a part and their values."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+
+
+def clipped_tokens(loss: Callable[..., Any], quantities: Mapping[str, Any]) -> dict[str, Tensor]:
+    """clip_held and clip_capped [B, T] bool, by the rule that a policy loss declares (`policy_losses.Clip`); nothing where it has none."""
+    clip = getattr(getattr(loss, "func", loss), "clip", None)
+    if clip is None:
+        return {}
+    numbers, none = hyperparameters(loss), torch.zeros_like(quantities["ratio"], dtype=torch.bool)
+    rules = {f"clip_{name}": rule for name, rule in clip._asdict().items()}
+    with torch.no_grad():
+        return {name: none if rule is None else rule(**{n: quantities[n] for n in inputs(rule)}, **numbers) for name, rule in rules.items()}
+
+
 def quantities(batch: Batch) -> dict[str, Any]:
     """What the parts may ask for, before the policy is evaluated."""
     return {name: value for name, value in batch._asdict().items() if value is not None}
@@ -281,6 +298,7 @@ def surrogate(batch: Batch, scores: Scores, algorithm: Algorithm, kl: KL) -> tup
     given["logprobs_old"] = fill_masked(old, mask, 0.0)
     given["ratio"] = call(algorithm.ratio, given)
     terms = {"policy_loss": call(algorithm.policy_loss, given), "ratio": given["ratio"]}
+    terms |= clipped_tokens(algorithm.policy_loss, given)
     per_token = terms["policy_loss"] if batch.scale is None else batch.scale * terms["policy_loss"]
     if kl.active:
         given["logprobs_ref"] = fill_masked(_required(batch.logprobs_ref, "logprobs_ref"), mask, 0.0)

@@ -101,7 +101,7 @@ def run(x: Experiment, tasks: Splits) -> Report:
     clock["load"] = time.perf_counter() - started
     cut = small(x)
     with autocast(cut, device):
-        warnings = check_policy(policy, tasks.train, cut)
+        agreement = check_policy(policy, tasks.train, cut)
     played: list[Rollout] = []
     found: list[Memory] = []
 
@@ -110,13 +110,13 @@ def run(x: Experiment, tasks: Splits) -> Report:
             found.append(memory(x, module, tasks.train, played))
 
     cut = cut._replace(reward=telling(cut.reward, played), callbacks={"memory": lambda _: LambdaCallback(on_train_end=measure)})
-    module = RLModule(cut, policy, tasks.train)
+    module = RLModule(cut, policy, tasks.train, exact=agreement.exact)
     with tempfile.TemporaryDirectory() as folder:
         trainer, _ = make_trainer(module.experiment, module, Splits(tasks.train), Path(folder), {}, device, resume=None)
         trainer.fit(module, RLData(1, done=lambda: module.rl_step))
     clock["generate"], clock["update"] = module.metrics["perf/generate_s"], module.metrics["perf/update_s"]
     spread = len({r.total_reward for r in played}) == 1
-    return Report(warnings, played, spread, module.metrics, found[0], clock, text)
+    return Report(agreement.warnings, played, spread, module.metrics, found[0], clock, text)
 
 
 def telling(reward: Reward, played: list[Rollout]) -> Reward:

@@ -21,7 +21,7 @@ CHARTS = {  # TensorBoard's custom scalars: tab → chart → (kind, metrics)
         "reward": ("Multiline", ["reward/mean", "eval/reward"]),
         "validation accuracy, 95 % interval": ("Margin", ["eval/accuracy", "eval/accuracy_low", "eval/accuracy_high"]),
         "test accuracy, 95 % interval": ("Margin", ["test/accuracy", "test/accuracy_low", "test/accuracy_high"]),
-        "KL": ("Multiline", ["kl/ref_k3", "kl/old"]),
+        "KL": ("Multiline", ["kl/ref_k3", "kl/step"]),
         "entropy": ("Multiline", ["policy/entropy"]),
         "length": ("Multiline", ["len/mean", "len/solved_mean", "len/unsolved_mean"]),
         "seconds of a step": ("Multiline", ["perf/generate_s", "perf/reward_s", "perf/update_s"]),

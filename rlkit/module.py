@@ -12,12 +12,13 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from rlkit import ranks, rng, schedules
+from rlkit import drift, ranks, rng, schedules
 from rlkit.algorithm import (
     asks,
     call,
     choose,
     estimate_advantages,
+    hyperparameters,
     inputs,
     micro_batches,
     minibatches,
@@ -32,13 +33,14 @@ from rlkit.errors import ConfigError, NonFinite
 from rlkit.functional import approximate_kl, mix
 from rlkit.memory import named, probe, retried
 from rlkit.models.critic import make_critic
+from rlkit.models.head import Head, trunk_and_head
 from rlkit.models.packing import Packed, pack
-from rlkit.models.score import score, states, trunk_and_head
-from rlkit.monitor import NAN, Clock, UpdateTerms, hyperparameters, performance, refill_metrics, update_metrics
-from rlkit.reference import shard_state
+from rlkit.models.score import score, states
+from rlkit.monitor import NAN, Clock, UpdateTerms, performance, refill_metrics, update_metrics
+from rlkit.reference import is_start, shard_state
 from rlkit.rewards import Moments, normalise, score_spread, update_moments
 from rlkit.rollouts import assemble, collect, failures, summarize
-from rlkit.settings import Experiment
+from rlkit.settings import Experiment, correction_in_words, settle_correction
 from rlkit.tasks.stream import StreamState, take
 from rlkit.types import Batch, Policy, Rollout, Scores, Task
 
@@ -52,11 +54,13 @@ class RLModule(L.LightningModule):
     `trained` those of them that `batch` was made of, for the callbacks to read.
     """
 
-    def __init__(self, experiment: Experiment, policy: Policy, tasks: Sequence[Task]):
+    def __init__(self, experiment: Experiment, policy: Policy, tasks: Sequence[Task], *, exact: bool = False):
         super().__init__()
         self.automatic_optimization = False
         self.strict_loading = False  # a frozen base is not in the checkpoint
-        self.experiment, self.policy, self.tasks = experiment, policy, tasks
+        self.configured, self.policy, self.tasks = experiment, policy, tasks
+        self.exact = exact  # whether the engine was found to give the trainer's log-probs; what decides algorithm/correction=auto
+        self.experiment = experiment = settle_correction(experiment, exact=exact)
         self.phases = schedules.phases(experiment)  # name → its whole experiment; one without a name where there are no phases
         self.progress = schedules.start(experiment)
         self.x = schedules.at(experiment, self.progress)  # the experiment of this step: its phase, and scheduled numbers as they are now
@@ -69,6 +73,7 @@ class RLModule(L.LightningModule):
         if any(x.needs_reference for name, x in self.phases.items() if not self.owner(name)):
             self.references[""] = experiment.reference.init(self.model, step=0)
         self.enter_phase()
+        self.start: Batch | None = None  # a few rollouts of the first step, with the log-probs that the start gave them (rlkit.drift)
         self.metrics: dict[str, Any] = {}
         self.rollouts: list[Rollout] = []
         self.trained: list[Rollout] = []
@@ -101,18 +106,22 @@ class RLModule(L.LightningModule):
             batch = choose(assemble(trained, pad_token_id=self.policy.pad_token_id, device=self.device), x.algorithm)
             batch = scale_tokens(retried(self, batch, partial(self.with_scores, batch)), x.algorithm)
             batch = estimate_advantages(batch, x.algorithm, x.kl)
-            terms = UpdateTerms()
+            terms, measured = UpdateTerms(), self.with_old(drift.few(batch) if x.algorithm.episodes is None else None)
+            if self.rl_step == 0 and self.follows_drift():
+                self.start = self.with_old(drift.few(assemble(self.rollouts, pad_token_id=self.policy.pad_token_id, device=self.device)))
             for minibatch in minibatches(batch, x.algorithm, seed=mix(x.seed, self.rl_step)):
                 self.minibatch = minibatch
                 if not retried(self, minibatch, partial(self.update, minibatch, terms), terms):
                     break
             terms.gather()
             self.minibatch = None
+            drifted = {"kl/step": self.moved_since(measured), "kl/start": NAN if self.kl_is_from_start(x) else self.moved_since(self.start)}
+            ranks.reshard(self.model)
             self.update_reference(terms.mean("kl"))
         self.trained, self.batch = trained, batch
         self.rl_step, self.before = self.rl_step + 1, None
         self.tokens += int(batch.attention_mask.sum())
-        self.metrics = summarize(self.rollouts) | update_metrics(batch, terms, x)
+        self.metrics = summarize(self.rollouts) | update_metrics(batch, terms, x) | drifted
         self.metrics |= performance(batch, terms, self.clock, tokens=self.tokens, device=self.device)
         self.metrics |= refill_metrics(self.rollouts, trained, group_size=x.batch.group_size) | self.schedule_metrics()
         self.metrics = ranks.first(lambda: self.metrics)  # its clock; everything else is equal
@@ -216,6 +225,32 @@ class RLModule(L.LightningModule):
         ranks.add_up(out.values())
         nothing = torch.zeros_like(batch.logprobs_sampler)  # no row has a trained token
         return Scores(**out) if out else Scores(nothing, nothing, None if critic is None else nothing)
+
+    def with_old(self, batch: Batch | None) -> Batch | None:
+        """The batch with the log-probs of the policy as it is now, where it has none of the old one."""
+        if batch is None or batch.logprobs_old is not None:
+            return batch
+        with torch.no_grad():
+            return batch._replace(logprobs_old=self.score(self.model, batch).logprobs)
+
+    def moved_since(self, batch: Batch | None) -> float:
+        """KL(old‖now) in nats per token on the batch's tokens, k3; nan without a batch."""
+        if batch is None:
+            return NAN
+        here = drift.on(batch, self.device)
+        assert here.logprobs_old is not None
+        with torch.no_grad():
+            return float(approximate_kl(self.score(self.model, here).logprobs, here.logprobs_old, here.response_mask))
+
+    def kl_is_from_start(self, x: Experiment) -> bool:
+        """Whether this step's KL has the start of the run as its reference, so that kl/ref is the drift."""
+        return x.kl.active and self.reference_key == "" and is_start(x.reference)
+
+    def follows_drift(self) -> bool:
+        """Whether any step may ask how far the policy is from its start, and the first one is sampled from it."""
+        return self.x.algorithm.episodes is None and not all(
+            x.kl.active and not self.owner(name) and is_start(x.reference) for name, x in self.phases.items()
+        )
 
     def portions(self, batch: Batch) -> Iterable[tuple[Tensor, bool]]:
         """The micro-batches of this rank as row numbers, equally many on every rank, and whether each counts."""
@@ -373,7 +408,7 @@ class RLModule(L.LightningModule):
             state = self.references[self.reference_key]
             self.references[self.reference_key] = self.x.reference.update(state, self.model, step=self.rl_step + 1, kl=kl)
 
-    def exact_reference(self, packed: Packed) -> tuple[Tensor, torch.nn.Module] | None:
+    def exact_reference(self, packed: Packed) -> tuple[Tensor, Head] | None:
         """Hidden states and head of the reference, where the KL is exact over the vocabulary."""
         if not self.x.kl.active or not asks(self.x.kl.estimator, "full_kl"):
             return None
@@ -456,6 +491,8 @@ class RLModule(L.LightningModule):
             "rl_step": self.rl_step,
             "progress": self.progress._asdict(),
             "tokens": self.tokens,
+            "exact": self.exact,
+            "start": None if self.start is None else {n: t.cpu() for n, t in self.start._asdict().items() if t is not None},
             "stream": list(self.stream),
             "moments": list(self.moments),
             "references": {owner: ranks.whole(self.reference_of(owner).save(state)) for owner, state in self.references.items()},
@@ -486,12 +523,22 @@ class RLModule(L.LightningModule):
         before = checkpoint.get("run", {}).get("config", {}).get("trainer", {}).get("steps", self.total_steps)
         if said := schedules.lengthened(self.experiment, self.progress, before=before):
             self.print(f"resume: {said}")
+        self.start = Batch(**kept) if (kept := state.get("start")) else None
+        self.keep_correction(state.get("exact", self.exact))
         self.x = schedules.at(self.experiment, self.progress)
         self.enter_phase()
         saved = state["references"]
         self.references = {
             owner: self.reference_of(owner).load(kept, self.model, saved.get(owner, {})) for owner, kept in self.references.items()
         }
+
+    def keep_correction(self, exact: bool) -> None:
+        """Goes on with what algorithm/correction=auto meant when the run began, whatever was found this time."""
+        if exact != self.exact and (line := correction_in_words(self.configured, exact=exact)):
+            print(f"resume: {line.partition(' (')[0]}, as when the run began", flush=True)
+        self.exact = exact
+        self.experiment = settle_correction(self.configured, exact=exact)
+        self.phases = schedules.phases(self.experiment)
 
     def reference_of(self, owner: str) -> Any:
         """The reference functions of an owner."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections import defaultdict
@@ -18,7 +17,6 @@ from rlkit import ranks
 from rlkit.algorithm import number
 from rlkit.functional import (
     approximate_kl,
-    clip_fractions,
     correlation,
     effective_sample_size,
     explained_variance,
@@ -52,6 +50,7 @@ class UpdateTerms:
         old = scores.logprobs if batch.logprobs_old is None else batch.logprobs_old
         terms = parts | {"logprobs": scores.logprobs, "logprobs_old": old, "entropy": scores.entropy, "advantages": batch.advantages}
         terms |= {"logprobs_sampler": batch.logprobs_sampler, "logprobs_ref": batch.logprobs_ref, "returns": batch.returns}
+        terms["owners"] = batch.rollout_ids[:, None].expand(batch.response_mask.shape)
         for name, term in terms.items():
             if term is not None:
                 self.tokens[name].append(term.detach()[batch.response_mask].float())
@@ -110,10 +109,17 @@ def update_metrics(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> 
     loss/*            summed loss, policy term
     policy/entropy    nats per sampled token
     ratio/*           policy over old policy; first_mean must be 1 (the first minibatch is on-policy)
-    clip/*            share of tokens beyond each bound and held by the clip
-    kl/ref, ref_k3    to the reference, k1 and k3, nats per token; kl/old: moved within the step
+    clip/*            share of the tokens that the loss's own clip leaves without gradient: low_frac with a ratio below 1 and high_frac
+                      above; the same tokens as positive_frac and negative_frac by the sign of the advantage. capped_frac: whose weight
+                      is bounded and whose gradient stays. nan where a loss declares no rule (`rlkit.functional.policy_losses.clips`)
+    kl/ref, ref_k3    to the reference, k1 and k3, nats per token, at the policy before the step's updates
+    kl/old            mean over the step's updates of KL(before the step‖now), each taken before its own optimiser step: 0 with one update
+                      a step, and never with the last one in it
+    kl/step           KL(before the step‖after its last update), on some of its rollouts; kl/start: KL(the start‖after the last update),
+                      on rollouts of the first step (rlkit.drift); k3, nats per token
     kl/estimate       mean of the estimator that `kl` names; nonzero_frac: share of tokens on which it is not 0
-    mismatch/*        trainer against sampler on the same tokens
+    mismatch/*        trainer against sampler on the same tokens, before any correction; ess: share of effective samples, chi2: chi-square,
+                      1 / ess - 1, of token weights; ess_sequence, chi2_sequence: of rollouts' weights (`effective_sample_size`)
     adv/*             advantages of trained tokens
     scale/*           factor on the policy loss (off-policy correction × token filter): mean, share of tokens at 0
     value/*           the critic: loss, mean, mean return, 1 - Var(return - value) / Var(return) before the update
@@ -121,12 +127,13 @@ def update_metrics(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> 
     """
     values = {"loss/total": terms.loss, "loss/policy": terms.mean("policy_loss"), "policy/entropy": terms.mean("entropy")}
     values["policy/entropy_coef"] = number(experiment.algorithm.entropy_coef)
-    values |= _ratios(terms, experiment) | _divergences(batch, terms, experiment) | _advantages(batch)
+    values |= _ratios(terms) | _divergences(batch, terms, experiment) | _advantages(batch)
     return values | _scale(batch) | _critic(batch, terms) | _optimizer(terms)
 
 
-def _ratios(terms: UpdateTerms, experiment: Experiment) -> dict[str, float]:
-    out = dict.fromkeys(("ratio/mean", "ratio/var", "ratio/max", "ratio/first_mean", "clip/low_frac", "clip/high_frac"), NAN)
+def _ratios(terms: UpdateTerms) -> dict[str, float]:
+    clip = ("clip/low_frac", "clip/high_frac", "clip/positive_frac", "clip/negative_frac", "clip/capped_frac")
+    out = dict.fromkeys(("ratio/mean", "ratio/var", "ratio/max", "ratio/first_mean", *clip), NAN)
     ratio, advantages = terms.get("ratio"), terms.get("advantages")
     if ratio is None or advantages is None:
         return out
@@ -134,16 +141,17 @@ def _ratios(terms: UpdateTerms, experiment: Experiment) -> dict[str, float]:
     out["ratio/mean"], out["ratio/var"], out["ratio/max"] = map(float, ratio_statistics(ratio, mask))
     if terms.first_ratio is not None:
         out["ratio/first_mean"] = float(terms.first_ratio.mean())
-    bounds = hyperparameters(experiment.algorithm.policy_loss)
-    if {"clip_low", "clip_high"} <= bounds.keys():
-        low, high = clip_fractions(ratio, advantages, mask, clip_low=bounds["clip_low"], clip_high=bounds["clip_high"])
-        out["clip/low_frac"], out["clip/high_frac"] = float(low), float(high)
+    held, capped = terms.get("clip_held"), terms.get("clip_capped")
+    if held is not None and capped is not None:
+        sides = (held * (ratio < 1), held * (ratio > 1), held * (advantages > 0), held * (advantages < 0), capped)
+        out |= {name: float(side.mean()) for name, side in zip(clip, sides, strict=True)}
     return out
 
 
 def _divergences(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> dict[str, float]:
     names = ("kl/ref", "kl/ref_k3", "kl/old", "mismatch/kl", "mismatch/logp_abs_mean", "mismatch/logp_abs_max")
-    out = dict.fromkeys((*names, "mismatch/ratio_max", "mismatch/ess", "mismatch/pearson"), NAN)
+    weights = ("mismatch/ess", "mismatch/chi2", "mismatch/ess_sequence", "mismatch/chi2_sequence")
+    out = dict.fromkeys((*names, "mismatch/ratio_max", *weights, "mismatch/pearson"), NAN)
     out["kl/coef"] = number(experiment.kl.coef)
     out["kl/estimate"], out["kl/nonzero_frac"] = terms.mean("kl"), NAN
     if (estimates := terms.get("kl")) is not None:
@@ -162,7 +170,9 @@ def _divergences(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> di
     out["mismatch/kl"] = float(approximate_kl(old, sampler, mask))
     out["mismatch/logp_abs_mean"], out["mismatch/logp_abs_max"] = float(gap.mean()), float(gap.max())
     out["mismatch/ratio_max"] = float((old - sampler).clamp(-20, 20).exp().max())
-    out["mismatch/ess"] = float(effective_sample_size(old, sampler, mask))
+    owners = terms.get("owners") if batch.logprobs_old is None else batch.rollout_ids[:, None].expand(batch.ids.shape)[batch.response_mask]
+    shares = effective_sample_size(old, sampler, mask), effective_sample_size(old, sampler, mask, owners)
+    out |= dict(zip(weights, (float(value) for share in shares for value in (share, 1 / share - 1)), strict=True))
     out["mismatch/pearson"] = float(correlation(old.exp(), sampler.exp(), mask))
     return out
 
@@ -217,12 +227,6 @@ def _optimizer(terms: UpdateTerms) -> dict[str, float]:
         "optim/skipped_no_signal": terms.skipped["no_signal"],
         "optim/ended_by_target_kl": terms.skipped["target_kl"],
     }
-
-
-def hyperparameters(function: Callable[..., Any]) -> dict[str, Any]:
-    """The keyword-only parameters of a part and their values."""
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
 
 
 class Clock:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from rlkit.assumptions import assumption_problems
 from rlkit.environments import environment_of, tool_schema
 from rlkit.errors import ConfigError, DataError, SelfCheckError
+from rlkit.functional import token_log_probs
 from rlkit.models import check_template, check_vocabulary, encode_prompt, pack, score
 from rlkit.rewards import Reward, RewardError, tests_of
 from rlkit.rewards import score as score_rollouts
@@ -22,7 +26,9 @@ from rlkit.settings import Experiment
 from rlkit.types import Environment, Policy, Rollout, Step, Task, declarations
 
 FP32_TOLERANCE = 1e-3  # max |Δ log-prob|: two correct float32 paths differ by rounding alone
-BF16_TOLERANCE = 0.05  # mean |Δ log-prob|
+BF16_WARNING = 0.05  # mean |Δ log-prob| in half precision: more than its rounding
+BF16_LIMIT = 0.5  # mean |Δ log-prob| in half precision: other numbers, not other rounding
+FORWARD_ROWS = 4  # rows that the model's own forward reads for the comparison
 ROWS = 32  # of the data that are tried with the verifier
 JUDGED = ("environment", "verifiers")  # rewards of rows without a gold answer
 LONGEST = 4  # rows by characters whose prompts are measured in tokens
@@ -140,32 +146,72 @@ def check_contexts(policy: Policy, tasks: Sequence[Task], environment: Environme
             )
 
 
-def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> list[str]:
-    """Token exactness on real rollouts: the template carries tools, and trainer and sampler agree on every sampled token.
+class Agreement(NamedTuple):
+    """How well sampler, trainer and the model's own forward agree, where they agree well enough to train."""
 
-    Returns: warnings. Raises: TemplateError, SelfCheckError.
+    warnings: list[str]
+    exact: bool  # in float32, within FP32_TOLERANCE
+
+
+def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreement:
+    """Token exactness on real rollouts: the template carries tools, and three computations agree on every sampled token.
+
+    They are the engine that sampled, the trainer's `score`, and the model's own forward, whichever engine it is: an engine that
+    shares a mistake with the trainer would agree with it.
+    Raises: TemplateError, DataError, SelfCheckError.
     """
     few = [*tasks[:2], *first_rows(tasks, 1)[2:]]
     check_contexts(policy, tasks, x.environment)
+    temperature = x.generation.temperature or 1.0
     rollouts = collect(
         policy, few, generate=x.generation.engine, environment=x.environment, group_size=2, seed=x.seed,
-        **x.generation._replace(temperature=x.generation.temperature or 1.0, max_new_tokens=min(x.generation.max_new_tokens, 32)).settings,
+        **x.generation._replace(temperature=temperature, max_new_tokens=min(x.generation.max_new_tokens, 32)).settings,
     )  # fmt: skip
     device = next(policy.model.parameters()).device
     batch = assemble(rollouts, pad_token_id=policy.pad_token_id, device=device)
-    sampled = sum(r.response_length for r in rollouts)
-    if int(batch.response_mask.sum()) != sampled:
-        raise SelfCheckError(f"the loss mask has {int(batch.response_mask.sum())} tokens, {sampled} were sampled")
+    mask, sampled = batch.response_mask, sum(r.response_length for r in rollouts)
+    if int(mask.sum()) != sampled:
+        raise SelfCheckError(f"the loss mask has {int(mask.sum())} tokens, {sampled} were sampled")
+    few_rows = mask.any(1).nonzero()[:FORWARD_ROWS, 0]
     with torch.no_grad():
-        logprobs = score(policy.model, pack(batch.ids, batch.response_mask), temperature=x.generation.temperature or 1.0).logprobs
-    gap = (logprobs - batch.logprobs_sampler)[batch.response_mask].abs()
+        logprobs = score(policy.model, pack(batch.ids, mask), temperature=temperature).logprobs
+        own = own_log_probs(policy.model, batch.ids[few_rows], mask[few_rows], temperature)
     half = torch.is_autocast_enabled(device.type) or any(p.dtype == torch.bfloat16 for p in policy.model.parameters())
-    if half:
-        mean = float(gap.mean())
-        return [f"sampler and trainer differ by {mean:.3f} nats a token on average"] if not mean <= BF16_TOLERANCE else []
-    if not gap.max() < FP32_TOLERANCE:
-        raise SelfCheckError(
-            f"sampler and trainer log-probs differ by up to {float(gap.max()):.2e} nats, more than {FP32_TOLERANCE}: training would "
-            "be wrong. Does the model scale or cap its logits after the head, or have dropout?"
-        )
+    warnings = _compare(
+        logprobs[few_rows][mask[few_rows]] - own, half, "the trainer and the model's own forward",
+        f"the trainer would learn from other probabilities than {type(policy.model).__name__} has. Does its forward change the last "
+        "hidden states or the logits in a way that its class does not show, or has it dropout?",
+    )  # fmt: skip
+    warnings += _compare(
+        (logprobs - batch.logprobs_sampler)[mask], half, "sampler and trainer",
+        "training would be wrong. Does the engine sample at generation.temperature, and from these weights?",
+    )  # fmt: skip
+    return Agreement(warnings, exact=not half)
+
+
+def own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
+    """Log-probs [M] of the tokens that `mask` marks, at least one a row, by the model's own forward, row by row, without padding.
+
+    Logits are asked for from the first of these tokens on, where the model can leave the others out.
+    """
+    options = inspect.signature(getattr(model, "get_base_model", lambda: model)().forward).parameters
+    parts = []
+    for row, marks in zip(ids, mask, strict=True):
+        places = marks.nonzero()[:, 0]
+        last, kept = int(places[-1]), int(places[-1] - places[0]) + 1
+        few = {"logits_to_keep": kept} if "logits_to_keep" in options else {}
+        logits = model(input_ids=row[None, :last], use_cache=False, **few).logits[0, -kept:]
+        parts.append(token_log_probs(logits[places - places[0]], row[places], temperature=temperature))
+    return torch.cat(parts)
+
+
+def _compare(gap: Tensor, half: bool, who: str, why: str) -> list[str]:
+    """Warnings where two computations of the same log-probs differ by `gap`. Raises: SelfCheckError where they differ too much."""
+    mean, most = float(gap.abs().mean()), float(gap.abs().max())
+    if not half and not most < FP32_TOLERANCE:
+        raise SelfCheckError(f"the log-probs of {who} differ by up to {most:.2e} nats, more than {FP32_TOLERANCE}: {why}")
+    if half and not mean <= BF16_LIMIT:
+        raise SelfCheckError(f"the log-probs of {who} differ by {mean:.3f} nats a token on average, more than {BF16_LIMIT}: {why}")
+    if half and mean > BF16_WARNING:
+        return [f"the log-probs of {who} differ by {mean:.3f} nats a token on average; rounding to bfloat16 stays below {BF16_WARNING}"]
     return []

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from rlkit.algorithm import KL, Algorithm
+from rlkit.functional import automatic_correction, no_correction, token_correction
 from rlkit.rewards import Reward
 from rlkit.sandbox import Sandbox
 from rlkit.schedules import Schedule, phases
@@ -193,3 +194,32 @@ class Experiment(NamedTuple):
     def needs_reference(self) -> bool:
         """Whether any step's KL may be positive: in any phase, now or where a schedule raises it."""
         return any(x.kl.active or (x.kl.estimator is not None and "kl.coef" in x.schedule.paths) for x in phases(self).values())
+
+
+def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
+    """The experiment, and all of its phases, with what `algorithm/correction=auto` means in this run.
+
+    None where `exact` says that the check before the first step found the engine's log-probs equal to the trainer's, in float32; every
+    step samples with the weights that it then trains, so the sampler is the old policy. Else the token factor truncated at 2.
+    """
+
+    def settled(algorithm: Algorithm) -> Algorithm:
+        if not _automatic(algorithm):
+            return algorithm
+        return algorithm._replace(correction=no_correction if exact else token_correction)
+
+    later = {name: phase._replace(algorithm=settled(phase.algorithm)) for name, phase in x.schedule.phases.items()}
+    return x._replace(algorithm=settled(x.algorithm), schedule=x.schedule._replace(phases=later))
+
+
+def correction_in_words(x: Experiment, *, exact: bool) -> str:
+    """A line that says what `algorithm/correction=auto` became, or nothing where no phase has it."""
+    if not any(_automatic(phase.algorithm) for phase in phases(x).values()):
+        return ""
+    if exact:
+        return "correction: none (auto: in float32 the engine gives the log-probs of the trainer)"
+    return "correction: token_truncate, cap 2 (auto: the engine's log-probs are rounded differently from the trainer's)"
+
+
+def _automatic(algorithm: Algorithm) -> bool:
+    return getattr(algorithm.correction, "func", algorithm.correction) is automatic_correction

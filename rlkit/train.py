@@ -17,7 +17,7 @@ from rlkit import launch, ranks, runs
 from rlkit.callbacks.files import write_json
 from rlkit.errors import ConfigError, Refusal, RLKitError, distribution, visible
 from rlkit.processors import cores, threads_for
-from rlkit.settings import AgentRun, Experiment, RolloutRun, TrainerSettings
+from rlkit.settings import AgentRun, Experiment, RolloutRun, TrainerSettings, correction_in_words
 from rlkit.types import Split, Splits, Task
 
 PACKAGES = ("torch", "transformers", "peft", "lightning", "hydra-core", "numpy")
@@ -90,9 +90,13 @@ def train(x: Experiment, tasks: Splits, folder: Path, *, started: float, resume:
     use_threads(x.trainer, policy.model, device)
     print(header(x, policy, device, tasks), flush=True)
     with autocast(x, device):
-        for line in check_policy(policy, tasks.train, x):
-            print(f"warning: {line}", flush=True)
-    module = RLModule(x, policy, tasks.train)
+        agreement = check_policy(policy, tasks.train, x)
+    for line in agreement.warnings:
+        print(f"warning: {line}", flush=True)
+    exact = not ranks.anywhere(not agreement.exact)  # all ranks do the same
+    if line := correction_in_words(x, exact=exact):
+        print(line, flush=True)
+    module = RLModule(x, policy, tasks.train, exact=exact)
     module.provenance = ranks.first(lambda: runs.read_start(folder))
     results: Results = {}
     (folder / FAILED).unlink(missing_ok=True)  # of the run that is continued

@@ -243,6 +243,12 @@ def warnings(x: Experiment) -> list[str]:
     updates = a.epochs * a.minibatches
     if not x.needs_reference and x.reference.name != "none":
         out.append(f"reference={x.reference.name} is not built: no KL uses it (kl={x.kl.name}, kl.coef={x.kl.coef})")
+    lora = getattr(x.model, "keywords", {}).get("lora")
+    if x.needs_reference and lora and lora.rank and any(phase.reference.name == "ema" for phase in phases(x).values()):
+        out.append(
+            f"reference=ema model.lora.rank={lora.rank} averages the adapter's factors and not their product, so the reference is not "
+            "quite the average of the policy's weights (rlkit.reference.ema says by how much); reference=periodic copies exactly"
+        )
     if x.batch.group_size == 1 and not a.critic.active and a.episodes is None:
         out.append("batch.group_size=1: nothing to compare a rollout with but the rest of the batch; the gradient will be noisy")
     if x.kl.in_reward and getattr(x.kl.estimator, "func", x.kl.estimator) not in (k1, forward):

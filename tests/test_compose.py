@@ -197,6 +197,15 @@ def test_a_frozen_reference_that_no_kl_uses_is_a_warning():
     assert [line for line in warnings(x) if "reference=frozen is not built" in line]
 
 
+def test_an_average_of_adapters_says_once_what_it_averages():
+    """The factors, not their product; a copy of all weights is averaged exactly, and so is an adapter that is copied."""
+    found = {
+        tuple(overrides): sum("averages the adapter's factors" in line for line in warnings(experiment(compose(overrides))))
+        for overrides in (["reference=ema", "model.lora.rank=4"], ["reference=ema"], ["reference=periodic", "model.lora.rank=4"])
+    }
+    assert list(found.values()) == [1, 0, 0]
+
+
 def test_a_reference_that_a_scheduled_kl_uses_is_no_warning():
     """The coefficient stands at 0 in the config, and the schedule raises it; without an estimator nothing can."""
     x = experiment(compose(["schedule=kl_anneal", "kl.coef=0"]))

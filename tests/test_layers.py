@@ -21,7 +21,7 @@ LAYERS = (
     ("types", "errors", "processors"),
     ("functional", "sandbox", "deadline", "rng", "ranks", "launch"),
     ("rewards", "tasks", "environments", "generation", "models"),
-    ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck", "memory", "assumptions"),
+    ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck", "memory", "assumptions", "drift"),
     ("module", "data", "loggers", "strategies", "validate"),
     ("compose", "callbacks", "runs"),
     ("report",),
@@ -30,11 +30,13 @@ LAYERS = (
 # Within a line, at top level: who uses whom. It has no circle.
 BESIDE = {
     "tasks": {"environments"},  # one system prompt for rows and environments
+    "generation": {"models"},  # from hidden states to logits there is one way
     "settings": {"algorithm", "schedules"},
     "monitor": {"algorithm", "settings"},
     "selfcheck": {"assumptions", "rollouts", "schedules", "settings"},
     "callbacks": {"runs"},  # the settings of a run, for its loggers
     "memory": {"algorithm", "monitor", "rollouts"},
+    "drift": {"algorithm"},
     "__main__": {"cli"},
 }
 # Tighter than the layers: parts that know the contracts and these only.
@@ -51,13 +53,13 @@ ONLY = {
     "rewards": {"types", "errors", "processors", "sandbox", "deadline", "ranks"},
     "tasks": {"types", "errors", "environments", "sandbox"},
     "environments": {"types", "errors", "sandbox", "deadline"},
-    "generation": {"types", "errors", "functional"},
+    "generation": {"types", "errors", "functional", "models"},
     "models": {"types", "errors", "functional"},
     "rollouts": {"types", "errors", "functional", "rewards", "environments", "models", "ranks"},
     "algorithm": {"types", "functional"},
     "reference": {"types", "ranks"},
     "schedules": {"types", "errors"},
-    "settings": {"types", "algorithm", "rewards", "sandbox", "schedules"},
+    "settings": {"types", "functional", "algorithm", "rewards", "sandbox", "schedules"},
     "monitor": {"types", "functional", "models", "algorithm", "settings", "ranks"},
     "data": set(),
     "loggers": {"errors"},

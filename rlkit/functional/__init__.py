@@ -19,7 +19,7 @@ from rlkit.functional.advantages import (
     turn_gae,
 )
 from rlkit.functional.aggregation import prompt_mean, sequence_mean, sequence_sum, token_mean
-from rlkit.functional.corrections import no_correction, sequence_correction, token_correction
+from rlkit.functional.corrections import automatic_correction, no_correction, sequence_correction, token_correction
 from rlkit.functional.diagnostics import (
     approximate_kl,
     clip_fractions,
@@ -53,6 +53,7 @@ from rlkit.functional.value_losses import clipped_squared_error, squared_error
 __all__ = [
     "all_pairs",
     "approximate_kl",
+    "automatic_correction",
     "batch_mean",
     "best_minus_second",
     "best_worst",

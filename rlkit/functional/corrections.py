@@ -10,7 +10,7 @@ the old one. The factor is computed once over the whole update batch, without gr
 A token's factor leaves the bias of the tokens before it, a sequence's has none below the cap and a variance that grows with
 the length. Peers differ: TRL takes the sequence's by default and masks above 3; verl truncates at 2, from above alone, and can
 divide by the mean of the batch, which is not done here; the sequence mask of OpenRLHF keeps or drops and leaves the weight
-unbounded in between.
+unbounded in between. `automatic_correction` leaves the choice between none and the truncated token factor to the run.
 """
 
 from __future__ import annotations
@@ -39,6 +39,26 @@ def no_correction(response_mask: Tensor) -> Tensor:
     tensor([[1., 1.]])
     """
     return torch.ones(response_mask.shape, device=response_mask.device)
+
+
+def automatic_correction(logprobs_old: Tensor, logprobs_sampler: Tensor, response_mask: Tensor) -> Tensor:
+    """What `algorithm/correction=auto` names before a run has settled it: `token_correction` truncated at 2.
+
+    A run puts `no_correction` in its place where the check before the first step found that, in float32, the engine gives the log-probs
+    of the trainer (`rlkit.settings.settle_correction`). A run that is not checked keeps this.
+
+    Args:
+      logprobs_old: [B, T] in nats, by the trainer, before the update. Anything, nan and inf included, under the mask.
+      logprobs_sampler: [B, T] in nats, by the engine that sampled.
+      response_mask: [B, T] bool.
+    Returns: [B, T] in 0 … 2, float32 or float64, a constant; 1 where both agree, and under the mask.
+    Source: as `token_correction`; truncation at 2 is verl's default.
+
+    >>> old, sampler = torch.tensor([[0.5, 0.9]]).log(), torch.tensor([[0.5, 0.3]]).log()
+    >>> automatic_correction(old, sampler, torch.tensor([[True, True]]))
+    tensor([[1., 2.]])
+    """
+    return token_correction(logprobs_old, logprobs_sampler, response_mask)
 
 
 def token_correction(

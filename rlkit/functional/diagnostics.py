@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlkit.functional.kl import k3
 from rlkit.functional.masking import masked_mean
-from rlkit.functional.ratios import token_ratio
+from rlkit.functional.ratios import LOG_RATIO_BOUND, log_ratio, token_ratio
 
 
 @torch.no_grad()
@@ -77,22 +77,36 @@ def clip_fractions(ratio: Tensor, advantages: Tensor, response_mask: Tensor, *, 
 
 
 @torch.no_grad()
-def effective_sample_size(logprobs: Tensor, logprobs_sampler: Tensor, response_mask: Tensor) -> Tensor:
-    """What share of the sampled tokens is left once they are weighted by trainer over sampler.
+def effective_sample_size(logprobs: Tensor, logprobs_sampler: Tensor, response_mask: Tensor, rollout_ids: Tensor | None = None) -> Tensor:
+    """What share of the samples is left once they are weighted by trainer over sampler.
 
-    ESS / n = (Σ w)² / (n Σ w²), w_t = exp(log π_t - log μ_t), log-ratios clamped to ±20
+    ESS / n = (Σ W)² / (n Σ W²)
+    of tokens:   W_t = exp(log π_t - log μ_t)
+    of rollouts: W_j = exp(Σ over the trained tokens of rollout j of (log π_t - log μ_t))
+
+    Log-ratios, and their sums, are clamped to ±20; nothing is truncated before. A small gap a token multiplies over a rollout: with
+    normal log-ratios of standard deviation σ, ESS / n is e^(-σ²) of tokens and e^(-Tσ²) of rollouts of T tokens.
 
     Args:
       logprobs: [B, T] in nats, by the trainer.
       logprobs_sampler: [B, T] in nats, by the engine that sampled.
       response_mask: [B, T] bool, n trained tokens.
-    Returns: scalar in (0, 1], 1 where both agree; nan where nothing is trained.
+      rollout_ids: [B] or [B, T] int64; all tokens of a rollout must be there. None: the samples are tokens.
+    Returns: scalar in (0, 1], 1 where both agree; nan where nothing is trained. n / ESS - 1 is the chi-square divergence of trainer and
+      sampler as estimated by mean(W²) / mean(W)² - 1; verl's mean(W²) - 1 can be negative.
     Source: Kong 1992, "A note on importance sampling using standardized weights".
 
-    >>> effective_sample_size(torch.tensor([[3.0, 1.0]]).log(), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
-    tensor(0.8000)
+    >>> new, old, mask = torch.tensor([[3.0, 1.0]]).log(), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    >>> effective_sample_size(new, old, mask), effective_sample_size(new, old, mask, torch.tensor([0]))
+    (tensor(0.8000), tensor(1.))
     """
-    weights = token_ratio(logprobs, logprobs_sampler, response_mask)[response_mask].double()
+    if rollout_ids is None:
+        weights = token_ratio(logprobs, logprobs_sampler, response_mask)[response_mask].double()
+    else:
+        gap = log_ratio(logprobs, logprobs_sampler, response_mask)[response_mask].double()
+        owners = rollout_ids if rollout_ids.dim() == response_mask.dim() else rollout_ids[:, None].expand(response_mask.shape)
+        names, own = owners[response_mask].unique(return_inverse=True)
+        weights = gap.new_zeros(len(names)).index_add(0, own, gap).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     return (weights.sum().square() / (weights.numel() * weights.square().sum())).float()
 
 

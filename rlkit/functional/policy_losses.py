@@ -1,9 +1,14 @@
 """Policy losses per token: [B, T], unmasked and unreduced; the weights of `aggregation` mask and reduce.
 
 Inputs are finite everywhere: `token_ratio` and `fill_masked` put neutral constants under the mask first.
+
+Each loss declares by `@clips` what its own clip does to a token, for the metrics clip/*. A loss without a declaration has none of them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +18,56 @@ from rlkit.functional.masking import rollout_mean
 from rlkit.functional.ratios import LOG_RATIO_BOUND, log_ratio
 
 
+class Clip(NamedTuple):
+    """Which tokens the clip of a loss touches: functions of the loss's own quantities and numbers → [B, T] bool. None: no token.
+
+    held     the token has an advantage, and its own log-prob gets no gradient
+    capped   the token's weight is bounded, and its gradient stays
+    """
+
+    held: Callable[..., Tensor] | None = None
+    capped: Callable[..., Tensor] | None = None
+
+
+def clips(*, held: Callable[..., Tensor] | None = None, capped: Callable[..., Tensor] | None = None) -> Callable[[Any], Any]:
+    """Marks a policy loss with what its clip does: `loss.clip` is a `Clip`.
+
+    The functions take quantities by name, as the loss does, and all of its keyword-only numbers.
+
+    >>> @clips(held=lambda ratio, *, width: ratio > 1 + width)
+    ... def mine(ratio, advantages, *, width=0.2): ...
+    >>> mine.clip.held(torch.tensor([1.1, 1.3]), width=0.2)
+    tensor([False,  True])
+    """
+
+    def mark(loss: Any) -> Any:
+        loss.clip = Clip(held, capped)
+        return loss
+
+    return mark
+
+
+def _held_by_interval(
+    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None, delta: float | None
+) -> Tensor:
+    """Beyond the interval on the side that the advantage asks for, or beyond a cap against it."""
+    cap = min([c for c in (dual_clip, delta) if c is not None], default=float("inf"))
+    high, low = ratio > 1 + clip_high, (ratio < 1 - clip_low) | (ratio > cap)
+    return ((advantages > 0) & high) | ((advantages < 0) & low)
+
+
+def _capped_weight(ratio: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
+    return (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
+
+
+def _held_in_mean(
+    logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor, advantages: Tensor, *, clip_log_low: float, clip_log_high: float
+) -> Tensor:
+    difference = log_ratio(logprobs, logprobs_old, response_mask)
+    return ((advantages > 0) & (difference > clip_log_high)) | ((advantages < 0) & (difference < -clip_log_low))
+
+
+@clips(held=_held_by_interval)
 def clipped(
     ratio: Tensor,
     advantages: Tensor,
@@ -55,6 +110,7 @@ def clipped(
     return loss if dual_clip is None else torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
 
 
+@clips(capped=_capped_weight)
 def cispo(ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, clip_low: float = 1.0, clip_high: float = 4.0) -> Tensor:
     """Score-function loss weighted by a clipped ratio, per token: the clip bounds a weight and never takes a token's gradient.
 
@@ -78,6 +134,7 @@ def cispo(ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, clip_low: floa
     return -ratio.detach().clamp(1 - clip_low, 1 + clip_high) * advantages.detach() * logprobs
 
 
+@clips()
 def sapo(ratio: Tensor, advantages: Tensor, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Tensor:
     """Surrogate loss with a soft gate, per token: the gradient fades as the ratio leaves 1, and never stops at once.
 
@@ -103,6 +160,7 @@ def sapo(ratio: Tensor, advantages: Tensor, *, tau_positive: float = 1.0, tau_ne
     return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
 
 
+@clips(held=_held_in_mean)
 def gmpo(
     logprobs: Tensor,
     logprobs_old: Tensor,
@@ -144,6 +202,7 @@ def gmpo(
     return -rollout_mean(clip, response_mask, rollout_ids).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp() * advantages
 
 
+@clips()
 def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
     """Score-function loss, per token; for data sampled by the very policy being trained.
 

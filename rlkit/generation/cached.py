@@ -28,6 +28,7 @@ from rlkit.generation.slots import PARTS, Part, Slots, attend, attention_kernels
 from rlkit.generation.transformers import ThinkingBudget, draw, sampling_mode
 from rlkit.generation.transformers import generate as reference
 from rlkit.generation.trunk import Trunk, is_known
+from rlkit.models.head import trunk_and_head
 from rlkit.types import Generation, Policy
 
 Follow = Callable[[int, Generation], "tuple[Sequence[int], int] | None"]
@@ -139,7 +140,7 @@ class _Decoder:
         **cut: Any,
     ):
         self.policy, self.follow, self.temperature, self.cut, self.max_new_tokens = policy, follow, temperature, cut, max_new_tokens
-        self.causal, self.trunk, self.head = causal, causal.base_model, causal.get_output_embeddings()
+        self.causal, (self.trunk, self.head) = causal, trunk_and_head(causal)
         self.device = device = next(causal.parameters()).device
         self.check_every = check_every or (1 if device.type == "cpu" else 8)
         # Shortest last: siblings stay side by side, and what is popped together has nearly one length.

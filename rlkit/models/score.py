@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from rlkit.functional import chunked_log_probs
+from rlkit.models.head import Head, trunk_and_head
 from rlkit.models.packing import Packed, trunk_states
 from rlkit.types import Scores
 
 CHUNK_LOGITS = 1 << 25  # logits held at once: 128 MiB in float32
-
-
-def trunk_and_head(model: Any) -> tuple[Any, Any]:
-    """The transformer and the language-model head of a Hugging Face causal LM, also under PEFT."""
-    causal = model.get_base_model() if hasattr(model, "disable_adapter") else model
-    return causal.base_model, causal.get_output_embeddings()
 
 
 def states(model: nn.Module, packed: Packed) -> Tensor:
@@ -31,7 +24,7 @@ def score(
     temperature: float = 1.0,
     entropy_gradient: bool = False,
     critic: nn.Module | None = None,
-    reference: tuple[Tensor, Any] | None = None,
+    reference: tuple[Tensor, Head] | None = None,
 ) -> Scores:
     """Log-prob and entropy of every sampled token, and where asked for its value and the exact KL to the reference.
 

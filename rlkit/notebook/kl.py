@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -159,9 +159,11 @@ def create_periodic_updater(update_every: int = 20) -> UpdateHook:
     return lift_update(reference.periodic(every=update_every))
 
 
-def create_kl_updater(threshold: float = 0.5) -> UpdateHook:
+def create_kl_updater(threshold: float = 0.5, measure: Literal["accumulated", "distance"] = "accumulated") -> UpdateHook:
     """A ref update_fn: a copy of the policy once the KL since the last copy adds up to more than `threshold` nats per token.
+
+    With measure=distance it copies once the KL of a single call is above the threshold (`rlkit.reference.on_kl`).
 
     It needs the keyword kl: a call without one raises TypeError, instead of never copying.
     """
-    return lift_update(reference.on_kl(threshold=threshold))
+    return lift_update(reference.on_kl(threshold=threshold, measure=measure))

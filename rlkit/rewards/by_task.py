@@ -14,7 +14,7 @@ from rlkit.types import Rollout, Task
 
 def _truth_problems(tasks: Sequence[Task], *, rewards: Mapping[str, Callable[..., Any]]) -> list[str]:
     """What the reward says that each row names; an unknown name is refused when it is asked for."""
-    problems = {}
+    problems: dict[int, str] = {}
     for name in dict.fromkeys(task.reward for task in tasks):
         places = [i for i, task in enumerate(tasks) if task.reward == name and name in rewards]
         problems |= dict(zip(places, truth_problems(rewards[name], [tasks[i] for i in places]), strict=True)) if places else {}

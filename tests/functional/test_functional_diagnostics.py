@@ -69,6 +69,24 @@ def test_effective_sample_size_by_hand() -> None:
     assert effective_sample_size(sampler - 3, sampler, MASK).item() == pytest.approx(1.0, rel=1e-6)
 
 
+def test_effective_sample_size_of_rollouts_multiplies_their_tokens() -> None:
+    """Rollout 0 has both rows but for one token: W = 2 · 2 · 0.5 = 2; rollout 1: W = 3. (2 + 3)² / (2 · 13). Its own tokens say more."""
+    trainer = torch.tensor([[2.0, 2.0, math.nan], [3.0, math.nan, math.inf], [0.5, 1.0, math.nan]]).log()
+    mask = torch.tensor([[True, True, False], [True, False, False], [True, True, False]])
+    got = effective_sample_size(trainer, torch.zeros(3, 3), mask, torch.tensor([0, 1, 0]))
+    assert got.item() == pytest.approx(25 / 26, rel=1e-6)  # float32 logs
+    assert effective_sample_size(trainer, torch.zeros(3, 3), mask).item() == pytest.approx(8.5**2 / (5 * 18.25), rel=1e-6)
+
+
+def test_a_small_gap_of_every_token_leaves_few_effective_rollouts() -> None:
+    """Normal log-ratios of 0.02: e^(-0.0004) of tokens, e^(-T 0.0004) = 0.670 of rollouts of T = 1,000 tokens."""
+    gap = torch.randn(2000, 1000, generator=torch.Generator().manual_seed(0)) * 0.02
+    zeros, mask = torch.zeros_like(gap), torch.ones_like(gap, dtype=torch.bool)
+    assert effective_sample_size(gap, zeros, mask).item() == pytest.approx(math.exp(-4e-4), abs=1e-5)
+    got = effective_sample_size(gap, zeros, mask, torch.arange(2000)).item()
+    assert got == pytest.approx(math.exp(-0.4), abs=0.05)  # the estimate from 2,000 rollouts has a standard error of about 0.02
+
+
 def test_effective_sample_size_of_one_token_that_takes_all() -> None:
     trainer = torch.tensor([[1e4, 0.0, 0.0], [0.0, 0.0, 0.0]])
     got = effective_sample_size(trainer, torch.zeros(2, 3), MASK).item()

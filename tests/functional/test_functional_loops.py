@@ -516,6 +516,10 @@ def token_correction(logprobs_old, logprobs_sampler, response_mask, *, cap=2.0, 
     return bounded(math.exp(clip(logprobs_old - logprobs_sampler, -20, 20)), cap, mode) if response_mask else 1.0
 
 
+def automatic_correction(logprobs_old, logprobs_sampler, response_mask):
+    return token_correction(logprobs_old, logprobs_sampler, response_mask)
+
+
 def sequence_correction(logprobs_old, logprobs_sampler, response_mask, rollout_ids, *, cap=2.0, mode="truncate"):
     out = {}
     for cells in cells_of(rollout_ids, response_mask).values():
@@ -655,8 +659,16 @@ def clip_fractions(ratio, advantages, response_mask, *, clip_low, clip_high):
     return low / max(len(pairs), 1), high / max(len(pairs), 1)
 
 
-def effective_sample_size(logprobs, logprobs_sampler, response_mask):
-    ws = trained(token_ratio(logprobs, logprobs_sampler, response_mask), response_mask)
+def effective_sample_size(logprobs, logprobs_sampler, response_mask, rollout_ids=None):
+    if rollout_ids is None:
+        ws = trained(token_ratio(logprobs, logprobs_sampler, response_mask), response_mask)
+    else:
+        sums = {}
+        for row, owner in enumerate(rollout_ids):
+            for new, old, kept in zip(logprobs[row], logprobs_sampler[row], response_mask[row], strict=True):
+                if kept:
+                    sums[owner] = sums.get(owner, 0.0) + new - old
+        ws = [math.exp(clip(total, -20, 20)) for total in sums.values()]
     return math.fsum(ws) ** 2 / (len(ws) * math.fsum(w * w for w in ws)) if ws else NAN
 
 
@@ -825,6 +837,7 @@ CASES = {
     "filters.top_entropy half": Case(top_entropy, {"fraction": 0.5}),
     "filters.top_entropy all": Case(top_entropy, {"fraction": 1.0}),
     "corrections.no_correction": Case(no_correction),
+    "corrections.automatic_correction": Case(automatic_correction),
     "corrections.token_correction": Case(token_correction),
     "corrections.token_correction mask": Case(token_correction, {"mode": "mask", "cap": 1.5}),
     "corrections.sequence_correction": Case(sequence_correction),
@@ -849,7 +862,10 @@ CASES = {
     "diagnostics.approximate_kl": Case(approximate_kl),
     "diagnostics.ratio_statistics": Case(ratio_statistics),
     "diagnostics.clip_fractions": Case(clip_fractions, {"clip_low": 0.2, "clip_high": 0.3}, close=FLOAT32),
-    "diagnostics.effective_sample_size": Case(effective_sample_size, close=FLOAT32),
+    "diagnostics.effective_sample_size": Case(effective_sample_size, args="logprobs logprobs_sampler response_mask", close=FLOAT32),
+    "diagnostics.effective_sample_size of rollouts": Case(
+        effective_sample_size, args="logprobs logprobs_sampler response_mask rollout_ids", close=FLOAT32
+    ),
     "diagnostics.correlation": Case(correlation, args="logprobs logprobs_old response_mask", close=FLOAT32),
     "diagnostics.explained_variance": Case(explained_variance, close=FLOAT32),
     "masking.full_precision": Case(full_precision),

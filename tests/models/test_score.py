@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from rlkit.models import pack, score
+from rlkit.models.head import trunk_and_head
 from rlkit.models.load import LoRA, add_lora
-from rlkit.models.score import states, trunk_and_head
+from rlkit.models.score import states
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,79 @@
+"""From the last hidden states of a causal LM to its logits, as the model's own forward does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+# Families whose forward, as Hugging Face wrote it, is the trunk and the head and nothing behind it.
+PLAIN = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def trunk_and_head(model: Any) -> tuple[Any, Head]:
+    """The transformer of a Hugging Face causal LM and what makes logits of its last hidden states, also under PEFT."""
+    causal = model.get_base_model() if hasattr(model, "disable_adapter") else model
+    return causal.base_model, Head(causal)
+
+
+class Head:
+    """Last hidden states [m, H] → logits [m, V], with all that the model's own forward does to them.
+
+    logits = head(h) for Llama, Mistral, Qwen2 and Qwen3. Other families scale or cap: Granite head(h) / logits_scaling, Cohere
+    head(h) · logit_scale, Falcon-H1 head(h) · lm_head_multiplier, Gemma 2 c · tanh(head(h) / c). No list of these is kept here: for
+    every other model its own forward runs, with a trunk that answers with the given states.
+
+    Args:
+      causal: a Hugging Face causal LM, without the wrapper of PEFT.
+    """
+
+    def __init__(self, causal: Any):
+        self.causal, self.module = causal, causal.get_output_embeddings()
+        family = getattr(causal.config, "model_type", None)
+        written = getattr(type(causal).forward, "__module__", None)  # a subclass with a forward of its own has another
+        plain = family in PLAIN and written == f"transformers.models.{family}.modeling_{family}" and "forward" not in vars(causal)
+        self.logits: Callable[[Tensor], Tensor] = self.module if plain else self._forward
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self.logits(hidden)
+
+    @property
+    def weight(self) -> Tensor:
+        """[V, H], the weight of the head itself."""
+        return self.module.weight
+
+    def _forward(self, hidden: Tensor) -> Tensor:
+        """The model's own forward on states that its trunk has computed before."""
+        causal = self.causal
+        shell = object.__new__(type(causal))  # the same parts, but for the trunk; the model itself is not touched
+        trunk = _Computed(causal.base_model, hidden[None])
+        shell.__dict__.update(vars(causal), _modules={**causal._modules, causal.base_model_prefix: trunk})
+        return shell.forward(inputs_embeds=hidden[None], use_cache=False).logits[0]
+
+
+class _Computed:
+    """A trunk that has been run: it answers every call with its states, and has the attributes of the real one."""
+
+    def __init__(self, trunk: Any, states: Tensor):
+        self.trunk, self.states = trunk, states
+
+    def __call__(self, *inputs: Any, **settings: Any) -> _States:
+        return _States(self.states)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.trunk, name)
+
+
+class _States(tuple):
+    """What a trunk returns: its last hidden states first, and none of the other fields that models define."""
+
+    def __new__(cls, states: Tensor) -> _States:
+        return super().__new__(cls, (states,))
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        return None

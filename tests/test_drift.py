@@ -1,0 +1,54 @@
+"""How far the policy moves: KL after a step's last update, and from the start of the run, without a copy of the weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlkit.compose import compose, experiment
+from rlkit.train import load_tasks, train
+
+FAST = [
+    "debug=fast", "trainer.accelerator=cpu", "logger=none", "evaluation.n=0", "optimizer.lr=1e-3", "task.max_samples=64",
+    "batch.group_size=8", "batch.prompts=2", "seed=3",
+]  # fmt: skip
+
+
+def run(folder: Path, *overrides: str, resume: bool = False) -> list[dict]:
+    x = experiment(compose([*FAST, *overrides]))
+    train(x, load_tasks(x), folder, started=0.0, resume=folder / "checkpoints" if resume else None)
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in found if "reward/mean" in row]
+
+
+def test_the_last_update_is_in_the_kl_of_the_step_and_the_kl_before_each_update_is_not(tmp_path):
+    """With one update a step kl/old is 0 by its definition, however far that update went."""
+    rows = run(tmp_path / "one", "algorithm.minibatches=1", "trainer.steps=2")
+    moved = [row for row in rows if row["optim/updates"]]
+    assert moved and all(abs(row["kl/old"]) < 1e-9 < 1e-7 < row["kl/step"] for row in moved)
+
+
+def test_drift_from_the_start_is_measured_where_no_reference_stays_there(tmp_path):
+    """A reference that is copied after every step is never away; the first step moves as far from the start as from before it."""
+    for name, overrides in {"moving": ["reference=periodic", "reference.every=1"], "none": ["kl=none", "reference=none"]}.items():
+        rows = run(tmp_path / name, *overrides, "trainer.steps=2")
+        assert rows[0]["kl/start"] == pytest.approx(rows[0]["kl/step"], rel=1e-3)  # the same rollouts, in passes of their own
+        assert all(row["kl/start"] > 1e-4 > (row["kl/ref_k3"] or 0) for row in rows)
+
+
+def test_where_the_reference_is_the_start_kl_ref_says_it_at_no_cost(tmp_path):
+    rows = run(tmp_path / "run", "trainer.steps=2")
+    state = torch.load(sorted((tmp_path / "run" / "checkpoints").glob("*.ckpt"))[-1], weights_only=True)
+    assert all(row["kl/start"] is None for row in rows) and state["rlkit"]["start"] is None
+
+
+def test_a_resumed_run_measures_from_the_same_start(tmp_path):
+    whole = run(tmp_path / "whole", "kl=none", "reference=none", "trainer.steps=3")
+    run(tmp_path / "parts", "kl=none", "reference=none", "trainer.steps=2")
+    parts = run(tmp_path / "parts", "kl=none", "reference=none", "trainer.steps=3", resume=True)
+    assert [row["kl/start"] for row in parts] == [row["kl/start"] for row in whole]
+    assert all(math.isfinite(row["kl/start"]) for row in whole)
