@@ -88,7 +88,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The resolved config that a run was started with."""
     try:
         return yaml.safe_load((folder / "config.yaml").read_text()) or {}
-    except yaml.YAMLError:  # half-written: equal to no config
+    except (yaml.YAMLError, UnicodeDecodeError):  # half-written: equal to no config
         return {}
 
 
@@ -104,6 +104,15 @@ def _write(path: Path, text: str) -> None:
     part = path.with_name(path.name + ".tmp")
     part.write_text(text)
     os.replace(part, path)
+
+
+def put_aside(path: Path, suffix: str) -> Path:
+    """Renames a file to its name with a suffix, and a number where that is taken: nothing is overwritten. Returns the new path."""
+    target, number = path.with_name(path.name + suffix), 2
+    while target.exists():
+        target, number = path.with_name(f"{path.name}{suffix}_{number}"), number + 1
+    os.replace(path, target)
+    return target
 
 
 def redacted(config: Any) -> Any:
@@ -156,13 +165,19 @@ def hide_secrets(folder: Path, values: set[str]) -> None:
 
 
 def write_start(folder: Path, config: Mapping[str, Any], versions: Mapping[str, str]) -> list[str]:
-    """Adds this process to run.json; what differs from the one before it (versions of packages, state of the code), as sentences."""
+    """Adds this process to run.json; what differs from the one before it (versions of packages, state of the code), as sentences.
+
+    A run.json that cannot be read is set aside, and a sentence says so.
+    """
     started = datetime.now().isoformat(timespec="seconds")
     now = {"started": started, "config": redacted(config), "versions": dict(versions), "git": git_state()}
-    starts = _starts(folder)
+    starts, damaged = _starts(folder), []
+    if starts is None:
+        kept = put_aside(folder / "run.json", ".unreadable")
+        starts, damaged = [], [f"run.json cannot be read and is kept as {kept.name}"]
     _write(folder / "run.json", json.dumps([*starts, now], indent=1, ensure_ascii=False, default=str) + "\n")
     if not starts:
-        return []
+        return damaged
     before = starts[-1]
     changed = [
         f"{name} was {was}, is {now['versions'].get(name)}" for name, was in before["versions"].items() if was != now["versions"].get(name)
@@ -178,11 +193,17 @@ def read_start(folder: Path) -> dict[str, Any]:
     return starts[-1] if starts else {}
 
 
-def _starts(folder: Path) -> list[dict[str, Any]]:
+def _starts(folder: Path) -> list[dict[str, Any]] | None:
+    """What run.json holds, one entry for each process; None where it cannot be read."""
     try:
-        return list(json.loads((folder / "run.json").read_text()))
-    except (OSError, ValueError):
+        starts = json.loads((folder / "run.json").read_text())
+    except FileNotFoundError:
         return []
+    except (OSError, ValueError, RecursionError):
+        return None
+    known = {"versions": dict, "git": str}
+    fine = isinstance(starts, list) and all(isinstance(s, dict) and all(isinstance(s.get(k), t) for k, t in known.items()) for s in starts)
+    return starts if fine else None
 
 
 def git_state() -> str:

@@ -19,7 +19,7 @@ MODULES = {
 # Lower lines never import higher ones; the parts of a line are independent of each other but for BESIDE.
 LAYERS = (
     ("types", "errors"),
-    ("functional", "sandbox", "deadline", "rng", "ranks", "launch"),
+    ("functional", "sandbox", "deadline", "rng", "ranks", "launch", "digest"),
     ("rewards", "tasks", "environments", "generation", "models"),
     ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck", "memory"),
     ("module", "data", "loggers", "strategies", "validate"),
@@ -44,6 +44,7 @@ ONLY = {
     "functional": {"types"},  # for what an advantage with a critic gives
     "sandbox": {"errors"},
     "deadline": set(),
+    "digest": set(),
     "ranks": {"errors"},
     "launch": set(),
     "rng": set(),
@@ -51,7 +52,7 @@ ONLY = {
     "tasks": {"types", "errors", "environments", "sandbox"},
     "environments": {"types", "errors", "sandbox", "deadline"},
     "generation": {"types", "errors", "functional"},
-    "models": {"types", "errors", "functional"},
+    "models": {"types", "errors", "functional", "digest"},
     "rollouts": {"types", "errors", "functional", "rewards", "environments", "models", "ranks"},
     "algorithm": {"types", "functional"},
     "reference": {"types", "ranks"},
