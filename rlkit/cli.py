@@ -177,13 +177,19 @@ def train_command(arguments: Arguments) -> int:
 
 
 def check_continues(folder: Path, config: dict, steps: int, resume: Path | None) -> None:
-    """Prints what changed since the run in `folder` was started. Raises ConfigError where it cannot go on with that."""
+    """Prints what changed since the run in `folder` was started.
+
+    Raises: ConfigError where it cannot go on with that; DataError where it has trained and no checkpoint of it is left.
+    """
     from rlkit import runs
+    from rlkit.callbacks.rows import refuse_restart
 
     if resume is None:
         raise ConfigError(
             f"{folder} already holds a run, which is never overwritten; continue it with resume={folder}, or choose another folder"
         )
+    if not resume.name.endswith(".ckpt"):
+        refuse_restart(folder)
     changed = runs.difference(runs.read_config(folder), config)
     runs.refuse_changes(folder, changed)
     for key, (was, now) in changed.items():

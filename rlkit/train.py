@@ -75,7 +75,8 @@ def train(
     module = RLModule(x, policy, tasks[0])
     module.provenance = ranks.first(lambda: runs.read_start(folder))
     results: dict[int, dict[str, Any]] = {}
-    (folder / FAILED).unlink(missing_ok=True)  # of the run that is continued
+    if ranks.rank() == 0 and (folder / FAILED).exists():  # of the process that this one continues
+        runs.put_aside(folder / FAILED, ".earlier")
     trainer, checkpoint = make_trainer(x, module, tasks[1], folder, results, device, resume=resume)
     summary = {"ended": "failed", "seed": x.seed, "name": x.name}
     try:
@@ -149,10 +150,11 @@ def make_trainer(
     import lightning as L
 
     from rlkit.callbacks.checkpoints import SUFFIX, AtomicCheckpointIO, RLCheckpoint, checkpoints, load_checkpoint, supersede
-    from rlkit.callbacks.evaluation import HeldOut, result_of
+    from rlkit.callbacks.evaluation import HeldOut, earlier_results
     from rlkit.callbacks.faults import DebugBundle, Watchdog
-    from rlkit.callbacks.metrics import MetricsFile, cut_back, read_rows
+    from rlkit.callbacks.metrics import MetricsFile
     from rlkit.callbacks.phases import Phases
+    from rlkit.callbacks.rows import cut_back, read_rows, refuse_restart
     from rlkit.callbacks.stopping import StopOnSignal
     from rlkit.callbacks.tracking import Tracking
     from rlkit.strategies import cluster, make_strategy
@@ -163,16 +165,17 @@ def make_trainer(
 
         def continued() -> tuple[Path | None, int, list[dict[str, Any]]]:
             if resume.suffix != SUFFIX and not checkpoints(resume):  # killed before its first one
+                refuse_restart(folder)
                 cut_back(metrics, -1)
                 return None, 0, []
             path, state = load_checkpoint(resume)
             step = state["rlkit"]["rl_step"]
             supersede(folder / "checkpoints", step)
             cut_back(metrics, step)
-            return path, step, [row for row in read_rows(metrics) if "eval/accuracy" in row]
+            return path, step, read_rows(metrics)
 
         path, step, earlier = ranks.first(continued)
-        results |= {row["step"]: result_of(row, len(held_out), x.evaluation.curve_temperature) for row in earlier}
+        results |= earlier_results(earlier, len(held_out), x.evaluation.curve_temperature)
         says = f"{path}, after step {step}" if path else f"{resume} holds no checkpoint yet; the run begins again"
         print(f"resume: {says}", flush=True)
     loggers = [make(folder, step) for make in x.logger.values()] if ranks.rank() == 0 else []

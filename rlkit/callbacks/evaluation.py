@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,15 @@ def result_row(result: Mapping[str, Any]) -> dict[str, float]:
             out |= {prefix + name: own[name], f"{prefix}{name}_low": low, f"{prefix}{name}_high": high}
         out |= {f"{prefix}n": own["n"]} if own is not result else {}
     return out
+
+
+def earlier_results(rows: Iterable[Mapping[str, Any]], n: int, temperature: float) -> dict[int, dict[str, Any]]:
+    """RL step → result, of the rows of a run's earlier processes that hold a whole one."""
+    found = {}
+    for row in rows:
+        with suppress(KeyError):
+            found[row["step"]] = result_of(row, n, temperature)
+    return found
 
 
 def result_of(row: Mapping[str, Any], n: int, temperature: float) -> dict[str, Any]:

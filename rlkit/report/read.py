@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlkit import runs
-from rlkit.callbacks.metrics import read_rows
+from rlkit.callbacks.rows import read_rows
 from rlkit.errors import ConfigError
 from rlkit.rollouts.record import FORMATS
 
