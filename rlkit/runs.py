@@ -17,7 +17,8 @@ import yaml
 from rlkit.errors import ConfigError
 
 OUTPUTS = Path("outputs")
-LENGTH = ("trainer.steps", "trainer.max_time", "resume")  # keys that two configs of one run may differ in
+ONCE = ("resume", "takeover")  # keys that say how a process begins, and nothing of the run
+LENGTH = ("trainer.steps", "trainer.max_time", *ONCE)  # keys that two configs of one run may differ in
 PLACE = ("trainer.devices", "trainer.nodes", "trainer.strategy", "trainer.timeout")  # and these: the result does not depend on the ranks
 REDACTED = "<redacted>"
 SECRET = re.compile(  # names of keys and of environment variables that hold a secret
@@ -78,10 +79,16 @@ def checkpoint_source(text: str, folder: Path) -> Path:
 def newest_unfinished(name: str, config: Mapping[str, Any]) -> Path | None:
     """The newest run under outputs/<name> that did not finish and whose config is this one but for its length and its ranks."""
     candidates = [f for f in (OUTPUTS / name).glob("*") if is_run(f) and not is_finished(f)]
-    for folder in sorted(candidates, key=lambda f: f.stat().st_mtime, reverse=True):
+    for folder in sorted(candidates, key=_last_written, reverse=True):
         if not difference(read_config(folder), config, beside=PLACE):
             return folder
     return None
+
+
+def _last_written(folder: Path) -> float:
+    """When a run wrote its last row, or began; the folder's own time also changes where a process only looks whether it may go on."""
+    rows = folder / "metrics.jsonl"
+    return (rows if rows.exists() else folder / "config.yaml").stat().st_mtime
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -220,9 +227,10 @@ def git_state() -> str:
 
 
 def saved_overrides(folder: Path) -> list[str]:
-    """The overrides that a run was started with; one with a secret has to be given again."""
+    """The overrides that a run was started with, but for those of one process alone; one with a secret has to be given again."""
     path = folder / ".hydra" / "overrides.yaml"
-    return [str(line) for line in yaml.safe_load(path.read_text()) if REDACTED not in str(line)] if path.is_file() else []
+    lines = [str(line) for line in yaml.safe_load(path.read_text())] if path.is_file() else []
+    return [line for line in lines if REDACTED not in line and line.partition("=")[0].lstrip("+") not in ONCE]
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()) -> dict[str, tuple[Any, Any]]:

@@ -19,7 +19,7 @@ MODULES = {
 # Lower lines never import higher ones; the parts of a line are independent of each other but for BESIDE.
 LAYERS = (
     ("types", "errors"),
-    ("functional", "sandbox", "deadline", "rng", "ranks", "launch", "digest"),
+    ("functional", "sandbox", "deadline", "rng", "ranks", "launch", "digest", "owner"),
     ("rewards", "tasks", "environments", "generation", "models"),
     ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck", "memory"),
     ("module", "data", "loggers", "strategies", "validate"),
@@ -45,6 +45,7 @@ ONLY = {
     "sandbox": {"errors"},
     "deadline": set(),
     "digest": set(),
+    "owner": {"errors"},
     "ranks": {"errors"},
     "launch": set(),
     "rng": set(),

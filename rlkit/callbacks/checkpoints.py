@@ -17,9 +17,10 @@ import lightning as L
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from rlkit import ranks
+from rlkit import owner, ranks
 from rlkit.callbacks.files import atomic, reason, sync, write_json
 from rlkit.callbacks.metrics import unwritten
+from rlkit.callbacks.ownership import still_owned
 from rlkit.callbacks.stopping import Interrupted
 from rlkit.digest import damage, seal
 from rlkit.errors import DataError
@@ -44,6 +45,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         try:
             with atomic(path) as file:
                 seal(file, lambda out: torch.save(checkpoint, out))
+                owner.check_path(path)  # it may have taken long, and must not stand beside those of another process
         except RuntimeError as error:  # torch.save says so where the file under it cannot grow
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
@@ -99,6 +101,7 @@ class RLCheckpoint(L.Callback):
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         if not self.model or module.rl_step < module.total_steps:
             return
+        still_owned(self.run)
         state = gathered(module.model)
         self.saved("model/", lambda: ranks.first(lambda: save_policy(self.run / "model", module.policy, state=state)))
         best = self.folder / BEST
@@ -127,6 +130,7 @@ class RLCheckpoint(L.Callback):
     def save(self, trainer: L.Trainer, module: Any) -> bool:
         """Writes the checkpoint of the current RL step, then drops the oldest ones; whether there was room for it."""
         path = self.path(module)
+        still_owned(self.run)
 
         def write() -> None:
             if ranks.anywhere(unwritten(self.run / "metrics.jsonl")):  # a checkpoint says that all rows up to its step are there

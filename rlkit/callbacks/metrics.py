@@ -14,6 +14,7 @@ import lightning as L
 
 from rlkit import ranks
 from rlkit.callbacks.files import finite, lenient, reason
+from rlkit.callbacks.ownership import still_owned
 from rlkit.callbacks.rows import read_rows
 
 WAITING: dict[Path, bytes] = {}  # file → rows that found no room; a checkpoint is not written before they are
@@ -26,6 +27,7 @@ class MetricsFile(L.Callback):
         self.path = path
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        still_owned(self.path.parent)  # again: an evaluation may have taken long
         append_row(self.path, module.rl_step, module.metrics)
         numbers = {k: v for k, v in module.metrics.items() if isinstance(v, int | float) and v == v}
         for logger in trainer.loggers:

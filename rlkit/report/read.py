@@ -14,7 +14,7 @@ from rlkit.errors import ConfigError
 from rlkit.rollouts.record import FORMATS
 
 SWITCH = "schedule/switch"
-SAME = ("resume", "trainer.max_time")  # settings that change nothing a run computes, beside its seeds
+SAME = (*runs.ONCE, "trainer.max_time")  # settings that change nothing a run computes, beside its seeds
 
 
 class Run(NamedTuple):
