@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -358,6 +357,19 @@ def test_a_living_run_that_is_taken_over_ends_and_writes_nothing_more(tmp_path, 
     assert f"taken over by process {os.getpid()} on " in log.read_text() and "Traceback" not in log.read_text()
     assert contents(folder) == before
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_of_several_ranks_the_first_one_owns_the_folder(copy, other, capfd):
+    """All of them end with the status of a refusal, and at once."""
+    write(copy, other)
+    before = contents(copy)
+    two = [f"resume={copy}", "trainer.steps=3", "trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu"]
+    assert main(["train", *two]) == 2
+    assert f"process {other['pid']} on {socket.gethostname()} works there" in capfd.readouterr().err
+    assert contents(copy) == before
+    assert main(["train", *two, "takeover=true"]) == 0
+    assert not (copy / "owner.json").exists()
 
 
 @pytest.mark.slow
