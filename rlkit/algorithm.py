@@ -88,7 +88,6 @@ class Algorithm(NamedTuple):
     target_kl: float | None = None  # nats per token from the old policy at which the updates of a step end
     max_refills: int = 0  # rounds of further prompts where the group filter leaves fewer than batch.prompts
     episodes: Callable[..., Any] | None = None  # as rlkit.collect, but scored: episodes that are not sampled (sft); None: collect
-    suggests: Mapping[str, Mapping[str, Any]] = {}  # group → key → the default of a key there; kl=by_algorithm reads them
 
     @property
     def parts(self) -> dict[str, Callable[..., Any]]:

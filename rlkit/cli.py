@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -139,6 +140,7 @@ def train_command(arguments: Arguments) -> int:
     from rlkit import launch, ranks, runs
     from rlkit.compose import compose, experiment, length_keys
     from rlkit.loggers import check_loggers
+    from rlkit.owner import owned
     from rlkit.tasks.splits import overlaps
     from rlkit.train import join_ranks, load_tasks, start
     from rlkit.validate import warnings
@@ -149,7 +151,7 @@ def train_command(arguments: Arguments) -> int:
     if named and named not in ("never", "auto"):
         folder = runs.find_run(named, "resume")
         resume = runs.checkpoint_source(named, folder)
-        overrides = [*drop(added(runs.saved_overrides(folder), overrides), "resume"), f"resume={quote(named)}"]
+        overrides = [*added(runs.saved_overrides(folder), drop(overrides, "resume")), f"resume={quote(named)}"]
     composed = compose(overrides, config_dir=arguments.config_dir)
     x = experiment(composed)
     check_loggers(x.logger)
@@ -164,30 +166,43 @@ def train_command(arguments: Arguments) -> int:
             ranks.leave()
             return 0
         resume = folder / "checkpoints" if folder is not None and runs.is_run(folder) else None
-    if folder is not None and runs.is_run(folder):
-        check_continues(folder, composed.config, x.trainer.steps, resume)
-    tasks = load_tasks(x)
-    for line in (*warnings(x), *overlaps(tasks)):
-        print(f"warning: {line}")
-    target = ranks.first(lambda: folder or runs.fresh(runs.OUTPUTS / x.name))  # one for all ranks, which by now have read what is there
+    with ExitStack() as owning:
 
-    def job() -> int:
-        return start(x, composed.config, tasks, target, started=STARTED, resume=resume)
+        def own(run: Path) -> Path:
+            return ranks.first(lambda: owning.enter_context(owned(run, takeover=x.takeover)) or run)
 
-    status = in_hydra(composed, target, job) if ranks.rank() == 0 else job()
+        if known := folder is not None and runs.is_run(folder):
+            check_continues(own(folder), composed.config, x.trainer.steps, resume)
+        tasks = load_tasks(x)
+        for line in (*warnings(x), *overlaps(tasks)):
+            print(f"warning: {line}")
+        target = ranks.first(lambda: folder or runs.fresh(runs.OUTPUTS / x.name))  # one for all ranks, which by now have read what is there
+        if not known:
+            own(target)
+
+        def job() -> int:
+            return start(x, composed.config, tasks, target, started=STARTED, resume=resume)
+
+        status = in_hydra(composed, target, job) if ranks.rank() == 0 else job()
     if status == 0:
         ranks.leave()
     return status
 
 
 def check_continues(folder: Path, config: dict, steps: int, resume: Path | None) -> None:
-    """Prints what changed since the run in `folder` was started. Raises ConfigError where it cannot go on with that."""
+    """Prints what changed since the run in `folder` was started.
+
+    Raises: ConfigError where it cannot go on with that; DataError where it has trained and no checkpoint of it is left.
+    """
     from rlkit import runs
+    from rlkit.callbacks.rows import refuse_restart
 
     if resume is None:
         raise ConfigError(
             f"{folder} already holds a run, which is never overwritten; continue it with resume={folder}, or choose another folder"
         )
+    if not resume.name.endswith(".ckpt"):
+        refuse_restart(folder)
     changed = runs.difference(runs.read_config(folder), config)
     runs.refuse_changes(folder, changed)
     for key, (was, now) in changed.items():
@@ -268,7 +283,7 @@ def evaluate_command(arguments: Arguments) -> int:
         raise ConfigError(f"split={option(arguments.overrides, 'split')}: there are {', '.join(SPLITS)}")
     run = runs.find_run(named, "run") if named else None
     if run is not None:
-        overrides = added(drop(runs.saved_overrides(run), "resume"), overrides)
+        overrides = added(runs.saved_overrides(run), overrides)
     composed = compose(overrides, entry="evaluate", config_dir=arguments.config_dir)
     x = experiment(composed)
     if x.evaluation.n < 1:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlkit import runs
 from rlkit.callbacks.files import write_json
+from rlkit.errors import DataError
 from rlkit.rollouts.record import failed_rollout_kept, save_rollouts
 from rlkit.settings import Experiment
 from rlkit.types import Policy, Split, Task
@@ -74,11 +75,21 @@ def evaluate(
 
 
 def restore(policy: Policy, checkpoint: Path) -> tuple[Path, int]:
-    """Loads a checkpoint's policy; the file and the RL step it stands at. Raises DataError where there is none."""
+    """Loads a checkpoint's policy; the file and the RL step of it.
+
+    Raises: DataError where no checkpoint can be read, or where its weights are not those of this model.
+    """
     from rlkit.callbacks.checkpoints import load_checkpoint
 
     path, state = load_checkpoint(checkpoint)
     weights = {name.removeprefix("model."): value for name, value in state["state_dict"].items() if name.startswith("model.")}
+    trained = {name for name, p in policy.model.named_parameters() if p.requires_grad}
+    strange = [*sorted(trained - weights.keys()), *sorted(weights.keys() - policy.model.state_dict().keys())]
+    if strange:
+        raise DataError(
+            f"{path} belongs to another model: {strange[0]} and {len(strange) - 1} other weights are in one of the two only; "
+            "use the model settings of its run"
+        )
     policy.model.load_state_dict(weights, strict=False)  # under LoRA the frozen base is not in the checkpoint
     return path, int(state["rlkit"]["rl_step"])
 

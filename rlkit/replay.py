@@ -15,10 +15,9 @@ def replay(folder: Path) -> tuple[str, bool]:
     """Forward and backward over the minibatch of a bundle, with the weights that it had; no optimiser moves.
 
     Returns: a table and sentences; whether everything was finite this time.
-    Raises: ConfigError where the folder is no bundle, or its config no longer fits the code.
+    Raises: ConfigError where the folder is no bundle, or its config no longer fits the code; DataError where a file of it is damaged.
     """
-    import torch
-
+    from rlkit.callbacks.checkpoints import read_checkpoint
     from rlkit.callbacks.faults import BATCH, STATE
     from rlkit.module import RLModule
     from rlkit.schema import build, check
@@ -37,11 +36,11 @@ def replay(folder: Path) -> tuple[str, bool]:
     policy = x.model(device=device)
     use_threads(x.trainer, policy.model, device)
     module = RLModule(x, policy, [])
-    state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    state = read_checkpoint(folder / STATE)
     module.on_load_checkpoint(state)
     module.load_state_dict(state["state_dict"], strict=False)
     module.to(device)
-    tensors = torch.load(folder / BATCH, map_location=device, weights_only=True)
+    tensors = {name: value.to(device) for name, value in read_checkpoint(folder / BATCH).items()}
     with autocast(x, device):
         return examine(module, Batch(**tensors))
 

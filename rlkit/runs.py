@@ -17,7 +17,8 @@ import yaml
 from rlkit.errors import ConfigError
 
 OUTPUTS = Path("outputs")
-LENGTH = ("trainer.steps", "trainer.max_time", "resume")  # keys that two configs of one run may differ in
+ONCE = ("resume", "takeover")  # keys that say how a process begins, and nothing of the run
+LENGTH = ("trainer.steps", "trainer.max_time", *ONCE)  # keys that two configs of one run may differ in
 PLACE = ("trainer.devices", "trainer.nodes", "trainer.strategy", "trainer.timeout")  # and these: the result does not depend on the ranks
 REDACTED = "<redacted>"
 SECRET = re.compile(  # names of keys and of environment variables that hold a secret
@@ -81,17 +82,23 @@ def newest_unfinished(name: str, config: Mapping[str, Any], *, beside: tuple[str
     `beside`: further keys in which the two may differ, those that follow the length (`rlkit.compose.length_keys`).
     """
     candidates = [f for f in (OUTPUTS / name).glob("*") if is_run(f) and not is_finished(f)]
-    for folder in sorted(candidates, key=lambda f: f.stat().st_mtime, reverse=True):
+    for folder in sorted(candidates, key=_last_written, reverse=True):
         if not difference(read_config(folder), config, beside=PLACE + beside):
             return folder
     return None
+
+
+def _last_written(folder: Path) -> float:
+    """When a run wrote its last row, or began; the folder's own time also changes where a process only looks whether it may go on."""
+    rows = folder / "metrics.jsonl"
+    return (rows if rows.exists() else folder / "config.yaml").stat().st_mtime
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The resolved config that a run was started with."""
     try:
         return yaml.safe_load((folder / "config.yaml").read_text()) or {}
-    except yaml.YAMLError:  # half-written: equal to no config
+    except (yaml.YAMLError, UnicodeDecodeError):  # half-written: equal to no config
         return {}
 
 
@@ -107,6 +114,15 @@ def _write(path: Path, text: str) -> None:
     part = path.with_name(path.name + ".tmp")
     part.write_text(text)
     os.replace(part, path)
+
+
+def put_aside(path: Path, suffix: str) -> Path:
+    """Renames a file to its name with a suffix, and a number where that is taken: nothing is overwritten. Returns the new path."""
+    target, number = path.with_name(path.name + suffix), 2
+    while target.exists():
+        target, number = path.with_name(f"{path.name}{suffix}_{number}"), number + 1
+    os.replace(path, target)
+    return target
 
 
 def redacted(config: Any) -> Any:
@@ -159,13 +175,19 @@ def hide_secrets(folder: Path, values: set[str]) -> None:
 
 
 def write_start(folder: Path, config: Mapping[str, Any], versions: Mapping[str, str]) -> list[str]:
-    """Adds this process to run.json; what differs from the one before it (versions of packages, state of the code), as sentences."""
+    """Adds this process to run.json; what differs from the one before it (versions of packages, state of the code), as sentences.
+
+    A run.json that cannot be read is set aside, and a sentence says so.
+    """
     started = datetime.now().isoformat(timespec="seconds")
     now = {"started": started, "config": redacted(config), "versions": dict(versions), "git": git_state()}
-    starts = _starts(folder)
+    starts, damaged = _starts(folder), []
+    if starts is None:
+        kept = put_aside(folder / "run.json", ".unreadable")
+        starts, damaged = [], [f"run.json cannot be read and is kept as {kept.name}"]
     _write(folder / "run.json", json.dumps([*starts, now], indent=1, ensure_ascii=False, default=str) + "\n")
     if not starts:
-        return []
+        return damaged
     before = starts[-1]
     changed = [
         f"{name} was {was}, is {now['versions'].get(name)}" for name, was in before["versions"].items() if was != now["versions"].get(name)
@@ -181,11 +203,17 @@ def read_start(folder: Path) -> dict[str, Any]:
     return starts[-1] if starts else {}
 
 
-def _starts(folder: Path) -> list[dict[str, Any]]:
+def _starts(folder: Path) -> list[dict[str, Any]] | None:
+    """What run.json holds, one entry for each process; None where it cannot be read."""
     try:
-        return list(json.loads((folder / "run.json").read_text()))
-    except (OSError, ValueError):
+        starts = json.loads((folder / "run.json").read_text())
+    except FileNotFoundError:
         return []
+    except (OSError, ValueError, RecursionError):
+        return None
+    known = {"versions": dict, "git": str}
+    fine = isinstance(starts, list) and all(isinstance(s, dict) and all(isinstance(s.get(k), t) for k, t in known.items()) for s in starts)
+    return starts if fine else None
 
 
 def git_state() -> str:
@@ -202,9 +230,10 @@ def git_state() -> str:
 
 
 def saved_overrides(folder: Path) -> list[str]:
-    """The overrides that a run was started with; one with a secret has to be given again."""
+    """The overrides that a run was started with, but for those of one process alone; one with a secret has to be given again."""
     path = folder / ".hydra" / "overrides.yaml"
-    return [str(line) for line in yaml.safe_load(path.read_text()) if REDACTED not in str(line)] if path.is_file() else []
+    lines = [str(line) for line in yaml.safe_load(path.read_text())] if path.is_file() else []
+    return [line for line in lines if REDACTED not in line and line.partition("=")[0].lstrip("+") not in ONCE]
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()) -> dict[str, tuple[Any, Any]]:

@@ -182,6 +182,7 @@ class Experiment(NamedTuple):
     logger: Mapping[str, Callable[..., Any]] = {}  # name → (run folder, RL step) → Lightning logger
     callbacks: Mapping[str, Callable[..., Any]] = {}  # name → (run folder) → Lightning callback
     resume: str = "never"  # never, auto, or a run folder
+    takeover: bool = False  # whether a process that works in the run folder has to give way
 
     def held_out(self, temperature: float) -> dict[str, Any]:
         """What an evaluation at this temperature is played and scored with: a verifier and a limit of its own, the rest as in training."""

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rlkit import launch, ranks, runs
+from rlkit import launch, owner, ranks, runs
 from rlkit.callbacks.files import write_json
 from rlkit.errors import ConfigError, Refusal, RLKitError, distribution, visible
 from rlkit.processors import cores, threads_for
@@ -99,7 +99,8 @@ def train(x: Experiment, tasks: Splits, folder: Path, *, started: float, resume:
     module = RLModule(x, policy, tasks.train, exact=exact)
     module.provenance = ranks.first(lambda: runs.read_start(folder))
     results: Results = {}
-    (folder / FAILED).unlink(missing_ok=True)  # of the run that is continued
+    if ranks.rank() == 0 and (folder / FAILED).exists():  # of the process that this one continues
+        runs.put_aside(folder / FAILED, ".earlier")
     trainer, checkpoint = make_trainer(x, module, tasks, folder, results, device, resume=resume)
     summary = {"ended": "failed", "seed": x.seed, "name": x.name}
     try:
@@ -131,7 +132,7 @@ def train(x: Experiment, tasks: Splits, folder: Path, *, started: float, resume:
         summary["unsaved"] = next((c.unsaved for c in trainer.callbacks if isinstance(c, RLCheckpoint)), "") or None
         if summary["unsaved"] and summary["ended"] == "finished":
             summary["ended"] = f"failed: its last steps are not saved ({summary['unsaved']})"
-        if ranks.rank() == 0:
+        if ranks.rank() == 0 and not owner.lost(folder):
             with lenient("summary.json"):
                 write_json(folder / "summary.json", summary)
             with lenient("metrics.csv"):
@@ -177,8 +178,10 @@ def make_trainer(
     from rlkit.callbacks.checkpoints import SUFFIX, AtomicCheckpointIO, RLCheckpoint, checkpoints, load_checkpoint, supersede
     from rlkit.callbacks.evaluation import HeldOut, results_of
     from rlkit.callbacks.faults import DebugBundle, Watchdog
-    from rlkit.callbacks.metrics import MetricsFile, cut_back, read_rows
+    from rlkit.callbacks.metrics import MetricsFile
+    from rlkit.callbacks.ownership import Ownership
     from rlkit.callbacks.phases import Phases
+    from rlkit.callbacks.rows import cut_back, read_rows, refuse_restart
     from rlkit.callbacks.stopping import StopOnSignal
     from rlkit.callbacks.tracking import Tracking
     from rlkit.strategies import cluster, make_strategy
@@ -189,6 +192,7 @@ def make_trainer(
 
         def continued() -> tuple[Path | None, int, list[dict[str, Any]]]:
             if resume.suffix != SUFFIX and not checkpoints(resume):  # killed before its first one
+                refuse_restart(folder)
                 cut_back(metrics, -1)
                 return None, 0, []
             path, state = load_checkpoint(resume)
@@ -203,7 +207,7 @@ def make_trainer(
         print(f"resume: {says}", flush=True)
     loggers = [make(folder, step) for make in x.logger.values()] if ranks.rank() == 0 else []
     rows = [HeldOut(tasks, metrics, results), MetricsFile(metrics), Tracking(folder), Phases(metrics)]
-    first = [StopOnSignal(), DebugBundle(folder), Watchdog(x.trainer.max_step_time), *rows]
+    first = [StopOnSignal(), Ownership(folder), DebugBundle(folder), Watchdog(x.trainer.max_step_time), *rows]
     callbacks = [*first, *(make(folder) for make in x.callbacks.values())]
     callbacks.sort(key=lambda callback: isinstance(callback, RLCheckpoint))  # a checkpoint says that all that its step writes is there
     trainer = L.Trainer(
@@ -370,7 +374,7 @@ def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *,
         summary = train(x, tasks, folder, started=started, resume=resume)
     except Refusal as error:
         print(visible(f"rlkit: {error}", kept="\n"), file=sys.stderr)
-        if fresh and not (folder / "metrics.jsonl").exists() and ranks.rank() == 0:
+        if fresh and not (folder / "metrics.jsonl").exists() and ranks.rank() == 0 and not owner.lost(folder):
             shutil.rmtree(folder, ignore_errors=True)
         return 2
     except RLKitError as error:
@@ -384,6 +388,7 @@ def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *,
         if ranks.rank() == 0 and x.trainer.requeue and "signal" in summary and summary["signal"] != "SIGINT":
             from rlkit.callbacks.stopping import requeue
 
+            owner.release(folder)  # SLURM may end this process as soon as it hears of it
             requeue()
         return summary.get("status", 130)
     return 1 if summary["unsaved"] else 0

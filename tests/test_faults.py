@@ -22,7 +22,8 @@ from rlkit import rng, runs
 from rlkit.callbacks.checkpoints import AtomicCheckpointIO, RLCheckpoint, checkpoints, load_checkpoint, supersede
 from rlkit.callbacks.evaluation import HeldOut
 from rlkit.callbacks.faults import Watchdog
-from rlkit.callbacks.metrics import append_row, read_rows, unwritten
+from rlkit.callbacks.metrics import append_row, unwritten
+from rlkit.callbacks.rows import read_rows
 from rlkit.callbacks.stopping import requeue
 from rlkit.memory import OutOfMemory, retried
 from rlkit.monitor import UpdateTerms

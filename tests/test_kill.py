@@ -70,9 +70,9 @@ def arm(kind: str, step: int, later: int) -> None:
         def wrapper(*args, **kwargs):
             count()
             if name == "torch.save" and modules:  # half of a file is there
-                args[1].write(b"PK")
+                args[1].file.write(b"PK")
                 count()
-                args[1].seek(0)
+                args[1].file.seek(0)
             result = function(*args, **kwargs)
             count()
             return result

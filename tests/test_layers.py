@@ -19,7 +19,7 @@ MODULES = {
 # Lower lines never import higher ones; the parts of a line are independent of each other but for BESIDE.
 LAYERS = (
     ("types", "errors", "processors"),
-    ("functional", "sandbox", "deadline", "rng", "ranks", "launch"),
+    ("functional", "sandbox", "deadline", "rng", "ranks", "launch", "digest", "owner"),
     ("rewards", "tasks", "environments", "generation", "models"),
     ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck", "memory", "assumptions", "drift"),
     ("module", "data", "loggers", "strategies", "validate"),
@@ -47,6 +47,8 @@ ONLY = {
     "sandbox": {"errors", "processors"},
     "processors": set(),
     "deadline": set(),
+    "digest": set(),
+    "owner": {"errors"},
     "ranks": {"errors"},
     "launch": set(),
     "rng": set(),
@@ -54,7 +56,7 @@ ONLY = {
     "tasks": {"types", "errors", "environments", "sandbox"},
     "environments": {"types", "errors", "sandbox", "deadline"},
     "generation": {"types", "errors", "functional", "models"},
-    "models": {"types", "errors", "functional"},
+    "models": {"types", "errors", "functional", "digest"},
     "rollouts": {"types", "errors", "functional", "rewards", "environments", "models", "ranks"},
     "algorithm": {"types", "functional"},
     "reference": {"types", "ranks"},

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 
 import pytest
 
 from rlkit.callbacks.files import finite, write_atomic, write_json
-from rlkit.callbacks.metrics import MetricsFile, append_row, cut_back, export_csv, read_rows
+from rlkit.callbacks.metrics import MetricsFile, append_row, export_csv
+from rlkit.callbacks.rows import cut_back, read_rows
+from rlkit.errors import DataError
 
 NAN, INF = float("nan"), float("inf")
 
@@ -125,3 +128,75 @@ def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         write_atomic(path, b"half")
     assert path.read_bytes() == before
+
+
+# ------------------------------------------------------------------------------------------ what a resume sets aside
+
+BAD = {
+    "cut": b'{"step": 3, "rew',
+    "no JSON": b"step 3: reward 0.4",
+    "not UTF-8": b'{"step": 3, "a": "\xff\xfe"}',
+    "null bytes": bytes(64),
+    "no object": b"[3]",
+    "no step": b'{"reward/mean": 0.3}',
+    "a step in words": b'{"step": "3"}',
+    "a step that is a truth value": b'{"step": true}',
+    "a step before the first": b'{"step": -1}',
+    "too deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("where", ["in the middle", "at the end"])
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+def test_a_line_that_cannot_be_read_costs_no_other_row_and_is_kept(path, bad, where, capsys):
+    """It once ended the reading: resume dropped every row behind it, and no command read a file that is not UTF-8."""
+    lines = path.read_bytes().splitlines()
+    lines.insert(3 if where == "in the middle" else 5, bad)
+    path.write_bytes(b"\n".join(lines) + b"\n" * (where == "in the middle"))
+    assert [row["step"] for row in read_rows(path)] == [1, 2, 3, 4, 5]
+    cut_back(path, 4)
+    assert [row["step"] for row in read_rows(path)] == [1, 2, 3, 4]
+    assert path.with_name("metrics.unreadable").read_bytes() == bad + b"\n"
+    said = capsys.readouterr().out
+    assert "1 line of metrics.jsonl cannot be read and is moved to metrics.unreadable" in said
+    assert "1 row after step 4 is moved to metrics.discarded.jsonl" in said
+
+
+def test_no_line_is_lost_whatever_stands_in_the_file_and_however_often_a_run_is_resumed(tmp_path):
+    """Every line of the file before is in one of the three files after, once and in order."""
+    draw = random.Random("lines")
+    for number in range(60):
+        path = tmp_path / str(number) / "metrics.jsonl"
+        path.parent.mkdir()
+        steps = [draw.randrange(8) for _ in range(draw.randrange(9))]
+        lines = [draw.choice([json.dumps({"step": s, "a": i}).encode(), draw.choice(list(BAD.values()))]) for i, s in enumerate(steps)]
+        path.write_bytes(b"\n".join(lines) + draw.choice([b"", b"\n", b"\n\n"]) * bool(lines))
+        kept = read_rows(path)
+        for step in (6, 3, 3):
+            cut_back(path, step)
+            kept = [row for row in kept if row["step"] <= step]
+            assert read_rows(path) == kept
+        files = (path, path.with_name("metrics.discarded.jsonl"), path.with_name("metrics.unreadable"))
+        after = [line for file in files if file.exists() for line in file.read_bytes().splitlines()]
+        assert sorted(after) == sorted(lines)
+
+
+def test_a_kill_between_setting_aside_and_cutting_back_leaves_every_row_once(path, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rlkit.callbacks.rows.write_atomic", killed)
+        with pytest.raises(KeyboardInterrupt):
+            cut_back(path, 3)
+    assert len(read_rows(path)) == 5
+    cut_back(path, 3)
+    assert [row["step"] for row in read_rows(path)] == [1, 2, 3]
+    assert [row["step"] for row in read_rows(path.with_name("metrics.discarded.jsonl"))] == [4, 5]
+
+
+def test_rows_that_cannot_be_set_aside_are_not_cut(path):
+    path.with_name("metrics.discarded.jsonl").mkdir()
+    with pytest.raises(DataError, match=r"metrics\.discarded\.jsonl cannot be written"):
+        cut_back(path, 3)
+    assert len(read_rows(path)) == 5

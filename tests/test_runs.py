@@ -218,7 +218,9 @@ def test_a_run_with_a_damaged_config_is_passed_over(outputs, text):
 
 def test_saved_overrides_are_those_of_hydra(tmp_path):
     (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "overrides.yaml").write_text("- seed=3\n- algorithm=grpo\n- ++optimizer.lr=1e-4\n")
+    (tmp_path / ".hydra" / "overrides.yaml").write_text(
+        "- seed=3\n- algorithm=grpo\n- ++optimizer.lr=1e-4\n- resume=auto\n- +takeover=true\n"  # the last two are of one process alone
+    )
     assert runs.saved_overrides(tmp_path) == ["seed=3", "algorithm=grpo", "++optimizer.lr=1e-4"]
     assert runs.saved_overrides(tmp_path / "absent") == []
 

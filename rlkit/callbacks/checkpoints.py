@@ -17,21 +17,24 @@ import lightning as L
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from rlkit import ranks
+from rlkit import owner, ranks
 from rlkit.callbacks.files import atomic, reason, sync, write_json
 from rlkit.callbacks.metrics import unwritten
+from rlkit.callbacks.ownership import still_owned
 from rlkit.callbacks.stopping import Interrupted
+from rlkit.digest import damage, seal
 from rlkit.errors import DataError
 from rlkit.models.save import save_policy
+from rlkit.runs import put_aside
 
-PREFIX, SUFFIX, SUPERSEDED = "step_", ".ckpt", ".superseded"
+PREFIX, SUFFIX, SUPERSEDED, DAMAGED = "step_", ".ckpt", ".superseded", ".damaged"
 BEST = "best.ckpt"  # a link to the checkpoint with the best metric
 ADAPTER = ".adapter"  # folder beside a checkpoint: its adapters in PEFT's format
 SPARE = 1 << 20  # bytes that a save leaves free for metrics and the summary
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its target and renames it. Lightning's own goes through the system's temporary folder."""
+    """Writes a checkpoint with its digest beside the target and renames it. Lightning's own goes through the system's temporary folder."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         path = Path(path)
@@ -41,7 +44,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise OSError(errno.ENOSPC, f"No space left on device: {need / 2**20:,.0f} MiB needed, {free / 2**20:,.0f} MiB free")
         try:
             with atomic(path) as file:
-                torch.save(checkpoint, file)
+                seal(file, lambda out: torch.save(checkpoint, out))
+                owner.check_path(path)  # it may have taken long, and must not stand beside those of another process
         except RuntimeError as error:  # torch.save says so where the file under it cannot grow
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
@@ -97,6 +101,7 @@ class RLCheckpoint(L.Callback):
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         if not self.model or module.rl_step < module.total_steps:
             return
+        still_owned(self.run)
         state = gathered(module.model)
         self.saved("model/", lambda: ranks.first(lambda: save_policy(self.run / "model", module.policy, state=state)))
         best = self.folder / BEST
@@ -125,6 +130,7 @@ class RLCheckpoint(L.Callback):
     def save(self, trainer: L.Trainer, module: Any) -> bool:
         """Writes the checkpoint of the current RL step, then drops the oldest ones; whether there was room for it."""
         path = self.path(module)
+        still_owned(self.run)
 
         def write() -> None:
             if ranks.anywhere(unwritten(self.run / "metrics.jsonl")):  # a checkpoint says that all rows up to its step are there
@@ -191,8 +197,11 @@ def link(name: Path, target: Path) -> None:
 
 
 def weights_of(path: Path) -> dict[str, Any]:
-    """The policy's weights in a checkpoint, as its model names them."""
-    state = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    """The policy's weights in a checkpoint, as its model names them. Raises OSError where it is damaged."""
+    try:
+        state = read_checkpoint(path)["state_dict"]
+    except DataError as error:
+        raise OSError(errno.EIO, str(error)) from None
     return {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
 
 
@@ -208,24 +217,53 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
-    """A checkpoint on the CPU: the file that is named, or the newest of a folder that can be read.
+    """A checkpoint on the CPU: the file that is named, or the newest whole one of a folder.
 
-    Damaged ones of a folder are named on standard error and passed over. Raises DataError where none can be read.
+    Damaged ones of a folder are named on standard error, with the one that is used in their place. A damaged file that was named is
+    refused, since an older one is not what was asked for; the message names it. Raises DataError, also where none can be read.
     """
-    for path in [source] if source.suffix == SUFFIX else reversed(checkpoints(source)):
+    damaged = []
+    named = source.suffix == SUFFIX
+    for path in [source] if named else reversed(checkpoints(source)):
         try:
-            return path, torch.load(path, map_location="cpu", weights_only=True)
+            state = read_checkpoint(path)
+        except DataError as error:
+            damaged.append(str(error))
+            continue
+        for line in damaged:
+            print(f"warning: {line}; {path.name} is used", file=sys.stderr)
+        return path, state
+    before = [path for path in checkpoints(source.parent) if step_of(path) < step_of(source.resolve())] if named else []
+    if whole := next((path for path in reversed(before) if not damage(path)), None):
+        raise DataError(f"{damaged[0]}; the whole one before it is {whole}")
+    raise DataError(
+        "; ".join([*damaged, f"{source}: no checkpoint that can be read; start a new run without resume, or name an older run"])
+    )
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """A file that AtomicCheckpointIO wrote, on the CPU. Its whole content is verified before any of it is loaded. Raises DataError."""
+    why = damage(path)
+    if not why:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
         except (RuntimeError, OSError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
-            print(f"warning: {path} is damaged and passed over ({reason(error)})", file=sys.stderr)
-    raise DataError(f"{source}: no checkpoint that can be read; start anew with resume=never, or name an older run")
+            why = reason(error)
+    raise DataError(f"{path} is damaged ({why})")
 
 
 def supersede(folder: Path, step: int) -> None:
-    """Sets checkpoints after `step` aside, under another name: the run goes on from `step`, and its next save removes them.
+    """Sets the checkpoints after `step` aside under other names, since the run goes on from `step`.
 
-    Left in place they would be taken for its newest after a kill, though the rows between belong to another past.
+    Left in place they would be taken for its newest after a kill, though the rows between belong to another past. The next save removes
+    those that are whole. Damaged ones are kept, as evidence of what damaged them.
     """
     for path in checkpoints(folder):
-        if step_of(path) > step:
+        if step_of(path) <= step:
+            continue
+        if damage(path):
+            kept = put_aside(path, DAMAGED).name
+            print(f"resume: {path.name} is damaged and kept as {kept}; delete it when you have looked at it", flush=True)
+        else:
             os.replace(path, path.with_name(path.name + SUPERSEDED))
             print(f"resume: {path.name} is set aside; the next checkpoint replaces it", flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +112,10 @@ def result_of(row: Mapping[str, Any], split: Split, n: int, temperature: float) 
 
 
 def results_of(rows: Sequence[Mapping[str, Any]], tasks: Splits, temperature: float) -> Results:
-    """The results that the rows of a run hold."""
-    return {
-        split: {row["step"]: result_of(row, split, len(getattr(tasks, split)), temperature) for row in rows if f"{prefix}accuracy" in row}
-        for split, prefix in PREFIXES.items()
-    }
+    """The results that the rows of a run's earlier processes hold; a row without a whole one gives none."""
+    found: Results = {split: {} for split in PREFIXES}
+    for row in rows:
+        for split in PREFIXES:
+            with suppress(KeyError):
+                found[split][row["step"]] = result_of(row, split, len(getattr(tasks, split)), temperature)
+    return found

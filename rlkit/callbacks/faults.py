@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning as L
 
-from rlkit import ranks, rng
+from rlkit import owner, ranks, rng
 from rlkit.callbacks.checkpoints import AtomicCheckpointIO
 from rlkit.callbacks.files import lenient, write_atomic
 from rlkit.deadline import process_ends_after
@@ -32,8 +32,8 @@ class DebugBundle(L.Callback):
         self.run = run
 
     def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
-        if not isinstance(exception, Exception) or isinstance(exception, Refusal):
-            return  # a signal, or a sentence that says it all
+        if not isinstance(exception, Exception) or isinstance(exception, Refusal) or owner.lost(self.run):
+            return  # a signal, a sentence that says it all, or a folder that is another process's now
         together, echo = ranks.size() == 1 or isinstance(exception, NonFinite), isinstance(exception, ranks.RankError)
         failed = module.minibatch is not None and not echo
         writes = ranks.rank() == 0 or not (together or echo)  # else rank 0 has the same to say

@@ -13,7 +13,9 @@ from typing import Any
 import lightning as L
 
 from rlkit import ranks
-from rlkit.callbacks.files import finite, lenient, reason, write_atomic
+from rlkit.callbacks.files import finite, lenient, reason
+from rlkit.callbacks.ownership import still_owned
+from rlkit.callbacks.rows import read_rows
 
 WAITING: dict[Path, bytes] = {}  # file → rows that found no room; a checkpoint is not written before they are
 
@@ -25,6 +27,7 @@ class MetricsFile(L.Callback):
         self.path = path
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        still_owned(self.path.parent)  # again: an evaluation may have taken long
         append_row(self.path, module.rl_step, module.metrics)
         numbers = {k: v for k, v in module.metrics.items() if isinstance(v, int | float) and v == v}
         for logger in trainer.loggers:
@@ -57,23 +60,6 @@ def append_row(path: Path, step: int, row: dict[str, Any]) -> None:
 def unwritten(path: Path) -> bool:
     """Whether rows of the file wait for room."""
     return path in WAITING
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All rows; a last line cut by a kill is left out."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
-
-
-def cut_back(path: Path, step: int) -> None:
-    """Drops the rows after `step`, which a resumed run writes again."""
-    kept = [row for row in read_rows(path) if row["step"] <= step]
-    write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
 
 
 def export_csv(path: Path) -> Path:

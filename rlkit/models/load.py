@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from rlkit.digest import SUMS, folder_damage
 from rlkit.errors import ConfigError, TemplateError
 from rlkit.models.chat import make_codec
 from rlkit.models.packing import allow_packing
@@ -79,18 +80,23 @@ def load_policy(
 
 
 def pretrained_tokenizer(path: str, **hub: Any) -> Any:
-    """The tokenizer of "tiny", a local folder or a hub id. Raises ConfigError."""
+    """The tokenizer of "tiny", a local folder or a hub id. Raises ConfigError, also where a file of it is damaged."""
     from transformers import AutoTokenizer
 
+    _verify(path, weights=False)
     with _naming(path):
         return AutoTokenizer.from_pretrained(_source(path), **hub)
 
 
 def pretrained_model(path: str, *, dtype: torch.dtype | str, attention: str = "sdpa", **hub: Any) -> Any:
-    """The causal LM of "tiny", a local folder or a hub id, without dropout; dtype "auto" is the one it was saved in. Raises ConfigError."""
+    """The causal LM of "tiny", a local folder or a hub id, without dropout; dtype "auto" is the one it was saved in.
+
+    Raises: ConfigError where it cannot be loaded, or where a file is not the one that `save_policy` wrote.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
+    _verify(path, weights=True)
     logging.disable_progress_bar()
     with _naming(path):
         config = without_dropout(AutoConfig.from_pretrained(_source(path), **hub))
@@ -131,6 +137,14 @@ def check_vocabulary(path: str, teacher: str, *, teacher_revision: str | None = 
 def _source(path: str) -> str:
     location = TINY if path in EMBEDDED else Path(path).expanduser()
     return str(location) if location.exists() else path
+
+
+def _verify(path: str, *, weights: bool) -> None:
+    """Raises ConfigError where a folder that rlkit wrote has changed since."""
+    if why := folder_damage(Path(_source(path)), weights=weights):
+        raise ConfigError(
+            f"model.path={path}: {why}; export it again (rlkit export run=…), or delete {SUMS} if you have changed the folder on purpose"
+        )
 
 
 @contextmanager

@@ -10,11 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
+from rlkit.digest import write_sums
 from rlkit.types import Policy
 
 
 def save_policy(folder: Path, policy: Policy, *, state: Mapping[str, Tensor] | None = None, tokenizer: bool = True) -> None:
-    """Writes all weights in Hugging Face's format, or adapters alone in PEFT's. The folder appears whole, in place of an old one.
+    """Writes all weights in Hugging Face's format, or adapters alone in PEFT's, and the digests of all files.
+
+    The folder appears whole, in place of an old one.
 
     Args:
       state: weights to write in place of the model's own: of a checkpoint, or gathered from shards.
@@ -31,6 +34,7 @@ def save_policy(folder: Path, policy: Policy, *, state: Mapping[str, Tensor] | N
         model.save_pretrained(part, **settings)
         if tokenizer:
             policy.codec.tokenizer.save_pretrained(part)
+        write_sums(part)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(part, folder)
     finally:

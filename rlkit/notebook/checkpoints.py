@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from rlkit.callbacks.files import write_json
+from rlkit.digest import folder_damage, write_sums
 from rlkit.errors import DataError
 from rlkit.notebook.data import TrainingState
 
@@ -38,17 +39,23 @@ def save_checkpoint(model: Any, tokenizer: Any, step: int, output_dir: str | Pat
     model.save_pretrained(part)
     tokenizer.save_pretrained(part)
     write_json(part / "training_state.json", (state or TrainingState(step))._asdict())
+    write_sums(part)
     os.replace(part, folder)
 
 
 def load_checkpoint(path: str | Path) -> Checkpoint:
-    """Model, tokenizer and state of a folder of `save_checkpoint`, or of the newest one in an output_dir. Raises DataError."""
+    """Model, tokenizer and state of a folder of `save_checkpoint`, or of the newest one in an output_dir.
+
+    Raises: DataError where there is none, or where a file of it is not what `save_checkpoint` wrote.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = Path(path)
     folder = path if (path / "training_state.json").exists() else max(path.glob("step_??????"), default=None)
     if folder is None:
         raise DataError(f"{path}: no checkpoint of save_checkpoint is there")
+    if why := folder_damage(folder):
+        raise DataError(f"{folder}: {why}; load an older checkpoint")
     if (folder / "adapter_config.json").exists():
         from peft import AutoPeftModelForCausalLM
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlkit import runs
-from rlkit.callbacks.metrics import read_rows
+from rlkit.callbacks.rows import read_rows
 from rlkit.errors import ConfigError
 from rlkit.rollouts.record import FORMATS
 
 SWITCH = "schedule/switch"
-SAME = ("resume", "trainer.max_time")  # settings that change nothing a run computes, beside its seeds
+SAME = (*runs.ONCE, "trainer.max_time")  # settings that change nothing a run computes, beside its seeds
 
 
 class Run(NamedTuple):

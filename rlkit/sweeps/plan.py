@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from rlkit import runs
+from rlkit import owner, runs
 from rlkit.errors import ConfigError, Refusal, install
 from rlkit.launch import sweep_problem
 from rlkit.sweeps.jobs import alive, read_jobs
@@ -175,7 +175,7 @@ def quoted(text: str) -> str:
 
 def dirname(overrides: Sequence[str]) -> str:
     """Hydra's override_dirname: the overrides that make a job this one, in order of the alphabet."""
-    return ",".join(sorted(text for text in overrides if text.partition("=")[0].lstrip("+") != "resume"))
+    return ",".join(sorted(text for text in overrides if text.partition("=")[0].lstrip("+") not in runs.ONCE))
 
 
 def folder_name(text: str) -> str:
@@ -195,6 +195,8 @@ def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> li
     other = f"another sweep needs a folder of its own, as in hydra.sweep.dir={root}_2"
     if not resume:
         return [f"{root} holds runs of these jobs already, which are never overwritten; resume=auto goes on with them, {other}"]
+    if not config.get("takeover") and (living := owner.occupied(folder)):
+        return [living]
     changed = runs.difference(runs.read_config(folder), config, beside=runs.PLACE)
     said = ", ".join(f"{key} was {was} and is now {now}" for key, (was, now) in list(changed.items())[:3])
     return [f"{folder} holds a run of another config ({said}); {other}"] if changed else []

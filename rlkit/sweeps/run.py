@@ -19,7 +19,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from rlkit import runs
+from rlkit import owner, runs
 from rlkit.callbacks.files import write_atomic
 from rlkit.errors import ConfigError
 from rlkit.launch import own_gpus
@@ -58,7 +58,7 @@ def sweep(arguments: Sequence[str], *, config_dir: str | None = None) -> int:
     missing = plan.total - sum(job.status == "finished" for job in done)
     print(f"{plan.total - missing} of {plan.total} jobs finished, {len(failed)} failed, {clock(time.time() - began)}")
     if missing:
-        again = [*(text for text in arguments if text.partition("=")[0] != "resume"), "resume=auto"]
+        again = [*(text for text in arguments if text.partition("=")[0] not in runs.ONCE), "resume=auto"]
         folder = f" --config-dir {shlex.quote(config_dir)}" if config_dir else ""
         print(f"to go on         rlkit train -m {shlex.join(again)}{folder}")
     sys.stdout.flush()
@@ -119,7 +119,7 @@ def run_job(config: DictConfig, *, config_dir: str | None, parallel: int, parent
     if (record.parent / STOP).exists():
         save(record, job._replace(status="not started"))
         return None
-    if runs.is_run(folder) and not any((folder / "checkpoints").glob("*.ckpt")):
+    if runs.is_run(folder) and not any((folder / "checkpoints").glob("*.ckpt")) and not owner.occupied(folder):
         set_aside(folder)
     command = [sys.executable, "-m", "rlkit", "train", *overrides, f"hydra.run.dir='{folder}'"]
     command += ["--config-dir", config_dir] if config_dir else []

@@ -1,0 +1,114 @@
+"""Digests of what was written, so that damage is found before anything is read.
+
+A checkpoint ends with a line that holds the SHA-256 of all bytes before it; `torch.load` ignores whatever follows the archive. A
+folder of weights holds `rlkit.sha256`, a list that `sha256sum -c rlkit.sha256` reads as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+MARK = b"\nrlkit sha256 "
+SEAL = len(MARK) + 64 + 1  # bytes of the last line of a sealed file
+SUMS = "rlkit.sha256"
+END = 22  # bytes of the record that ends a zip archive without a comment
+CHUNK = 1 << 20
+
+
+class Hashing:
+    """A binary file to write to, and the digest of all that was written."""
+
+    def __init__(self, file: IO[bytes]):
+        self.file, self.digest = file, hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def seal(file: IO[bytes], write: Callable[[Any], object]) -> None:
+    """Lets `write` fill a file, and appends the digest of its bytes as they were handed over."""
+    hashing = Hashing(file)
+    write(hashing)
+    file.write(MARK + hashing.digest.hexdigest().encode() + b"\n")
+
+
+def damage(path: Path) -> str:
+    """Why a file of `torch.save` is not what was written, in a few words; empty where it is whole.
+
+    A file without a seal, of a version that wrote none, is held against the checksums that torch keeps of each tensor.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - SEAL))
+            last = file.read()
+            if last.startswith(MARK) and last.endswith(b"\n"):
+                file.seek(0)
+                return "" if digest_of(file, size - SEAL).encode() == last[len(MARK) : -1] else "its content is not what was written"
+            if not (last[-END:].startswith(b"PK\5\6") and last.endswith(b"\0\0")):
+                return "its end is missing or is not what was written"
+            bad = zipfile.ZipFile(file).testzip()
+            return f"its part {bad} is not what was written" if bad else ""
+    except OSError as error:
+        return error.strerror or str(error)
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, RuntimeError) as error:  # what zipfile says of a damaged index
+        return str(error) or type(error).__name__
+
+
+def digest_of(file: IO[bytes], size: int) -> str:
+    """SHA-256 of the next `size` bytes of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    while size and (part := file.read(min(size, CHUNK))):
+        digest.update(part)
+        size -= len(part)
+    return digest.hexdigest()
+
+
+def write_sums(folder: Path) -> None:
+    """Lists the digests of all files of a folder in its rlkit.sha256."""
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
+    (folder / SUMS).write_text("".join(f"{_sum(folder / name)}  {name}\n" for name in names))
+
+
+def folder_damage(folder: Path, *, weights: bool = True) -> str:
+    """Which file of a folder is not the one that rlkit.sha256 lists, as a phrase; empty where all are, or where there is no list.
+
+    Args:
+      weights: whether *.safetensors files are read too, which takes a second for each gigabyte or two.
+    """
+    try:
+        listed = (folder / SUMS).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:
+        return f"{SUMS} cannot be read ({error.strerror})"
+    try:
+        lines = [line.split("  ", 1) for line in listed.decode().splitlines()]
+        wanted = {name: digest for digest, name in lines}
+    except ValueError:
+        wanted = {}
+    if not wanted:
+        return f"{SUMS} is damaged"
+    for name, digest in wanted.items():
+        if not weights and name.endswith(".safetensors"):
+            continue
+        try:
+            if _sum(folder / name) != digest:
+                return f"{name} is not the file that {SUMS} lists"
+        except (OSError, ValueError):  # ValueError: a name with a null byte
+            return f"{name!r} is listed in {SUMS} and cannot be read"
+    return ""
+
+
+def _sum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
