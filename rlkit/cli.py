@@ -166,6 +166,7 @@ def train_command(arguments: Arguments) -> int:
     for line in warnings(x):
         print(f"warning: {line}")
     target = ranks.first(lambda: folder or runs.fresh(runs.OUTPUTS / x.name))  # one for all ranks, which by now have read what is there
+    ranks.first(lambda: runs.require_writable(target))
 
     def job() -> int:
         return start(x, composed.config, tasks, target, started=STARTED, resume=resume)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit import runs
-from rlkit.callbacks.files import write_json
+from rlkit.files import write_json
 from rlkit.rollouts.record import failed_rollout_kept, save_rollouts
 from rlkit.settings import Experiment
 from rlkit.types import Policy, Task

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rlkit import runs
-from rlkit.callbacks.files import finite, write_json
 from rlkit.environments import environment_of
 from rlkit.errors import ConfigError
+from rlkit.files import finite, write_json
 from rlkit.rollouts.record import append_rollouts, failed_rollout_kept, save_rollouts
 from rlkit.rollouts.summary import by_part, summarize
 from rlkit.settings import RolloutRun, sampling_problems

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import yaml
 
 from rlkit.errors import ConfigError
+from rlkit.files import refusing, write_atomic
 
 OUTPUTS = Path("outputs")
 LENGTH = ("trainer.steps", "trainer.max_time", "resume")  # keys that two configs of one run may differ in
@@ -29,15 +31,31 @@ FIXED = ("model", "optimizer._target_", "task", "seed")  # keys that a continued
 
 
 def fresh(parent: Path) -> Path:
-    """A new, empty folder <parent>/<time>."""
+    """A new, empty folder <parent>/<time>. Raises ConfigError where it cannot be made."""
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder, number = parent / stamp, 2
-    while True:
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:  # also where another process came first
-            folder, number = parent / f"{stamp}_{number}", number + 1
+    with refusing(parent):
+        parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                folder.mkdir()
+                return folder
+            except FileExistsError:  # also where another process came first
+                folder, number = parent / f"{stamp}_{number}", number + 1
+
+
+def require_writable(folder: Path) -> None:
+    """Make the folder, and a file in it for a moment. Raises ConfigError where that is impossible, before anything is computed."""
+    made = not folder.exists()
+    try:
+        with refusing(folder):
+            write_atomic(folder / ".writable", b"rlkit\n")
+            (folder / ".writable").unlink()
+    except ConfigError:
+        if made:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def is_run(folder: Path) -> bool:
@@ -95,15 +113,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """The resolved config without its secrets, for people and for resume; whole or not there."""
     text = yaml.safe_dump(redacted(config), sort_keys=False)
-    _write(folder / "config.yaml", text)
+    write_atomic(folder / "config.yaml", text.encode())
     hide_secrets(folder / ".hydra", secrets(config))
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".tmp")
-    part.write_text(text)
-    os.replace(part, path)
 
 
 def redacted(config: Any) -> Any:
@@ -152,7 +163,7 @@ def hide_secrets(folder: Path, values: set[str]) -> None:
     for path in folder.glob("*.yaml") if values else ():
         text = path.read_text()
         if (hidden := _covered(text, values)) != text:
-            _write(path, hidden)
+            write_atomic(path, hidden.encode())
 
 
 def write_start(folder: Path, config: Mapping[str, Any], versions: Mapping[str, str]) -> list[str]:
@@ -160,7 +171,7 @@ def write_start(folder: Path, config: Mapping[str, Any], versions: Mapping[str, 
     started = datetime.now().isoformat(timespec="seconds")
     now = {"started": started, "config": redacted(config), "versions": dict(versions), "git": git_state()}
     starts = _starts(folder)
-    _write(folder / "run.json", json.dumps([*starts, now], indent=1, ensure_ascii=False, default=str) + "\n")
+    write_atomic(folder / "run.json", (json.dumps([*starts, now], indent=1, default=str) + "\n").encode())
     if not starts:
         return []
     before = starts[-1]

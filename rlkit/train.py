@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from rlkit import launch, ranks, runs
-from rlkit.callbacks.files import write_json
 from rlkit.errors import ConfigError, Refusal, RLKitError, visible
+from rlkit.files import LOST, lenient, refusing, write_json
 from rlkit.settings import AgentRun, Experiment, RolloutRun, TrainerSettings
 from rlkit.types import Task
 
+SHOWN = 6  # files that were not written, which the end of a run names
 PACKAGES = ("rlkit", "torch", "transformers", "peft", "lightning", "hydra-core", "numpy")
 
 
@@ -49,11 +50,10 @@ def train(
       started: time.perf_counter() of the command's start.
     """
     quiet()
+    LOST.clear()
     import torch
 
     from rlkit import rng
-    from rlkit.callbacks.checkpoints import RLCheckpoint
-    from rlkit.callbacks.files import lenient
     from rlkit.callbacks.metrics import export_csv
     from rlkit.callbacks.stopping import Interrupted
     from rlkit.data import RLData
@@ -75,7 +75,8 @@ def train(
     module = RLModule(x, policy, tasks[0])
     module.provenance = ranks.first(lambda: runs.read_start(folder))
     results: dict[int, dict[str, Any]] = {}
-    (folder / FAILED).unlink(missing_ok=True)  # of the run that is continued
+    with refusing(folder):
+        (folder / FAILED).unlink(missing_ok=True)  # of the run that is continued
     trainer, checkpoint = make_trainer(x, module, tasks[1], folder, results, device, resume=resume)
     summary = {"ended": "failed", "seed": x.seed, "name": x.name}
     try:
@@ -102,15 +103,25 @@ def train(
             "versions": versions(),
             "sandbox": str(level) if (level := seen()) else None,
         }
-        summary["unsaved"] = next((c.unsaved for c in trainer.callbacks if isinstance(c, RLCheckpoint)), "") or None
+        if ranks.rank() == 0:
+            with lenient("metrics.csv"):
+                export_csv(folder / "metrics.jsonl")
+        summary |= missing()
         if summary["unsaved"] and summary["ended"] == "finished":
-            summary["ended"] = f"failed: its last steps are not saved ({summary['unsaved']})"
+            summary["ended"] = f"failed: {summary['unsaved']}"
         if ranks.rank() == 0:
             with lenient("summary.json"):
                 write_json(folder / "summary.json", summary)
-            with lenient("metrics.csv"):
-                export_csv(folder / "metrics.jsonl")
     return summary
+
+
+def missing() -> dict[str, Any]:
+    """unsaved: why the run's result is not whole, as a sentence or None. lost: the other files that were not written, each with why."""
+    from rlkit.callbacks.checkpoints import RESULT
+
+    result = {what: why for what, why in LOST.items() if what in RESULT}
+    sentence = "; ".join(f"{what} could not be written ({why})" for what, why in result.items())
+    return {"unsaved": sentence or None, "lost": {what: why for what, why in LOST.items() if what not in RESULT}}
 
 
 def join_ranks(settings: TrainerSettings) -> None:
@@ -155,6 +166,7 @@ def make_trainer(
     from rlkit.callbacks.phases import Phases
     from rlkit.callbacks.stopping import StopOnSignal
     from rlkit.callbacks.tracking import Tracking
+    from rlkit.loggers import tolerant
     from rlkit.strategies import cluster, make_strategy
 
     metrics = folder / "metrics.jsonl"
@@ -163,19 +175,22 @@ def make_trainer(
 
         def continued() -> tuple[Path | None, int, list[dict[str, Any]]]:
             if resume.suffix != SUFFIX and not checkpoints(resume):  # killed before its first one
-                cut_back(metrics, -1)
+                with refusing(folder):
+                    cut_back(metrics, -1)
                 return None, 0, []
             path, state = load_checkpoint(resume)
             step = state["rlkit"]["rl_step"]
-            supersede(folder / "checkpoints", step)
-            cut_back(metrics, step)
+            with refusing(folder):
+                supersede(folder / "checkpoints", step)
+                cut_back(metrics, step)
             return path, step, [row for row in read_rows(metrics) if "eval/accuracy" in row]
 
         path, step, earlier = ranks.first(continued)
         results |= {row["step"]: result_of(row, len(held_out), x.evaluation.curve_temperature) for row in earlier}
         says = f"{path}, after step {step}" if path else f"{resume} holds no checkpoint yet; the run begins again"
         print(f"resume: {says}", flush=True)
-    loggers = [make(folder, step) for make in x.logger.values()] if ranks.rank() == 0 else []
+    with refusing(folder):
+        loggers = [tolerant(make(folder, step)) for make in x.logger.values()] if ranks.rank() == 0 else []
     rows = [HeldOut(held_out, metrics, results), MetricsFile(metrics), Tracking(folder), Phases(metrics)]
     first = [StopOnSignal(), DebugBundle(folder), Watchdog(x.trainer.max_step_time), *rows]
     callbacks = [*first, *(make(folder) for make in x.callbacks.values())]
@@ -301,6 +316,9 @@ def closing(summary: Mapping[str, Any], folder: Path) -> str:
         lines.append(f"{'replies':<22}{how_sampled(before['temperature']):>32}")
         lines.append("")
     lines.append(f"{summary['ended']} after {summary['steps']} steps, {summary['wall_seconds']:.0f} s, {summary['tokens']:,} tokens")
+    if LOST:
+        named = [f"{what} ({why})" for what, why in LOST.items()]
+        lines.append(f"not written: {'; '.join(named[:SHOWN])}" + (f"; and {len(named) - SHOWN} more" if len(named) > SHOWN else ""))
     longer = f" trainer.steps={2 * summary['steps']}" if summary["ended"] == "finished" else ""
     saved = any((folder / "checkpoints").glob("*.ckpt"))
     lines += [
@@ -320,10 +338,11 @@ def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *,
 
     fresh = resume is None
     try:
-        if fresh and ranks.rank() == 0:
-            runs.write_config(folder, config)
-        for line in runs.write_start(folder, config, versions()) if ranks.rank() == 0 else ():
-            print(f"resume: {line}", flush=True)
+        with refusing(folder):
+            if fresh and ranks.rank() == 0:
+                runs.write_config(folder, config)
+            for line in runs.write_start(folder, config, versions()) if ranks.rank() == 0 else ():
+                print(f"resume: {line}", flush=True)
         summary = train(x, tasks, folder, started=started, resume=resume)
     except Refusal as error:
         print(visible(f"rlkit: {error}", kept="\n"), file=sys.stderr)
@@ -335,12 +354,13 @@ def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *,
         print(visible("\n".join((f"rlkit: {error}", f"run folder: {folder}", *notes)), kept="\n"), file=sys.stderr)
         return 1
     if ranks.rank() == 0:
-        runs.write_config(folder, config)  # a resumed run's, once it has gone on with it
+        with lenient("config.yaml"):
+            runs.write_config(folder, config)  # a resumed run's, once it has gone on with it
     print(closing(summary, folder), flush=True)
     if summary["ended"] == "interrupted":
         if ranks.rank() == 0 and x.trainer.requeue and "signal" in summary and summary["signal"] != "SIGINT":
             from rlkit.callbacks.stopping import requeue
 
             requeue()
-        return summary.get("status", 130)
-    return 1 if summary["unsaved"] else 0
+        return 1 if LOST else summary.get("status", 130)
+    return 1 if LOST else 0

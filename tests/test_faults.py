@@ -19,11 +19,12 @@ import pytest
 import torch
 
 from rlkit import rng, runs
-from rlkit.callbacks.checkpoints import AtomicCheckpointIO, RLCheckpoint, checkpoints, load_checkpoint, supersede
+from rlkit.callbacks.checkpoints import CHECKPOINT, AtomicCheckpointIO, RLCheckpoint, checkpoints, load_checkpoint, supersede
 from rlkit.callbacks.evaluation import HeldOut
 from rlkit.callbacks.faults import Watchdog
 from rlkit.callbacks.metrics import append_row, read_rows, unwritten
 from rlkit.callbacks.stopping import requeue
+from rlkit.files import LOST
 from rlkit.memory import OutOfMemory, retried
 from rlkit.monitor import UpdateTerms
 
@@ -108,10 +109,10 @@ def test_a_save_that_fails_leaves_the_last_good_checkpoint(tmp_path, saving, mon
     with monkeypatch.context() as patch:
         patch.setattr(where, fails)
         assert saving(callback, 2) == ["step_000001.ckpt"]
-    assert os.strerror(number) in capsys.readouterr().err and callback.unsaved
+    assert os.strerror(number) in capsys.readouterr().err and CHECKPOINT in LOST
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_000001.ckpt"]
     assert load_checkpoint(tmp_path / "checkpoints")[1] == {"step": 1}
-    assert saving(callback, 3) == ["step_000003.ckpt"] and not callback.unsaved
+    assert saving(callback, 3) == ["step_000003.ckpt"] and CHECKPOINT not in LOST
 
 
 def test_a_save_for_which_there_is_no_room_is_not_begun(tmp_path, saving, monkeypatch, capsys):

@@ -19,7 +19,7 @@ MODULES = {
 # Lower lines never import higher ones; the parts of a line are independent of each other but for BESIDE.
 LAYERS = (
     ("types", "errors"),
-    ("functional", "sandbox", "deadline", "rng", "ranks", "launch"),
+    ("functional", "sandbox", "deadline", "rng", "ranks", "launch", "files"),
     ("rewards", "tasks", "environments", "generation", "models"),
     ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck", "memory"),
     ("module", "data", "loggers", "strategies", "validate"),
@@ -44,6 +44,7 @@ ONLY = {
     "functional": {"types"},  # for what an advantage with a critic gives
     "sandbox": {"errors"},
     "deadline": set(),
+    "files": {"errors"},
     "ranks": {"errors"},
     "launch": set(),
     "rng": set(),
@@ -51,19 +52,19 @@ ONLY = {
     "tasks": {"types", "errors", "environments", "sandbox"},
     "environments": {"types", "errors", "sandbox", "deadline"},
     "generation": {"types", "errors", "functional"},
-    "models": {"types", "errors", "functional"},
-    "rollouts": {"types", "errors", "functional", "rewards", "environments", "models", "ranks"},
+    "models": {"types", "errors", "functional", "files"},
+    "rollouts": {"types", "errors", "functional", "rewards", "environments", "models", "ranks", "files"},
     "algorithm": {"types", "functional"},
     "reference": {"types", "ranks"},
     "schedules": {"types", "errors"},
     "settings": {"types", "algorithm", "rewards", "sandbox", "schedules"},
     "monitor": {"types", "functional", "models", "algorithm", "settings", "ranks"},
     "data": set(),
-    "loggers": {"errors"},
+    "loggers": {"errors", "files"},
     "schema": {"errors"},  # it walks any function's signature and knows no part
     "validate": {"errors", "schedules"},  # and so light: torch comes with what it checks
     "compose": {"errors", "schema", "validate"},  # everything else is imported when a config names it
-    "runs": {"errors"},
+    "runs": {"errors", "files"},
     "completion": {"errors"},  # a key pressed is answered at once
     "doctor": set(),  # it runs where the rest may not
     "cli": {"errors"},  # a typo is answered before torch is imported
@@ -211,7 +212,7 @@ def test_importing_a_file_hides_no_part_of_the_same_name():
         "rlkit.cli",
         "rlkit.compose",
         "rlkit.runs",
-        "rlkit.callbacks.files",
+        "rlkit.files",
         "rlkit.train",
         "rlkit.evaluate",
         "rlkit.notebook",

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from rlkit.callbacks.files import finite, write_atomic, write_json
 from rlkit.callbacks.metrics import MetricsFile, append_row, cut_back, export_csv, read_rows
+from rlkit.files import finite, write_atomic, write_json
 
 NAN, INF = float("nan"), float("inf")
 

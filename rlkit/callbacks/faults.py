@@ -12,9 +12,9 @@ import lightning as L
 
 from rlkit import ranks, rng
 from rlkit.callbacks.checkpoints import AtomicCheckpointIO
-from rlkit.callbacks.files import lenient, write_atomic
 from rlkit.deadline import process_ends_after
 from rlkit.errors import NonFinite, Refusal
+from rlkit.files import lenient, write_atomic
 from rlkit.rollouts import save_rollouts
 
 BATCH, STATE = "batch.pt", "state.ckpt"

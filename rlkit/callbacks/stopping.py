@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 
 from rlkit import ranks
-from rlkit.callbacks.files import reason
+from rlkit.files import reason
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last: SLURM's warning before the end (#SBATCH --signal=USR1@120)
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from rlkit.callbacks.files import write_json
 from rlkit.errors import DataError
+from rlkit.files import write_json
 from rlkit.notebook.data import TrainingState
 
 NAN = float("nan")

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rlkit import runs
-from rlkit.callbacks.files import write_atomic
 from rlkit.errors import ConfigError
+from rlkit.files import write_atomic
 from rlkit.report import charts, conversations, page, tables
 from rlkit.report.read import Run, find_runs, group_runs, read_run
 

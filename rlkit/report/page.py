@@ -11,7 +11,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from rlkit.callbacks.files import finite
+from rlkit.files import finite
 from rlkit.report.charts import SECTIONS, Drawn, phase_starts, style
 from rlkit.report.read import Group, Run, differences
 from rlkit.report.tables import HeldOutRow, health, spans

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlkit.errors import ConfigError, DataError, visible
+from rlkit.files import lenient, write_atomic
 from rlkit.rewards import RewardError
 from rlkit.types import Message, Rollout, Step, Task, ToolCall, ToolResult
 
@@ -49,11 +50,7 @@ def save_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
     Raises: ConfigError for another ending, TypeError for what JSON does not know.
     """
     path = Path(path)
-    data = _parquet(rollouts) if _format(path) == ".parquet" else _json_lines(path, rollouts)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".tmp")
-    part.write_bytes(data)
-    os.replace(part, path)
+    write_atomic(path, _parquet(rollouts) if _format(path) == ".parquet" else _json_lines(path, rollouts))
 
 
 def append_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
@@ -83,8 +80,9 @@ def failed_rollout_kept(folder: Path) -> Iterator[None]:
         yield
     except RewardError as error:
         if error.rollout is not None:
-            save_rollouts(folder / FAILED, [error.rollout])
-            error.add_note(f"the rollout on which it failed: {folder / FAILED}")
+            with lenient(FAILED):
+                save_rollouts(folder / FAILED, [error.rollout])
+                error.add_note(f"the rollout on which it failed: {folder / FAILED}")
         raise
 
 

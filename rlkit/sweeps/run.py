@@ -20,8 +20,8 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from rlkit import runs
-from rlkit.callbacks.files import write_atomic
 from rlkit.errors import ConfigError
+from rlkit.files import write_atomic
 from rlkit.launch import own_gpus
 from rlkit.runs import clock
 from rlkit.sandbox.process import cores
