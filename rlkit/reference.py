@@ -273,6 +273,7 @@ def _load_teacher(policy: Any, *, path: str, revision: str | None, **_: Any) -> 
     """Another model on the policy's device and in its precision. The two must mean the same by an id."""
     from rlkit.errors import ConfigError
     from rlkit.models import pretrained_model, pretrained_tokenizer
+    from rlkit.models.load import check_weights
 
     own = policy.get_base_model() if hasattr(policy, "disable_adapter") else policy
     weight = own.get_output_embeddings().weight
@@ -284,6 +285,7 @@ def _load_teacher(policy: Any, *, path: str, revision: str | None, **_: Any) -> 
         raise ConfigError(str(error).replace("model.path=", "reference.path=", 1)) from error
     if not same or teacher.get_output_embeddings().weight.shape[0] < len(vocabulary):
         raise ConfigError(f"reference.path={path}: has another vocabulary than the policy; choose a model with the same tokenizer")
+    check_weights(teacher, path, "reference.path")
     return teacher.to(weight.device).requires_grad_(False).eval()
 
 

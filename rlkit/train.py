@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from rlkit import launch, ranks, runs
-from rlkit.errors import ConfigError, Refusal, RLKitError, visible
+from rlkit.errors import ConfigError, Interrupted, Refusal, RLKitError, raised_at, visible
 from rlkit.files import LOST, lenient, refusing, write_json
+from rlkit.redaction import redacted
 from rlkit.settings import AgentRun, Experiment, RolloutRun, TrainerSettings
 from rlkit.types import Task
 
@@ -54,13 +55,10 @@ def train(
     import torch
 
     from rlkit import rng
-    from rlkit.callbacks.metrics import export_csv
-    from rlkit.callbacks.stopping import Interrupted
+    from rlkit.callbacks.stopping import StopOnSignal
     from rlkit.data import RLData
     from rlkit.module import RLModule
-    from rlkit.monitor import peak_memory
     from rlkit.rollouts.record import FAILED, failed_rollout_kept
-    from rlkit.sandbox import seen
     from rlkit.selfcheck import check_policy
 
     if x.trainer.threads:
@@ -86,33 +84,47 @@ def train(
         summary["ended"] = how_it_ended(module, results)
     except Interrupted as signal:
         summary |= {"ended": "interrupted", "signal": str(signal), "status": signal.status}
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit) as error:
         summary["ended"] = "interrupted"
+        if any(isinstance(c, StopOnSignal) and c.module is not None for c in trainer.callbacks):  # then Ctrl-C is no KeyboardInterrupt
+            summary["ended"] = f"failed: {(what := raised_at(error))}"
+            raise RLKitError(f"{what} ended the run in step {module.rl_step + 1}; no environment or reward may do that") from error
     except BaseException as error:
         summary["ended"] = f"failed: {type(error).__name__}: {error}"
         raise
     finally:
-        summary |= {
-            "before": results.get(0),
-            "after": results.get(module.rl_step) if module.rl_step else None,
-            "steps": module.rl_step,
-            "wall_seconds": round(time.perf_counter() - started, 2),
-            "tokens": module.tokens,
-            "peak_memory_gb": round(peak_memory(device), 3),
-            "device": str(device),
-            "versions": versions(),
-            "sandbox": str(level) if (level := seen()) else None,
-        }
-        if ranks.rank() == 0:
-            with lenient("metrics.csv"):
-                export_csv(folder / "metrics.jsonl")
-        summary |= missing()
-        if summary["unsaved"] and summary["ended"] == "finished":
-            summary["ended"] = f"failed: {summary['unsaved']}"
-        if ranks.rank() == 0:
-            with lenient("summary.json"):
-                write_json(folder / "summary.json", summary)
+        conclude(summary, module, folder, results, seconds=time.perf_counter() - started, device=device)
     return summary
+
+
+def conclude(
+    summary: dict[str, Any], module: Any, folder: Path, results: Mapping[int, Mapping[str, Any]], *, seconds: float, device: Any
+) -> None:
+    """Adds a run's figures, and what of it could not be written, to its summary; writes summary.json and metrics.csv."""
+    from rlkit.callbacks.metrics import export_csv
+    from rlkit.monitor import peak_memory
+    from rlkit.sandbox import seen
+
+    summary |= {
+        "before": results.get(0),
+        "after": results.get(module.rl_step) if module.rl_step else None,
+        "steps": module.rl_step,
+        "wall_seconds": round(seconds, 2),
+        "tokens": module.tokens,
+        "peak_memory_gb": round(peak_memory(device), 3),
+        "device": str(device),
+        "versions": versions(),
+        "sandbox": str(level) if (level := seen()) else None,
+    }
+    if ranks.rank() == 0:
+        with lenient("metrics.csv"):
+            export_csv(folder / "metrics.jsonl")
+    summary |= missing()
+    if summary["unsaved"] and summary["ended"] == "finished":
+        summary["ended"] = f"failed: {summary['unsaved']}"
+    if ranks.rank() == 0:
+        with lenient("summary.json"):
+            write_json(folder / "summary.json", redacted(summary))
 
 
 def missing() -> dict[str, Any]:
@@ -175,17 +187,16 @@ def make_trainer(
 
         def continued() -> tuple[Path | None, int, list[dict[str, Any]]]:
             if resume.suffix != SUFFIX and not checkpoints(resume):  # killed before its first one
-                with refusing(folder):
-                    cut_back(metrics, -1)
+                cut_back(metrics, -1)
                 return None, 0, []
             path, state = load_checkpoint(resume)
             step = state["rlkit"]["rl_step"]
-            with refusing(folder):
-                supersede(folder / "checkpoints", step)
-                cut_back(metrics, step)
+            supersede(folder / "checkpoints", step)
+            cut_back(metrics, step)
             return path, step, [row for row in read_rows(metrics) if "eval/accuracy" in row]
 
-        path, step, earlier = ranks.first(continued)
+        with refusing(folder):
+            path, step, earlier = ranks.first(continued)
         results |= {row["step"]: result_of(row, len(held_out), x.evaluation.curve_temperature) for row in earlier}
         says = f"{path}, after step {step}" if path else f"{resume} holds no checkpoint yet; the run begins again"
         print(f"resume: {says}", flush=True)

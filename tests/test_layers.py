@@ -19,10 +19,10 @@ MODULES = {
 # Lower lines never import higher ones; the parts of a line are independent of each other but for BESIDE.
 LAYERS = (
     ("types", "errors"),
-    ("functional", "sandbox", "deadline", "rng", "ranks", "launch", "files"),
+    ("functional", "sandbox", "deadline", "rng", "ranks", "launch", "files", "redaction"),
     ("rewards", "tasks", "environments", "generation", "models"),
     ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck", "memory"),
-    ("module", "data", "loggers", "strategies", "validate"),
+    ("module", "data", "loggers", "strategies", "validate", "trust", "output"),
     ("compose", "callbacks", "runs"),
     ("report",),
     ("train", "evaluate", "rollout", "agent", "notebook", "doctor", "check", "completion", "export", "replay", "sweeps", "cli", "__main__"),
@@ -43,7 +43,10 @@ ONLY = {
     "errors": set(),
     "functional": {"types"},  # for what an advantage with a critic gives
     "sandbox": {"errors"},
-    "deadline": set(),
+    "deadline": {"errors"},
+    "redaction": set(),
+    "trust": {"errors", "redaction"},
+    "output": {"files", "redaction"},
     "files": {"errors"},
     "ranks": {"errors"},
     "launch": set(),
@@ -63,8 +66,8 @@ ONLY = {
     "loggers": {"errors", "files"},
     "schema": {"errors"},  # it walks any function's signature and knows no part
     "validate": {"errors", "schedules"},  # and so light: torch comes with what it checks
-    "compose": {"errors", "schema", "validate"},  # everything else is imported when a config names it
-    "runs": {"errors", "files"},
+    "compose": {"errors", "schema", "validate", "redaction"},  # everything else is imported when a config names it
+    "runs": {"errors", "files", "redaction", "trust"},
     "completion": {"errors"},  # a key pressed is answered at once
     "doctor": set(),  # it runs where the rest may not
     "cli": {"errors"},  # a typo is answered before torch is imported

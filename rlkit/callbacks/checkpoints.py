@@ -19,8 +19,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from rlkit import ranks
 from rlkit.callbacks.metrics import unwritten
-from rlkit.callbacks.stopping import Interrupted
-from rlkit.errors import DataError
+from rlkit.errors import DataError, Interrupted
 from rlkit.files import LOST, as_oserror, atomic, lenient, reason, sync, write_json
 from rlkit.models.save import save_policy
 
