@@ -165,7 +165,7 @@ def train_command(arguments: Arguments) -> int:
                 f"as {missing[0]}='${{oc.env:NAME}}'"
             )
         overrides = [*drop(added(runs.saved_overrides(folder), overrides), "resume"), f"resume={quote(named)}"]
-    composed = compose(overrides, config_dir=arguments.config_dir, before_import=announcer(resume))
+    composed = compose(overrides, config_dir=arguments.config_dir, before_import=announcer(folder if resume else None))
     x = experiment(composed)
     check_loggers(x.logger)
     if launch.needed(x.trainer.devices, x.trainer.nodes):
@@ -196,16 +196,18 @@ def train_command(arguments: Arguments) -> int:
     return status
 
 
-def announcer(resume: Path | None) -> Callable[[dict], None] | None:
-    """Where a run is continued, what says which code outside rlkit its config calls, before any of it is imported."""
+def announcer(folder: Path | None) -> Callable[[dict], None] | None:
+    """Where the run of a folder is continued, what says which code outside rlkit its config calls, before any of it is imported."""
+    from rlkit import runs
     from rlkit.compose import conf_dir
     from rlkit.trust import outside, shipped
 
     def announce(config: dict) -> None:
-        if found := list(dict.fromkeys(outside(config, shipped(conf_dir())))):
+        saved = runs.saved_overrides(folder) if folder is not None else []
+        if found := list(dict.fromkeys(outside({"": config, "overrides": saved}, shipped(conf_dir())))):
             print(f"resume: code outside rlkit: {'; '.join(found)}", flush=True)
 
-    return None if resume is None else announce
+    return None if folder is None else announce
 
 
 def asker(where: str, folder: Path, arguments: Arguments) -> Callable[[dict], None]:
@@ -308,6 +310,7 @@ def evaluate_command(arguments: Arguments) -> int:
     from rlkit import runs
     from rlkit.compose import compose, experiment
     from rlkit.evaluate import evaluate, table
+    from rlkit.files import LOST
     from rlkit.train import load_tasks
 
     if arguments.multirun:
@@ -329,8 +332,9 @@ def evaluate_command(arguments: Arguments) -> int:
     _, held_out = load_tasks(x)
     checkpoint = runs.checkpoint_source(named, run) if named and run else None
     parent = run / "evaluation" if run else runs.OUTPUTS / "evaluation"
+    LOST.clear()
     print(table(*evaluate(x, held_out, checkpoint=checkpoint, parent=parent, started=STARTED)))
-    return 0
+    return int(bool(LOST))
 
 
 # ------------------------------------------------------------------------------------------------------- rollout
@@ -340,6 +344,7 @@ def rollout_command(arguments: Arguments) -> int:
     """Plays episodes without training and sums them up."""
     from rlkit import runs
     from rlkit.compose import compose
+    from rlkit.files import LOST
     from rlkit.rollout import roll_out, table
     from rlkit.schema import build
 
@@ -347,9 +352,10 @@ def rollout_command(arguments: Arguments) -> int:
         raise ConfigError("rlkit rollout plays one set of episodes at a time; -m belongs to rlkit train")
     composed = compose(arguments.overrides, entry="rollout", config_dir=arguments.config_dir)
     x = build(composed.config)
+    LOST.clear()
     rollouts, out = roll_out(x, parent=runs.OUTPUTS / x.name, started=STARTED)
-    print(f"{table(rollouts)}\n\nwritten to {out}")
-    return 0
+    print(f"{table(rollouts)}\n\nwritten to {out}" + (f", but for {', '.join(LOST)}" if LOST else ""))
+    return int(bool(LOST))
 
 
 # --------------------------------------------------------------------------------------------------------- agent

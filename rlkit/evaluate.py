@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit import runs
-from rlkit.files import write_json
+from rlkit.files import lenient, write_json
 from rlkit.rollouts.record import failed_rollout_kept, save_rollouts
 from rlkit.settings import Experiment
 from rlkit.types import Policy, Task
@@ -41,12 +41,14 @@ def evaluate(x: Experiment, tasks: Sequence[Task], *, checkpoint: Path | None, p
         out = runs.fresh(parent)
         with failed_rollout_kept(out), in_time(settings, "the greedy evaluation"):
             greedy, greedy_rollouts = greedy_accuracy(policy, tasks, **x.held_out(0.0))
-            save_rollouts(out / "greedy.jsonl.gz", greedy_rollouts)
+            with lenient("greedy.jsonl.gz"):
+                save_rollouts(out / "greedy.jsonl.gz", greedy_rollouts)
         with failed_rollout_kept(out), in_time(settings, "the sampled evaluation"):
             sampled, sampled_rollouts = sampled_accuracy(
                 policy, tasks, samples=settings.samples, k=settings.k, seed=settings.seed, **x.held_out(settings.temperature)
             )
-            save_rollouts(out / "sampled.jsonl.gz", sampled_rollouts)
+            with lenient("sampled.jsonl.gz"):
+                save_rollouts(out / "sampled.jsonl.gz", sampled_rollouts)
     result = {
         "checkpoint": str(path) if path else None,
         "model": x.model.keywords.get("path") if hasattr(x.model, "keywords") else None,
@@ -61,7 +63,8 @@ def evaluate(x: Experiment, tasks: Sequence[Task], *, checkpoint: Path | None, p
         "versions": versions(),
         "sandbox": str(level) if (level := seen()) else None,
     }
-    write_json(out / "result.json", result)
+    with lenient("result.json"):
+        write_json(out / "result.json", result)
     return result, out
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.errors import ConfigError
+from rlkit.files import refusing
 
 
 def export(model: Mapping[str, Any], *, checkpoint: Path, out: Path, merge: bool = False) -> tuple[Path, int]:
@@ -38,5 +39,6 @@ def export(model: Mapping[str, Any], *, checkpoint: Path, out: Path, merge: bool
         raise ConfigError(f"model.path={model['path']}: no other program can load adapters on this embedded model; use merge=true")
     path, step = restore(policy, checkpoint)
     written = policy.model.merge_and_unload() if adapters and merge else policy.model
-    save_policy(out, policy._replace(model=written))
+    with refusing(out):
+        save_policy(out, policy._replace(model=written))
     return path, step

@@ -78,9 +78,11 @@ def lenient(what: str, kind: str = "") -> Iterator[None]:
 
 
 def lose(what: str, why: str, kind: str = "", *, quiet: bool = False) -> None:
-    """Report that something was not written, and remember it for the end of the run; `quiet` where another rank reports it."""
+    """Report that something was not written, the same thing once, and remember it for the end of the run; `quiet` where another rank
+    reports it."""
+    again = LOST.get(what) == why
     LOST[kind or what] = why
-    if not quiet:
+    if not quiet and not again:
         with suppress(OSError):  # what is printed may go into a file on the same disk
             print(f"warning: {what} not written ({why}); the run goes on", file=sys.stderr, flush=True)
 

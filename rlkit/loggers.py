@@ -10,9 +10,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,17 @@ def tolerant(logger: Any) -> Any:
     for name in CALLS:
         if hasattr(logger, name):
             setattr(logger, name, careful(getattr(logger, name)))
+    if not hasattr(threading.excepthook, "before"):
+        hook = partial(_thread_failed, threading.excepthook)
+        hook.before = threading.excepthook  # type: ignore[attr-defined]
+        threading.excepthook = hook
     return logger
+
+
+def _thread_failed(before: Callable[..., Any], args: Any) -> None:
+    """A thread that writes for a logger and could not: its next call reports that, without a traceback."""
+    if args.exc_value is None or unwritable(args.exc_value) is None:
+        before(args)
 
 
 @contextmanager

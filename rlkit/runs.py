@@ -109,8 +109,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """The resolved config without its secrets, for people and for resume, and Hydra's files beside it without them; whole or not there."""
+    """The resolved config without its secrets, for people and for resume; whole or not there."""
     write_atomic(folder / "config.yaml", dump(redacted(config)))
+    cover_overrides(folder)
+
+
+def cover_overrides(folder: Path) -> None:
+    """Takes the secrets out of the files that Hydra has just written to .hydra/."""
     for path in (folder / ".hydra").glob("*.yaml"):
         written = yaml.safe_load(path.read_text())
         if (hidden := without_secrets(written)) != written:

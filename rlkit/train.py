@@ -350,8 +350,8 @@ def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *,
     fresh = resume is None
     try:
         with refusing(folder):
-            if fresh and ranks.rank() == 0:
-                runs.write_config(folder, config)
+            if ranks.rank() == 0:
+                runs.write_config(folder, config) if fresh else runs.cover_overrides(folder)
             for line in runs.write_start(folder, config, versions()) if ranks.rank() == 0 else ():
                 print(f"resume: {line}", flush=True)
         summary = train(x, tasks, folder, started=started, resume=resume)

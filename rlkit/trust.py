@@ -68,8 +68,8 @@ def outside(node: Any, known: frozenset[str], path: str = "") -> Iterator[str]:
     elif isinstance(node, str):
         if names := FROM_ENVIRONMENT.findall(node):
             yield f"{path} reads the environment variable {names[0]}"
-        if "pkg://" in node:
-            yield f"{path} imports {node:.80}"
+        if "pkg://" in node or (node.lstrip("+").startswith("hydra") and "_target_" in node):
+            yield f"{path} is {node:.80}"
 
 
 def require(node: Any, where: str, conf: Path, *, trusted: bool, own: str = "") -> None:

@@ -524,7 +524,7 @@ def test_updates_that_are_not_finite_are_skipped_and_end_the_run_with_a_bundle_t
     assert {p.name for p in bundle.iterdir()} == {"traceback.txt", "config.yaml", "rollouts.jsonl.gz", "batch.pt", "state.ckpt"}
     assert all(row["optim/skipped_nonfinite"] + row["optim/skipped_no_signal"] == 2 for row in rows(folder))
     replayed = tmp_path / "replayed"
-    assert wait(forked(["replay", f"bundle={bundle}"], replayed)) == 1
+    assert wait(forked(["replay", f"bundle={bundle}", "trust=true"], replayed)) == 1
     assert "the gradient of" in replayed.read_text() and "the fault came again" in replayed.read_text()
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlkit import runs
 from rlkit.callbacks.checkpoints import checkpoints, load_checkpoint
 from rlkit.cli import main
 from rlkit.errors import ConfigError
@@ -125,6 +126,33 @@ def test_a_folder_that_cannot_be_written_refuses_a_run_before_it_begins(tmp_path
     room(-1)
     assert "outputs/a: cannot be written (File too large)" in capsys.readouterr().err
     assert [p.name for p in tmp_path.rglob("*")] in (["outputs"], [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["rollout", "evaluate", "export"])
+def test_other_commands_show_what_they_computed(tmp_path, monkeypatch, capsys, room, command):
+    """Hours of episodes ended in a traceback, and their table was never printed."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *EVERYTHING, "trainer.steps=1", "evaluation.n=0", "logger=none", "hydra.run.dir=run"]) == 0
+    words = {"rollout": ["n=2", "max_steps=1"], "evaluate": ["run=run", "evaluation.n=2", "evaluation.samples=1", "evaluation.k=[1]"]}
+    fresh = runs.fresh
+
+    def filled(parent: Path) -> Path:
+        folder = fresh(parent)
+        room(0)
+        return folder
+
+    monkeypatch.setattr(runs, "fresh", filled)
+    capsys.readouterr()
+    if command == "export":
+        room(0)
+    status = main([command, *words.get(command, ["run=run", "to=out"])])
+    room(-1)
+    said = capsys.readouterr()
+    assert status == (2 if command == "export" else 1)
+    assert ("cannot be written" if command == "export" else "not written") in said.err
+    assert command == "export" or "accuracy" in said.out or "reward" in said.out
+    LOST.clear()
 
 
 @pytest.mark.parametrize("rank", [0, 4], ids=["all weights", "adapters"])

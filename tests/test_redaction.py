@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlkit import runs
+from rlkit.cli import main
 from rlkit.output import Descriptor, Output
 from rlkit.redaction import KNOWN, REDACTED, cover, learn, redacted
 
@@ -70,6 +71,14 @@ def test_a_stream_covers_secrets_and_outlives_its_reader(tmp_path):
     print("nobody reads", file=out, flush=True)
     out.detach()
     os.close(writer)
+
+
+@pytest.mark.parametrize("given", ["+logger.x.api_key=n4med-literal", "+logger.x.uri=https://jane:p4ssw0rd@host"])
+def test_a_sweep_names_no_folder_by_a_secret(tmp_path, monkeypatch, capsys, given):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "-m", "seed=1,2", given]) == 2
+    said = capsys.readouterr().err
+    assert "holds a secret" in said and given.partition("=")[2] not in said and list(tmp_path.iterdir()) == []
 
 
 SECRETS = {  # how it is given → the value that must not turn up

@@ -80,6 +80,7 @@ def test_what_the_user_names_himself_needs_no_trust():
         {"_target_": "rlkit.generation.VLLM", "server": "http://elsewhere"},
         MODEL | {"path": "someone/${oc.env:HOME}"},
         ["hydra.searchpath=[pkg://someones]"],
+        ["+hydra.callbacks.x={_target_: os.system}"],
     ],
 )
 def test_every_way_to_code_outside_is_seen(node):
