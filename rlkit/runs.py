@@ -16,13 +16,14 @@ import yaml
 
 from rlkit.errors import ConfigError, DataError
 from rlkit.files import refusing, write_atomic
-from rlkit.redaction import FROM_ENVIRONMENT, REDACTED, SECRET, redacted
+from rlkit.redaction import FROM_ENVIRONMENT, NUMBER, REDACTED, SECRET, redacted
 from rlkit.trust import read_yaml
 
 OUTPUTS = Path("outputs")
 LENGTH = ("trainer.steps", "trainer.max_time", "resume")  # keys that two configs of one run may differ in
 PLACE = ("trainer.devices", "trainer.nodes", "trainer.strategy", "trainer.timeout")  # and these: the result does not depend on the ranks
-OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=.*", re.DOTALL)
+OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=(.*)", re.DOTALL)
+COUNT = re.compile(r"[-+\d.,eE]*|true|false|null|\{.*|\w+\(.*|\$\{.*", re.DOTALL)  # values that are no text
 FIXED = ("model", "optimizer._target_", "task", "seed")  # keys that a continued run may not change
 
 
@@ -138,8 +139,9 @@ def without_secrets(node: Any) -> Any:
         return [without_secrets(value) for value in node]
     if isinstance(node, dict):
         return {key: without_secrets(value) for key, value in redacted(node).items()}
-    if isinstance(node, str) and (found := OVERRIDE.fullmatch(node)) and SECRET.search(found[1].rpartition(".")[2]):
-        return node if FROM_ENVIRONMENT.search(node) else f"{found[1]}={REDACTED}"
+    if isinstance(node, str) and (found := OVERRIDE.fullmatch(node)) and SECRET.search(key := found[1].rpartition(".")[2]):
+        counted = COUNT.fullmatch(found[2]) and not NUMBER.search(key)  # max_new_tokens=64, or a part that is called tokens
+        return redacted(node) if counted or FROM_ENVIRONMENT.search(node) else f"{found[1]}={REDACTED}"
     return redacted(node)
 
 

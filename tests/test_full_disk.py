@@ -34,8 +34,8 @@ MOMENTS = {  # where the disk fills up, in the second RL step or at the end
     "checkpoint": "rlkit.callbacks.checkpoints.RLCheckpoint.on_train_batch_end",
     "within the checkpoint": "rlkit.callbacks.checkpoints.AtomicCheckpointIO.save_checkpoint",
     "model": "rlkit.callbacks.checkpoints.RLCheckpoint.on_train_end",
-    "summary": "rlkit.monitor.peak_memory",
-    "config": "rlkit.train.closing",
+    "summary": "rlkit.train.conclude",
+    "config": "rlkit.runs.write_config",
 }
 
 
@@ -94,7 +94,7 @@ def refuses(tmp_path: Path, forked, moment: str, rank: int, limit: int) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
     words = ["train", *EVERYTHING, f"model.lora.rank={rank}", f"hydra.run.dir={folder}"]
     pipe, out = os.pipe()  # the log must not be a file, which would not grow either
-    count = 1 if moment in ("model", "summary", "config") else 2
+    count = 1 if moment in ("model", "summary") else 2  # the config is written at the start and at the end
     child = forked(words, log, lambda: (os.dup2(out, 1), os.dup2(out, 2), at(MOMENTS[moment], lambda: full(limit), count)))
     os.close(out)
     with os.fdopen(pipe, errors="replace") as text:
@@ -133,7 +133,7 @@ def test_a_folder_that_cannot_be_written_refuses_a_run_before_it_begins(tmp_path
 def test_other_commands_show_what_they_computed(tmp_path, monkeypatch, capsys, room, command):
     """Hours of episodes ended in a traceback, and their table was never printed."""
     monkeypatch.chdir(tmp_path)
-    assert main(["train", *EVERYTHING, "trainer.steps=1", "evaluation.n=0", "logger=none", "hydra.run.dir=run"]) == 0
+    assert main(["train", *EVERYTHING[:4], "evaluation.n=0", "logger=none", "hydra.run.dir=run"]) == 0
     words = {"rollout": ["n=2", "max_steps=1"], "evaluate": ["run=run", "evaluation.n=2", "evaluation.samples=1", "evaluation.k=[1]"]}
     fresh = runs.fresh
 
@@ -248,7 +248,7 @@ def test_a_disk_of_its_own_that_refuses_ends_no_run(tmp_path, forked, kind):
         subprocess.run(["mount", "-o", "remount,ro", str(disk)])  # refused while a file is open for writing, as loggers have one
 
     try:
-        words = ["train", *EVERYTHING, "logger=none", "model.lora.rank=4", f"hydra.run.dir={disk / 'run'}"]
+        words = ["train", *EVERYTHING, "logger=none", f"model.lora.rank={0 if kind == 'full' else 4}", f"hydra.run.dir={disk / 'run'}"]
         before = (lambda: at(MOMENTS["step"], read_only, 2)) if kind == "read-only" else None
         assert wait(forked(words, log, before)) == 1, log.read_text()
         assert "Traceback" not in log.read_text() and "not written" in log.read_text()

@@ -73,6 +73,18 @@ def test_a_stream_covers_secrets_and_outlives_its_reader(tmp_path):
     os.close(writer)
 
 
+def test_counts_and_parts_that_are_called_tokens_are_no_secrets():
+    """A run with `generation.max_new_tokens=64`, or with the callback `tokens`, could not be resumed."""
+    for text in (
+        "generation.max_new_tokens=64", "generation.max_thinking_tokens=null", "+callbacks.tokens={_target_: rlkit.callbacks.tokens}",
+        "trainer.micro_batch_tokens=1024,2048", "generation.max_new_tokens=range(16,64)", "x.hub_token=${oc.env:HUB}",
+        "x.max_tokens=${generation.max_new_tokens}",
+    ):  # fmt: skip
+        assert runs.without_secrets([text]) == [text]
+    for text in ("x.hub_token=hf_abc", "x.hub_token=[a,b]", "+x.password=1234", "x.api_key='a b'"):
+        assert runs.without_secrets([text]) == [f"{text.partition('=')[0]}={REDACTED}"]
+
+
 @pytest.mark.parametrize("given", ["+logger.x.api_key=n4med-literal", "+logger.x.uri=https://jane:p4ssw0rd@host"])
 def test_a_sweep_names_no_folder_by_a_secret(tmp_path, monkeypatch, capsys, given):
     monkeypatch.chdir(tmp_path)
