@@ -226,7 +226,7 @@ def execute_tool_call(
     max_chars: int = MAX_CHARS,
     timeout: float | None = TIMEOUT,
 ) -> str:
-    """What a call gives, as text. Arguments may be a JSON string; nothing but KeyboardInterrupt is raised (see `execute`)."""
+    """What a call gives, as text. Arguments may be a JSON string; nothing but a real interruption is raised (see `execute`)."""
     return execute(to_call(call), implementations, max_chars=max_chars, timeout=timeout).content
 
 

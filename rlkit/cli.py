@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from rlkit.errors import ConfigError, Refusal, RLKitError, visible
+from rlkit.errors import ConfigError, Refusal, RLKitError, raised_at, visible
 from rlkit.processors import wait_without_spinning
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit replay bundle=outputs/NAME/TIME/debug/step_000007   an update that failed, once more: which rows and gradients are not finite
 
   --config-dir DIR    options of your own
+  trust=true          with run= or bundle=: the folder's config may call functions that do not ship with rlkit
   -m, --multirun      a sweep
   --completion SHELL  a script that completes groups, options and keys: eval "$(rlkit --completion bash)", the same with zsh;
                       rlkit --completion fish | source
@@ -59,7 +60,16 @@ class Arguments(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; the exit status: 0 done, 1 failed, 2 refused, 130 interrupted."""
     wait_without_spinning()
+    from rlkit.output import install
+
+    install()
     words = list(sys.argv[1:] if argv is None else argv)
+    if broken := [word for word in words if re.search("[\ud800-\udfff]", word)]:
+        print(
+            visible(f"rlkit: {broken[0]!a}: this word is not UTF-8; type it again, or set the terminal's encoding to UTF-8"),
+            file=sys.stderr,
+        )
+        return 2
     if not words or words[0] in ("-h", "--help"):
         print(HELP + list_groups())
         return 0
@@ -91,8 +101,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RLKitError as error:
         print(visible("\n".join((f"rlkit: {error}", *getattr(error, "__notes__", ()))), kept="\n"), file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        print(visible(f"rlkit: interrupted: {raised_at(error)}"), file=sys.stderr)
         return 130
+    except SystemExit as error:  # rlkit raises none
+        print(visible(f"rlkit: {raised_at(error)} ended the command; a part of the config may not do that"), file=sys.stderr)
+        return 1
 
 
 def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
@@ -151,8 +165,13 @@ def train_command(arguments: Arguments) -> int:
     if named and named not in ("never", "auto"):
         folder = runs.find_run(named, "resume")
         resume = runs.checkpoint_source(named, folder)
+        if missing := [key for key in runs.withheld(folder) if option(overrides, key) is None]:
+            raise ConfigError(
+                f"resume={named}: {missing[0]} held a secret, which no run folder keeps; give it again, as {missing[0]}=VALUE or better "
+                f"as {missing[0]}='${{oc.env:NAME}}'"
+            )
         overrides = [*added(runs.saved_overrides(folder), drop(overrides, "resume")), f"resume={quote(named)}"]
-    composed = compose(overrides, config_dir=arguments.config_dir)
+    composed = compose(overrides, config_dir=arguments.config_dir, before_import=announcer(folder if resume else None))
     x = experiment(composed)
     check_loggers(x.logger)
     if launch.needed(x.trainer.devices, x.trainer.nodes):
@@ -177,6 +196,7 @@ def train_command(arguments: Arguments) -> int:
         for line in (*warnings(x), *overlaps(tasks)):
             print(f"warning: {line}")
         target = ranks.first(lambda: folder or runs.fresh(runs.OUTPUTS / x.name))  # one for all ranks, which by now have read what is there
+        ranks.first(lambda: runs.require_writable(target))
         if not known:
             own(target)
 
@@ -187,6 +207,45 @@ def train_command(arguments: Arguments) -> int:
     if status == 0:
         ranks.leave()
     return status
+
+
+def announcer(folder: Path | None) -> Callable[[dict], None] | None:
+    """Where the run of a folder is continued, what says which code outside rlkit its config calls, before any of it is imported."""
+    from rlkit import runs
+    from rlkit.compose import conf_dir
+    from rlkit.trust import outside, shipped
+
+    def announce(config: dict) -> None:
+        saved = runs.saved_overrides(folder) if folder is not None else []
+        if found := list(dict.fromkeys(outside({"": config, "overrides": saved}, shipped(conf_dir())))):
+            print(f"resume: code outside rlkit: {'; '.join(found)}", flush=True)
+
+    return None if folder is None else announce
+
+
+def asker(where: str, folder: Path, arguments: Arguments) -> Callable[[dict], None]:
+    """What refuses a config that comes with a folder and calls code outside rlkit, unless the command line says trust=true."""
+    from rlkit import runs
+    from rlkit.compose import conf_dir
+    from rlkit.trust import require
+
+    own = " ".join(drop(arguments.overrides, "run"))
+    for file in Path(arguments.config_dir).rglob("*.yaml") if arguments.config_dir else ():
+        own += "\n" + file.read_text()
+
+    def ask(config: dict) -> None:
+        node = {"": config, "overrides": runs.saved_overrides(folder)}
+        require(node, where, conf_dir(), trusted=is_trusted(arguments.overrides), own=own)
+
+    return ask
+
+
+def is_trusted(overrides: Sequence[str]) -> bool:
+    """Whether the command line says trust=true. Raises ConfigError for any other value than true or false."""
+    said = option(overrides, "trust")
+    if said not in (None, "true", "false"):
+        raise ConfigError(f"trust={said}: must be true or false")
+    return said == "true"
 
 
 def check_continues(folder: Path, config: dict, steps: int, resume: Path | None) -> None:
@@ -271,6 +330,7 @@ def evaluate_command(arguments: Arguments) -> int:
     from rlkit import runs
     from rlkit.compose import compose, experiment
     from rlkit.evaluate import evaluate, table
+    from rlkit.files import LOST
     from rlkit.selfcheck import check_tools
     from rlkit.train import load_split
     from rlkit.types import SPLITS
@@ -282,9 +342,11 @@ def evaluate_command(arguments: Arguments) -> int:
     if split is None:
         raise ConfigError(f"split={option(arguments.overrides, 'split')}: there are {', '.join(SPLITS)}")
     run = runs.find_run(named, "run") if named else None
-    if run is not None:
-        overrides = added(runs.saved_overrides(run), overrides)
-    composed = compose(overrides, entry="evaluate", config_dir=arguments.config_dir)
+    ask = None
+    if named and run is not None:
+        overrides = added(runs.saved_overrides(run), drop(overrides, "trust"))
+        ask = asker(f"run={named}", run, arguments)
+    composed = compose(overrides, entry="evaluate", config_dir=arguments.config_dir, before_import=ask)
     x = experiment(composed)
     if x.evaluation.n < 1:
         raise ConfigError(f"evaluation.n={x.evaluation.n}: there is nothing to evaluate; set it to at least 1")
@@ -296,8 +358,9 @@ def evaluate_command(arguments: Arguments) -> int:
     check_tools(tasks, x.environment)
     checkpoint = runs.checkpoint_source(named, run) if named and run else None
     parent = run / "evaluation" if run else runs.OUTPUTS / "evaluation"
+    LOST.clear()
     print(table(*evaluate(x, tasks, split=split, checkpoint=checkpoint, parent=parent, started=STARTED)))
-    return 0
+    return int(bool(LOST))
 
 
 # ------------------------------------------------------------------------------------------------------- rollout
@@ -307,6 +370,7 @@ def rollout_command(arguments: Arguments) -> int:
     """Plays episodes without training and sums them up."""
     from rlkit import runs
     from rlkit.compose import compose
+    from rlkit.files import LOST
     from rlkit.rollout import roll_out, table
     from rlkit.schema import build
 
@@ -314,9 +378,10 @@ def rollout_command(arguments: Arguments) -> int:
         raise ConfigError("rlkit rollout plays one set of episodes at a time; -m belongs to rlkit train")
     composed = compose(arguments.overrides, entry="rollout", config_dir=arguments.config_dir)
     x = build(composed.config)
+    LOST.clear()
     rollouts, out = roll_out(x, parent=runs.OUTPUTS / x.name, started=STARTED)
-    print(f"{'split':<34}{x.split}\n{table(rollouts)}\n\nwritten to {out}")
-    return 0
+    print(f"{'split':<34}{x.split}\n{table(rollouts)}\n\nwritten to {out}" + (f", but for {', '.join(LOST)}" if LOST else ""))
+    return int(bool(LOST))
 
 
 # --------------------------------------------------------------------------------------------------------- agent
@@ -338,13 +403,31 @@ def agent_command(arguments: Arguments) -> int:
     run = runs.find_run(named, "run") if named else None
     if run is not None and (other := [o for o in overrides if re.match(r"[+~]*model\b", o)]):
         raise ConfigError(f"{other[0]}: run={named} brings its own model; take one of the two away")
+    overrides = drop(overrides, "trust") if run is not None else overrides
     config, checkpoint = compose(overrides, entry="agent", config_dir=arguments.config_dir).config, None
     if named and run is not None:
-        config["model"], checkpoint = runs.read_config(run).get("model", "???"), runs.checkpoint_source(named, run)
+        config["model"], checkpoint = model_of(run, f"run={named}", arguments), runs.checkpoint_source(named, run)
         if problems := check(config["model"], f"{run}/config.yaml, model"):
             raise ConfigError("\n".join(problems))
     show(ask(build(config), arguments.texts[0], checkpoint=checkpoint).rollout)
     return 0
+
+
+def model_of(run: Path, where: str, arguments: Arguments) -> dict:
+    """The model of a run, from its config, which is read as data. Raises ConfigError where it names code outside rlkit and trust=true
+    is not said; DataError where it cannot be read."""
+    from rlkit import runs
+    from rlkit.compose import conf_dir
+    from rlkit.redaction import learn
+    from rlkit.trust import require, with_environment
+
+    written = runs.read_config(run).get("model")
+    if not isinstance(written, dict) or "_target_" not in written:
+        raise ConfigError(f"{where}: {run}/config.yaml names no model; give the folder as rlkit wrote it")
+    require({"model": written}, where, conf_dir(), trusted=is_trusted(arguments.overrides))
+    model = with_environment(written, "model")
+    learn(model, written)
+    return model
 
 
 # -------------------------------------------------------------------------------------------------------- export
@@ -355,18 +438,19 @@ def export_command(arguments: Arguments) -> int:
     from rlkit import runs
     from rlkit.export import export
 
-    known = ("run", "to", "merge")
+    known = ("run", "to", "merge", "trust")
     if unknown := [o for o in arguments.overrides if o.partition("=")[0] not in known]:
-        raise ConfigError(f"{unknown[0]}: rlkit export takes run=FOLDER, to=FOLDER and merge=true")
-    named, place, merge = (option(arguments.overrides, key) for key in known)
+        raise ConfigError(f"{unknown[0]}: rlkit export takes run=FOLDER, to=FOLDER, merge=true and trust=true")
+    named, place, merge = (option(arguments.overrides, key) for key in known[:3])
     if not named or arguments.multirun:
         raise ConfigError("rlkit export takes one run: run=outputs/NAME/TIME, or one of its checkpoints")
     if merge not in (None, "true", "false"):
         raise ConfigError(f"merge={merge}: must be true or false")
     run = runs.find_run(named, "run")
     out = Path(place).expanduser() if place else run / ("merged" if merge == "true" else "export")
-    model = runs.read_config(run).get("model", {})
-    path, step = export(model, checkpoint=runs.checkpoint_source(named, run), out=out, merge=merge == "true")
+    path, step = export(
+        model_of(run, f"run={named}", arguments), checkpoint=runs.checkpoint_source(named, run), out=out, merge=merge == "true"
+    )
     print(f"{path}, step {step}\nwritten to {out}\nload it with AutoModelForCausalLM.from_pretrained({str(out)!r}), or model.path={out}")
     return 0
 
@@ -459,8 +543,8 @@ def replay_command(arguments: Arguments) -> int:
     from rlkit.replay import replay
 
     named = option(arguments.overrides, "bundle")
-    if named is None or len(arguments.overrides) != 1:
+    if named is None or drop(drop(arguments.overrides, "bundle"), "trust"):
         raise ConfigError("rlkit replay takes one debug bundle: rlkit replay bundle=outputs/NAME/TIME/debug/step_000007")
-    text, fine = replay(Path(named).expanduser())
+    text, fine = replay(Path(named).expanduser(), trusted=is_trusted(arguments.overrides))
     print(text)
     return 0 if fine else 1

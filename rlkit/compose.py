@@ -10,11 +10,12 @@ import copy
 import functools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.errors import ConfigError, nearest
+from rlkit.redaction import learn
 from rlkit.schema import build, check
 from rlkit.validate import dry_run, first_steps, range_problems, run_problems
 
@@ -41,13 +42,20 @@ class Composed(NamedTuple):
     full: DictConfig
 
 
-def compose(overrides: Sequence[str], *, entry: str = "train", config_dir: str | None = None) -> Composed:
+def compose(
+    overrides: Sequence[str],
+    *,
+    entry: str = "train",
+    config_dir: str | None = None,
+    before_import: Callable[[dict[str, Any]], None] | None = None,
+) -> Composed:
     """Composes an entry config and refuses it, with all problems in one message, unless it can be built.
 
     Args:
       overrides: as on the command line. Keys that a part's signature knows need no `+`.
       entry: train, evaluate or rollout.
       config_dir: a folder of the user's own options.
+      before_import: looks at the plain config before a module that it names is imported; may refuse it.
     Raises: ConfigError.
     """
     import logging
@@ -66,6 +74,9 @@ def compose(overrides: Sequence[str], *, entry: str = "train", config_dir: str |
             plain = _plain(full)
         except ConfigError as error:
             raise ConfigError("\n".join([*problems, str(error)])) from error
+    learn(plain, _raw(full))
+    if before_import is not None:
+        before_import(plain)
     problems += check(plain) or range_problems(plain)
     problems += phase_problems(plain, overrides)
     if problems:
@@ -192,6 +203,14 @@ def _plain(full: DictConfig) -> dict[str, Any]:
         return {str(key): plain(key) for key in full if key != "hydra"}
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError(one_sentence(error)) from error
+
+
+def _raw(full: DictConfig) -> dict[str, Any]:
+    """The config without Hydra's own node, its references to other values and to the environment as they were written."""
+    from omegaconf import OmegaConf
+
+    plain: Any = OmegaConf.to_container(full, resolve=False)
+    return {key: value for key, value in plain.items() if key != "hydra"}
 
 
 def is_group(override: str, search: Sequence[str]) -> bool:

@@ -5,6 +5,7 @@ traceback. Every other error is ours.
 """
 
 import difflib
+import signal
 import sysconfig
 import traceback
 from collections.abc import Iterable
@@ -46,6 +47,28 @@ class EnvironmentFailed(RLKitError, RuntimeError):
 
 class NonFinite(RLKitError, ArithmeticError):
     """Losses or gradients were nan or infinite too often in a row."""
+
+
+class Interrupted(BaseException):
+    """A signal asked the run to end. No step is half done, and the checkpoint callback saves."""
+
+    def __init__(self, signum: int):
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+    @property
+    def status(self) -> int:
+        """The exit status that shells and schedulers expect: 143 for SIGTERM, 130 for SIGINT, 129 for SIGHUP."""
+        return 128 + self.signum
+
+
+def raised_at(error: BaseException, *, back: int = 1) -> str:
+    """An exception in a few words with its place: "SystemExit(3) at game.py:12". `back`: frames from the innermost, 1 is that one."""
+    while isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt | SystemExit):  # a framework's own exit
+        error = error.__context__
+    said = f"{type(error).__name__}({error!s})" if str(error) else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{said} at {frames[-back].filename}:{frames[-back].lineno}" if len(frames) >= back else said
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rlkit import runs
-from rlkit.callbacks.files import write_json
 from rlkit.errors import DataError
+from rlkit.files import lenient, write_json
 from rlkit.rollouts.record import failed_rollout_kept, save_rollouts
 from rlkit.settings import Experiment
 from rlkit.types import Policy, Split, Task
@@ -47,14 +47,16 @@ def evaluate(
         out = runs.fresh(parent)
         with failed_rollout_kept(out), in_time(settings, "the greedy evaluation"):
             greedy, greedy_rollouts = greedy_accuracy(policy, tasks, **x.held_out(0.0))
-            save_rollouts(out / "greedy.jsonl.gz", greedy_rollouts)
+            with lenient("greedy.jsonl.gz"):
+                save_rollouts(out / "greedy.jsonl.gz", greedy_rollouts)
             if said := failures(greedy_rollouts):
                 print(f"warning: {said}", flush=True)
         with failed_rollout_kept(out), in_time(settings, "the sampled evaluation"):
             sampled, sampled_rollouts = sampled_accuracy(
                 policy, tasks, samples=settings.samples, k=settings.k, seed=settings.seed, **x.held_out(settings.temperature)
             )
-            save_rollouts(out / "sampled.jsonl.gz", sampled_rollouts)
+            with lenient("sampled.jsonl.gz"):
+                save_rollouts(out / "sampled.jsonl.gz", sampled_rollouts)
     result = {
         "checkpoint": str(path) if path else None,
         "model": x.model.keywords.get("path") if hasattr(x.model, "keywords") else None,
@@ -70,7 +72,8 @@ def evaluate(
         "versions": versions(),
         "sandbox": str(level) if (level := seen()) else None,
     }
-    write_json(out / "result.json", result)
+    with lenient("result.json"):
+        write_json(out / "result.json", result)
     return result, out
 
 

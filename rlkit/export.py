@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.errors import ConfigError
+from rlkit.files import refusing
 
 
 def export(model: Mapping[str, Any], *, checkpoint: Path, out: Path, merge: bool = False) -> tuple[Path, int]:
@@ -32,11 +33,12 @@ def export(model: Mapping[str, Any], *, checkpoint: Path, out: Path, merge: bool
     if out.exists():
         raise ConfigError(f"to={out}: exists already; name a folder that does not")
     quiet()
-    policy = build(dict(model))(device="cpu")
+    policy = build(dict(model))(device="cpu")  # the caller has looked at what it calls: rlkit.trust
     adapters = hasattr(policy.model, "merge_and_unload")
     if adapters and not merge and EMBEDDED.get(model["path"]):
         raise ConfigError(f"model.path={model['path']}: no other program can load adapters on this embedded model; use merge=true")
     path, step = restore(policy, checkpoint)
     written = policy.model.merge_and_unload() if adapters and merge else policy.model
-    save_policy(out, policy._replace(model=written))
+    with refusing(out):
+        save_policy(out, policy._replace(model=written))
     return path, step

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # to the ranks, which end saved
 GRACE = 15.0  # seconds in which the others may say what they saw, after a rank has failed
 
 
@@ -39,7 +40,8 @@ def start(command: Sequence[str], count: int) -> int:
     """
     port = free_port()
     ranks: list[subprocess.Popen[bytes]] = []
-    earlier = {number: signal.signal(number, lambda got, _: _send(ranks, got)) for number in (signal.SIGTERM, signal.SIGINT)}
+    heard = [number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+    earlier = {number: signal.signal(number, lambda got, _: _send(ranks, got)) for number in heard}
     try:
         for i in range(count):
             place = {

@@ -10,11 +10,15 @@ from __future__ import annotations
 import importlib.util
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 from rlkit.errors import ConfigError, install
+from rlkit.files import LOST, lose, reason, unwritable
 
 CHARTS = {  # TensorBoard's custom scalars: tab → chart → (kind, metrics)
     "rlkit": {
@@ -119,46 +123,95 @@ def _installed(package: str, option: str) -> None:
         raise ConfigError(f"logger={option}: the package {package} is not installed; {install(option)}, or leave it out")
 
 
+# ------------------------------------------------------------------------------------------ a logger that fails
+
+CALLS = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize", "after_save_checkpoint")  # made by Lightning or by rlkit
+
+
+def tolerant(logger: Any) -> Any:
+    """The same logger, whose calls report a failure instead of raising it: a full disk, a server that is away, a package's own error."""
+
+    def careful(call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def attempt(*args: Any, **settings: Any) -> Any:
+            with missed(logger):
+                return call(*args, **settings)
+
+        return attempt
+
+    for name in CALLS:
+        if hasattr(logger, name):
+            setattr(logger, name, careful(getattr(logger, name)))
+    if not hasattr(threading.excepthook, "before"):
+        hook = partial(_thread_failed, threading.excepthook)
+        hook.before = threading.excepthook  # type: ignore[attr-defined]
+        threading.excepthook = hook
+    return logger
+
+
+def _thread_failed(before: Callable[..., Any], args: Any) -> None:
+    """A thread that writes for a logger and could not: its next call reports that, without a traceback."""
+    if args.exc_value is None or unwritable(args.exc_value) is None:
+        before(args)
+
+
+@contextmanager
+def missed(logger: Any) -> Iterator[None]:
+    """Run a block in which a logger is given something. A failure is reported once for each logger; metrics.jsonl holds the numbers."""
+    try:
+        yield
+    except Exception as error:
+        name = type(logger).__name__
+        if name not in LOST:
+            lose(f"a part of what {name} shows is", unwritable(error) or f"{type(error).__name__}: {reason(error)}", name)
+        if hasattr(logger, "_experiment") and hasattr(logger, "log_dir"):
+            logger._experiment = None  # TensorBoard's writer ends with its first failure; the next call opens another file
+
+
 # --------------------------------------------------------------------------------------- what is no single number
 
 
 def log_text(logger: Any, name: str, text: str, step: int) -> None:
     """A text of a step: TensorBoard text, a W&B table, an MLflow artifact. Other loggers have no place for it."""
-    experiment = logger.experiment
-    if hasattr(experiment, "add_text"):
-        experiment.add_text(name, text, global_step=step)
-    elif hasattr(logger, "log_text"):
-        logger.log_text(key=name, columns=["step", "text"], data=[[step, text]], step=step)
-    elif hasattr(experiment, "log_text"):
-        experiment.log_text(logger.run_id, text, f"{name}/step_{step:06d}.txt")
+    with missed(logger):
+        experiment = logger.experiment
+        if hasattr(experiment, "add_text"):
+            experiment.add_text(name, text, global_step=step)
+        elif hasattr(logger, "log_text"):
+            logger.log_text(key=name, columns=["step", "text"], data=[[step, text]], step=step)
+        elif hasattr(experiment, "log_text"):
+            experiment.log_text(logger.run_id, text, f"{name}/step_{step:06d}.txt")
 
 
 def log_histogram(logger: Any, name: str, values: Sequence[float], step: int) -> None:
     """How values of a step are spread, where the logger can show it: TensorBoard and W&B."""
     if not values:
         return
-    experiment = logger.experiment
-    if hasattr(experiment, "add_histogram"):
-        import numpy as np
+    with missed(logger):
+        experiment = logger.experiment
+        if hasattr(experiment, "add_histogram"):
+            import numpy as np
 
-        experiment.add_histogram(name, np.asarray(values), global_step=step)
-    elif hasattr(logger, "log_table"):  # W&B
-        from wandb import Histogram  # type: ignore[attr-defined, unused-ignore]
+            experiment.add_histogram(name, np.asarray(values), global_step=step)
+        elif hasattr(logger, "log_table"):  # W&B
+            from wandb import Histogram  # type: ignore[attr-defined, unused-ignore]
 
-        logger.log_metrics({name: Histogram(list(values))}, step=step)
+            logger.log_metrics({name: Histogram(list(values))}, step=step)
 
 
 def log_settings(logger: Any, settings: Mapping[str, Any]) -> None:
     """The settings of a run, when it starts. TensorBoard gets them with the final figures: its table of runs needs both at once."""
-    if not hasattr(logger.experiment, "add_hparams"):
-        logger.log_hyperparams(dict(settings))
+    with missed(logger):
+        if not hasattr(logger.experiment, "add_hparams"):
+            logger.log_hyperparams(dict(settings))
 
 
 def log_final(logger: Any, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
     """What the run came to, to compare the runs of a sweep by: TensorBoard's hparams, W&B's summary, MLflow metrics."""
     named = {f"final/{name}": value for name, value in figures.items()}
-    if hasattr(logger.experiment, "add_hparams"):
-        plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in settings.items()}
-        logger.log_hyperparams(plain, named, step=step)
-    else:
-        logger.log_metrics(named, step=step)
+    with missed(logger):
+        if hasattr(logger.experiment, "add_hparams"):
+            plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in settings.items()}
+            logger.log_hyperparams(plain, named, step=step)
+        else:
+            logger.log_metrics(named, step=step)

@@ -476,6 +476,8 @@ class RLModule(L.LightningModule):
         if self.device.type == "cuda" and self.trainer.world_size == 1:
             probe(self)
         self.droppable = False
+        if self.rl_step >= self.total_steps:  # resumed for its last files alone; the loop would wait for a batch for ever
+            self.trainer.should_stop = True
         if ranks.rank() < len(self.generators):  # only now: setting up draws from them
             rng.restore(self.generators[ranks.rank()])
         elif ranks.rank():  # the checkpoint knows no such rank, or there is none

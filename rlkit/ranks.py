@@ -32,6 +32,8 @@ class RankError(RLKitError, RuntimeError):
 class RankOSError(RankError, OSError):
     """Another rank could not write or read: a full disk there is one for all."""
 
+    elsewhere = True  # that rank reports it
+
 
 # ------------------------------------------------------------------------------------------------------ the group
 

@@ -295,6 +295,7 @@ def _load_teacher(policy: Any, *, path: str, revision: str | None, **_: Any) -> 
     """Another model on the policy's device and in its precision. The two must mean the same by an id."""
     from rlkit.errors import ConfigError
     from rlkit.models import check_vocabulary, pretrained_model
+    from rlkit.models.load import check_weights
 
     own = policy.get_base_model() if hasattr(policy, "disable_adapter") else policy
     weight = own.get_output_embeddings().weight
@@ -304,6 +305,7 @@ def _load_teacher(policy: Any, *, path: str, revision: str | None, **_: Any) -> 
         teacher = pretrained_model(path, dtype=weight.dtype, revision=revision)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", "reference.path=", 1)) from error
+    check_weights(teacher, path, "reference.path")
     return teacher.to(weight.device).requires_grad_(False).eval()
 
 

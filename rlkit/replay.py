@@ -6,28 +6,36 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rlkit.errors import ConfigError
+from rlkit.redaction import learn
 
 
-def replay(folder: Path) -> tuple[str, bool]:
+def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
     """Forward and backward over the minibatch of a bundle, with the weights that it had; no optimiser moves.
 
+    Args:
+      trusted: whether the config may call code outside rlkit; see docs/security.md.
     Returns: a table and sentences; whether everything was finite this time.
-    Raises: ConfigError where the folder is no bundle, or its config no longer fits the code; DataError where a file of it is damaged.
+    Raises: ConfigError where the folder is no bundle, its config no longer fits the code, or it calls what is not trusted; DataError
+      where a file of it is damaged or cannot be read.
     """
+    from rlkit import runs
     from rlkit.callbacks.checkpoints import read_checkpoint
     from rlkit.callbacks.faults import BATCH, STATE
+    from rlkit.compose import conf_dir
     from rlkit.module import RLModule
     from rlkit.schema import build, check
     from rlkit.train import autocast, pick_device, quiet, use_threads
+    from rlkit.trust import require, with_environment
     from rlkit.types import Batch
 
     for name in ("config.yaml", BATCH, STATE):
         if not (folder / name).is_file():
             raise ConfigError(f"bundle={folder}: there is no {name}; name a folder debug/step_… of a run whose update failed")
-    config = yaml.safe_load((folder / "config.yaml").read_text())
+    written = runs.read_config(folder)
+    require(written, f"bundle={folder}", conf_dir(), trusted=trusted)
+    config = with_environment(written)
+    learn(config, written)
     if problems := check(config, f"{folder}/config.yaml"):
         raise ConfigError("\n".join(problems))
     quiet()

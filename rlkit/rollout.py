@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rlkit import runs
-from rlkit.callbacks.files import finite, write_json
 from rlkit.environments import environment_of
 from rlkit.errors import ConfigError
+from rlkit.files import finite, lenient, write_atomic, write_json
 from rlkit.rollouts.record import append_rollouts, failed_rollout_kept, save_rollouts
 from rlkit.rollouts.summary import by_part, failures, summarize
 from rlkit.settings import RolloutRun, sampling_problems
@@ -75,12 +75,17 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
             if said := failures(rollouts):
                 print(f"warning: {said}", file=sys.stderr)
             rollouts = score(rollouts, x.reward)
-            save_rollouts(out / f"rollouts.{x.format}", rollouts)
+            with lenient(f"rollouts.{x.format}"):
+                save_rollouts(out / f"rollouts.{x.format}", rollouts)
     shaded = choose(rollouts, SHADED) if len(rollouts) > SHADED else rollouts
-    save_tokens(out / "tokens.jsonl.gz", shaded, lambda ids: decode(policy.codec, ids))
-    (out / "conversations.txt").write_text("\n\n".join(transcript(r) for r in rollouts[:8]))
+    with lenient("tokens.jsonl.gz"):
+        save_tokens(out / "tokens.jsonl.gz", shaded, lambda ids: decode(policy.codec, ids))
+    with lenient("conversations.txt"):
+        said = "\n\n".join(transcript(r) for r in rollouts[:8])
+        write_atomic(out / "conversations.txt", said.encode(errors="backslashreplace"))
     figures = {"split": x.split, "seconds": round(time.perf_counter() - started, 2), "seed": x.seed, "versions": versions()}
-    write_json(out / "summary.json", finite(summarize(rollouts)) | {"steps": step_counts(rollouts)} | figures)
+    with lenient("summary.json"):
+        write_json(out / "summary.json", finite(summarize(rollouts)) | {"steps": step_counts(rollouts)} | figures)
     return rollouts, out
 
 
@@ -90,12 +95,13 @@ def unscored_kept(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]
     show = Bar(total)
 
     def keep(rollout: Rollout) -> None:
-        append_rollouts(path, [rollout])
+        with lenient(path.name):
+            append_rollouts(path, [rollout])
         show.advance(rollout)
 
     try:
         yield keep
-        path.unlink()
+        path.unlink(missing_ok=True)
     finally:
         show.close()
         if path.exists():

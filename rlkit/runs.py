@@ -3,42 +3,57 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, DataError
+from rlkit.files import refusing, write_atomic
+from rlkit.redaction import FROM_ENVIRONMENT, NUMBER, REDACTED, SECRET, redacted
+from rlkit.trust import read_yaml
 
 OUTPUTS = Path("outputs")
 ONCE = ("resume", "takeover")  # keys that say how a process begins, and nothing of the run
 LENGTH = ("trainer.steps", "trainer.max_time", *ONCE)  # keys that two configs of one run may differ in
 PLACE = ("trainer.devices", "trainer.nodes", "trainer.strategy", "trainer.timeout")  # and these: the result does not depend on the ranks
-REDACTED = "<redacted>"
-SECRET = re.compile(  # names of keys and of environment variables that hold a secret
-    r"(^|_)(api_?keys?|access_?keys?|private_?keys?|secrets?|passwords?|passwd|credentials?|authorization)(_|$)"
-    r"|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<![a-z])tokens?$",
-    re.IGNORECASE,
-)
+OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=(.*)", re.DOTALL)
+COUNT = re.compile(r"[-+\d.,eE]*|true|false|null|\{.*|\w+\(.*|\$\{.*", re.DOTALL)  # values that are no text
 FIXED = ("model", "optimizer._target_", "task", "seed")  # keys that a continued run may not change
 
 
 def fresh(parent: Path) -> Path:
-    """A new, empty folder <parent>/<time>."""
+    """A new, empty folder <parent>/<time>. Raises ConfigError where it cannot be made."""
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder, number = parent / stamp, 2
-    while True:
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:  # also where another process came first
-            folder, number = parent / f"{stamp}_{number}", number + 1
+    with refusing(parent):
+        parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                folder.mkdir()
+                return folder
+            except FileExistsError:  # also where another process came first
+                folder, number = parent / f"{stamp}_{number}", number + 1
+
+
+def require_writable(folder: Path) -> None:
+    """Make the folder, and a file in it for a moment. Raises ConfigError where that is impossible, before anything is computed."""
+    made = not folder.exists()
+    try:
+        with refusing(folder):
+            write_atomic(folder / ".writable", b"rlkit\n")
+            (folder / ".writable").unlink()
+    except ConfigError:
+        if made:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def is_run(folder: Path) -> bool:
@@ -53,11 +68,12 @@ def is_finished(folder: Path) -> bool:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """summary.json, or None."""
+    """summary.json, or None where there is none that can be read."""
     try:
-        return json.loads((folder / "summary.json").read_text())
-    except (OSError, ValueError):
+        summary = json.loads((folder / "summary.json").read_text())
+    except (OSError, ValueError, RecursionError):
         return None
+    return summary if isinstance(summary, dict) else None
 
 
 def find_run(text: str, key: str) -> Path:
@@ -83,8 +99,9 @@ def newest_unfinished(name: str, config: Mapping[str, Any], *, beside: tuple[str
     """
     candidates = [f for f in (OUTPUTS / name).glob("*") if is_run(f) and not is_finished(f)]
     for folder in sorted(candidates, key=_last_written, reverse=True):
-        if not difference(read_config(folder), config, beside=PLACE + beside):
-            return folder
+        with suppress(DataError):  # half-written: it is equal to no config
+            if not difference(read_config(folder), config, beside=PLACE + beside):
+                return folder
     return None
 
 
@@ -95,25 +112,25 @@ def _last_written(folder: Path) -> float:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The resolved config that a run was started with."""
-    try:
-        return yaml.safe_load((folder / "config.yaml").read_text()) or {}
-    except (yaml.YAMLError, UnicodeDecodeError):  # half-written: equal to no config
-        return {}
+    """The config that a run was started with, as `write_config` wrote it. Raises DataError where it cannot be read."""
+    config = read_yaml(folder / "config.yaml")
+    if not isinstance(config, dict):
+        raise DataError(f"{folder}/config.yaml: holds no settings; give the folder as rlkit wrote it")
+    return config
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """The resolved config without its secrets, for people and for resume; whole or not there."""
-    text = yaml.safe_dump(redacted(config), sort_keys=False)
-    _write(folder / "config.yaml", text)
-    hide_secrets(folder / ".hydra", secrets(config))
+    write_atomic(folder / "config.yaml", dump(redacted(config)))
+    cover_overrides(folder)
 
 
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".tmp")
-    part.write_text(text)
-    os.replace(part, path)
+def cover_overrides(folder: Path) -> None:
+    """Takes the secrets out of the files that Hydra has just written to .hydra/."""
+    for path in (folder / ".hydra").glob("*.yaml"):
+        written = yaml.safe_load(path.read_text())
+        if (hidden := without_secrets(written)) != written:
+            write_atomic(path, dump(hidden))
 
 
 def put_aside(path: Path, suffix: str) -> Path:
@@ -121,57 +138,30 @@ def put_aside(path: Path, suffix: str) -> Path:
     target, number = path.with_name(path.name + suffix), 2
     while target.exists():
         target, number = path.with_name(f"{path.name}{suffix}_{number}"), number + 1
-    os.replace(path, target)
+    path.rename(target)
     return target
 
 
-def redacted(config: Any) -> Any:
-    """The config with REDACTED where a secret stands: the text under a key that is named like one, and what an environment variable
-    named like one holds, wherever it was put."""
-    found = secrets(config)
-
-    def hide(node: Any) -> Any:
-        if isinstance(node, Mapping):
-            return {key: hide(value) for key, value in node.items()}
-        if isinstance(node, list | tuple):
-            return [hide(value) for value in node]
-        return _covered(node, found) if isinstance(node, str) else node
-
-    return hide(config) if found else config
+def dump(config: Any) -> bytes:
+    """YAML in the order of the keys, without aliases."""
+    return yaml.dump(config, Dumper=_NoAliases, sort_keys=False).encode()
 
 
-def secrets(config: Any) -> set[str]:
-    """The secret texts of a config."""
-    texts = list(_texts(config))
-    named = {text for key, text in texts if SECRET.search(key)}
-    environment = {value for name, value in os.environ.items() if SECRET.search(name) and len(value) >= 8}
-    return (named | {value for value in environment if any(value in text for _, text in texts)}) - {"", REDACTED}
+class _NoAliases(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
-def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(nearest key, text) for every text of a config."""
-    if isinstance(node, Mapping):
-        for name, value in node.items():
-            yield from _texts(value, str(name))
-    elif isinstance(node, list | tuple):
-        for value in node:
-            yield from _texts(value, key)
-    elif isinstance(node, str):
-        yield key, node
-
-
-def _covered(text: str, values: set[str]) -> str:
-    for value in sorted(values, key=len, reverse=True):
-        text = text.replace(value, REDACTED)
-    return text
-
-
-def hide_secrets(folder: Path, values: set[str]) -> None:
-    """Writes REDACTED over secrets in the YAML files that Hydra has put into a folder."""
-    for path in folder.glob("*.yaml") if values else ():
-        text = path.read_text()
-        if (hidden := _covered(text, values)) != text:
-            _write(path, hidden)
+def without_secrets(node: Any) -> Any:
+    """What Hydra wrote, redacted; an override whose key is named like a secret loses its value, however short."""
+    if isinstance(node, list):
+        return [without_secrets(value) for value in node]
+    if isinstance(node, dict):
+        return {key: without_secrets(value) for key, value in redacted(node).items()}
+    if isinstance(node, str) and (found := OVERRIDE.fullmatch(node)) and SECRET.search(key := found[1].rpartition(".")[2]):
+        counted = COUNT.fullmatch(found[2]) and not NUMBER.search(key)  # max_new_tokens=64, or a part that is called tokens
+        return redacted(node) if counted or FROM_ENVIRONMENT.search(node) else f"{found[1]}={REDACTED}"
+    return redacted(node)
 
 
 def write_start(folder: Path, config: Mapping[str, Any], versions: Mapping[str, str]) -> list[str]:
@@ -181,20 +171,31 @@ def write_start(folder: Path, config: Mapping[str, Any], versions: Mapping[str, 
     """
     started = datetime.now().isoformat(timespec="seconds")
     now = {"started": started, "config": redacted(config), "versions": dict(versions), "git": git_state()}
-    starts, damaged = _starts(folder), []
+    starts, damaged, said = _starts(folder), [], vanished(folder)
     if starts is None:
         kept = put_aside(folder / "run.json", ".unreadable")
         starts, damaged = [], [f"run.json cannot be read and is kept as {kept.name}"]
-    _write(folder / "run.json", json.dumps([*starts, now], indent=1, ensure_ascii=False, default=str) + "\n")
+    write_atomic(folder / "run.json", (json.dumps([*starts, now], indent=1, default=str) + "\n").encode())
     if not starts:
-        return damaged
+        return damaged + said
     before = starts[-1]
-    changed = [
+    changed = said + [
         f"{name} was {was}, is {now['versions'].get(name)}" for name, was in before["versions"].items() if was != now["versions"].get(name)
     ]
     if before["git"] != now["git"]:
         changed.append(f"the code was at {before['git'] or 'no commit'}, is at {now['git'] or 'no commit'}")
     return changed
+
+
+def vanished(folder: Path) -> list[str]:
+    """A sentence where the process that worked in the folder last did not come to its end: it left no summary after its start."""
+    start, summary = folder / "run.json", folder / "summary.json"
+    try:
+        if not start.exists() or (summary.exists() and summary.stat().st_mtime >= start.stat().st_mtime):
+            return []
+    except OSError:
+        return []
+    return ["the process before ended without a word: killed, out of memory, or by code of a tool or an environment that exits or crashes"]
 
 
 def read_start(folder: Path) -> dict[str, Any]:
@@ -230,10 +231,26 @@ def git_state() -> str:
 
 
 def saved_overrides(folder: Path) -> list[str]:
-    """The overrides that a run was started with, but for those of one process alone; one with a secret has to be given again."""
+    """The overrides that a run was started with, but for those that held a secret, and for those of one process alone.
+
+    Raises: DataError where they cannot be read.
+    """
+    return [text for text in _saved(folder) if REDACTED not in text and text.partition("=")[0].lstrip("+") not in ONCE]
+
+
+def withheld(folder: Path) -> list[str]:
+    """The keys of the overrides that held a secret, which is not kept: they have to be given again."""
+    return [text.partition("=")[0].lstrip("+") for text in _saved(folder) if REDACTED in text]
+
+
+def _saved(folder: Path) -> list[str]:
     path = folder / ".hydra" / "overrides.yaml"
-    lines = [str(line) for line in yaml.safe_load(path.read_text())] if path.is_file() else []
-    return [line for line in lines if REDACTED not in line and line.partition("=")[0].lstrip("+") not in ONCE]
+    if not path.is_file():
+        return []
+    saved = read_yaml(path)
+    if not isinstance(saved, list):
+        raise DataError(f"{path}: holds no list of overrides; give the folder as rlkit wrote it")
+    return [str(text) for text in saved]
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()) -> dict[str, tuple[Any, Any]]:

@@ -20,6 +20,8 @@ from rlkit.errors import ConfigError, nearest
 
 # `suggests` holds what an option advises other groups: they interpolate it as their default, and its own function never sees it.
 SPECIAL = ("_target_", "_partial_", "_args_", "suggests")
+KINDS = {"_target_": str, "_partial_": bool, "_args_": list}
+WANTED = {"_target_": "the name of a function; write MODULE.FUNCTION", "_partial_": "true or false", "_args_": "a list of values"}
 MISSING = "???"
 GIVEN_LATER = ("split", "device")  # keyword-only parameters that the run passes itself
 
@@ -41,6 +43,9 @@ def check(node: Any, path: str = "") -> list[str]:
         return [p for key, value in node.items() for p in check(value, _join(path, key))]
     if node["_target_"] == MISSING:
         return [f"{path}: has no default; set {_join(path, '_target_')}=MODULE.FUNCTION"]
+    for key, kind in KINDS.items():
+        if key in node and not isinstance(node[key], kind):
+            return [f"{_join(path, key)}: {node[key]!r:.200} is not {WANTED[key]}"]
     try:
         target = resolve(node["_target_"])
     except ConfigError as error:

@@ -11,15 +11,20 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlkit import launch, owner, ranks, runs
-from rlkit.callbacks.files import write_json
-from rlkit.errors import ConfigError, Refusal, RLKitError, distribution, visible
+from rlkit.errors import ConfigError, Interrupted, Refusal, RLKitError, distribution, raised_at, visible
+from rlkit.files import LOST, lenient, refusing, write_json
 from rlkit.processors import cores, threads_for
+from rlkit.redaction import redacted
 from rlkit.settings import AgentRun, Experiment, RolloutRun, TrainerSettings, correction_in_words
 from rlkit.types import Split, Splits, Task
 
+if TYPE_CHECKING:
+    from rlkit.callbacks.evaluation import Results
+
+SHOWN = 6  # files that were not written, which the end of a run names
 PACKAGES = ("torch", "transformers", "peft", "lightning", "hydra-core", "numpy")
 
 
@@ -69,18 +74,13 @@ def train(x: Experiment, tasks: Splits, folder: Path, *, started: float, resume:
       started: time.perf_counter() of the command's start.
     """
     quiet()
+    LOST.clear()
 
     from rlkit import rng
-    from rlkit.callbacks.checkpoints import RLCheckpoint
-    from rlkit.callbacks.evaluation import Results
-    from rlkit.callbacks.files import lenient
-    from rlkit.callbacks.metrics import export_csv
-    from rlkit.callbacks.stopping import Interrupted
+    from rlkit.callbacks.stopping import StopOnSignal
     from rlkit.data import RLData
     from rlkit.module import RLModule
-    from rlkit.monitor import peak_memory
     from rlkit.rollouts.record import FAILED, failed_rollout_kept
-    from rlkit.sandbox import seen
     from rlkit.selfcheck import check_policy, check_teacher
 
     rng.seed(x.seed)  # initial adapters, and what a reward or an environment draws; sampling has its own randomness
@@ -99,8 +99,9 @@ def train(x: Experiment, tasks: Splits, folder: Path, *, started: float, resume:
     module = RLModule(x, policy, tasks.train, exact=exact)
     module.provenance = ranks.first(lambda: runs.read_start(folder))
     results: Results = {}
-    if ranks.rank() == 0 and (folder / FAILED).exists():  # of the process that this one continues
-        runs.put_aside(folder / FAILED, ".earlier")
+    with refusing(folder):
+        if ranks.rank() == 0 and (folder / FAILED).exists():  # of the process that this one continues
+            runs.put_aside(folder / FAILED, ".earlier")
     trainer, checkpoint = make_trainer(x, module, tasks, folder, results, device, resume=resume)
     summary = {"ended": "failed", "seed": x.seed, "name": x.name}
     try:
@@ -110,34 +111,65 @@ def train(x: Experiment, tasks: Splits, folder: Path, *, started: float, resume:
         summary["ended"] = how_it_ended(module, results)
     except Interrupted as signal:
         summary |= {"ended": "interrupted", "signal": str(signal), "status": signal.status}
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit) as error:
         summary["ended"] = "interrupted"
+        if any(isinstance(c, StopOnSignal) and c.module is not None for c in trainer.callbacks):  # then Ctrl-C is no KeyboardInterrupt
+            summary["ended"] = f"failed: {(what := raised_at(error))}"
+            raise RLKitError(f"{what} ended the run in step {module.rl_step + 1}; no environment or reward may do that") from error
     except BaseException as error:
         summary["ended"] = f"failed: {type(error).__name__}: {error}"
         raise
     finally:
-        validation, test = results.get("validation", {}), results.get("test", {})
-        summary |= {
-            "before": test.get(0),
-            "after": test.get(module.rl_step) if module.rl_step else None,
-            "validation": validation[max(validation)] | {"step": max(validation)} if validation else None,
-            "steps": module.rl_step,
-            "wall_seconds": round(time.perf_counter() - started, 2),
-            "tokens": module.tokens,
-            "peak_memory_gb": round(peak_memory(device), 3),
-            "device": str(device),
-            "versions": versions(),
-            "sandbox": str(level) if (level := seen()) else None,
-        }
-        summary["unsaved"] = next((c.unsaved for c in trainer.callbacks if isinstance(c, RLCheckpoint)), "") or None
-        if summary["unsaved"] and summary["ended"] == "finished":
-            summary["ended"] = f"failed: its last steps are not saved ({summary['unsaved']})"
-        if ranks.rank() == 0 and not owner.lost(folder):
-            with lenient("summary.json"):
-                write_json(folder / "summary.json", summary)
-            with lenient("metrics.csv"):
-                export_csv(folder / "metrics.jsonl")
+        conclude(summary, module, folder, results, seconds=time.perf_counter() - started, device=device)
     return summary
+
+
+def conclude(
+    summary: dict[str, Any],
+    module: Any,
+    folder: Path,
+    results: Mapping[Split, Mapping[int, Mapping[str, Any]]],
+    *,
+    seconds: float,
+    device: Any,
+) -> None:
+    """Adds a run's figures, and what of it could not be written, to its summary; writes summary.json and metrics.csv."""
+    from rlkit.callbacks.metrics import export_csv
+    from rlkit.monitor import peak_memory
+    from rlkit.sandbox import seen
+
+    validation, test = results.get("validation", {}), results.get("test", {})
+    summary |= {
+        "before": test.get(0),
+        "after": test.get(module.rl_step) if module.rl_step else None,
+        "validation": {**validation[max(validation)], "step": max(validation)} if validation else None,
+        "steps": module.rl_step,
+        "wall_seconds": round(seconds, 2),
+        "tokens": module.tokens,
+        "peak_memory_gb": round(peak_memory(device), 3),
+        "device": str(device),
+        "versions": versions(),
+        "sandbox": str(level) if (level := seen()) else None,
+    }
+    writes = ranks.rank() == 0 and not owner.lost(folder)
+    if writes:
+        with lenient("metrics.csv"):
+            export_csv(folder / "metrics.jsonl")
+    summary |= missing()
+    if summary["unsaved"] and summary["ended"] == "finished":
+        summary["ended"] = f"failed: {summary['unsaved']}"
+    if writes:
+        with lenient("summary.json"):
+            write_json(folder / "summary.json", redacted(summary))
+
+
+def missing() -> dict[str, Any]:
+    """unsaved: why the run's result is not whole, as a sentence or None. lost: the other files that were not written, each with why."""
+    from rlkit.callbacks.checkpoints import RESULT
+
+    result = {what: why for what, why in LOST.items() if what in RESULT}
+    sentence = "; ".join(f"{what} could not be written ({why})" for what, why in result.items())
+    return {"unsaved": sentence or None, "lost": {what: why for what, why in LOST.items() if what not in RESULT}}
 
 
 def join_ranks(settings: TrainerSettings) -> None:
@@ -184,6 +216,7 @@ def make_trainer(
     from rlkit.callbacks.rows import cut_back, read_rows, refuse_restart
     from rlkit.callbacks.stopping import StopOnSignal
     from rlkit.callbacks.tracking import Tracking
+    from rlkit.loggers import tolerant
     from rlkit.strategies import cluster, make_strategy
 
     metrics = folder / "metrics.jsonl"
@@ -201,11 +234,13 @@ def make_trainer(
             cut_back(metrics, step)
             return path, step, list(read_rows(metrics))
 
-        path, step, earlier = ranks.first(continued)
+        with refusing(folder):
+            path, step, earlier = ranks.first(continued)
         results |= results_of(earlier, tasks, x.evaluation.curve_temperature)
         says = f"{path}, after step {step}" if path else f"{resume} holds no checkpoint yet; the run begins again"
         print(f"resume: {says}", flush=True)
-    loggers = [make(folder, step) for make in x.logger.values()] if ranks.rank() == 0 else []
+    with refusing(folder):
+        loggers = [tolerant(make(folder, step)) for make in x.logger.values()] if ranks.rank() == 0 else []
     rows = [HeldOut(tasks, metrics, results), MetricsFile(metrics), Tracking(folder), Phases(metrics)]
     first = [StopOnSignal(), Ownership(folder), DebugBundle(folder), Watchdog(x.trainer.max_step_time), *rows]
     callbacks = [*first, *(make(folder) for make in x.callbacks.values())]
@@ -348,6 +383,9 @@ def closing(summary: Mapping[str, Any], folder: Path) -> str:
         lines.append(f"{'replies':<22}{how_sampled(before['temperature']):>32}")
         lines.append("")
     lines.append(f"{summary['ended']} after {summary['steps']} steps, {summary['wall_seconds']:.0f} s, {summary['tokens']:,} tokens")
+    if LOST:
+        named = [f"{what} ({why})" for what, why in LOST.items()]
+        lines.append(f"not written: {'; '.join(named[:SHOWN])}" + (f"; and {len(named) - SHOWN} more" if len(named) > SHOWN else ""))
     longer = f" trainer.steps={2 * summary['steps']}" if summary["ended"] == "finished" else ""
     saved = any((folder / "checkpoints").glob("*.ckpt"))
     lines += [
@@ -367,10 +405,11 @@ def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *,
 
     fresh = resume is None
     try:
-        if fresh and ranks.rank() == 0:
-            runs.write_config(folder, config)
-        for line in runs.write_start(folder, config, versions()) if ranks.rank() == 0 else ():
-            print(f"resume: {line}", flush=True)
+        with refusing(folder):
+            if ranks.rank() == 0:
+                runs.write_config(folder, config) if fresh else runs.cover_overrides(folder)
+            for line in runs.write_start(folder, config, versions()) if ranks.rank() == 0 else ():
+                print(f"resume: {line}", flush=True)
         summary = train(x, tasks, folder, started=started, resume=resume)
     except Refusal as error:
         print(visible(f"rlkit: {error}", kept="\n"), file=sys.stderr)
@@ -382,7 +421,8 @@ def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *,
         print(visible("\n".join((f"rlkit: {error}", f"run folder: {folder}", *notes)), kept="\n"), file=sys.stderr)
         return 1
     if ranks.rank() == 0:
-        runs.write_config(folder, config)  # a resumed run's, once it has gone on with it
+        with lenient("config.yaml"):
+            runs.write_config(folder, config)  # a resumed run's, once it has gone on with it
     print(closing(summary, folder), flush=True)
     if summary["ended"] == "interrupted":
         if ranks.rank() == 0 and x.trainer.requeue and "signal" in summary and summary["signal"] != "SIGINT":
@@ -390,5 +430,5 @@ def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *,
 
             owner.release(folder)  # SLURM may end this process as soon as it hears of it
             requeue()
-        return summary.get("status", 130)
-    return 1 if summary["unsaved"] else 0
+        return 1 if LOST else summary.get("status", 130)
+    return 1 if LOST else 0

@@ -439,9 +439,7 @@ def test_dapo_with_its_overrides_taken_back_is_grpo():
     def plain(part):
         return (part.func, part.args, part.keywords) if hasattr(part, "keywords") else part
 
-    assert {k: plain(v) for k, v in dapo._replace(name="grpo")._asdict().items()} == {
-        k: plain(v) for k, v in grpo._asdict().items()
-    }
+    assert {k: plain(v) for k, v in dapo._replace(name="grpo")._asdict().items()} == {k: plain(v) for k, v in grpo._asdict().items()}
 
 
 def test_a_group_that_a_command_does_not_have_is_refused():

@@ -6,10 +6,12 @@ import contextlib
 import errno
 import json
 import os
+import pty
 import random
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +21,16 @@ import pytest
 import torch
 
 from rlkit import rng, runs
-from rlkit.callbacks.checkpoints import AtomicCheckpointIO, RLCheckpoint, checkpoints, load_checkpoint, supersede
+from rlkit.callbacks.checkpoints import CHECKPOINT, AtomicCheckpointIO, RLCheckpoint, checkpoints, load_checkpoint, supersede
 from rlkit.callbacks.evaluation import HeldOut
 from rlkit.callbacks.faults import Watchdog
 from rlkit.callbacks.metrics import append_row, unwritten
 from rlkit.callbacks.rows import read_rows
-from rlkit.callbacks.stopping import requeue
+from rlkit.callbacks.stopping import SIGNALS, StopOnSignal, requeue
+from rlkit.files import LOST
 from rlkit.memory import OutOfMemory, retried
 from rlkit.monitor import UpdateTerms
+from rlkit.redaction import REDACTED
 from rlkit.types import Splits
 
 FAST = ["debug=fast", "task.max_samples=32", "trainer.accelerator=cpu", "evaluation.n=0", "logger=none", "callbacks.checkpoint.model=false"]
@@ -110,10 +114,10 @@ def test_a_save_that_fails_leaves_the_last_good_checkpoint(tmp_path, saving, mon
     with monkeypatch.context() as patch:
         patch.setattr(where, fails)
         assert saving(callback, 2) == ["step_000001.ckpt"]
-    assert os.strerror(number) in capsys.readouterr().err and callback.unsaved
+    assert os.strerror(number) in capsys.readouterr().err and CHECKPOINT in LOST
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_000001.ckpt"]
     assert load_checkpoint(tmp_path / "checkpoints")[1] == {"step": 1}
-    assert saving(callback, 3) == ["step_000003.ckpt"] and not callback.unsaved
+    assert saving(callback, 3) == ["step_000003.ckpt"] and CHECKPOINT not in LOST
 
 
 def test_a_save_for_which_there_is_no_room_is_not_begun(tmp_path, saving, monkeypatch, capsys):
@@ -290,8 +294,8 @@ def test_secrets_are_not_written(tmp_path, monkeypatch):
     (tmp_path / ".hydra" / "overrides.yaml").write_text("- logger.api_key=my-own-key\n- seed=3\n")
     runs.write_config(tmp_path, config)
     assert runs.read_config(tmp_path) == {
-        "logger": {"api_key": runs.REDACTED, "max_new_tokens": 3, "eos_token": "<|im_end|>", "hub_token": [runs.REDACTED]},
-        "reward": {"header": f"Bearer {runs.REDACTED}"},
+        "logger": {"api_key": REDACTED, "max_new_tokens": 3, "eos_token": "<|im_end|>", "hub_token": [REDACTED]},
+        "reward": {"header": f"Bearer {REDACTED}"},
         "tokens": 5,
     }
     assert runs.saved_overrides(tmp_path) == ["seed=3"]
@@ -300,8 +304,19 @@ def test_secrets_are_not_written(tmp_path, monkeypatch):
     assert all("sk-01" not in p.read_text() and "my-own-key" not in p.read_text() for p in tmp_path.rglob("*") if p.is_file())
 
 
+def test_a_process_that_left_no_summary_is_told_of_at_the_next_start(tmp_path):
+    """A tool that exits from C, or a kill, says nothing itself."""
+    config = {"seed": 0}
+    assert runs.write_start(tmp_path, config, {}) == []
+    (line,) = runs.write_start(tmp_path, config, {})
+    assert "ended without a word" in line
+    (tmp_path / "summary.json").write_text("{}")
+    assert runs.write_start(tmp_path, config, {}) == []
+
+
 def test_what_changed_between_two_starts_is_said(tmp_path):
     assert runs.write_start(tmp_path, {"seed": 0}, {"torch": "1"}) == []
+    (tmp_path / "summary.json").write_text("{}")
     assert runs.write_start(tmp_path, {"seed": 0}, {"torch": "2"}) == ["torch was 1, is 2"]
     assert runs.read_start(tmp_path)["versions"] == {"torch": "2"}
 
@@ -348,7 +363,7 @@ def at(place: str, action):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["rlkit.rollouts.collect.after_reply", "rlkit.module.surrogate"], ids=["rollouts", "update"])
-@pytest.mark.parametrize("signum, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("signum, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_ends_a_run_saved_and_it_goes_on_as_if_nothing_had_happened(tmp_path, forked, place, signum, status):
     """Rollouts are dropped, an update is finished; no step is done twice or left out, though no checkpoint was due."""
     log, whole, folder = tmp_path / "log", tmp_path / "whole", tmp_path / "run"
@@ -364,6 +379,56 @@ def test_a_signal_ends_a_run_saved_and_it_goes_on_as_if_nothing_had_happened(tmp
     assert all(torch.equal(a[name], b[name]) for name in a)
     kept = [[{k: v for k, v in row.items() if not k.startswith("perf/")} for row in rows(f)] for f in (whole, folder)]
     assert kept[0] == kept[1] and [row["step"] for row in kept[1]] == [1, 2, 3]
+
+
+def test_a_hangup_is_heard_unless_it_is_ignored(monkeypatch):
+    """A closed terminal ended a run unsaved; `nohup` ignores the signal, and a run that listened to it would end after all."""
+    before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    try:
+        for found, heard in ((signal.SIG_DFL, True), (signal.SIG_IGN, False)):
+            signal.signal(signal.SIGHUP, found)
+            callback = StopOnSignal()
+            callback.on_train_start(SimpleNamespace(), SimpleNamespace())
+            assert (signal.getsignal(signal.SIGHUP) == callback.handle) is heard
+            assert signal.getsignal(signal.SIGTERM) == callback.handle
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_closed_ends_a_run_saved(tmp_path):
+    """What it prints after that has nowhere to go, which is no reason to stop saving."""
+    child, terminal = pty.fork()
+    if not child:
+        words = ["train", *FAST, "trainer.steps=99999", "callbacks.checkpoint.every=99999", "trainer.threads=1"]
+        os.execvp(sys.executable, [sys.executable, "-m", "rlkit", *words, f"hydra.run.dir={tmp_path / 'run'}"])
+    said, metrics = b"", tmp_path / "run" / "metrics.jsonl"
+    while not metrics.exists() or len(read_rows(metrics)) < 2:
+        said += os.read(terminal, 65536)
+    os.close(terminal)
+    assert wait(child) == 129, said.decode()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["ended"], summary["signal"]) == ("interrupted", "SIGHUP") and summary["steps"] >= 2
+    assert load_checkpoint(tmp_path / "run" / "checkpoints")[1]["rlkit"]["rl_step"] == summary["steps"]
+
+
+@pytest.mark.parametrize("how", ["raise SystemExit(0)", "raise KeyboardInterrupt"])
+def test_an_environment_that_ends_the_process_is_named(tmp_path, forked, monkeypatch, how):
+    """It ended the run without a word, and with the exit status of its choice."""
+    (tmp_path / "leaves.py").write_text(
+        "from rlkit.environments import single_turn\n\ncalls = []\n\n\ndef after(rollout, step):\n    calls.append(1)\n"
+        f"    if len(calls) > 9:\n        {how}\n    return True\n\n\n"
+        "def make(**given):\n    return single_turn(**given)._replace(stop=after)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    log = tmp_path / "log"
+    words = ["train", *FAST, "environment=single_turn", "environment._target_=leaves.make", f"hydra.run.dir={tmp_path / 'run'}"]
+    assert wait(forked(words, log)) == 1, log.read_text()
+    said = log.read_text()
+    name = how.split()[1].partition("(")[0]
+    assert f"rlkit: {name}" in said and "leaves.py:9 ended the run in step" in said and "Traceback" not in said
+    assert name in json.loads((tmp_path / "run" / "summary.json").read_text())["ended"]
 
 
 @pytest.mark.slow
@@ -461,7 +526,7 @@ def test_updates_that_are_not_finite_are_skipped_and_end_the_run_with_a_bundle_t
     assert {p.name for p in bundle.iterdir()} == {"traceback.txt", "config.yaml", "rollouts.jsonl.gz", "batch.pt", "state.ckpt"}
     assert all(row["optim/skipped_nonfinite"] + row["optim/skipped_no_signal"] == 2 for row in rows(folder))
     replayed = tmp_path / "replayed"
-    assert wait(forked(["replay", f"bundle={bundle}"], replayed)) == 1
+    assert wait(forked(["replay", f"bundle={bundle}", "trust=true"], replayed)) == 1
     assert "the gradient of" in replayed.read_text() and "the fault came again" in replayed.read_text()
 
 

@@ -19,10 +19,10 @@ MODULES = {
 # Lower lines never import higher ones; the parts of a line are independent of each other but for BESIDE.
 LAYERS = (
     ("types", "errors", "processors"),
-    ("functional", "sandbox", "deadline", "rng", "ranks", "launch", "digest", "owner"),
+    ("functional", "sandbox", "deadline", "rng", "ranks", "launch", "digest", "owner", "files", "redaction"),
     ("rewards", "tasks", "environments", "generation", "models"),
     ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck", "memory", "assumptions", "drift"),
-    ("module", "data", "loggers", "strategies", "validate"),
+    ("module", "data", "loggers", "strategies", "validate", "trust", "output"),
     ("compose", "callbacks", "runs"),
     ("report",),
     ("train", "evaluate", "rollout", "agent", "notebook", "doctor", "check", "completion", "export", "replay", "sweeps", "cli", "__main__"),
@@ -46,9 +46,13 @@ ONLY = {
     "functional": {"types"},  # for what an advantage with a critic gives
     "sandbox": {"errors", "processors"},
     "processors": set(),
-    "deadline": set(),
     "digest": set(),
     "owner": {"errors"},
+    "deadline": {"errors"},
+    "redaction": set(),
+    "trust": {"errors", "redaction"},
+    "output": {"files", "redaction"},
+    "files": {"errors"},
     "ranks": {"errors"},
     "launch": set(),
     "rng": set(),
@@ -56,20 +60,20 @@ ONLY = {
     "tasks": {"types", "errors", "environments", "sandbox"},
     "environments": {"types", "errors", "sandbox", "deadline"},
     "generation": {"types", "errors", "functional", "models"},
-    "models": {"types", "errors", "functional", "digest"},
-    "rollouts": {"types", "errors", "functional", "rewards", "environments", "models", "ranks"},
+    "models": {"types", "errors", "functional", "digest", "files"},
+    "rollouts": {"types", "errors", "functional", "rewards", "environments", "models", "ranks", "files"},
     "algorithm": {"types", "functional"},
     "reference": {"types", "ranks"},
     "schedules": {"types", "errors"},
     "settings": {"types", "functional", "algorithm", "rewards", "sandbox", "schedules"},
     "monitor": {"types", "functional", "models", "algorithm", "settings", "ranks"},
     "data": set(),
-    "loggers": {"errors"},
+    "loggers": {"errors", "files"},
     "schema": {"errors"},  # it walks any function's signature and knows no part
     "assumptions": {"types"},
     "validate": {"assumptions", "errors", "schedules"},  # and so light: torch comes with what it checks
-    "compose": {"errors", "schema", "validate"},  # everything else is imported when a config names it
-    "runs": {"errors"},
+    "compose": {"errors", "schema", "validate", "redaction"},  # everything else is imported when a config names it
+    "runs": {"errors", "files", "redaction", "trust"},
     "completion": {"errors"},  # a key pressed is answered at once
     "doctor": set(),  # it runs where the rest may not
     "cli": {"errors", "processors"},  # a typo is answered before torch is imported
@@ -217,7 +221,7 @@ def test_importing_a_file_hides_no_part_of_the_same_name():
         "rlkit.cli",
         "rlkit.compose",
         "rlkit.runs",
-        "rlkit.callbacks.files",
+        "rlkit.files",
         "rlkit.train",
         "rlkit.evaluate",
         "rlkit.notebook",

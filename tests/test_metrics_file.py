@@ -8,10 +8,10 @@ import random
 
 import pytest
 
-from rlkit.callbacks.files import finite, write_atomic, write_json
 from rlkit.callbacks.metrics import MetricsFile, append_row, export_csv
 from rlkit.callbacks.rows import cut_back, read_rows
 from rlkit.errors import DataError
+from rlkit.files import finite, write_atomic, write_json
 
 NAN, INF = float("nan"), float("inf")
 

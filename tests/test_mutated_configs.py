@@ -58,6 +58,8 @@ def mutants(config: dict[str, Any], generator: random.Random) -> Iterator[Mutant
         if "_target_" in node:
             added = f"{path.rpartition('.')[0]}.nonsense".lstrip(".")
             yield Mutant(f"+{added}=1", added, "plus")
+            target = f"{path.rpartition('.')[0]}._target_".lstrip(".")
+            yield Mutant(f"{target}={generator.choice(['[rlkit.rewards.numeric]', '{a: 1}', '3', 'true'])}", target, "target")
         yield Mutant(f"{path}=???", path, "hole")
         if isinstance(value, bool):
             yield Mutant(f"{path}=maybe", path, "type")

@@ -18,18 +18,19 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from rlkit import owner, ranks
-from rlkit.callbacks.files import atomic, reason, sync, write_json
 from rlkit.callbacks.metrics import unwritten
 from rlkit.callbacks.ownership import still_owned
-from rlkit.callbacks.stopping import Interrupted
 from rlkit.digest import damage, seal
-from rlkit.errors import DataError
+from rlkit.errors import DataError, Interrupted
+from rlkit.files import LOST, as_oserror, atomic, lenient, reason, sync, write_json
 from rlkit.models.save import save_policy
 from rlkit.runs import put_aside
 
 PREFIX, SUFFIX, SUPERSEDED, DAMAGED = "step_", ".ckpt", ".superseded", ".damaged"
 BEST = "best.ckpt"  # a link to the checkpoint with the best metric
 ADAPTER = ".adapter"  # folder beside a checkpoint: its adapters in PEFT's format
+CHECKPOINT = "the newest checkpoint"  # what is lost where a save failed and none has succeeded since
+RESULT = (CHECKPOINT, "model/", "model_best/", "metrics.jsonl")  # without these a run is not whole; all else is to look at
 SPARE = 1 << 20  # bytes that a save leaves free for metrics and the summary
 
 
@@ -42,12 +43,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         need, free = size(checkpoint) + SPARE, shutil.disk_usage(path.parent).free
         if free < need:
             raise OSError(errno.ENOSPC, f"No space left on device: {need / 2**20:,.0f} MiB needed, {free / 2**20:,.0f} MiB free")
-        try:
-            with atomic(path) as file:
-                seal(file, lambda out: torch.save(checkpoint, out))
-                owner.check_path(path)  # it may have taken long, and must not stand beside those of another process
-        except RuntimeError as error:  # torch.save says so where the file under it cannot grow
-            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+        with as_oserror(), atomic(path) as file:
+            seal(file, lambda out: torch.save(checkpoint, out))
+            owner.check_path(path)  # it may have taken long, and must not stand beside those of another process
 
 
 def size(value: Any) -> int:
@@ -75,7 +73,6 @@ class RLCheckpoint(L.Callback):
         self.run, self.folder = run, run / "checkpoints"
         self.every, self.keep, self.metric, self.mode, self.model = every, keep, best, mode, model
         self.best: dict[str, Any] = {}  # step and value
-        self.unsaved = ""  # why the last save failed
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}
@@ -103,14 +100,14 @@ class RLCheckpoint(L.Callback):
             return
         still_owned(self.run)
         state = gathered(module.model)
-        self.saved("model/", lambda: ranks.first(lambda: save_policy(self.run / "model", module.policy, state=state)))
+        self.saved("model/", lambda: ranks.first(lambda: save_policy(self.run / "model", module.policy, state=state)), "model/")
         best = self.folder / BEST
 
         def write_best() -> None:
             if self.best and best.exists():
                 save_policy(self.run / "model_best", module.policy, state=weights_of(best))
 
-        self.saved("model_best/", lambda: ranks.first(write_best))
+        self.saved("model_best/", lambda: ranks.first(write_best), "model_best/")
 
     def improved(self, module: Any) -> bool:
         """Whether the step's row holds the metric, and no step before had a better one."""
@@ -146,10 +143,10 @@ class RLCheckpoint(L.Callback):
                 save_policy(path.with_suffix(ADAPTER), module.policy, state=adapters, tokenizer=False)
 
         adapters = gathered(module.model) if hasattr(module.model, "peft_config") else None
-        self.unsaved = ""
-        if self.saved(f"checkpoint {path.name}", write) and trainer.is_global_zero:
+        done = self.saved(f"checkpoint {path.name}", write)
+        if done and trainer.is_global_zero:
             self.prune()
-        return not self.unsaved
+        return done
 
     def point(self) -> None:
         """Lets best.ckpt name the checkpoint of the best step."""
@@ -158,16 +155,11 @@ class RLCheckpoint(L.Callback):
             link(self.folder / BEST, path)
             write_json(self.folder / "best.json", self.best)
 
-    def saved(self, what: str, write: Any) -> bool:
-        """Whether a write succeeded; a full disk or a read-only folder is said, not raised."""
-        try:
+    def saved(self, what: str, write: Any, kind: str = CHECKPOINT) -> bool:
+        """Whether a write succeeded. A failure is reported, and what was written before stays; see `lenient`."""
+        with lenient(what, kind):
             write()
-        except OSError as error:
-            self.unsaved = reason(error)
-            if ranks.rank() == 0:
-                print(f"warning: {what} not written ({self.unsaved}); the run goes on, earlier ones stay", file=sys.stderr, flush=True)
-            return False
-        return True
+        return kind not in LOST
 
     def prune(self) -> None:
         """Removes what a newer whole checkpoint makes superfluous; never the best one."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 
-from rlkit.callbacks.files import lenient, write_atomic
+from rlkit.files import lenient, write_atomic
 from rlkit.loggers import log_text
 from rlkit.rollouts import save_rollouts, transcript
 from rlkit.types import Rollout
@@ -32,8 +32,7 @@ class Samples(L.Callback):
             write_atomic(self.folder / f"step_{step:06d}.md", text.encode(errors="backslashreplace"))
         for logger in trainer.loggers:
             for i, sample in enumerate(chosen[:TEXTS]):
-                with lenient(f"samples of step {step} for {type(logger).__name__}"):
-                    log_text(logger, f"samples/{i}", sample, step)
+                log_text(logger, f"samples/{i}", sample, step)
 
 
 class Rollouts(L.Callback):

@@ -12,11 +12,11 @@ from typing import Any
 import lightning as L
 
 from rlkit import ranks, rng
-from rlkit.callbacks.files import lenient
 from rlkit.callbacks.metrics import append_row
 from rlkit.callbacks.terminal import held_out, how_sampled
 from rlkit.callbacks.token_values import save_tokens
 from rlkit.deadline import process_ends_after
+from rlkit.files import lenient
 from rlkit.models.chat import decode
 from rlkit.rollouts import save_rollouts
 from rlkit.rollouts.evaluation import greedy_accuracy

@@ -12,9 +12,10 @@ import lightning as L
 
 from rlkit import owner, ranks, rng
 from rlkit.callbacks.checkpoints import AtomicCheckpointIO
-from rlkit.callbacks.files import lenient, write_atomic
 from rlkit.deadline import process_ends_after
 from rlkit.errors import NonFinite, Refusal
+from rlkit.files import lenient, write_atomic
+from rlkit.redaction import cover
 from rlkit.rollouts import save_rollouts
 
 BATCH, STATE = "batch.pt", "state.ckpt"
@@ -41,7 +42,7 @@ class DebugBundle(L.Callback):
         if writes:
             exception.add_note(f"debug bundle: {folder}")
             with lenient(str(folder)):
-                text = "".join(traceback.format_exception(exception))
+                text = cover("".join(traceback.format_exception(exception)))
                 write_atomic(folder / "traceback.txt", text.encode(errors="backslashreplace"))
                 if (self.run / "config.yaml").exists():
                     shutil.copy(self.run / "config.yaml", folder)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import csv
 import errno
+import io
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 
 from rlkit import ranks
-from rlkit.callbacks.files import finite, lenient, reason
 from rlkit.callbacks.ownership import still_owned
 from rlkit.callbacks.rows import read_rows
+from rlkit.files import LOST, finite, reason, write_atomic
 
 WAITING: dict[Path, bytes] = {}  # file → rows that found no room; a checkpoint is not written before they are
 
@@ -31,8 +33,7 @@ class MetricsFile(L.Callback):
         append_row(self.path, module.rl_step, module.metrics)
         numbers = {k: v for k, v in module.metrics.items() if isinstance(v, int | float) and v == v}
         for logger in trainer.loggers:
-            with lenient(f"step {module.rl_step} of {type(logger).__name__}"):
-                logger.log_metrics(numbers, step=module.rl_step)
+            logger.log_metrics(numbers, step=module.rl_step)
 
 
 def append_row(path: Path, step: int, row: dict[str, Any]) -> None:
@@ -49,12 +50,14 @@ def append_row(path: Path, step: int, row: dict[str, Any]) -> None:
             if written < len(waiting):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         WAITING.pop(path, None)
+        LOST.pop(path.name, None)
     except OSError as error:
         if size is not None:
-            os.truncate(path, size)
+            with suppress(OSError):  # a folder that became read-only in between
+                os.truncate(path, size)
         if path not in WAITING:
             print(f"warning: {path.name} cannot grow ({reason(error)}); the run goes on, and rows wait for room", file=sys.stderr)
-        WAITING[path] = waiting
+        WAITING[path], LOST[path.name] = waiting, reason(error)
 
 
 def unwritten(path: Path) -> bool:
@@ -66,9 +69,9 @@ def export_csv(path: Path) -> Path:
     """metrics.csv beside metrics.jsonl, all columns of all rows, blank where a row has none."""
     rows = read_rows(path)
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    target = path.with_suffix(".csv")
-    with target.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
+    target, text = path.with_suffix(".csv"), io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomic(target, text.getvalue().encode(errors="backslashreplace"))
     return target

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rlkit import runs
-from rlkit.callbacks.files import reason, write_atomic
 from rlkit.errors import DataError
+from rlkit.files import reason, write_atomic
 
 DISCARDED, UNREADABLE = "metrics.discarded.jsonl", "metrics.unreadable"  # beside metrics.jsonl
 

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGUSR1: the run ends at a step's boundary, saved. A second signal ends it at once."""
+"""SIGTERM, SIGINT, SIGHUP and SIGUSR1: the run ends at a step's boundary, saved. A second signal ends it at once."""
 
 from __future__ import annotations
 
@@ -8,27 +8,18 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from typing import Any
 
 import lightning as L
 
 from rlkit import ranks
-from rlkit.callbacks.files import reason
+from rlkit.deadline import end_process
+from rlkit.errors import Interrupted
+from rlkit.files import reason
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last: SLURM's warning before the end (#SBATCH --signal=USR1@120)
-
-
-class Interrupted(BaseException):
-    """A signal asked the run to end. No step is half done, and the checkpoint callback saves."""
-
-    def __init__(self, signum: int):
-        super().__init__(signal.Signals(signum).name)
-        self.signum = signum
-
-    @property
-    def status(self) -> int:
-        """The exit status that shells and schedulers expect: 143 for SIGTERM, 130 for SIGINT."""
-        return 128 + self.signum
+# SIGHUP: the terminal or the connection is gone. SIGUSR1: SLURM's warning before the end (#SBATCH --signal=USR1@120).
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopOnSignal(L.Callback):
@@ -47,16 +38,18 @@ class StopOnSignal(L.Callback):
         module.droppable = True  # the evaluation before the first step
         if threading.current_thread() is threading.main_thread():
             for signum in SIGNALS:
-                signal.signal(signum, self.handle)  # Lightning puts back what was there before it
+                if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # nohup ignores it, and means it
+                    signal.signal(signum, self.handle)  # Lightning puts back what was there before it
 
     def handle(self, signum: int, frame: Any) -> None:
         if self.signum is not None:
-            os._exit(128 + signum)
+            end_process(128 + signum)
         self.signum = signum
         drop = self.module.droppable and ranks.size() == 1  # several ranks end together, between steps
         doing = "the rollouts of this step are dropped" if drop else "this step is finished"
         line = f"rlkit: {signal.Signals(signum).name}: {doing}, then the run is saved and ends; a second signal ends it now"
-        os.write(2, f"\n{line}\n".encode())  # a print could meet another one half done
+        with suppress(OSError):  # after SIGHUP there may be no terminal
+            os.write(2, f"\n{line}\n".encode())  # a print could meet another one half done
         if drop:
             raise Interrupted(signum)
 

@@ -12,7 +12,7 @@ from typing import Any
 import lightning as L
 
 from rlkit.callbacks.conversations import choose
-from rlkit.callbacks.files import finite, lenient, write_atomic
+from rlkit.files import finite, lenient, write_atomic
 from rlkit.models.chat import decode
 from rlkit.rollouts.assemble import rows
 from rlkit.types import Batch, Rollout

@@ -8,12 +8,14 @@
             unit: celsius or fahrenheit.
         '''
 
-Whatever a call does wrong comes back as a sentence that the policy reads; nothing but KeyboardInterrupt escapes.
+Whatever a call does wrong comes back as a sentence that the policy reads, also where it tries to end the process (sys.exit, os._exit,
+KeyboardInterrupt). Only a real interruption escapes, and what Python cannot stop: an exit from C, or a crash.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -21,8 +23,8 @@ from functools import lru_cache, partial, wraps
 from time import perf_counter
 from typing import Any, Literal, Union
 
-from rlkit.deadline import DeadlinePassed, in_thread
-from rlkit.errors import ConfigError
+from rlkit.deadline import DeadlinePassed, ProcessEndAsked, contained, in_thread
+from rlkit.errors import ConfigError, visible
 from rlkit.types import ToolCall, ToolResult
 
 MAX_CHARS = 2000  # of a result that the policy reads
@@ -112,8 +114,9 @@ def execute(
         gives later is dropped. None: no limit, and no thread. A tool whose work is bounded by construction says so by an attribute,
         `tool.bounded = True`, and runs without: a thread costs more than a short call.
     Returns: a ToolResult with the call's id and name; `ok` is False for an unknown tool, arguments that do not fit the
-      signature or its types, a tool that raises (SystemExit too), and one that takes too long; `seconds` is wall time in the tool.
-    Raises: KeyboardInterrupt only.
+      signature or its types, a tool that raises or tries to end the process, and one that takes too long; `seconds` is wall time in
+      the tool.
+    Raises: KeyboardInterrupt and Interrupted only, where the user or a signal interrupts.
     """
     started = perf_counter()
     content, ok = _attempt(call, tools, timeout)
@@ -136,13 +139,21 @@ def _attempt(call: ToolCall, tools: Mapping[str, Callable[..., Any]], timeout: f
             return f"Error: {problem}. Call it as {_signature(call.name, tool)}.", False
         run = partial(_text_of, tool, call.arguments)
         bounded = getattr(_function(tool), "bounded", False)
-        return (run() if timeout is None or bounded else in_thread(run, timeout)), True
-    except KeyboardInterrupt:
-        raise
+        return (contained(run) if timeout is None or bounded else in_thread(run, timeout)), True
     except DeadlinePassed:
         return f"Error: {call.name} took longer than {timeout:g} s and was given up.", False
-    except BaseException as error:  # a tool may do anything, and the episode goes on
+    except ProcessEndAsked as error:
+        _warn_of_end(call.name, str(error))
+        return f"Error: {call.name} tried to end the process and was stopped ({error}).", False
+    except Exception as error:  # a tool may do anything, and the episode goes on
         return f"Error: {_reason(error)}.", False
+
+
+@lru_cache(maxsize=64)
+def _warn_of_end(name: str, how: str) -> None:
+    """Tell the user, once for each place, of a tool that tries to end the run."""
+    said = visible(f"warning: the tool {name} tried to end the process: {how}; its call counts as failed, and the run goes on")
+    print(said, file=sys.stderr, flush=True)
 
 
 def _text_of(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:

@@ -70,6 +70,7 @@ def load_policy(
     if chat_template is not None:
         tokenizer.chat_template = _read_template(chat_template)
     model.to(device)
+    check_weights(model, path)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
@@ -134,6 +135,17 @@ def check_vocabulary(path: str, teacher: str, *, teacher_revision: str | None = 
         raise ConfigError(f"reference.path={teacher}: has {rows} rows for ids up to {max(own.values())}; choose a model with all of them")
 
 
+def check_weights(model: Any, path: str, key: str = "model.path") -> None:
+    """Raises ConfigError naming the first weight that holds nan or infinity: nothing can be sampled from such a model."""
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and not (fine := torch.isfinite(weight)).all():
+            count = int(fine.numel() - fine.sum())
+            raise ConfigError(
+                f"{key}={path}: {count:,} of the {weight.numel():,} numbers of the weight {name} are nan or infinite; the file is damaged "
+                "or comes from a run that diverged, so take another one"
+            )
+
+
 def _source(path: str) -> str:
     location = TINY if path in EMBEDDED else Path(path).expanduser()
     return str(location) if location.exists() else path
@@ -151,7 +163,9 @@ def _verify(path: str, *, weights: bool) -> None:
 def _naming(path: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError) as error:
+    except Exception as error:
+        if not isinstance(error, OSError | ValueError) and type(error).__name__ != "SafetensorError":  # a damaged file of weights
+            raise
         raise ConfigError(
             f"model.path={path}: cannot be loaded ({str(error).splitlines()[0]}). Give a local folder, or a hub id"
         ) from error

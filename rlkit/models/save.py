@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from rlkit.digest import write_sums
+from rlkit.files import as_oserror, sync
 from rlkit.types import Policy
 
 
@@ -22,6 +23,7 @@ def save_policy(folder: Path, policy: Policy, *, state: Mapping[str, Tensor] | N
     Args:
       state: weights to write in place of the model's own: of a checkpoint, or gathered from shards.
       tokenizer: whether it goes along, with the chat template.
+    Raises: OSError where the disk refuses, whichever library writes; an old folder is still there unless only its removal succeeded.
     """
     model: Any = policy.model
     part = folder.with_name(f".{folder.name}.part")
@@ -31,11 +33,16 @@ def save_policy(folder: Path, policy: Policy, *, state: Mapping[str, Tensor] | N
     if state is not None:
         settings["state_dict"] = dict(state)
     try:
-        model.save_pretrained(part, **settings)
-        if tokenizer:
-            policy.codec.tokenizer.save_pretrained(part)
-        write_sums(part)
-        shutil.rmtree(folder, ignore_errors=True)
+        with as_oserror():
+            model.save_pretrained(part, **settings)
+            if tokenizer:
+                policy.codec.tokenizer.save_pretrained(part)
+            write_sums(part)
+        for path in part.rglob("*"):
+            sync(path)
+        if folder.is_dir() and not folder.is_symlink():
+            shutil.rmtree(folder)
         os.replace(part, folder)
+        sync(folder.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from rlkit.callbacks.files import write_json
 from rlkit.digest import folder_damage, write_sums
 from rlkit.errors import DataError
+from rlkit.files import write_json
 from rlkit.notebook.data import TrainingState
 
 NAN = float("nan")

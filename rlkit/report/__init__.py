@@ -7,14 +7,15 @@ shown by textContent alone.
 from __future__ import annotations
 
 import csv
+import io
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlkit import runs
-from rlkit.callbacks.files import write_atomic
 from rlkit.errors import ConfigError
+from rlkit.files import refusing, write_atomic
 from rlkit.report import charts, conversations, page, tables
 from rlkit.report.read import Run, find_runs, group_runs, read_run
 
@@ -35,17 +36,18 @@ def write_report(paths: Sequence[Path | str], out: Path | str | None = None, *, 
     found = [read_run(folder) for folder in find_runs(paths)]
     target = where(paths, out)
     beside = target.with_suffix("")
-    beside.mkdir(parents=True, exist_ok=True)
     groups = group_runs(found)
     drawn = [charts.draw(chart, groups, smooth) for chart in charts.choose(groups)]
-    for chart in drawn:
-        write_atomic(beside / f"{chart.name}.png", chart.png)
-    write_csv(beside / "curves.csv", ("line", "run", "seed", "step", "metric", "value"), curve_rows(groups))
     held_out = tables.before_after(groups)
-    write_csv(beside / "held_out.csv", tables.HeldOutRow._fields, held_out)
-    shown, notes = collected(found, limit)
+    shown, left_out = collected(found, limit)
+    notes = [*(note for run in found for note in run.notes), *left_out]
     text = page.render(found, groups, drawn, held_out, shown, notes, beside.name)
-    write_atomic(target, text.encode())
+    with refusing(target.parent):
+        for chart in drawn:
+            write_atomic(beside / f"{chart.name}.png", chart.png)
+        write_csv(beside / "curves.csv", ("line", "run", "seed", "step", "metric", "value"), curve_rows(groups))
+        write_csv(beside / "held_out.csv", tables.HeldOutRow._fields, held_out)
+        write_atomic(target, text.encode(errors="backslashreplace"))
     return target
 
 
@@ -79,7 +81,8 @@ def curve_rows(groups: Iterable[Any]) -> Iterable[tuple[Any, ...]]:
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """A table for other programs."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(columns)
-        writer.writerows(rows)
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(columns)
+    writer.writerows(rows)
+    write_atomic(path, text.getvalue().encode(errors="backslashreplace"))

@@ -75,6 +75,7 @@ STATIC = (
     Chart("step_seconds", TIME, "Seconds a step", "perf/step_s", "", False),
     Chart("tokens_per_second", TIME, "Tokens a second", "perf/tokens_per_s", "", False),
 )
+LONGEST = 100  # characters of a chart's file
 NAMED = 12  # lines that the legend of a PNG names
 PARTS = {"perf/generate_s": "generate", "perf/reward_s": "reward", "perf/update_s": "update"}  # of a step's seconds
 
@@ -102,8 +103,9 @@ def choose(groups: Sequence[Group]) -> list[Chart]:
 
 def dynamic(found: Sequence[str]) -> Iterator[Chart]:
     """Charts of what a run's own config names: components of the reward, parts of a mixture, scheduled numbers."""
-    for metric in found:
+    for number, metric in enumerate(found):
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", metric.replace("/", "."))
+        name = name if len(name) <= LONGEST else f"{name[:LONGEST]}_{number}"  # of a file
         if match := re.fullmatch(r"reward/([^/]+)/mean", metric):
             yield Chart(name, COMPONENTS, match[1], metric, "mean score")
         elif match := re.fullmatch(r"part/(.+)/reward/mean", metric):

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,16 @@ def step_entries(path: Path, tokens: Path, step: int, kind: str, limit: int, pro
         return []
     known = load_tokens(tokens)
     chosen = choose(rollouts, known, limit, seed=step)
-    return [{"step": step, "kind": kind, **entry_of(r, known.get((r.group, r.sample, r.task.id)), prompts)} for r in chosen]
+    entries = []
+    for r in chosen:
+        values = known.get((r.group, r.sample, r.task.id))
+        try:
+            entry = entry_of(r, values, prompts)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:  # of token values that are none
+            warnings.warn(f"{tokens}: token values of {r.task.id} left out ({type(error).__name__}: {error})", stacklevel=2)
+            entry = entry_of(r, None, prompts)
+        entries.append({"step": step, "kind": kind, **entry})
+    return entries
 
 
 def choose(rollouts: Sequence[Rollout], tokens: Tokens, limit: int, *, seed: int) -> list[Rollout]:
@@ -111,7 +121,7 @@ def load_tokens(path: Path) -> Tokens:
     try:
         lines = [json.loads(text) for text in gzip.decompress(path.read_bytes()).decode().splitlines()]
         return {(line["group"], line["sample"], line["task_id"]): line["steps"] for line in lines}
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError, zlib.error) as error:
         warnings.warn(f"{path}: token values left out ({type(error).__name__}: {error})", stacklevel=2)
         return {}
 

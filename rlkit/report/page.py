@@ -11,9 +11,9 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from rlkit.callbacks.files import finite
+from rlkit.files import finite
 from rlkit.report.charts import SECTIONS, Drawn, phase_starts, style
-from rlkit.report.read import Group, Run, differences
+from rlkit.report.read import Group, Run, differences, is_number
 from rlkit.report.tables import HeldOutRow, health, spans
 
 SHOWN = 80  # settings that differ
@@ -180,12 +180,12 @@ def runs_table(found: Sequence[Run]) -> str:
 
 def number(value: Any, unit: str = "") -> str:
     """1,234."""
-    return f"{value:,}{unit}" if isinstance(value, int | float) and not isinstance(value, bool) else ""
+    return f"{value:,}{unit}" if is_number(value) else ""
 
 
 def seconds(value: Any) -> str:
     """90 s, 12 min or 3.4 h."""
-    if not isinstance(value, int | float):
+    if not is_number(value):
         return ""
     return f"{value:.0f} s" if value < 120 else f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
 

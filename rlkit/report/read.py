@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlkit import runs
-from rlkit.callbacks.rows import read_rows
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, DataError
+from rlkit.redaction import redacted
 from rlkit.rollouts.record import FORMATS
 
 SWITCH = "schedule/switch"
+LARGEST = 1e100
 SAME = (*runs.ONCE, "trainer.max_time")  # settings that change nothing a run computes, beside its seeds
 
 
@@ -27,6 +27,7 @@ class Run(NamedTuple):
     summary: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]  # one a step, from step 0, in order
     switches: Sequence[tuple[int, str]]  # (step after which, what the run said)
+    notes: Sequence[str] = ()  # what of the folder could not be read
 
 
 class Group(NamedTuple):
@@ -66,25 +67,55 @@ def rollout_file(folder: Path) -> Path | None:
 
 
 def read_run(folder: Path) -> Run:
-    """A run, finished or not; of a folder of `rlkit rollout` the numbers are of one step."""
-    settings = runs.flatten(runs.read_config(folder)) if runs.is_run(folder) else {}
-    summary = runs.read_summary(folder) or {}
+    """A run, finished or not; of a folder of `rlkit rollout` the numbers are of one step. What cannot be read is left out and noted."""
+    notes: list[str] = []
+    settings: dict[str, Any] = {}
+    if runs.is_run(folder):
+        try:
+            settings = runs.flatten(redacted(runs.read_config(folder)))
+        except (DataError, RecursionError) as error:
+            notes.append(f"{error}; the settings are left out" if str(error) else f"{folder}/config.yaml: the settings are left out")
+    summary = redacted(runs.read_summary(folder) or {})
     merged: dict[int, dict[str, Any]] = {}
     switches = []
-    for row in read_rows(folder / "metrics.jsonl"):
-        step = int(row["step"])
+    rows, odd = read_rows(folder / "metrics.jsonl")
+    if odd:
+        notes.append(f"{folder}/metrics.jsonl: {odd} lines are no rows of a step and left out")
+    for step, row in rows:
         if SWITCH in row:
             switches.append((step, str(row[SWITCH])))
-        merged.setdefault(step, {}).update({k: v for k, v in row.items() if k != SWITCH})
+        merged.setdefault(step, {}).update({k: v for k, v in row.items() if k != SWITCH} | {"step": step})
     name = settings.get("name") or folder.parent.name
     seed = settings.get("seed", summary.get("seed"))
-    return Run(folder, str(name), seed, settings, summary, [merged[step] for step in sorted(merged)], switches)
+    seed = seed if type(seed) is int else None
+    return Run(folder, str(name), seed, settings, summary, [merged[step] for step in sorted(merged)], switches, notes)
+
+
+def read_rows(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], int]:
+    """(step, row) for each line that is a row of a step, and how many lines are none. Damage in the middle costs its own line only."""
+    rows, odd = [], 0
+    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode())
+            step = row["step"]
+            if isinstance(step, bool) or step != int(step) or not 0 <= step < 1 << 53:
+                raise ValueError(step)
+            rows.append((int(step), row))
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            odd += 1
+    return rows, odd
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a row or a summary can be drawn and averaged: a finite number of a size that its square exists."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def series(run: Run, metric: str) -> dict[int, float]:
     """Step → value, where there is a finite one."""
-    values = ((int(row["step"]), row.get(metric)) for row in run.rows)
-    return {step: float(v) for step, v in values if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)}
+    return {row["step"]: float(row[metric]) for row in run.rows if is_number(row.get(metric))}
 
 
 def metrics_of(found: Iterable[Run]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rlkit.callbacks.evaluation import INTERVALS
 from rlkit.callbacks.pathologies import CHECKS
-from rlkit.report.read import Group, Run
+from rlkit.report.read import Group, Run, is_number
 
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two-sided 95 %, 1 … 9 degrees of freedom
 
@@ -51,15 +51,36 @@ def before_after(groups: Iterable[Group]) -> list[HeldOutRow]:
     """
     out = []
     for group in groups:
-        pairs = [(r.summary["before"], r.summary["after"]) for r in group.runs if r.summary.get("before") and r.summary.get("after")]
+        pairs = whole_pairs((r.summary.get("before"), r.summary.get("after")) for r in group.runs)
         if not pairs:
             continue
         split = str(pairs[0][1].get("split", UNNAMED))
         out += figures(group.label, split, "", pairs)
-        for part in pairs[0][1].get("parts", {}):
-            own = [(b.get("parts", {}).get(part), a.get("parts", {}).get(part)) for b, a in pairs]
-            out += figures(group.label, split, f"{part}: ", [(b, a) for b, a in own if b and a])
+        for part in parts(pairs[0][1]):
+            own = whole_pairs((parts(b).get(part), parts(a).get(part)) for b, a in pairs)
+            out += figures(group.label, split, f"{part}: ", own)
     return out
+
+
+def whole_pairs(sides: Iterable[tuple[Any, Any]]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """The pairs of held-out results of which both are as `rlkit train` writes them."""
+
+    def whole(side: Any) -> bool:
+        if not isinstance(side, Mapping) or not isinstance(side.get("n"), int):
+            return False
+        spans = [span for key in INTERVALS.values() if isinstance(span := side.get(key), list) and len(span) == 2]
+        if len(spans) < len(INTERVALS):
+            return False
+        values = [side[name] for name in INTERVALS if name in side] + [bound for span in spans for bound in span]
+        return all(name in side for name in INTERVALS) and all(value is None or is_number(value) for value in values)
+
+    return [(before, after) for before, after in sides if whole(before) and whole(after)]
+
+
+def parts(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a mixture, the results of its parts."""
+    found = result.get("parts")
+    return found if isinstance(found, Mapping) else {}
 
 
 def figures(line: str, split: str, prefix: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[HeldOutRow]:
@@ -142,7 +163,7 @@ def health(run: Run) -> list[Finding]:
         for row in steps:
             try:
                 text = check(row)
-            except KeyError:
+            except (KeyError, TypeError, ValueError, ArithmeticError):  # it is not there, or no number
                 measured = False
                 break
             said += [(int(row["step"]), text)] if text is not None else []

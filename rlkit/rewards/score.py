@@ -11,7 +11,7 @@ from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 from rlkit import ranks
-from rlkit.deadline import in_thread
+from rlkit.deadline import contained, in_thread
 from rlkit.errors import ConfigError, Refusal, RLKitError
 from rlkit.rewards.aggregators import weighted_sum
 from rlkit.types import Rollout
@@ -165,7 +165,7 @@ def called_on(term: Term, rollouts: Sequence[Rollout]) -> Iterable[Any]:
 def _called(call: Callable[[], Any], timeout: float | None) -> Any:
     """What a call returns, or the exception that it raises."""
     try:
-        return call() if timeout is None else in_thread(call, timeout)
+        return contained(call) if timeout is None else in_thread(call, timeout)
     except Refusal:
         raise
     except Exception as error:

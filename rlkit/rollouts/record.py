@@ -11,18 +11,22 @@ arguments of calls, further keys of messages) is JSON text. So a file opens in `
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import os
 import re
+import types
+import typing
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlkit.errors import ConfigError, DataError, visible
+from rlkit.files import lenient, write_atomic
 from rlkit.rewards import RewardError
 from rlkit.types import Message, Rollout, Step, Task, ToolCall, ToolResult
 
@@ -49,11 +53,7 @@ def save_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
     Raises: ConfigError for another ending, TypeError for what JSON does not know.
     """
     path = Path(path)
-    data = _parquet(rollouts) if _format(path) == ".parquet" else _json_lines(path, rollouts)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".tmp")
-    part.write_bytes(data)
-    os.replace(part, path)
+    write_atomic(path, _parquet(rollouts) if _format(path) == ".parquet" else _json_lines(path, rollouts))
 
 
 def append_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
@@ -83,8 +83,9 @@ def failed_rollout_kept(folder: Path) -> Iterator[None]:
         yield
     except RewardError as error:
         if error.rollout is not None:
-            save_rollouts(folder / FAILED, [error.rollout])
-            error.add_note(f"the rollout on which it failed: {folder / FAILED}")
+            with lenient(FAILED):
+                save_rollouts(folder / FAILED, [error.rollout])
+                error.add_note(f"the rollout on which it failed: {folder / FAILED}")
         raise
 
 
@@ -298,7 +299,36 @@ def from_row(row: Mapping[str, Any]) -> Rollout:
     messages = tuple(_message(message) for message in row["task"]["messages"])
     task = Task(**row["task"] | {"messages": messages, "metadata": json.loads(row["task"]["metadata"])})
     free = {name: json.loads(row[name]) for name in ("rewards", "metadata", "statuses")}
-    return Rollout(**{name: value for name, value in row.items() if name not in COLUMNS} | {"task": task, "steps": steps} | free)
+    rollout = Rollout(**{name: value for name, value in row.items() if name not in COLUMNS} | {"task": task, "steps": steps} | free)
+    if wrong := _wrong(rollout):
+        raise TypeError(f"{wrong} is of another type than rlkit writes")
+    return rollout
+
+
+def _wrong(value: Any, hint: Any = Rollout, path: str = "") -> str:
+    """The first field below a value that does not hold what its annotation says; "" where all do."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    below: Iterable[tuple[str, Any, Any]] = ()  # (path, value, hint) of what is inside
+    if hint is Any:
+        return ""
+    if origin in (typing.Union, types.UnionType):
+        return "" if any(not _wrong(value, option, path) for option in inner) else path
+    if origin is tuple and isinstance(value, tuple):
+        if inner[0] in (int, float):  # as many as there are tokens
+            return "" if {*map(type, value)} <= {int, inner[0]} else path
+        below = ((f"{path}[{i}]", item, inner[0]) for i, item in enumerate(value))
+    elif (hint is Message or origin is Mapping) and isinstance(value, dict):
+        below = ((f"{path}.{key}", item, inner[1] if inner else Any) for key, item in value.items())
+    elif hint in HINTS and isinstance(value, hint):
+        below = ((f"{path}.{name}".lstrip("."), getattr(value, name), kind) for name, kind in _hints(hint).items())
+    elif not isinstance(value, PLAINLY.get(hint, str)) or (isinstance(value, bool) and hint is not bool):
+        return path
+    return next((wrong for place, item, kind in below if (wrong := _wrong(item, kind, place))), "")
+
+
+PLAINLY: Mapping[Any, Any] = {float: (int, float), int: int, bool: bool, type(None): type(None)}  # all else is text
+HINTS = (Rollout, Task, Step, ToolCall, ToolResult)
+_hints = functools.cache(typing.get_type_hints)
 
 
 def _message_row(message: Message) -> dict[str, str | None]:

@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlkit.callbacks.files import write_json
+from rlkit.files import write_json
 
 STOP = "stop"  # jobs/stop: no further job starts
 

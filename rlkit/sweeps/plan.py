@@ -35,6 +35,11 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
     from rlkit.loggers import check_loggers
 
     given = [quoted(text) for text in arguments]
+    if secret := [text.partition("=")[0] for text in arguments if runs.without_secrets(text) != text]:
+        raise ConfigError(
+            f"{secret[0]}: holds a secret, and a sweep names its folders by its overrides; take it from the environment, as "
+            f"{secret[0]}='${{oc.env:NAME}}'"
+        )
     config = compose_sweep(given, config_dir)
     root = Path(config.hydra.sweep.dir)
     resume = ([text.partition("=")[2] for text in given if text.lstrip("+").partition("=")[0] == "resume"] or ["never"])[-1]

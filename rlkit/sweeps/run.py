@@ -20,8 +20,8 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from rlkit import owner, runs
-from rlkit.callbacks.files import write_atomic
 from rlkit.errors import ConfigError
+from rlkit.files import write_atomic
 from rlkit.launch import own_gpus
 from rlkit.processors import cores
 from rlkit.runs import clock
@@ -134,7 +134,7 @@ def run_job(config: DictConfig, *, config_dir: str | None, parallel: int, parent
         )
         save(record, job := job._replace(pid=process.pid))
         code = process.wait()
-    status = "finished" if runs.is_finished(folder) else "interrupted" if code in (130, 143) else "failed"
+    status = "finished" if runs.is_finished(folder) else "interrupted" if code in (129, 130, 143) else "failed"
     save(record, job._replace(status=status, pid=0, ended=time.time(), reason="" if status == "finished" else why(code, log)))
     return objective(folder)
 
@@ -186,7 +186,7 @@ def why(code: int, log: Path) -> str:
 
 @contextlib.contextmanager
 def signals_to_jobs(jobs: Path) -> Iterator[list[int]]:
-    """SIGINT and SIGTERM go to the running jobs of this machine, which save and end; no further one starts. A third one ends it all."""
+    """SIGINT, SIGTERM and SIGHUP go to the running jobs of this machine, which save and end; no other one starts. A third ends it all."""
     received: list[int] = []
 
     def stop(number: int, frame: object) -> None:
@@ -198,11 +198,13 @@ def signals_to_jobs(jobs: Path) -> Iterator[list[int]]:
                 os.kill(job.pid, number)
         if len(received) == 1:
             said = "; what runs elsewhere goes on" if any(j.status == "running" for j in read_jobs(jobs)) and not mine else ""
-            os.write(2, f"\nstopping: {len(mine)} running jobs save and end{said}; once more ends them at once\n".encode())
+            with contextlib.suppress(OSError):  # after SIGHUP there may be no terminal
+                os.write(2, f"\nstopping: {len(mine)} running jobs save and end{said}; once more ends them at once\n".encode())
         if len(received) > 2 or (len(received) > 1 and not mine):
             raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in heard}
     try:
         yield received
     finally:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlkit import runs
+from rlkit.errors import DataError
 from rlkit.runs import clock
 from rlkit.sweeps.jobs import Job, read_jobs, rows
 from rlkit.sweeps.plan import Plan, is_sweep
@@ -101,4 +102,6 @@ def progress_line(job: Job, total: int, varied: Sequence[str]) -> str:
 @functools.cache
 def steps_of(folder: Path) -> int:
     """The length of a run."""
-    return int((runs.read_config(folder).get("trainer") or {}).get("steps") or 0)
+    with contextlib.suppress(DataError, AttributeError, TypeError, ValueError):  # not written yet, or damaged: no time left is shown
+        return int((runs.read_config(folder).get("trainer") or {}).get("steps") or 0)
+    return 0

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 import threading
 from typing import Literal
 
 import pytest
 
 from rlkit.environments import calculator, execute, get_weather, tool_schema, with_schema
-from rlkit.errors import ConfigError
+from rlkit.environments.tools import _warn_of_end
+from rlkit.errors import ConfigError, Interrupted
 from rlkit.types import ToolCall
 
 
@@ -46,6 +49,24 @@ def interrupted() -> str:
     raise KeyboardInterrupt
 
 
+def leave(status: int) -> str:
+    os._exit(status)
+
+
+def leave_at_once(status: int) -> str:
+    os._exit(status)
+
+
+leave_at_once.bounded = True  # runs without a thread
+
+
+def forking() -> str:
+    child = os.fork()
+    if not child:
+        os._exit(7)
+    return str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
 def flood(n: int) -> str:
     return "x" * n
 
@@ -79,7 +100,8 @@ def undocumented(x):
     return x
 
 
-TOOLS = {f.__name__: f for f in (weather, stop, fail, fail_silently, interrupted, flood, half, own_timeout, calculator, get_weather)}
+ENDS = (stop, interrupted, leave, leave_at_once, forking)
+TOOLS = {f.__name__: f for f in (weather, fail, fail_silently, flood, half, own_timeout, calculator, get_weather, *ENDS)}
 
 
 def call(name: str, **arguments) -> ToolCall:
@@ -128,7 +150,10 @@ def test_a_result_carries_the_id_and_text():
         (call("own_timeout"), ["Error: TimeoutError: no answer from the server."]),
         (call("get_weather", city="Atlantis"), ["no weather is known for 'Atlantis'", "Paris, London, Tokyo"]),
         (call("get_weather", city="Paris", unit="kelvin"), ["'unit' must be", "celsius", "fahrenheit"]),
-        (call("stop", code=0), ["SystemExit"]),
+        (call("stop", code=0), ["stop tried to end the process", "SystemExit(0) at ", "test_tools.py:"]),
+        (call("interrupted"), ["KeyboardInterrupt at ", "test_tools.py:"]),
+        (call("leave", status=3), ["os._exit(3) at ", "test_tools.py:"]),
+        (call("leave_at_once", status=0), ["os._exit(0) at ", "test_tools.py:"]),
         (ToolCall("call_7", "weather", {}, error="Error: bad JSON"), ["Error: bad JSON"]),
         (ToolCall("call_7", ["list"], {}), ["Error"]),
         (ToolCall("call_7", "weather", None), ["Error"]),
@@ -144,9 +169,44 @@ def test_a_call_that_failed_to_parse_is_not_run():
     assert execute(ToolCall("call_7", "flood", {"n": 1}, error="bad"), TOOLS).content == "bad"
 
 
-def test_a_keyboard_interrupt_passes():
-    with pytest.raises(KeyboardInterrupt):
-        execute(call("interrupted"), TOOLS)
+def test_a_tool_that_ends_the_process_is_named_to_the_user_once(capsys):
+    """The episode went on with a process that was gone: os._exit ran no handler and no traceback."""
+    _warn_of_end.cache_clear()
+    for _ in range(2):
+        execute(call("leave", status=3), TOOLS)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: the tool leave tried to end the process: os._exit(3) at ") and "test_tools.py:" in line
+
+
+def test_a_tool_may_fork_a_process_that_exits():
+    """multiprocessing ends its children by os._exit."""
+    assert execute(call("forking"), TOOLS).content == "7"
+
+
+@pytest.mark.parametrize("timeout", [None, 5.0], ids=["here", "in a thread"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "a signal that rlkit handles"])
+def test_a_real_interruption_passes(timeout, number):
+    """A signal reaches the main thread wherever the tool runs; it was answered to the policy as the tool's own failure."""
+
+    def handle(signum, frame):
+        raise Interrupted(signum)
+
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, handle), signal.SIGINT: signal.getsignal(signal.SIGINT)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    waiting = threading.Event()
+
+    def wait() -> str:
+        os.kill(os.getpid(), number)
+        waiting.wait(20)
+        return "over"
+
+    try:
+        with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else Interrupted):
+            execute(call("wait"), {"wait": wait}, timeout=timeout)
+    finally:
+        waiting.set()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_a_long_result_is_cut_and_says_so():

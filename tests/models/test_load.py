@@ -92,3 +92,31 @@ def test_gradient_checkpointing_recomputes(tiny):
     plain(ids).logits.square().mean().backward()
     # recomputation repeats the same float32 operations
     torch.testing.assert_close(layer.up_proj.weight.grad, plain.model.layers[0].mlp.up_proj.weight.grad, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_with_their_name(tmp_path, tiny, value):
+    """The first sampled token ended the run in torch.multinomial; the model was already the fault."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(save_to(tmp_path / "model", tiny))
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[2, 3] = value
+    model.save_pretrained(tmp_path / "model")
+    pattern = r"model\.path=.*model: 1 of the [\d,]+ numbers of the weight model\.layers\.1\.mlp\.up_proj\.weight are nan or infinite"
+    with pytest.raises(ConfigError, match=pattern):
+        load_policy(path=str(tmp_path / "model"))
+
+
+def test_a_file_of_weights_that_is_no_such_file_is_refused(tmp_path, tiny):
+    """safetensors raises an error of its own, which is neither OSError nor ValueError."""
+    folder = save_to(tmp_path / "model", tiny)
+    (folder / "model.safetensors").write_bytes(b"\xff" * 4096)
+    with pytest.raises(ConfigError, match=r"model\.path=.*cannot be loaded"):
+        load_policy(path=str(folder))
+
+
+def save_to(folder, policy):
+    policy.model.save_pretrained(folder)
+    policy.codec.tokenizer.save_pretrained(folder)
+    return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import types
 
@@ -113,3 +114,15 @@ def test_a_damaged_parquet_file_is_refused(tmp_path):
     (tmp_path / "train.parquet").write_bytes(b"PAR1 nothing")
     with pytest.raises(DataError, match=r"train\.parquet is not a Parquet file"):
         list(read_rows(str(tmp_path), split="train"))
+
+
+@pytest.mark.parametrize("value", ["\ud800", "a \udfff b", ["ok", {"deep": "\udc80"}], {"\ud801": 1}])
+def test_half_a_character_is_refused_with_its_row(tmp_path, value):
+    """JSON may hold a lone surrogate and UTF-8 may not: the tokenizer ended the run with a traceback, in the middle of it."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in ({"prompt": "good"}, {"prompt": value})))
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: the field 'prompt' holds .*half of a character") as caught:
+        list(read_rows(str(file), split="train"))
+    str(caught.value).encode()
+    file.write_text(json.dumps({"prompt": "\U0001f600"}))  # a whole pair is one character
+    assert [row for _, row in read_rows(str(file), split="train")] == [{"prompt": "\U0001f600"}]

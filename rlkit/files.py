@@ -1,0 +1,151 @@
+"""Writing files that are whole or not there, and what happens where they cannot be written: one place for all of a run's files.
+
+Before the first step a file that cannot be written refuses the run (`refusing`). From then on nothing that is written is worth a
+run: each loss is reported at once, the run goes on, and its end names what is missing (`lenient`, `LOST`).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from rlkit.errors import ConfigError, Refusal
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write into that takes its place, on the disk, when the block ends; where the block fails, what was there stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".tmp")
+    try:
+        with part.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Writes beside the target, flushes to the disk, renames. A reader never sees half a file."""
+    with atomic(path) as file:
+        file.write(data)
+
+
+LOST: dict[str, str] = {}  # what this process could not write and has not written since → why
+
+
+@contextmanager
+def lenient(what: str, kind: str = "") -> Iterator[None]:
+    """Run a block that writes something the run can do without. A full disk or a read-only folder is reported, not raised.
+
+    The loss is kept in `LOST` until a later block of the same kind succeeds, so the end of the run can name it.
+
+    Args:
+      what: the file, as the user knows it.
+      kind: the key in LOST; `what` by default.
+    """
+    try:
+        yield
+    except Exception as error:
+        why = unwritable(error)
+        if why is None:
+            raise
+        lose(what, why, kind, quiet=getattr(error, "elsewhere", False))
+    else:
+        LOST.pop(kind or what, None)
+
+
+def lose(what: str, why: str, kind: str = "", *, quiet: bool = False) -> None:
+    """Report that something was not written, the same thing once, and remember it for the end of the run; `quiet` where another rank
+    reports it."""
+    again = LOST.get(what) == why
+    LOST[kind or what] = why
+    if not quiet and not again:
+        with suppress(OSError):  # what is printed may go into a file on the same disk
+            print(f"warning: {what} not written ({why}); the run goes on", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def refusing(place: Path | str) -> Iterator[None]:
+    """Run a block that writes before anything has been computed. Where it cannot, the command is refused in one sentence.
+
+    Raises: ConfigError naming the place and the reason.
+    """
+    try:
+        yield
+    except Exception as error:
+        why = unwritable(error)
+        if why is None or isinstance(error, Refusal):
+            raise
+        raise ConfigError(f"{place}: cannot be written ({why}); make room or choose another folder") from error
+
+
+# What the libraries raise where the file under them cannot grow or be made, besides OSError. Rust's (safetensors, tokenizers) name
+# the system's error number; torch's zip writer in C++ names only itself.
+RUST = re.compile(r"\(os error (\d+)\)")
+TORCH = re.compile(r"PytorchStreamWriter|unexpected pos \d+|Parent directory .* does not exist|cannot be opened|iostream error")
+
+
+def unwritable(error: BaseException) -> str | None:
+    """Why a file could not be written, in a few words; None for an error that is about something else."""
+    if isinstance(error, OSError):
+        return reason(error)
+    if found := RUST.search(str(error)):
+        return os.strerror(int(found[1]))
+    if isinstance(error, RuntimeError) and TORCH.search(str(error)):
+        behind = error.__cause__ or error.__context__
+        return reason(behind) if isinstance(behind, OSError) else "the disk took only a part of it"
+    return None
+
+
+@contextmanager
+def as_oserror() -> Iterator[None]:
+    """Run a library's writer. What it raises in a way of its own where the disk refuses becomes an OSError, on all ranks alike."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) or (why := unwritable(error)) is None:
+            raise
+        raise OSError(errno.EIO, why) from error
+
+
+def reason(error: BaseException) -> str:
+    """An error in a few words: No space left on device."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Readable JSON; nan and infinity become null, as JSON knows neither."""
+    write_atomic(path, (json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def finite(value: Any) -> Any:
+    """The value with None for every number that JSON does not know."""
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

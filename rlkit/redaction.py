@@ -1,0 +1,113 @@
+"""Secrets are kept out of every text that leaves a run: its files, what it prints, what its loggers show.
+
+A secret is found in three ways and then covered by its value, wherever it turns up:
+by name     the text under a key such as `api_key` or `password`, and the value of an environment variable of such a name
+by origin   what a config took from the environment (`${oc.env:NAME}`); the same words come in its place, so a reader knows the source
+by form     the password of a URL, and a token among the parameters of one
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+REDACTED = "<redacted>"
+OWN = r"(^|_)(api_?keys?|access_?keys?|private_?keys?|secrets?|passwords?|passwd|credentials?|authorization)(_|$)"
+SECRET = re.compile(OWN + r"|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<![a-z])tokens?$", re.IGNORECASE)  # names that hold a secret text
+NUMBER = re.compile(OWN, re.IGNORECASE)  # names that hold a secret number; `tokens: 5` is a count
+URL = re.compile(r"(?<=://)([^/\s:@]*):([^/\s@]+)(?=@)")  # user:password
+PARAMETER = re.compile(r"([?&](?:access_token|api_?key|auth|key|password|secret|sig|signature|token)=)([^&\s\"']+)", re.IGNORECASE)
+FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)[^{}]*\}")
+NAMED, TAKEN = 8, 6  # characters that the value of a variable needs to be covered in any text: found by its name, or by its origin
+PLAIN = re.compile(r"[-+]?[\d.,:eE]*|true|false|null|none", re.IGNORECASE)  # values that say nothing
+KNOWN: dict[str, str] = {}  # secret value → what stands in its place; of this process
+
+
+def learn(config: Any, raw: Any = None) -> None:
+    """Remember the secrets of a config, and of the environment, for `cover`.
+
+    Args:
+      config: composed and resolved, in plain containers.
+      raw: the same before its interpolations were resolved. What it says in clear is no secret, whatever variable holds it too.
+    """
+    for value in _variables():
+        _add(value, REDACTED)
+    clear = [FROM_ENVIRONMENT.sub("", text) for _, text in _texts(raw)]
+    for name in {name for _, text in _texts(raw) for name in FROM_ENVIRONMENT.findall(text)}:
+        value = os.environ.get(name, "")
+        said = any(value in text for text in clear) and not SECRET.search(name)
+        if len(value) >= TAKEN and not PLAIN.fullmatch(value) and not said and not Path(value).exists():
+            _add(value, f"${{oc.env:{name}}}")
+    for value in _found(config):
+        if len(value) >= TAKEN:
+            _add(value, KNOWN.get(value, REDACTED))
+
+
+def _add(value: str, place: str) -> None:
+    """A secret in the forms in which it may be written: as it is, line by line, in JSON or Python, in a URL."""
+    lines = [line for line in value.splitlines() if len(line) >= 2 * NAMED] if "\n" in value else []
+    for form in (value, *lines):
+        KNOWN.update({text: place for text in (form, json.dumps(form)[1:-1], repr(form)[1:-1], quote(form, safe=""))})
+
+
+def cover(text: str) -> str:
+    """The text without secrets that are known, and without passwords in URLs."""
+    return _covered(text, KNOWN)
+
+
+def _covered(text: str, known: Mapping[str, str]) -> str:
+    for value in sorted(known, key=len, reverse=True) if known else ():
+        if value in text:
+            text = text.replace(value, known[value])
+    if "://" in text:
+        text = URL.sub(lambda found: f"{found[1]}:{REDACTED}", text)
+    return PARAMETER.sub(rf"\1{REDACTED}", text) if "=" in text else text
+
+
+def redacted(config: Any) -> Any:
+    """The config as it may be written: a secret under its key, and the value of one wherever it was put, is replaced. Names of
+    functions stay as they are."""
+    known = KNOWN | {value: KNOWN.get(value, REDACTED) for value in _variables() | _found(config)}
+
+    def hide(node: Any, key: str = "") -> Any:
+        if isinstance(node, Mapping):
+            return {name: hide(value, str(name)) for name, value in node.items()}
+        if isinstance(node, list | tuple):
+            return [hide(value, key) for value in node]
+        if isinstance(node, str):
+            return node if key == "_target_" else _covered(node, known)
+        return REDACTED if isinstance(node, int | float) and not isinstance(node, bool) and NUMBER.search(key) else node
+
+    return hide(config)
+
+
+def _variables() -> set[str]:
+    """The values of environment variables that are named like a secret."""
+    return {value for name, value in os.environ.items() if SECRET.search(name) and len(value) >= NAMED}
+
+
+def _found(config: Any) -> set[str]:
+    """The secret texts of a config, by name and by form."""
+    out = set()
+    for key, text in _texts(config):
+        if SECRET.search(key) and key != "_target_":
+            out.add(text)
+        out |= {found[2] for pattern in (URL, PARAMETER) for found in pattern.finditer(text)}
+    return {text for text in out if text and text != REDACTED and not FROM_ENVIRONMENT.fullmatch(text)}
+
+
+def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """(nearest key, text) for every text of a config."""
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            yield from _texts(value, str(name))
+    elif isinstance(node, list | tuple):
+        for value in node:
+            yield from _texts(value, key)
+    elif isinstance(node, str):
+        yield key, node
