@@ -111,7 +111,7 @@ def update_metrics(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> 
     ratio/*           policy over old policy; first_mean must be 1 (the first minibatch is on-policy)
     clip/*            share of the tokens that the loss's own clip leaves without gradient: low_frac with a ratio below 1 and high_frac
                       above; the same tokens as positive_frac and negative_frac by the sign of the advantage. capped_frac: whose weight
-                      is bounded and whose gradient stays. nan where a loss declares no rule (`rlkit.functional.policy_losses.clips`)
+                      is bounded and whose gradient stays. nan where a loss declares no rule (`rlkit.types.clips`)
     kl/ref, ref_k3    to the reference, k1 and k3, nats per token, at the policy before the step's updates
     kl/old            mean over the step's updates of KL(before the step‖now), each taken before its own optimiser step: 0 with one update
                       a step, and never with the last one in it

@@ -334,6 +334,37 @@ def keeps(*words: Guarantee) -> Callable[[Part], Part]:
     return _declared("keeps", words, GUARANTEES, {})
 
 
+class Clip(NamedTuple):
+    """Which tokens the clip of a loss touches: functions of the loss's own quantities and numbers → [B, T] bool. None: no token.
+
+    held     the token has an advantage, and its own log-prob gets no gradient
+    capped   the token's weight is bounded, and its gradient stays
+    """
+
+    held: Callable[..., Tensor] | None = None
+    capped: Callable[..., Tensor] | None = None
+
+
+def clips(*, held: Callable[..., Tensor] | None = None, capped: Callable[..., Tensor] | None = None) -> Callable[[Any], Any]:
+    """Declares what the clip of a policy loss does to a token, for the metrics clip/*: `loss.clip` is a `Clip`.
+
+    Args:
+      held, capped: functions that take quantities by name, as the loss does, and all of its keyword-only numbers.
+
+    >>> import torch
+    >>> @clips(held=lambda ratio, *, width: ratio > 1 + width)
+    ... def mine(ratio, advantages, *, width=0.2): ...
+    >>> mine.clip.held(torch.tensor([1.1, 1.3]), width=0.2)
+    tensor([False,  True])
+    """
+
+    def mark(loss: Any) -> Any:
+        loss.clip = Clip(held, capped)
+        return loss
+
+    return mark
+
+
 def _declared(kind: str, words: Sequence[str], known: Mapping[str, str], where: Mapping[str, Any]) -> Callable[[Part], Part]:
     if unknown := [word for word in words if word not in known]:
         raise ValueError(f"@{kind}('{unknown[0]}'): there is no such word; there are: {', '.join(known)}")

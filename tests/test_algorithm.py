@@ -70,7 +70,7 @@ KLS = {
 TABLE = list(itertools.product(AGGREGATIONS, POLICY_LOSSES, KLS))
 ROLLOUTS = torch.tensor([0, 0, 0, 1, 2, 2, 3, 4, 5, 6, 6, 7])  # of each row; rollout 8 has no row
 TOKENS = ("logprobs_sampler", "logprobs_old", "logprobs_ref")
-PER_ROLLOUT = ("rewards", "group_ids", "truncated", "lengths")
+PER_ROLLOUT = ("rewards", "group_ids", "truncated", "lengths", "reply_lengths")
 
 
 def algorithm(aggregation=token_mean, policy_loss=clipped, **more) -> Algorithm:
@@ -101,6 +101,7 @@ def make_batch(seed: int = 0) -> Batch:
         group_ids=torch.tensor([5, 5, 5, 2, 2, 2, 9, 9, 9]),
         truncated=torch.arange(9) % 4 == 0,
         lengths=torch.zeros(9, dtype=torch.int64).index_add_(0, ROLLOUTS, response.sum(1)),
+        reply_lengths=torch.tensor([max(response.sum(1)[ROLLOUTS == i].tolist(), default=0) for i in range(9)]),
         token_rewards=torch.zeros(b, t, dtype=torch.float64),
         **tokens,
     )

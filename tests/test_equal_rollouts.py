@@ -30,6 +30,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "group_filter": {"none": f.keep_all, "mixed": f.mixed_groups},
     "token_filter": {"none": f.every_token, "top_entropy": partial(f.top_entropy, fraction=0.5)},
     "correction": {
+        "auto": f.no_correction,  # what it stands for is decided before the first step
         "none": f.no_correction, "token_truncate": f.token_correction, "token_mask": partial(f.token_correction, mode="mask"),
         "sequence_truncate": f.sequence_correction, "sequence_mask": partial(f.sequence_correction, mode="mask"),
     },

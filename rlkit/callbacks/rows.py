@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,9 @@ def lost_steps(folder: Path) -> int:
     steps = max([row["step"] for row in read_rows(folder / "metrics.jsonl")] + numbers, default=0)
     ended = summary.get("ended") in ("finished", "out of time", "interrupted") and summary.get("steps") and not summary.get("unsaved")
     left = any(any(saves.glob(name)) for name in ("*.superseded", "*.damaged*", "best.json"))
-    parts = runs.read_config(folder).get("callbacks")
+    parts = None
+    with suppress(DataError):  # a config that cannot be read says nothing of saves
+        parts = runs.read_config(folder).get("callbacks")
     every = [
         part["every"]
         for part in (parts.values() if isinstance(parts, Mapping) else ())

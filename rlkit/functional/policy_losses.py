@@ -7,44 +7,13 @@ Each loss declares by `@clips` what its own clip does to a token, for the metric
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
 from rlkit.functional._arguments import require
 from rlkit.functional.masking import rollout_mean
 from rlkit.functional.ratios import LOG_RATIO_BOUND, log_ratio
-
-
-class Clip(NamedTuple):
-    """Which tokens the clip of a loss touches: functions of the loss's own quantities and numbers → [B, T] bool. None: no token.
-
-    held     the token has an advantage, and its own log-prob gets no gradient
-    capped   the token's weight is bounded, and its gradient stays
-    """
-
-    held: Callable[..., Tensor] | None = None
-    capped: Callable[..., Tensor] | None = None
-
-
-def clips(*, held: Callable[..., Tensor] | None = None, capped: Callable[..., Tensor] | None = None) -> Callable[[Any], Any]:
-    """Marks a policy loss with what its clip does: `loss.clip` is a `Clip`.
-
-    The functions take quantities by name, as the loss does, and all of its keyword-only numbers.
-
-    >>> @clips(held=lambda ratio, *, width: ratio > 1 + width)
-    ... def mine(ratio, advantages, *, width=0.2): ...
-    >>> mine.clip.held(torch.tensor([1.1, 1.3]), width=0.2)
-    tensor([False,  True])
-    """
-
-    def mark(loss: Any) -> Any:
-        loss.clip = Clip(held, capped)
-        return loss
-
-    return mark
+from rlkit.types import clips
 
 
 def _held_by_interval(
