@@ -165,11 +165,7 @@ def train_command(arguments: Arguments) -> int:
     if named and named not in ("never", "auto"):
         folder = runs.find_run(named, "resume")
         resume = runs.checkpoint_source(named, folder)
-        if missing := [key for key in runs.withheld(folder) if option(overrides, key) is None]:
-            raise ConfigError(
-                f"resume={named}: {missing[0]} held a secret, which no run folder keeps; give it again, as {missing[0]}=VALUE or better "
-                f"as {missing[0]}='${{oc.env:NAME}}'"
-            )
+        require_secrets(named, folder, overrides)
         overrides = [*added(runs.saved_overrides(folder), drop(overrides, "resume")), f"resume={quote(named)}"]
     composed = compose(overrides, config_dir=arguments.config_dir, before_import=announcer(folder if resume else None))
     x = experiment(composed)
@@ -207,6 +203,17 @@ def train_command(arguments: Arguments) -> int:
     if status == 0:
         ranks.leave()
     return status
+
+
+def require_secrets(named: str, folder: Path, overrides: Sequence[str]) -> None:
+    """Raises ConfigError where an override of the run held a secret, which no run folder keeps, and is not given again."""
+    from rlkit import runs
+
+    if missing := [key for key in runs.withheld(folder) if option(overrides, key) is None]:
+        raise ConfigError(
+            f"resume={named}: {missing[0]} held a secret, which no run folder keeps; give it again, as {missing[0]}=VALUE or better "
+            f"as {missing[0]}='${{oc.env:NAME}}'"
+        )
 
 
 def announcer(folder: Path | None) -> Callable[[dict], None] | None:

@@ -207,13 +207,12 @@ def make_trainer(
     """The Lightning trainer with rlkit's callbacks, and the checkpoint to continue from."""
     import lightning as L
 
-    from rlkit.callbacks.checkpoints import SUFFIX, AtomicCheckpointIO, RLCheckpoint, checkpoints, load_checkpoint, supersede
+    from rlkit.callbacks.checkpoints import AtomicCheckpointIO, RLCheckpoint
     from rlkit.callbacks.evaluation import HeldOut, results_of
     from rlkit.callbacks.faults import DebugBundle, Watchdog
     from rlkit.callbacks.metrics import MetricsFile
     from rlkit.callbacks.ownership import Ownership
     from rlkit.callbacks.phases import Phases
-    from rlkit.callbacks.rows import cut_back, read_rows, refuse_restart
     from rlkit.callbacks.stopping import StopOnSignal
     from rlkit.callbacks.tracking import Tracking
     from rlkit.loggers import tolerant
@@ -222,20 +221,8 @@ def make_trainer(
     metrics = folder / "metrics.jsonl"
     path, step = None, 0
     if resume is not None:
-
-        def continued() -> tuple[Path | None, int, list[dict[str, Any]]]:
-            if resume.suffix != SUFFIX and not checkpoints(resume):  # killed before its first one
-                refuse_restart(folder)
-                cut_back(metrics, -1)
-                return None, 0, []
-            path, state = load_checkpoint(resume)
-            step = state["rlkit"]["rl_step"]
-            supersede(folder / "checkpoints", step)
-            cut_back(metrics, step)
-            return path, step, list(read_rows(metrics))
-
         with refusing(folder):
-            path, step, earlier = ranks.first(continued)
+            path, step, earlier = ranks.first(lambda: taken_up(resume, folder))
         results |= results_of(earlier, tasks, x.evaluation.curve_temperature)
         says = f"{path}, after step {step}" if path else f"{resume} holds no checkpoint yet; the run begins again"
         print(f"resume: {says}", flush=True)
@@ -264,6 +251,23 @@ def make_trainer(
         inference_mode=False,
     )
     return trainer, path
+
+
+def taken_up(resume: Path, folder: Path) -> tuple[Path | None, int, list[dict[str, Any]]]:
+    """The checkpoint that a run is continued from, its RL step, and the rows up to it; what came after it is set aside."""
+    from rlkit.callbacks.checkpoints import SUFFIX, checkpoints, load_checkpoint, supersede
+    from rlkit.callbacks.rows import cut_back, read_rows, refuse_restart
+
+    metrics = folder / "metrics.jsonl"
+    if resume.suffix != SUFFIX and not checkpoints(resume):  # killed before its first one
+        refuse_restart(folder)
+        cut_back(metrics, -1)
+        return None, 0, []
+    path, state = load_checkpoint(resume)
+    step = state["rlkit"]["rl_step"]
+    supersede(folder / "checkpoints", step)
+    cut_back(metrics, step)
+    return path, step, list(read_rows(metrics))
 
 
 def pick_device(x: Experiment | RolloutRun | AgentRun) -> Any:

@@ -76,9 +76,19 @@ def at(place: str, action, count: int) -> None:
     setattr(owner, name, wrapper)
 
 
-@pytest.mark.parametrize("limit", [0, 20_000], ids=["no byte", "small files fit"])
+SMALL = ("summary", "config")  # moments after which only small files are written
+
+
 @pytest.mark.parametrize("rank", [0, 4], ids=["all weights", "adapters"])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment, limit",
+    [
+        pytest.param(moment, limit, id=f"{moment}-{'small files fit' if limit else 'no byte'}")
+        for moment in MOMENTS
+        for limit in (0, 20_000)
+        if not (limit and moment in SMALL)
+    ],
+)
 @pytest.mark.slow
 def test_a_disk_that_refuses_at_any_moment_ends_no_run(tmp_path, forked, moment, rank, limit):
     refuses(tmp_path, forked, moment, rank, limit)
@@ -107,6 +117,9 @@ def refuses(tmp_path: Path, forked, moment: str, rank: int, limit: int) -> None:
     assert state["rlkit"]["rl_step"] == (1 if moment in ("step", "evaluation", "checkpoint", "within the checkpoint") else 3)
     assert not list(folder.rglob("*.tmp")) and not list(folder.rglob(".*part"))
     again = tmp_path / "again"
+    if moment == "config":  # all of the run is there, and config.yaml is the one that it began with
+        assert wait(forked(["train", f"resume={folder}"], again)) == 2 and "has done all of its 3 steps" in again.read_text()
+        return
     assert wait(forked(["train", f"resume={folder}"], again)) == 0, again.read_text()
     assert load_checkpoint(folder / "checkpoints")[1]["rlkit"]["rl_step"] == 3 and (folder / "model").is_dir()
     assert json.loads((folder / "summary.json").read_text())["lost"] == {}

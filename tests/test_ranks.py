@@ -330,7 +330,7 @@ def test_a_bundle_of_several_ranks_replays_on_one_process(two, monkeypatch, caps
     start = load_policy(path="tiny").model.state_dict()  # no update was made
     assert all(torch.equal(value, trained[f"model.{name}"]) for name, value in start.items())
     monkeypatch.syspath_prepend(str(WORKER.parent))
-    assert main(["replay", f"bundle={bundle}"]) == 1
+    assert main(["replay", f"bundle={bundle}", "trust=true"]) == 1
     assert "the gradient of" in (said := capsys.readouterr().out) and "the fault came again" in said
 
 
@@ -395,5 +395,5 @@ def test_a_rank_that_fails_alone_in_an_update_leaves_a_bundle_that_replays(tmp_p
     bundles = {p.name: {f.name for f in p.iterdir()} for p in (tmp_path / "run" / "debug").iterdir()}
     assert {"batch.pt", "state.ckpt"} <= bundles["step_000001_rank1"] and "state.ckpt" not in bundles.get("step_000001", set())
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert main(["replay", f"bundle={tmp_path / 'run' / 'debug' / 'step_000001_rank1'}"]) == 0
+    assert main(["replay", f"bundle={tmp_path / 'run' / 'debug' / 'step_000001_rank1'}", "trust=true"]) == 0
     assert "the fault did not come again" in capsys.readouterr().out

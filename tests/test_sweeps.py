@@ -281,7 +281,7 @@ def session_or_folder(process, session, folder):
         pytest.param(
             ["experiment=sweep_slurm", "hydra/launcher=slurm_local", "algorithm=grpo", "seed=1,2"], marks=needs("hydra_submitit_launcher")
         ),
-        pytest.param(["experiment=search", "hydra.sweeper.n_trials=2"], marks=needs("hydra_optuna_sweeper")),
+        pytest.param(["experiment=search", "hydra.sweeper.n_trials=2", "evaluation.every=0"], marks=needs("hydra_optuna_sweeper")),
     ],
     ids=lambda words: words[0],
 )

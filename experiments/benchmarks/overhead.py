@@ -71,7 +71,8 @@ def install(module: Any) -> None:
     from rlkit.models.score import trunk_and_head
 
     rlkit.module.score = timed("score", rlkit.module.score)  # type: ignore[assignment]
-    for part in trunk_and_head(module.model):
+    trunk, head = trunk_and_head(module.model)
+    for part in (trunk, head.module):
         part.forward = timed("decode", part.forward)  # outside `score` a trunk runs in decoding alone
     for engine in ("cached", "transformers"):  # by their modules: the package's own names are the functions
         engine_module: Any = sys.modules[f"rlkit.generation.{engine}"]
