@@ -6,9 +6,9 @@ import math
 import os
 from pathlib import Path
 
-# Below so many parameters a second thread buys nothing, and costs much where other processes want
-# the cores (experiments/benchmarks/threads.py).
-PARAMETERS_PER_THREAD = 4_000_000
+# The default run of 0.9 million parameters is as fast with one thread as with two, and beside busy
+# processes much faster; at 4.5 million two threads are 1.4 to 1.8 times as fast (experiments/benchmarks).
+PARAMETERS_PER_THREAD = 2_000_000
 CGROUP = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
