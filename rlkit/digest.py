@@ -60,7 +60,7 @@ def damage(path: Path) -> str:
             return f"its part {bad} is not what was written" if bad else ""
     except OSError as error:
         return error.strerror or str(error)
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, RuntimeError) as error:  # what zipfile says of a damaged index
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, RuntimeError) as error:  # zipfile's errors for a damaged index
         return str(error) or type(error).__name__
 
 

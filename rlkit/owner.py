@@ -151,7 +151,7 @@ def lives(found: Mapping[str, Any]) -> bool:
 
 
 def occupied(folder: Path) -> str:
-    """Who works in a folder, as a sentence that says how to go on; empty where nobody does, or nothing can be found out."""
+    """Who works in a folder, as a sentence that tells how to go on. Empty if no one does, or if it cannot be found out."""
     try:
         with _opened(folder / NAME) as file:
             found = _read(file)

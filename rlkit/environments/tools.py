@@ -8,7 +8,7 @@
             unit: celsius or fahrenheit.
         '''
 
-Whatever a call does wrong comes back as a sentence that the policy reads, also where it tries to end the process (sys.exit, os._exit,
+Whatever a call does wrong comes back as a sentence that the policy reads, even if it tries to end the process (sys.exit, os._exit,
 KeyboardInterrupt). Only a real interruption escapes, and what Python cannot stop: an exit from C, or a crash.
 """
 

@@ -81,7 +81,7 @@ def load_policy(
 
 
 def pretrained_tokenizer(path: str, **hub: Any) -> Any:
-    """The tokenizer of "tiny", a local folder or a hub id. Raises ConfigError, also where a file of it is damaged."""
+    """The tokenizer of "tiny", a local folder or a hub id. Raises ConfigError if it is absent or one of its files is damaged."""
     from transformers import AutoTokenizer
 
     _verify(path, weights=False)
