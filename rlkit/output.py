@@ -14,7 +14,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Descriptor(io.FileIO):
-    """A file descriptor whose writes never fail. What a full disk refuses is remembered. What goes to a closed terminal or pipe is dropped."""
+    """A file descriptor whose writes never fail. What a full disk refuses is remembered; a closed terminal's is dropped."""
 
     def write(self, data: Any) -> int:
         try:

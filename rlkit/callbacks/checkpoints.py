@@ -212,7 +212,7 @@ def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
     """A checkpoint on the CPU: the file that is named, or the newest whole one of a folder.
 
     Damaged ones of a folder are named on standard error, with the one that is used in their place. A damaged file that was named is
-    refused, since an older one is not what was asked for; the message names it. Raises DataError, even if none can be read.
+    refused, since an older one is not what was asked for; the message names it. Raises DataError if none can be read.
     """
     damaged = []
     named = source.suffix == SUFFIX
