@@ -216,45 +216,6 @@ def require_secrets(named: str, folder: Path, overrides: Sequence[str]) -> None:
         )
 
 
-def announcer(folder: Path | None) -> Callable[[dict], None] | None:
-    """Where the run of a folder is continued, what says which code outside rlkit its config calls, before any of it is imported."""
-    from rlkit import runs
-    from rlkit.compose import conf_dir
-    from rlkit.trust import outside, shipped
-
-    def announce(config: dict) -> None:
-        saved = runs.saved_overrides(folder) if folder is not None else []
-        if found := list(dict.fromkeys(outside({"": config, "overrides": saved}, shipped(conf_dir())))):
-            print(f"resume: code outside rlkit: {'; '.join(found)}", flush=True)
-
-    return None if folder is None else announce
-
-
-def asker(where: str, folder: Path, arguments: Arguments) -> Callable[[dict], None]:
-    """What refuses a config that comes with a folder and calls code outside rlkit, unless the command line says trust=true."""
-    from rlkit import runs
-    from rlkit.compose import conf_dir
-    from rlkit.trust import require
-
-    own = " ".join(drop(arguments.overrides, "run"))
-    for file in Path(arguments.config_dir).rglob("*.yaml") if arguments.config_dir else ():
-        own += "\n" + file.read_text()
-
-    def ask(config: dict) -> None:
-        node = {"": config, "overrides": runs.saved_overrides(folder)}
-        require(node, where, conf_dir(), trusted=is_trusted(arguments.overrides), own=own)
-
-    return ask
-
-
-def is_trusted(overrides: Sequence[str]) -> bool:
-    """Whether the command line says trust=true. Raises ConfigError for any other value than true or false."""
-    said = option(overrides, "trust")
-    if said not in (None, "true", "false"):
-        raise ConfigError(f"trust={said}: must be true or false")
-    return said == "true"
-
-
 def check_continues(folder: Path, config: dict, steps: int, resume: Path | None) -> None:
     """Prints what changed since the run in `folder` was started.
 
@@ -326,6 +287,48 @@ def unquote(text: str) -> str:
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         return text[1:-1].replace("\\" + text[0], text[0])
     return text
+
+
+# ----------------------------------------------------------------------------------------- trust in what a folder names
+
+
+def announcer(folder: Path | None) -> Callable[[dict], None] | None:
+    """Where the run of a folder is continued, what says which code outside rlkit its config calls, before any of it is imported."""
+    from rlkit import runs
+    from rlkit.compose import conf_dir
+    from rlkit.trust import outside, shipped
+
+    def announce(config: dict) -> None:
+        saved = runs.saved_overrides(folder) if folder is not None else []
+        if found := list(dict.fromkeys(outside({"": config, "overrides": saved}, shipped(conf_dir())))):
+            print(f"resume: code outside rlkit: {'; '.join(found)}", flush=True)
+
+    return None if folder is None else announce
+
+
+def asker(where: str, folder: Path, arguments: Arguments) -> Callable[[dict], None]:
+    """What refuses a config that comes with a folder and calls code outside rlkit, unless the command line says trust=true."""
+    from rlkit import runs
+    from rlkit.compose import conf_dir
+    from rlkit.trust import require
+
+    own = " ".join(drop(arguments.overrides, "run"))
+    for file in Path(arguments.config_dir).rglob("*.yaml") if arguments.config_dir else ():
+        own += "\n" + file.read_text()
+
+    def ask(config: dict) -> None:
+        node = {"": config, "overrides": runs.saved_overrides(folder)}
+        require(node, where, conf_dir(), trusted=is_trusted(arguments.overrides), own=own)
+
+    return ask
+
+
+def is_trusted(overrides: Sequence[str]) -> bool:
+    """Whether the command line says trust=true. Raises ConfigError for any other value than true or false."""
+    said = option(overrides, "trust")
+    if said not in (None, "true", "false"):
+        raise ConfigError(f"trust={said}: must be true or false")
+    return said == "true"
 
 
 # ------------------------------------------------------------------------------------------------------ evaluate
