@@ -501,7 +501,7 @@ class RLModule(L.LightningModule):
             "generators": generators,
             "nonfinite": self.nonfinite,
             "halvings": self.halvings,
-            "threads": torch.get_num_threads(),
+            "threads": torch.get_num_threads() if self.device.type == "cpu" else None,  # a GPU's sums do not depend on them
         }
         checkpoint["run"] = self.provenance
 
@@ -517,7 +517,7 @@ class RLModule(L.LightningModule):
         self.moments = Moments(*state["moments"])
         self.generators = state["generators"]
         self.nonfinite, self.halvings = state.get("nonfinite", {}), state.get("halvings", 0)
-        threads = state.get("threads", torch.get_num_threads())
+        threads = state.get("threads") or torch.get_num_threads()
         if self.experiment.trainer.threads is None and threads != torch.get_num_threads():  # the same sums in the same order
             torch.set_num_threads(threads)
             print(f"resume: computes with {threads} thread(s), as the run did so far", flush=True)
