@@ -2,6 +2,5 @@
 
 from rlkit.engines.cached import generate as cached
 from rlkit.engines.transformers import generate
-from rlkit.engines.vllm import VLLM
 
-__all__ = ["VLLM", "cached", "generate"]
+__all__ = ["cached", "generate"]
