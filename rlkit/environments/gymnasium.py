@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -69,6 +71,35 @@ class Game:
 
     def answer(self, rollout: Rollout) -> Any:
         return play(self.instance, rollout, self.parse_action, self.render)
+
+
+def seed_of(task: Task) -> int:
+    """What the task's episodes are reset with."""
+    return int(task.metadata.get("seed", zlib.crc32(task.id.encode())))
+
+
+def play(instance: Any, rollout: Rollout, parse_action: Callable[[str], Any], render: Callable[[Any], str]) -> tuple[Rollout, Any]:
+    """One action; whatever the environment does wrong ends the episode, not the run."""
+    last = rollout.steps[-1]
+
+    def rewarded(reward: float) -> Rollout:
+        return rollout._replace(steps=(*rollout.steps[:-1], last._replace(reward=reward)))
+
+    try:
+        action = parse_action(rollout.final_content)
+    except ValueError as error:
+        return rewarded(0.0), f"That is no action: {error}"
+    try:
+        observation, reward, terminated, truncated, _ = instance.step(action)
+        number = float(reward)
+        if not math.isfinite(number):
+            raise ValueError(f"the reward is {reward}")
+        prompt = None if terminated or truncated else render(observation)
+        after = rewarded(number)
+        return (after._replace(status="truncated", truncation="environment") if truncated and not terminated else after), prompt
+    except Exception as error:
+        said = f"step({str(action)[:200]!r}) raised {type(error).__name__}: {error} at {place(error)}"
+        return rollout._replace(status="truncated", truncation="error", metadata={**rollout.metadata, "error": said}), None
 
 
 def close(instance: Any) -> None:

@@ -39,7 +39,10 @@ def speaker(
 
 
 def encoder(policy: Policy) -> Encode:
-    """`encode_prompt` for the episodes of one call: equal conversations with equal tools, such as the samples of a task, are encoded once."""
+    """`encode_prompt` for the episodes of one call.
+
+    Equal conversations with equal tools, such as the samples of a task, are encoded once.
+    """
     kept: dict[str, tuple[int, ...]] = {}
 
     def encode(messages: Messages, tools: Mapping[str, Tool]) -> tuple[int, ...]:
