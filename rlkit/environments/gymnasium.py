@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import zlib
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from rlkit.environments.dialogue import dialogue
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.errors import ConfigError, place
-from rlkit.types import Environment, Messages, Rollout, Session, Task, Transition
+from rlkit.types import Environment, Messages, Rollout, Task
 
 
 def gymnasium(
@@ -43,37 +42,35 @@ def gymnasium(
     Raises: ConfigError for a limit below 1; from the first prompt, where the environment cannot be made or reset.
     """
 
-    def opened(task: Task) -> tuple[Any, str]:
+    def session(task: Task) -> Game:
+        return Game(task, make, parse_action, render, system_prompt)
+
+    base = dialogue(prompt_fn=lambda rollout, step: None, max_turns=max_turns, history=history)
+    return base._replace(session=session)
+
+
+class Game:
+    """The session of an episode: an instance of its own."""
+
+    tools: Mapping[str, Any] = {}
+
+    def __init__(self, task: Task, make: Any, parse_action: Any, render: Any, system_prompt: str | None):
+        self.parse_action, self.render = parse_action, render
         try:
-            instance = make()
-            observation, _ = instance.reset(seed=seed_of(task))
-            return instance, render(observation)
+            self.instance = make()
+            observation, _ = self.instance.reset(seed=seed_of(task))
+            self.prompt = with_system_prompt((*task.messages, {"role": "user", "content": render(observation)}), system_prompt)
         except Exception as error:
             raise ConfigError(
                 f"environment.make: the environment cannot be made or reset(seed={seed_of(task)}) for task {task.id!r}: "
                 f"{type(error).__name__}: {error} at {place(error)}; it needs reset(seed=…) → (observation, info)"
             ) from error
 
-    def first_prompt(task: Task) -> Messages:
-        instance, observation = opened(task)
-        close(instance)
-        return with_system_prompt((*task.messages, {"role": "user", "content": observation}), system_prompt)
+    def first_prompt(self) -> Messages:
+        return self.prompt
 
-    def open_session(task: Task) -> Session:
-        instance, observation = opened(task)
-
-        def next_prompt(rollout: Rollout, step: int) -> Transition:
-            if (told := rollout.steps[0].prompt[-1]["content"]) != observation:
-                raise ConfigError(
-                    f"environment.make: for task {task.id!r} reset(seed={seed_of(task)}) gave {told[:80]!r}, then {observation[:80]!r}; "
-                    "the samples of a task must begin alike, so draw whatever is random from the seed"
-                )
-            return play(instance, rollout.final_content, parse_action, render)
-
-        return Session(next_prompt, partial(close, instance))
-
-    base = dialogue(prompt_fn=no_session, max_turns=max_turns, history=history)
-    return base._replace(first_prompt=first_prompt, open=open_session)
+    def answer(self, rollout: Rollout) -> Any:
+        return play(self.instance, rollout, self.parse_action, self.render)
 
 
 def seed_of(task: Task) -> int:
@@ -81,30 +78,31 @@ def seed_of(task: Task) -> int:
     return int(task.metadata.get("seed", zlib.crc32(task.id.encode())))
 
 
-def play(instance: Any, content: str, parse_action: Callable[[str], Any], render: Callable[[Any], str]) -> Transition:
+def play(instance: Any, rollout: Rollout, parse_action: Callable[[str], Any], render: Callable[[Any], str]) -> tuple[Rollout, Any]:
     """One action; whatever the environment does wrong ends the episode, not the run."""
+    last = rollout.steps[-1]
+
+    def rewarded(reward: float) -> Rollout:
+        return rollout._replace(steps=(*rollout.steps[:-1], last._replace(reward=reward)))
+
     try:
-        action = parse_action(content)
+        action = parse_action(rollout.final_content)
     except ValueError as error:
-        return Transition(f"That is no action: {error}", 0.0)
+        return rewarded(0.0), f"That is no action: {error}"
     try:
         observation, reward, terminated, truncated, _ = instance.step(action)
         number = float(reward)
         if not math.isfinite(number):
             raise ValueError(f"the reward is {reward}")
         prompt = None if terminated or truncated else render(observation)
-        return Transition(prompt, number, "environment" if truncated and not terminated else "")
+        after = rewarded(number)
+        return (after._replace(status="truncated", truncation="environment") if truncated and not terminated else after), prompt
     except Exception as error:
         said = f"step({str(action)[:200]!r}) raised {type(error).__name__}: {error} at {place(error)}"
-        return Transition(None, truncation="error", metadata={"error": said})
+        return rollout._replace(status="truncated", truncation="error", metadata={**rollout.metadata, "error": said}), None
 
 
 def close(instance: Any) -> None:
     """Lets the instance free what it holds. An episode that is over is not lost to a failure here."""
     with contextlib.suppress(Exception):
         getattr(instance, "close", lambda: None)()
-
-
-def no_session(rollout: Rollout, step: int) -> Messages:
-    """There is no state outside an episode."""
-    raise ConfigError("an environment with reset and step plays only in episodes that `collect` opens")
