@@ -32,4 +32,15 @@ def test_the_settings_of_an_old_run_are_read_under_todays_names(tmp_path):
 def test_every_new_place_is_there():
     import importlib
 
-    assert all(importlib.import_module(new) for new in MOVED.values())
+    assert all(importlib.import_module(new) if new.islower() else resolve(new) for new in MOVED.values())
+
+
+def test_an_engine_that_was_a_function_is_made_at_once():
+    """Run folders of version 0.1 say `_partial_: true`."""
+    from rlkit.config.schema import build
+
+    old = {"_target_": "rlkit.generation.cached", "_partial_": True, "max_rows": 3}
+    with pytest.warns(FutureWarning, match=r"rlkit\.engines\.Cached"):
+        assert renamed(old) == {"_target_": "rlkit.engines.Cached", "max_rows": 3}
+    with pytest.warns(FutureWarning):
+        assert build(old).max_rows == 3
