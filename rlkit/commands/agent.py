@@ -23,7 +23,7 @@ from rlkit.environments.tools import MAX_CHARS, TIMEOUT, tool_schema, with_schem
 from rlkit.episodes import collect
 from rlkit.errors import ConfigError, visible
 from rlkit.models import check_template, make_policy
-from rlkit.types import Environment, Message, Messages, Policy, Rollout, Task, ToolCall, ToolParser, ToolResult
+from rlkit.types import Engine, Environment, Message, Messages, Policy, Rollout, Task, ToolCall, ToolParser, ToolResult
 
 if TYPE_CHECKING:
     from rlkit.training.experiment import AgentRun
