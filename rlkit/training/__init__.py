@@ -1,0 +1,1 @@
+"""Training: the learner, what it is measured with, and its adapter to Lightning."""

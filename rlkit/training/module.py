@@ -1,0 +1,119 @@
+"""RLModule: the learner in Lightning, which gives it devices, ranks, precision, checkpoints and callbacks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import torch
+
+from rlkit import ranks, rng
+from rlkit.functional import mix
+from rlkit.memory import probe
+from rlkit.settings import Experiment
+from rlkit.tasks.stream import StreamState
+from rlkit.training.experience import experience
+from rlkit.training.learner import Host, Learner
+from rlkit.types import Policy, Task
+
+
+def _of_learner(name: str) -> Any:
+    """An attribute of the learner, for callbacks."""
+    return property(lambda self: getattr(self.learner, name), lambda self, value: setattr(self.learner, name, value))
+
+
+class RLModule(L.LightningModule):
+    """Rolls out, scores and lets the learner take a step, one RL step per training_step.
+
+    It owns the position in the prompts (`stream`), the generators and the length of the run; all else is the learner's. After each
+    step `metrics` holds the row to log, `rollouts` the scored episodes and `trained` those of them that `batch` was made of.
+    """
+
+    rl_step, x, experiment, metrics, rollouts = map(_of_learner, ("rl_step", "x", "experiment", "metrics", "rollouts"))
+    trained, batch, minibatch, tokens, clock = map(_of_learner, ("trained", "batch", "minibatch", "tokens", "clock"))
+
+    def __init__(self, experiment: Experiment, policy: Policy, tasks: Sequence[Task], *, exact: bool = False):
+        super().__init__()
+        self.automatic_optimization = False
+        self.strict_loading = False  # a frozen base is not in the checkpoint
+        host = Host(backward=lambda loss: self.manual_backward(loss), optimizer_step=self.step_in_lightning)
+        self.learner = Learner(experiment, policy, exact=exact, host=host)
+        self.policy, self.tasks = policy, tasks
+        self.model, self.critic = policy.model, self.learner.critic  # where Lightning looks for what it moves and saves
+        self.stream, self.started = StreamState(epoch=0, position=0), time.perf_counter()
+        self.droppable = False  # whether nothing is lost that cannot be done again: no update has begun
+        self.before: dict[str, Any] | None = None  # generators at the start of the step under way
+        self.generators: list[dict[str, Any]] = []  # of the checkpoint's ranks, to be put back
+        self.provenance: dict[str, Any] = {}  # config, versions and git state, for the checkpoint
+
+    def training_step(self, index: int, _: int) -> None:
+        """Rollouts → rewards → the learner's step."""
+        x = self.learner.begin()
+        self.before, self.droppable = rng.state(), True
+        rollouts, trained, stream = experience(x, self.policy, self.tasks, self.stream, step=self.rl_step, clock=self.clock)
+        self.droppable, self.before, self.stream = False, None, stream
+        self.learner.step(rollouts, trained)
+        self.trainer.should_stop = ranks.anywhere(self.rl_step >= self.total_steps or self.out_of_time())
+        self.clock.end()
+
+    def drop_step(self) -> None:
+        """Back to where the step under way began. Rollouts and their rewards move nothing but the generators."""
+        if self.before is not None:
+            rng.restore(self.before)
+            self.before = None
+
+    def step_in_lightning(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step of one of the learner's optimizers that Lightning sees."""
+        known: Any = self.optimizers()
+        next(own for own in (known if isinstance(known, list) else [known]) if own.optimizer is optimizer).step()
+
+    def advance(self) -> str:
+        """What follows from a step's metrics, once all are there: `Learner.advance`."""
+        return self.learner.advance()
+
+    @property
+    def total_steps(self) -> int:
+        """RL steps of the whole run."""
+        return self.experiment.trainer.steps
+
+    def out_of_time(self) -> bool:
+        """Whether trainer.max_time has passed since this process began to train."""
+        limit = self.experiment.trainer.max_time
+        return limit is not None and time.perf_counter() - self.started > 60 * limit
+
+    # ------------------------------------------------------------------------------------------------ Lightning
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return self.learner.make_optimizers()  # again: the weights may lie in shards by now
+
+    def configure_model(self) -> None:
+        if self.experiment.trainer.strategy == "fsdp" and ranks.size() > 1 and not ranks.sharded(self.model):
+            self.learner.shard(self.device_mesh["data_parallel"])  # type: ignore[index]
+
+    def on_train_start(self) -> None:
+        if self.device.type == "cuda" and ranks.size() == 1:
+            with self.trainer.strategy.precision_plugin.forward_context():
+                probe(self.learner, self.tasks)
+        self.droppable = False
+        if self.rl_step >= self.total_steps:  # resumed for its last files alone; the loop would wait for a batch for ever
+            self.trainer.should_stop = True
+        if ranks.rank() < len(self.generators):  # only now: setting up draws from them
+            rng.restore(self.generators[ranks.rank()])
+        elif ranks.rank():  # the checkpoint knows no such rank, or there is none
+            rng.seed(mix(self.experiment.seed, self.rl_step, ranks.rank()))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.fill(checkpoint, ranks.gather(rng.state))
+
+    def fill(self, checkpoint: dict[str, Any], generators: list[dict[str, Any]]) -> None:
+        """Adds to a checkpoint what Lightning does not know of, and takes the frozen base out. `generators`: of the ranks, in order."""
+        checkpoint["state_dict"] = self.learner.without_frozen(checkpoint["state_dict"])
+        checkpoint["rlkit"] = self.learner.saved() | {"stream": list(self.stream), "generators": generators}
+        checkpoint["run"] = self.provenance
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["rlkit"]
+        self.stream, self.generators = StreamState(*state["stream"]), state["generators"]
+        self.learner.load(checkpoint)
