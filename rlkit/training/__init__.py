@@ -1,1 +1,1 @@
-"""Training: the learner, what it is measured with, and its adapter to Lightning."""
+"""One training run: the step, its references and schedules, what is measured, and the callbacks around it."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlkit import ranks, rng
 from rlkit.algorithm import call, quantities
+from rlkit.distributed import ranks
+from rlkit.episodes import assemble, collect, failures
+from rlkit.episodes.stream import StreamState, take
 from rlkit.functional import mix
-from rlkit.memory import named
-from rlkit.monitor import Clock
 from rlkit.rewards import score_spread
-from rlkit.rollouts import assemble, collect, failures
-from rlkit.settings import Experiment
-from rlkit.tasks.stream import StreamState, take
+from rlkit.system import rng
+from rlkit.training.experiment import Experiment
+from rlkit.training.memory import named
+from rlkit.training.metrics import Clock
 from rlkit.types import Policy, Rollout, Task
 
 

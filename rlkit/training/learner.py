@@ -19,17 +19,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkit import drift, ranks, rng, schedules
 from rlkit.algorithm import choose, estimate_advantages, minibatches, scale_tokens
+from rlkit.distributed import ranks
+from rlkit.episodes import assemble, summarize
 from rlkit.errors import ConfigError
 from rlkit.functional import mix
-from rlkit.memory import retried
 from rlkit.models.critic import make_critic
-from rlkit.monitor import Clock, UpdateTerms, performance, refill_metrics, update_metrics
-from rlkit.reference import is_start, shard_state
 from rlkit.rewards import Moments, normalise, update_moments
-from rlkit.rollouts import assemble, summarize
-from rlkit.settings import Experiment, correction_in_words, settle_correction
+from rlkit.system import rng
+from rlkit.training import drift, schedules
+from rlkit.training.experiment import Experiment, correction_in_words, settle_correction
+from rlkit.training.memory import retried
+from rlkit.training.metrics import Clock, UpdateTerms, performance, refill_metrics, update_metrics
+from rlkit.training.references import is_start, shard_state
 from rlkit.training.update import moved_since, update, with_old, with_scores
 from rlkit.types import Batch, Policy, Rollout
 
@@ -53,7 +55,7 @@ class Learner:
     Args:
       experiment: the whole run. policy: trained in place, in evaluation mode.
       exact: whether the engine was found to give the trainer's log-probs; decides what algorithm/correction=auto means.
-      host: who computes; several precisions are its business too (rlkit.train.autocast).
+      host: who computes; several precisions are its business too (rlkit.system.device.autocast).
       optimizers: of the policy and, if there is one, of the critic, in place of those that the experiment makes.
     """
 
@@ -80,7 +82,9 @@ class Learner:
         if any(x.needs_reference for name, x in self.phases.items() if not self.owner(name)):
             self.references[""] = self.experiment.reference.init(self.model, step=0)
         self.enter_phase()
-        self.start: Batch | None = None  # a few rollouts of the first step, with the log-probs that the start gave them (rlkit.drift)
+        self.start: Batch | None = (
+            None  # a few rollouts of the first step, with the log-probs that the start gave them (rlkit.training.drift)
+        )
         self.nonfinite: dict[int, int] = {}  # optimiser → its updates in a row that were skipped since something was not finite
         self.halvings = 0  # of the micro-batches, since memory ran out
         self.metrics: dict[str, Any] = {}

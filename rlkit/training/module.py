@@ -9,13 +9,14 @@ from typing import Any
 import lightning as L
 import torch
 
-from rlkit import ranks, rng
+from rlkit.distributed import ranks
+from rlkit.episodes.stream import StreamState
 from rlkit.functional import mix
-from rlkit.memory import probe
-from rlkit.settings import Experiment
-from rlkit.tasks.stream import StreamState
+from rlkit.system import rng
 from rlkit.training.experience import experience
+from rlkit.training.experiment import Experiment
 from rlkit.training.learner import Host, Learner
+from rlkit.training.memory import probe
 from rlkit.types import Policy, Task
 
 

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlkit import drift, ranks
 from rlkit.algorithm import asks, hyperparameters, inputs, micro_batches, select, surrogate, value_surrogate, whole
+from rlkit.distributed import ranks
 from rlkit.errors import NonFinite
 from rlkit.functional import approximate_kl
-from rlkit.memory import named
 from rlkit.models.head import Head, trunk_and_head
 from rlkit.models.packing import Packed, pack
 from rlkit.models.score import score, states
-from rlkit.monitor import NAN, UpdateTerms
+from rlkit.training import drift
+from rlkit.training.memory import named
+from rlkit.training.metrics import NAN, UpdateTerms
 from rlkit.types import Batch, Scores
 
 if TYPE_CHECKING:
