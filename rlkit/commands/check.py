@@ -107,7 +107,7 @@ def run(x: Experiment, tasks: Splits) -> Report:
     learner = Learner(cut._replace(reward=telling(cut.reward, played)), policy, exact=agreement.exact)
     limit = x.trainer.max_step_time
     with (
-        autocast(cut, device),
+        autocast(cut, device, updates=True),
         process_ends_after(limit, lambda: f"step 1 hangs: nothing within trainer.max_step_time={limit:g} minutes"),
     ):
         if device.type == "cuda":

@@ -32,7 +32,7 @@ from rlkit.training.experiment import Experiment, correction_in_words, settle_co
 from rlkit.training.memory import retried
 from rlkit.training.metrics import Clock, UpdateTerms, performance, refill_metrics, update_metrics
 from rlkit.training.references import is_start, shard_state
-from rlkit.training.update import moved_since, update, with_old, with_scores
+from rlkit.training.update import moved_since, one_update, with_old, with_scores
 from rlkit.types import Batch, Policy, Rollout
 
 
@@ -55,7 +55,7 @@ class Learner:
     Args:
       experiment: the whole run. policy: trained in place, in evaluation mode.
       exact: whether the engine was found to give the trainer's log-probs; decides what algorithm/correction=auto means.
-      host: who computes; several precisions are its business too (rlkit.system.device.autocast).
+      host: who computes. A precision other than that of the weights is the caller's: `with autocast(x, device, updates=True)`.
       optimizers: of the policy and, if there is one, of the critic, in place of those that the experiment makes.
     """
 
@@ -125,7 +125,7 @@ class Learner:
                 self.start = with_old(self, drift.few(self.assembled(self.rollouts)))
             for minibatch in minibatches(batch, x.algorithm, seed=mix(x.seed, self.rl_step)):
                 self.minibatch = minibatch
-                if not retried(self, minibatch, partial(update, self, minibatch, terms), terms):
+                if not retried(self, minibatch, partial(one_update, self, minibatch, terms), terms):
                     break
             terms.gather()
             self.minibatch = None

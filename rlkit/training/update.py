@@ -97,7 +97,7 @@ def portions(learner: Learner, batch: Batch) -> Iterable[tuple[Tensor, bool]]:
 # -------------------------------------------------------------------------------------------------------- one update
 
 
-def update(learner: Learner, minibatch: Batch, terms: UpdateTerms) -> bool:
+def one_update(learner: Learner, minibatch: Batch, terms: UpdateTerms) -> bool:
     """One step of each optimiser; False ends the updates of this RL step. Micro-batches only sum: their weights are fixed before."""
     x, critic = learner.x, learner.x.algorithm.critic
     learns = not learner.warming_up() and has_signal(learner, minibatch)
