@@ -33,6 +33,10 @@ class TemplateError(Refusal):
     """A chat template that is missing or that cannot carry what the run needs."""
 
 
+class PartError(Refusal):
+    """A function that a config names gave what is not what its place asks for, or asked for what there is not."""
+
+
 class SelfCheckError(RLKitError, AssertionError):
     """An invariant proved at start-up does not hold on this model and tokenizer: training would be wrong."""
 

@@ -19,7 +19,7 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
     Raises: ConfigError where the folder is no bundle, its config no longer fits the code, or it calls what is not trusted; DataError
       where a file of it is damaged or cannot be read.
     """
-    from rlkit import runs
+    from rlkit import drift, runs
     from rlkit.callbacks.checkpoints import read_checkpoint
     from rlkit.callbacks.faults import BATCH, STATE
     from rlkit.compose import conf_dir
@@ -48,9 +48,9 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
     module.on_load_checkpoint(state)
     module.load_state_dict(state["state_dict"], strict=False)
     module.to(device)
-    tensors = {name: value.to(device) for name, value in read_checkpoint(folder / BATCH).items()}
+    batch = drift.on(Batch(**read_checkpoint(folder / BATCH)), device)
     with autocast(x, device):
-        return examine(module, Batch(**tensors))
+        return examine(module, batch)
 
 
 def examine(module: Any, batch: Any) -> tuple[str, bool]:
@@ -61,7 +61,7 @@ def examine(module: Any, batch: Any) -> tuple[str, bool]:
     lines += not_finite({name: p for name, p in module.named_parameters()}, "weights")
     mask = batch.response_mask
     for name, value in batch._asdict().items():
-        if value is not None and value.shape == mask.shape and value.is_floating_point() and not value[mask].isfinite().all():
+        if getattr(value, "shape", None) == mask.shape and value.is_floating_point() and not value[mask].isfinite().all():
             bad = (~value.isfinite() & mask).any(1).nonzero()[:, 0].tolist()
             lines.append(f"{name} is not finite in row(s) {', '.join(map(str, bad))}")
     lines.append(f"{'rows':<24}{'tokens':>8}{'loss':>14}{'gradient':>14}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import traceback
 from contextlib import ExitStack
@@ -9,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 
-from rlkit import owner, ranks, rng
+from rlkit import drift, owner, ranks, rng
 from rlkit.callbacks.checkpoints import AtomicCheckpointIO
 from rlkit.deadline import process_ends_after
 from rlkit.errors import NonFinite, Refusal
@@ -53,7 +55,9 @@ class DebugBundle(L.Callback):
         state = state_of(trainer, module)
         if writes:
             with lenient(str(folder)):
-                tensors = {name: value.cpu() for name, value in module.minibatch._asdict().items() if value is not None}
+                fields = drift.on(module.minibatch, torch.device("cpu"))._asdict()
+                tensors = {name: value for name, value in fields.items() if value is not None}
+                tensors["metadata"] = json.loads(json.dumps(tensors.get("metadata"), default=str))  # plain types alone can be read back
                 for name, content in {BATCH: tensors, STATE: state}.items():
                     AtomicCheckpointIO().save_checkpoint(content, folder / name)
                 exception.add_note(f"rlkit replay bundle={folder} does the update again")
