@@ -37,7 +37,7 @@ def tool_use(
       overflow: of the model's context. truncate ends the episode; drop_oldest drops the oldest replies, each with its calls' results, until
         a whole reply fits; the task's messages always stay.
       max_chars: of a result that the policy reads, at least 1; the rest is cut and said to be.
-      timeout: seconds that a call may take, > 0; None: no limit. See rlkit.deadline for what a thread cannot stop.
+      timeout: seconds that a call may take, > 0; None: no limit. See rlkit.system.deadline for what a thread cannot stop.
     Raises: ConfigError for no tools, a name that is not the function's, or a limit out of range.
     """
     if not tools:

@@ -23,8 +23,8 @@ from functools import lru_cache, partial, wraps
 from time import perf_counter
 from typing import Any, Literal, Union
 
-from rlkit.deadline import DeadlinePassed, ProcessEndAsked, contained, in_thread
 from rlkit.errors import ConfigError, visible
+from rlkit.system.deadline import DeadlinePassed, ProcessEndAsked, contained, in_thread
 from rlkit.types import ToolCall, ToolResult
 
 MAX_CHARS = 2000  # of a result that the policy reads
@@ -110,7 +110,7 @@ def execute(
       call: with `error` set it is not run; the error is the content.
       tools: name → function.
       max_chars: longest content, in characters; a longer one is cut and says so.
-      timeout: seconds that the tool may take; it then runs in a thread (rlkit.deadline says what that cannot stop), and what it
+      timeout: seconds that the tool may take; it then runs in a thread (rlkit.system.deadline says what that cannot stop), and what it
         gives later is dropped. None: no limit, and no thread. A tool whose work is bounded by construction says so by an attribute,
         `tool.bounded = True`, and runs without: a thread costs more than a short call.
     Returns: a ToolResult with the call's id and name; `ok` is False for an unknown tool, arguments that do not fit the
