@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkit.errors import PartError, nearest
+from rlkit.errors import PartError, nearest, written
 from rlkit.functional import (
     episode_positions,
     every_token,
@@ -244,13 +244,6 @@ def counted(value: Tensor, batch: Batch) -> Tensor:
     if value.dim() == 0:
         return value.expand(int(mask.sum()))
     return value[mask] if value.dim() == 2 else value[batch.rollout_ids[mask.any(1)].unique()]
-
-
-def written(function: Callable[..., Any]) -> str:
-    """A function as a config names it: my_package.loss."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
 def hyperparameters(function: Callable[..., Any]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class Generation(NamedTuple):
     logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
     forced: tuple[int, ...] = ()
-    versions: tuple[tuple[int, int], ...] = ()  # spans (first position, version of the weights): RL steps done when they were loaded
+    versions: tuple[tuple[int, int], ...] = ()  # spans: first position, version of the weights that sampled from there on
 
 
 class Step(NamedTuple):
@@ -124,7 +124,7 @@ class Step(NamedTuple):
     reward: float | None = None
     forced: tuple[int, ...] = ()  # positions in response_ids that the thinking budget wrote: neither sampled nor trained
     dropped: int = 0  # exchanges (a reply and what was said to it) at the episode's start that the context no longer holds
-    versions: tuple[tuple[int, int], ...] = ()
+    versions: tuple[tuple[int, int], ...] = ()  # spans: first position in response_ids, RL steps that the weights had done
 
     @property
     def sampled(self) -> list[int]:

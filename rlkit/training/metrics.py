@@ -41,6 +41,7 @@ class UpdateTerms:
         self.norms: dict[str, list[float]] = {"policy": [], "critic": []}
         self.rates = {"policy": NAN, "critic": NAN}
         self.first_ratio: Tensor | None = None
+        self.reference: dict[str, float] = {}  # what the reference's update measured
         self.skipped = {"no_signal": 0, "nonfinite": 0, "target_kl": 0}
         self.read = self.packed = self.padded = 0  # tokens of the rows; those of them computed, each shared one once; with padding
 
@@ -144,7 +145,7 @@ def _of_parts(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
     found = {name: counted(value, sampled.get(name.partition("/")[0], batch)) for name, value in (batch.metrics or {}).items()}
     found |= {name: torch.cat(values) for name, values in terms.tokens.items() if "/" in name and values}
     kept = {name: values[~values.isnan()].cpu().double() for name, values in found.items()}
-    return {name: float(values.mean()) if len(values) else NAN for name, values in kept.items()}
+    return {name: float(values.mean()) if len(values) else NAN for name, values in kept.items()} | terms.reference
 
 
 def _ratios(terms: UpdateTerms) -> dict[str, float]:

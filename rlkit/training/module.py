@@ -43,7 +43,7 @@ from rlkit.training import drift, schedules
 from rlkit.training.experiment import Experiment, correction_in_words, settle_correction
 from rlkit.training.memory import named, probe, retried
 from rlkit.training.metrics import NAN, Clock, UpdateTerms, performance, refill_metrics, update_metrics
-from rlkit.training.references import is_start, shard_state
+from rlkit.training.references import is_start, moved, shard_state
 from rlkit.types import Batch, Policy, Rollout, Scores, Task
 
 
@@ -121,7 +121,7 @@ class RLModule(L.LightningModule):
             self.minibatch = None
             drifted = {"kl/step": self.moved_since(measured), "kl/start": NAN if self.kl_is_from_start(x) else self.moved_since(self.start)}
             ranks.reshard(self.model)
-            self.update_reference(terms.mean("kl"))
+            self.update_reference(terms)
         self.trained, self.batch = trained, batch
         self.rl_step, self.before = self.rl_step + 1, None
         self.tokens += int(batch.attention_mask.sum())
@@ -406,11 +406,12 @@ class RLModule(L.LightningModule):
         """Context manager: the reference in use, to score with."""
         return self.x.reference.model(self.references.get(self.reference_key), self.model)
 
-    def update_reference(self, kl: float) -> None:
+    def update_reference(self, terms: UpdateTerms) -> None:
         """Moves the reference in use, after the updates of a step."""
         if self.reference_key in self.references:
             state = self.references[self.reference_key]
-            self.references[self.reference_key] = self.x.reference.update(state, self.model, step=self.rl_step + 1, kl=kl)
+            after, terms.reference = moved(self.x.reference, state, self.model, step=self.rl_step + 1, kl=terms.mean("kl"))
+            self.references[self.reference_key] = after
 
     def exact_reference(self, packed: Packed) -> tuple[Tensor, Head] | None:
         """Hidden states and head of the reference, where the KL is exact over the vocabulary."""
