@@ -24,6 +24,7 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
     from rlkit.config.trust import require, with_environment
     from rlkit.runs import folder as runs
     from rlkit.system.device import autocast, pick_device, quiet, use_threads
+    from rlkit.training import drift
     from rlkit.training.callbacks.checkpoints import read_checkpoint
     from rlkit.training.callbacks.faults import BATCH, STATE
     from rlkit.training.learner import Learner
@@ -45,9 +46,9 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
     use_threads(x.trainer, policy.model, device)
     learner = Learner(x, policy)
     learner.load_state_dict(read_checkpoint(folder / STATE))
-    tensors = {name: value.to(device) for name, value in read_checkpoint(folder / BATCH).items()}
+    batch = drift.on(Batch(**read_checkpoint(folder / BATCH)), device)
     with autocast(x, device):
-        return examine(learner, Batch(**tensors))
+        return examine(learner, batch)
 
 
 def examine(learner: Any, batch: Any) -> tuple[str, bool]:
@@ -58,7 +59,7 @@ def examine(learner: Any, batch: Any) -> tuple[str, bool]:
     lines += not_finite({name: p for name, p in learner.nets.named_parameters()}, "weights")
     mask = batch.response_mask
     for name, value in batch._asdict().items():
-        if value is not None and value.shape == mask.shape and value.is_floating_point() and not value[mask].isfinite().all():
+        if getattr(value, "shape", None) == mask.shape and value.is_floating_point() and not value[mask].isfinite().all():
             bad = (~value.isfinite() & mask).any(1).nonzero()[:, 0].tolist()
             lines.append(f"{name} is not finite in row(s) {', '.join(map(str, bad))}")
     lines.append(f"{'rows':<24}{'tokens':>8}{'loss':>14}{'gradient':>14}")

@@ -31,7 +31,7 @@ from rlkit.training import drift, schedules
 from rlkit.training.experiment import Experiment, correction_in_words, settle_correction
 from rlkit.training.memory import retried
 from rlkit.training.metrics import Clock, UpdateTerms, performance, refill_metrics, update_metrics
-from rlkit.training.references import is_start, shard_state
+from rlkit.training.references import is_start, moved, shard_state
 from rlkit.training.update import moved_since, one_update, with_old, with_scores
 from rlkit.types import Batch, Policy, Rollout
 
@@ -132,7 +132,7 @@ class Learner:
             start = None if x.kl.active and self.reference_key == "" and is_start(x.reference) else self.start  # else kl/ref says it
             drifted = {"kl/step": moved_since(self, measured), "kl/start": moved_since(self, start)}
             ranks.reshard(self.model)
-            self.update_reference(terms.mean("kl"))
+            self.update_reference(terms)
         self.rl_step, self.tokens = self.rl_step + 1, self.tokens + int(batch.attention_mask.sum())
         self.metrics = ranks.first(lambda: self.measured(batch, terms) | drifted)  # its clock; everything else is equal
         self.clock.end()
@@ -246,10 +246,11 @@ class Learner:
         """Context manager: the reference in use, to score with."""
         return self.x.reference.model(self.references.get(self.reference_key), self.model)
 
-    def update_reference(self, kl: float) -> None:
+    def update_reference(self, terms: UpdateTerms) -> None:
         """Moves the reference in use, after the updates of a step."""
         if (key := self.reference_key) in self.references:
-            self.references[key] = self.x.reference.update(self.references[key], self.model, step=self.rl_step + 1, kl=kl)
+            given = self.references[key], self.model
+            self.references[key], terms.reference = moved(self.x.reference, *given, step=self.rl_step + 1, kl=terms.mean("kl"))
 
     def shard(self, mesh: Any) -> None:
         """Lays policy and references in shards over the ranks of a mesh (FSDP2). The critic stays whole: one backward, one root."""
