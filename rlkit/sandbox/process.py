@@ -16,6 +16,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Literal, NamedTuple
 
+from rlkit.deadline import ended_by
 from rlkit.errors import ConfigError, RLKitError
 from rlkit.processors import cores
 from rlkit.sandbox.files import folder, readable
@@ -115,12 +116,17 @@ def _said(job: bytes, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
             stdin=given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=path, env={}, start_new_session=True,
         )  # fmt: skip
         assert child.stdout is not None
-        try:
-            return _read(child.stdout.fileno(), sandbox)
-        finally:
+
+        def kill() -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)  # also what it may have started
             child.kill()
+
+        try:
+            with ended_by(kill):
+                return _read(child.stdout.fileno(), sandbox)
+        finally:
+            kill()
             child.stdout.close()
             child.wait()
 
