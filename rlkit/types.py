@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict, TypeVar
 
 if TYPE_CHECKING:  # this page costs nothing to import
@@ -89,6 +89,25 @@ FinishReason = Literal["length", "budget", "tool", "stop"]
 THINK_TAGS = ("<think>", "</think>")
 
 
+class SamplingParams(NamedTuple):
+    """How a completion is sampled, and when an episode that waited for something outside joins the decoding again.
+
+    An answer of the environment that needs no waiting joins the next round of decoding. One that waits (a tool in a thread, a request
+    over the network) joins
+      rounds   exactly `admission_rounds` decoded tokens after the reply; the decoder waits for one that is late. A run repeats itself.
+      barrier  before anything else is decoded. A run repeats itself, slowly.
+      free     as soon as it is there. The fastest; which rows share a batch, and so the last bits, depend on the clock.
+    """
+
+    max_new_tokens: int = 256  # of one completion, > 0
+    temperature: float = 1.0  # divides the logits, >= 0; 0 is greedy, with the log-probs of temperature 1
+    top_p: float = 1.0  # in (0, 1]; 1 cuts nothing
+    top_k: int = 0  # >= 0; 0 cuts nothing
+    max_thinking_tokens: int | None = None  # >= 0, of one completion; then the closing tag is written. None: no limit
+    admission: Literal["rounds", "barrier", "free"] = "rounds"
+    admission_rounds: int = 16  # > 0, in decoded tokens per slot
+
+
 class Generation(NamedTuple):
     """One reply: the token ids as sampled (end-of-turn token included) and their log-probs after temperature.
 
@@ -100,6 +119,7 @@ class Generation(NamedTuple):
     logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
     forced: tuple[int, ...] = ()
+    versions: tuple[tuple[int, int], ...] = ()  # spans: first position, version of the weights that sampled from there on
 
 
 class Step(NamedTuple):
@@ -118,6 +138,7 @@ class Step(NamedTuple):
     reward: float | None = None
     forced: tuple[int, ...] = ()  # positions in response_ids that the thinking budget wrote: neither sampled nor trained
     dropped: int = 0  # exchanges (a reply and what was said to it) at the episode's start that the context no longer holds
+    versions: tuple[tuple[int, int], ...] = ()  # spans: first position in response_ids, RL steps that the weights had done
 
     @property
     def sampled(self) -> list[int]:
@@ -138,6 +159,15 @@ class Rollout(NamedTuple):
     rewards: Mapping[str, float | None] = {}  # named components
     metadata: Mapping[str, Any] = {}
     statuses: Mapping[str, str] = {}  # component → how its score came about: ok, wrong, unparseable, timeout or error
+
+    def add(self, step: Step) -> Rollout:
+        """The episode with one more turn."""
+        return self._replace(steps=(*self.steps, step))
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """What the episode's session was like at its end, as plain values; empty where it does not say."""
+        return self.metadata.get("state", {})
 
     @property
     def total_reward(self) -> float | None:
@@ -484,56 +514,82 @@ class ToolParser(Protocol):
     def __call__(self, content: str, /) -> tuple[str, list[ToolCall]]: ...
 
 
-class Transition(NamedTuple):
-    """What an environment with rewards of its own gives for a reply, where `next_prompt` alone would not say it."""
-
-    prompt: Messages | str | None  # None ends the episode
-    reward: float | None = None  # of the step
-    truncation: str = ""  # where it ends: "" as terminated, else why it is truncated
-    metadata: Mapping[str, Any] = {}  # added to the rollout's
-
-
-NextPrompt = Callable[["Rollout", int], "Messages | str | Transition | None"]
-
-
-class Session(NamedTuple):
-    """The part of an environment that belongs to one episode alone, where it has state."""
-
-    next_prompt: NextPrompt
-    close: Callable[[], None]  # called once, however the episode ends
+Tool = Callable[..., Any]  # plain or async; `bounded = True` on one that always returns quickly
 
 
 class ToolExecutor(Protocol):
-    """(call, name → function) → result. Whatever goes wrong is a result that is not ok; nothing but KeyboardInterrupt is raised."""
+    """(call, name → function) → result, plain or async. Whatever goes wrong is a result that is not ok; only interruptions are raised."""
 
-    def __call__(self, call: ToolCall, tools: Mapping[str, Callable[..., Any]], /) -> ToolResult: ...
+    def __call__(self, call: ToolCall, tools: Mapping[str, Tool], /) -> ToolResult | Awaitable[ToolResult]: ...
+
+
+class Session(Protocol):
+    """One episode's side of the conversation: opened for it, closed exactly once, however it ends. Methods may be plain or async.
+
+    A session may also have `state()` → plain values: what it is like at the end, before it closes. A reward reads them as
+    `rollout.state`.
+    """
+
+    @property
+    def tools(self) -> Mapping[str, Tool]:
+        """Name → function, made once for the episode, so that tools may share state."""
+        ...
+
+    def first_prompt(self) -> Messages | Awaitable[Messages]:
+        """The messages that the episode begins with."""
+        ...
+
+    def answer(self, rollout: Rollout) -> Any:
+        """What follows the last reply: (rollout, next messages), or an awaitable of it. Messages of None end the episode.
+
+        The rollout comes back with what the reply led to: tool results, a reward of its step, a truncation, metadata.
+        """
+        ...
 
 
 class Environment(NamedTuple):
-    """What the policy talks to: four functions, and how the history is kept."""
+    """What the policy talks to: functions from which each episode's session is made, or `session` itself; and how the history is kept.
 
-    first_prompt: Callable[[Task], Messages]
-    next_prompt: NextPrompt  # after a reply without calls; None ends the episode
-    tools: Callable[[Task], Mapping[str, Callable[..., Any]]]
-    stop: Callable[[Rollout, int], bool]  # True ends the episode as terminated
-    parse_calls: ToolParser
+    The functions may be plain or async. Without any, the task's messages get one reply.
+    """
+
+    first_prompt: Callable[[Task], Any] | None = None  # → messages; None: the task's own
+    next_prompt: Callable[[Rollout, int], Any] | None = None  # after a reply without calls → messages, a text, or None: the end
+    tools: Callable[[Task], Mapping[str, Tool]] | None = None  # called once an episode
+    stop: Callable[[Rollout, int], bool] | None = None  # True ends the episode as terminated
+    parse_calls: ToolParser | None = None  # None: a reply holds no calls
     max_steps: int = 1
     max_calls: int = 8  # tool calls answered in one reply; the others come back as errors
     history: Literal["keep_thinking", "strip_thinking"] = "keep_thinking"
     overflow: Literal["truncate", "drop_oldest"] = "truncate"  # what a context does that leaves no room for a reply
-    open: Callable[[Task], Session] | None = None  # gives each episode a next_prompt of its own; None: the functions have no state
+    session: Callable[[Task], Any] | None = None  # (task) → Session, or a context manager of one, plain or async
     execute: ToolExecutor | None = None  # answers a call; None: rlkit.environments.execute with its own limits
+    deadline: float | None = None  # seconds that an episode may spend in its session, all together; then it is truncated
 
 
-class Generate(Protocol):
-    """The rollout engine: contexts as token ids in, sampled ids and their log-probs out, in the same order.
+class Engine(Protocol):
+    """What samples completions, as a service: any number of them at once, each awaited on its own.
 
-    Randomness comes from `seeds` alone (one per context), never from batch composition. An engine with a keyword `follow`, (index of the
-    context, its reply) → (next context, its seed) or None, plays whole episodes in one call, and may go on with each as soon as its
-    reply is there; it returns the last replies.
+    Randomness comes from the seed alone, never from what else is sampled at the same time. `key` names the episode: what an engine
+    keeps of its earlier turns, such as a key-value cache, it may use for the next one, until `release`.
     """
 
-    def __call__(self, policy: Policy, contexts: Sequence[Sequence[int]], seeds: Sequence[int], /, **settings: Any) -> list[Generation]: ...
+    busy_s: float  # seconds spent on sampling so far
+
+    async def generate(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> Generation:
+        """One completion of these token ids."""
+        ...
+
+    def release(self, key: int) -> None:
+        """The episode is over; a completion that is still being sampled is given up."""
+        ...
+
+    async def load(self, weights: Policy, version: int) -> None:
+        """From now on, sample from this policy's weights as they are. `version` is the number of completed RL steps.
+
+        An engine in this process uses the weights in place; others copy what has moved.
+        """
+        ...
 
 
 class Thinking(NamedTuple):

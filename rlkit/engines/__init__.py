@@ -1,0 +1,7 @@
+"""Engines: services that sample completions of token ids. All of them keep the contract `rlkit.types.Engine`."""
+
+from rlkit.engines.cached import Cached
+from rlkit.engines.service import Batched
+from rlkit.engines.transformers import Transformers
+
+__all__ = ["Batched", "Cached", "Transformers"]

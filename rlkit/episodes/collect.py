@@ -1,0 +1,142 @@
+"""Many episodes at once: tasks in, whole episodes out. The same function serves training, evaluation and plain rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+from rlkit.environments import environment_of
+from rlkit.episodes.episode import play
+from rlkit.episodes.replies import encoder, speaker
+from rlkit.functional import mix
+from rlkit.system.loops import first_error, run
+from rlkit.types import Engine, Environment, Messages, Policy, Rollout, SamplingParams, Session, Step, Task
+
+KEYS = count()  # of episodes, for engines
+
+
+def collect(
+    policy: Policy,
+    tasks: Sequence[Task],
+    *,
+    engine: Engine,
+    environment: Environment | Callable[[Task], Environment],
+    group_size: int = 1,
+    seed: int = 0,
+    step: int = 0,
+    first: int = 0,
+    version: int = 0,
+    on_done: Callable[[Rollout], None] | None = None,
+    spent: Callable[[float], None] | None = None,
+    **params: Any,
+) -> list[Rollout]:
+    """Plays `group_size` independent episodes of each task, all of them at the same time. Also works inside a running event loop.
+
+    Args:
+      policy: what is sampled from, with its weights as they are now.
+      tasks: the prompts, one group each.
+      engine: what samples the completions.
+      environment: one for all tasks, or a function that gives each task its own.
+      group_size: samples per task, > 0.
+      seed, step: of the run and of the RL step. With the position of the task and the sample they are all the randomness
+        there is (rlkit.functional.mix), so the same call gives the same rollouts in any batch, on any rank.
+      first: position of the first task, where these are further prompts of the same step.
+      version: RL steps that the weights have done.
+      on_done: called with each episode once it is over.
+      spent: called with the seconds that each episode spent in its session.
+      params: of SamplingParams (temperature, max_new_tokens, …).
+    Returns: unscored rollouts, task by task, samples of a task side by side.
+    Raises: the first error of any episode, as it was raised, after every session has been closed.
+    """
+    return run(
+        collected(
+            policy, tasks, engine=engine, environment=environment, group_size=group_size, seed=seed, step=step, first=first,
+            version=version, on_done=on_done, spent=spent, **params,
+        )
+    )  # fmt: skip
+
+
+class Start:
+    """Where episodes wait for each other before their first replies, so that what decodes together does not depend on whose first
+    prompt was there first."""
+
+    def __init__(self, *, waits: bool):
+        self.waits, self.missing, self.all_here = waits, 0, asyncio.Event()
+
+    def place(self) -> Place:
+        """One more episode that the others wait for."""
+        self.missing += 1
+        return Place(self)
+
+
+class Place:
+    """An episode's place at the start."""
+
+    def __init__(self, start: Start):
+        self.start, self.here = start, False
+
+    def arrive(self) -> None:
+        """The episode is ready for its first reply, or over."""
+        self.start.missing -= not self.here
+        self.here = True
+        if not self.start.missing:
+            self.start.all_here.set()
+
+    async def ready(self) -> None:
+        """Waits until every episode has arrived."""
+        self.arrive()
+        if self.start.waits:
+            await self.start.all_here.wait()
+
+
+async def collected(
+    policy: Policy,
+    tasks: Sequence[Task],
+    *,
+    engine: Engine,
+    environment: Environment | Callable[[Task], Environment],
+    group_size: int = 1,
+    seed: int = 0,
+    step: int = 0,
+    first: int = 0,
+    version: int = 0,
+    on_done: Callable[[Rollout], None] | None = None,
+    spent: Callable[[float], None] | None = None,
+    **params: Any,
+) -> list[Rollout]:
+    """`collect` as a coroutine."""
+    sampling, encode = SamplingParams(**params), encoder(policy)
+    await engine.load(policy, version)
+    start = Start(waits=sampling.admission != "free")
+
+    async def episode(task: Task, group: int, sample: int, place: Place) -> Rollout:
+        own, key = environment_of(environment, task), next(KEYS)
+        speak = speaker(policy, own, engine, sampling, key=key, seed=mix(seed, step, group, sample), encode=encode)
+
+        async def say(rollout: Rollout, messages: Messages, session: Session) -> Step | None:
+            await place.ready()
+            return await speak(rollout, messages, session)
+
+        try:
+            rollout = await play(task, own, say, group=group, sample=sample, spent=spent)
+        finally:
+            engine.release(key)
+            place.arrive()
+        if rollout.truncation == "length" and _fills(policy, rollout.steps[-1]):
+            rollout = rollout._replace(truncation="context")
+        if on_done is not None:
+            on_done(rollout)
+        return rollout
+
+    with first_error():
+        async with asyncio.TaskGroup() as group:
+            playing = [
+                group.create_task(episode(task, i, j, start.place())) for i, task in enumerate(tasks, first) for j in range(group_size)
+            ]
+    return [task.result() for task in playing]
+
+
+def _fills(policy: Policy, step: Step) -> bool:
+    return len(step.prompt_ids) + len(step.response_ids) >= policy.context_length
