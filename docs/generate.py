@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, get_type_hints
 import yaml
 
 import rlkit.types
-from rlkit.compose import conf_dir
-from rlkit.schema import describe, resolve
+from rlkit.config.compose import conf_dir
+from rlkit.config.schema import describe, resolve
 
 DOCS = Path(__file__).resolve().parent
 MARK = "<!-- written by `python docs/generate.py`; do not edit -->"
@@ -149,9 +149,9 @@ def index(groups: list[Path]) -> str:
 
 # Where the named tuples stand in a config; {} is a name of the user's own.
 PLACES = {
-    "rlkit.settings.Experiment": "",
-    "rlkit.settings.Sampling": "generation",
-    "rlkit.settings.Evaluation": "evaluation",
+    "rlkit.training.experiment.Experiment": "",
+    "rlkit.training.experiment.Sampling": "generation",
+    "rlkit.training.experiment.Evaluation": "evaluation",
     "rlkit.algorithm.Algorithm": "algorithm",
     "rlkit.algorithm.Critic": "algorithm.critic",
     "rlkit.algorithm.KL": "kl",
@@ -160,8 +160,8 @@ PLACES = {
     "rlkit.types.Environment": "environment",
     "rlkit.types.Session": "environment → open",
     "rlkit.types.Reference": "reference",
-    "rlkit.schedules.Schedule": "schedule",
-    "rlkit.schedules.Phase": "schedule.phases.NAME",
+    "rlkit.training.schedules.Schedule": "schedule",
+    "rlkit.training.schedules.Phase": "schedule.phases.NAME",
     "rlkit.types.Controller": "schedule.numbers.PATH",
     "rlkit.models.chat.Codec": "model → codec",
 }

@@ -35,9 +35,9 @@ from rlkit import (
     token_ratio,
     tool_use,
 )
-from rlkit.data import RLData
-from rlkit.reference import frozen
-from rlkit.train import quiet
+from rlkit.system.device import quiet
+from rlkit.training.data import RLData
+from rlkit.training.references import frozen
 
 STEPS = int(os.environ.get("EXAMPLE_STEPS", "10"))
 

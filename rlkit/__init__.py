@@ -15,7 +15,7 @@ _HOMES = {
         "ToolResult", "Estimate", "Scores",
     ),
     "rlkit.errors": ("ConfigError", "DataError", "Refusal", "RLKitError", "SelfCheckError", "TemplateError"),
-    "rlkit.settings": ("BatchSize", "Evaluation", "Experiment", "Sampling", "TrainerSettings"),
+    "rlkit.training.experiment": ("BatchSize", "Evaluation", "Experiment", "Sampling", "TrainerSettings"),
     "rlkit.algorithm": (
         "KL", "Algorithm", "Critic", "choose", "estimate_advantages", "micro_batches", "minibatches", "scale_tokens", "surrogate",
         "value_surrogate", "weigh",
@@ -39,19 +39,19 @@ _HOMES = {
         "calculator", "continue_with_step", "dialogue", "execute", "get_weather", "hermes", "python_tool", "single_turn", "split_thinking",
         "tool_schema", "tool_use", "with_schema", "xml",
     ),
-    "rlkit.agent": ("AgentResult", "execute_tool_call", "has_tool_call", "parse_tool_calls", "run_agent"),
-    "rlkit.generation": ("generate",),
+    "rlkit.commands.agent": ("AgentResult", "execute_tool_call", "has_tool_call", "parse_tool_calls", "run_agent"),
+    "rlkit.engines": ("generate",),
     "rlkit.models": ("LoRA", "ValueHead", "load_policy", "make_codec", "make_critic", "make_policy", "score"),
-    "rlkit.rollouts": (
+    "rlkit.episodes": (
         "append_rollouts", "assemble", "collect", "demonstrations", "load_rollouts",
         "rollout_schema", "save_rollouts", "summarize", "transcript",
     ),
-    "rlkit.rollouts.evaluation": ("greedy_accuracy", "sampled_accuracy"),
-    "rlkit.schedules": (
+    "rlkit.episodes.evaluation": ("greedy_accuracy", "sampled_accuracy"),
+    "rlkit.training.schedules": (
         "Phase", "Progress", "Schedule", "adaptive", "adaptive_entropy", "advance", "at", "condition", "constant", "cosine", "decay",
         "exponential", "linear", "on_metric", "phases", "piecewise", "start", "values",
     ),
-    "rlkit.module": ("RLModule",),
+    "rlkit.training.module": ("RLModule",),
     "rlkit.notebook": (
         "Checkpoint", "GenerationConfig", "StepView", "TextGeneration", "TrainingConfig", "TrainingState", "aggregate_vector_rewards",
         "assign_rewards", "attach_logprobs", "batch_history", "check_termination_conditions", "compute_advantages",

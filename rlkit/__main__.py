@@ -2,6 +2,6 @@
 
 import sys
 
-from rlkit.cli import main
+from rlkit.commands.cli import main
 
 sys.exit(main())

@@ -327,10 +327,10 @@ def value_surrogate(batch: Batch, scores: Scores, critic: Critic) -> tuple[Tenso
 
 
 def number(coefficient: float | Controller) -> float:
-    """A coefficient in an experiment of a step, where every controller has become a number (rlkit.schedules.at)."""
+    """A coefficient in an experiment of a step, where every controller has become a number (rlkit.training.schedules.at)."""
     if isinstance(coefficient, Controller):
         raise TypeError(
-            "a controller stands where a number is needed; take the experiment of a step, rlkit.schedules.at(experiment, progress)"
+            "a controller stands where a number is needed; take the experiment of a step, rlkit.training.schedules.at(experiment, progress)"
         )
     return coefficient
 

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
+COMMAND = ("rlkit.commands.cli:main", "rlkit.commands.cli:main")  # where the installed command points to; the second in version 0.1
+
 
 class RLKitError(Exception):
     """Root of every error that rlkit raises on purpose."""
@@ -83,7 +85,7 @@ def distribution() -> Distribution | None:
     It is found by its command, not by its name: on the public package index the name `rlkit` belongs to another project, and
     that one may be installed in the same environment.
     """
-    return next((d for d in distributions() if any(entry.value == "rlkit.cli:main" for entry in d.entry_points)), None)
+    return next((d for d in distributions() if any(entry.value in COMMAND for entry in d.entry_points)), None)
 
 
 def place(error: BaseException) -> str:

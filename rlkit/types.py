@@ -324,7 +324,7 @@ QUANTITIES: Mapping[str, str] = {
 }
 
 
-# What a part may declare of itself, for the checks before a run (rlkit.assumptions). These lists are closed: a word that stands in
+# What a part may declare of itself, for the checks before a run (rlkit.config.assumptions). These lists are closed: a word that stands in
 # neither is refused where it is written. A part without declarations assumes nothing and guarantees nothing.
 
 Guarantee = Literal["binary", "non_negative", "raw"]

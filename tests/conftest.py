@@ -37,7 +37,7 @@ def tiny():
 @pytest.fixture(scope="session")
 def experiment():
     """The default experiment, as `rlkit train` would build it."""
-    from rlkit.compose import compose, experiment
+    from rlkit.config.compose import compose, experiment
 
     return experiment(compose([]))
 
@@ -82,12 +82,12 @@ def forked():
     import torch
     import transformers  # noqa: F401
 
-    import rlkit.callbacks.checkpoints
-    import rlkit.callbacks.faults
-    import rlkit.callbacks.stopping
-    import rlkit.module
-    import rlkit.train  # noqa: F401
-    from rlkit.cli import main
+    import rlkit.training.callbacks.checkpoints
+    import rlkit.training.callbacks.faults
+    import rlkit.training.callbacks.stopping
+    import rlkit.training.module
+    import rlkit.training.run  # noqa: F401
+    from rlkit.commands.cli import main
 
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
 

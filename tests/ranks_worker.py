@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-import rlkit.compose
-from rlkit import ranks
-from rlkit.compose import compose, experiment
+import rlkit.config.compose
+from rlkit.config.compose import compose, experiment
+from rlkit.distributed import ranks
 from rlkit.models.load import load_policy
-from rlkit.train import join_ranks, load_tasks, start
+from rlkit.training.run import join_ranks, load_tasks, start
 from rlkit.types import Policy
 
 
@@ -57,7 +57,7 @@ def main(root: Path) -> None:
         return clip(parameters, norm)
 
     torch.nn.utils.clip_grad_norm_ = keep
-    rlkit.compose.dry_run = lambda x: None
+    rlkit.config.compose.dry_run = lambda x: None
     for name, overrides, resume in json.loads((root / "runs.json").read_text()):
         composed = compose(overrides)
         x = experiment(composed)

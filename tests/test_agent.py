@@ -17,11 +17,11 @@ from rlkit import (
     run_agent,
     xml,
 )
-from rlkit.cli import main, parse
-from rlkit.compose import compose
+from rlkit.commands.cli import main, parse
+from rlkit.config.compose import compose
+from rlkit.config.schema import build
 from rlkit.environments import calculator
 from rlkit.models.chat import encode_scaffold
-from rlkit.schema import build
 from rlkit.types import Generation, ToolCall
 
 QUESTION = "What is 15 * 27, plus 100?"
@@ -221,7 +221,7 @@ def test_the_numbers_of_the_config_are_those_of_the_function(composed):
 
 def test_text_of_the_model_is_shown_not_obeyed(tiny, capsys):
     """No escapes and no markup on a pipe; parts are apart, a failed call is said to have failed."""
-    from rlkit.agent import show
+    from rlkit.commands.agent import show
 
     said = f"<think>hm \x1b[2J</think>[red]{call('calculator', expression='1/0')}<tool_call>x</tool_call>"
     show(run(tiny, said, "\x07" + "long " * 50 + "line", messages="What\x1b[1m?").rollout)
@@ -242,11 +242,13 @@ def test_a_question_is_told_from_an_override():
 
 def test_a_question_is_answered_by_a_run(tmp_path, monkeypatch, capsys):
     """The model of the run's config, with the weights of its newest checkpoint; nothing is written."""
-    import rlkit.evaluate
+    import rlkit.commands.evaluate
 
     seen = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rlkit.evaluate, "restore", lambda policy, checkpoint: seen.append((policy.codec.template_arguments, checkpoint)))
+    monkeypatch.setattr(
+        rlkit.commands.evaluate, "restore", lambda policy, checkpoint: seen.append((policy.codec.template_arguments, checkpoint))
+    )
     (tmp_path / "run").mkdir()
     model = {"_target_": "rlkit.models.load_policy", "_partial_": True, "path": "tiny", "enable_thinking": False}
     (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump({"model": model}))

@@ -9,13 +9,13 @@ import torch
 
 from rlkit import rewards
 from rlkit.algorithm import choose
-from rlkit.assumptions import assumption_problems, assumption_warnings
-from rlkit.compose import compose, experiment
+from rlkit.config.assumptions import assumption_problems, assumption_warnings
+from rlkit.config.compose import compose, experiment
+from rlkit.config.problems import validate
+from rlkit.episodes import assemble
 from rlkit.errors import ConfigError
-from rlkit.rollouts import assemble
-from rlkit.train import load_tasks
+from rlkit.training.run import load_tasks
 from rlkit.types import Rollout, Step, Task, assumes, declarations, gives, keeps
-from rlkit.validate import validate
 
 # ------------------------------------------------------------------------------------------------------ declarations
 
@@ -66,8 +66,8 @@ def test_every_shipped_part_that_changes_or_gives_rewards_declares_it():
     import yaml
 
     from rlkit import functional
-    from rlkit.compose import conf_dir
-    from rlkit.schema import resolve
+    from rlkit.config.compose import conf_dir
+    from rlkit.config.schema import resolve
 
     def targets(folder):
         for path in (conf_dir() / folder).glob("*.yaml"):

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from rlkit.algorithm import choose, estimate_advantages, micro_batches, scale_tokens, select, surrogate, value_surrogate, weigh
-from rlkit.compose import compose, conf_dir
-from rlkit.compose import experiment as built
+from rlkit.config.compose import compose, conf_dir
+from rlkit.config.compose import experiment as built
+from rlkit.config.problems import dry_run, validate
 from rlkit.errors import ConfigError
-from rlkit.schedules import at, start
+from rlkit.training.schedules import at, start
 from rlkit.types import Batch, Scores
-from rlkit.validate import dry_run, validate
 
 B, T, V = 12, 9, 6
 ROLLOUTS = torch.tensor([0, 0, 0, 1, 2, 2, 3, 4, 5, 6, 6, 7])  # of each row; rollout 8 has no row

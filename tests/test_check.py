@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlkit import check, doctor
-from rlkit.cli import main
-from rlkit.compose import compose, experiment
-from rlkit.data import RLData
-from rlkit.module import RLModule
-from rlkit.train import load_tasks, make_trainer
-from rlkit.validate import first_steps
+from rlkit.commands import check, doctor
+from rlkit.commands.cli import main
+from rlkit.config.compose import compose, experiment
+from rlkit.config.problems import first_steps
+from rlkit.training.data import RLData
+from rlkit.training.module import RLModule
+from rlkit.training.run import load_tasks, make_trainer
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from rlkit.cli import main, quote, unquote
+from rlkit.commands.cli import main, quote, unquote
+from rlkit.config.schema import resolve
 from rlkit.errors import install
-from rlkit.schema import resolve
 
 
 def jsonl(path, *rows):
@@ -138,7 +138,9 @@ def test_help_lists_every_group(capsys):
 
 
 def test_help_imports_nothing_heavy():
-    program = "import sys\nfrom rlkit.cli import main\nmain(['--help'])\nassert not {'torch', 'hydra', 'lightning'} & set(sys.modules)"
+    program = (
+        "import sys\nfrom rlkit.commands.cli import main\nmain(['--help'])\nassert not {'torch', 'hydra', 'lightning'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlkit.algorithm import call, clipped_tokens
-from rlkit.compose import compose, conf_dir, experiment
+from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.functional import token_ratio
 
 OPTIONS = sorted(file.stem for file in (conf_dir() / "algorithm" / "policy_loss").glob("*.yaml"))

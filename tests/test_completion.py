@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from rlkit.cli import main
-from rlkit.completion import complete
-from rlkit.compose import conf_dir, keys
+from rlkit.commands.cli import main
+from rlkit.commands.completion import complete
+from rlkit.config.compose import conf_dir, keys
 
 COMMANDS = ("train", "check", "rollout", "doctor")
 

@@ -11,13 +11,13 @@ import pytest
 import yaml
 
 from rlkit.algorithm import inputs
-from rlkit.compose import compose, conf_dir, experiment
+from rlkit.config.compose import compose, conf_dir, experiment
+from rlkit.config.problems import warnings
+from rlkit.config.schema import build, check
 from rlkit.errors import ConfigError
 from rlkit.functional import forward, k3
-from rlkit.schedules import Progress, at, phases, start, values
-from rlkit.schema import build, check
+from rlkit.training.schedules import Progress, at, phases, start, values
 from rlkit.types import Controller
-from rlkit.validate import warnings
 
 GROUPS = sorted(f.name for f in conf_dir().iterdir() if f.is_dir() and f.name not in ("experiment", "debug"))
 REQUIRED = {
@@ -69,7 +69,7 @@ PAPER_NUMBERS = {  # what the papers give, so that no default of ours takes its 
 
 @pytest.mark.parametrize("name, numbers", PAPER_NUMBERS.items(), ids=PAPER_NUMBERS)
 def test_presets_of_papers_hold_the_papers_numbers(name, numbers):
-    from rlkit.runs import flatten
+    from rlkit.runs.folder import flatten
 
     config = flatten(compose([f"experiment={name}_paper"]).config)
     assert {key: config[key] for key in numbers} == numbers
@@ -123,7 +123,7 @@ REFUSALS = {
     "number schedule that binds nothing": (
         [
             "schedule=kl_anneal",
-            "++schedule.numbers={kl.cof: {_target_: rlkit.schedules.linear, _partial_: true, start: 1, end: 0, steps: 2}}",
+            "++schedule.numbers={kl.cof: {_target_: rlkit.training.schedules.linear, _partial_: true, start: 1, end: 0, steps: 2}}",
         ],
         ["schedule.numbers", "kl.cof", "coef"],
     ),
@@ -141,7 +141,7 @@ REFUSALS = {
     "number of a phase that binds nothing": (
         [
             "schedule=on_reward",
-            "schedule.phases.refine.numbers={kl.cof: {_target_: rlkit.schedules.constant, _partial_: true, value: 1}}",
+            "schedule.phases.refine.numbers={kl.cof: {_target_: rlkit.training.schedules.constant, _partial_: true, value: 1}}",
         ],
         ["schedule.phases.refine", "kl.cof", "coef"],
     ),
@@ -264,8 +264,9 @@ def two_phases(tmp_path):
     (tmp_path / "schedule").mkdir()
     (tmp_path / "schedule" / "two.yaml").write_text(
         "defaults:\n  - /algorithm@phases.first.algorithm: grpo\n  - /kl@phases.first.kl: k1\n  - /reference@phases.first.reference: ema\n"
-        "  - /algorithm@phases.second.algorithm: rloo\n  - /kl@phases.second.kl: k2\n  - _self_\n\n_target_: rlkit.schedules.Schedule\n"
-        "phases:\n  first: {_target_: rlkit.schedules.Phase, until: 10}\n  second: {_target_: rlkit.schedules.Phase}\n"
+        "  - /algorithm@phases.second.algorithm: rloo\n  - /kl@phases.second.kl: k2\n  - _self_\n\n"
+        "_target_: rlkit.training.schedules.Schedule\n"
+        "phases:\n  first: {_target_: rlkit.training.schedules.Phase, until: 10}\n  second: {_target_: rlkit.training.schedules.Phase}\n"
     )
     return str(tmp_path)
 
@@ -360,9 +361,9 @@ def test_every_kl_takes_an_adaptive_coefficient(option):
 @pytest.mark.parametrize(
     "override",
     [
-        "kl.coef={_target_: rlkit.schedules.on_metric, when: 'reward/mean > 0.8', before: 0.1, after: 0.0}",
-        "algorithm.entropy_coef={_target_: rlkit.schedules.adaptive_entropy, start: 0.1, target: 0.3}",
-        "schedule.numbers.algorithm.entropy_coef={_target_: rlkit.schedules.adaptive_entropy, start: 0.1}",
+        "kl.coef={_target_: rlkit.training.schedules.on_metric, when: 'reward/mean > 0.8', before: 0.1, after: 0.0}",
+        "algorithm.entropy_coef={_target_: rlkit.training.schedules.adaptive_entropy, start: 0.1, target: 0.3}",
+        "schedule.numbers.algorithm.entropy_coef={_target_: rlkit.training.schedules.adaptive_entropy, start: 0.1}",
     ],
 )
 def test_a_controller_may_be_written_in_place_of_a_number(override):
@@ -465,7 +466,7 @@ def test_keys_that_a_signature_knows_need_no_plus():
 def test_composing_imports_neither_lightning_nor_transformers():
     """`rlkit train` with a typo answers before seconds are spent on imports (DECISIONS: compose stays light)."""
     program = (
-        "import sys\nfrom rlkit.compose import compose, experiment\nexperiment(compose([]))\n"
+        "import sys\nfrom rlkit.config.compose import compose, experiment\nexperiment(compose([]))\n"
         "heavy = {'lightning', 'transformers', 'peft', 'datasets'} & set(sys.modules)\nassert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

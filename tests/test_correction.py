@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkit import selfcheck
-from rlkit.compose import compose, experiment
+from rlkit.config.compose import compose, experiment
 from rlkit.functional import no_correction, sequence_correction, token_correction
-from rlkit.schedules import phases
-from rlkit.settings import correction_in_words, settle_correction
-from rlkit.train import load_tasks, train
+from rlkit.training import selfcheck
+from rlkit.training.experiment import correction_in_words, settle_correction
+from rlkit.training.run import load_tasks, train
+from rlkit.training.schedules import phases
 
 FAST = [
     "debug=fast", "trainer.accelerator=cpu", "logger=none", "evaluation.n=0", "optimizer.lr=1e-3", "task.max_samples=64",

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from rlkit import collect, demonstrations, generate
-from rlkit.cli import main
+from rlkit.commands.cli import main
 from rlkit.environments import single_turn
+from rlkit.episodes import assemble
+from rlkit.episodes.demonstrate import demonstrated
 from rlkit.errors import DataError
 from rlkit.models.chat import decode, make_codec
-from rlkit.rollouts import assemble
-from rlkit.rollouts.demonstrate import demonstrated
 from rlkit.tasks import arithmetic, conversations
 
 CALL = {"type": "function", "function": {"name": "calculator", "arguments": '{"expression": "1 + 1"}'}}

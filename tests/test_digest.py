@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkit.callbacks import checkpoints
-from rlkit.callbacks.checkpoints import AtomicCheckpointIO, load_checkpoint, supersede
-from rlkit.cli import main
-from rlkit.digest import damage, folder_damage
+from rlkit.commands.cli import main
 from rlkit.errors import DataError
+from rlkit.system.digest import damage, folder_damage
+from rlkit.training.callbacks import checkpoints
+from rlkit.training.callbacks.checkpoints import AtomicCheckpointIO, load_checkpoint, supersede
 
 PAGE = 4096
 SMALL = ["debug=fast", "trainer.accelerator=cpu", "task.max_samples=32", "evaluation.n=0", "logger=none", "model.lora.rank=1"]
@@ -230,7 +230,7 @@ def test_a_damaged_file_of_a_saved_model_is_found_before_it_is_loaded(run, tmp_p
 
 
 def test_a_missing_file_or_a_damaged_list_is_damage_and_no_list_is_none(tmp_path):
-    from rlkit.digest import write_sums
+    from rlkit.system.digest import write_sums
 
     (tmp_path / "a.json").write_text("{}")
     assert folder_damage(tmp_path) == folder_damage(tmp_path / "absent") == folder_damage(tmp_path / "a.json") == ""

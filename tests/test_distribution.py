@@ -55,7 +55,7 @@ def test_a_checkout_installs_from_itself(monkeypatch):
 
 
 def test_outside_a_checkout_the_distribution_is_named_even_beside_the_other_project(monkeypatch, tmp_path):
-    both = [installed("rlkit", "rlkit.launchers:main"), installed("ours", "rlkit.cli:main")]
+    both = [installed("rlkit", "rlkit.launchers:main"), installed("ours", "rlkit.commands.cli:main")]
     monkeypatch.setattr(errors, "__file__", str(tmp_path / "rlkit" / "errors.py"))
     monkeypatch.setattr(errors, "distributions", lambda: both)
     assert errors.install("math") == "pip install 'ours[math]'"

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from rlkit.cli import drop, main, parse
-from rlkit.compose import compose, conf_dir, experiment
+from rlkit.commands.cli import drop, main, parse
+from rlkit.config.compose import compose, conf_dir, experiment
+from rlkit.config.schema import build
 from rlkit.errors import ConfigError
-from rlkit.schema import build
-from rlkit.sweeps import expand
+from rlkit.runs.sweeps import expand
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "experiments").glob("*/README.md"))]
@@ -27,7 +27,7 @@ CANNOT = {
     "model=qwen3": "needs the model's weights",
     "trainer=gpu": "needs a GPU",
     "trainer.devices": "several processes; tests/test_ranks.py runs such",
-    "generation=vllm": "needs vLLM; tests/generation/test_vllm_real.py runs it",
+    "generation=vllm": "needs vLLM; tests/engines/test_vllm_real.py runs it",
     "logger=[": "needs the extras",
     "sweep_": "needs the extras",
     "replay": "needs a bundle; tests/test_faults.py has one",

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkit.compose import compose, experiment
-from rlkit.train import load_tasks, train
+from rlkit.config.compose import compose, experiment
+from rlkit.training.run import load_tasks, train
 
 FAST = [
     "debug=fast", "trainer.accelerator=cpu", "logger=none", "evaluation.n=0", "optimizer.lr=1e-3", "task.max_samples=64",

@@ -15,7 +15,7 @@ import torch
 
 from rlkit import functional as f
 from rlkit.algorithm import KL, Algorithm, Critic, choose, estimate_advantages, scale_tokens
-from rlkit.compose import compose, conf_dir, experiment
+from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.types import Batch
 
 TABLES: dict[str, dict[str, Any]] = {
@@ -149,7 +149,7 @@ def test_equal_rollouts_get_equal_advantages_in_every_algorithm(advantage, kl):
 @pytest.mark.parametrize("in_baseline", [False, True])
 def test_the_run_scores_what_the_baseline_needs(in_baseline, tiny):
     """A rollout that is not trained on has a KL too where that counts in the baseline, and is not scored for nothing elsewhere."""
-    from rlkit.module import RLModule
+    from rlkit.training.module import RLModule
 
     words = ["kl=k1", "kl.placement=reward", f"kl.in_baseline={str(in_baseline).lower()}", "algorithm/overlong=mask"]
     x = experiment(compose([*words, "task.max_samples=8"]))

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlkit.callbacks.evaluation import PREFIXES, HeldOut, results_of
-from rlkit.cli import main
-from rlkit.compose import compose, experiment
+from rlkit.commands.cli import main
+from rlkit.config.compose import compose, experiment
+from rlkit.episodes.record import load_rollouts
 from rlkit.errors import ConfigError, DataError
-from rlkit.rollouts.record import load_rollouts
-from rlkit.schedules import Schedule, on_metric
-from rlkit.schedules.problems import schedule_problems
-from rlkit.train import closing, how_it_ended, load_tasks
+from rlkit.training.callbacks.evaluation import PREFIXES, HeldOut, results_of
+from rlkit.training.run import closing, how_it_ended, load_tasks
+from rlkit.training.schedules import Schedule, on_metric
+from rlkit.training.schedules.problems import schedule_problems
 from rlkit.types import SPLITS, Splits, Task
 
 TASK = Task("t", ({"role": "user", "content": "?"},), "1")

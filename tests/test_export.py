@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
-from rlkit import reference
-from rlkit.cli import main
+from rlkit.commands.cli import main
+from rlkit.commands.evaluate import restore
 from rlkit.errors import ConfigError
-from rlkit.evaluate import restore
 from rlkit.models import LoRA, load_policy
+from rlkit.training import references as reference
 
 IDS = torch.tensor([[20, 21, 22, 23, 24]])
 

@@ -24,7 +24,7 @@ PARTS = {"algorithm", "reward", "kl", "reference", "task", "environment", "parse
 # The tool is called as the environment would: the embedded model has never seen calls in brackets.
 PROGRAM = """
 import sys
-from rlkit.cli import main
+from rlkit.commands.cli import main
 import rlkit
 from my_package import parts
 from rlkit.environments import execute
@@ -81,7 +81,7 @@ def test_a_package_from_outside_trains_with_parts_of_its_own(environment, tmp_pa
 
 def test_options_of_a_package_compose_beside_the_shipped_ones(monkeypatch):
     """hydra.searchpath alone: no --config-dir. An option that neither has is still refused in one sentence."""
-    from rlkit.compose import compose, experiment
+    from rlkit.config.compose import compose, experiment
     from rlkit.errors import ConfigError
 
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "extension"))

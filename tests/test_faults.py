@@ -20,17 +20,18 @@ import numpy as np
 import pytest
 import torch
 
-from rlkit import rng, runs
-from rlkit.callbacks.checkpoints import CHECKPOINT, AtomicCheckpointIO, RLCheckpoint, checkpoints, load_checkpoint, supersede
-from rlkit.callbacks.evaluation import HeldOut
-from rlkit.callbacks.faults import Watchdog
-from rlkit.callbacks.metrics import append_row, unwritten
-from rlkit.callbacks.rows import read_rows
-from rlkit.callbacks.stopping import SIGNALS, StopOnSignal, requeue
-from rlkit.files import LOST
-from rlkit.memory import OutOfMemory, retried
-from rlkit.monitor import UpdateTerms
-from rlkit.redaction import REDACTED
+from rlkit.runs import folder as runs
+from rlkit.system import rng
+from rlkit.system.files import LOST
+from rlkit.system.redaction import REDACTED
+from rlkit.training.callbacks.checkpoints import CHECKPOINT, AtomicCheckpointIO, RLCheckpoint, checkpoints, load_checkpoint, supersede
+from rlkit.training.callbacks.evaluation import HeldOut
+from rlkit.training.callbacks.faults import Watchdog
+from rlkit.training.callbacks.metrics import append_row, unwritten
+from rlkit.training.callbacks.rows import read_rows
+from rlkit.training.callbacks.stopping import SIGNALS, StopOnSignal, requeue
+from rlkit.training.memory import OutOfMemory, retried
+from rlkit.training.metrics import UpdateTerms
 from rlkit.types import Splits
 
 FAST = ["debug=fast", "task.max_samples=32", "trainer.accelerator=cpu", "evaluation.n=0", "logger=none", "callbacks.checkpoint.model=false"]
@@ -262,9 +263,9 @@ def test_several_ranks_do_not_halve():
 
 def test_the_probe_takes_the_longest_rollouts_and_leaves_no_gradient(experiment, monkeypatch):
     """Rows as long as the prompt and every reply of an episode; as many as a micro-batch takes."""
-    from rlkit import memory
     from rlkit.models import load_policy
-    from rlkit.module import RLModule
+    from rlkit.training import memory
+    from rlkit.training.module import RLModule
 
     x = experiment._replace(trainer=experiment.trainer._replace(micro_batch_tokens=1024))
     module = RLModule(x, load_policy(path="tiny"), experiment.task(split="train")[:2])
@@ -342,7 +343,7 @@ def at(place: str, action):
     path, _, name = place.rpartition(".")
     owner = importlib.import_module(path)
     function, module = getattr(owner, name), []
-    from rlkit.callbacks import stopping
+    from rlkit.training.callbacks import stopping
 
     started = stopping.StopOnSignal.on_train_start
 
@@ -362,7 +363,7 @@ def at(place: str, action):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["rlkit.rollouts.collect.after_reply", "rlkit.module.surrogate"], ids=["rollouts", "update"])
+@pytest.mark.parametrize("place", ["rlkit.episodes.collect.after_reply", "rlkit.training.module.surrogate"], ids=["rollouts", "update"])
 @pytest.mark.parametrize("signum, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_ends_a_run_saved_and_it_goes_on_as_if_nothing_had_happened(tmp_path, forked, place, signum, status):
     """Rollouts are dropped, an update is finished; no step is done twice or left out, though no checkpoint was due."""
@@ -441,7 +442,7 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path, forked):
         os.kill(os.getpid(), signal.SIGTERM)
 
     words = ["train", *FAST, "trainer.steps=3", "callbacks.checkpoint.every=9", f"hydra.run.dir={folder}"]
-    assert wait(forked(words, log, lambda: at("rlkit.module.surrogate", twice))) == 143
+    assert wait(forked(words, log, lambda: at("rlkit.training.module.surrogate", twice))) == 143
     assert not (folder / "summary.json").exists() and checkpoints(folder / "checkpoints") == []
 
 
@@ -453,7 +454,7 @@ def test_a_job_that_is_signalled_is_queued_again_once_it_is_saved(tmp_path, fork
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.chdir(tmp_path)
     words = ["train", *FAST, "trainer.steps=3", "callbacks.checkpoint.every=9", "trainer.requeue=true", "resume=auto"]
-    stop = lambda: at("rlkit.rollouts.collect.after_reply", lambda: os.kill(os.getpid(), signal.SIGUSR1))  # noqa: E731
+    stop = lambda: at("rlkit.episodes.collect.after_reply", lambda: os.kill(os.getpid(), signal.SIGUSR1))  # noqa: E731
     assert wait(forked(words, tmp_path / "log", stop)) == 128 + signal.SIGUSR1
     assert (tmp_path / "asked").read_text() == "requeue 17 step_000001.ckpt\n"
     assert wait(forked(words, tmp_path / "log")) == 0
@@ -532,9 +533,9 @@ def test_updates_that_are_not_finite_are_skipped_and_end_the_run_with_a_bundle_t
 
 def skip_dry_run():
     """The start-up check would refuse such a loss."""
-    import rlkit.compose
+    import rlkit.config.compose
 
-    rlkit.compose.dry_run = lambda x: None
+    rlkit.config.compose.dry_run = lambda x: None
 
 
 @pytest.mark.slow

@@ -15,27 +15,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkit import runs
-from rlkit.callbacks.checkpoints import checkpoints, load_checkpoint
-from rlkit.cli import main
+from rlkit.commands.cli import main
 from rlkit.errors import ConfigError
-from rlkit.files import LOST, as_oserror, lenient, refusing, unwritable
-from rlkit.loggers import log_final, log_histogram, log_settings, log_text, tensorboard, tolerant
+from rlkit.runs import folder as runs
+from rlkit.system.files import LOST, as_oserror, lenient, refusing, unwritable
+from rlkit.training.callbacks.checkpoints import checkpoints, load_checkpoint
+from rlkit.training.loggers import log_final, log_histogram, log_settings, log_text, tensorboard, tolerant
 
 EVERYTHING = [
     "debug=fast", "trainer.accelerator=cpu", "trainer.steps=3", "task.max_samples=32", "evaluation.n=2", "evaluation.every=1",
     "logger=tensorboard", "callbacks.checkpoint.every=1",
-    "+callbacks.rollouts={_target_: rlkit.callbacks.rollouts, _partial_: true, every: 1}",
-    "+callbacks.tokens={_target_: rlkit.callbacks.tokens, _partial_: true, every: 1, count: 2}",
+    "+callbacks.rollouts={_target_: rlkit.training.callbacks.rollouts, _partial_: true, every: 1}",
+    "+callbacks.tokens={_target_: rlkit.training.callbacks.tokens, _partial_: true, every: 1, count: 2}",
 ]  # fmt: skip
 MOMENTS = {  # where the disk fills up, in the second RL step or at the end
-    "step": "rlkit.module.RLModule.training_step",
-    "evaluation": "rlkit.callbacks.evaluation.HeldOut.on_train_batch_end",
-    "checkpoint": "rlkit.callbacks.checkpoints.RLCheckpoint.on_train_batch_end",
-    "within the checkpoint": "rlkit.callbacks.checkpoints.AtomicCheckpointIO.save_checkpoint",
-    "model": "rlkit.callbacks.checkpoints.RLCheckpoint.on_train_end",
-    "summary": "rlkit.train.conclude",
-    "config": "rlkit.runs.write_config",
+    "step": "rlkit.training.module.RLModule.training_step",
+    "evaluation": "rlkit.training.callbacks.evaluation.HeldOut.on_train_batch_end",
+    "checkpoint": "rlkit.training.callbacks.checkpoints.RLCheckpoint.on_train_batch_end",
+    "within the checkpoint": "rlkit.training.callbacks.checkpoints.AtomicCheckpointIO.save_checkpoint",
+    "model": "rlkit.training.callbacks.checkpoints.RLCheckpoint.on_train_end",
+    "summary": "rlkit.training.run.conclude",
+    "config": "rlkit.runs.folder.write_config",
 }
 
 

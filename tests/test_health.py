@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlkit.callbacks.pathologies import CHECKS, Health
-from rlkit.monitor import Clock, UpdateTerms, performance, update_metrics
-from rlkit.rollouts import assemble, summarize
+from rlkit.episodes import assemble, summarize
+from rlkit.training.callbacks.pathologies import CHECKS, Health
+from rlkit.training.metrics import Clock, UpdateTerms, performance, update_metrics
 from rlkit.types import Rollout, Step, Task
 
 NAN = float("nan")

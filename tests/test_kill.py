@@ -45,17 +45,27 @@ def uneven(r):
     return float(sum(r.steps[-1].response_ids) % 4 == 0)
 """
 MOMENTS = {  # kind of moment → functions that are in the middle of it
-    "generate": ["rlkit.rollouts.collect.after_reply"],
+    "generate": ["rlkit.episodes.collect.after_reply"],
     "reward": ["rlkit.rewards.score._cell"],
-    "update": ["rlkit.module.surrogate", "rlkit.module.RLModule.step_optimizer", "rlkit.module.RLModule.update_reference"],
-    "save": ["os.fsync", "os.replace", "rlkit.callbacks.metrics.finite", "torch.save", "rlkit.callbacks.conversations.save_rollouts"],
+    "update": [
+        "rlkit.training.module.surrogate",
+        "rlkit.training.module.RLModule.step_optimizer",
+        "rlkit.training.module.RLModule.update_reference",
+    ],
+    "save": [
+        "os.fsync",
+        "os.replace",
+        "rlkit.training.callbacks.metrics.finite",
+        "torch.save",
+        "rlkit.training.callbacks.conversations.save_rollouts",
+    ],
 }
 
 
 def arm(kind: str, step: int, later: int) -> None:
     """Makes this process kill itself when the module stands at `step` and functions of the kind were called `later` times since."""
-    from rlkit.callbacks import stopping
-    from rlkit.module import RLModule
+    from rlkit.training.callbacks import stopping
+    from rlkit.training.module import RLModule
 
     modules: list[RLModule] = []
     left = [later]

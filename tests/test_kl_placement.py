@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlkit.algorithm import KL, Algorithm, estimate_advantages, penalize, surrogate, weigh
-from rlkit.compose import compose, experiment
+from rlkit.config.compose import compose, experiment
 from rlkit.functional import confident, forward, full, k1, k2, k3, keep_all, leave_one_out, raw, reinforce, reverse, token_ratio, truncated
 from rlkit.types import Batch, Scores
 

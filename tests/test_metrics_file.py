@@ -8,10 +8,10 @@ import random
 
 import pytest
 
-from rlkit.callbacks.metrics import MetricsFile, append_row, export_csv
-from rlkit.callbacks.rows import cut_back, read_rows
 from rlkit.errors import DataError
-from rlkit.files import finite, write_atomic, write_json
+from rlkit.system.files import finite, write_atomic, write_json
+from rlkit.training.callbacks.metrics import MetricsFile, append_row, export_csv
+from rlkit.training.callbacks.rows import cut_back, read_rows
 
 NAN, INF = float("nan"), float("inf")
 
@@ -186,7 +186,7 @@ def test_a_kill_between_setting_aside_and_cutting_back_leaves_every_row_once(pat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("rlkit.callbacks.rows.write_atomic", killed)
+        patch.setattr("rlkit.training.callbacks.rows.write_atomic", killed)
         with pytest.raises(KeyboardInterrupt):
             cut_back(path, 3)
     assert len(read_rows(path)) == 5

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from rlkit import monitor
+from rlkit.training import metrics as monitor
 
 
 @pytest.fixture

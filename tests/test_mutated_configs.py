@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from rlkit.compose import compose, conf_dir, experiment
+from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.errors import Refusal
 
 BASES = [

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from rlkit import owner, runs
-from rlkit.cli import main
-from rlkit.owner import Occupied, TakenOver, check, identity, lost, occupied, owned, release
-from rlkit.sweeps.plan import folder_problems
+from rlkit.commands.cli import main
+from rlkit.runs import folder as runs
+from rlkit.runs.sweeps.plan import folder_problems
+from rlkit.system import owner
+from rlkit.system.owner import Occupied, TakenOver, check, identity, lost, occupied, owned, release
 
 SMALL = ["debug=fast", "trainer.accelerator=cpu", "task.max_samples=32", "evaluation.n=0", "logger=none", "model.lora.rank=1"]
 KEYS = ("host", "pid", "place", "started", "beat", "slurm")
@@ -202,7 +203,7 @@ def test_what_is_released_early_is_free(tmp_path):
 RACER = """
 import sys
 from pathlib import Path
-from rlkit.owner import Occupied, owned
+from rlkit.system.owner import Occupied, owned
 print("ready", flush=True)
 for line in sys.stdin:
     try:
@@ -331,9 +332,9 @@ def test_a_living_run_that_is_taken_over_ends_and_writes_nothing_more(tmp_path, 
     os.mkfifo(at), os.mkfifo(go)
 
     def hold():
-        import rlkit.module
+        import rlkit.training.module
 
-        surrogate, steps = rlkit.module.surrogate, []
+        surrogate, steps = rlkit.training.module.surrogate, []
 
         def held(*given):
             if not steps and (folder / "metrics.jsonl").exists():  # a row is there: this is the second step
@@ -342,7 +343,7 @@ def test_a_living_run_that_is_taken_over_ends_and_writes_nothing_more(tmp_path, 
                 go.read_text()
             return surrogate(*given)
 
-        rlkit.module.surrogate = held
+        rlkit.training.module.surrogate = held
 
     child = forked(["train", *SMALL, "trainer.steps=3", f"hydra.run.dir={folder}"], log, hold)
     assert at.read_text() == "here"
@@ -377,9 +378,9 @@ def test_a_run_that_is_killed_locks_nobody_out(tmp_path, forked):
     folder, log = tmp_path / "run", tmp_path / "log"
 
     def killed():
-        import rlkit.module
+        import rlkit.training.module
 
-        rlkit.module.surrogate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        rlkit.training.module.surrogate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
     child = forked(["train", *SMALL, f"hydra.run.dir={folder}"], log, killed)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL

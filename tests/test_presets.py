@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlkit import check
-from rlkit.compose import compose, conf_dir, experiment
-from rlkit.train import load_tasks
-from rlkit.validate import first_steps
+from rlkit.commands import check
+from rlkit.config.compose import compose, conf_dir, experiment
+from rlkit.config.problems import first_steps
+from rlkit.training.run import load_tasks
 
 PRESETS = sorted(f.stem for f in (conf_dir() / "experiment").glob("*.yaml"))
 CHEAP = ("quickstart", "vector_reward", "tool_tracking")  # the others take a minute together

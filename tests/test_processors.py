@@ -9,10 +9,10 @@ import sys
 import pytest
 import torch
 
-from rlkit import processors
-from rlkit.processors import PARAMETERS_PER_THREAD, cores, threads_for
-from rlkit.settings import TrainerSettings
-from rlkit.train import use_threads
+from rlkit.system import processors
+from rlkit.system.device import use_threads
+from rlkit.system.processors import PARAMETERS_PER_THREAD, cores, threads_for
+from rlkit.training.experiment import TrainerSettings
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,8 @@ def test_a_given_number_wins_and_a_gpu_keeps_torchs(monkeypatch):
 
 def test_the_command_line_has_openmp_wait_without_spinning():
     """It acts only where it is set before torch is imported; a user's own policy stays."""
-    program = "import os, sys; from rlkit.cli import main; main(['--help']); print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    program = "import os, sys; from rlkit.commands.cli import main; main(['--help']); "
+    program += "print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
     clean = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
     for given, expected in [({}, "passive False"), ({"OMP_WAIT_POLICY": "active"}, "active False")]:
         done = subprocess.run([sys.executable, "-c", program], env=clean | given, capture_output=True, text=True, check=True)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlkit import launch, ranks
-from rlkit.cli import main
-from rlkit.compose import compose, experiment
+from rlkit.commands.cli import main
+from rlkit.config.compose import compose, experiment
+from rlkit.distributed import launch, ranks
 from rlkit.errors import ConfigError
 from rlkit.models.load import load_policy
 
@@ -190,7 +190,7 @@ def run(root: Path, strategy: str, runs: list[tuple[str, str, bool]]) -> str:
     more = [] if strategy == "single" else [f"trainer={strategy}", "trainer.timeout=300"]
     (root / "runs.json").write_text(json.dumps([(name, [*FAST, *more, *(RUNS | OWN)[key]], resume) for name, key, resume in runs]))
     environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    start = f"import sys; from rlkit import launch; sys.exit(launch.start(sys.argv[1:], {1 if strategy == 'single' else 2}))"
+    start = f"import sys; from rlkit.distributed import launch; sys.exit(launch.start(sys.argv[1:], {1 if strategy == 'single' else 2}))"
     command = [sys.executable, str(WORKER), str(root)]
     done = subprocess.run(
         command if strategy == "single" else [sys.executable, "-c", start, *command], env=environ, capture_output=True, text=True
@@ -378,7 +378,7 @@ def test_a_rank_that_does_not_go_on_ends_the_run_with_a_reason(tmp_path, how):
 def test_a_rank_that_fails_alone_in_an_update_leaves_a_bundle_that_replays(tmp_path, monkeypatch, capsys):
     (tmp_path / "faulty.py").write_text(
         "import os, sys\nfrom rlkit.functional import clipped\n\ndef loss(ratio, advantages):\n"
-        "    if os.environ.get('RANK') == '1' and 'rlkit.module' in sys.modules:  # no dry run\n"
+        "    if os.environ.get('RANK') == '1' and 'rlkit.training.module' in sys.modules:  # no dry run\n"
         "        raise ValueError('no such kernel')\n"
         "    return clipped(ratio, advantages, clip_low=0.2, clip_high=0.2)\n"
     )

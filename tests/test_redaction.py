@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from rlkit import runs
-from rlkit.cli import main
-from rlkit.output import Descriptor, Output
-from rlkit.redaction import KNOWN, REDACTED, cover, learn, redacted
+from rlkit.commands.cli import main
+from rlkit.runs import folder as runs
+from rlkit.system.output import Descriptor, Output
+from rlkit.system.redaction import KNOWN, REDACTED, cover, learn, redacted
 
 FAST = ["debug=fast", "task.max_samples=32", "trainer.accelerator=cpu", "evaluation.n=0", "callbacks.checkpoint.model=false"]
 
@@ -76,7 +76,8 @@ def test_a_stream_covers_secrets_and_outlives_its_reader(tmp_path):
 def test_counts_and_parts_that_are_called_tokens_are_no_secrets():
     """A run with `generation.max_new_tokens=64`, or with the callback `tokens`, could not be resumed."""
     for text in (
-        "generation.max_new_tokens=64", "generation.max_thinking_tokens=null", "+callbacks.tokens={_target_: rlkit.callbacks.tokens}",
+        "generation.max_new_tokens=64", "generation.max_thinking_tokens=null",
+        "+callbacks.tokens={_target_: rlkit.training.callbacks.tokens}",
         "trainer.micro_batch_tokens=1024,2048", "generation.max_new_tokens=range(16,64)", "x.hub_token=${oc.env:HUB}",
         "x.max_tokens=${generation.max_new_tokens}",
     ):  # fmt: skip

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from rlkit import reference
 from rlkit.models import LoRA, pack, score
 from rlkit.models.load import add_lora
+from rlkit.training import references as reference
 
 IDS = torch.tensor([[20, 21, 22, 23, 24], [30, 31, 32, 33, 34]])
 MASK = torch.tensor([[False, False, True, True, True], [False, True, True, False, True]])

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rlkit import runs
-from rlkit.callbacks.rows import lost_steps, read_rows
-from rlkit.cli import main
+from rlkit.commands.cli import main
+from rlkit.runs import folder as runs
+from rlkit.training.callbacks.rows import lost_steps, read_rows
 
 SMALL = ["debug=fast", "trainer.accelerator=cpu", "task.max_samples=32", "evaluation.n=0", "logger=none", "model.lora.rank=1"]
 LATE = "callbacks.checkpoint.every=5"
@@ -106,7 +106,7 @@ def summary(folder: Path, **given) -> None:
     (folder / "summary.json").write_text(json.dumps({"steps": 2, "unsaved": None} | given))
 
 
-CHECKPOINT = {"_target_": "rlkit.callbacks.checkpoint", "every": 5}
+CHECKPOINT = {"_target_": "rlkit.training.callbacks.checkpoint", "every": 5}
 EVIDENCE = {  # what is done to a run of two rows that has no checkpoint → the steps that are lost
     "nothing": (lambda f: None, 0),
     "a row of the step at which it saves": (lambda f: row(f, 5), 0),

@@ -7,11 +7,11 @@ import json
 
 import pytest
 
-from rlkit.cli import main
-from rlkit.report.conversations import of_run
-from rlkit.report.read import read_run
-from rlkit.rollout import step_counts
-from rlkit.rollouts import load_rollouts
+from rlkit.commands.cli import main
+from rlkit.commands.rollout import step_counts
+from rlkit.episodes import load_rollouts
+from rlkit.runs.report.conversations import of_run
+from rlkit.runs.report.read import read_run
 
 FAST = ["trainer.accelerator=cpu", "task.max_samples=16"]
 
@@ -66,7 +66,7 @@ def test_max_steps_is_the_limit_of_every_environment(played):
 
 def test_what_is_interrupted_leaves_the_episodes_that_had_ended(tmp_path, monkeypatch, capsys):
     """Hours of episodes are not lost to Ctrl-C; scored, they are those of a run that goes on."""
-    from rlkit.rollout import Bar
+    from rlkit.commands.rollout import Bar
 
     advance = Bar.advance
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlkit import runs
 from rlkit.errors import ConfigError
+from rlkit.runs import folder as runs
 
 CONFIG = {
     "name": "grpo",

@@ -10,9 +10,9 @@ from functools import partial
 
 import pytest
 
-from rlkit.compose import compose, conf_dir, length_keys
-from rlkit.compose import experiment as experiment_of
-from rlkit.schedules import (
+from rlkit.config.compose import compose, conf_dir, length_keys
+from rlkit.config.compose import experiment as experiment_of
+from rlkit.training.schedules import (
     Condition,
     Phase,
     Progress,
@@ -212,7 +212,7 @@ def test_any_number_of_any_part_follows_its_schedule(experiment, path, read):
 
 
 def test_numbers_of_a_reference_follow_too(experiment):
-    from rlkit.reference import ema
+    from rlkit.training.references import ema
 
     moving = experiment._replace(reference=ema(decay=0.9), schedule=Schedule({"reference.update.decay": lambda step: step / 10}))
     assert at(moving, Progress(5)).reference.update.keywords == {"decay": 0.5}
@@ -239,7 +239,7 @@ def test_decay_starts_from_the_configured_number(experiment):
 
 def test_the_command_line_reaches_into_a_schedule():
     """A dotted key cannot be named in an override; the shipped options nest."""
-    from rlkit.compose import compose, experiment
+    from rlkit.config.compose import compose, experiment
 
     x = experiment(compose(["schedule.numbers.optimizer.lr.to=0.5", "schedule.numbers.optimizer.lr.steps=2"]))
     lr = x.optimizer.keywords["lr"]

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from rlkit.distributed.launch import own_gpus
 from rlkit.errors import ConfigError, install
-from rlkit.launch import own_gpus
-from rlkit.sweeps.compare import comparison
-from rlkit.sweeps.jobs import Job, read_jobs, save
-from rlkit.sweeps.plan import corners, expand, folder_name, folder_problems, make_plan
-from rlkit.sweeps.run import objective, parallel, run_job, threads, why
+from rlkit.runs.sweeps.compare import comparison
+from rlkit.runs.sweeps.jobs import Job, read_jobs, save
+from rlkit.runs.sweeps.plan import corners, expand, folder_name, folder_problems, make_plan
+from rlkit.runs.sweeps.run import objective, parallel, run_job, threads, why
 
 FAST = ["debug=fast", "trainer.steps=1", "evaluation.n=0"]
 
@@ -87,7 +87,7 @@ def test_a_sweep_is_refused_before_its_first_job(words, expected, tmp_path, monk
 @pytest.mark.parametrize("option, extra", {"launcher=parallel": "joblib", "launcher=slurm": "submitit", "sweeper=search": "optuna"}.items())
 def test_a_missing_plugin_is_named_with_its_extra(option, extra, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rlkit.sweeps.plan.installed", lambda name: False)
+    monkeypatch.setattr("rlkit.runs.sweeps.plan.installed", lambda name: False)
     with pytest.raises(ConfigError, match=re.escape(install(extra))):
         make_plan(["seed=1,2", f"hydra/{option}"], None)
 
@@ -129,8 +129,8 @@ def test_the_comparison_puts_the_best_first_and_sums_up_seeds(tmp_path):
 
 def test_cores_are_shared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rlkit.sweeps.run.cores", lambda: 8)
-    monkeypatch.setattr("rlkit.sweeps.plan.installed", lambda name: True)
+    monkeypatch.setattr("rlkit.runs.sweeps.run.cores", lambda: 8)
+    monkeypatch.setattr("rlkit.runs.sweeps.plan.installed", lambda name: True)
     assert [parallel(make_plan(["seed=1,2,3", *o], None)) for o in ([], ["hydra/launcher=parallel"], ["hydra/launcher=slurm_local"])] == [
         1,
         2,
@@ -182,7 +182,7 @@ def test_a_job_is_started_on_its_gpu(tmp_path, monkeypatch):
     (tmp_path / "jobs").mkdir()
     state = {"overrides": {"task": ["seed=1"]}, "sweep": {"dir": str(tmp_path), "subdir": "seed=1"}, "job": {"num": 0}}
     monkeypatch.setattr("hydra.core.hydra_config.HydraConfig.get", lambda: OmegaConf.create(state))
-    monkeypatch.setattr("rlkit.sweeps.run.subprocess.Popen", Process)
+    monkeypatch.setattr("rlkit.runs.sweeps.run.subprocess.Popen", Process)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with own_gpus(tmp_path / "jobs" / "gpus", jobs=2, devices=1):
         run_job(OmegaConf.create({"trainer": {"devices": 1}}), config_dir=None, parallel=2, parent=os.getpid())

@@ -12,16 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlkit.callbacks import terminal
-from rlkit.callbacks.terminal import Countdown, Progress, evaluations_left, time_left
-from rlkit.cli import main
+from rlkit.commands.cli import main
 from rlkit.environments import python_tool, tool_use
 from rlkit.environments.tool_parsers import hermes
 from rlkit.errors import ConfigError
-from rlkit.processors import cores
 from rlkit.sandbox import Sandbox
 from rlkit.sandbox.level import probe
-from rlkit.selfcheck import check_tools
+from rlkit.system.processors import cores
+from rlkit.training.callbacks import terminal
+from rlkit.training.callbacks.terminal import Countdown, Progress, evaluations_left, time_left
+from rlkit.training.selfcheck import check_tools
 from rlkit.types import Task
 
 ROW = {
@@ -87,14 +87,14 @@ def test_a_tool_that_runs_code_gets_its_sandbox_before_the_model_is_loaded(monke
     """A machine without isolation was found out in the middle of the first episode, and the header said nothing of it."""
     environment = tool_use(tools={"python": python_tool(sandbox=Sandbox(min_level="kernel+ns"))}, parse_calls=hermes)
     asked = []
-    monkeypatch.setattr("rlkit.selfcheck.require", asked.append)
+    monkeypatch.setattr("rlkit.training.selfcheck.require", asked.append)
     check_tools([Task("a", (), "1")], environment)
     assert asked == [Sandbox(min_level="kernel+ns")]
 
     def refuse(sandbox):
         raise ConfigError("sandbox.min_level")
 
-    monkeypatch.setattr("rlkit.selfcheck.require", refuse)
+    monkeypatch.setattr("rlkit.training.selfcheck.require", refuse)
     with pytest.raises(ConfigError, match=r"sandbox\.min_level"):
         check_tools([Task("a", (), "1")], environment)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkit.cli import main
-from rlkit.rollouts import load_rollouts
+from rlkit.commands.cli import main
+from rlkit.episodes import load_rollouts
 
 SPAN = "schedule.numbers.optimizer.lr.steps=20"  # a length of its own: a run that is continued with more steps is exact
 LEARNS = ["batch.group_size=8", "optimizer.lr=1e-3", SPAN]  # with which little steps have a gradient
@@ -311,7 +311,7 @@ def test_a_resumed_run_keeps_its_threads_on_a_machine_of_other_cores(tmp_path, m
             (2, [*FAST, "trainer.steps=1", f"hydra.run.dir={tmp_path}"]),
             (1, [f"resume={tmp_path}", "trainer.steps=2"]),
         ]:
-            monkeypatch.setattr("rlkit.train.threads_for", lambda parameters, cores, threads=threads: threads)
+            monkeypatch.setattr("rlkit.system.device.threads_for", lambda parameters, cores, threads=threads: threads)
             assert main(["train", *words]) == 0
             assert torch.get_num_threads() == 2
         said = capsys.readouterr().out

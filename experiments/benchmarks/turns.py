@@ -15,8 +15,8 @@ import time
 import bench
 import torch
 
+from rlkit.engines import cached, generate
 from rlkit.functional import mix
-from rlkit.generation import cached, generate
 from rlkit.models import load_policy
 
 NEW, DRAWN = 16, 8

@@ -21,12 +21,12 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from rlkit.engines import generate
 from rlkit.environments import calculator, tool_schema, tool_use
-from rlkit.generation import generate
+from rlkit.episodes.evaluation import greedy_accuracy, is_correct, sampled_accuracy
 from rlkit.models import load_policy
 from rlkit.models.chat import Codec, continuation, encode_prompt, encode_scaffold, make_codec
 from rlkit.rewards import Reward, Term, numeric, weighted_sum
-from rlkit.rollouts.evaluation import greedy_accuracy, is_correct, sampled_accuracy
 from rlkit.tasks.arithmetic import Problem, arithmetic, draw_of, evaluate, expression
 from rlkit.types import Message
 

@@ -3,5 +3,6 @@
 from rlkit.engines.cached import Cached
 from rlkit.engines.service import Batched
 from rlkit.engines.transformers import Transformers
+from rlkit.engines.vllm import VLLM
 
-__all__ = ["Batched", "Cached", "Transformers"]
+__all__ = ["VLLM", "Batched", "Cached", "Transformers"]

@@ -28,7 +28,7 @@ def python_tool(*, sandbox: Sandbox | None = None) -> Callable[[str], str]:
             raise ValueError(f"{problem}; before that it printed:\n{text}" if text else problem)  # the end may be cut
         return text or "(no output)"
 
-    vars(python)["sandbox"] = sandbox or Sandbox()  # for rlkit.selfcheck, which asks before the model is loaded
+    vars(python)["sandbox"] = sandbox or Sandbox()  # for rlkit.training.selfcheck, which asks before the model is loaded
     return python
 
 

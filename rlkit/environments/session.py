@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
-from rlkit.deadline import in_worker
 from rlkit.environments.tools import execute, marked, where
 from rlkit.errors import EnvironmentFailed, RLKitError, place
+from rlkit.system.deadline import in_worker
 from rlkit.system.loops import awaited, run
 from rlkit.types import Environment, Messages, Rollout, Session, Task, Tool, ToolCall, ToolExecutor, ToolResult
 

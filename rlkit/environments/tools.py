@@ -24,8 +24,8 @@ from functools import lru_cache, partial, wraps
 from time import perf_counter
 from typing import Any, Literal, Union
 
-from rlkit.deadline import DeadlinePassed, ProcessEndAsked, contained, containing, in_worker, within
 from rlkit.errors import ConfigError, visible
+from rlkit.system.deadline import DeadlinePassed, ProcessEndAsked, contained, containing, in_worker, within
 from rlkit.types import Tool, ToolCall, ToolResult
 
 MAX_CHARS = 2000  # of a result that the policy reads
@@ -102,9 +102,7 @@ def with_schema(schema: Mapping[str, Any], implementation: Callable[..., Any]) -
     return tool
 
 
-async def execute(
-    call: ToolCall, tools: Mapping[str, Tool], *, max_chars: int = MAX_CHARS, timeout: float | None = TIMEOUT
-) -> ToolResult:
+async def execute(call: ToolCall, tools: Mapping[str, Tool], *, max_chars: int = MAX_CHARS, timeout: float | None = TIMEOUT) -> ToolResult:
     """Run one call and give what the policy reads: the result as text, or one sentence on what went wrong.
 
     An async tool runs in the event loop, a plain one in a thread, and one that is marked `tool.bounded = True`, since its work is

@@ -45,7 +45,7 @@ def automatic_correction(logprobs_old: Tensor, logprobs_sampler: Tensor, respons
     """What `algorithm/correction=auto` names before a run has settled it: `token_correction` truncated at 2.
 
     A run puts `no_correction` in its place where the check before the first step found that, in float32, the engine gives the log-probs
-    of the trainer (`rlkit.settings.settle_correction`). A run that is not checked keeps this.
+    of the trainer (`rlkit.training.experiment.settle_correction`). A run that is not checked keeps this.
 
     Args:
       logprobs_old: [B, T] in nats, by the trainer, before the update. Anything, nan and inf included, under the mask.

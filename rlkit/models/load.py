@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from rlkit.digest import SUMS, folder_damage
 from rlkit.errors import ConfigError, TemplateError
 from rlkit.models.chat import make_codec
 from rlkit.models.packing import allow_packing
+from rlkit.system.digest import SUMS, folder_damage
 from rlkit.types import Policy
 
 TINY = Path(__file__).parent / "tiny"

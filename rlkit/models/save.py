@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rlkit.digest import write_sums
-from rlkit.files import as_oserror, sync
+from rlkit.system.digest import write_sums
+from rlkit.system.files import as_oserror, sync
 from rlkit.types import Policy
 
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from rlkit.digest import folder_damage, write_sums
 from rlkit.errors import DataError
-from rlkit.files import write_json
 from rlkit.notebook.data import TrainingState
+from rlkit.system.digest import folder_damage, write_sums
+from rlkit.system.files import write_json
 
 NAN = float("nan")
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import rlkit.functional as F
+from rlkit.engines import generate as sample
 from rlkit.environments import split_thinking
 from rlkit.environments.prompts import with_system_prompt
-from rlkit.generation import generate as sample
 from rlkit.models import (
     LoRA,
     ValueHead,

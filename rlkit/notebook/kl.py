@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import rlkit.functional as F
-from rlkit import reference
 from rlkit.algorithm import call
 from rlkit.notebook._arguments import accepted, asks_for
 from rlkit.notebook.tensors import mask_like, row_mean, same_shape
+from rlkit.training import references as reference
 from rlkit.types import Reference
 
 KLHook = Callable[..., Tensor]
@@ -114,7 +114,7 @@ def compute_kl_divergence(old_logprobs: Tensor, new_logprobs: Tensor, mask: Tens
 def create_reference_model(policy_model: torch.nn.Module) -> torch.nn.Module:
     """A copy of the policy as it is now, without gradient, in evaluation mode; it shares no memory with the policy.
 
-    Under LoRA the base is copied too. `rlkit.reference` keeps a second adapter instead; a notebook has the plain model.
+    Under LoRA the base is copied too. `rlkit.training.references` keeps a second adapter instead; a notebook has the plain model.
     """
     return copy.deepcopy(policy_model).requires_grad_(False).eval()
 
@@ -162,7 +162,7 @@ def create_periodic_updater(update_every: int = 20) -> UpdateHook:
 def create_kl_updater(threshold: float = 0.5, measure: Literal["accumulated", "distance"] = "accumulated") -> UpdateHook:
     """A ref update_fn: a copy of the policy once the KL since the last copy adds up to more than `threshold` nats per token.
 
-    With measure=distance it copies once the KL of a single call is above the threshold (`rlkit.reference.on_kl`).
+    With measure=distance it copies once the KL of a single call is above the threshold (`rlkit.training.references.on_kl`).
 
     It needs the keyword kl: a call without one raises TypeError, instead of never copying.
     """

@@ -12,17 +12,17 @@ from typing import Any
 from torch import nn
 
 import rlkit.functional as F
+from rlkit.engines import generate as sample
 from rlkit.environments import dialogue, hermes, tool_name
 from rlkit.environments.single_turn import no_next_prompt
-from rlkit.generation import generate as sample
+from rlkit.episodes import assemble
+from rlkit.episodes.collect import Turn, open_episodes, play_turns
 from rlkit.notebook.data import GenerationConfig, Prompt, as_prompt, as_task
 from rlkit.notebook.generation import Generator, TemplateFn, engine_of, policy_of
 from rlkit.notebook.kl import KLHook, compute_forward_kl, compute_kl
 from rlkit.notebook.tensors import episodes, plain, score_batch
 from rlkit.rewards import Reward, Term, weighted_sum
 from rlkit.rewards import score as score_rollouts
-from rlkit.rollouts import assemble
-from rlkit.rollouts.collect import Turn, open_episodes, play_turns
 from rlkit.types import Environment, Message, Policy, Rollout, Step, Task, ToolCall, ToolParser, ToolResult
 
 Tools = Mapping[str, Callable[..., Any]] | Sequence[Callable[..., Any]]

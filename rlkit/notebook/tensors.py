@@ -11,8 +11,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 import rlkit.functional as F
 from rlkit.algorithm import micro_batches, quantities, select
+from rlkit.episodes import assemble
 from rlkit.models import pack, score
-from rlkit.rollouts import assemble
 from rlkit.types import Batch, Rollout, Scores
 
 

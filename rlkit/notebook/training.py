@@ -27,7 +27,9 @@ from rlkit.algorithm import (
     surrogate,
     value_surrogate,
 )
-from rlkit.generation import generate as sample
+from rlkit.engines import generate as sample
+from rlkit.episodes import assemble
+from rlkit.episodes.stream import StreamState, take
 from rlkit.models import make_critic, pack, score
 from rlkit.notebook._arguments import asks_for, named
 from rlkit.notebook.algorithms import core_selector
@@ -39,8 +41,6 @@ from rlkit.notebook.kl import KLHook, UpdateHook, compute_kl, create_reference_m
 from rlkit.notebook.rollouts import create_environment, run_rollouts
 from rlkit.notebook.tensors import attach, episodes, per_token_of, plain, required, score_batch
 from rlkit.rewards import Moments, Reward, normalise, update_moments
-from rlkit.rollouts import assemble
-from rlkit.tasks.stream import StreamState, take
 from rlkit.types import Batch, Environment, Rollout, Task
 
 NAN = float("nan")

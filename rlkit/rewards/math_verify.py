@@ -25,11 +25,11 @@ from threading import Lock
 from typing import Any
 
 from rlkit.errors import ConfigError, DataError, install
-from rlkit.processors import cores
 from rlkit.rewards.aggregators import batched
 from rlkit.rewards.answers import final_answer
 from rlkit.rewards.score import Verdict
 from rlkit.rewards.truths import reads_truths
+from rlkit.system.processors import cores
 from rlkit.types import Rollout, Task, gives
 
 CHILD = Path(__file__).with_name("_math_child.py")

@@ -10,10 +10,10 @@ from functools import partial
 from numbers import Real
 from typing import Any, Literal, NamedTuple
 
-from rlkit import ranks
-from rlkit.deadline import contained, in_thread
+from rlkit.distributed import ranks
 from rlkit.errors import ConfigError, Refusal, RLKitError
 from rlkit.rewards.aggregators import weighted_sum
+from rlkit.system.deadline import contained, in_thread
 from rlkit.types import Rollout
 
 GRACE = 5.0  # seconds beyond a term's timeout after which async calls that block their event loop are given up

@@ -16,11 +16,11 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Literal, NamedTuple
 
-from rlkit.deadline import ended_by
 from rlkit.errors import ConfigError, RLKitError
-from rlkit.processors import cores
 from rlkit.sandbox.files import folder, readable
 from rlkit.sandbox.values import Malformed, decode, records
+from rlkit.system.deadline import ended_by
+from rlkit.system.processors import cores
 
 CHILD = Path(__file__).with_name("_child.py")
 START_LIMIT = 30.0  # seconds until the interpreter stands: a loaded machine is not the program's fault

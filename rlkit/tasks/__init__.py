@@ -12,11 +12,9 @@ from rlkit.tasks.jsonl import jsonl
 from rlkit.tasks.mbpp import mbpp
 from rlkit.tasks.mixture import mixture
 from rlkit.tasks.source import read_rows
-from rlkit.tasks.stream import StreamState, order, take
 from rlkit.tasks.verifiers import verifiers
 
 __all__ = [
-    "StreamState",
     "arithmetic",
     "conversations",
     "episodes",
@@ -25,8 +23,6 @@ __all__ = [
     "jsonl",
     "mbpp",
     "mixture",
-    "order",
     "read_rows",
-    "take",
     "verifiers",
 ]

@@ -6,11 +6,11 @@ import pytest
 
 from rlkit.engines import Batched
 from rlkit.environments import continue_with_step, dialogue, guess_number, said_done
+from rlkit.episodes import assemble, collect
+from rlkit.episodes.evaluation import is_correct
 from rlkit.errors import ConfigError, DataError
 from rlkit.models import decode, encode_text
 from rlkit.rewards import Reward, Term, few_turns, score, weighted_sum
-from rlkit.rollouts import assemble, collect
-from rlkit.rollouts.evaluation import is_correct
 from rlkit.tasks import guess_number as games
 from rlkit.types import Generation, Rollout, Step, Task
 

@@ -9,14 +9,14 @@ import pytest
 
 from rlkit.engines import Batched
 from rlkit.environments import gymnasium, single_turn
+from rlkit.episodes import collect, failures, summarize
+from rlkit.episodes.evaluation import greedy_accuracy, is_correct
 from rlkit.errors import ConfigError, EnvironmentFailed
 from rlkit.models import decode
 from rlkit.models.chat import encode_scaffold
 from rlkit.rewards import Reward, Term, environment, score
-from rlkit.rollouts import collect, failures, summarize
-from rlkit.rollouts.evaluation import greedy_accuracy, is_correct
-from rlkit.selfcheck import check_verifier
 from rlkit.tasks import episodes
+from rlkit.training.selfcheck import check_verifier
 from rlkit.types import Generation, Task
 
 REWARD = Reward("environment", {"task": Term(1.0, environment)})

@@ -14,6 +14,7 @@ def executed(*args, **settings):
     """What `execute` gives, in an event loop of its own."""
     return run(execute(*args, **settings))
 
+
 TOOL = python_tool(sandbox=Sandbox(time_limit=0.5))
 
 CALLS = {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import signal
 import threading
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -189,9 +190,8 @@ def test_a_tool_may_fork_a_process_that_exits():
     assert executed(call("forking"), TOOLS).content == "7"
 
 
-@pytest.mark.parametrize("timeout", [None, 5.0], ids=["here", "in a thread"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "a signal that rlkit handles"])
-def test_a_real_interruption_passes(timeout, number):
+def test_a_real_interruption_passes(number):
     """A signal reaches the main thread wherever the tool runs; it was answered to the policy as the tool's own failure."""
 
     def handle(signum, frame):
@@ -208,7 +208,7 @@ def test_a_real_interruption_passes(timeout, number):
 
     try:
         with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else Interrupted):
-            executed(call("wait"), {"wait": wait}, timeout=timeout)
+            executed(call("wait"), {"wait": wait})
     finally:
         waiting.set()
         for number, handler in before.items():
@@ -230,16 +230,53 @@ def test_a_call_that_takes_too_long_is_given_up(tool):
     assert result.seconds >= 0.02
 
 
-def test_without_a_limit_a_tool_runs_in_the_thread_of_its_caller():
-    names = {limit: executed(call("f"), {"f": lambda: threading.current_thread().name}, timeout=limit).content for limit in (None, 9.0)}
-    assert names[None] == threading.current_thread().name != names[9.0]
-
-    def short() -> str:
+def test_a_plain_tool_runs_in_a_thread_unless_it_is_bounded():
+    def name() -> str:
         return threading.current_thread().name
 
+    async def named() -> str:
+        return name()
+
+    def short() -> str:
+        return name()
+
     short.bounded = True
-    for tool in (short, functools.partial(short)):  # a config makes the latter
-        assert executed(call("short"), {"short": tool}, timeout=9.0).content == names[None]
+    here = threading.current_thread().name
+    assert all(executed(call("name"), {"name": name}, timeout=limit).content != here for limit in (None, 9.0))
+    for tool in (named, short, functools.partial(short)):  # a config makes the latter
+        assert executed(call("tool"), {"tool": tool}).content == here
+
+
+@pytest.mark.parametrize("timeout", [None, 9.0])
+def test_an_async_tool_fails_as_a_plain_one_does(timeout):
+    """In the loop's own thread, an exit or a cancellation of its own must end neither the episode nor the run."""
+    for tool in (stop, fail, interrupted, leave, own_timeout, get_weather):
+        arguments = {"stop": {"code": 0}, "leave": {"status": 3}, "get_weather": {"city": "Paris"}}.get(tool.__name__, {})
+
+        async def same(tool=tool, **arguments: Any) -> str:
+            await asyncio.sleep(0)
+            return tool(**arguments)
+
+        plain, other = (executed(call("t", **arguments), {"t": t}, timeout=timeout) for t in (tool, same))
+        assert (other.content, other.ok) == (plain.content, plain.ok)
+
+    async def cancelled() -> str:
+        raise asyncio.CancelledError
+
+    assert executed(call("t"), {"t": cancelled}).content == "Error: CancelledError."
+
+
+def test_an_async_tool_that_takes_too_long_is_cancelled():
+    ended = []
+
+    async def wait() -> str:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    assert executed(call("wait"), {"wait": wait}, timeout=0.02).content == "Error: wait took longer than 0.02 s and was given up."
+    assert ended == [True]
 
 
 def test_get_weather_knows_both_units():

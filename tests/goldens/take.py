@@ -53,7 +53,7 @@ CASES: dict[str, list[str]] = {
 
 def words(name: str) -> list[str]:
     """The overrides of a case. A model or rows from the hub are replaced by what ships."""
-    from rlkit.compose import compose
+    from rlkit.config.compose import compose
 
     given = list(CASES[name])
     config = compose([*given, *COMMON]).config
@@ -64,7 +64,7 @@ def words(name: str) -> list[str]:
 
 def measure(name: str) -> dict[str, Any]:
     """The golden of a case, taken now."""
-    from rlkit.cli import main
+    from rlkit.commands.cli import main
 
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "run"
@@ -83,7 +83,7 @@ def measure(name: str) -> dict[str, Any]:
 
 def rollouts(path: Path) -> list[Any]:
     """The rollouts of a step, in the order of their places in it."""
-    from rlkit.rollouts import load_rollouts
+    from rlkit.episodes import load_rollouts
 
     return sorted(load_rollouts(path), key=lambda rollout: (rollout.group, rollout.sample))
 

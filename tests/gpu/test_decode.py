@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlkit.engines import cached, generate, graphs
 from rlkit.functional import mix
-from rlkit.generation import cached, generate, graphs
 from rlkit.models import LoRA, load_policy
 
 pytestmark = pytest.mark.gpu

@@ -49,11 +49,11 @@ def test_one_training_step_with_lora(random_qwen3):
         tool_use,
     )
     from rlkit.algorithm import KL, Algorithm
-    from rlkit.data import RLData
     from rlkit.functional import clipped, group_mean, k3, keep_all, normalize_group, sequence_mean, token_ratio
-    from rlkit.reference import frozen
     from rlkit.rewards import Reward, Term, weighted_sum
-    from rlkit.settings import Evaluation
+    from rlkit.training.data import RLData
+    from rlkit.training.experiment import Evaluation
+    from rlkit.training.references import frozen
 
     length = Reward(
         "length", {"length": Term(1.0, lambda rollout: float(rollout.response_length))}, weighted_sum

@@ -9,14 +9,14 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from rlkit import reference
+from rlkit.engines import cached, generate
 from rlkit.functional import mix
-from rlkit.generation import cached, generate
 from rlkit.models import LoRA, add_lora, make_policy, pack, score
 from rlkit.models.head import PLAIN, Head, trunk_and_head
 from rlkit.models.score import states
-from rlkit.selfcheck import check_policy
 from rlkit.tasks import arithmetic
+from rlkit.training import references as reference
+from rlkit.training.selfcheck import check_policy
 
 MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8}
 # What each does behind the head is far from nothing, so that leaving it out shows.

@@ -25,10 +25,10 @@ def test_control_tokens_are_one_id_each(tiny, token):
 
 def test_the_warm_start_of_guess_number_plays_in_the_right_form():
     """Every reply a number of the range that ends by itself, also deep in a game: what PPO needs to begin with."""
+    from rlkit.engines import generate
     from rlkit.environments import guess_number
-    from rlkit.generation import generate
+    from rlkit.episodes import collect
     from rlkit.models import load_policy
-    from rlkit.rollouts import collect
     from rlkit.tasks import guess_number as games
 
     policy = load_policy(path="tiny_guess")
@@ -58,7 +58,7 @@ def test_the_committed_measurement_is_of_a_bad_but_not_hopeless_start():
 
 def test_the_weights_are_those_that_were_measured(tiny, experiment):
     """The first 100 held-out problems, greedy, against the committed accuracy on 1,000: four standard errors apart at most."""
-    from rlkit.rollouts.evaluation import greedy_accuracy
+    from rlkit.episodes.evaluation import greedy_accuracy
 
     measured = json.loads((BUILD / "accuracy.json").read_text())["greedy"]["accuracy"]
     tasks = experiment.task(split="test", max_samples=100)

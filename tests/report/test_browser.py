@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 
-from rlkit.report import charts, write_report
+from rlkit.runs.report import charts, write_report
 
 HOSTILE = '<img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script><svg onload=window.hacked=1> \u202e &amp; \ud800'
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")

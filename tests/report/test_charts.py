@@ -8,8 +8,8 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from rlkit.errors import install
-from rlkit.report import charts
-from rlkit.report.read import group_runs, read_run
+from rlkit.runs.report import charts
+from rlkit.runs.report.read import group_runs, read_run
 
 
 def groups(make_run, **changes):

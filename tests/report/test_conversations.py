@@ -6,8 +6,8 @@ import gzip
 
 import pytest
 
-from rlkit.report.conversations import TEXT, choose, clipped, collect
-from rlkit.report.read import read_run
+from rlkit.runs.report.conversations import TEXT, choose, clipped, collect
+from rlkit.runs.report.read import read_run
 from rlkit.types import Rollout, Task
 
 

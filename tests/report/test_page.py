@@ -10,9 +10,9 @@ import re
 
 import pytest
 
-from rlkit.cli import main
-from rlkit.report import charts, write_report
-from rlkit.report.page import embedded
+from rlkit.commands.cli import main
+from rlkit.runs.report import charts, write_report
+from rlkit.runs.report.page import embedded
 
 HOSTILE = "<img src=x onerror=window.hacked=1></script><script>window.hacked=1</script><!-- \u2028 \ud800 & \"'"
 

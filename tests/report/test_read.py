@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlkit.errors import ConfigError
-from rlkit.report.read import find_runs, group_runs, read_run
+from rlkit.runs.report.read import find_runs, group_runs, read_run
 
 
 def test_runs_below_a_folder_are_found_and_hydras_own_config_is_none(make_run, tmp_path):

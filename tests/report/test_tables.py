@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rlkit.functional.statistics import wilson
-from rlkit.report.read import group_runs, read_run
-from rlkit.report.tables import Estimate, before_after, health, newcombe, over_seeds, student
+from rlkit.runs.report.read import group_runs, read_run
+from rlkit.runs.report.tables import Estimate, before_after, health, newcombe, over_seeds, student
 
 
 def test_the_interval_of_a_change_is_newcombes():

@@ -9,11 +9,11 @@ import statistics
 import pytest
 import torch
 
-from rlkit.compose import conf_dir
+from rlkit.config.compose import conf_dir
+from rlkit.config.schema import resolve
 from rlkit.functional import normalize_group
 from rlkit.functional.advantages import group_mean
 from rlkit.rewards import Reward, RewardError, Term, batched, group_normalised, largest, mean, product, score, smallest, weighted_sum
-from rlkit.schema import resolve
 from rlkit.types import Rollout, Task
 
 SCORES, WEIGHTS = {"a": 0.5, "b": 1.0, "c": 0.25}, {"a": 2.0, "b": 0.5, "c": 1.0}

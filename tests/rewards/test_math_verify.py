@@ -14,7 +14,7 @@ import pytest
 
 from rlkit.errors import ConfigError, DataError, install
 from rlkit.rewards import Reward, RewardError, Term, by_task, math_verify, score
-from rlkit.selfcheck import check_truths
+from rlkit.training.selfcheck import check_truths
 from rlkit.types import Rollout, Step, Task
 
 module = sys.modules["rlkit.rewards.math_verify"]  # the name of the module is the function's

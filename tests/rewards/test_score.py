@@ -8,9 +8,9 @@ from functools import partial
 
 import pytest
 
+from rlkit.episodes import assemble
 from rlkit.errors import ConfigError
 from rlkit.rewards import Reward, RewardError, Term, Verdict, batched, by_task, exact_match, numeric, score, weighted_sum
-from rlkit.rollouts import assemble
 from rlkit.types import Rollout, Step, Task
 
 ROLLOUTS = [Rollout(Task(f"t/{i}", (), reward=name), ()) for i, name in enumerate(["a", "b"])]

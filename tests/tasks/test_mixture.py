@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlkit.episodes.stream import StreamState, take
 from rlkit.errors import ConfigError, DataError
-from rlkit.tasks import StreamState, arithmetic, guess_number, mixture, take
+from rlkit.tasks import arithmetic, guess_number, mixture
 from rlkit.tasks.mixture import turns
 from rlkit.types import Task
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlkit.reference import follow, frozen, track
+from rlkit.training.references import follow, frozen, track
 from rlkit.types import Environment, Reference, Rollout, Task, ToolCall
 
 CALLS: Counter[str] = Counter()

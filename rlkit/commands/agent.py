@@ -1,0 +1,334 @@
+"""A conversation with tools and without training: `rlkit agent`, `run_agent`, and tool calls as the dicts of OpenAI's API.
+
+The loop is rlkit.episodes.collect, the environment rlkit.environments.tool_use: what is sampled here is sampled in training.
+
+    hook            signature
+    tool_parser     (text without thinking) → list of calls; a parser of the core, (content) → (content, calls), does as well
+    tool_executor   (call) → str; what it raises is a sentence that the policy reads
+    stop_condition  (conversation) → bool, after each reply and before its calls are run
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlkit.engines import generate as sample
+from rlkit.environments import calculator, execute, get_weather, hermes, python_tool, single_turn, split_thinking, tool_name, tool_use
+from rlkit.environments.tool_parsers import from_payload
+from rlkit.environments.tools import MAX_CHARS, TIMEOUT, tool_schema, with_schema
+from rlkit.episodes import collect
+from rlkit.errors import ConfigError, visible
+from rlkit.models import check_template, make_policy
+from rlkit.types import Environment, Message, Messages, Policy, Rollout, Task, ToolCall, ToolParser, ToolResult
+
+if TYPE_CHECKING:
+    from rlkit.training.experiment import AgentRun
+
+Tool = Callable[..., Any] | Mapping[str, Any]
+
+
+class AgentResult(NamedTuple):
+    """A conversation that is over, in the notebooks' shape and as the rollout that it is."""
+
+    messages: list[Message]  # the given ones and all that followed, thinking apart, results with the ids of their calls
+    final_response: str  # content of the last reply; '' where a limit or stop_condition cut the episode off before an answer
+    tool_calls: list[dict[str, Any]]  # as parse_tool_calls gives them, ids unique in the conversation
+    turns: int  # replies
+    rollout: Rollout  # its `status` and `truncation` say how it ended
+
+
+def run_agent(
+    messages: Messages | str,
+    tools: Sequence[Tool] | Mapping[str, Callable[..., Any]] = (),
+    tool_implementations: Mapping[str, Callable[..., Any]] | None = None,
+    *,
+    policy: Policy | None = None,
+    model: Any = None,
+    tokenizer: Any = None,
+    generate: Any = sample,
+    tool_parser: Callable[..., Any] = hermes,
+    tool_executor: Callable[[dict[str, Any]], Any] | None = None,
+    stop_condition: Callable[[list[Message]], bool] | None = None,
+    system_prompt: str | None = None,
+    max_turns: int = 10,
+    max_calls: int = 8,
+    max_chars: int = MAX_CHARS,
+    timeout: float | None = TIMEOUT,
+    max_new_tokens: int = 1024,
+    temperature: float = 0.6,
+    seed: int = 0,
+    **settings: Any,
+) -> AgentResult:
+    """The policy answers, with as many tool calls on the way as it needs.
+
+    Args:
+      messages: the conversation so far, or one question.
+      tools: typed functions with docstrings, or schemas of OpenAI's API; none: one reply.
+      tool_implementations: name → function, for tools that are schemas.
+      policy: what is talked to; or `model` and `tokenizer`, a causal LM and its tokenizer with a chat template.
+      generate: the engine.
+      tool_parser, tool_executor, stop_condition: see the head of this file.
+      system_prompt: put in front; None adds none.
+      max_turns: replies, at least 1. max_calls: calls answered in one of them.
+      max_chars: of a tool's result; the rest is cut. timeout: seconds of a call; None: no limit.
+      max_new_tokens: of one reply. temperature: 0 is greedy. seed: all the randomness there is.
+      settings: further ones of the engine, such as max_thinking_tokens or top_p.
+    Returns: an AgentResult. An episode that a limit ends has no final response; its rollout says which limit.
+    Raises: ConfigError, TemplateError where the tools, the limits or the model do not fit; a tool never raises.
+    """
+    if policy is None:
+        if model is None or tokenizer is None:
+            raise ConfigError("run_agent: there is nobody to answer; give policy=…, or model=… and tokenizer=…")
+        policy = make_policy(model, tokenizer)
+    named = named_tools(tools, tool_implementations or {}, executed=tool_executor is not None)
+    check_template(policy.codec, [tool_schema(tool) for tool in named.values()])
+    if named:
+        environment = tool_use(
+            tools=named,
+            max_turns=max_turns,
+            max_calls=max_calls,
+            system_prompt=system_prompt,
+            parse_calls=_parser(tool_parser),
+            max_chars=max_chars,
+            timeout=timeout,
+        )
+    else:
+        environment = single_turn(system_prompt=system_prompt)
+    environment = _with_hooks(environment, tool_executor, stop_condition, max_chars, timeout)
+    conversation: Messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    (rollout,) = collect(
+        policy,
+        [Task("agent", tuple(conversation))],
+        generate=generate,
+        environment=environment,
+        seed=seed,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        **settings,
+    )
+    answered = rollout.status == "terminated" and not rollout.steps[-1].tool_calls
+    return AgentResult(
+        messages=rollout.conversation if rollout.steps else list(conversation),
+        final_response=rollout.final_content if answered else "",
+        tool_calls=[as_dict(call) for step in rollout.steps for call in step.tool_calls],
+        turns=len(rollout.steps),
+        rollout=rollout,
+    )
+
+
+def named_tools(
+    tools: Sequence[Tool] | Mapping[str, Callable[..., Any]], implementations: Mapping[str, Callable[..., Any]], *, executed: bool = False
+) -> dict[str, Callable[..., Any]]:
+    """name → function of typed functions and of schemas with their implementations.
+
+    Args:
+      executed: an executor runs the calls, so that schemas need no implementation.
+    Raises: ConfigError for a schema without implementation, an implementation without schema, and two tools of one name.
+    """
+    named: dict[str, Callable[..., Any]] = {}
+    for tool in tools.values() if isinstance(tools, Mapping) else tools:
+        if not callable(tool):
+            schema = tool
+            name = str(schema.get("function", {}).get("name")) if isinstance(schema, Mapping) else ""
+            tool = with_schema(schema, implementations.get(name, _by_the_executor if executed else None))  # type: ignore[arg-type]
+        if tool_name(tool) in named:
+            raise ConfigError(f"tools: there are two tools of the name {tool_name(tool)!r}; rename one")
+        named[tool_name(tool)] = tool
+    if unknown := [name for name in implementations if name not in named]:
+        raise ConfigError(f"tool_implementations: {', '.join(unknown)} is in no schema of tools, so the policy would never hear of it")
+    return named
+
+
+def _by_the_executor(**arguments: Any) -> None:
+    """Stands for a tool that tool_executor runs."""
+
+
+def _parser(tool_parser: Callable[..., Any]) -> ToolParser:
+    """A parser of the core. A list of calls does not say where they stood, so the content of a reply with calls is left out then."""
+
+    @wraps(tool_parser)
+    def parse(content: str, **given: Any) -> tuple[str, list[ToolCall]]:
+        found = tool_parser(content, **given)
+        if isinstance(found, tuple):
+            return found
+        calls = [to_call(call) for call in found]
+        return "" if calls else content, calls
+
+    return parse
+
+
+def _with_hooks(
+    environment: Environment,
+    tool_executor: Callable[[dict[str, Any]], Any] | None,
+    stop_condition: Callable[[list[Message]], bool] | None,
+    max_chars: int,
+    timeout: float | None,
+) -> Environment:
+    if stop_condition is not None:
+        environment = environment._replace(stop=lambda rollout, step: bool(stop_condition(rollout.conversation)))
+    if tool_executor is not None:
+
+        def answer(call: ToolCall, tools: Mapping[str, Callable[..., Any]]) -> ToolResult:
+            """The executor in the place of the tool: its limits hold, and what it raises is text."""
+            given = {call.name: partial(tool_executor, as_dict(call))}
+            return execute(call._replace(arguments={}), given, max_chars=max_chars, timeout=timeout)
+
+        environment = environment._replace(execute=answer)
+    return environment
+
+
+# ------------------------------------------------------------------------------------------------- calls as dicts
+
+
+def as_dict(call: ToolCall) -> dict[str, Any]:
+    """{id, type, function {name, arguments}}, and `error` where the text is no call."""
+    plain: dict[str, Any] = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+    return plain | {"error": call.error} if call.error else plain
+
+
+def to_call(call: Any, id: str = "call_0") -> ToolCall:
+    """A call from any of its shapes; what is none becomes one whose `error` says why."""
+    if isinstance(call, ToolCall):
+        return call
+    if not isinstance(call, Mapping):
+        return from_payload(id, lambda: call)
+    given = call.get("id", id)
+    made = from_payload(given if isinstance(given, str) else id, lambda: call.get("function", call))
+    return made._replace(arguments={}, error=str(call["error"])) if call.get("error") else made
+
+
+def has_tool_call(text: str, *, tool_parser: Callable[..., Any] = hermes) -> bool:
+    """Whether a reply calls a tool, or means to: a call that cannot be read counts, one inside the thinking does not."""
+    return bool(parse_tool_calls(text, tool_parser=tool_parser))
+
+
+def parse_tool_calls(text: str, *, tool_parser: Callable[..., Any] = hermes, first: int = 0) -> list[dict[str, Any]]:
+    """The calls of a reply as {id, type, function {name, arguments}}.
+
+    Args:
+      text: a reply as decoded; calls inside its thinking are none.
+      first: number of the first id, so that ids are unique in a conversation: the calls before.
+    Returns: the calls in order. One that cannot be read stands among them with an `error`, which `execute_tool_call` gives.
+    """
+    _, content, _ = split_thinking(text)
+    _, calls = _parser(tool_parser)(content)
+    return [as_dict(call._replace(id=f"call_{first + i}")) for i, call in enumerate(calls)]
+
+
+def execute_tool_call(
+    call: Mapping[str, Any] | ToolCall,
+    implementations: Mapping[str, Callable[..., Any]],
+    *,
+    max_chars: int = MAX_CHARS,
+    timeout: float | None = TIMEOUT,
+) -> str:
+    """What a call gives, as text. Arguments may be a JSON string; nothing but a real interruption is raised (see `execute`)."""
+    return execute(to_call(call), implementations, max_chars=max_chars, timeout=timeout).content
+
+
+# ------------------------------------------------------------------------------------------------------ the command
+
+
+def validate(x: AgentRun) -> list[str]:
+    """Numbers out of range, as sentences."""
+    from rlkit.training.experiment import sampling_problems
+
+    counts = {"max_turns": x.max_turns, "max_calls": x.max_calls, "max_chars": x.max_chars}
+    problems = [f"{path}={value}: must be at least 1" for path, value in counts.items() if value < 1]
+    if x.timeout is not None and not x.timeout > 0:
+        problems.append(f"timeout={x.timeout}: must be > 0 seconds, or null for no limit")
+    return problems + sampling_problems(x.generation)
+
+
+def find_tools(x: AgentRun) -> list[Callable[..., Any]]:
+    """The tools that `tools=[…]` names: shipped ones by name, a user's own as module.function. Raises ConfigError."""
+    from rlkit.config.schema import nearest, resolve
+
+    shipped: dict[str, Callable[..., Any]] = {
+        "calculator": calculator,
+        "get_weather": get_weather,
+        "python": python_tool(sandbox=x.sandbox),
+    }
+    unknown = [name for name in x.tools if name not in shipped and "." not in str(name)]
+    if unknown:
+        raise ConfigError(
+            f"tools: there is no tool '{unknown[0]}'.{nearest(str(unknown[0]), shipped)} There are {', '.join(shipped)}, and your own "
+            "as module.function"
+        )
+    return [shipped[name] if name in shipped else resolve(name) for name in x.tools]
+
+
+def ask(x: AgentRun, question: str, *, checkpoint: Path | None = None) -> AgentResult:
+    """Loads the model, or a run's newest checkpoint, and lets it answer. Raises ConfigError where the settings are out of range."""
+    if problems := validate(x):
+        raise ConfigError("\n".join(problems))
+    tools = find_tools(x)
+    from rlkit.commands.evaluate import restore
+    from rlkit.system.device import autocast, pick_device, quiet, use_threads
+
+    quiet()
+    device = pick_device(x)
+    policy = x.model(device=device)
+    use_threads(x.trainer, policy.model, device)
+    if checkpoint is not None:
+        restore(policy, checkpoint)
+    with autocast(x, device):
+        return run_agent(
+            question,
+            tools,
+            policy=policy,
+            generate=x.generation.engine,
+            tool_parser=x.parse_calls,
+            system_prompt=x.system_prompt,
+            max_turns=x.max_turns,
+            max_calls=x.max_calls,
+            max_chars=x.max_chars,
+            timeout=x.timeout,
+            seed=x.seed,
+            **x.generation.settings,
+        )
+
+
+def show(rollout: Rollout) -> None:
+    """Prints a conversation, each part under its name; colours on a terminal alone, and text of the model never as markup."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    styles = {"thinking": "dim italic", "call": "cyan", "result": "green", "failed": "red", "assistant": "bold"}
+    for name, text in parts(rollout):
+        style = styles.get(name.partition(" ")[0], "")
+        lines = [f"  {line}" for line in visible(text, kept="\n").split("\n")]
+        console.print(Text(visible(name), f"{style} underline"), Text("\n".join(lines), style), "", sep="\n")
+    console.print(ending(rollout))
+
+
+def parts(rollout: Rollout) -> Iterator[tuple[str, str]]:
+    """A conversation part by part: (system, user, thinking, assistant, call ID, result ID or failed ID; text)."""
+    for i, step in enumerate(rollout.steps):
+        yield from ((m["role"], m.get("content") or "") for m in step.prompt if i == 0 or m["role"] != "tool")
+        if step.thinking:
+            yield "thinking" if step.thinking_closed else "thinking (never closed)", step.thinking
+        if step.content or not step.tool_calls:
+            yield "assistant", step.content or "(nothing)"
+        for call in step.tool_calls:
+            arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
+            yield f"call {call.id}", "(no call that can be read)" if call.error else f"{call.name}({arguments})"
+        for result in step.tool_results:
+            yield f"{'result' if result.ok else 'failed'} {result.id}", result.content
+
+
+def ending(rollout: Rollout) -> str:
+    """How a conversation ended, in one line."""
+    calls = sum(len(step.tool_calls) for step in rollout.steps)
+    counts = f"{len(rollout.steps)} turn{'s' * (len(rollout.steps) != 1)}, {calls} tool call{'s' * (calls != 1)}"
+    reasons = {
+        "steps": "max_turns is reached",
+        "length": "the last reply reached generation.max_new_tokens",
+        "context": "the model's context is full",
+    }
+    return f"cut off: {reasons.get(rollout.truncation, rollout.truncation)} ({counts})" if rollout.status == "truncated" else f"({counts})"

@@ -1,0 +1,176 @@
+"""`rlkit doctor`: what this machine gives to a run, one line each. Nothing is downloaded and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from importlib.metadata import Distribution, PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+OLDEST, NEWEST = (3, 11), (3, 13)  # of Python, tested
+LOW_DISK_GB = 10.0  # a checkpoint of Qwen3-1.7B with its optimizer takes some 20 GB, adapters megabytes
+
+
+class Finding(NamedTuple):
+    """One line. `bad` means that nothing can be trained here, `warn` that something may go wrong or is slower than it could be."""
+
+    what: str
+    text: str
+    state: Literal["ok", "warn", "bad", "off"] = "ok"  # off: an optional part that is not there
+
+
+def examine() -> list[Finding]:
+    """Everything, in the order in which a run would miss it. A part that fails is a finding, never an error."""
+    parts: tuple[Callable[[], list[Finding]], ...] = (python, packages, processors, devices, sandbox, disk, models, extras)
+    return [finding for part in parts for finding in _kept(part)]
+
+
+def _kept(part: Callable[[], list[Finding]]) -> list[Finding]:
+    try:
+        return part()
+    except Exception as error:  # whatever a broken installation raises is what this command is there to show
+        return [Finding(part.__name__, f"{type(error).__name__}: {error}", "bad")]
+
+
+def show(findings: list[Finding]) -> str:
+    """The lines, and a last one that says whether a run can start."""
+    marks = {"ok": "ok  ", "warn": "warn", "bad": "BAD ", "off": "-   "}
+    lines = [f"{marks[f.state]}  {f.what:<16} {f.text}" for f in findings]
+    bad = [f.what for f in findings if f.state == "bad"]
+    return "\n".join([*lines, "", f"not ready: {', '.join(bad)}" if bad else "ready: rlkit train"])
+
+
+def python() -> list[Finding]:
+    """The interpreter and the system."""
+    text = f"{sys.version.split()[0]} on {platform.system()} {platform.machine()}"
+    if sys.version_info < OLDEST:
+        return [Finding("python", f"{text}; rlkit needs {'.'.join(map(str, OLDEST))} or newer", "bad")]
+    if sys.version_info[:2] > NEWEST:
+        return [Finding("python", f"{text}; rlkit is tested up to {'.'.join(map(str, NEWEST))}", "warn")]
+    return [Finding("python", text)]
+
+
+def requirements(own: Distribution, extra: str = "") -> list[tuple[str, str, bool | None]]:
+    """(package, installed version or "", whether it is one that rlkit takes; None where it is absent) of rlkit or of an extra."""
+    from packaging.requirements import Requirement
+
+    out: list[tuple[str, str, bool | None]] = []
+    for line in own.requires or ():
+        needed = Requirement(line)
+        applies = needed.marker is None or needed.marker.evaluate({"extra": extra})
+        if bool(extra) != ("extra ==" in line) or needed.name == own.name or not applies:
+            continue
+        try:
+            found = version(needed.name)
+            out.append((f"{needed.name}{needed.specifier}", found, needed.specifier.contains(found, prereleases=True)))
+        except PackageNotFoundError:
+            out.append((f"{needed.name}{needed.specifier}", "", None))
+    return out
+
+
+def packages() -> list[Finding]:
+    """rlkit and what it needs, each against the versions that it takes."""
+    from rlkit.errors import distribution
+
+    own = distribution()
+    if own is None:
+        return [Finding("rlkit", "is not installed, so its versions are not known; pip install -c constraints.txt -e .", "warn")]
+    out = [Finding("rlkit", f"{own.name} {own.version} at {Path(__file__).parent.parent}")]
+    for name, installed, fits in requirements(own):
+        package = name.partition(">")[0].partition("<")[0]
+        if fits:
+            out.append(Finding(package, installed))
+        elif installed:
+            out.append(Finding(package, f"{installed}; rlkit takes {name}: pip install -c constraints.txt '{name}'", "bad"))
+        else:
+            out.append(Finding(package, f"is not installed: pip install -c constraints.txt '{name}'", "bad"))
+    return out
+
+
+def processors() -> list[Finding]:
+    """Cores that this process may use, torch's threads, and memory."""
+    import torch
+
+    from rlkit.system.processors import cores
+
+    out = [Finding("processors", f"{cores()} cores, {torch.get_num_threads()} threads of torch")]
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        page = os.sysconf("SC_PAGE_SIZE") / 2**30
+        free = f", {os.sysconf('SC_AVPHYS_PAGES') * page:.1f} GiB free" if "SC_AVPHYS_PAGES" in os.sysconf_names else ""
+        out.append(Finding("memory", f"{os.sysconf('SC_PHYS_PAGES') * page:.1f} GiB{free}"))
+    return out
+
+
+def devices() -> list[Finding]:
+    """Every GPU, with one product computed on it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        why = "this torch is built without CUDA" if torch.version.cuda is None else f"CUDA {torch.version.cuda}, but no GPU is seen"
+        return [Finding("devices", f"cpu ({why}); trainer=auto takes the CPU", "ok")]
+    out = []
+    for index in range(torch.cuda.device_count()):
+        seen = torch.cuda.get_device_properties(index)
+        square = torch.eye(64, device=f"cuda:{index}")
+        works = bool(torch.equal(square @ square, square))
+        text = f"{seen.name}, {seen.total_memory / 2**30:.0f} GiB, bfloat16 {'yes' if torch.cuda.is_bf16_supported() else 'no'}"
+        out.append(Finding(f"cuda:{index}", text if works else f"{text}; computes wrong numbers", "ok" if works else "bad"))
+    return out
+
+
+def sandbox() -> list[Finding]:
+    """The level of the sandbox, by its self-test: hostile programs are run."""
+    from rlkit.sandbox import SandboxError, probe
+
+    try:
+        level = probe()
+    except SandboxError as error:
+        return [Finding("sandbox", f"{error}; tasks whose code is run are refused", "warn")]
+    text = str(level).removeprefix("sandbox: ")
+    if level.name == "basic":
+        return [
+            Finding("sandbox", f"{text}; model-written code is refused unless sandbox=weak consents ({'; '.join(level.reasons)})", "warn")
+        ]
+    return [Finding("sandbox", text)]
+
+
+def disk() -> list[Finding]:
+    """Room where runs are kept, and whether this folder can be written."""
+    from rlkit.runs.folder import OUTPUTS
+
+    place = next(p for p in (OUTPUTS.resolve(), *OUTPUTS.resolve().parents) if p.exists())
+    if not os.access(place, os.W_OK):
+        return [Finding("disk", f"{place} cannot be written; change to a folder of your own", "bad")]
+    free = shutil.disk_usage(place).free / 1e9
+    return [Finding("disk", f"{free:.1f} GB free for {OUTPUTS.resolve()}", "ok" if free >= LOW_DISK_GB else "warn")]
+
+
+def models() -> list[Finding]:
+    """The embedded model can be read, and where models of the hub are kept."""
+    from rlkit.models.load import TINY
+
+    missing = [name for name in ("config.json", "model.safetensors", "tokenizer.json") if not (TINY / name).is_file()]
+    if missing:
+        return [Finding("embedded model", f"{TINY} lacks {', '.join(missing)}; install rlkit anew", "bad")]
+    cache = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
+    offline = ", offline (HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
+    return [Finding("embedded model", str(TINY)), Finding("hub cache", f"{cache}{offline}")]
+
+
+def extras() -> list[Finding]:
+    """The optional parts, and how to get what is missing."""
+    from rlkit.errors import distribution, install
+
+    own = distribution()
+    if own is None:
+        return []
+    out = []
+    for name in own.metadata.get_all("Provides-Extra") or []:
+        missing = [package for package, _, fits in requirements(own, name) if not fits]
+        text = f"absent: {', '.join(missing)} ({install(name)})" if missing else "there"
+        out.append(Finding(f"extra {name}", text, "off" if missing else "ok"))
+    return out

@@ -1,0 +1,118 @@
+"""Evaluation of a run's newest checkpoint, or of a model as it is, on the problems of a split."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlkit.episodes.record import failed_rollout_kept, save_rollouts
+from rlkit.errors import DataError
+from rlkit.runs import folder as runs
+from rlkit.system.files import lenient, write_json
+from rlkit.training.experiment import Experiment
+from rlkit.types import Policy, Split, Task
+
+
+def evaluate(
+    x: Experiment, tasks: Sequence[Task], *, split: Split, checkpoint: Path | None, parent: Path, started: float
+) -> tuple[dict[str, Any], Path]:
+    """Greedy accuracy, avg@k, pass@k and mean rewards of tasks, by the verifiers of training; written as JSON beside the rollouts.
+
+    Args:
+      x: the experiment; its evaluation settings decide how replies are sampled.
+      tasks: rows of the split, at least one.
+      split: its name, for the result.
+      checkpoint: a file, or a folder whose newest checkpoint is evaluated; None evaluates the model as loaded.
+      parent: where a new folder for the results is made.
+      started: time.perf_counter() of the command's start.
+    Raises: RewardError where a reward fails; its note names the file in the new folder that keeps the rollout.
+    """
+    from rlkit.episodes import failures
+    from rlkit.episodes.evaluation import greedy_accuracy, sampled_accuracy
+    from rlkit.sandbox import seen
+    from rlkit.system.device import autocast, pick_device, quiet, use_threads, versions
+    from rlkit.training.callbacks.evaluation import in_time
+    from rlkit.training.selfcheck import check_policy
+
+    quiet()
+    device = pick_device(x)
+    policy = x.model(device=device)
+    use_threads(x.trainer, policy.model, device)
+    path, step = restore(policy, checkpoint) if checkpoint else (None, None)
+    settings = x.evaluation
+    with autocast(x, device):
+        check_policy(policy, tasks, x)
+        out = runs.fresh(parent)
+        with failed_rollout_kept(out), in_time(settings, "the greedy evaluation"):
+            greedy, greedy_rollouts = greedy_accuracy(policy, tasks, **x.held_out(0.0))
+            with lenient("greedy.jsonl.gz"):
+                save_rollouts(out / "greedy.jsonl.gz", greedy_rollouts)
+            if said := failures(greedy_rollouts):
+                print(f"warning: {said}", flush=True)
+        with failed_rollout_kept(out), in_time(settings, "the sampled evaluation"):
+            sampled, sampled_rollouts = sampled_accuracy(
+                policy, tasks, samples=settings.samples, k=settings.k, seed=settings.seed, **x.held_out(settings.temperature)
+            )
+            with lenient("sampled.jsonl.gz"):
+                save_rollouts(out / "sampled.jsonl.gz", sampled_rollouts)
+    result = {
+        "checkpoint": str(path) if path else None,
+        "model": x.model.keywords.get("path") if hasattr(x.model, "keywords") else None,
+        "step": step,
+        "split": split,
+        "n": len(tasks),
+        "greedy": greedy,
+        "sampled": sampled,
+        "temperature": settings.temperature,
+        "samples": settings.samples,
+        "seed": settings.seed,
+        "wall_seconds": round(time.perf_counter() - started, 2),
+        "versions": versions(),
+        "sandbox": str(level) if (level := seen()) else None,
+    }
+    with lenient("result.json"):
+        write_json(out / "result.json", result)
+    return result, out
+
+
+def restore(policy: Policy, checkpoint: Path) -> tuple[Path, int]:
+    """Loads a checkpoint's policy; the file and the RL step of it.
+
+    Raises: DataError where no checkpoint can be read, or where its weights are not those of this model.
+    """
+    from rlkit.training.callbacks.checkpoints import load_checkpoint
+
+    path, state = load_checkpoint(checkpoint)
+    weights = {name.removeprefix("model."): value for name, value in state["state_dict"].items() if name.startswith("model.")}
+    trained = {name for name, p in policy.model.named_parameters() if p.requires_grad}
+    strange = [*sorted(trained - weights.keys()), *sorted(weights.keys() - policy.model.state_dict().keys())]
+    if strange:
+        raise DataError(
+            f"{path} belongs to another model: {strange[0]} and {len(strange) - 1} other weights are in one of the two only; "
+            "use the model settings of its run"
+        )
+    policy.model.load_state_dict(weights, strict=False)  # under LoRA the frozen base is not in the checkpoint
+    return path, int(state["rlkit"]["rl_step"])
+
+
+def held_out_rows(label: str, greedy: Mapping[str, Any], sampled: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float, Any]]:
+    """(name, value, interval) of a result or of a part of it; the reward where it is not the accuracy."""
+    shaped = greedy["reward"] != greedy["accuracy"]
+    rows = [(f"{label} accuracy", greedy["accuracy"], greedy["interval"])]
+    rows += [(f"{label} reward", greedy["reward"], greedy["reward_interval"])] if shaped else []
+    curves = [name for name in sampled if name != "parts" and (shaped or name != "reward")]
+    return rows + [(prefix + name, sampled[name]["value"], sampled[name]["interval"]) for name in curves]
+
+
+def table(result: Mapping[str, Any], out: Path) -> str:
+    """The result in columns."""
+    greedy, sampled = result["greedy"], result["sampled"]
+    rows = held_out_rows("greedy", greedy, sampled)
+    for part, own in greedy.get("parts", {}).items():
+        rows += held_out_rows(f"{part}: greedy", own, sampled["parts"][part], f"{part}: ")
+    width = max(22, *(len(name) + 1 for name, *_ in rows))
+    lines = [f"{result['split'] + ', n = ' + str(result['n']):<{width}}{'value':>10}{'95 % interval':>20}", "-" * (width + 30)]
+    lines += [f"{name:<{width}}{value:>10.3f}{f'{low:.3f} – {high:.3f}':>20}" for name, value, (low, high) in rows]
+    return "\n".join([*lines, "", f"written to {out}, {result['wall_seconds']:.0f} s"])

@@ -1,0 +1,44 @@
+"""`rlkit export run=…`: a run's policy as a Hugging Face folder, with tokenizer and chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlkit.errors import ConfigError
+from rlkit.system.files import refusing
+
+
+def export(model: Mapping[str, Any], *, checkpoint: Path, out: Path, merge: bool = False) -> tuple[Path, int]:
+    """Writes the policy of a checkpoint so that `from_pretrained(out)` gives the same logits; the checkpoint's file and RL step.
+
+    Adapters are written as such, beside the name of their base model, or with `merge` added into its weights. All weights are written
+    in float32, the precision in which they were trained. The folder appears whole or not at all.
+
+    Args:
+      model: the config of the run's model, rlkit.models.load_policy.
+      checkpoint: a file, or a folder whose newest one is taken.
+      out: a folder that does not exist yet.
+    Raises: ConfigError where `out` exists, or the adapters' base cannot be named to others; DataError where there is no checkpoint.
+    """
+    from rlkit.commands.evaluate import restore
+    from rlkit.config.schema import build, check
+    from rlkit.models.load import EMBEDDED
+    from rlkit.models.save import save_policy
+    from rlkit.system.device import quiet
+
+    if problems := check(dict(model), "model"):
+        raise ConfigError("\n".join(problems))
+    if out.exists():
+        raise ConfigError(f"to={out}: exists already; name a folder that does not")
+    quiet()
+    policy = build(dict(model))(device="cpu")  # the caller has looked at what it calls: rlkit.config.trust
+    adapters = hasattr(policy.model, "merge_and_unload")
+    if adapters and not merge and EMBEDDED.get(model["path"]):
+        raise ConfigError(f"model.path={model['path']}: no other program can load adapters on this embedded model; use merge=true")
+    path, step = restore(policy, checkpoint)
+    written = policy.model.merge_and_unload() if adapters and merge else policy.model
+    with refusing(out):
+        save_policy(out, policy._replace(model=written))
+    return path, step

@@ -1,0 +1,109 @@
+"""`rlkit replay`: the update of a debug bundle once more, portion by portion, and what in it is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlkit.errors import ConfigError
+from rlkit.system.redaction import learn
+
+
+def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
+    """Forward and backward over the minibatch of a bundle, with the weights that it had; no optimiser moves.
+
+    Args:
+      trusted: whether the config may call code outside rlkit; see docs/security.md.
+    Returns: a table and sentences; whether everything was finite this time.
+    Raises: ConfigError where the folder is no bundle, its config no longer fits the code, or it calls what is not trusted; DataError
+      where a file of it is damaged or cannot be read.
+    """
+    from rlkit.config.compose import conf_dir
+    from rlkit.config.schema import build, check
+    from rlkit.config.trust import require, with_environment
+    from rlkit.runs import folder as runs
+    from rlkit.system.device import autocast, pick_device, quiet, use_threads
+    from rlkit.training.callbacks.checkpoints import read_checkpoint
+    from rlkit.training.callbacks.faults import BATCH, STATE
+    from rlkit.training.module import RLModule
+    from rlkit.types import Batch
+
+    for name in ("config.yaml", BATCH, STATE):
+        if not (folder / name).is_file():
+            raise ConfigError(f"bundle={folder}: there is no {name}; name a folder debug/step_… of a run whose update failed")
+    written = runs.read_config(folder)
+    require(written, f"bundle={folder}", conf_dir(), trusted=trusted)
+    config = with_environment(written)
+    learn(config, written)
+    if problems := check(config, f"{folder}/config.yaml"):
+        raise ConfigError("\n".join(problems))
+    quiet()
+    x = build(config)
+    device = pick_device(x)
+    policy = x.model(device=device)
+    use_threads(x.trainer, policy.model, device)
+    module = RLModule(x, policy, [])
+    state = read_checkpoint(folder / STATE)
+    module.on_load_checkpoint(state)
+    module.load_state_dict(state["state_dict"], strict=False)
+    module.to(device)
+    tensors = {name: value.to(device) for name, value in read_checkpoint(folder / BATCH).items()}
+    with autocast(x, device):
+        return examine(module, Batch(**tensors))
+
+
+def examine(module: Any, batch: Any) -> tuple[str, bool]:
+    """A line for each micro-batch; where one is not finite, a line for each of its rows."""
+    from rlkit.algorithm import micro_batches
+
+    lines = [f"step {module.rl_step + 1}, {module.x.algorithm.name}: {len(batch.ids)} rows of up to {batch.ids.shape[1]} tokens"]
+    lines += not_finite({name: p for name, p in module.named_parameters()}, "weights")
+    mask = batch.response_mask
+    for name, value in batch._asdict().items():
+        if value is not None and value.shape == mask.shape and value.is_floating_point() and not value[mask].isfinite().all():
+            bad = (~value.isfinite() & mask).any(1).nonzero()[:, 0].tolist()
+            lines.append(f"{name} is not finite in row(s) {', '.join(map(str, bad))}")
+    lines.append(f"{'rows':<24}{'tokens':>8}{'loss':>14}{'gradient':>14}")
+    fine = True
+    for rows in micro_batches(batch, module.micro_batch_tokens):
+        loss, norm, names = backward(module, batch, rows)
+        lines.append(line(rows, mask, loss, norm))
+        if names or loss != loss or abs(loss) == float("inf"):
+            fine = False
+            lines += names[:1]
+            for row in rows if len(rows) > 1 else ():
+                loss, norm, _ = backward(module, batch, row[None])
+                lines.append("  " + line(row[None], mask, loss, norm))
+    lines.append("everything is finite: the fault did not come again" if fine else "the fault came again")
+    return "\n".join(lines), fine
+
+
+def backward(module: Any, batch: Any, rows: Any) -> tuple[float, float, list[str]]:
+    """Loss and gradient norm of some rows, and which gradients are not finite, as sentences."""
+    from rlkit.algorithm import select, surrogate, value_surrogate
+    from rlkit.models import pack
+
+    x, critic, part = module.x, module.x.algorithm.critic, select(batch, rows)
+    module.zero_grad()
+    scores = module.trained_scores(pack(part.ids, part.response_mask))
+    loss, _ = surrogate(part, scores, x.algorithm, x.kl)
+    if critic.active:
+        loss = loss + value_surrogate(part, scores, critic)[0]
+    if loss.requires_grad:
+        loss.backward()
+    grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    norm = sum(float(g.float().square().sum()) for g in grads.values()) ** 0.5
+    return float(loss.detach()), norm, not_finite(grads, "the gradient")
+
+
+def not_finite(tensors: Mapping[str, Any], what: str) -> list[str]:
+    """A sentence that names the first of the tensors that is not finite."""
+    bad = [name for name, value in tensors.items() if not value.isfinite().all()]
+    return [f"{what} of {bad[0]} and {len(bad) - 1} more: not finite"] if bad else []
+
+
+def line(rows: Any, mask: Any, loss: float, norm: float) -> str:
+    """One row of the table."""
+    names = ", ".join(map(str, rows.tolist()))
+    return f"{names if len(names) < 23 else f'{names[:20]}…':<24}{int(mask[rows].sum()):>8}{loss:>14.6g}{norm:>14.6g}"

@@ -1,0 +1,168 @@
+"""`rlkit rollout`: episodes without training, recorded, scored, summed up and saved. The loop is the one of training."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlkit.environments import environment_of
+from rlkit.episodes.record import append_rollouts, failed_rollout_kept, save_rollouts
+from rlkit.episodes.summary import by_part, failures, summarize
+from rlkit.errors import ConfigError
+from rlkit.runs import folder as runs
+from rlkit.system.files import finite, lenient, write_atomic, write_json
+from rlkit.training.experiment import RolloutRun, sampling_problems
+from rlkit.types import Environment, Rollout, Task
+
+UNSCORED = "unscored.jsonl.gz"  # the episodes that have ended, until all are scored
+SHADED = 256  # episodes whose tokens' texts and log-probs are written, which `rlkit report` shades replies with
+
+
+def validate(x: RolloutRun) -> list[str]:
+    """Numbers out of range, as sentences."""
+    counts = {"n": x.n, "num_return_sequences": x.num_return_sequences}
+    if x.max_steps is not None:
+        counts["max_steps"] = x.max_steps
+    return [f"{path}={value}: must be at least 1" for path, value in counts.items() if value < 1] + sampling_problems(x.generation)
+
+
+def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollout], Path]:
+    """Plays the episodes, scores and writes them, with token values, summary.json and transcripts; the rollouts and their folder.
+
+    Each episode is written when it ends, to unscored.jsonl.gz, which goes once all are scored: what ends early leaves them behind.
+    Raises: ConfigError where the settings are out of range or there are no tasks; DataError naming a row whose truth cannot be read;
+      RewardError where a reward fails.
+    """
+    problems = validate(x)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    tasks = list(x.task(split=x.split))[: x.n]
+    if not tasks:
+        raise ConfigError(f"split={x.split}: the task has no rows there")
+    from rlkit.episodes import collect, transcript
+    from rlkit.models.chat import decode
+    from rlkit.rewards import score
+    from rlkit.system.device import autocast, pick_device, quiet, use_threads, versions
+    from rlkit.training.callbacks.conversations import choose
+    from rlkit.training.callbacks.token_values import save_tokens
+    from rlkit.training.selfcheck import check_contexts, check_truths
+
+    quiet()
+    check_truths(tasks, x.reward)
+    device = pick_device(x)
+    policy = x.model(device=device)
+    use_threads(x.trainer, policy.model, device)
+    environment = limited(x.environment, x.max_steps)
+    with autocast(x, device):
+        check_contexts(policy, tasks, environment)
+        out = runs.fresh(parent)
+        with unscored_kept(out / UNSCORED, len(tasks) * x.num_return_sequences) as keep, failed_rollout_kept(out):
+            rollouts = collect(
+                policy,
+                tasks,
+                generate=x.generation.engine,
+                environment=environment,
+                group_size=x.num_return_sequences,
+                seed=x.seed,
+                on_done=keep,
+                **x.generation.settings,
+            )
+            if said := failures(rollouts):
+                print(f"warning: {said}", file=sys.stderr)
+            rollouts = score(rollouts, x.reward)
+            with lenient(f"rollouts.{x.format}"):
+                save_rollouts(out / f"rollouts.{x.format}", rollouts)
+    shaded = choose(rollouts, SHADED) if len(rollouts) > SHADED else rollouts
+    with lenient("tokens.jsonl.gz"):
+        save_tokens(out / "tokens.jsonl.gz", shaded, lambda ids: decode(policy.codec, ids))
+    with lenient("conversations.txt"):
+        said = "\n\n".join(transcript(r) for r in rollouts[:8])
+        write_atomic(out / "conversations.txt", said.encode(errors="backslashreplace"))
+    figures = {"split": x.split, "seconds": round(time.perf_counter() - started, 2), "seed": x.seed, "versions": versions()}
+    with lenient("summary.json"):
+        write_json(out / "summary.json", finite(summarize(rollouts)) | {"steps": step_counts(rollouts)} | figures)
+    return rollouts, out
+
+
+@contextmanager
+def unscored_kept(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]:
+    """Gives what takes each episode as it ends: it goes into the file and onto the bar. The file is gone after a good end."""
+    show = Bar(total)
+
+    def keep(rollout: Rollout) -> None:
+        with lenient(path.name):
+            append_rollouts(path, [rollout])
+        show.advance(rollout)
+
+    try:
+        yield keep
+        path.unlink(missing_ok=True)
+    finally:
+        show.close()
+        if path.exists():
+            print(f"rlkit: {show.done} of {total} episodes had ended; they are in {path}, unscored", file=sys.stderr)
+
+
+def limited(environment: Environment | Callable[[Task], Environment], max_steps: int | None) -> Environment | Callable[[Task], Environment]:
+    """The environment with another limit of replies; None leaves its own."""
+    if max_steps is None:
+        return environment
+    return lambda task: environment_of(environment, task)._replace(max_steps=max_steps)
+
+
+def step_counts(rollouts: Sequence[Rollout]) -> dict[int, int]:
+    """Replies of an episode → how many episodes had as many."""
+    return dict(sorted(Counter(len(r.steps) for r in rollouts).items()))
+
+
+def table(rollouts: Sequence[Rollout]) -> str:
+    """The episodes in columns: counts, steps, rewards, how they ended, tool calls."""
+    row, steps = summarize(rollouts), [len(r.steps) for r in rollouts]
+    rewards = [r.reward for r in rollouts if r.reward is not None]
+    low, high = (f"{min(rewards):.3f}", f"{max(rewards):.3f}") if rewards else ("-", "-")
+    counts = step_counts(rollouts).items()
+    replies = (f"{row[f'finish_reason/{why}']:.0%}" for why in ("stop", "tool", "budget", "length"))
+    ended = Counter("terminated" if r.status == "terminated" else f"truncated: {r.truncation}" for r in rollouts)
+    lines = [
+        ("episodes", f"{len(rollouts)}"),
+        ("steps: mean, min, max", f"{row['tools/turns']:.2f}, {min(steps)}, {max(steps)}"),
+        ("reward: mean, std, min, max", f"{row['reward/mean']:.3f}, {row['reward/std']:.3f}, {low}, {high}"),
+        ("not scored", f"{row['reward/unscored_frac']:.0%}"),
+        ("tokens an episode", f"{row['len/mean']:.1f}"),
+        ("tool calls, failures an episode", f"{row['tools/calls']:.2f}, {row['tools/failures']:.2f}"),
+        ("replies: stop, tool, budget, cut", ", ".join(replies)),
+        *((f"reward of {part}", f"{row[f'part/{part}/reward/mean']:.3f} ({len(own)} episodes)") for part, own in by_part(rollouts).items()),
+        *((f"ended: {why}", f"{count}") for why, count in sorted(ended.items())),
+        *((f"{number} step{'s' * (number != 1)}", f"{count:>4} {'▪' * round(40 * count / len(rollouts))}") for number, count in counts),
+    ]  # fmt: skip
+    return "\n".join(f"{name:<34}{value}" for name, value in lines)
+
+
+class Bar:
+    """A bar over episodes where the output is a terminal, nothing elsewhere."""
+
+    def __init__(self, total: int):
+        self.done = 0
+        self.bar: Any = None
+        if sys.stdout.isatty():
+            from rich.progress import Progress
+
+            self.bar = Progress()
+            self.task = self.bar.add_task("episodes", total=total)
+            self.bar.start()
+
+    def advance(self, rollout: Rollout) -> None:
+        """One more episode is over."""
+        self.done += 1
+        if self.bar is not None:
+            self.bar.update(self.task, completed=self.done)
+
+    def close(self) -> None:
+        """Leaves the terminal as it was."""
+        if self.bar is not None:
+            self.bar.stop()

@@ -1,0 +1,1 @@
+"""From options to a checked experiment: composing it, its schema, and everything that finds what cannot run."""

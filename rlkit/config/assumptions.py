@@ -1,0 +1,157 @@
+"""What the parts of an experiment assume of one another, held against what the others declare (`rlkit.types`: assumes, gives, keeps).
+
+There is no table of forbidden pairs: the words of a reward are followed from its terms through weights, aggregator, normalisation,
+overlong rule and a KL in the baseline to the advantage, and each part's assumptions are compared with what is left of them there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlkit.types import ASSUMPTIONS, GUARANTEES, Environment, Task, declarations
+
+if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
+    from rlkit.training.experiment import Experiment
+
+OF_REWARDS = {f"{word}_rewards": word for word in GUARANTEES}  # assumption → the guarantee that it asks for
+NEEDED = {
+    "binary": "choose a reward of 0 and 1 (numeric, exact_match, contains, format, code_exec, math_verify)",
+    "non_negative": "choose a reward that is never negative",
+    "raw": "choose a reward that looks at one rollout alone",
+}
+
+
+class Words(NamedTuple):
+    """What is known of rewards at one place: word → why it does not hold there, and word → the part that does not say."""
+
+    lost: Mapping[str, str] = {}
+    unsaid: Mapping[str, str] = {}
+
+    def without(self, words: Sequence[str], why: str) -> Words:
+        """The same where these words are lost too; the first reason stays."""
+        return self._replace(lost=dict.fromkeys(words, why) | dict(self.lost))
+
+    def through(self, part: Any, path: str, why: str) -> Words:
+        """What is left behind a part that changes rewards, by the words that it keeps."""
+        kept = declarations(part, "keeps")
+        if kept is None:
+            return self._replace(unsaid=dict.fromkeys(GUARANTEES, path) | dict(self.unsaid))
+        return self.without([word for word in GUARANTEES if word not in kept], why)
+
+
+def assumption_problems(x: Experiment, tasks: Sequence[Task] = ()) -> list[str]:
+    """Assumptions that the experiment breaks, as sentences that say what to choose.
+
+    Args:
+      tasks: rows of the run, where they are loaded: they name rewards and environments that the config leaves open.
+    """
+    problems = []
+    for path, part, words in _assuming(x, tasks):
+        for assumed in sorted(declarations(part, "assumes") or ()):
+            word = OF_REWARDS.get(assumed, "")
+            if word in words.lost:
+                problems.append(f"{path} ({_name(part)}) assumes {ASSUMPTIONS[assumed]}, but {words.lost[word]}")
+    return problems + _reply_budgets(x)
+
+
+def assumption_warnings(x: Experiment) -> list[str]:
+    """Assumptions that nothing breaks and nothing guarantees, and limits of an episode that a single reply may exceed."""
+    out = []
+    for path, part, words in _assuming(x, ()):
+        for assumed in sorted(declarations(part, "assumes") or ()):
+            word = OF_REWARDS.get(assumed, "")
+            if word in words.unsaid and word not in words.lost:
+                out.append(
+                    f"{path} ({_name(part)}) assumes {ASSUMPTIONS[assumed]}, and {words.unsaid[word]} does not say what it gives; where it "
+                    f"is so, mark the function @rlkit.types.{'gives' if 'terms' in words.unsaid[word] else 'keeps'}('{word}')"
+                )
+    return out + _episode_budgets(x)
+
+
+def _assuming(x: Experiment, tasks: Sequence[Task]) -> list[tuple[str, Any, Words]]:
+    """(path, part, what is known of the rewards that it sees) of the parts of an algorithm that look at rewards, in order."""
+    a, kl = x.algorithm, x.kl
+    given = _of_reward(x, tasks)
+    shaped = given.through(
+        a.overlong, "algorithm.overlong", f"algorithm.overlong ({_name(a.overlong)}) changes them by length; choose algorithm/overlong=none"
+    )
+    if kl.in_reward and kl.in_baseline:
+        shaped = shaped.without(["binary", "non_negative"], "kl.in_baseline takes the KL off them; set it to false")
+    seen = {"group_filter": given, "overlong": given, "advantage": shaped, "normalization": shaped}
+    return [(f"algorithm.{slot}", getattr(a, slot), words) for slot, words in seen.items()]
+
+
+def _of_reward(x: Experiment, tasks: Sequence[Task]) -> Words:
+    """Of the rewards as training takes them: terms, weights, aggregator, normalisation."""
+    words, counted = Words(), {name: term for name, term in x.reward.terms.items() if term.weight != 0}
+    for name, term in counted.items():
+        path = f"reward.terms.{name}"
+        for fn in _candidates(term.fn, tasks):
+            given = declarations(fn, "gives")
+            if given is None:
+                words = words._replace(unsaid=dict.fromkeys(GUARANTEES, path) | dict(words.unsaid))
+                continue
+            for word in GUARANTEES:
+                if word not in given:
+                    words = words.without([word], f"{path} ({_name(fn)}) does not guarantee it; {NEEDED[word]}")
+        if term.weight != 1:
+            scaled = f"{path}.weight={term.weight} scales them; set it to 1, or to 0, which only logs the term"
+            positive = isinstance(term.weight, int | float) and term.weight > 0
+            words = words.without(["binary"] if positive else ["binary", "non_negative"], scaled)
+        if term.per_step:
+            words = words.without(["binary"], f"{path} gives a score to every step; {NEEDED['binary']}")
+    aggregator = x.reward.aggregator
+    if len(counted) > 1 or not declarations(aggregator, "keeps"):  # of one component all of them give that component
+        why = f"reward.aggregator ({_name(aggregator)}) joins {', '.join(counted)}; give one of them a weight, and the others 0"
+        words = words.through(aggregator, "reward.aggregator", why)
+    if x.reward.normalize:
+        words = words.without(list(GUARANTEES), "reward.normalize shifts and scales them; set it to false")
+    return words
+
+
+def _candidates(fn: Any, tasks: Sequence[Task]) -> list[Any]:
+    """The functions that score rollouts: the function itself, or where every row names its own those that the rows name."""
+    from rlkit.rewards import by_task
+
+    if getattr(fn, "func", fn) is not by_task:
+        return [fn]
+    known = fn.keywords["rewards"]
+    return [known[name] for name in dict.fromkeys(task.reward for task in tasks) if name in known]
+
+
+def _reply_budgets(x: Experiment) -> list[str]:
+    """Limits of a reply that no reply reaches."""
+    longest, out = x.generation.max_new_tokens, []
+    for name, part in x.algorithm.parts.items():
+        numbers = getattr(part, "keywords", {})
+        begins = numbers.get("limit", 0) * (1 - numbers.get("buffer", 0))
+        if "reply_budget" in (declarations(part, "assumes") or ()) and begins >= longest:
+            out.append(
+                f"algorithm.{name}.limit={numbers['limit']}: is a limit of one reply, and none is longer than "
+                f"generation.max_new_tokens={longest}, so it never sets in; lower it, or for whole episodes add reward=soft_length"
+            )
+    return out
+
+
+def _episode_budgets(x: Experiment) -> list[str]:
+    """Limits of an episode of several replies that one reply may use up."""
+    turns = x.environment.max_steps if isinstance(x.environment, Environment) else 1  # by row: each has its own
+    out = []
+    for name, term in x.reward.terms.items():
+        limit = getattr(term.fn, "keywords", {}).get("limit")
+        if turns == 1 or limit is None or "episode_budget" not in (declarations(term.fn, "assumes") or ()):
+            continue
+        if limit < x.generation.max_new_tokens:
+            out.append(
+                f"reward.terms.{name}.fn.limit={limit}: is a limit of a whole episode, which has up to {turns} replies of up to "
+                f"generation.max_new_tokens={x.generation.max_new_tokens}; raise it, or choose algorithm/overlong=penalty, of a reply"
+            )
+    return out
+
+
+def _name(part: Any) -> str:
+    while isinstance(part, functools.partial):
+        part = part.func
+    return getattr(part, "__name__", type(part).__name__)

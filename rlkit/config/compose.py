@@ -1,0 +1,287 @@
+"""From a config to an Experiment: composed by Hydra, checked before anything heavy is loaded, built from plain functions.
+
+Order: overrides → composed config → every key checked (rlkit.config.schema) → functions built → validated, dry-run on fake
+data (rlkit.config.problems). Each stage reports all of its problems at once, and none of them imports more than torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlkit.config.problems import dry_run, first_steps, range_problems, run_problems
+from rlkit.config.schema import build, check, renamed
+from rlkit.errors import ConfigError, nearest
+from rlkit.system.redaction import learn
+
+if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
+    from omegaconf import DictConfig
+
+    from rlkit.training.experiment import Experiment
+
+
+def conf_dir() -> Path:
+    """The folder of the shipped options: inside the package when installed, beside it in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
+
+
+# ----------------------------------------------------------------------------------------------------- composing
+
+
+class Composed(NamedTuple):
+    """A composed config in plain containers, the overrides that give it to Hydra, and Hydra's own object, its settings included."""
+
+    config: dict[str, Any]
+    overrides: list[str]
+    full: DictConfig
+
+
+def compose(
+    overrides: Sequence[str],
+    *,
+    entry: str = "train",
+    config_dir: str | None = None,
+    before_import: Callable[[dict[str, Any]], None] | None = None,
+) -> Composed:
+    """Composes an entry config and refuses it, with all problems in one message, unless it can be built.
+
+    Args:
+      overrides: as on the command line. Keys that a part's signature knows need no `+`.
+      entry: train, evaluate or rollout.
+      config_dir: a folder of the user's own options.
+      before_import: looks at the plain config before a module that it names is imported; may refuse it.
+    Raises: ConfigError.
+    """
+    import logging
+
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    logging.getLogger("hydra").setLevel(logging.ERROR)
+    search = searchpath(config_dir)
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        problems, accepted = _check_overrides(overrides, search)
+        problems += _clashes(config_dir)
+        try:
+            full, accepted = _load(entry, search, accepted)
+            plain = _plain(full)
+        except ConfigError as error:
+            raise ConfigError("\n".join([*problems, str(error)])) from error
+    learn(plain, _raw(full))
+    if before_import is not None:
+        before_import(plain)
+    problems += check(plain) or range_problems(plain)
+    problems += phase_problems(plain, overrides)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return Composed(plain, accepted, full)
+
+
+def length_keys(composed: Composed) -> tuple[str, ...]:
+    """Dotted keys whose values follow the run's length by an interpolation such as ${trainer.steps}: they count as length too."""
+    from omegaconf import OmegaConf
+
+    from rlkit.runs.folder import difference
+
+    longer = copy.deepcopy(composed.full)
+    OmegaConf.update(longer, "trainer.steps", 2 * composed.config["trainer"]["steps"] + 1, force_add=True)
+    OmegaConf.update(longer, "trainer.max_time", 2 * (composed.config["trainer"].get("max_time") or 0) + 1, force_add=True)
+    return tuple(difference(composed.config, _plain(longer)))
+
+
+def keys(overrides: Sequence[str], *, entry: str = "train", config_dir: str | None = None) -> list[str]:
+    """All dotted keys of a composed config that a command line may set; it is not checked. Raises ConfigError where it does not compose."""
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf
+
+    from rlkit.runs.folder import flatten
+
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        full, _ = _load(entry, searchpath(config_dir), overrides)
+    plain: Any = OmegaConf.to_container(full, resolve=False)
+    return [key for key in flatten(plain) if not key.startswith("hydra.") and not key.endswith(("_partial_", "_target_"))]
+
+
+def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Overrides of a group of the whole run that every phase replaces: they would change nothing, silently."""
+    phases = (config.get("schedule") or {}).get("phases") or {}
+    out = []
+    for text in overrides:
+        key, _, value = text.lstrip("+~").partition("=")
+        group = key.partition("/")[0].partition(".")[0]
+        if "@" in key or not phases or not all(isinstance(phase, dict) and phase.get(group) is not None for phase in phases.values()):
+            continue
+        places = [f"schedule.phases.{name}.{key.replace('/', '.')}" for name in phases]
+        is_option = "/" in key or key == group  # an option is chosen at its new place, group@place=option
+        meant = [f"{key}@{place}={value}" if is_option else f"{place}={value}" for place in places]
+        out.append(f"{text}: changes nothing, every phase of the schedule has its own {group}; write {' or '.join(meant)}")
+    return out
+
+
+def searchpath(config_dir: str | None) -> list[str]:
+    """The override that makes Hydra look for options in a user's folder too."""
+    return [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
+
+
+def _clashes(config_dir: str | None) -> list[str]:
+    """Options of a user's folder that Hydra would silently pass over for a shipped one of the same name."""
+    folder = Path(config_dir) if config_dir else None
+    files = sorted(folder.rglob("*.yaml")) if folder else []
+    hidden = [f for f in files if folder and (conf_dir() / f.relative_to(folder)).exists()]
+    return [f"{f}: an option of this name ships with rlkit and would be taken instead; rename the file" for f in hidden]
+
+
+def _load(entry: str, search: Sequence[str], overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
+    """Hydra's config, its own node included, and the overrides that give it; whatever goes wrong is one ConfigError.
+
+    Hydra composes the groups; the values are set after that, as it does itself. A key that the YAML does not hold may still be one
+    that a signature knows: it is added, and the check decides.
+    """
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    parser, groups = OverridesParser.create(), [text for text in overrides if is_group(text, search)]
+    accepted = []
+    try:
+        full = copy.deepcopy(_composed_groups(entry, (*search, *groups), _stamp(search)))
+        for text in overrides:
+            if text in groups:
+                accepted.append(text)
+                continue
+            try:
+                ConfigLoaderImpl._apply_overrides_to_config(parser.parse_overrides([text]), full)
+            except HydraException:
+                if text[0] in "+~":
+                    raise
+                text = f"++{text}"
+                ConfigLoaderImpl._apply_overrides_to_config(parser.parse_overrides([text]), full)
+            accepted.append(text)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        absent = re.match(r"Could not override '(\w+)'", str(error))  # a whole group: adding it, as Hydra proposes, would not help
+        raise ConfigError(f"{absent[1]}: rlkit {entry} has no such group" if absent else one_sentence(error)) from error
+    full.hydra.overrides.task = [text for text in accepted if not text.startswith("hydra")]
+    full.hydra.job.override_dirname = ",".join(sorted(full.hydra.overrides.task))
+    full.hydra.runtime.cwd = os.getcwd()
+    return full, accepted
+
+
+@functools.lru_cache(maxsize=64)
+def _composed_groups(entry: str, overrides: tuple[str, ...], stamp: object) -> DictConfig:
+    """Hydra's composition of options, once for all configs that differ in values only. `stamp` changes with the files."""
+    import hydra
+
+    return hydra.compose(entry, overrides=list(overrides), return_hydra_config=True)
+
+
+def _stamp(search: Sequence[str]) -> object:
+    """Changes whenever an option is written, also in a notebook that edits its own."""
+    folders = [conf_dir(), *(Path(folder) for text in search for folder in re.findall(r"file://([^],]+)", text))]
+    return tuple((str(f), f.stat().st_mtime_ns) for folder in folders for f in folder.rglob("*.yaml"))
+
+
+def _plain(full: DictConfig) -> dict[str, Any]:
+    """The config without Hydra's own node in plain containers, every reference to another value resolved."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    def plain(key: Any) -> Any:
+        value = "???" if OmegaConf.is_missing(full, key) else full[key]
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+    try:
+        return renamed({str(key): plain(key) for key in full if key != "hydra"})
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(one_sentence(error)) from error
+
+
+def _raw(full: DictConfig) -> dict[str, Any]:
+    """The config without Hydra's own node, its references to other values and to the environment as they were written."""
+    from omegaconf import OmegaConf
+
+    plain: Any = OmegaConf.to_container(full, resolve=False)
+    return renamed({key: value for key, value in plain.items() if key != "hydra"})
+
+
+def is_group(override: str, search: Sequence[str]) -> bool:
+    """Whether an override chooses an option, or sets something of Hydra's own, which may decide where options are found."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.object_type import ObjectType
+
+    key, _, value = override.lstrip("+~").partition("=")
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None
+    options = hydra.config_loader.get_group_options(key.partition("@")[0], ObjectType.CONFIG, overrides=list(search))
+    return key.partition("/")[0].partition(".")[0] == "hydra" or (bool(options) and not value.startswith("{"))
+
+
+def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Problems of the overrides themselves, and the overrides that can be composed, values made to add where they must."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.object_type import ObjectType
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None
+    loader = hydra.config_loader
+    parser = OverridesParser.create(config_loader=loader)
+    elsewhere = bool(search) or any(text.startswith("hydra.searchpath=") for text in overrides)  # options that are looked for later
+    problems, accepted = [], []
+    for given in overrides:
+        try:
+            override, text = parse_override(parser, given)
+        except HydraException as error:
+            problems.append(f"'{given}' cannot be read: {one_sentence(error)}")
+            continue
+        group = override.key_or_group
+        options = loader.get_group_options(group, ObjectType.CONFIG)
+        chosen = override.value() if options and not override.is_sweep_override() else []
+        unknown = [c for c in (chosen if isinstance(chosen, list) else [chosen]) if c not in options]
+        if override.is_sweep_override():
+            problems.append(f"{text}: several values are a sweep; run it with -m")
+        elif unknown and not elsewhere:
+            hint = nearest(str(unknown[0]), options)
+            problems.append(f"{text}: no such option.{hint} Options of {group}: {', '.join(sorted(options))}")
+        else:
+            accepted.append(text)
+    return problems, accepted
+
+
+def parse_override(parser: Any, text: str) -> tuple[Any, str]:
+    """An override, and its text in Hydra's grammar: a condition such as `reward/mean > 0.8 for 3` gets the quotes that the shell took."""
+    from hydra.errors import HydraException
+
+    try:
+        return parser.parse_overrides([text])[0], text
+    except HydraException:
+        key, _, value = text.partition("=")
+        if not value or value[0] in "[{'\"":  # a broken list or mapping is no text
+            raise
+        quoted = f"{key}='{value}'"
+        return parser.parse_overrides([quoted])[0], quoted
+
+
+def one_sentence(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(line for line in lines if not line.startswith(("full_key", "object_type", "Config search path", "provider")))
+
+
+def experiment(composed: Composed) -> Experiment:
+    """The Experiment of a composed config, validated and dry-run phase by phase. Raises ConfigError with all problems at once."""
+    x = build(composed.config)
+    if problems := run_problems(x):
+        raise ConfigError("\n".join(problems))
+    for first in first_steps(x).values():
+        dry_run(first)
+    return x

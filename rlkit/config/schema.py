@@ -1,0 +1,246 @@
+"""A function's signature is the schema of its config node: one walk that checks a config, and one that builds it.
+
+Every mapping in a config has a `_target_`, whose signature says which keys it takes and of what kind, or stands where a signature
+asks for a mapping of named parts. So one walk finds every unknown key, also those added with `+`, every wrong type and every missing
+value, and the same shape of walk builds the plain functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import math
+import types
+import typing
+import warnings
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Literal
+
+from rlkit.errors import ConfigError, nearest
+
+# `suggests` holds what an option advises other groups: they interpolate it as their default, and its own function never sees it.
+SPECIAL = ("_target_", "_partial_", "_args_", "suggests")
+KINDS = {"_target_": str, "_partial_": bool, "_args_": list}
+WANTED = {"_target_": "the name of a function; write MODULE.FUNCTION", "_partial_": "true or false", "_args_": "a list of values"}
+MISSING = "???"
+GIVEN_LATER = ("split", "device")  # keyword-only parameters that the run passes itself
+# Where a module of version 0.1 is now: configs and run folders that name it keep working for one version.
+MOVED = {
+    "rlkit.settings": "rlkit.training.experiment",
+    "rlkit.reference": "rlkit.training.references",
+    "rlkit.schedules": "rlkit.training.schedules",
+    "rlkit.callbacks": "rlkit.training.callbacks",
+    "rlkit.loggers": "rlkit.training.loggers",
+    "rlkit.generation": "rlkit.engines",
+    "rlkit.rollouts": "rlkit.episodes",
+    "rlkit.tasks.stream": "rlkit.episodes.stream",
+}
+
+
+# ------------------------------------------------------------------------------------------------------ checking
+
+
+def check(node: Any, path: str = "") -> list[str]:
+    """Every problem of a composed config, one sentence each: path, what is wrong, the nearest valid name."""
+    if isinstance(node, list):
+        return [p for i, item in enumerate(node) for p in check(item, f"{path}[{i}]")]
+    if node == MISSING:
+        return [f"{path}: has no default; set {path}=VALUE"]
+    if isinstance(node, float) and math.isnan(node):
+        return [f"{path}: nan is no number that anything can be computed with; give one"]
+    if not isinstance(node, dict):
+        return []
+    if "_target_" not in node:
+        return [p for key, value in node.items() for p in check(value, _join(path, key))]
+    if node["_target_"] == MISSING:
+        return [f"{path}: has no default; set {_join(path, '_target_')}=MODULE.FUNCTION"]
+    for key, kind in KINDS.items():
+        if key in node and not isinstance(node[key], kind):
+            return [f"{_join(path, key)}: {node[key]!r:.200} is not {WANTED[key]}"]
+    try:
+        target = resolve(node["_target_"])
+    except ConfigError as error:
+        return [f"{_join(path, '_target_')}: {error}"]
+    return _check_call(node, target, path)
+
+
+def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str) -> list[str]:
+    """The keys and values of a node against its target's signature, then the nodes within."""
+    parameters = inspect.signature(target).parameters
+    partial = node.get("_partial_", False)
+    named = {
+        name: p
+        for name, p in parameters.items()
+        if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and not (partial and p.default is p.empty))
+    }  # a partial part's required positional parameters are what it is called with, not what a config sets
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    hints = _hints(target)
+    keys = [key for key in node if key not in SPECIAL]
+    problems = []
+    for key in keys:
+        where = _join(path, key)
+        if key in named:
+            problems += _check_value(node[key], hints.get(key, Any), where)
+        elif not takes_any:
+            label = f"'{node['_target_']}'" if path else "a run"
+            problems.append(f"{where}: {label} takes no '{key}'.{nearest(key, named)} It takes: {', '.join(named)}")
+    for name, p in named.items():
+        if p.default is p.empty and name not in keys and not node.get("_args_") and not (partial and name in GIVEN_LATER):
+            problems.append(f"{_join(path, name)}: '{node['_target_']}' needs a value here")
+    return problems
+
+
+def _check_value(value: Any, hint: Any, where: str) -> list[str]:
+    if value == MISSING or isinstance(value, dict | list):
+        return check(value, where) + _misplaced(value, hint, where)
+    if isinstance(value, float) and math.isnan(value):
+        return check(value, where)
+    if not fits(value, hint):
+        return [f"{where}: {value!r} is not {describe(hint)}"]
+    return []
+
+
+def _misplaced(value: Any, hint: Any, where: str) -> list[str]:
+    """A mapping or list where a number, a word or a part belongs."""
+    if value == MISSING or (isinstance(value, dict) and "_target_" in value):
+        return []
+    holding = [option for option in _alternatives(hint) if _holds(option, type(value))]
+    if not holding:
+        return [f"{where}: {value!r} is not {describe(hint)}"]
+    inside = typing.get_args(holding[0])
+    if len(holding) > 1 or not inside or typing.get_origin(holding[0]) is tuple:
+        return []
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return [
+        problem
+        for key, item in items
+        for place in [_join(where, key) if isinstance(value, dict) else f"{where}[{key}]"]
+        for problem in (
+            _misplaced(item, inside[-1], place)
+            if isinstance(item, dict | list)
+            else []
+            if item == MISSING or fits(item, inside[-1])
+            else [f"{place}: {item!r} is not {describe(inside[-1])}"]
+        )
+    ]
+
+
+def _holds(hint: Any, kind: type) -> bool:
+    """Whether a hint asks for several values: a sequence for a list, a mapping for a dict."""
+    base = typing.get_origin(hint) or hint
+    if base in (Any, object) or isinstance(base, typing.TypeVar):
+        return True
+    if base is tuple or not inspect.isclass(base):
+        return base is tuple and kind is list
+    return base not in (Callable, Hashable) and not getattr(base, "_is_protocol", False) and issubclass(kind, base)
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a plain value may stand where a signature says `hint`. Numbers are never guessed from words."""
+    for option in _alternatives(hint):
+        if option in (Any, object) or isinstance(option, typing.TypeVar) or (option is type(None) and value is None):
+            return True
+        if typing.get_origin(option) is Literal and value in typing.get_args(option):
+            return True
+        if option is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return True
+        if option in (int, str, bool) and type(value) is option:
+            return True
+    return False
+
+
+def describe(hint: Any) -> str:
+    """A hint in words: 'a whole number or null'."""
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    words = []
+    for option in _alternatives(hint):
+        if typing.get_origin(option) is Literal:
+            words.append("one of " + ", ".join(map(str, typing.get_args(option))))
+        else:
+            words.append(names.get(option, "a part (a mapping with a _target_); choose an option of the group"))
+    return " or ".join(dict.fromkeys(words))
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return tuple(a for h in typing.get_args(hint) for a in _alternatives(h))
+    return (hint,)
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    """Type hints by parameter; a hint that cannot be evaluated here counts as Any."""
+    try:
+        return typing.get_type_hints(target.__init__ if _is_plain_class(target) else target)
+    except (NameError, TypeError, AttributeError):
+        return {}
+
+
+def _is_plain_class(target: Any) -> bool:
+    return inspect.isclass(target) and not issubclass(target, tuple)
+
+
+def moved(name: Any) -> Any:
+    """A `_target_` under its present name; warns once where it is that of version 0.1."""
+    old = next((old for old in MOVED if isinstance(name, str) and name.startswith(f"{old}.")), None)
+    if old is None:
+        return name
+    new = MOVED[old] + name.removeprefix(old)
+    warnings.warn(f"'{name}' is now '{new}'; the old name goes in the next version", FutureWarning, stacklevel=2)
+    return new
+
+
+def renamed(node: Any) -> Any:
+    """A config whose `_target_`s have their present names."""
+    if isinstance(node, list):
+        return [renamed(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    return {key: moved(value) if key == "_target_" else renamed(value) for key, value in node.items()}
+
+
+@functools.cache
+def resolve(name: Any) -> Callable[..., Any]:
+    """The function that a `_target_` names. Raises ConfigError with the nearest valid name."""
+    name = moved(name)
+    module_name, _, attribute = str(name).rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"'{name}' cannot be imported ({error}); is the package installed, and the folder on PYTHONPATH?") from error
+    if not hasattr(module, attribute):
+        public = [n for n in dir(module) if not n.startswith("_")]
+        raise ConfigError(f"'{module_name}' has no '{attribute}'.{nearest(attribute, public)}")
+    target = getattr(module, attribute)
+    if not callable(target):
+        raise ConfigError(f"'{name}' is not a function")
+    return target
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+# ------------------------------------------------------------------------------------------------------ building
+
+
+def build(node: Any, path: str = "") -> Any:
+    """The objects that a checked config stands for. Partial parts are plain `functools.partial`s.
+
+    Raises: ConfigError naming the config path where a part refuses its values.
+    """
+    if isinstance(node, list):
+        return [build(item, f"{path}[{i}]") for i, item in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    values = {key: build(value, _join(path, key)) for key, value in node.items() if key not in SPECIAL}
+    if "_target_" not in node:
+        return values
+    target = resolve(node["_target_"])
+    arguments = [build(a, f"{path}._args_") for a in node.get("_args_", ())]
+    if node.get("_partial_", False):
+        return functools.partial(target, *arguments, **values)
+    try:
+        return target(*arguments, **values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path or node['_target_']}: {error}") from error

@@ -1,0 +1,89 @@
+"""Lightning's strategies for several ranks, where reinforcement learning in manual optimisation needs them otherwise than they are.
+
+Gradients are added up in RLModule.step_optimizer, after the last micro-batch: so any number of backward passes is right, and a critic or a
+head that a step does not use leaves nobody waiting.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+
+from rlkit.distributed import ranks
+from rlkit.errors import ConfigError
+
+
+class Replicated(DDPStrategy):
+    """DDP without its reducer: the module is not wrapped. All ranks have loaded the same weights and step with the same gradients."""
+
+    def configure_ddp(self) -> None:
+        return None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Rank 0 writes. Raises OSError on every rank where it cannot; Lightning's own leaves the others waiting."""
+        ranks.first(lambda: self.checkpoint_io.save_checkpoint(checkpoint, filepath))
+
+
+class Sharded(ModelParallelStrategy):
+    """FSDP2 whose checkpoints are those of one process: whole tensors in one file, which any number of ranks loads."""
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        module: Any = self.lightning_module
+        ranks.reshard(module)
+        return ranks.whole(module.without_frozen(module.state_dict()))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module: Any = self.lightning_module
+        ranks.reshard(module)
+        live = module.state_dict()
+        saved = {name: ranks.like(value, live[name]) if name in live else value for name, value in checkpoint["state_dict"].items()}
+        module.load_state_dict(saved, strict=strict)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return ranks.whole((optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict())
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            state = {
+                i: {name: ranks.like(value, parameters[i]) if getattr(value, "ndim", 0) else value for name, value in own.items()}
+                for i, own in saved["state"].items()
+            }
+            optimizer.load_state_dict({**saved, "state": state})
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """As that of Replicated."""
+        ranks.first(lambda: self.checkpoint_io.save_checkpoint(checkpoint, filepath))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+
+def make_strategy(settings: Any) -> Any:
+    """The strategy that the trainer's settings name. Raises ConfigError where its ranks were not started."""
+    count = settings.devices * settings.nodes
+    if count == 1:
+        return "auto"
+    if ranks.size() != count:
+        raise ConfigError(
+            f"trainer.devices × trainer.nodes = {count}, but this process is alone; start it as `rlkit train`, or by torchrun"
+        )
+    timeout = timedelta(seconds=settings.timeout)
+    if settings.strategy == "fsdp":
+        return Sharded(data_parallel_size=count, tensor_parallel_size=1, save_distributed_checkpoint=False, timeout=timeout)
+    return Replicated(timeout=timeout)
+
+
+def cluster() -> list[Any]:
+    """How Lightning learns of ranks that it did not start."""
+    return [TorchElasticEnvironment()] if ranks.size() > 1 and "RANK" in os.environ else []

@@ -1,0 +1,97 @@
+"""Held-out evaluation: the same episodes and verifiers as training, with sampling settings of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from rlkit.distributed import ranks
+from rlkit.episodes.collect import collect
+from rlkit.episodes.summary import by_part, failures
+from rlkit.functional.statistics import mean_interval, pass_at_k, wilson
+from rlkit.rewards import Reward, score, score_spread
+from rlkit.types import Policy, Rollout, Task
+
+CORRECT = 1.0  # a verifier's score of a right answer, where the task's metadata names no other as `correct_from`
+
+
+def is_correct(rollout: Rollout) -> bool:
+    """Whether the verifier gave what counts as right, the rewards of the steps included: full marks, or the task's own `correct_from`
+    where even the best earns less."""
+    return rollout.total_reward is not None and rollout.total_reward >= rollout.task.metadata.get("correct_from", CORRECT)
+
+
+def greedy_accuracy(
+    policy: Policy, tasks: Sequence[Task], *, reward: Reward, temperature: float = 0.0, **collecting: Any
+) -> tuple[dict[str, Any], list[Rollout]]:
+    """One episode per task, greedy unless a temperature is given; shared out to all ranks, which all get the result.
+
+    Args:
+      reward: the verifier; which of its scores are right is told by `is_correct`.
+      temperature: ≥ 0. A policy that plays by chance may do nothing but repeat itself in greedy decoding.
+      collecting: generate, environment and max_new_tokens, as for `collect`.
+    Returns: what `accuracy` measures, and the temperature; of a mixture, the same under `parts`; and the rollouts.
+    """
+
+    def play(own: Sequence[Task], begin: int) -> list[Rollout]:
+        return collect(policy, own, temperature=temperature, first=begin, **collecting)
+
+    played = ranks.spread(tasks, play)
+    failures(played)
+    rollouts = score_spread(played, reward)
+    return _with_parts(rollouts, partial(accuracy, temperature=temperature)), rollouts
+
+
+def sampled_accuracy(
+    policy: Policy, tasks: Sequence[Task], *, reward: Reward, samples: int, k: Sequence[int], temperature: float, **collecting: Any
+) -> tuple[dict[str, Any], list[Rollout]]:
+    """Several sampled replies per task.
+
+    Returns: for avg@samples, every pass@k and the mean reward a value and its 95 % interval over tasks; of a mixture, the same under
+      `parts`; and the rollouts.
+    Raises: ValueError where a k is larger than `samples`.
+    """
+    if max(k) > samples:
+        raise ValueError(f"evaluation.k: pass@{max(k)} needs at least {max(k)} samples a task; evaluation.samples is {samples}")
+    rollouts = score(collect(policy, tasks, group_size=samples, temperature=temperature, **collecting), reward)
+    return _with_parts(rollouts, partial(curves, samples=samples, k=k)), rollouts
+
+
+def _with_parts(rollouts: Sequence[Rollout], measure: Callable[[Sequence[Rollout]], dict[str, Any]]) -> dict[str, Any]:
+    """A measure of all rollouts, and under `parts` that of each part of a mixture."""
+    parts = {part: measure(own) for part, own in by_part(rollouts).items()}
+    return measure(rollouts) | ({"parts": parts} if parts else {})
+
+
+def accuracy(rollouts: Sequence[Rollout], *, temperature: float = 0.0) -> dict[str, Any]:
+    """Share of right rollouts and its Wilson interval, n, mean reward of what could be scored and its interval over tasks; both 95 %."""
+    right = sum(map(is_correct, rollouts))
+    mean, low, high = _mean_interval(_totals(rollouts))
+    result = {"accuracy": right / len(rollouts), "interval": list(wilson(right, len(rollouts))), "n": len(rollouts)}
+    return result | {"reward": mean, "reward_interval": [low, high], "temperature": temperature}
+
+
+def curves(rollouts: Sequence[Rollout], *, samples: int, k: Sequence[int]) -> dict[str, Any]:
+    """avg@samples and every pass@k of rollouts whose samples of a task stand side by side."""
+    right = [sum(map(is_correct, rollouts[i : i + samples])) for i in range(0, len(rollouts), samples)]
+    estimates = {f"avg@{samples}": [c / samples for c in right]}
+    estimates |= {f"pass@{j}": [pass_at_k(samples, c, j) for c in right] for j in k}
+    out = {}
+    for name, values in estimates.items():
+        mean, low, high = mean_interval(values)
+        out[name] = {"value": mean, "interval": [max(0.0, low), min(1.0, high)]}
+    by_task = [_totals(rollouts[i : i + samples]) for i in range(0, len(rollouts), samples)]
+    mean, low, high = _mean_interval([math.fsum(rewards) / len(rewards) for rewards in by_task if rewards])
+    return out | {"reward": {"value": mean, "interval": [low, high]}}
+
+
+def _totals(rollouts: Sequence[Rollout]) -> list[float]:
+    """Total rewards, of what could be scored."""
+    return [total for r in rollouts if (total := r.total_reward) is not None]
+
+
+def _mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """As `mean_interval`; nan without values."""
+    return mean_interval(values) if values else (math.nan, math.nan, math.nan)

@@ -1,0 +1,1 @@
+"""What a run leaves behind: its folder, its report, and sweeps over many runs."""

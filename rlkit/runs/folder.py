@@ -1,0 +1,293 @@
+"""Run folders: where they are, what state they are in, and which one a command means."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlkit.config.schema import renamed
+from rlkit.config.trust import read_yaml
+from rlkit.errors import ConfigError, DataError
+from rlkit.system.files import refusing, write_atomic
+from rlkit.system.redaction import FROM_ENVIRONMENT, NUMBER, REDACTED, SECRET, redacted
+
+OUTPUTS = Path("outputs")
+ONCE = ("resume", "takeover")  # keys that say how a process begins, and nothing of the run
+LENGTH = ("trainer.steps", "trainer.max_time", *ONCE)  # keys that two configs of one run may differ in
+PLACE = ("trainer.devices", "trainer.nodes", "trainer.strategy", "trainer.timeout")  # and these: the result does not depend on the ranks
+OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=(.*)", re.DOTALL)
+COUNT = re.compile(r"[-+\d.,eE]*|true|false|null|\{.*|\w+\(.*|\$\{.*", re.DOTALL)  # values that are no text
+FIXED = ("model", "optimizer._target_", "task", "seed")  # keys that a continued run may not change
+
+
+def fresh(parent: Path) -> Path:
+    """A new, empty folder <parent>/<time>. Raises ConfigError where it cannot be made."""
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    folder, number = parent / stamp, 2
+    with refusing(parent):
+        parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                folder.mkdir()
+                return folder
+            except FileExistsError:  # also where another process came first
+                folder, number = parent / f"{stamp}_{number}", number + 1
+
+
+def require_writable(folder: Path) -> None:
+    """Make the folder, and a file in it for a moment. Raises ConfigError where that is impossible, before anything is computed."""
+    made = not folder.exists()
+    try:
+        with refusing(folder):
+            write_atomic(folder / ".writable", b"rlkit\n")
+            (folder / ".writable").unlink()
+    except ConfigError:
+        if made:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+def is_run(folder: Path) -> bool:
+    """Whether rlkit has trained there."""
+    return (folder / "config.yaml").is_file()
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run there came to its end."""
+    summary = read_summary(folder)
+    return summary is not None and summary.get("ended") == "finished"
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """summary.json, or None where there is none that can be read."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return summary if isinstance(summary, dict) else None
+
+
+def find_run(text: str, key: str) -> Path:
+    """The run folder that a user names, itself or one of its checkpoints. Raises ConfigError."""
+    path = Path(text).expanduser()
+    for folder in (path, path.parent, path.parent.parent):
+        if path.exists() and is_run(folder):
+            return folder
+    runs = sorted((p.parent for p in OUTPUTS.glob("*/*/config.yaml")), key=lambda p: p.stat().st_mtime)
+    newest = f" The newest run is {runs[-1]}" if runs else ""
+    raise ConfigError(f"{key}={text}: no run folder of rlkit.{newest}")
+
+
+def checkpoint_source(text: str, folder: Path) -> Path:
+    """What to load of a run that a user named: the checkpoint file itself, or the run's folder of checkpoints."""
+    return Path(text).expanduser() if text.endswith(".ckpt") else folder / "checkpoints"
+
+
+def newest_unfinished(name: str, config: Mapping[str, Any], *, beside: tuple[str, ...] = ()) -> Path | None:
+    """The newest run under outputs/<name> that did not finish and whose config is this one but for its length and its ranks.
+
+    `beside`: further keys in which the two may differ, those that follow the length (`rlkit.config.compose.length_keys`).
+    """
+    candidates = [f for f in (OUTPUTS / name).glob("*") if is_run(f) and not is_finished(f)]
+    for folder in sorted(candidates, key=_last_written, reverse=True):
+        with suppress(DataError):  # half-written: it is equal to no config
+            if not difference(read_config(folder), config, beside=PLACE + beside):
+                return folder
+    return None
+
+
+def _last_written(folder: Path) -> float:
+    """When a run wrote its last row, or began; the folder's own time also changes where a process only looks whether it may go on."""
+    rows = folder / "metrics.jsonl"
+    return (rows if rows.exists() else folder / "config.yaml").stat().st_mtime
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config that a run was started with, as `write_config` wrote it. Raises DataError where it cannot be read."""
+    config = read_yaml(folder / "config.yaml")
+    if not isinstance(config, dict):
+        raise DataError(f"{folder}/config.yaml: holds no settings; give the folder as rlkit wrote it")
+    return renamed(config)
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """The resolved config without its secrets, for people and for resume; whole or not there."""
+    write_atomic(folder / "config.yaml", dump(redacted(config)))
+    cover_overrides(folder)
+
+
+def cover_overrides(folder: Path) -> None:
+    """Takes the secrets out of the files that Hydra has just written to .hydra/."""
+    for path in (folder / ".hydra").glob("*.yaml"):
+        written = yaml.safe_load(path.read_text())
+        if (hidden := without_secrets(written)) != written:
+            write_atomic(path, dump(hidden))
+
+
+def put_aside(path: Path, suffix: str) -> Path:
+    """Renames a file to its name with a suffix, and a number where that is taken: nothing is overwritten. Returns the new path."""
+    target, number = path.with_name(path.name + suffix), 2
+    while target.exists():
+        target, number = path.with_name(f"{path.name}{suffix}_{number}"), number + 1
+    path.rename(target)
+    return target
+
+
+def dump(config: Any) -> bytes:
+    """YAML in the order of the keys, without aliases."""
+    return yaml.dump(config, Dumper=_NoAliases, sort_keys=False).encode()
+
+
+class _NoAliases(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def without_secrets(node: Any) -> Any:
+    """What Hydra wrote, redacted; an override whose key is named like a secret loses its value, however short."""
+    if isinstance(node, list):
+        return [without_secrets(value) for value in node]
+    if isinstance(node, dict):
+        return {key: without_secrets(value) for key, value in redacted(node).items()}
+    if isinstance(node, str) and (found := OVERRIDE.fullmatch(node)) and SECRET.search(key := found[1].rpartition(".")[2]):
+        counted = COUNT.fullmatch(found[2]) and not NUMBER.search(key)  # max_new_tokens=64, or a part that is called tokens
+        return redacted(node) if counted or FROM_ENVIRONMENT.search(node) else f"{found[1]}={REDACTED}"
+    return redacted(node)
+
+
+def write_start(folder: Path, config: Mapping[str, Any], versions: Mapping[str, str]) -> list[str]:
+    """Adds this process to run.json; what differs from the one before it (versions of packages, state of the code), as sentences.
+
+    A run.json that cannot be read is set aside, and a sentence says so.
+    """
+    started = datetime.now().isoformat(timespec="seconds")
+    now = {"started": started, "config": redacted(config), "versions": dict(versions), "git": git_state()}
+    starts, damaged, said = _starts(folder), [], vanished(folder)
+    if starts is None:
+        kept = put_aside(folder / "run.json", ".unreadable")
+        starts, damaged = [], [f"run.json cannot be read and is kept as {kept.name}"]
+    write_atomic(folder / "run.json", (json.dumps([*starts, now], indent=1, default=str) + "\n").encode())
+    if not starts:
+        return damaged + said
+    before = starts[-1]
+    changed = said + [
+        f"{name} was {was}, is {now['versions'].get(name)}" for name, was in before["versions"].items() if was != now["versions"].get(name)
+    ]
+    if before["git"] != now["git"]:
+        changed.append(f"the code was at {before['git'] or 'no commit'}, is at {now['git'] or 'no commit'}")
+    return changed
+
+
+def vanished(folder: Path) -> list[str]:
+    """A sentence where the process that worked in the folder last did not come to its end: it left no summary after its start."""
+    start, summary = folder / "run.json", folder / "summary.json"
+    try:
+        if not start.exists() or (summary.exists() and summary.stat().st_mtime >= start.stat().st_mtime):
+            return []
+    except OSError:
+        return []
+    return ["the process before ended without a word: killed, out of memory, or by code of a tool or an environment that exits or crashes"]
+
+
+def read_start(folder: Path) -> dict[str, Any]:
+    """Config, versions and git state of the process that works in the folder."""
+    starts = _starts(folder)
+    return starts[-1] if starts else {}
+
+
+def _starts(folder: Path) -> list[dict[str, Any]] | None:
+    """What run.json holds, one entry for each process; None where it cannot be read."""
+    try:
+        starts = json.loads((folder / "run.json").read_text())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, RecursionError):
+        return None
+    known = {"versions": dict, "git": str}
+    fine = isinstance(starts, list) and all(isinstance(s, dict) and all(isinstance(s.get(k), t) for k, t in known.items()) for s in starts)
+    return starts if fine else None
+
+
+def git_state() -> str:
+    """Commit of the folder that the package lies in, with `+changes` where files differ from it; empty outside a repository."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return ""
+    try:
+        commit = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
+        changes = subprocess.run(["git", "-C", str(root), "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return commit.stdout.strip() + ("+changes" if changes.stdout.strip() else "") if commit.returncode == 0 else ""
+
+
+def saved_overrides(folder: Path) -> list[str]:
+    """The overrides that a run was started with, but for those that held a secret, and for those of one process alone.
+
+    Raises: DataError where they cannot be read.
+    """
+    return [text for text in _saved(folder) if REDACTED not in text and text.partition("=")[0].lstrip("+") not in ONCE]
+
+
+def withheld(folder: Path) -> list[str]:
+    """The keys of the overrides that held a secret, which is not kept: they have to be given again."""
+    return [text.partition("=")[0].lstrip("+") for text in _saved(folder) if REDACTED in text]
+
+
+def _saved(folder: Path) -> list[str]:
+    path = folder / ".hydra" / "overrides.yaml"
+    if not path.is_file():
+        return []
+    saved = read_yaml(path)
+    if not isinstance(saved, list):
+        raise DataError(f"{path}: holds no list of overrides; give the folder as rlkit wrote it")
+    return [str(text) for text in saved]
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()) -> dict[str, tuple[Any, Any]]:
+    """Dotted key → (old, new) for every value that differs, the run's length and the keys `beside` it left out."""
+    before, after = flatten(redacted(old)), flatten(redacted(new))
+    return {
+        key: (before.get(key), after.get(key))
+        for key in dict.fromkeys((*before, *after))
+        if before.get(key) != after.get(key) and key not in LENGTH + beside
+    }
+
+
+def flatten(node: Any, path: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys."""
+    if not isinstance(node, Mapping) or not node:
+        return {path: node}
+    return {k: v for key, value in node.items() for k, v in flatten(value, f"{path}.{key}" if path else str(key)).items()}
+
+
+def refuse_changes(folder: Path, changed: Mapping[str, tuple[Any, Any]]) -> None:
+    """Raises ConfigError for changes with which a run cannot go on."""
+    fixed = [key for key in changed if any(key == f or key.startswith(f"{f}.") for f in FIXED)]
+    if fixed:
+        was, wanted = changed[fixed[0]]
+        raise ConfigError(
+            f"resume={folder}: {fixed[0]} was {was} and is now {wanted}; a run cannot continue with another {fixed[0].split('.')[0]}. "
+            "Take the override away, or start anew with resume=never"
+        )
+
+
+def quoted(folder: Path) -> str:
+    """A folder as a shell takes it."""
+    return shlex.quote(str(folder))
+
+
+def clock(seconds: float) -> str:
+    """1:04, or 2:01:04."""
+    minutes, seconds = divmod(max(0, round(seconds)), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"

@@ -1,0 +1,325 @@
+"""Charts of runs: which there are, and how one is drawn as SVG for the page and as PNG."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rlkit.errors import ConfigError, install
+from rlkit.runs.report.read import Group, metrics_of, series
+
+# Okabe and Ito's colours: told apart by the colour-blind, on white and (the page lightens them) on black.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5cc0", "#8a8a00")
+DASHES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)))  # once the colours are used up
+PAPER = {"ink": "#333333", "soft": "#777777", "grid": "#dddddd"} | {f"c{i}": colour for i, colour in enumerate(COLOURS)}
+# Colours that stand for a name until the SVG is on the page, where CSS gives them one of light or dark.
+STAND_INS = {name: f"#0100{i:02x}" for i, name in enumerate(PAPER)}
+
+
+class Chart(NamedTuple):
+    """A metric over the steps, one line a group of runs."""
+
+    name: str  # of the file
+    section: str
+    title: str
+    metric: str
+    unit: str = ""
+    smooth: bool = True
+    low: str = ""  # metrics of an interval
+    high: str = ""
+
+
+class Drawn(NamedTuple):
+    """A chart as the page and as files have it."""
+
+    name: str
+    section: str
+    title: str
+    unit: str
+    svg: str
+    png: bytes
+
+
+LEARNING, COMPONENTS, POLICY = "Learning", "Reward components", "Distance and entropy"
+EPISODES, OPTIMISATION, SCHEDULE, TIME = "Episodes", "Optimisation", "Scheduled numbers", "Time"
+SECTIONS = (LEARNING, COMPONENTS, POLICY, EPISODES, OPTIMISATION, SCHEDULE, TIME)
+STATIC = (
+    Chart("reward", LEARNING, "Training reward", "reward/mean", "mean of the step's rollouts"),
+    Chart("accuracy", LEARNING, "Validation accuracy", "eval/accuracy", "", False, "eval/accuracy_low", "eval/accuracy_high"),
+    Chart("validation_reward", LEARNING, "Validation reward", "eval/reward", "", False, "eval/reward_low", "eval/reward_high"),
+    Chart(
+        "test_accuracy", LEARNING, "Test accuracy", "test/accuracy", "before and after", False, "test/accuracy_low", "test/accuracy_high"
+    ),
+    Chart("test_reward", LEARNING, "Test reward", "test/reward", "before and after", False, "test/reward_low", "test/reward_high"),
+    Chart("no_signal", LEARNING, "Prompts without signal", "group/frac_zero_std", "share whose rewards are all equal"),
+    Chart("kl_reference", POLICY, "KL to the reference", "kl/ref_k3", "k3, nats per token"),
+    Chart("kl_step", POLICY, "KL moved by a step", "kl/step", "nats per token"),
+    Chart("kl_start", POLICY, "KL from the start", "kl/start", "nats per token"),
+    Chart("entropy", POLICY, "Entropy", "policy/entropy", "nats per token"),
+    Chart("mismatch", POLICY, "Sampler against trainer", "mismatch/logp_abs_mean", "|Δ log-prob| per token"),
+    Chart("length", EPISODES, "Length", "len/mean", "sampled tokens an episode"),
+    Chart("truncated", EPISODES, "Truncated episodes", "len/truncated_frac", "share"),
+    Chart("turns", EPISODES, "Replies an episode", "tools/turns"),
+    Chart("calls", EPISODES, "Tool calls an episode", "tools/calls"),
+    Chart("call_failures", EPISODES, "Failed tool calls an episode", "tools/failures"),
+    Chart("unreadable_calls", EPISODES, "Episodes with an unreadable call", "parse_fail_frac", "share"),
+    Chart("gradient", OPTIMISATION, "Gradient norm", "optim/grad_norm", "before clipping"),
+    Chart("clip_low", OPTIMISATION, "Clipped below", "clip/low_frac", "share of tokens"),
+    Chart("clip_high", OPTIMISATION, "Clipped above", "clip/high_frac", "share of tokens"),
+    Chart("explained_variance", OPTIMISATION, "The critic's explained variance", "value/explained_variance"),
+    Chart("advantage", OPTIMISATION, "Size of the advantages", "adv/abs_mean", "mean |advantage|"),
+    Chart("step_seconds", TIME, "Seconds a step", "perf/step_s", "", False),
+    Chart("tokens_per_second", TIME, "Tokens a second", "perf/tokens_per_s", "", False),
+)
+LONGEST = 100  # characters of a chart's file
+NAMED = 12  # lines that the legend of a PNG names
+PARTS = {"perf/generate_s": "generate", "perf/reward_s": "reward", "perf/update_s": "update"}  # of a step's seconds
+
+
+def require_matplotlib() -> None:
+    """Raises ConfigError where it is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(f"rlkit report draws with matplotlib, which is not installed: {install('report')}")
+
+
+def choose(groups: Sequence[Group]) -> list[Chart]:
+    """The charts that show something: a metric with a value that is not 0 throughout. A validation or test reward only where it is not the
+    accuracy, a component only where it is not the reward."""
+    found = metrics_of(run for group in groups for run in group.runs)
+    values = {metric: [series(run, metric) for group in groups for run in group.runs] for metric in found}
+    told = [chart for chart in (*STATIC, *dynamic(found)) if any(any(own.values()) for own in values.get(chart.metric, ()))]
+    twins = {"eval/reward": "eval/accuracy", "test/reward": "test/accuracy"} | {
+        m: "reward/mean" for m in found if m.startswith("reward/") and m.endswith("/mean")
+    }
+    twins.pop("reward/mean", None)
+    told = [chart for chart in told if chart.metric not in twins or values[chart.metric] != values.get(twins[chart.metric])]
+    timed = [Chart("where_time_goes", TIME, "Where a step's time goes", "", "mean seconds a step")] if "perf/step_s" in values else []
+    return sorted([*told, *timed], key=lambda chart: SECTIONS.index(chart.section))
+
+
+def dynamic(found: Sequence[str]) -> Iterator[Chart]:
+    """Charts of what a run's own config names: components of the reward, parts of a mixture, scheduled numbers."""
+    for number, metric in enumerate(found):
+        name = re.sub(r"[^A-Za-z0-9_.-]", "_", metric.replace("/", "."))
+        name = name if len(name) <= LONGEST else f"{name[:LONGEST]}_{number}"  # of a file
+        if match := re.fullmatch(r"reward/([^/]+)/mean", metric):
+            yield Chart(name, COMPONENTS, match[1], metric, "mean score")
+        elif match := re.fullmatch(r"part/(.+)/reward/mean", metric):
+            yield Chart(name, COMPONENTS, f"Reward of {match[1]}", metric, "mean of the part's rollouts")
+        elif metric.startswith("schedule/") and metric != "schedule/phase":
+            yield Chart(name, SCHEDULE, metric.removeprefix("schedule/"), metric, "", False)
+
+
+# ------------------------------------------------------------------------------------------------------ numbers
+
+
+def smoothed(values: Sequence[float], steps: int) -> list[float]:
+    """Exponential mean with the weights normalised to sum to 1 from the start on; `steps` ≤ 1 leaves the values.
+
+    m_t = (1 - a) Σ_i a^(t-i) x_i / (1 - a^(t+1)), a = 1 - 1 / steps
+
+    >>> [round(v, 3) for v in smoothed([0.0, 1.0, 1.0], 2)]
+    [0.0, 0.667, 0.857]
+    """
+    if steps <= 1:
+        return list(values)
+    keep, total, weight, out = 1 - 1 / steps, 0.0, 0.0, []
+    for value in values:
+        total, weight = keep * total + value, keep * weight + 1
+        out.append(total / weight)
+    return out
+
+
+class Line(NamedTuple):
+    """A group's line: mean over the seeds, and the lowest and highest of them, at the steps that all seeds have."""
+
+    steps: list[int]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+
+def line(curves: Sequence[Mapping[int, float]]) -> Line:
+    """Seeds put together. A seed that ended early ends the line: a mean of fewer would jump where it is missing."""
+    steps = sorted(set.intersection(*(set(curve) for curve in curves)))
+    at = [[curve[step] for curve in curves] for step in steps]
+    return Line(steps, [math.fsum(v) / len(v) for v in at], [min(v) for v in at], [max(v) for v in at])
+
+
+def window(groups: Sequence[Group]) -> int:
+    """Steps to smooth over where nobody says: a twelfth of the longest run."""
+    longest = max((int(run.rows[-1]["step"]) for group in groups for run in group.runs), default=0)
+    return round(longest / 12)
+
+
+# ------------------------------------------------------------------------------------------------------ drawing
+
+
+def draw(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Drawn:
+    """The chart twice: for the page, in colours that its CSS gives, and as PNG on white with its own title and legend."""
+    import matplotlib
+
+    settings: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": chart.name,
+        "text.parse_math": False,  # a dollar sign in a name is one
+        "font.size": 9.5,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    with matplotlib.rc_context(settings):
+        svg = io.StringIO()
+        figure_of(chart, groups, smooth, STAND_INS, alone=False).savefig(svg, format="svg", metadata={"Date": None}, transparent=True)
+        png = io.BytesIO()
+        figure_of(chart, groups, smooth, PAPER, alone=True).savefig(png, format="png", dpi=150)
+    label = f"{chart.title}{f', {chart.unit}' if chart.unit else ''}"
+    return Drawn(chart.name, chart.section, chart.title, chart.unit, for_page(svg.getvalue(), chart.name, label), png.getvalue())
+
+
+def figure_of(chart: Chart, groups: Sequence[Group], smooth: int | None, palette: Mapping[str, str], *, alone: bool) -> Any:
+    """The chart as a figure; `alone` with title and legend."""
+    from matplotlib.figure import Figure
+
+    legend = alone and bool(chart.metric) and len(groups) > 1
+    height = 2.7 + 0.3 * alone + 0.2 * min(len(groups), NAMED) * legend + 0.3 * max(0, len(groups) - 4) * (not chart.metric)
+    figure = Figure(figsize=(4.8, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.tick_params(colors=palette["ink"], which="both")
+    for spine in axes.spines.values():
+        spine.set_color(palette["soft"])
+    if chart.metric:
+        draw_lines(axes, chart, groups, window(groups) if smooth is None else smooth, palette)
+        axes.set_xlabel("step", color=palette["ink"])
+        axes.grid(axis="y", color=palette["grid"], linewidth=0.7)
+        axes.margins(x=0.02)
+    else:
+        draw_times(axes, groups, palette)
+    axes.set_axisbelow(True)
+    if alone:
+        title = f"{chart.title}{f' ({chart.unit})' if chart.unit else ''}"
+        axes.set_title(clipped(title, 60), loc="left", color=palette["ink"], fontsize=9.5)
+    if legend or not chart.metric:  # the parts of a bar are named on the page too
+        handles, names = axes.get_legend_handles_labels()
+        named = [clipped(name, 64) for name in names[:NAMED]]
+        where: Any = {"loc": "outside lower center", "ncols": 1 if chart.metric else 4}
+        figure.legend(handles[:NAMED], named, fontsize=8, frameon=False, labelcolor=palette["ink"], **where)
+    return figure
+
+
+def draw_lines(axes: Any, chart: Chart, groups: Sequence[Group], smooth: int, palette: Mapping[str, str]) -> None:
+    """Lines with the band of the seeds, or of one run's interval; unsmoothed values faint behind; phases as dotted lines."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    for index, group in enumerate(groups):
+        colour, dash = style(index)
+        curves = [own for run in group.runs if (own := series(run, chart.metric))]
+        if not curves:
+            continue
+        steps = smooth if chart.smooth else 0
+        smooth_curves = [dict(zip(own, smoothed(list(own.values()), steps), strict=True)) for own in curves]
+        shown = line(smooth_curves)
+        mark = "o" if len(shown.steps) <= 12 else None
+        drawn = {"color": palette[colour], "linestyle": dash}
+        axes.plot(shown.steps, shown.mean, marker=mark, markersize=3, linewidth=1.6, label=group.label, **drawn)
+        if steps > 1:
+            raw = line(curves)
+            axes.plot(raw.steps, raw.mean, linewidth=0.8, alpha=0.35, **drawn)
+        for own in smooth_curves:  # what goes on after another seed has ended
+            rest = {step: value for step, value in own.items() if not shown.steps or step >= shown.steps[-1]}
+            axes.plot(list(rest), list(rest.values()), linewidth=0.9, alpha=0.6, **drawn)
+        if len(curves) > 1:
+            axes.fill_between(shown.steps, shown.low, shown.high, color=palette[colour], alpha=0.18, linewidth=0)
+        elif chart.low:
+            low, high = series(group.runs[0], chart.low), series(group.runs[0], chart.high)
+            both = sorted(low.keys() & high.keys())
+            axes.fill_between(both, [low[s] for s in both], [high[s] for s in both], color=palette[colour], alpha=0.18, linewidth=0)
+    draw_switches(axes, groups, palette)
+
+
+def draw_switches(axes: Any, groups: Sequence[Group], palette: Mapping[str, str]) -> None:
+    """A dotted line where a phase began; its name where it is of the only line, or there is room for it."""
+    marked = [(index, switch) for index, group in enumerate(groups) for switch in dict.fromkeys(phase_starts(group))]
+    for index, (step, name) in marked:
+        colour = palette[style(index)[0]]
+        axes.axvline(step, color=colour, linewidth=1, linestyle=(0, (2, 2)), alpha=0.8)
+        if len(marked) <= 3:
+            axes.annotate(
+                name, (step, 1), xycoords=("data", "axes fraction"), xytext=(3, -2), textcoords="offset points", va="top", fontsize=8,
+                color=palette["ink"],
+            )  # fmt: skip
+
+
+def phase_starts(group: Group) -> Iterator[tuple[int, str]]:
+    """(last step before, name of the phase) of a group's runs."""
+    for run in group.runs:
+        for step, text in run.switches:
+            match = re.match(r"phase .+? → (.+?) after step", text)
+            yield step, clipped(match[1] if match else text, 24)
+
+
+def draw_times(axes: Any, groups: Sequence[Group], palette: Mapping[str, str]) -> None:
+    """A bar a group: mean seconds of the parts of a step."""
+    names = [group.label for group in groups]
+    total = [mean_of(group, "perf/step_s") for group in groups]
+    left = [0.0] * len(groups)
+    for index, (metric, name) in enumerate([*PARTS.items(), ("", "other")]):
+        widths = [mean_of(group, metric) if metric else max(0.0, t - at) for group, t, at in zip(groups, total, left, strict=True)]
+        axes.barh(range(len(groups)), widths, left=left, height=0.6, color=palette[f"c{index}"] if metric else palette["soft"], label=name)
+        left = [at + width for at, width in zip(left, widths, strict=True)]
+    axes.set_yticks(range(len(groups)), [clipped(text, 28) for text in names])
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds", color=palette["ink"])
+    axes.set_ylim(len(groups) - 0.3, -0.7)
+
+
+def clipped(text: str, length: int) -> str:
+    """A name that leaves room for the chart."""
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def mean_of(group: Group, metric: str) -> float:
+    """Over all steps of all runs of a group; 0 where it is not measured."""
+    values = [value for run in group.runs for value in series(run, metric).values()]
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def style(index: int) -> tuple[str, Any]:
+    """Colour's name and dash of the n-th line."""
+    return f"c{index % len(COLOURS)}", DASHES[index // len(COLOURS) % len(DASHES)]
+
+
+def for_page(svg: str, name: str, label: str) -> str:
+    """matplotlib's SVG as a part of a page with a strict content policy: no style attributes, no style sheet, ids of its own."""
+    from html import escape
+
+    body = svg[svg.index("<svg") :]
+    body = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->", "", body, flags=re.S)
+    body = re.sub(r' style="([^"]*)"', lambda found: attributes(found[1]), body)
+    body = re.sub(r' id="([^"]+)"', rf' id="{name}-\1"', body)
+    body = re.sub(r'(xlink:href="#|url\(#)', rf"\1{name}-", body)
+    box = re.search(r'viewBox="[^"]+"', body)
+    assert box is not None
+    opening = f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" {box[0]} role="img" aria-label="{escape(label)}">'
+    return re.sub(r"<svg[^>]*>", lambda _: opening, body, count=1).strip()
+
+
+def attributes(style: str) -> str:
+    """A style attribute as presentation attributes; stand-ins of colours as classes."""
+    names = {colour: name for name, colour in STAND_INS.items()}
+    classes, out = [], []
+    for declaration in style.split(";"):
+        key, _, value = (text.strip() for text in declaration.partition(":"))
+        if value in names and key in ("fill", "stroke"):
+            classes.append(f"{key}-{names[value]}")
+        elif key == "font":
+            size = re.search(r"([\d.]+)px", value)
+            out.append(("font-size", size[1] if size else "9"))
+        elif key and key not in ("font-family", "mix-blend-mode"):
+            out.append((key, value))
+    out += [("class", " ".join(classes))] if classes else []
+    return "".join(f' {key}="{value}"' for key, value in out)

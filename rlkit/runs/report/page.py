@@ -1,0 +1,274 @@
+"""The page: one HTML file with its style, its script and its data inside, under a content policy that lets nothing else in."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from rlkit.runs.report.charts import SECTIONS, Drawn, phase_starts, style
+from rlkit.runs.report.read import Group, Run, differences, is_number
+from rlkit.runs.report.tables import HeldOutRow, health, spans
+from rlkit.system.files import finite
+
+SHOWN = 80  # settings that differ
+
+
+def render(
+    found: Sequence[Run],
+    groups: Sequence[Group],
+    drawn: Sequence[Drawn],
+    held_out: Sequence[HeldOutRow],
+    shown: dict[str, Any],
+    notes: Sequence[str],
+    beside: str,
+) -> str:
+    """The whole file. `beside` names the folder with pictures and numbers, `notes` what was left out."""
+    css, script = (files(__package__).joinpath(name).read_text() for name in ("report.css", "report.js"))
+    policy = f"default-src 'none'; style-src {source_hash(css)}; script-src {source_hash(script)}; base-uri 'none'; form-action 'none'"
+    title = f"rlkit report: {' · '.join(group.label for group in groups) or found[0].name}"
+    sections = [
+        section("summary", "Before and after", held_out_table(held_out) if held_out else ""),
+        section("health", "Health", health_list(groups)),
+        *(section(slug(name), name, charts_of(name, drawn, groups)) for name in SECTIONS),
+        section("runs", "Runs", runs_table(found) + phases_list(groups)),
+        section("settings", "Settings that differ", settings_table(groups)),
+        section("conversations", "Conversations", viewer(shown), wide=True),
+    ]
+    told = [(ident, name) for ident, name, text in sections if text]
+    links = "".join(f'<a href="#{ident}">{escape(name)}</a>' for ident, name in told)
+    warned = "".join(f"<p class=note>{escape(note)}</p>" for note in notes)
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(title)}</title>\n'
+        f"<style>{css}</style>\n</head>\n<body>\n"
+        f"<header><h1>{escape(title)}</h1><button id=theme type=button>Light or dark</button></header>\n<nav>{links}</nav>\n"
+        f"<main>\n{warned}{''.join(text for *_, text in sections)}"
+        f"<footer>Charts as PNG and all numbers as CSV are in the folder <code>{escape(beside)}/</code> beside this file.</footer>\n"
+        f"</main>\n"
+        f'<script type="application/json" id="data">{embedded(shown)}</script>\n<script>{script}</script>\n</body>\n</html>\n'
+    )
+
+
+def source_hash(text: str) -> str:
+    """A content policy's name of a script or style sheet."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def embedded(data: Any) -> str:
+    """JSON that no HTML parser sees an end in, whatever its texts hold: ASCII without `<`."""
+    return json.dumps(finite(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def section(ident: str, name: str, text: str, *, wide: bool = False) -> tuple[str, str, str]:
+    """(id, heading, HTML); nothing where there is no text."""
+    kind = " class=wide" if wide else ""
+    return ident, name, f'<section id="{ident}"{kind}><h2>{escape(name)}</h2>{text}</section>\n' if text else ""
+
+
+def slug(name: str) -> str:
+    """An id of a heading."""
+    return name.lower().replace(" ", "-")
+
+
+# ------------------------------------------------------------------------------------------------------- tables
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Cells are HTML; on a narrow screen the table scrolls in its own box."""
+    head = "".join(f"<th>{name}</th>" for name in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<div class=scroll tabindex=0><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def held_out_table(rows: Sequence[HeldOutRow]) -> str:
+    """Before and after."""
+    cells = [
+        (
+            escape(row.line),
+            escape(row.split),
+            escape(row.figure),
+            interval(row.before, row.before_low, row.before_high),
+            interval(row.after, row.after_low, row.after_high),
+            change(row),
+            str(row.problems),
+            str(row.seeds),
+        )
+        for row in rows
+    ]
+    several = any(row.seeds > 1 for row in rows)
+    note = "In brackets 95 % intervals: of one seed over problems, that of the change as of two independent samples (Newcombe)"
+    note += "; of several seeds Student's t over seeds and the interval over problems, in quadrature." if several else "."
+    return table(("line", "problems of", "figure", "before", "after", "change", "problems", "seeds"), cells) + f"<p class=note>{note}</p>"
+
+
+def change(row: HeldOutRow) -> str:
+    """The change, marked where its interval leaves out 0."""
+    kind = "good" if row.change_low > 0 else "bad" if row.change_high < 0 else "open"
+    return f"<span class={kind}>{interval(row.change, row.change_low, row.change_high, sign=True)}</span>"
+
+
+def interval(value: float, low: float, high: float, *, sign: bool = False) -> str:
+    """0.984 [0.961, 0.994]."""
+    plus = "+" if sign else ""
+    if value is None or math.isnan(value):
+        return "not known"
+    own = f"{value:{plus}.3f}"
+    return own if math.isnan(low) else f"{own} <span class=interval>[{low:{plus}.3f}, {high:{plus}.3f}]</span>"
+
+
+def health_list(groups: Sequence[Group]) -> str:
+    """The verdict of the checks, a line a run."""
+    out = []
+    for group in groups:
+        for run in group.runs:
+            found = health(run)
+            spoke = [finding for finding in found if finding.steps]
+            silent = [f.check for f in found if not f.measured]
+            name = escape(run_name(group, run))
+            if not any(f.measured for f in found):
+                out.append(f"<li class=open>{name}: nothing to check, no step was finished</li>")
+                continue
+            trained = sum("reward/mean" in row for row in run.rows)
+            fine = len(found) - len(spoke) - len(silent)
+            kind, mark = ("bad", "!") if spoke else ("good", "✓")
+            items = "".join(
+                f"<li><b>{escape(f.check)}</b>, {'step' if len(f.steps) == 1 else 'steps'} {spans(f.steps)} of {trained}: "
+                f"{escape(f.text)}</li>"
+                for f in spoke
+            )
+            missing = f"; not measured: {escape(', '.join(silent))}" if silent else ""
+            of = f"{fine} of {len(found)} checks never spoke{missing}"
+            out.append(f"<li class={kind}><span class=mark>{mark}</span> {name}: {of}{f'<ul>{items}</ul>' if items else ''}</li>")
+    return f"<ul class=health>{''.join(out)}</ul>" if out else ""
+
+
+def run_name(group: Group, run: Run) -> str:
+    """The line, and which run of it."""
+    return group.label if len(group.runs) == 1 else f"{group.label}, seed {run.seed}"
+
+
+def runs_table(found: Sequence[Run]) -> str:
+    """What each run was and how it ended."""
+    rows = []
+    for run in found:
+        s = run.summary
+        ended = str(s.get("ended", "")) or ("unfinished" if run.rows else "episodes")
+        good = ended in ("finished", "episodes")
+        steps = run.rows[-1]["step"] if run.rows else None
+        rows.append(
+            (
+                escape(run.name),
+                "" if run.seed is None else str(run.seed),
+                f"<span class={'plain' if good else 'bad'}>{escape(ended)}</span>",
+                number(steps),
+                number(s.get("tokens")),
+                seconds(s.get("wall_seconds", s.get("seconds"))),
+                number(s.get("peak_memory_gb"), " GiB"),
+                escape(str(s.get("device", ""))),
+                f"<code>{escape(str(run.folder))}</code>",
+            )
+        )
+    return table(("run", "seed", "ended", "steps", "tokens", "time", "peak memory", "device", "folder"), rows)
+
+
+def number(value: Any, unit: str = "") -> str:
+    """1,234."""
+    return f"{value:,}{unit}" if is_number(value) else ""
+
+
+def seconds(value: Any) -> str:
+    """90 s, 12 min or 3.4 h."""
+    if not is_number(value):
+        return ""
+    return f"{value:.0f} s" if value < 120 else f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
+
+
+def phases_list(groups: Sequence[Group]) -> str:
+    """What each run said when its phase changed."""
+    said = [
+        f"<li>{escape(run_name(group, run))}: {escape(text)}</li>" for group in groups for run in group.runs for _, text in run.switches
+    ]
+    return f"<h3>Phases</h3><ul>{''.join(said)}</ul>" if said else ""
+
+
+def settings_table(groups: Sequence[Group]) -> str:
+    """Settings by which the lines differ; seeds aside."""
+    changed = differences([group.runs[0] for group in groups])
+    if not changed:
+        return ""
+    rows = [(f"<code>{escape(key)}</code>", *(setting(v) for v in values)) for key, values in list(changed.items())[:SHOWN]]
+    more = f"<p class=note>{len(changed) - SHOWN} more settings differ.</p>" if len(changed) > SHOWN else ""
+    return table(("setting", *(escape(group.label) for group in groups)), rows) + more
+
+
+def setting(value: Any) -> str:
+    """A value of a config; a dash where the run has no such setting."""
+    return "–" if value is None else f"<code>{escape(str(value))}</code>"
+
+
+# ------------------------------------------------------------------------------------------------------- charts
+
+
+def charts_of(name: str, drawn: Sequence[Drawn], groups: Sequence[Group]) -> str:
+    """The charts of a section, below which line is whose."""
+    own = [chart for chart in drawn if chart.section == name]
+    if not own:
+        return ""
+    legend = "".join(
+        f'<li><svg class=key viewBox="0 0 24 8" aria-hidden=true><line x1="0" x2="24" y1="4" y2="4" stroke-width="3" '
+        f'class="stroke-{style(i)[0]}"{dashes(i)}/></svg>{escape(group.label)}{members(group)}</li>'
+        for i, group in enumerate(groups)
+    )
+    figures = "".join(
+        f"<figure><figcaption><b>{escape(c.title)}</b>{f' <span>{escape(c.unit)}</span>' if c.unit else ''}</figcaption>{c.svg}</figure>"
+        for c in own
+    )
+    shown = f"<ul class=legend>{legend}</ul>" if len(groups) > 1 or len(groups[0].runs) > 1 else ""
+    return f"{shown}<div class=charts>{figures}</div>{reading(groups) if name == SECTIONS[0] else ''}"
+
+
+def dashes(index: int) -> str:
+    """The dash pattern of the n-th line, as SVG has it."""
+    dash = style(index)[1]
+    return "" if isinstance(dash, str) else f' stroke-dasharray="{" ".join(str(3 * d) for d in dash[1])}"'
+
+
+def members(group: Group) -> str:
+    """How many runs a line is of."""
+    return f" <span>{len(group.runs)} seeds</span>" if len(group.runs) > 1 else ""
+
+
+def reading(groups: Sequence[Group]) -> str:
+    """How to read the charts."""
+    said = ["Lines are smoothed over a twelfth of the run unless smooth= says otherwise, with the unsmoothed values faint behind them."]
+    if any(len(group.runs) > 1 for group in groups):
+        said.append(
+            "A line of several seeds is their mean, its band the lowest and the highest of them; "
+            "where a seed ended early, the others go on thin."
+        )
+    if any(len(group.runs) == 1 and group.runs[0].summary.get("before") for group in groups):
+        said.append("The band of an accuracy of one run is its 95 % interval over problems.")
+    if any("split" not in (run.summary.get("before") or {"split": ""}) for group in groups for run in group.runs):
+        said.append(
+            "A run whose table above says held-out had no validation problems: its validation curve is of the problems of that table."
+        )
+    if any(True for group in groups for _ in phase_starts(group)):
+        said.append("A dotted vertical line is where a phase began.")
+    return f"<p class=note>{' '.join(said)}</p>"
+
+
+# ------------------------------------------------------------------------------------------------------- viewer
+
+
+def viewer(shown: dict[str, Any]) -> str:
+    """The frame that the script fills."""
+    if not shown["rollouts"]:
+        return ""
+    return files(__package__).joinpath("viewer.html").read_text()

@@ -1,0 +1,66 @@
+"""What is known of the jobs of a sweep: a file of each, and the metrics in its run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlkit.system.files import write_json
+
+STOP = "stop"  # jobs/stop: no further job starts
+
+
+class Job(NamedTuple):
+    """A job as its file tells."""
+
+    number: int
+    overrides: list[str]
+    folder: Path
+    status: str  # running, finished, failed, interrupted, not started
+    pid: int = 0
+    host: str = ""
+    started: float = 0.0
+    ended: float = 0.0
+    reason: str = ""
+
+
+def save(record: Path, job: Job) -> None:
+    """Writes what is known of a job."""
+    write_json(record, job._asdict() | {"folder": str(job.folder)})
+
+
+def read_jobs(jobs: Path) -> list[Job]:
+    """All jobs that have begun, in order."""
+    found = []
+    for path in jobs.glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            known = json.loads(path.read_text())
+            found.append(Job(**known | {"folder": Path(known["folder"])}))
+    return sorted(found, key=lambda job: job.number)
+
+
+def alive(job: Job) -> bool:
+    """Whether a job's process runs, here: of one on another machine we know nothing."""
+    if job.status != "running" or not job.pid or job.host != socket.gethostname():
+        return False
+    try:
+        return b"rlkit" in Path(f"/proc/{job.pid}/cmdline").read_bytes()  # not another one that got its number
+    except OSError:
+        return False
+
+
+def rows(folder: Path, tail: int = 0) -> list[dict[str, Any]]:
+    """The rows of a run's metrics, or those in its last `tail` bytes; half-written ones left out."""
+    found = []
+    with contextlib.suppress(OSError), (folder / "metrics.jsonl").open("rb") as file:
+        if tail:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - tail))
+        for line in file.read().splitlines():
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+                found += [row] if isinstance(row, dict) else []
+    return found

@@ -1,0 +1,208 @@
+"""Which jobs a command line asks for, each of them checked before the first one starts."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+
+from rlkit.distributed.launch import sweep_problem
+from rlkit.errors import ConfigError, Refusal, install
+from rlkit.runs import folder as runs
+from rlkit.runs.sweeps.jobs import alive, read_jobs
+from rlkit.system import owner
+
+BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+
+
+class Plan(NamedTuple):
+    """What a sweep will do."""
+
+    config: DictConfig  # Hydra's, with its sweeper and launcher
+    arguments: list[str]  # as the sweeper takes them
+    root: Path
+    total: int  # jobs
+    resume: bool
+
+
+def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
+    """The jobs of a command line, each of them composed, checked and dry-run. Raises ConfigError with all problems at once."""
+    from rlkit.config.compose import compose, experiment
+    from rlkit.training.loggers import check_loggers
+
+    given = [quoted(text) for text in arguments]
+    if secret := [text.partition("=")[0] for text in arguments if runs.without_secrets(text) != text]:
+        raise ConfigError(
+            f"{secret[0]}: holds a secret, and a sweep names its folders by its overrides; take it from the environment, as "
+            f"{secret[0]}='${{oc.env:NAME}}'"
+        )
+    config = compose_sweep(given, config_dir)
+    root = Path(config.hydra.sweep.dir)
+    resume = ([text.partition("=")[2] for text in given if text.lstrip("+").partition("=")[0] == "resume"] or ["never"])[-1]
+    if resume not in ("never", "auto"):
+        raise ConfigError(
+            f"resume={resume}: a sweep takes resume=auto, which goes on where {root} ended; a single run is resumed without -m"
+        )
+    params = config.hydra.sweeper.get("params") or {}
+    ours = [text for text in given if not text.lstrip("+~").startswith("hydra")]
+    every = [*(f"{key}={value}" for key, value in params.items()), *ours]
+    search = config.hydra.sweeper._target_ != BASIC
+    batches = corners(every) if search else expand(every)
+    problems: dict[str, list[str]] = {}
+    added: set[str] = set()
+    for job in batches:
+        try:
+            composed = compose(job, config_dir=config_dir)
+            added |= {key[2:] for text in composed.overrides if (key := text.partition("=")[0]).startswith("++")}
+            x = experiment(composed)
+            check_loggers(x.logger)
+            if problem := sweep_problem(x.trainer.devices, x.trainer.nodes):
+                raise ConfigError(problem)
+            folder = root / folder_name(dirname(composed.overrides))
+            lines = [] if search else folder_problems(folder, composed.config, resume == "auto")
+        except Refusal as error:
+            lines = str(error).splitlines()
+        for line in lines:
+            problems.setdefault(line, []).append(" ".join(job))
+    if problems:
+        raise ConfigError("\n".join(line if len(of) == len(batches) > 1 else f"job {of[0]}: {line}" for line, of in problems.items()))
+    if running := [job for job in read_jobs(root / "jobs") if alive(job)]:
+        raise ConfigError(f"{root}: job {running[0].folder.name} still runs there as process {running[0].pid}; wait for it, or end it")
+    if len(batches) == 1 and not search and not any(is_sweep(text) for text in every):
+        raise ConfigError("-m: no key has several values; write algorithm=grpo,dapo seed=1,2, or leave -m away")
+    task = [f"++{text}" if text.partition("=")[0] in added else text for text in ours]
+    return Plan(config, task, root, int(config.hydra.sweeper.n_trials) if search else len(batches), resume == "auto")
+
+
+def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
+    """The config of the sweep itself: which sweeper, launcher and folder. Raises ConfigError, also where a plugin is missing."""
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf.errors import OmegaConfBaseException
+
+    from rlkit.config.compose import conf_dir, is_group, one_sentence, searchpath
+
+    GlobalHydra.instance().clear()
+    search = searchpath(config_dir)
+    with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="train"):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        # A key that only a signature knows is added; the check of the jobs decides about it.
+        texts = [text if text[0] in "+~" or is_sweep(text) or is_group(text, search) else f"++{text}" for text in given]
+        try:
+            config = hydra.compose_config("train", [*search, *texts], RunMode.MULTIRUN, from_shell=False, validate_sweep_overrides=False)
+            config.hydra.mode = RunMode.MULTIRUN
+            targets = {name: str(config.hydra[name]._target_) for name in ("sweeper", "launcher")}
+        except (HydraException, OmegaConfBaseException) as error:
+            said, absent = one_sentence(error), re.search(r"hydra/(launcher|sweeper)/(joblib|submitit|optuna)", str(error))
+            raise ConfigError(f"{absent[0]} is not installed; {install(absent[2])}" if absent else said) from error
+    for name, target in targets.items():
+        package = target.rpartition(".")[0].split(".")
+        plugin = ".".join(package[:2])
+        if package[0] == "hydra_plugins" and not installed(plugin):
+            extra = next((e for e in ("joblib", "submitit", "optuna") if e in target), "")
+            raise ConfigError(f"hydra/{name}: {plugin} is not installed; {install(extra)}")
+    if "optuna" in targets["sweeper"]:  # its own option minimises, and ends a search with the first job that fails
+        config.hydra.sweeper.direction, config.hydra.sweeper.max_failure_rate = "maximize", 1.0
+    return config
+
+
+def installed(module: str) -> bool:
+    """Whether a module could be imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def expand(overrides: Sequence[str]) -> list[list[str]]:
+    """The jobs of a grid, each as its overrides. Raises ConfigError where an override cannot be read or is no list of values."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    except HydraException as error:
+        raise ConfigError(f"{error}; an interval needs hydra/sweeper=search" if "interval" in str(error).lower() else str(error)) from error
+    return [list(job) for job in batches[0]]
+
+
+def corners(overrides: Sequence[str]) -> list[list[str]]:
+    """Jobs that a search may propose: the first value of every key, then each end or choice of each key in turn."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    values: dict[str, list[str]] = {}
+    try:
+        for override in OverridesParser.create().parse_overrides(list(overrides)):
+            key = override.get_key_element()
+            value: Any = override.value()
+            if override.is_interval_sweep():
+                values[key] = [str(value.start), str(value.end)]
+            elif override.is_sweep_override():
+                values[key] = list(override.sweep_string_iterator())
+            else:
+                values[key] = [override.get_value_element_as_str()]
+    except HydraException as error:
+        raise ConfigError(str(error)) from error
+    first = {key: ends[0] for key, ends in values.items()}
+    tried = [first, *(first | {key: end} for key, ends in values.items() for end in ends[1:])]
+    return [[f"{key}={value}" for key, value in job.items()] for job in tried]
+
+
+def is_sweep(text: str) -> bool:
+    """Whether an override names several values."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    return bool(OverridesParser.create().parse_overrides([text])[0].is_sweep_override())
+
+
+def quoted(text: str) -> str:
+    """An override in Hydra's grammar, as for a single run. Raises ConfigError where it cannot be read."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    from rlkit.config.compose import one_sentence, parse_override
+
+    try:
+        return parse_override(OverridesParser.create(), text)[1]
+    except HydraException as error:
+        raise ConfigError(f"'{text}' cannot be read: {one_sentence(error)}") from error
+
+
+def dirname(overrides: Sequence[str]) -> str:
+    """Hydra's override_dirname: the overrides that make a job this one, in order of the alphabet."""
+    return ",".join(sorted(text for text in overrides if text.partition("=")[0].lstrip("+") not in runs.ONCE))
+
+
+def folder_name(text: str) -> str:
+    """A job's overrides as the name of one folder: no slash in it, and not longer than a file system takes."""
+    name = text.replace("/", ".").replace("++", "").replace("'", "").replace('"', "").replace(" ", "")
+    return name if len(name) <= 160 else f"{name[:150]}~{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+OmegaConf.register_new_resolver("rlkit_folder", folder_name, replace=True)  # conf/train.yaml, hydra.sweep.subdir
+
+
+def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> list[str]:
+    """Why a job cannot run in its folder: a run is there already, or one of another config."""
+    if not runs.is_run(folder):
+        return []
+    root = folder.parent
+    other = f"another sweep needs a folder of its own, as in hydra.sweep.dir={root}_2"
+    if not resume:
+        return [f"{root} holds runs of these jobs already, which are never overwritten; resume=auto goes on with them, {other}"]
+    if not config.get("takeover") and (living := owner.occupied(folder)):
+        return [living]
+    changed = runs.difference(runs.read_config(folder), config, beside=runs.PLACE)
+    said = ", ".join(f"{key} was {was} and is now {now}" for key, (was, now) in list(changed.items())[:3])
+    return [f"{folder} holds a run of another config ({said}); {other}"] if changed else []

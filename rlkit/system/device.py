@@ -1,0 +1,92 @@
+"""The device that a run computes on: which one, its threads and precision, and what the frameworks print there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol
+
+from rlkit.errors import ConfigError, distribution
+from rlkit.system.processors import cores, threads_for
+
+PACKAGES = ("torch", "transformers", "peft", "lightning", "hydra-core", "numpy")
+
+
+class Equipped(Protocol):
+    """What of a run's settings decides on the device: those of the trainer, and the model."""
+
+    @property
+    def trainer(self) -> Any: ...
+    @property
+    def model(self) -> Any: ...
+
+
+def pick_device(x: Equipped) -> Any:
+    """The device that the trainer's settings name. Raises ConfigError where there is no GPU."""
+    import torch
+
+    if x.trainer.accelerator == "gpu" and not torch.cuda.is_available():
+        raise ConfigError("trainer=gpu: torch sees no GPU on this machine; use trainer=auto, or install a torch build with CUDA")
+    if x.trainer.accelerator == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    joined = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]) if joined else 0)
+
+
+def use_threads(settings: Any, model: Any, device: Any) -> None:
+    """Gives torch the threads that the settings ask for, or as many as a model of this size can use. With a GPU torch's choice stays."""
+    import torch
+
+    parameters = sum(p.numel() for p in model.parameters())
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    elif device.type == "cpu":
+        torch.set_num_threads(threads_for(parameters, max(1, cores() // settings.devices)))
+
+
+def precision(x: Equipped, device: Any) -> str:
+    """auto: bf16-mixed where all weights are trained on a GPU; else nothing is cast (under LoRA the base is bfloat16 already)."""
+    if x.trainer.precision != "auto":
+        return x.trainer.precision
+    lora = x.model.keywords.get("lora") if hasattr(x.model, "keywords") else None
+    return "bf16-mixed" if device.type == "cuda" and not (lora and lora.rank) else "32-true"
+
+
+def autocast(x: Equipped, device: Any) -> AbstractContextManager[Any]:
+    """The numerics of training: bfloat16 autocast under bf16-mixed, none otherwise."""
+    import torch
+
+    return torch.autocast(device.type, torch.bfloat16) if precision(x, device) == "bf16-mixed" else nullcontext()
+
+
+def quiet() -> None:
+    """Silences adverts and tips of the frameworks, not their warnings about what we do."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for message in (
+        ".*does not have many workers.*",
+        ".*eval mode at the start of training.*",
+        ".*`training_step` returned `None`.*",
+        ".*GPU available but not used.*",
+        ".*isinstance.treespec, LeafSpec.*",
+        ".*Checkpoint directory .* exists.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that decide a run's numbers."""
+    own = distribution()
+    found = {"python": sys.version.split()[0], "rlkit": own.version if own else "not installed"}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found

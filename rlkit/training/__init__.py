@@ -1,0 +1,1 @@
+"""One training run: the step, its references and schedules, what is measured, and the callbacks around it."""

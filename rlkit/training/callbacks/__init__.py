@@ -1,0 +1,61 @@
+"""What a run does besides learning. Each part is a function of the run folder that gives a Lightning callback.
+
+Lightning is imported only when a part is made, so that a config is checked without it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+
+def checkpoint(
+    run: Path, /, *, every: int = 10, keep: int = 2, best: str | None = None, mode: Literal["max", "min"] = "max", model: bool = True
+) -> Any:
+    """Saves the whole state after every `every` RL steps, after the last one and on a signal; the newest `keep` stay.
+
+    Args:
+      best: a column of metrics.jsonl, such as eval/accuracy, which is of validation problems; test/* is refused. The step with the best
+        value so far is saved too and stays: checkpoints/best.ckpt is a link to it, checkpoints/best.json holds its value. None keeps none.
+      mode: whether the greatest or the smallest value is the best.
+      model: whether the end of a run writes the policy in Hugging Face's format (adapters in PEFT's) to model/, and the best one to
+        model_best/.
+    """
+    from rlkit.training.callbacks.checkpoints import RLCheckpoint
+
+    return RLCheckpoint(run, every=every, keep=keep, best=best, mode=mode, model=model)
+
+
+def samples(run: Path, /, *, every: int = 5, count: int = 6) -> Any:
+    """Writes sample conversations to samples/ and to the loggers, after the first, every `every`-th and the last RL step."""
+    from rlkit.training.callbacks.conversations import Samples
+
+    return Samples(run / "samples", every=every, count=count)
+
+
+def rollouts(run: Path, /, *, every: int = 1) -> Any:
+    """Writes all rollouts of every `every`-th RL step to rollouts/; 0 writes none."""
+    from rlkit.training.callbacks.conversations import Rollouts
+
+    return Rollouts(run / "rollouts", every=every)
+
+
+def tokens(run: Path, /, *, every: int = 1, count: int = 8) -> Any:
+    """Writes token texts, log-probs, advantages and loss mask of `count` rollouts of every `every`-th RL step to tokens/; 0 writes none."""
+    from rlkit.training.callbacks.token_values import Tokens
+
+    return Tokens(run / "tokens", every=every, count=count)
+
+
+def progress(run: Path, /) -> Any:
+    """A progress bar on a terminal, one readable line per RL step otherwise."""
+    from rlkit.training.callbacks.terminal import Progress
+
+    return Progress()
+
+
+def health(run: Path, /) -> Any:
+    """Says in plain words when a run shows a known pathology."""
+    from rlkit.training.callbacks.pathologies import Health
+
+    return Health()

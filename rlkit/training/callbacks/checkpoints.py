@@ -1,0 +1,262 @@
+"""Checkpoints at RL-step boundaries. Lightning's own are driven by optimiser steps, which are not RL steps."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import pickle
+import re
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from rlkit.distributed import ranks
+from rlkit.errors import DataError, Interrupted
+from rlkit.models.save import save_policy
+from rlkit.runs.folder import put_aside
+from rlkit.system import owner
+from rlkit.system.digest import damage, seal
+from rlkit.system.files import LOST, as_oserror, atomic, lenient, reason, sync, write_json
+from rlkit.training.callbacks.metrics import unwritten
+from rlkit.training.callbacks.ownership import still_owned
+
+PREFIX, SUFFIX, SUPERSEDED, DAMAGED = "step_", ".ckpt", ".superseded", ".damaged"
+BEST = "best.ckpt"  # a link to the checkpoint with the best metric
+ADAPTER = ".adapter"  # folder beside a checkpoint: its adapters in PEFT's format
+CHECKPOINT = "the newest checkpoint"  # what is lost where a save failed and none has succeeded since
+RESULT = (CHECKPOINT, "model/", "model_best/", "metrics.jsonl")  # without these a run is not whole; all else is to look at
+SPARE = 1 << 20  # bytes that a save leaves free for metrics and the summary
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint with its digest beside the target and renames it. Lightning's own goes through the system's temporary folder."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        need, free = size(checkpoint) + SPARE, shutil.disk_usage(path.parent).free
+        if free < need:
+            raise OSError(errno.ENOSPC, f"No space left on device: {need / 2**20:,.0f} MiB needed, {free / 2**20:,.0f} MiB free")
+        with as_oserror(), atomic(path) as file:
+            seal(file, lambda out: torch.save(checkpoint, out))
+            owner.check_path(path)  # it may have taken long, and must not stand beside those of another process
+
+
+def size(value: Any) -> int:
+    """Bytes of the tensors in nested containers."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        return sum(map(size, value.values()))
+    return sum(map(size, value)) if isinstance(value, list | tuple) else 0
+
+
+class RLCheckpoint(L.Callback):
+    """Saves after every `every` RL steps, after the last one and on a signal; the newest `keep` and the best by a metric stay.
+
+    It runs after every other callback, so that what a step writes is there before the checkpoint says that the step is done. A save that
+    fails is said, and the run goes on: checkpoints are removed only after a newer one is whole. Of several ranks the first one writes;
+    all of them know whether it could.
+    """
+
+    def __init__(self, run: Path, *, every: int, keep: int, best: str | None = None, mode: str = "max", model: bool = True):
+        if every < 1 or keep < 1:
+            raise ValueError(f"callbacks.checkpoint: every and keep must be at least 1, are {every} and {keep}")
+        if mode not in ("max", "min"):
+            raise ValueError(f"callbacks.checkpoint.mode={mode}: must be max or min")
+        self.run, self.folder = run, run / "checkpoints"
+        self.every, self.keep, self.metric, self.mode, self.model = every, keep, best, mode, model
+        self.best: dict[str, Any] = {}  # step and value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best = state_dict["best"]
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        before = self.best
+        if self.improved(module) or module.rl_step % self.every == 0 or trainer.should_stop:
+            self.best = self.best if self.save(trainer, module) else before
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        if trainer.is_global_zero:
+            self.saved(BEST, self.point)  # a kill may have come between a checkpoint and its link
+
+    def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
+        if isinstance(exception, Interrupted):
+            module.drop_step()
+            if module.rl_step and not ranks.first(self.path(module).exists):
+                self.save(trainer, module)
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        if not self.model or module.rl_step < module.total_steps:
+            return
+        still_owned(self.run)
+        state = gathered(module.model)
+        self.saved("model/", lambda: ranks.first(lambda: save_policy(self.run / "model", module.policy, state=state)), "model/")
+        best = self.folder / BEST
+
+        def write_best() -> None:
+            if self.best and best.exists():
+                save_policy(self.run / "model_best", module.policy, state=weights_of(best))
+
+        self.saved("model_best/", lambda: ranks.first(write_best), "model_best/")
+
+    def improved(self, module: Any) -> bool:
+        """Whether the step's row holds the metric, and no step before had a better one."""
+        if self.metric is None or self.metric not in module.metrics:
+            return False
+        value = float(module.metrics[self.metric])
+        sign = 1 if self.mode == "max" else -1
+        if not math.isfinite(value) or (self.best and sign * value <= sign * self.best["value"]):
+            return False
+        self.best = {"step": module.rl_step, "metric": self.metric, "value": value}
+        return True
+
+    def path(self, module: Any) -> Path:
+        """Of the checkpoint of the current RL step."""
+        return self.folder / f"{PREFIX}{module.rl_step:06d}{SUFFIX}"
+
+    def save(self, trainer: L.Trainer, module: Any) -> bool:
+        """Writes the checkpoint of the current RL step, then drops the oldest ones; whether there was room for it."""
+        path = self.path(module)
+        still_owned(self.run)
+
+        def write() -> None:
+            if ranks.anywhere(unwritten(self.run / "metrics.jsonl")):  # a checkpoint says that all rows up to its step are there
+                raise OSError(errno.ENOSPC, "rows of metrics.jsonl are still unwritten")
+            ranks.first(before)
+            trainer.save_checkpoint(path, weights_only=False)  # of all ranks; here the flag means "leave the optimiser out"
+            ranks.first(self.point)
+
+        def before() -> None:
+            if (self.run / "metrics.jsonl").exists():
+                sync(self.run / "metrics.jsonl")
+            if hasattr(module.model, "peft_config"):
+                save_policy(path.with_suffix(ADAPTER), module.policy, state=adapters, tokenizer=False)
+
+        adapters = gathered(module.model) if hasattr(module.model, "peft_config") else None
+        done = self.saved(f"checkpoint {path.name}", write)
+        if done and trainer.is_global_zero:
+            self.prune()
+        return done
+
+    def point(self) -> None:
+        """Lets best.ckpt name the checkpoint of the best step."""
+        path = self.folder / f"{PREFIX}{self.best.get('step', 0):06d}{SUFFIX}"
+        if path.exists() and (self.folder / BEST).resolve() != path.resolve():
+            link(self.folder / BEST, path)
+            write_json(self.folder / "best.json", self.best)
+
+    def saved(self, what: str, write: Any, kind: str = CHECKPOINT) -> bool:
+        """Whether a write succeeded. A failure is reported, and what was written before stays; see `lenient`."""
+        with lenient(what, kind):
+            write()
+        return kind not in LOST
+
+    def prune(self) -> None:
+        """Removes what a newer whole checkpoint makes superfluous; never the best one."""
+        held = (self.folder / BEST).resolve()
+        old = [path for path in checkpoints(self.folder)[: -self.keep] if path.resolve() != held]
+        for path in (*old, *self.folder.glob(f"*{SUPERSEDED}")):
+            with suppress(OSError):
+                path.unlink()
+                shutil.rmtree(path.with_suffix(ADAPTER), ignore_errors=True)
+
+
+def gathered(model: Any) -> dict[str, Any] | None:
+    """What `save_policy` writes of a model that lies in shards: all weights, or under LoRA the adapters; None where it is whole."""
+    if not ranks.sharded(model):
+        return None
+    ranks.reshard(model)
+    lora = hasattr(model, "peft_config")
+    return ranks.whole({name: value for name, value in model.state_dict().items() if not lora or "lora_" in name})
+
+
+def link(name: Path, target: Path) -> None:
+    """A symbolic link beside its target, put in place in one go."""
+    part = name.with_name(name.name + ".tmp")
+    part.unlink(missing_ok=True)
+    part.symlink_to(target.name)
+    os.replace(part, name)
+
+
+def weights_of(path: Path) -> dict[str, Any]:
+    """The policy's weights in a checkpoint, as its model names them. Raises OSError where it is damaged."""
+    try:
+        state = read_checkpoint(path)["state_dict"]
+    except DataError as error:
+        raise OSError(errno.EIO, str(error)) from None
+    return {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
+
+
+def step_of(path: Path) -> int:
+    """The RL step in a checkpoint's name."""
+    found = re.fullmatch(rf"{PREFIX}(\d+)\{SUFFIX}", path.name)
+    return int(found[1]) if found else -1
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, oldest first."""
+    return sorted((path for path in folder.glob(f"{PREFIX}*{SUFFIX}") if step_of(path) >= 0), key=step_of)
+
+
+def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint on the CPU: the file that is named, or the newest whole one of a folder.
+
+    Damaged ones of a folder are named on standard error, with the one that is used in their place. A damaged file that was named is
+    refused, since an older one is not what was asked for; the message names it. Raises DataError if none can be read.
+    """
+    damaged = []
+    named = source.suffix == SUFFIX
+    for path in [source] if named else reversed(checkpoints(source)):
+        try:
+            state = read_checkpoint(path)
+        except DataError as error:
+            damaged.append(str(error))
+            continue
+        for line in damaged:
+            print(f"warning: {line}; {path.name} is used", file=sys.stderr)
+        return path, state
+    before = [path for path in checkpoints(source.parent) if step_of(path) < step_of(source.resolve())] if named else []
+    if whole := next((path for path in reversed(before) if not damage(path)), None):
+        raise DataError(f"{damaged[0]}; the whole one before it is {whole}")
+    raise DataError(
+        "; ".join([*damaged, f"{source}: no checkpoint that can be read; start a new run without resume, or name an older run"])
+    )
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """A file that AtomicCheckpointIO wrote, on the CPU. Its whole content is verified before any of it is loaded. Raises DataError."""
+    why = damage(path)
+    if not why:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except (RuntimeError, OSError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
+            why = reason(error)
+    raise DataError(f"{path} is damaged ({why})")
+
+
+def supersede(folder: Path, step: int) -> None:
+    """Sets the checkpoints after `step` aside under other names, since the run goes on from `step`.
+
+    Left in place they would be taken for its newest after a kill, though the rows between belong to another past. The next save removes
+    those that are whole. Damaged ones are kept, as evidence of what damaged them.
+    """
+    for path in checkpoints(folder):
+        if step_of(path) <= step:
+            continue
+        if damage(path):
+            kept = put_aside(path, DAMAGED).name
+            print(f"resume: {path.name} is damaged and kept as {kept}; delete it when you have looked at it", flush=True)
+        else:
+            os.replace(path, path.with_name(path.name + SUPERSEDED))
+            print(f"resume: {path.name} is set aside; the next checkpoint replaces it", flush=True)

@@ -1,0 +1,54 @@
+"""Conversations as files and as text of the loggers: the standard cure for reward hacking is to read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from rlkit.episodes import save_rollouts, transcript
+from rlkit.system.files import lenient, write_atomic
+from rlkit.training.loggers import log_text
+from rlkit.types import Rollout
+
+TEXTS = 3  # conversations of a step in a logger
+
+
+class Samples(L.Callback):
+    """Writes a Markdown file of conversations: the best, the worst, then others in order."""
+
+    def __init__(self, folder: Path, *, every: int, count: int):
+        self.folder, self.every, self.count = folder, every, count
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        step = module.rl_step
+        if (step != 1 and step % self.every and not trainer.should_stop) or not trainer.is_global_zero:
+            return
+        chosen = [transcript(r) for r in choose(module.rollouts, self.count)]
+        text = f"# Sample conversations of step {step}\n\n" + "\n".join(chosen)
+        with lenient(f"samples/step_{step:06d}.md"):
+            write_atomic(self.folder / f"step_{step:06d}.md", text.encode(errors="backslashreplace"))
+        for logger in trainer.loggers:
+            for i, sample in enumerate(chosen[:TEXTS]):
+                log_text(logger, f"samples/{i}", sample, step)
+
+
+class Rollouts(L.Callback):
+    """Writes all rollouts of a step as JSON lines."""
+
+    def __init__(self, folder: Path, *, every: int):
+        self.folder, self.every = folder, every
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        if self.every and module.rl_step % self.every == 0 and trainer.is_global_zero:
+            with lenient(f"rollouts/step_{module.rl_step:06d}.jsonl.gz"):
+                save_rollouts(self.folder / f"step_{module.rl_step:06d}.jsonl.gz", module.rollouts)
+
+
+def choose(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
+    """The best, the worst, then the first of the others."""
+    ranked = sorted(rollouts, key=lambda r: float("-inf") if r.reward is None else r.reward)
+    picked = [ranked[-1], ranked[0]]
+    return (picked + [r for r in rollouts if r is not ranked[0] and r is not ranked[-1]])[:count]

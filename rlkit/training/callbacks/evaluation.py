@@ -1,0 +1,122 @@
+"""Evaluations of a run. Validation problems on the way, for the curve, `stop_at` and the best checkpoint; test problems before the first
+step and after the last, for the figures that a run is reported with. Nothing that a run does depends on a test problem."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from rlkit.distributed import ranks
+from rlkit.episodes import save_rollouts
+from rlkit.episodes.evaluation import greedy_accuracy
+from rlkit.models.chat import decode
+from rlkit.system import rng
+from rlkit.system.deadline import process_ends_after
+from rlkit.system.files import lenient
+from rlkit.training.callbacks.metrics import append_row
+from rlkit.training.callbacks.terminal import held_out, how_sampled
+from rlkit.training.callbacks.token_values import save_tokens
+from rlkit.training.experiment import Evaluation
+from rlkit.types import Split, Splits
+
+KEPT = 16  # rollouts that an evaluation writes, of the same tasks each time: how an answer changes
+PREFIXES: dict[Split, str] = {"validation": "eval/", "test": "test/"}  # split → where its figures stand in a row of metrics.jsonl
+Results = dict[Split, dict[int, dict[str, Any]]]  # split → RL step → result
+INTERVALS = {"accuracy": "interval", "reward": "reward_interval"}  # figure of a result → under which key its interval stands
+
+
+class HeldOut(L.Callback):
+    """Adds `eval/*` (validation) and `test/*` to the rows of steps; the time of an evaluation is not the step's.
+
+    With `evaluation.every` n > 0 validation problems are played before the first step, after every n-th and after the last; with 0 never.
+    Test problems are played before the first step and after the last. `results` takes what was measured.
+    """
+
+    def __init__(self, tasks: Splits, metrics: Path, results: Results):
+        self.tasks, self.metrics, self.results = tasks, metrics, results
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        if module.rl_step or any(self.results.values()) or not (self.tasks.validation or self.tasks.test):
+            return  # a resumed run has nothing to add to the rows before it
+        module.metrics = row = self.evaluate(trainer, module, "validation") | self.evaluate(trainer, module, "test")
+        append_row(self.metrics, module.rl_step, row)
+        for logger in trainer.loggers:
+            logger.log_metrics(row, step=module.rl_step)
+        temperature = module.experiment.evaluation.curve_temperature
+        counts = " and ".join(f"{len(own)} {split}" for split in PREFIXES if (own := getattr(self.tasks, split)))
+        trainer.print(f"before: {held_out(row)} on {counts} problems, {how_sampled(temperature)}")
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        every, stop_at = module.experiment.evaluation.every, module.experiment.evaluation.stop_at
+        if every and (trainer.should_stop or module.rl_step % every == 0):
+            module.metrics |= self.evaluate(trainer, module, "validation")
+            if stop_at is not None and module.metrics.get("eval/accuracy", -1.0) >= stop_at:
+                trainer.should_stop = True
+        if trainer.should_stop:
+            spent = module.metrics.get("perf/eval_s", 0.0)
+            module.metrics |= (row := self.evaluate(trainer, module, "test"))
+            module.metrics |= {"perf/eval_s": spent + row["perf/eval_s"]} if row else {}
+
+    def evaluate(self, trainer: L.Trainer, module: Any, split: Split) -> dict[str, float]:
+        """One pass over the tasks of a split; nothing where there are none."""
+        started, tasks, x = time.perf_counter(), getattr(self.tasks, split), module.experiment
+        if not tasks:
+            return {}
+        forward = trainer.strategy.precision_plugin.forward_context
+        watch = in_time(x.evaluation, f"the evaluation of {split} problems after step {module.rl_step}")
+        with watch, forward(), ranks.whole_weights(module.model), rng.kept():  # it moves nobody's random numbers
+            result, rollouts = greedy_accuracy(module.policy, tasks, seed=x.evaluation.seed, **x.held_out(x.evaluation.curve_temperature))
+        self.results.setdefault(split, {})[module.rl_step] = {"split": split} | result
+        if trainer.is_global_zero:
+            name = self.metrics.parent / "held_out" / split / f"step_{module.rl_step:06d}"
+            with lenient(f"held_out/{split}/{name.name}"):
+                save_rollouts(name.with_suffix(".jsonl.gz"), rollouts[:KEPT])
+                save_tokens(name.with_suffix(".tokens.jsonl.gz"), rollouts[:KEPT], lambda ids: decode(module.policy.codec, ids))
+        return result_row(result, PREFIXES[split]) | {"perf/eval_s": time.perf_counter() - started}
+
+
+def in_time(settings: Evaluation, name: str) -> AbstractContextManager[None]:
+    """The block in which an evaluation, or a part of one, is played and scored: at its deadline the process ends and says so."""
+    return process_ends_after(settings.max_time, lambda: f"{name} hangs: nothing within evaluation.max_time={settings.max_time:g} minutes")
+
+
+def result_row(result: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    """A result as metrics with a prefix such as `eval/`, and that of each part of a mixture as `eval/part/NAME/*`."""
+    rows = {prefix: result} | {f"{prefix}part/{part}/": own for part, own in result.get("parts", {}).items()}
+    out: dict[str, float] = {}
+    for path, own in rows.items():
+        for name, interval in INTERVALS.items():
+            low, high = own[interval]
+            out |= {path + name: own[name], f"{path}{name}_low": low, f"{path}{name}_high": high}
+        out |= {f"{path}n": own["n"]} if own is not result else {}
+    return out
+
+
+def result_of(row: Mapping[str, Any], split: Split, n: int, temperature: float) -> dict[str, Any]:
+    """The inverse: the result of `n` tasks of a split as an earlier process of the run wrote it."""
+
+    def read(prefix: str, n: int) -> dict[str, Any]:
+        out: dict[str, Any] = {"n": n, "temperature": temperature}
+        for name, interval in INTERVALS.items():
+            out |= {name: row[prefix + name], interval: [row[f"{prefix}{name}_low"], row[f"{prefix}{name}_high"]]}
+        return out
+
+    start, suffix = f"{PREFIXES[split]}part/", "/accuracy_low"
+    named = [key.removeprefix(start).removesuffix(suffix) for key in row if key.startswith(start) and key.endswith(suffix)]
+    parts = {part: read(f"{start}{part}/", row[f"{start}{part}/n"]) for part in named}
+    return {"split": split} | read(PREFIXES[split], n) | ({"parts": parts} if parts else {})
+
+
+def results_of(rows: Sequence[Mapping[str, Any]], tasks: Splits, temperature: float) -> Results:
+    """The results that the rows of a run's earlier processes hold; a row without a whole one gives none."""
+    found: Results = {split: {} for split in PREFIXES}
+    for row in rows:
+        for split in PREFIXES:
+            with suppress(KeyError):
+                found[split][row["step"]] = result_of(row, split, len(getattr(tasks, split)), temperature)
+    return found

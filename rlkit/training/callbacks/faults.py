@@ -1,0 +1,95 @@
+"""What a run leaves behind when it fails: enough to look at the fault, and to make it happen again."""
+
+from __future__ import annotations
+
+import shutil
+import traceback
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from rlkit.distributed import ranks
+from rlkit.episodes import save_rollouts
+from rlkit.errors import NonFinite, Refusal
+from rlkit.system import owner, rng
+from rlkit.system.deadline import process_ends_after
+from rlkit.system.files import lenient, write_atomic
+from rlkit.system.redaction import cover
+from rlkit.training.callbacks.checkpoints import AtomicCheckpointIO
+
+BATCH, STATE = "batch.pt", "state.ckpt"
+
+
+class DebugBundle(L.Callback):
+    """debug/step_000007/: traceback.txt, config.yaml and rollouts.jsonl.gz; where an update failed also its minibatch and the state before
+    it, with which `rlkit replay bundle=FOLDER` does the update again.
+
+    Of several ranks the first one writes; one that fails by itself writes debug/step_000007_rank1/. With trainer=ddp each of them holds
+    the state; shards can be gathered only where all ranks fail together, which they do where numbers are not finite.
+    """
+
+    def __init__(self, run: Path):
+        self.run = run
+
+    def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
+        if not isinstance(exception, Exception) or isinstance(exception, Refusal) or owner.lost(self.run):
+            return  # a signal, a sentence that says it all, or a folder that is another process's now
+        together, echo = ranks.size() == 1 or isinstance(exception, NonFinite), isinstance(exception, ranks.RankError)
+        failed = module.minibatch is not None and not echo
+        writes = ranks.rank() == 0 or not (together or echo)  # else rank 0 has the same to say
+        folder = self.run / "debug" / (f"step_{module.rl_step + 1:06d}" + (f"_rank{ranks.rank()}" if ranks.rank() else ""))
+        if writes:
+            exception.add_note(f"debug bundle: {folder}")
+            with lenient(str(folder)):
+                text = cover("".join(traceback.format_exception(exception)))
+                write_atomic(folder / "traceback.txt", text.encode(errors="backslashreplace"))
+                if (self.run / "config.yaml").exists():
+                    shutil.copy(self.run / "config.yaml", folder)
+                if module.rollouts:
+                    save_rollouts(folder / "rollouts.jsonl.gz", module.rollouts)
+        if not failed or (ranks.sharded(module.model) and not together):
+            return
+        state = state_of(trainer, module)
+        if writes:
+            with lenient(str(folder)):
+                tensors = {name: value.cpu() for name, value in module.minibatch._asdict().items() if value is not None}
+                for name, content in {BATCH: tensors, STATE: state}.items():
+                    AtomicCheckpointIO().save_checkpoint(content, folder / name)
+                exception.add_note(f"rlkit replay bundle={folder} does the update again")
+
+
+def state_of(trainer: L.Trainer, module: Any) -> dict[str, Any]:
+    """Weights, optimizers and all that RLModule adds to a checkpoint, with this rank's generators; of shards a collective."""
+    strategy = trainer.strategy
+    state = {
+        "state_dict": strategy.lightning_module_state_dict(),
+        "optimizer_states": [strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers],
+    }
+    module.fill(state, [rng.state()])
+    return state
+
+
+class Watchdog(L.Callback):
+    """Ends the process where a step hangs: an engine, or an environment of the user's. Rewards and tools have deadlines of their own.
+
+    The parts of a step are generate, reward and update; the run goes on from its last checkpoint when it is resumed. Evaluations are
+    no part of a step and have a deadline of their own (evaluation.max_time).
+    """
+
+    def __init__(self, minutes: float | None):
+        self.minutes, self.watch = minutes, ExitStack()
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        def what() -> str:
+            part = module.clock.current or "between generate, reward and update"
+            return f"step {module.rl_step + 1} hangs in {part}: nothing within trainer.max_step_time={self.minutes:g} minutes"
+
+        self.watch.enter_context(process_ends_after(self.minutes, what))
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        self.watch.close()
+
+    def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
+        self.watch.close()

@@ -1,0 +1,124 @@
+"""Known pathologies, said in plain words, each once until it has gone away."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+
+from rlkit.episodes import failures
+
+Row = dict[str, Any]
+
+
+def all_rewards_equal(row: Row) -> str | None:
+    """No group has rewards that differ, and nothing else makes an advantage of them: nothing learned from rewards."""
+    compared = row["reward/std"] > 0 and row["adv/abs_mean"] > 0  # with a critic or the batch; groups of one are always equal
+    demonstrated = "reward/demonstration/mean" in row  # nothing is sampled, and all of it is to be learned
+    if row["group/frac_zero_std"] < 1 or compared or demonstrated:
+        return None
+    return (
+        f"all rewards of every prompt's group are equal (mean {row['reward/mean']:.2f}): there is nothing to learn from. Easier or harder "
+        "problems, a larger batch.group_size or a warm-up of the model would help"
+    )
+
+
+def all_truncated(row: Row) -> str | None:
+    """Every episode was cut."""
+    if row["len/truncated_frac"] < 1:
+        return None
+    return "every episode was truncated: raise generation.max_new_tokens or the environment's max_turns, or check the end-of-turn token"
+
+
+def parse_failures(row: Row) -> str | None:
+    """More than a fifth of the episodes have a tool call that cannot be read."""
+    if row["parse_fail_frac"] <= 0.2:
+        return None
+    return f"{row['parse_fail_frac']:.0%} of the episodes have a tool call that cannot be read: look at samples/"
+
+
+def reward_failures(row: Row) -> str | None:
+    """A term raised, hung or returned no reward; reward.max_error_rate let it pass."""
+    names = [
+        key.removeprefix("reward/").removesuffix("/error_frac") for key in row if key.startswith("reward/") and key.endswith("/error_frac")
+    ]
+    rates = {name: row[f"reward/{name}/error_frac"] + row[f"reward/{name}/timeout_frac"] for name in names}
+    if not any(rates.values()):
+        return None
+    worst = max(rates, key=lambda name: rates[name])
+    return (
+        f"the reward term {worst} failed on {rates[worst]:.1%} of the episodes, which are not trained on; "
+        f"reward/{worst}/error_frac and timeout_frac follow it"
+    )
+
+
+def ratio_off(row: Row) -> str | None:
+    """The first minibatch is on-policy, so its ratio is 1."""
+    ratio = row["ratio/first_mean"]
+    if math.isnan(ratio) or abs(ratio - 1) <= 0.01:
+        return None
+    return f"the ratio of the first minibatch is {ratio:.3f}, not 1: trainer and old log-probs disagree"
+
+
+def sampler_off(row: Row) -> str | None:
+    """Sampler and trainer see different policies."""
+    gap = row["mismatch/logp_abs_mean"]
+    if math.isnan(gap) or gap <= 0.05:
+        return None
+    return f"sampler and trainer log-probs differ by {gap:.3f} nats a token on average"
+
+
+def environment_failures(row: Row) -> str | None:
+    """Episodes that their environment failed in; without a score they teach nothing."""
+    share = row["stop_reason/error"]
+    return f"the environment failed in {share:.0%} of the episodes, which are not scored" if share else None
+
+
+def update_skipped(row: Row) -> str | None:
+    """A gradient was not finite."""
+    count = row["optim/skipped_nonfinite"]
+    return f"{count} update(s) skipped: the gradient was not finite" if count else None
+
+
+def waits_for_cores(row: Row) -> str | None:
+    """The update took twice as long as the processor worked on it, and a second more: other processes take its cores.
+
+    The update alone tells: it computes in this process and waits for nothing else, where a rollout may wait for tools or a server.
+    """
+    took, worked = row["perf/update_s"], row["perf/update_processor_s"]
+    if math.isnan(worked) or took < 2 * worked or took - worked < 1:
+        return None
+    return (
+        f"the update took {took:.1f} s, of which the processor worked {worked:.1f} s: other processes take this machine's cores, and "
+        "the times of this run say little"
+    )
+
+
+CHECKS: tuple[Callable[[Row], str | None], ...] = (
+    all_rewards_equal,
+    all_truncated,
+    parse_failures,
+    reward_failures,
+    environment_failures,
+    ratio_off,
+    sampler_off,
+    update_skipped,
+    waits_for_cores,
+)
+
+
+class Health(L.Callback):
+    """Prints what it finds, when it appears."""
+
+    def __init__(self) -> None:
+        self.active: set[str] = set()
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        found = {check.__name__: text for check in CHECKS if (text := check(module.metrics)) is not None}
+        for name, text in found.items():
+            if name not in self.active:
+                first = failures(module.rollouts) if name == environment_failures.__name__ else ""
+                trainer.print(f"warning: step {module.rl_step}: {first or text}")
+        self.active = set(found)

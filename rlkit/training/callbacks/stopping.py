@@ -1,0 +1,77 @@
+"""SIGTERM, SIGINT, SIGHUP and SIGUSR1: the run ends at a step's boundary, saved. A second signal ends it at once."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from typing import Any
+
+import lightning as L
+
+from rlkit.distributed import ranks
+from rlkit.errors import Interrupted
+from rlkit.system.deadline import end_process
+from rlkit.system.files import reason
+
+# SIGHUP: the terminal or the connection is gone. SIGUSR1: SLURM's warning before the end (#SBATCH --signal=USR1@120).
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+class StopOnSignal(L.Callback):
+    """Rollouts are dropped at once; an update, an evaluation or a save that has begun is finished first.
+
+    Lightning's own handlers end the process with status 0, and under SLURM save in the middle of a step; these take their place.
+    It is the first callback, so that a step's callbacks are whole.
+    """
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self.module: Any = None
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        self.module = module
+        module.droppable = True  # the evaluation before the first step
+        if threading.current_thread() is threading.main_thread():
+            for signum in SIGNALS:
+                if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # nohup ignores it, and means it
+                    signal.signal(signum, self.handle)  # Lightning puts back what was there before it
+
+    def handle(self, signum: int, frame: Any) -> None:
+        if self.signum is not None:
+            end_process(128 + signum)
+        self.signum = signum
+        drop = self.module.droppable and ranks.size() == 1  # several ranks end together, between steps
+        doing = "the rollouts of this step are dropped" if drop else "this step is finished"
+        line = f"rlkit: {signal.Signals(signum).name}: {doing}, then the run is saved and ends; a second signal ends it now"
+        with suppress(OSError):  # after SIGHUP there may be no terminal
+            os.write(2, f"\n{line}\n".encode())  # a print could meet another one half done
+        if drop:
+            raise Interrupted(signum)
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        if signum := ranks.most(self.signum or 0):
+            raise Interrupted(signum)
+
+
+def requeue() -> None:
+    """Asks SLURM to start this job again. It says so, or why it cannot."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
+        job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    if job is None or not re.fullmatch(r"[0-9_]+", job):
+        print("warning: trainer.requeue: this is no SLURM job (SLURM_JOB_ID is not set); start it again by hand", file=sys.stderr)
+        return
+    try:
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60)
+        problem = done.stderr.strip() or f"status {done.returncode}" if done.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = reason(error)
+    if problem:
+        print(f"warning: scontrol requeue {job} failed ({problem}); start the job again by hand", file=sys.stderr)
+    else:
+        print(f"rlkit: job {job} is queued again", flush=True)

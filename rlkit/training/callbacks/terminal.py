@@ -1,0 +1,132 @@
+"""What the terminal shows while a run trains: one line per RL step, and on a terminal a bar that moves below them."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+
+from rlkit.runs.folder import clock
+
+RECENT = 8  # steps that the time left is worked out from
+
+
+class Progress(L.Callback):
+    """One line per RL step with the time left; on a terminal a bar below it that counts the time down."""
+
+    def __init__(self) -> None:
+        self.bar: Any = None
+        self.task: Any = None
+        self.last_reward: float | None = None
+        self.seconds: deque[float] = deque(maxlen=RECENT)  # of the last steps
+        self.evaluation = 0.0  # seconds of the last one
+        self.countdown = Countdown()
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        self.evaluation = module.metrics.get("perf/eval_s", 0.0)
+        if not sys.stdout.isatty():
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        columns = [
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[left]}"),
+            TextColumn("{task.fields[reward]}"),
+        ]
+        self.bar = Bar(*columns)
+        self.task = self.bar.add_task("training", total=module.total_steps, completed=module.rl_step, reward="", left=self.countdown)
+        self.bar.start()
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        row = module.metrics
+        self.seconds.append(row["perf/step_s"] + row["perf/between_s"])
+        self.evaluation = row.get("perf/eval_s", self.evaluation)
+        self.countdown.set(None if trainer.should_stop else self.left(module))
+        line = step_line(module.rl_step, module.total_steps, row, self.last_reward, str(self.countdown))
+        self.last_reward = row["reward/mean"]
+        if self.bar is None:
+            print(line, flush=True)
+            return
+        self.bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self.bar.update(self.task, completed=module.rl_step, total=module.total_steps, reward=f"reward {self.last_reward:.2f}")
+
+    def left(self, module: Any) -> float:
+        """Seconds until the run has done all of its steps, or until trainer.max_time is over."""
+        evaluations = evaluations_left(module.rl_step, module.total_steps, module.experiment.evaluation.every) if self.evaluation else 0
+        seconds = time_left(module.total_steps - module.rl_step, self.seconds, evaluations * self.evaluation)
+        limit = module.experiment.trainer.max_time
+        return seconds if limit is None else min(seconds, module.started + 60 * limit - time.perf_counter())
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
+        self.on_train_end(trainer, module)
+
+
+class Countdown:
+    """The time left as a text that is a second less a second later; '' where it is not known."""
+
+    def __init__(self) -> None:
+        self.end: float | None = None
+
+    def set(self, seconds: float | None) -> None:
+        """From now on so many seconds are left."""
+        self.end = None if seconds is None else time.perf_counter() + seconds
+
+    def __str__(self) -> str:
+        return "" if self.end is None else f"{clock(self.end - time.perf_counter())} left"
+
+
+def time_left(steps: int, taken: Sequence[float], evaluations: float) -> float:
+    """Seconds of so many steps, each as long as the median of those that were `taken`, and of the evaluations still to come.
+
+    The median: a first step that compiles, or one that wrote a checkpoint to a slow disk, says nothing about the others.
+    """
+    return steps * statistics.median(taken) + evaluations
+
+
+def evaluations_left(step: int, total: int, every: int) -> int:
+    """Evaluations after `step`: every `every` steps (0: none), and after the last one.
+
+    >>> evaluations_left(0, 25, 10), evaluations_left(10, 25, 10), evaluations_left(20, 20, 10), evaluations_left(3, 25, 0)
+    (3, 2, 0, 1)
+    """
+    if step >= total:
+        return 0
+    return ((total - 1) // every - step // every if every else 0) + 1
+
+
+def step_line(step: int, total: int, row: dict[str, Any], last_reward: float | None, left: str = "") -> str:
+    """`step 12/25 reward 0.43 (+0.02) kl 0.004 len 27 trunc 3% | gen 0.8s rew 0.0s upd 0.9s, 0:24 left`."""
+    change = "" if last_reward is None else f" ({row['reward/mean'] - last_reward:+.2f})"
+    return (
+        f"step {step:>{len(str(total))}}/{total} reward {row['reward/mean']:.2f}{change} kl {row['kl/ref_k3']:.4f} "
+        f"len {row['len/mean']:.0f} trunc {row['len/truncated_frac']:.0%} | gen {row['perf/generate_s']:.1f}s "
+        f"rew {row['perf/reward_s']:.1f}s upd {row['perf/update_s']:.1f}s{f', {left}' if left else ''}"
+        f"{f' | {measured}' if (measured := held_out(row)) else ''}"
+    )
+
+
+def held_out(row: dict[str, Any]) -> str:
+    """`validation accuracy 0.981, test accuracy 0.988`, each with the mean reward where that differs; '' without an evaluation."""
+    said = []
+    for split, prefix in (("validation", "eval/"), ("test", "test/")):
+        if f"{prefix}accuracy" in row:
+            accuracy, reward = row[f"{prefix}accuracy"], row[f"{prefix}reward"]
+            said.append(f"{split} accuracy {accuracy:.3f}{f', reward {reward:.3f}' if reward != accuracy else ''}")
+    return ", ".join(said)
+
+
+def how_sampled(temperature: float) -> str:
+    """How the replies of an evaluation were sampled."""
+    return f"sampled at temperature {temperature:g}" if temperature else "greedy"

@@ -1,0 +1,227 @@
+"""A whole experiment as plain data: what a config becomes, and what a notebook may build by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from rlkit.algorithm import KL, Algorithm
+from rlkit.functional import automatic_correction, no_correction, token_correction
+from rlkit.rewards import Reward
+from rlkit.sandbox import Sandbox
+from rlkit.training.schedules import Schedule, phases
+from rlkit.types import Engine, Environment, Policy, Reference, SamplingParams, Split, Task, ToolParser
+
+# The smallest value of numbers whose part is used long after the config is checked, and has nothing to say when it is built.
+LEAST: dict[str, dict[str, float]] = {
+    "rlkit.training.callbacks.checkpoint": {"every": 1, "keep": 1},
+    "rlkit.training.callbacks.samples": {"every": 1, "count": 1},
+    "rlkit.training.callbacks.rollouts": {"every": 0},
+    "rlkit.training.callbacks.tokens": {"every": 0, "count": 1},
+    "rlkit.engines.Cached": {"max_rows": 1, "max_cached_tokens": 1},
+    "rlkit.engines.Transformers": {"max_rows": 1},
+    "rlkit.models.LoRA": {"rank": 0, "alpha": 1},
+    "rlkit.sandbox.Sandbox": {"time_limit": 0.01, "memory_mb": 64, "output_kb": 1, "workers": 1},
+    "rlkit.training.schedules.decay": {"to": 0},
+    "rlkit.training.experiment.Evaluation": {
+        "n": 0, "every": 0, "samples": 0, "temperature": 0, "curve_temperature": 0, "max_new_tokens": 1, "stop_at": 0,
+    },
+    "rlkit.training.experiment.TrainerSettings": {"steps": 1, "micro_batch_tokens": 1, "max_grad_norm": 1e-8, "max_time": 0, "threads": 1},
+    "rlkit.tasks.arithmetic": {"max_samples": 1},
+    "rlkit.tasks.episodes": {"max_samples": 1},
+    "rlkit.tasks.gsm8k": {"max_samples": 1},
+    "rlkit.tasks.guess_number": {"max_samples": 1},
+    "rlkit.tasks.jsonl": {"max_samples": 1},
+    "rlkit.tasks.mbpp": {"max_samples": 1},
+    "rlkit.tasks.mixture": {"max_samples": 1},
+    "rlkit.tasks.verifiers": {"max_samples": 1},
+}  # fmt: skip
+
+
+class BatchSize(NamedTuple):
+    """prompts × group_size rollouts make one RL step."""
+
+    prompts: int
+    group_size: int
+
+
+class Sampling(NamedTuple):
+    """How replies are sampled. Training samples from the full distribution: it refuses a `top_p` below 1 and a `top_k` above 0."""
+
+    engine: Engine
+    temperature: float = 1.0
+    max_new_tokens: int = 256
+    max_thinking_tokens: int | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    admission: Literal["rounds", "barrier", "free"] = "rounds"  # when an answer that waited joins the decoding again (SamplingParams)
+    admission_rounds: int = 16
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The fields of SamplingParams: all but the engine."""
+        return {name: getattr(self, name) for name in SamplingParams._fields}
+
+
+def thinking_problems(sampling: Sampling) -> list[str]:
+    """A thinking budget out of range, or one that no reply can reach, as a sentence."""
+    budget, limit = sampling.max_thinking_tokens, sampling.max_new_tokens
+    if budget is None or 0 <= budget < limit:
+        return []
+    return [
+        f"generation.max_thinking_tokens={budget}: must be at least 0 and below generation.max_new_tokens={limit}, where a reply ends "
+        "anyway; null sets no limit"
+    ]
+
+
+def sampling_problems(sampling: Sampling) -> list[str]:
+    """What no engine can sample, as sentences."""
+    problems = []
+    if sampling.max_new_tokens < 1:
+        problems.append(f"generation.max_new_tokens={sampling.max_new_tokens}: must be at least 1")
+    if sampling.temperature < 0:
+        problems.append(f"generation.temperature={sampling.temperature}: must not be negative; 0 is greedy")
+    if not 0 < sampling.top_p <= 1:
+        problems.append(f"generation.top_p={sampling.top_p}: must be greater than 0 and at most 1; 1 cuts nothing")
+    if sampling.admission_rounds < 1:
+        problems.append(f"generation.admission_rounds={sampling.admission_rounds}: must be at least 1")
+    if sampling.top_k < 0:
+        problems.append(f"generation.top_k={sampling.top_k}: must not be negative; 0 cuts nothing")
+    return problems + thinking_problems(sampling)
+
+
+class Evaluation(NamedTuple):
+    """Evaluation with settings and a verifier of its own: of validation tasks on the way, of test tasks before and after."""
+
+    reward: Reward
+    n: int = 256  # tasks of each of the two splits; 0 evaluates nothing
+    every: int = 0  # RL steps between evaluations of validation tasks; 0 plays none of them
+    samples: int = 8  # sampled replies per task in `rlkit evaluate`, besides the greedy one
+    k: Sequence[int] = (1, 4, 8)  # of pass@k
+    temperature: float = 1.0  # of the sampled replies
+    max_new_tokens: int | None = None  # None: as in training
+    seed: int = 0  # of the sampled replies
+    curve_temperature: float = 0.0  # of the one reply per task before, during and after training; 0 is greedy
+    stop_at: float | None = None  # validation accuracy at which training ends
+    max_time: float | None = None  # minutes of one evaluation; None waits for ever
+
+
+class TrainerSettings(NamedTuple):
+    """How long, on what, and in which portions."""
+
+    steps: int
+    accelerator: Literal["auto", "cpu", "gpu"] = "auto"
+    precision: Literal["auto", "32-true", "bf16-mixed"] = "auto"
+    micro_batch_tokens: int = 16384
+    max_grad_norm: float = 1.0
+    max_time: float | None = None  # minutes
+    threads: int | None = None  # of torch on the CPU; None: by the model's size and the cores
+    strategy: Literal["single", "ddp", "fsdp"] = "single"
+    devices: int = 1  # processes of a node, each with a device of its own
+    nodes: int = 1
+    timeout: float = 1800.0  # seconds that a rank waits for the others
+    max_step_time: float | None = None  # minutes; None waits for ever
+    max_nonfinite: int = 5  # updates in a row, skipped since loss or gradient is not finite, at which the run stops
+    requeue: bool = False  # whether a SLURM job that is signalled asks to be queued again, once it is saved
+
+
+class RolloutRun(NamedTuple):
+    """Episodes without training: the groups that an episode needs, and how many to play."""
+
+    name: str
+    seed: int
+    n: int
+    task: Callable[..., Sequence[Task]]  # (split=train, validation or test) → its tasks; no problem is in two splits
+    environment: Environment | Callable[[Task], Environment]
+    model: Callable[..., Policy]  # (device=…) → policy
+    generation: Sampling
+    reward: Reward
+    trainer: TrainerSettings
+    num_return_sequences: int = 1
+    max_steps: int | None = None  # replies of an episode; None leaves the environment's own limit
+    split: Split = "test"
+    format: Literal["jsonl.gz", "jsonl", "parquet"] = "jsonl.gz"  # of the file of rollouts
+    sandbox: Sandbox = Sandbox()  # named by the parts that run code
+
+
+class AgentRun(NamedTuple):
+    """A question answered with tools: who answers, and within which limits."""
+
+    tools: Sequence[str]  # names of shipped tools, or module.function
+    model: Callable[..., Policy]  # (device=…) → policy
+    generation: Sampling
+    parse_calls: ToolParser
+    trainer: TrainerSettings
+    system_prompt: str | None = None
+    max_turns: int = 10  # replies
+    max_calls: int = 8  # answered in one reply
+    max_chars: int = 2000  # of a result that the policy reads
+    timeout: float | None = 30.0  # seconds of a call; None: no limit
+    seed: int = 0
+    sandbox: Sandbox = Sandbox()  # of the python tool
+
+
+class Experiment(NamedTuple):
+    """Everything a run needs, as functions and numbers. One field per config group."""
+
+    name: str
+    seed: int
+    batch: BatchSize
+    task: Callable[..., Sequence[Task]]  # (split=train, validation or test) → its tasks; no problem is in two splits
+    environment: Environment | Callable[[Task], Environment]
+    model: Callable[..., Policy]  # (device=…) → policy
+    generation: Sampling
+    reward: Reward
+    algorithm: Algorithm
+    kl: KL
+    reference: Reference
+    optimizer: Callable[..., Any]  # (parameters) → torch optimizer
+    trainer: TrainerSettings
+    evaluation: Evaluation
+    sandbox: Sandbox = Sandbox()
+    schedule: Schedule = Schedule()
+    logger: Mapping[str, Callable[..., Any]] = {}  # name → (run folder, RL step) → Lightning logger
+    callbacks: Mapping[str, Callable[..., Any]] = {}  # name → (run folder) → Lightning callback
+    resume: str = "never"  # never, auto, or a run folder
+    takeover: bool = False  # whether a process that works in the run folder has to give way
+
+    def held_out(self, temperature: float) -> dict[str, Any]:
+        """What an evaluation at this temperature is played and scored with: a verifier and a limit of its own, the rest as in training."""
+        limit = self.evaluation.max_new_tokens or self.generation.max_new_tokens
+        sampling = self.generation._replace(temperature=temperature, max_new_tokens=limit)
+        parts = {"reward": self.evaluation.reward, "engine": sampling.engine, "environment": self.environment}
+        return parts | sampling.params
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether any step's KL may be positive: in any phase, now or where a schedule raises it."""
+        return any(x.kl.active or (x.kl.estimator is not None and "kl.coef" in x.schedule.paths) for x in phases(self).values())
+
+
+def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
+    """The experiment, and all of its phases, with what `algorithm/correction=auto` means in this run.
+
+    None where `exact` says that the check before the first step found the engine's log-probs equal to the trainer's, in float32; every
+    step samples with the weights that it then trains, so the sampler is the old policy. Else the token factor truncated at 2.
+    """
+
+    def settled(algorithm: Algorithm) -> Algorithm:
+        if not _automatic(algorithm):
+            return algorithm
+        return algorithm._replace(correction=no_correction if exact else token_correction)
+
+    later = {name: phase._replace(algorithm=settled(phase.algorithm)) for name, phase in x.schedule.phases.items()}
+    return x._replace(algorithm=settled(x.algorithm), schedule=x.schedule._replace(phases=later))
+
+
+def correction_in_words(x: Experiment, *, exact: bool) -> str:
+    """A line that says what `algorithm/correction=auto` became, or nothing where no phase has it."""
+    if not any(_automatic(phase.algorithm) for phase in phases(x).values()):
+        return ""
+    if exact:
+        return "correction: none (auto: in float32 the engine gives the log-probs of the trainer)"
+    return "correction: token_truncate, cap 2 (auto: the engine's log-probs are rounded differently from the trainer's)"
+
+
+def _automatic(algorithm: Algorithm) -> bool:
+    return getattr(algorithm.correction, "func", algorithm.correction) is automatic_correction

@@ -1,0 +1,217 @@
+"""Loggers: functions of the run folder and the RL step the run stands at that give a Lightning logger; a run may have several.
+
+    logger=tensorboard    logger=[tensorboard,wandb]    logger=mlflow    logger=none
+
+metrics.jsonl is written with any of them. Below them: how a text, a histogram and the final figures of a run are said to each.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+from rlkit.errors import ConfigError, install
+from rlkit.system.files import LOST, lose, reason, unwritable
+
+CHARTS = {  # TensorBoard's custom scalars: tab → chart → (kind, metrics)
+    "rlkit": {
+        "reward": ("Multiline", ["reward/mean", "eval/reward"]),
+        "validation accuracy, 95 % interval": ("Margin", ["eval/accuracy", "eval/accuracy_low", "eval/accuracy_high"]),
+        "test accuracy, 95 % interval": ("Margin", ["test/accuracy", "test/accuracy_low", "test/accuracy_high"]),
+        "KL": ("Multiline", ["kl/ref_k3", "kl/step"]),
+        "entropy": ("Multiline", ["policy/entropy"]),
+        "length": ("Multiline", ["len/mean", "len/solved_mean", "len/unsolved_mean"]),
+        "seconds of a step": ("Multiline", ["perf/generate_s", "perf/reward_s", "perf/update_s"]),
+    }
+}
+
+
+# ---------------------------------------------------------------------------------------------------- conf/logger
+
+
+def tensorboard(run: Path, step: int, /) -> Any:
+    """TensorBoard event files in tensorboard/; a resumed run goes on in the same folder and hides what came after its checkpoint."""
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    logger = TensorBoardLogger(
+        save_dir=str(run), name="", version="tensorboard", default_hp_metric=False, purge_step=step + 1 if step else None
+    )
+    if not step:
+        logger.experiment.add_custom_scalars(CHARTS)
+    return logger
+
+
+def wandb(run: Path, step: int, /, *, project: str = "rlkit", entity: str | None = None, mode: str = "offline") -> Any:
+    """Weights & Biases, named as the run folder; a resumed run is the same run there.
+
+    Args:
+      project, entity: where the run is shown; None is the account's own entity.
+      mode: offline keeps everything in wandb/ of the run folder until `wandb sync`; online sends it at once; disabled does nothing.
+    Raises: ConfigError where the package is missing or the mode is none of these.
+    """
+    _check_wandb(mode=mode)
+    from lightning.pytorch.loggers import WandbLogger
+
+    identity = run / "wandb.id"
+    if not identity.is_file():
+        identity.write_text(secrets.token_hex(6))
+    resume = "allow" if step and mode == "online" else None  # offline, `wandb sync --append` joins the parts
+    return WandbLogger(
+        name=f"{run.parent.name}/{run.name}",
+        project=project,
+        entity=entity,
+        save_dir=str(run),
+        id=identity.read_text(),
+        mode=mode,
+        resume=resume,
+    )
+
+
+def mlflow(run: Path, step: int, /, *, experiment: str = "rlkit", tracking_uri: str | None = None) -> Any:
+    """MLflow, the run named as its folder; a resumed run goes on in the same one.
+
+    Args:
+      experiment: MLflow's name for a set of runs.
+      tracking_uri: None is $MLFLOW_TRACKING_URI, else the folder mlruns/ of the working folder, which
+        `mlflow ui --backend-store-uri mlruns` shows.
+    Raises: ConfigError where the package is missing.
+    """
+    _check_mlflow()
+    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if uri is None:
+        uri = Path("mlruns").absolute().as_uri()
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 asks whether files are meant
+    from lightning.pytorch.loggers import MLFlowLogger
+
+    identity = run / "mlflow.id"
+    known = identity.read_text() if identity.is_file() else None
+    logger = MLFlowLogger(experiment_name=experiment, run_name=f"{run.parent.name}/{run.name}", tracking_uri=uri, run_id=known)
+    identity.write_text(str(logger.run_id))
+    return logger
+
+
+def check_loggers(loggers: Mapping[str, Callable[..., Any]]) -> None:
+    """What a logger would refuse when it is made, which is after the model is loaded. Raises ConfigError."""
+    for make in loggers.values():
+        if own := CHECKS.get(getattr(make, "func", make)):
+            own(**getattr(make, "keywords", {}))
+
+
+def _check_wandb(*, mode: str = "offline", **_: Any) -> None:
+    if mode not in ("offline", "online", "disabled"):
+        raise ConfigError(f"logger.wandb.mode={mode}: it is offline, online or disabled")
+    _installed("wandb", "wandb")
+
+
+def _check_mlflow(**_: Any) -> None:
+    _installed("mlflow", "mlflow")
+
+
+CHECKS = {wandb: _check_wandb, mlflow: _check_mlflow}
+
+
+def _installed(package: str, option: str) -> None:
+    """Raises ConfigError where an optional package is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"logger={option}: the package {package} is not installed; {install(option)}, or leave it out")
+
+
+# ------------------------------------------------------------------------------------------ a logger that fails
+
+CALLS = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize", "after_save_checkpoint")  # made by Lightning or by rlkit
+
+
+def tolerant(logger: Any) -> Any:
+    """The same logger, whose calls report a failure instead of raising it: a full disk, a server that is away, a package's own error."""
+
+    def careful(call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def attempt(*args: Any, **settings: Any) -> Any:
+            with missed(logger):
+                return call(*args, **settings)
+
+        return attempt
+
+    for name in CALLS:
+        if hasattr(logger, name):
+            setattr(logger, name, careful(getattr(logger, name)))
+    if not hasattr(threading.excepthook, "before"):
+        hook = partial(_thread_failed, threading.excepthook)
+        hook.before = threading.excepthook  # type: ignore[attr-defined]
+        threading.excepthook = hook
+    return logger
+
+
+def _thread_failed(before: Callable[..., Any], args: Any) -> None:
+    """A thread that writes for a logger and could not: its next call reports that, without a traceback."""
+    if args.exc_value is None or unwritable(args.exc_value) is None:
+        before(args)
+
+
+@contextmanager
+def missed(logger: Any) -> Iterator[None]:
+    """Run a block in which a logger is given something. A failure is reported once for each logger; metrics.jsonl holds the numbers."""
+    try:
+        yield
+    except Exception as error:
+        name = type(logger).__name__
+        if name not in LOST:
+            lose(f"a part of what {name} shows is", unwritable(error) or f"{type(error).__name__}: {reason(error)}", name)
+        if hasattr(logger, "_experiment") and hasattr(logger, "log_dir"):
+            logger._experiment = None  # TensorBoard's writer ends with its first failure; the next call opens another file
+
+
+# --------------------------------------------------------------------------------------- what is no single number
+
+
+def log_text(logger: Any, name: str, text: str, step: int) -> None:
+    """A text of a step: TensorBoard text, a W&B table, an MLflow artifact. Other loggers have no place for it."""
+    with missed(logger):
+        experiment = logger.experiment
+        if hasattr(experiment, "add_text"):
+            experiment.add_text(name, text, global_step=step)
+        elif hasattr(logger, "log_text"):
+            logger.log_text(key=name, columns=["step", "text"], data=[[step, text]], step=step)
+        elif hasattr(experiment, "log_text"):
+            experiment.log_text(logger.run_id, text, f"{name}/step_{step:06d}.txt")
+
+
+def log_histogram(logger: Any, name: str, values: Sequence[float], step: int) -> None:
+    """How values of a step are spread, where the logger can show it: TensorBoard and W&B."""
+    if not values:
+        return
+    with missed(logger):
+        experiment = logger.experiment
+        if hasattr(experiment, "add_histogram"):
+            import numpy as np
+
+            experiment.add_histogram(name, np.asarray(values), global_step=step)
+        elif hasattr(logger, "log_table"):  # W&B
+            from wandb import Histogram  # type: ignore[attr-defined, unused-ignore]
+
+            logger.log_metrics({name: Histogram(list(values))}, step=step)
+
+
+def log_settings(logger: Any, settings: Mapping[str, Any]) -> None:
+    """The settings of a run, when it starts. TensorBoard gets them with the final figures: its table of runs needs both at once."""
+    with missed(logger):
+        if not hasattr(logger.experiment, "add_hparams"):
+            logger.log_hyperparams(dict(settings))
+
+
+def log_final(logger: Any, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
+    """What the run came to, to compare the runs of a sweep by: TensorBoard's hparams, W&B's summary, MLflow metrics."""
+    named = {f"final/{name}": value for name, value in figures.items()}
+    with missed(logger):
+        if hasattr(logger.experiment, "add_hparams"):
+            plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in settings.items()}
+            logger.log_hyperparams(plain, named, step=step)
+        else:
+            logger.log_metrics(named, step=step)

@@ -1,0 +1,327 @@
+"""What an update did, in numbers: the terms of every micro-batch gathered once, and the metrics made of them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkit.algorithm import number
+from rlkit.distributed import ranks
+from rlkit.functional import (
+    approximate_kl,
+    correlation,
+    effective_sample_size,
+    explained_variance,
+    k1,
+    k3,
+    ratio_statistics,
+)
+from rlkit.models.packing import Packed
+from rlkit.training.experiment import Experiment
+from rlkit.types import Batch, Rollout, Scores
+
+NAN = float("nan")
+
+
+class UpdateTerms:
+    """Per-token terms of all micro-batches of an RL step, masked tokens only, on one line each."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[Tensor]] = defaultdict(list)
+        self.loss = 0.0
+        self.norms: dict[str, list[float]] = {"policy": [], "critic": []}
+        self.rates = {"policy": NAN, "critic": NAN}
+        self.first_ratio: Tensor | None = None
+        self.skipped = {"no_signal": 0, "nonfinite": 0, "target_kl": 0}
+        self.read = self.packed = self.padded = 0  # tokens of the rows; those of them computed, each shared one once; with padding
+
+    def add(self, batch: Batch, loss: Tensor, scores: Scores, parts: dict[str, Tensor], packed: Packed) -> None:
+        """The terms of one micro-batch; `loss` is the policy's."""
+        self.read, self.packed = self.read + packed.tokens, self.packed + len(packed.ids)
+        self.padded += sum(path.queries.numel() for path in packed.paths)
+        old = scores.logprobs if batch.logprobs_old is None else batch.logprobs_old
+        terms = parts | {"logprobs": scores.logprobs, "logprobs_old": old, "entropy": scores.entropy, "advantages": batch.advantages}
+        terms |= {"logprobs_sampler": batch.logprobs_sampler, "logprobs_ref": batch.logprobs_ref, "returns": batch.returns}
+        terms["owners"] = batch.rollout_ids[:, None].expand(batch.response_mask.shape)
+        for name, term in terms.items():
+            if term is not None:
+                self.tokens[name].append(term.detach()[batch.response_mask].float())
+        self.loss += float(loss.detach())
+
+    def stepped(self, who: str, norm: float, lr: float) -> None:
+        """An optimiser step of the policy or the critic was taken, or left out where the norm is not finite."""
+        if self.first_ratio is None:  # a rank may have had none of the tokens
+            self.first_ratio = torch.cat(self.tokens["ratio"]) if self.tokens["ratio"] else torch.zeros(0)
+        self.rates[who] = lr
+        if math.isfinite(norm):
+            self.norms[who].append(norm)
+        else:
+            self.skip("nonfinite")
+
+    def taken(self) -> Any:
+        """What has been added so far, for `back_to`."""
+        return {name: len(values) for name, values in self.tokens.items()}, self.loss, (self.read, self.packed, self.padded)
+
+    def back_to(self, taken: Any) -> None:
+        """Takes out what has been added since."""
+        sizes, self.loss, (self.read, self.packed, self.padded) = taken
+        self.tokens = defaultdict(list, {name: values[: sizes.get(name, 0)] for name, values in self.tokens.items()})
+
+    def gather(self) -> None:
+        """Adds the tokens of all other ranks, in one exchange, so that every metric is that of the whole batch. Once, at the end."""
+        if ranks.size() == 1:
+            return
+        own = {name: torch.cat(parts).cpu() for name, parts in self.tokens.items() if parts}
+        first = None if self.first_ratio is None else self.first_ratio.cpu()
+        parts = ranks.gather(lambda: (own, self.loss, first, (self.read, self.packed, self.padded)))
+        names = dict.fromkeys(name for tokens, *_ in parts for name in tokens)
+        self.tokens = defaultdict(list, {name: [tokens[name] for tokens, *_ in parts if name in tokens] for name in names})
+        self.loss = math.fsum(loss for _, loss, *_ in parts)
+        self.read, self.packed, self.padded = (sum(sizes) for sizes in zip(*(part[3] for part in parts), strict=True))
+        if first is not None:
+            self.first_ratio = torch.cat([ratio for _, _, ratio, _ in parts if ratio is not None])
+
+    def skip(self, why: str) -> None:
+        """An optimiser step was not taken."""
+        self.skipped[why] += 1
+
+    def get(self, name: str) -> Tensor | None:
+        """One term over all tokens, [M], or None where nothing has it."""
+        return torch.cat(self.tokens[name]) if self.tokens.get(name) else None
+
+    def mean(self, name: str) -> float:
+        """Token mean of a term; nan where there is none."""
+        values = self.get(name)
+        return NAN if values is None or not len(values) else float(values.mean())
+
+
+def update_metrics(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> dict[str, float]:
+    """A fixed set of keys for every algorithm; nan where a quantity does not exist in this step.
+
+    loss/*            summed loss, policy term
+    policy/entropy    nats per sampled token
+    ratio/*           policy over old policy; first_mean must be 1 (the first minibatch is on-policy)
+    clip/*            share of the tokens that the loss's own clip leaves without gradient: low_frac with a ratio below 1 and high_frac
+                      above; the same tokens as positive_frac and negative_frac by the sign of the advantage. capped_frac: whose weight
+                      is bounded and whose gradient stays. nan where a loss declares no rule (`rlkit.types.clips`)
+    kl/ref, ref_k3    to the reference, k1 and k3, nats per token, at the policy before the step's updates
+    kl/old            mean over the step's updates of KL(before the step‖now), each taken before its own optimiser step: 0 with one update
+                      a step, and never with the last one in it
+    kl/step           KL(before the step‖after its last update), on some of its rollouts; kl/start: KL(the start‖after the last update),
+                      on rollouts of the first step (rlkit.training.drift); k3, nats per token
+    kl/estimate       mean of the estimator that `kl` names; nonzero_frac: share of tokens on which it is not 0
+    mismatch/*        trainer against sampler on the same tokens, before any correction; ess: share of effective samples, chi2: chi-square,
+                      1 / ess - 1, of token weights; ess_sequence, chi2_sequence: of rollouts' weights (`effective_sample_size`)
+    adv/*             advantages of trained tokens
+    scale/*           factor on the policy loss (off-policy correction × token filter): mean, share of tokens at 0
+    value/*           the critic: loss, mean, mean return, 1 - Var(return - value) / Var(return) before the update
+    optim/*           gradient norms before clipping, learning rates, updates taken and skipped, updates ended by target_kl
+    """
+    values = {"loss/total": terms.loss, "loss/policy": terms.mean("policy_loss"), "policy/entropy": terms.mean("entropy")}
+    values["policy/entropy_coef"] = number(experiment.algorithm.entropy_coef)
+    values |= _ratios(terms) | _divergences(batch, terms, experiment) | _advantages(batch)
+    return values | _scale(batch) | _critic(batch, terms) | _optimizer(terms)
+
+
+def _ratios(terms: UpdateTerms) -> dict[str, float]:
+    clip = ("clip/low_frac", "clip/high_frac", "clip/positive_frac", "clip/negative_frac", "clip/capped_frac")
+    out = dict.fromkeys(("ratio/mean", "ratio/var", "ratio/max", "ratio/first_mean", *clip), NAN)
+    ratio, advantages = terms.get("ratio"), terms.get("advantages")
+    if ratio is None or advantages is None:
+        return out
+    mask = torch.ones_like(ratio, dtype=torch.bool)
+    out["ratio/mean"], out["ratio/var"], out["ratio/max"] = map(float, ratio_statistics(ratio, mask))
+    if terms.first_ratio is not None:
+        out["ratio/first_mean"] = float(terms.first_ratio.mean())
+    held, capped = terms.get("clip_held"), terms.get("clip_capped")
+    if held is not None and capped is not None:
+        sides = (held * (ratio < 1), held * (ratio > 1), held * (advantages > 0), held * (advantages < 0), capped)
+        out |= {name: float(side.mean()) for name, side in zip(clip, sides, strict=True)}
+    return out
+
+
+def _divergences(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> dict[str, float]:
+    names = ("kl/ref", "kl/ref_k3", "kl/old", "mismatch/kl", "mismatch/logp_abs_mean", "mismatch/logp_abs_max")
+    weights = ("mismatch/ess", "mismatch/chi2", "mismatch/ess_sequence", "mismatch/chi2_sequence")
+    out = dict.fromkeys((*names, "mismatch/ratio_max", *weights, "mismatch/pearson"), NAN)
+    out["kl/coef"] = number(experiment.kl.coef)
+    out["kl/estimate"], out["kl/nonzero_frac"] = terms.mean("kl"), NAN
+    if (estimates := terms.get("kl")) is not None:
+        out["kl/nonzero_frac"] = float((estimates != 0).float().mean())
+    logprobs = terms.get("logprobs")
+    if logprobs is not None:
+        before = terms.get("logprobs_old")
+        out["kl/old"] = float(approximate_kl(logprobs, before, torch.ones_like(logprobs, dtype=torch.bool)))  # type: ignore[arg-type]
+    old, sampler, reference = (_before(batch, terms, f"logprobs_{who}") for who in ("old", "sampler", "ref"))
+    if old is None or sampler is None or not len(old):
+        return out
+    mask = torch.ones_like(old, dtype=torch.bool)
+    if reference is not None:
+        out["kl/ref"], out["kl/ref_k3"] = float(k1(old, reference).mean()), float(k3(old, reference).mean())
+    gap = (old - sampler).abs()
+    out["mismatch/kl"] = float(approximate_kl(old, sampler, mask))
+    out["mismatch/logp_abs_mean"], out["mismatch/logp_abs_max"] = float(gap.mean()), float(gap.max())
+    out["mismatch/ratio_max"] = float((old - sampler).clamp(-20, 20).exp().max())
+    owners = terms.get("owners") if batch.logprobs_old is None else batch.rollout_ids[:, None].expand(batch.ids.shape)[batch.response_mask]
+    shares = effective_sample_size(old, sampler, mask), effective_sample_size(old, sampler, mask, owners)
+    out |= dict(zip(weights, (float(value) for share in shares for value in (share, 1 / share - 1)), strict=True))
+    out["mismatch/pearson"] = float(correlation(old.exp(), sampler.exp(), mask))
+    return out
+
+
+def _before(batch: Batch, terms: UpdateTerms, name: str) -> Tensor | None:
+    """Log-probs of the trained tokens before the update: of the whole batch, or gathered on the way where there was no pass before."""
+    if batch.logprobs_old is None:
+        return terms.get(name)
+    values = getattr(batch, name)
+    return None if values is None else values[batch.response_mask].float()
+
+
+def _advantages(batch: Batch) -> dict[str, float]:
+    assert batch.advantages is not None
+    values = batch.advantages[batch.response_mask].float()
+    if not len(values):
+        return dict.fromkeys(("adv/mean", "adv/std", "adv/min", "adv/max", "adv/abs_mean", "adv/positive_frac"), NAN)
+    return {
+        "adv/mean": float(values.mean()),
+        "adv/std": float(values.std(correction=0)),
+        "adv/min": float(values.min()),
+        "adv/max": float(values.max()),
+        "adv/abs_mean": float(values.abs().mean()),
+        "adv/positive_frac": float((values > 0).float().mean()),
+    }
+
+
+def _scale(batch: Batch) -> dict[str, float]:
+    if batch.scale is None or not batch.response_mask.any():
+        return {"scale/mean": NAN, "scale/zero_frac": NAN}
+    values = batch.scale[batch.response_mask].float()
+    return {"scale/mean": float(values.mean()), "scale/zero_frac": float((values == 0).float().mean())}
+
+
+def _critic(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
+    out = {"value/loss": terms.mean("value_loss"), "value/mean": terms.mean("values"), "value/return_mean": terms.mean("returns")}
+    if batch.values is None or batch.returns is None:
+        return out | {"value/explained_variance": NAN}
+    return out | {"value/explained_variance": float(explained_variance(batch.values, batch.returns, batch.response_mask))}
+
+
+def _optimizer(terms: UpdateTerms) -> dict[str, float]:
+    norms = {who: sum(values) / len(values) if values else NAN for who, values in terms.norms.items()}
+    return {
+        "optim/grad_norm": norms["policy"],
+        "optim/lr": terms.rates["policy"],
+        "optim/updates": len(terms.norms["policy"]),
+        "optim/critic_grad_norm": norms["critic"],
+        "optim/critic_lr": terms.rates["critic"],
+        "optim/critic_updates": len(terms.norms["critic"]),
+        "optim/skipped_nonfinite": terms.skipped["nonfinite"],
+        "optim/skipped_no_signal": terms.skipped["no_signal"],
+        "optim/ended_by_target_kl": terms.skipped["target_kl"],
+    }
+
+
+class Clock:
+    """Seconds of the named parts of a step; "model" is what of them all went into passes of the model, sampling and optimisers.
+
+    between: seconds from the end of the step before, in which callbacks logged and saved; evaluations aside.
+    """
+
+    def __init__(self, between: float = 0.0) -> None:
+        self.started, self.between = time.perf_counter(), between
+        self.ended: float | None = None
+        self.current = ""  # the part under way, the innermost
+        self.worked = 0.0  # seconds that the processor worked for this process in the update
+        self.parts = {"generate": 0.0, "environment": 0.0, "reward": 0.0, "update": 0.0, "model": 0.0}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Measures a block, device work included; blocks of one name add up."""
+        begun, outer, self.current = time.perf_counter(), self.current, name
+        worked = time.process_time()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if name == "update":
+            self.worked += time.process_time() - worked
+        self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - begun
+        self.current = outer
+
+    def engine(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """An engine whose seconds count as "model", except for what environments do between the replies of an episode."""
+
+        @wraps(generate)
+        def run(*contexts: Any, follow: Callable[..., Any] | None = None, **settings: Any) -> Any:
+            def answered(*reply: Any) -> Any:
+                with self.part("environment"):
+                    return follow(*reply)  # type: ignore[misc]
+
+            between = self.parts["environment"]
+            with self.part("model"):
+                out = generate(*contexts, **settings) if follow is None else generate(*contexts, follow=answered, **settings)
+            self.parts["model"] -= self.parts["environment"] - between
+            return out
+
+        return run
+
+    def end(self) -> None:
+        """The step is over."""
+        self.ended = time.perf_counter()
+
+    def following(self, *, evaluated: float) -> Clock:
+        """The clock of the next step; `evaluated`: seconds of evaluations since the end of this one."""
+        return Clock(0.0 if self.ended is None else max(0.0, time.perf_counter() - self.ended - evaluated))
+
+    def total(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self.started
+
+
+def peak_memory(device: torch.device) -> float:
+    """Peak memory in GiB: of the device on CUDA, of the process elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def performance(batch: Batch, terms: UpdateTerms, clock: Clock, *, tokens: int, device: torch.device) -> dict[str, float]:
+    """Wall-clock figures of a step, and what packing saved in its updates; all of perf/* is left out where runs are compared for identity.
+
+    `tokens`: of the run so far.
+    """
+    seconds = clock.total()
+    return {
+        "tokens/total": tokens,
+        "tokens/sampled": int(batch.response_mask.sum()),
+        "perf/padding_frac": 1 - terms.packed / terms.padded if terms.padded else NAN,
+        "perf/shared_frac": 1 - terms.packed / terms.read if terms.read else NAN,
+        "perf/step_s": seconds,
+        "perf/tokens_per_s": int(batch.attention_mask.sum()) / seconds,
+        "perf/outside_model_frac": 1 - clock.parts["model"] / (seconds + clock.between),
+        "perf/between_s": clock.between,
+        **{f"perf/{name}_s": value for name, value in clock.parts.items()},
+        "perf/update_processor_s": clock.worked if device.type == "cpu" and ranks.size() == 1 else NAN,  # else it waits for others
+        "perf/peak_mem_gb": peak_memory(device),
+    }
+
+
+def refill_metrics(sampled: Sequence[Rollout], trained: Sequence[Rollout], *, group_size: int) -> dict[str, float]:
+    """batch/rollouts: trained on. group/sampled: prompts of the step; group/acceptance_rate: the share of them that was trained on."""
+    groups = len(sampled) // group_size
+    return {
+        "batch/rollouts": len(trained),
+        "group/sampled": groups,
+        "group/acceptance_rate": len({r.group for r in trained}) / groups,
+    }

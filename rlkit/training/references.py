@@ -1,0 +1,342 @@
+"""Reference policies: an (init, update) pair over explicit state, how to score with it, and what a checkpoint holds of it.
+
+`none` and `frozen` never move. `ema`, `periodic` and `on_kl` follow the policy, each by a rule of its own and all over the same
+state, `Moving`. Their numbers are keywords of `update`, where a schedule reaches them: `reference.update.decay`. Under LoRA only
+adapters move, so the reference is a second adapter on the one base model; else it is a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rlkit.distributed import ranks
+from rlkit.types import Reference, assumes
+
+ADAPTER = "reference"  # name of the second adapter under LoRA
+
+# ------------------------------------------------------------------------------------------------------- options
+
+
+def none() -> Reference:
+    """No reference: nothing is kept, nothing is scored."""
+    return Reference(name="none", init=lambda policy, **_: None, update=_keep, model=_no_model, save=_save_nothing, load=_load_nothing)
+
+
+def frozen(*, path: str | None = None, revision: str | None = None) -> Reference:
+    """The policy as it was when this began: at the start of the run, or of the phase that brings it. Or another model: a teacher.
+
+    At the start of the run: under LoRA the state is empty, since the start is the same model with its adapter off; otherwise it is a
+    copy of the weights, without gradient. Both are made again from model.path on resume and not checkpointed. Later than that the
+    state is that of a reference that could move (a second adapter under LoRA) and is checkpointed.
+
+    Args:
+      path: another model with the same vocabulary, a local folder or a hub id; loaded anew on resume. None: the policy itself.
+      revision: of a hub id.
+    Raises: ConfigError, when the reference is made, where the model cannot be loaded or has another vocabulary.
+    """
+    if path is not None:
+        load = functools.partial(_load_teacher, path=path, revision=revision)
+        return Reference(name="frozen", init=load, update=_keep, model=_frozen_model, save=_save_nothing, load=_load_nothing)
+    return Reference(name="frozen", init=_freeze, update=_keep, model=_frozen_model, save=_save_frozen, load=_load_frozen)
+
+
+def is_start(reference: Reference) -> bool:
+    """Whether a reference is the policy as it was when it began, for ever."""
+    return reference.init is _freeze
+
+
+def ema(*, decay: float) -> Reference:
+    """An exponential moving average of the policy: reference ← decay · reference + (1 - decay) · policy after every RL step.
+
+    Under LoRA the factors of the adapter are averaged, each by itself. The effective weights W + s·BA are then not the average of the
+    policy's: with averaging weights w, B̄ Ā = Σ w B A - Σ w (B - B̄)(A - Ā), and what is left out is the covariance of the factors over
+    the average's memory. Measured on the embedded model (rank 2, twenty steps of AdamW), as a share of the norm of the averaged change:
+    5 % at a learning rate of 0.001 and 13 % at 0.01 with decay 0.9; 54 % at 0.01 with decay 0.99 and gradients of pure noise. It
+    vanishes where the policy stands still. The average of the products has a higher rank, so no adapter of this rank can hold it.
+
+    Args:
+      decay: in [0, 1). 0 is the policy of one step ago; 0.99 looks back about 100 steps.
+    Raises: ValueError where decay is outside its range.
+    """
+    if not 0 <= decay < 1:
+        raise ValueError(f"decay={decay}: must be at least 0 and less than 1; for a reference that never moves choose reference=frozen")
+
+    return _moving("ema", functools.partial(_average, decay=decay))
+
+
+def _average(state: Moving, policy: nn.Module, *, decay: float, **_: Any) -> Moving:
+    return follow(state, policy, decay=decay)
+
+
+def periodic(*, every: int) -> Reference:
+    """A copy of the policy, taken anew after every `every` RL steps, counted from the start of the run.
+
+    Args:
+      every: RL steps, at least 1.
+    Raises: ValueError where every is less than 1.
+    """
+    if every < 1:
+        raise ValueError(f"every={every}: must be at least 1 RL step")
+
+    return _moving("periodic", functools.partial(_copy_each, every=every))
+
+
+def _copy_each(state: Moving, policy: nn.Module, *, every: int, step: int, **_: Any) -> Moving:
+    return follow(state, policy) if step % every == 0 else state
+
+
+def on_kl(*, threshold: float, measure: Literal["accumulated", "distance"] = "accumulated") -> Reference:
+    """A copy of the policy, taken again once it has moved too far from the last copy.
+
+    accumulated: Σ of the steps' KL since the last copy > threshold; then the sum starts at 0 again
+    distance:    the last step's KL > threshold
+
+    A step's KL is the mean per token of the estimator that `kl` names, at the policy before each update of the step. It is a level, the
+    distance from the reference, and not the distance moved in that step. So the accumulated measure adds levels: a policy that
+    stays 0.05 nats away passes a threshold of 0.5 after 11 steps, and by distance never. A step without a finite KL adds nothing and
+    copies nothing.
+
+    Args:
+      threshold: nats per token, greater than 0.
+      measure: accumulated or distance, as above.
+    Raises: ValueError where threshold is not positive, or the measure is neither.
+    """
+    if not threshold > 0:
+        raise ValueError(f"threshold={threshold}: must be greater than 0 nats; to copy after every step choose reference=periodic")
+    if measure not in ("accumulated", "distance"):
+        raise ValueError(f"measure={measure}: must be accumulated or distance")
+    return _moving("on_kl", functools.partial(_copy_beyond, threshold=threshold, accumulated=measure == "accumulated"))
+
+
+def _copy_beyond(state: Moving, policy: nn.Module, *, threshold: float, accumulated: bool, kl: float, **_: Any) -> Moving:
+    measured = (kl if math.isfinite(kl) else 0.0) + (state.kl if accumulated else 0.0)
+    if measured > threshold:
+        return follow(state, policy)._replace(kl=0.0)
+    return state._replace(kl=measured if accumulated else 0.0)
+
+
+# ------------------------------------------------------------------------------------------- references that move
+
+
+class Moving(NamedTuple):
+    """The state of a reference that moves. Every mapping goes by the policy's own names; `update` writes the tensors in place."""
+
+    weights: Mapping[str, Tensor]  # what is averaged, in float32 or wider: in bfloat16 a decay of 0.999 moves nothing
+    scored: Mapping[str, Tensor]  # what scoring reads: the same tensors, unless the policy is narrower than float32
+    buffers: Mapping[str, Tensor]  # always copies of the policy's
+    model: nn.Module | None  # the copy that they belong to; None under LoRA, where the policy holds both adapters
+    kl: float = 0.0  # nats since the last copy (on_kl)
+
+
+def shard_state(state: nn.Module | Moving | None, policy: nn.Module, mesh: Any) -> nn.Module | Moving | None:
+    """The state of a reference as shards over the ranks of the mesh (rlkit.distributed.ranks.shard): of a model of its own, or of the
+    second adapter of a policy that has been sharded by now. Unchanged where it is that already.
+    """
+    if isinstance(state, Moving) and state.model is None:
+        scored = _twins(policy)
+        return Moving(_averaged(scored), scored, {}, None, state.kl)
+    model = state.model if isinstance(state, Moving) else state
+    if model is None or ranks.sharded(model):
+        return state
+    ranks.shard(model, mesh)
+    return track(model)._replace(kl=state.kl) if isinstance(state, Moving) else state
+
+
+def _moving(name: str, update: Callable[..., Moving]) -> Reference:
+    return Reference(name=name, init=_start, update=update, model=_moving_model, save=_save_moving, load=_load_moving)
+
+
+def _start(policy: nn.Module, **_: Any) -> Moving:
+    """The reference equal to the policy as it is now."""
+    if hasattr(policy, "disable_adapter"):
+        scored = _second_adapter(policy)
+        return Moving(_averaged(scored), scored, {}, None)
+    return track(ranks.twin(policy))
+
+
+def track(model: nn.Module) -> Moving:
+    """The state of a reference that is this very model: `follow` writes into it. Only what is narrower than float32 is copied."""
+    scored = dict(model.named_parameters())
+    return Moving(_averaged(scored), scored, dict(model.named_buffers()), model)
+
+
+def _averaged(scored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.detach().to(torch.promote_types(t.dtype, torch.float32)) for name, t in scored.items()}
+
+
+@torch.no_grad()
+def follow(state: Moving, policy: nn.Module, *, decay: float = 0.0) -> Moving:
+    """Moves the reference to decay · reference + (1 - decay) · policy; buffers are copied. With decay 0 all is copied, bit for bit."""
+    ranks.reshard(policy, state.model)  # what scoring has left gathered would keep the old weights
+    parameters, buffers = dict(policy.named_parameters()), dict(policy.named_buffers())
+    for name, weight in state.weights.items():
+        weight.lerp_(parameters[name].to(weight.dtype), 1 - decay)
+    for name, buffer in state.buffers.items():
+        buffer.copy_(buffers[name])
+    _show(state)
+    return state
+
+
+def _show(state: Moving) -> None:
+    """What is averaged becomes what is scored with; most often they are the same tensors."""
+    for name, weight in state.weights.items():
+        if weight.data_ptr() != state.scored[name].data_ptr():
+            state.scored[name].copy_(weight)
+
+
+@contextmanager
+def _moving_model(state: Moving, policy: nn.Module) -> Iterator[nn.Module]:
+    with torch.no_grad():
+        if state.model is not None:
+            yield state.model
+            return
+        active: Any = policy.active_adapter
+        _activate(policy, ADAPTER)
+        try:
+            yield policy
+        finally:
+            _activate(policy, active)
+
+
+def _save_moving(state: Moving) -> dict[str, Any]:
+    return {"weights": dict(state.weights), "buffers": dict(state.buffers), "kl": state.kl}
+
+
+@torch.no_grad()
+def _load_moving(state: Moving, policy: nn.Module, saved: Mapping[str, Any]) -> Moving:
+    """The saved state. Where nothing was saved (the run had a frozen reference so far), the start stays: it is the same."""
+    if not saved:
+        return state
+    for live, kept in ((state.weights, saved["weights"]), (state.buffers, saved["buffers"])):
+        if live.keys() != kept.keys():
+            odd = sorted(live.keys() ^ kept.keys())
+            raise ValueError(f"reference: the checkpoint is of another model: {len(odd)} names differ, the first is '{odd[0]}'")
+        for name, tensor in kept.items():
+            live[name].copy_(ranks.like(tensor, live[name]))
+    _show(state)
+    return state._replace(kl=saved["kl"])
+
+
+# ------------------------------------------------------------------------------------------------- adapters of PEFT
+
+
+def _second_adapter(policy: Any) -> dict[str, Tensor]:
+    """Adds the reference's adapter, equal to the active one, and gives its tensors by the names of the policy's."""
+    active, grads = policy.active_adapter, _gradients(policy)
+    if ADAPTER not in policy.peft_config:
+        on = {p.device for p in policy.parameters() if p.device.type == "cuda"}
+        with torch.random.fork_rng(devices=on):  # its random start is overwritten: nobody else's numbers change
+            policy.add_adapter(ADAPTER, copy.deepcopy(policy.peft_config[active]))
+    parameters, pairs = dict(policy.named_parameters()), _twins(policy)
+    with torch.no_grad():
+        for name, tensor in pairs.items():
+            tensor.copy_(parameters[name])
+    _restore(grads)
+    return pairs
+
+
+def _twins(policy: Any) -> dict[str, Tensor]:
+    """The tensors of the reference's adapter, without gradient, by the names of those of the active one."""
+    parameters = dict(policy.named_parameters())
+    twins = {name: ".".join(ADAPTER if part == policy.active_adapter else part for part in name.split(".")) for name in parameters}
+    pairs = {name: parameters[twin] for name, twin in twins.items() if twin != name and twin in parameters}
+    return {name: tensor.requires_grad_(False).detach() for name, tensor in pairs.items()}
+
+
+def _activate(policy: Any, adapter: str) -> None:
+    """Switches adapters. PEFT's own switch also decides what is trained, which here stays as it is."""
+    grads = _gradients(policy)
+    policy.set_adapter(adapter)
+    _restore(grads)
+
+
+def _gradients(policy: nn.Module) -> list[tuple[nn.Parameter, bool]]:
+    return [(p, p.requires_grad) for p in policy.parameters()]
+
+
+def _restore(grads: list[tuple[nn.Parameter, bool]]) -> None:
+    for parameter, wanted in grads:
+        parameter.requires_grad_(wanted)
+
+
+# ------------------------------------------------------------------------------------- references that never move
+
+
+def _keep(state: Any, policy: nn.Module, **progress: Any) -> Any:
+    return state
+
+
+def _save_nothing(state: Any) -> dict[str, Any]:
+    return {}
+
+
+def _load_nothing(state: Any, policy: nn.Module, saved: Mapping[str, Any]) -> Any:
+    return state
+
+
+def _freeze(policy: nn.Module, *, step: int = 0) -> nn.Module | Moving | None:
+    if step > 0:
+        return _start(policy)
+    if hasattr(policy, "disable_adapter"):
+        return None
+    return ranks.twin(policy)
+
+
+@assumes("same_vocabulary")
+def _load_teacher(policy: Any, *, path: str, revision: str | None, **_: Any) -> nn.Module:
+    """Another model on the policy's device and in its precision. The two must mean the same by an id."""
+    from rlkit.errors import ConfigError
+    from rlkit.models import check_vocabulary, pretrained_model
+    from rlkit.models.load import check_weights
+
+    own = policy.get_base_model() if hasattr(policy, "disable_adapter") else policy
+    weight = own.get_output_embeddings().weight
+    if own.name_or_path:
+        check_vocabulary(own.name_or_path, path, teacher_revision=revision)
+    try:
+        teacher = pretrained_model(path, dtype=weight.dtype, revision=revision)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path=", "reference.path=", 1)) from error
+    check_weights(teacher, path, "reference.path")
+    return teacher.to(weight.device).requires_grad_(False).eval()
+
+
+def _save_frozen(state: nn.Module | Moving | None) -> dict[str, Any]:
+    return {"frozen": _save_moving(state)} if isinstance(state, Moving) else {}
+
+
+def _load_frozen(state: nn.Module | Moving | None, policy: nn.Module, saved: Mapping[str, Any]) -> Any:
+    if "frozen" not in saved:  # it began with the run, or the run had another reference before
+        return state
+    return _load_moving(state if isinstance(state, Moving) else _start(policy), policy, saved["frozen"])
+
+
+@contextmanager
+def _frozen_model(state: nn.Module | Moving | None, policy: nn.Module) -> Iterator[nn.Module]:
+    with torch.no_grad():
+        if isinstance(state, Moving):
+            with _moving_model(state, policy) as model:
+                yield model
+        elif state is not None:
+            yield state
+        else:
+            ranks.reshard(policy)  # PEFT switches gradients off and on, which has to be on the same tensors: the shards
+            with policy.disable_adapter():  # type: ignore[operator]
+                try:
+                    yield policy
+                finally:
+                    ranks.reshard(policy)
+
+
+@contextmanager
+def _no_model(state: None, policy: nn.Module) -> Iterator[nn.Module]:
+    raise ValueError("reference: none is configured, so there is nothing to score with; choose reference=frozen")
+    yield policy

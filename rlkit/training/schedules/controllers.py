@@ -1,0 +1,117 @@
+"""Numbers that follow what a run measures: each function here makes a Controller, whose state is explicit."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+
+from rlkit.training.schedules.conditions import Condition, condition, streak
+from rlkit.training.schedules.functions import linear
+from rlkit.types import Controller
+
+
+def on_metric(*, when: str, before: float, after: float, steps: int = 0) -> Controller:
+    """`before` until a condition holds, then `after`, for good: also where the condition fails again.
+
+    Args:
+      when: a condition, "reward/mean > 0.8 for 5".
+      steps: RL steps of a line from before to after; with 0 or 1 the next step has `after`.
+    Raises: ValueError where the condition cannot be read, or steps is negative.
+    """
+    if steps < 0:
+        raise ValueError(f"steps={steps}: must not be negative")
+    return Controller(
+        init=functools.partial(_state, value=before, streak=0, since=0),
+        update=functools.partial(_on_metric, when=condition(when), before=before, after=after, steps=steps),
+    )
+
+
+def _on_metric(
+    state: Mapping[str, float], metrics: Mapping[str, float], *, when: Condition, before: float, after: float, steps: int
+) -> dict[str, float]:
+    held = streak(when, state["streak"], metrics)
+    since = state["since"] + 1 if state["since"] or held >= when.times else 0
+    return {"value": linear(int(since), start=before, end=after, steps=max(1, steps)), "streak": held, "since": since}
+
+
+def adaptive(
+    *, start: float, target: float, horizon: float = 0.1, limit: float = 0.2, metric: str = "kl/ref_k3", steps: int | None = None
+) -> Controller:
+    """A coefficient that keeps a divergence near a target.
+
+    After each RL step it is multiplied by 1 + clip(KL / target - 1, ±limit) · min(1, 1 / (horizon · steps)).
+    Ziegler et al. 2019, arXiv:1909.08593, section 2.2, who count the horizon in rollouts: H of them, n in a step, are
+    horizon = H / (n · steps). As a share of the run the coefficient can move as far in a short run as in a long one: at the
+    defaults by a factor of about e² either way. A step without a finite KL changes nothing.
+
+    Args:
+      start: coefficient of the first step, greater than 0: it is only ever multiplied.
+      target: nats, greater than 0, in the unit of `metric`.
+      horizon: share of `steps` over which it may change by the share `limit`, in (0, 1].
+      limit: largest relative error that counts, in (0, 1).
+      metric: what is held at the target. kl/ref_k3 is nats per token.
+      steps: RL steps that the horizon is a share of; None: those that the controller spans, the run's or its phase's.
+    Raises: ValueError where a number is outside its range.
+    """
+    for name, value in (("start", start), ("target", target)):
+        if not value > 0:
+            raise ValueError(f"{name}={value}: must be greater than 0")
+    if not 0 < horizon <= 1:
+        raise ValueError(f"horizon={horizon}: is a share of the run's steps, greater than 0 and at most 1; 0.1 is a tenth of the run")
+    if not 0 < limit < 1:
+        raise ValueError(f"limit={limit}: must be greater than 0 and less than 1")
+    update = functools.partial(_adaptive, target=target, horizon=horizon, limit=limit, metric=metric, steps=steps)
+    return Controller(init=functools.partial(_state, value=start), update=update)
+
+
+def _adaptive(
+    state: Mapping[str, float],
+    metrics: Mapping[str, float],
+    *,
+    target: float,
+    horizon: float,
+    limit: float,
+    metric: str,
+    steps: int | None,
+) -> dict[str, float]:
+    if steps is None:
+        raise ValueError("steps=None: outside a schedule, which knows the run's length, give adaptive the number of steps")
+    divergence = metrics.get(metric, math.nan)
+    if not math.isfinite(divergence):
+        return dict(state)
+    error = max(-limit, min(limit, divergence / target - 1))
+    return {"value": state["value"] * (1 + error * min(1.0, 1 / (horizon * steps)))}
+
+
+def adaptive_entropy(
+    *, start: float = 0.0, target: float = 0.2, step: float = 0.005, low: float = 0.0, high: float = 1.0, metric: str = "policy/entropy"
+) -> Controller:
+    """A coefficient that keeps the entropy near a target: + step after a step below it, - step above it, within [low, high].
+
+    After He et al. 2025, arXiv:2505.22312, as TRL has it. A step without a finite entropy changes nothing.
+
+    Args:
+      target: nats per sampled token.
+      step: greater than 0.
+      low, high: bounds of the coefficient, low ≤ start ≤ high.
+    Raises: ValueError where a number is outside its range.
+    """
+    if not step > 0:
+        raise ValueError(f"step={step}: must be greater than 0")
+    if not low <= start <= high:
+        raise ValueError(f"low={low}, start={start}, high={high}: must ascend")
+    update = functools.partial(_adaptive_entropy, target=target, step=step, low=low, high=high, metric=metric)
+    return Controller(init=functools.partial(_state, value=start), update=update)
+
+
+def _adaptive_entropy(
+    state: Mapping[str, float], metrics: Mapping[str, float], *, target: float, step: float, low: float, high: float, metric: str
+) -> dict[str, float]:
+    entropy = metrics.get(metric, math.nan)
+    change = step * ((entropy < target) - (entropy > target))  # nan is neither
+    return {"value": max(low, min(high, state["value"] + change))}
+
+
+def _state(**numbers: float) -> dict[str, float]:
+    return dict(numbers)

@@ -1,0 +1,85 @@
+"""What of a schedule cannot run, or is probably not meant, as sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlkit.training.schedules.conditions import condition
+from rlkit.training.schedules.paths import flat
+from rlkit.training.schedules.progress import PHASED, Phase, Progress, inline_controllers, phase_steps, phases, watched
+from rlkit.types import Controller
+
+RESETS = ("optimizer", "reference")
+
+
+def schedule_problems(experiment: Any) -> list[str]:
+    """What of a schedule cannot run, as sentences."""
+    problems, given = [], experiment.schedule.phases
+    for name, phase in given.items():
+        where = f"schedule.phases.{name}"
+        if not isinstance(phase, Phase):
+            problems.append(f"{where}: is no phase; give it the _target_ rlkit.training.schedules.Phase, or take it out with ~{where}")
+            continue
+        problems += [
+            f"{where}.{group}: must be whole, since a phase shares no part of a group; choose +{group}@{where}.{group}=OPTION first"
+            for group in PHASED
+            if isinstance(getattr(phase, group), Mapping)
+        ]
+    if problems:
+        return problems
+    shared = [("schedule.numbers", experiment.schedule.paths)]
+    for where, paths in [*shared, *((f"schedule.phases.{name}.numbers", flat(phase.numbers)) for name, phase in given.items())]:
+        problems += [
+            f"{where}.{path}={f!r}: is no function of the step; give it a _target_ such as "
+            "rlkit.training.schedules.constant with _partial_: true"
+            for path, f in paths.items()
+            if not callable(f) and not isinstance(f, Controller)
+        ]
+    for name, phase in given.items():
+        where = f"schedule.phases.{name}"
+        if phase.until is None and name != list(given)[-1]:
+            problems.append(f"{where}: has no end, so no later phase begins; set {where}.until to RL steps or to a condition")
+        if isinstance(phase.until, int) and phase.until < 1:
+            problems.append(f"{where}.until={phase.until}: must be at least 1 RL step")
+        if isinstance(phase.until, float) and not 0 < phase.until < 1:
+            problems.append(f"{where}.until={phase.until}: a share of the run's steps lies between 0 and 1; RL steps are a whole number")
+        if isinstance(phase.until, str):
+            try:
+                condition(phase.until)
+            except ValueError as error:
+                problems.append(f"{where}.until: {error}")
+        problems += [f"{where}.reset: '{word}' is not one of {', '.join(RESETS)}" for word in phase.reset if word not in RESETS]
+    for position in range(len(given) or 1) if not problems else ():
+        problems += [
+            f"{path}: waits for '{metric}', but test problems must not decide what a run does; wait for 'eval/{metric[5:]}' (validation)"
+            for path, metric in watched(experiment, Progress(phase=position)).items()
+            if metric.startswith("test/")
+        ]
+    if not problems and (experiment.evaluation.n == 0 or experiment.evaluation.every == 0):
+        for position in range(len(given) or 1):
+            problems += [
+                f"{path}: waits for '{metric}', which is measured of validation problems only; set evaluation.every and evaluation.n"
+                for path, metric in watched(experiment, Progress(phase=position)).items()
+                if metric.startswith("eval/")
+            ]
+    for name, x in phases(experiment).items():
+        where = f"schedule.phases.{name}: " if name else ""
+        twice = x.schedule.paths.keys() & dict(inline_controllers(x._replace(schedule=None))).keys()
+        problems += [f"{where}{path}: is set by a controller and by schedule.numbers.{path}; keep one of the two" for path in sorted(twice)]
+    return problems
+
+
+def schedule_warnings(experiment: Any) -> list[str]:
+    """What of a schedule is legal but probably not meant."""
+    out, steps, given = [], 0, experiment.schedule.phases
+    for position, (name, phase) in enumerate(given.items()):
+        where, until = f"schedule.phases.{name}.until={phase.until}", phase_steps(phase.until, experiment.trainer.steps)
+        if position + 1 == len(given):
+            out += [] if phase.until is None else [f"{where}: is without effect: the last phase ends with the run (trainer.steps)"]
+            continue
+        steps += until or 1
+        if steps >= experiment.trainer.steps:
+            out.append(f"{where}: ends at step {steps} or later, and trainer.steps={experiment.trainer.steps}: no later phase begins")
+            break
+    return out

@@ -1,0 +1,252 @@
+"""The course of a run: its phases, how far it is, and the experiment of each step.
+
+start ──▶ at ──▶ one RL step ──▶ advance ──▶ at ──▶ …        Progress is all that a checkpoint has to hold of it
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from rlkit.errors import nearest
+from rlkit.training.schedules.conditions import Condition, condition, streak
+from rlkit.training.schedules.paths import fields, flat, replace, settable
+from rlkit.types import Controller
+
+PHASED = ("algorithm", "kl", "reference", "reward")  # the groups that a phase may replace
+
+
+class Phase(NamedTuple):
+    """A part of the run with groups of its own. A group that is None is that of the whole run.
+
+    until      the phase ends
+    20         after 20 RL steps of its own
+    0.5        after this share of the run's steps (trainer.steps), greater than 0 and less than 1, in steps of its own
+    text       once a condition holds, "reward/mean > 0.8 for 5"
+    function   once it gives True: (metrics) or (metrics, steps in the phase) → bool
+    None       never: for the last phase alone
+
+    Steps of its `numbers` count from its start. They stand before the schedule's own, whose steps count over the whole run.
+    """
+
+    algorithm: Any
+    kl: Any = None
+    reference: Any = None
+    reward: Any = None
+    until: int | float | str | Callable[..., bool] | None = None
+    numbers: Mapping[str, Any] = {}
+    reset: Sequence[Literal["optimizer", "reference"]] = ()  # what starts anew when the phase begins, beside what it replaces
+
+
+class Schedule(NamedTuple):
+    """`numbers` maps a path (kl.coef, optimizer.lr, algorithm.policy_loss.clip_high) to a function or a Controller.
+
+    A path is a dotted key, {"kl.coef": f}, or nested mappings, {"kl": {"coef": f}}, which a command line can override.
+    A function takes the step, counted from 0; where its second positional parameter is `value`, also the configured number. One
+    whose keyword `steps` is None is given the steps that it spans: those of the run (trainer.steps), or of the phase that brings it.
+    `phases` maps names to phases, in order. `name` is that of a run with phases, which no algorithm alone describes.
+    """
+
+    numbers: Mapping[str, Any] = {}
+    phases: Mapping[str, Phase] = {}
+    name: str = ""
+
+    @property
+    def paths(self) -> dict[str, Callable[..., float] | Controller]:
+        """Dotted path → function or Controller, of the whole run; those of a phase are in `phases(experiment)[name].schedule`."""
+        return flat(self.numbers)
+
+
+class Progress(NamedTuple):
+    """How far a run is: plain numbers, which go into the checkpoint as `_asdict()`."""
+
+    step: int = 0  # RL steps done
+    phase: int = 0  # position among the phases
+    since: int = 0  # RL step at which it began
+    streak: int = 0  # steps in a row on which its end condition has held
+    controllers: Mapping[str, Mapping[str, float]] = {}  # path → state
+
+
+def start(experiment: Any) -> Progress:
+    """The progress of a run that has not begun."""
+    first = next(iter(phases(experiment).values()))
+    return Progress(controllers={path: dict(c.init()) for path, c in controllers_of(first).items()})
+
+
+def phases(experiment: Any) -> dict[str, Any]:
+    """Name → the experiment of that phase: its groups in place, its own numbers before the shared ones, no phases.
+
+    A run without phases is one phase of the name "".
+    """
+    schedule = experiment.schedule
+    if not schedule.phases:
+        return {"": experiment}
+    return {
+        name: experiment._replace(
+            **{group: getattr(phase, group) for group in PHASED if getattr(phase, group) is not None},
+            schedule=Schedule(schedule.paths | flat(phase.numbers)),
+        )
+        for name, phase in schedule.phases.items()
+    }
+
+
+def _current(experiment: Any, progress: Progress) -> tuple[Phase | None, Any]:
+    """The phase in force, if there are any, and its experiment."""
+    given = list(experiment.schedule.phases.values())
+    return given[progress.phase] if given else None, list(phases(experiment).values())[progress.phase]
+
+
+def controllers_of(experiment: Any) -> dict[str, Controller]:
+    """Path → Controller, of the experiment of one phase: those that stand in place of a number, and those of its schedule."""
+    scheduled = {path: f for path, f in experiment.schedule.paths.items() if isinstance(f, Controller)}
+    return dict(inline_controllers(experiment._replace(schedule=None))) | scheduled
+
+
+def inline_controllers(node: Any, prefix: str = "") -> Iterator[tuple[str, Controller]]:
+    """(path, Controller) of those that stand in place of a number."""
+    for key, value in fields(node).items():
+        if isinstance(value, Controller):
+            yield f"{prefix}{key}", value
+        else:
+            yield from inline_controllers(value, f"{prefix}{key}.")
+
+
+def at(experiment: Any, progress: Progress) -> Any:
+    """The experiment of the step to come: the phase's groups in place, and every scheduled number a plain number.
+
+    Raises: KeyError naming the path that binds nothing.
+    """
+    phase, x = _current(experiment, progress)
+    own = flat(phase.numbers) if phase else {}
+    for path, controller in controllers_of(x).items():
+        state = progress.controllers.get(path, controller.init())
+        x = replace(x, path.split("."), functools.partial(_in_force, state), path)
+    for path, function in x.schedule.paths.items():
+        if not isinstance(function, Controller):
+            step = progress.step - progress.since if path in own else progress.step
+            function = _spanning(function, _span(experiment, progress, own=path in own))
+            x = replace(x, path.split("."), functools.partial(_value, function, step), path)
+    return x
+
+
+def phase_steps(until: Any, steps: int) -> int | None:
+    """The RL steps after which a phase of a run of `steps` ends; None where no number says so."""
+    if isinstance(until, float):
+        return max(1, round(until * steps))
+    return until if isinstance(until, int) else None
+
+
+def _span(experiment: Any, progress: Progress, *, own: bool) -> int:
+    """RL steps that a number without a length of its own spans: the run's, or those of the phase in force where that brings it.
+
+    A phase whose end is not known beforehand is taken to last until the end of the run.
+    """
+    steps = experiment.trainer.steps
+    if not own:
+        return steps
+    left = max(1, steps - progress.since)
+    phase, _ = _current(experiment, progress)
+    return min(left, phase_steps(phase.until, steps) or left) if phase is not None else left
+
+
+def _spanning(function: Callable[..., Any], steps: int) -> Callable[..., Any]:
+    """The function with `steps`, where it takes them and has none of its own."""
+    taken = inspect.signature(function).parameters.get("steps")
+    return functools.partial(function, steps=steps) if taken is not None and taken.default is None else function
+
+
+def _brought(phase: Phase | None, path: str) -> bool:
+    """Whether the phase brings the number at a path: by its own numbers, or by a group that it replaces."""
+    group = path.partition(".")[0]
+    return phase is not None and (path in flat(phase.numbers) or (group in PHASED and getattr(phase, group) is not None))
+
+
+def _value(function: Callable[..., float], step: int, configured: float) -> float:
+    return function(step, configured) if _positional(function) > 1 else function(step)
+
+
+def _in_force(state: Mapping[str, float], configured: Any) -> float:
+    return state["value"]
+
+
+def values(experiment: Any, progress: Progress) -> dict[str, float]:
+    """Path → value in the step to come, of every scheduled number and every Controller."""
+    x = at(experiment, progress)
+    paths = x.schedule.paths | controllers_of(_current(experiment, progress)[1])
+    return {path: float(functools.reduce(lambda node, key: settable(node)[key], path.split("."), x)) for path in paths}
+
+
+def lengthened(experiment: Any, progress: Progress, *, before: int) -> str:
+    """What another trainer.steps changes in a run that goes on, as a sentence; "" where it is the same."""
+    steps = experiment.trainer.steps
+    if before == steps:
+        return ""
+    was = values(experiment._replace(trainer=experiment.trainer._replace(steps=before)), progress)
+    now = values(experiment, progress)
+    moved = [f"{path} was to be {was[path]:.4g}, is {now[path]:.4g}" for path in now if was[path] != now[path]]
+    curve = f"; from step {progress.step + 1} on the new curves hold: {', '.join(moved)}" if moved else ""
+    return f"trainer.steps was {before}, is {steps}{curve}"
+
+
+def advance(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> Progress:
+    """The progress after an RL step that measured `metrics`.
+
+    Controllers move; where the phase's end condition holds the next phase begins. Then controllers that it brings start anew,
+    and those that both phases share go on.
+    """
+    phase, x = _current(experiment, progress)
+    now = controllers_of(x)
+    states = {}
+    for path, controller in now.items():
+        update = _spanning(controller.update, _span(experiment, progress, own=_brought(phase, path)))
+        states[path] = dict(update(progress.controllers.get(path, controller.init()), metrics))
+    progress = progress._replace(step=progress.step + 1, controllers=states)
+    if phase is None or progress.phase + 1 == len(experiment.schedule.phases):
+        return progress
+    ended, held = _ended(phase_steps(phase.until, experiment.trainer.steps) or phase.until, progress, metrics)
+    if not ended:
+        return progress._replace(streak=held)
+    progress = progress._replace(phase=progress.phase + 1, since=progress.step, streak=0)
+    then = controllers_of(_current(experiment, progress)[1])
+    kept = {path: states[path] if now.get(path) is c else dict(c.init()) for path, c in then.items()}
+    return progress._replace(controllers=kept)
+
+
+def watched(experiment: Any, progress: Progress) -> dict[str, str]:
+    """Path → the metric that it follows, in the phase in force: controllers, and the condition that ends the phase."""
+    phase, x = _current(experiment, progress)
+    out = {}
+    for path, controller in controllers_of(x).items():
+        numbers = getattr(controller.update, "keywords", {})
+        metric = numbers["when"].metric if isinstance(numbers.get("when"), Condition) else numbers.get("metric")
+        if isinstance(metric, str):
+            out[path] = metric
+    if phase is not None and isinstance(phase.until, str):
+        out[f"schedule.phases.{list(experiment.schedule.phases)[progress.phase]}.until"] = condition(phase.until).metric
+    return out
+
+
+def unmeasured(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> list[str]:
+    """Sentences on what waits for a metric that a step has not measured. Those of validation problems (eval/…) are not of every step."""
+    return [
+        f"{path}: waits for '{metric}', which is not measured.{nearest(metric, metrics)} Every step measures: {', '.join(sorted(metrics))}"
+        for path, metric in watched(experiment, progress).items()
+        if metric not in metrics and not metric.startswith("eval/")
+    ]
+
+
+def _ended(until: Any, progress: Progress, metrics: Mapping[str, float]) -> tuple[bool, int]:
+    """Whether the phase is over, and the steps in a row on which its condition has held."""
+    steps = progress.step - progress.since
+    if isinstance(until, str):
+        held = streak(condition(until), progress.streak, metrics)
+        return held >= condition(until).times, held
+    if callable(until):
+        return bool(until(metrics, steps) if _positional(until) > 1 else until(metrics)), 0
+    return until is not None and steps >= until, 0
+
+
+def _positional(function: Callable[..., Any]) -> int:
+    return sum(p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY) for p in inspect.signature(function).parameters.values())

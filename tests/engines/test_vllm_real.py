@@ -1,0 +1,177 @@
+"""vLLM itself, on a CPU, against the reference engine. It needs the environment of tests/vllm_env.sh; elsewhere it is skipped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from rlkit.engines import VLLM, generate
+from rlkit.environments import calculator, tool_schema
+from rlkit.episodes import assemble, collect
+from rlkit.errors import EngineError
+from rlkit.functional import mix
+from rlkit.models import LoRA, encode_prompt, load_policy, pack, score
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: tests/vllm_env.sh"),
+    pytest.mark.filterwarnings("ignore"),  # its own, of what it imports
+]
+QUESTIONS = ("Ann has 3 pens. Ann buys 4 more. How many pens does Ann have now?", "Ben has 5 hats.", "Ida has 20 boxes of 9 figs.")
+ROUNDING = 1e-4  # nats: two orders of summation in float32
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return load_policy(path="tiny")
+
+
+@pytest.fixture(scope="module")
+def contexts(policy):
+    return [tuple(encode_prompt(policy.codec, [{"role": "user", "content": q}], [tool_schema(calculator)])) for q in QUESTIONS]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """In this process; a token budget as small as the tests, so that it starts in seconds."""
+    return VLLM(max_rows=64, arguments={"kv_cache_memory_bytes": 1 << 28})
+
+
+def adapter():
+    """The embedded model with an adapter, its A drawn from a seed: some draws are so badly conditioned that rounding passes ROUNDING."""
+    torch.manual_seed(0)
+    return load_policy(path="tiny", lora=LoRA(rank=3))
+
+
+def move(policy, scale: float) -> None:
+    """A change of the trained weights that changes replies."""
+    with torch.no_grad():
+        for name, weight in policy.model.named_parameters():
+            if "lora_B" in name or (weight.requires_grad and "norm" in name):
+                weight.add_(scale * torch.randn(weight.shape, generator=torch.Generator().manual_seed(int(1000 * scale))))
+
+
+def agree(engine, policy, contexts, *, temperature: float = 0.0) -> list[tuple[int, ...]]:
+    """The greedy replies are those of the reference engine, their log-probs equal up to rounding."""
+    ours = engine(policy, contexts, [1, 2, 3], max_new_tokens=24, temperature=temperature)
+    theirs = generate(policy, contexts, [1, 2, 3], max_new_tokens=24, temperature=temperature)
+    assert [(g.token_ids, g.finish_reason) for g in ours] == [(g.token_ids, g.finish_reason) for g in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=ROUNDING)
+    return [g.token_ids for g in ours]
+
+
+def test_greedy_replies_follow_the_weights(policy, engine, contexts):
+    """After every change of the weights, and with a fused optimizer, which moves no version counter."""
+    seen = [agree(engine, policy, contexts)]
+    move(policy, 0.3)
+    seen.append(agree(engine, policy, contexts))
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=0.01, fused=True)
+    for weight in policy.model.parameters():
+        weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(4))
+    optimizer.step()
+    optimizer.zero_grad()
+    seen.append(agree(engine, policy, contexts))
+    assert len({tuple(s) for s in seen}) == 3
+    policy.model.load_state_dict(load_policy(path="tiny").model.state_dict())
+    assert agree(engine, policy, contexts) == seen[0]
+
+
+def test_weights_that_stay_are_not_pushed_again(policy, engine, contexts, monkeypatch):
+    agree(engine, policy, contexts)
+    monkeypatch.setattr(engine.backend, "push_weights", None)
+    agree(engine, policy, contexts)
+
+
+def test_sampled_replies_are_those_of_their_seeds_with_log_probs_after_temperature(policy, engine, contexts):
+    """Alone, together and in another order; their log-probs are the trainer's at that temperature."""
+    settings = {"max_new_tokens": 16, "temperature": 2.0}
+    together = engine(policy, contexts * 2, [7, 8, 9, 10, 11, 12], **settings)
+    assert [g.token_ids for g in engine(policy, contexts[2:] * 2, [12, 9], **settings)] == [together[5].token_ids, together[2].token_ids]
+    assert len({g.token_ids for g in together}) > 3
+    for context, reply in zip(contexts * 2, together, strict=True):
+        ids = torch.tensor([context + reply.token_ids])
+        mask = torch.arange(ids.shape[1])[None] >= len(context)
+        with torch.no_grad():
+            expected = score(policy.model, pack(ids, mask), temperature=2.0).logprobs[mask]
+        torch.testing.assert_close(torch.tensor(reply.logprobs), expected, rtol=0, atol=ROUNDING)
+        assert (reply.finish_reason == "stop") == (reply.token_ids[-1] in policy.eos_token_ids)
+        assert len(reply.token_ids) == 16 or reply.finish_reason == "stop"
+
+
+def test_samples_have_the_distribution_of_the_policy(policy, engine, contexts):
+    """First tokens of 2,000 replies at temperature 2: Pearson's χ² over cells of about a sixty-fourth of the probability each."""
+    n, cells = 2000, 64
+    replies = engine(policy, contexts[:1] * n, [mix(5, i) for i in range(n)], max_new_tokens=1, temperature=2.0)
+    with torch.no_grad():
+        probabilities = (policy.model(torch.tensor([contexts[0]])).logits[0, -1] / 2.0).softmax(-1)
+    order = probabilities.argsort(descending=True)
+    before = probabilities[order].cumsum(0) - probabilities[order]
+    cell = torch.empty_like(order).scatter_(0, order, (before * cells).long().clamp(max=cells - 1))
+    expected = n * torch.zeros(cells).index_add_(0, cell, probabilities)
+    found = torch.bincount(cell[[g.token_ids[0] for g in replies]], minlength=cells)
+    full = expected > 0  # a likely token is several cells by itself
+    chi, degrees = float(((found - expected)[full] ** 2 / expected[full]).sum()), int(full.sum()) - 1
+    assert degrees >= 8 and found[~full].sum() == 0 and chi < degrees + 5 * (2 * degrees) ** 0.5  # five standard deviations
+
+
+def test_episodes_with_tools_are_exact_on_every_token(policy, engine, experiment):
+    """The default task through the whole loop: turns follow at once, and the trainer agrees with every sampled token."""
+    tasks = experiment.task(split="train")[:4]
+    rollouts = collect(
+        policy, tasks, generate=engine, environment=experiment.environment, group_size=4, seed=5, max_new_tokens=48, temperature=1.0
+    )
+    assert max(len(r.steps) for r in rollouts) > 1
+    batch = assemble(rollouts, pad_token_id=policy.pad_token_id)
+    with torch.no_grad():
+        logprobs = score(policy.model, pack(batch.ids, batch.response_mask), temperature=1.0).logprobs
+    assert float((logprobs - batch.logprobs_sampler)[batch.response_mask].abs().max()) < ROUNDING
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_an_adapter_goes_alone_or_merged(contexts, merge):
+    """The base once, then the adapter after each change; merged, both as whole weights. Rank 3 has no room of its own in vLLM."""
+    adapted = adapter()
+    engine = VLLM(max_rows=16, merge=merge, arguments={"kv_cache_memory_bytes": 1 << 28})
+    seen = []
+    for scale in (0.05, 0.08):
+        move(adapted, scale)
+        seen.append(agree(engine, adapted, contexts))
+    assert seen[0] != seen[1]
+    engine.backend.close()
+
+
+def test_a_server_gets_adapters_and_weights_and_is_missed(contexts, capfd):
+    """Started by rlkit; a second engine speaks to it as to a foreign one. Killed, its last lines are told."""
+    adapted = adapter()
+    engine = VLLM(server="start", max_rows=16, restart_wait=600.0, arguments={"kv_cache_memory_bytes": 1 << 28})
+    move(adapted, 0.05)
+    first = agree(engine, adapted, contexts)
+    move(adapted, 0.08)
+    assert agree(engine, adapted, contexts) != first
+    foreign = VLLM(server=engine.backend.url, merge=True)
+    agree(foreign, adapted, contexts)
+    move(adapted, 0.06)
+    agree(foreign, adapted, contexts)
+    os.killpg(engine.backend.process.pid, signal.SIGKILL)
+    engine.backend.process.wait()
+    with pytest.raises(EngineError, match=r"no longer answers; the last lines of its log:\n  "):
+        agree(engine, adapted, contexts)
+    engine.backend.close()
+
+
+def test_a_training_run_learns_nothing_wrong(tmp_path):
+    """The whole command: start-up equality, steps, evaluation; the gap between sampler and trainer is rounding, and logged."""
+    command = [sys.executable, "-m", "rlkit", "train", "debug=fast", "generation=vllm", "algorithm/correction=token_truncate"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (metrics,) = tmp_path.glob("outputs/*/*/metrics.jsonl")
+    rows = [row for row in map(json.loads, metrics.read_text().splitlines()) if "mismatch/logp_abs_max" in row]
+    assert rows and all(row["mismatch/logp_abs_max"] < ROUNDING for row in rows)

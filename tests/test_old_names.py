@@ -1,0 +1,35 @@
+"""Names of version 0.1 in a `_target_` (keeps-old-names): one more version, with a warning."""
+
+import pytest
+import yaml
+
+from rlkit.config.compose import compose
+from rlkit.config.schema import MOVED, renamed, resolve
+from rlkit.runs.folder import read_config
+from rlkit.training.schedules import Schedule
+
+
+def test_an_option_of_ones_own_may_name_a_part_where_it_was(tmp_path):
+    (tmp_path / "schedule").mkdir()
+    linear = {"_target_": "rlkit.schedules.linear", "_partial_": True, "start": 1, "end": 0, "steps": 2}
+    mine = {"_target_": "rlkit.schedules.Schedule", "numbers": {"kl.coef": linear}}
+    (tmp_path / "schedule" / "mine.yaml").write_text(yaml.safe_dump(mine))
+    with pytest.warns(FutureWarning, match="goes in the next version"):
+        config = compose(["schedule=mine"], config_dir=str(tmp_path)).config
+    assert resolve(config["schedule"]["_target_"]) is Schedule
+    assert config["schedule"]["numbers"]["kl.coef"]["_target_"] == "rlkit.training.schedules.linear"
+
+
+def test_the_settings_of_an_old_run_are_read_under_todays_names(tmp_path):
+    old = {"_target_": "rlkit.settings.Experiment", "generation": {"engine": {"_target_": "rlkit.generation.cached"}}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old))
+    with pytest.warns(FutureWarning, match="goes in the next version"):
+        config = read_config(tmp_path)
+    assert config["generation"]["engine"]["_target_"] == "rlkit.engines.cached"
+    assert renamed(config) == config
+
+
+def test_every_new_place_is_there():
+    import importlib
+
+    assert all(importlib.import_module(new) for new in MOVED.values())
