@@ -292,13 +292,14 @@ def cache_bytes(model: Any) -> int:
 def episode_length(x: Experiment, module: Any, tasks: Sequence[Task], played: Sequence[Rollout]) -> int:
     """Tokens that an episode may come to: the longest prompt, as many replies as may be, each as long as it may be, and between any two
     of them the most that was said between two of those `played`."""
-    from rlkit.environments import environment_of, tool_schema
+    from rlkit.environments import environment_of
+    from rlkit.episodes.episode import opening
     from rlkit.models import encode_prompt
 
     longest = max(tasks, key=lambda task: sum(len(m["content"]) for m in task.messages))
     own = environment_of(x.environment, longest)
-    tools = [tool_schema(tool) for tool in own.tools(longest).values()]
-    prompt = len(encode_prompt(module.policy.codec, list(own.first_prompt(longest)), tools))
+    begun = opening(longest, own)
+    prompt = len(encode_prompt(module.policy.codec, begun.prompt, begun.schemas))
     turns = ((a, b) for r in played for a, b in zip(r.steps, r.steps[1:], strict=False))
     said = max((len(b.prompt_ids) - len(a.prompt_ids) - len(a.response_ids) for a, b in turns), default=0)
     return prompt + own.max_steps * x.generation.max_new_tokens + (own.max_steps - 1) * max(said, 0)

@@ -7,7 +7,7 @@ from rlkit.environments.guess_number import guess_number
 from rlkit.environments.gymnasium import gymnasium
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.environments.python import python_tool
-from rlkit.environments.session import answer_calls, first_look, opened
+from rlkit.environments.session import answer_calls, opened
 from rlkit.environments.single_turn import single_turn
 from rlkit.environments.thinking import split_reply, split_thinking
 from rlkit.environments.tool_parsers import hermes, none, xml
@@ -23,7 +23,6 @@ __all__ = [
     "dialogue",
     "environment_of",
     "execute",
-    "first_look",
     "get_weather",
     "guess_number",
     "gymnasium",

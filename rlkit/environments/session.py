@@ -12,7 +12,7 @@ from typing import Any
 from rlkit.environments.tools import execute, marked, where
 from rlkit.errors import EnvironmentFailed, RLKitError, place
 from rlkit.system.deadline import in_worker
-from rlkit.system.loops import awaited, run
+from rlkit.system.loops import awaited
 from rlkit.types import Environment, Messages, Rollout, Session, Task, Tool, ToolCall, ToolExecutor, ToolResult
 
 Leave = Callable[[type[BaseException] | None, BaseException | None, Any], Any]  # as __exit__; plain or async
@@ -177,14 +177,3 @@ def _plain(value: Any, path: str, at: str) -> Any:
         return {key: _plain(item, f"{path}[{key!r}]", at) for key, item in value.items()}
     kind = "a mapping with keys that are no text" if isinstance(value, Mapping) else f"of type {type(value).__name__}"
     raise EnvironmentFailed(f"{at}: {path} of a session is {kind}; give text, numbers, true, false, None, and lists and mappings of them")
-
-
-def first_look(environment: Environment, task: Task) -> tuple[Messages, Mapping[str, Tool]]:
-    """What a task's episodes begin with, and the tools, for whoever needs them without an episode: a session is opened and closed."""
-
-    async def look() -> tuple[Messages, Mapping[str, Tool]]:
-        async with opened(environment, task) as session:
-            with blamed("first prompt", task):
-                return await awaited(session.first_prompt()), session.tools
-
-    return run(look())

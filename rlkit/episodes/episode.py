@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
+from rlkit.environments import tool_schema
 from rlkit.environments.session import blamed, opened, with_state
-from rlkit.system.loops import awaited
-from rlkit.types import Environment, Messages, Rollout, Session, Step, Task
+from rlkit.system.loops import awaited, run
+from rlkit.types import Environment, Message, Messages, Rollout, Session, Step, Task, Tool
 
 # (rollout so far, what is said next, session) → the policy's reply as a step. None: the context leaves no room for one.
 Say = Callable[[Rollout, Messages, Session], Awaitable[Step | None]]
@@ -59,6 +60,26 @@ async def play(
     finally:
         if spent is not None:
             spent(limit.spent)
+
+
+class Opening(NamedTuple):
+    """What an episode begins with."""
+
+    prompt: list[Message]
+    tools: Mapping[str, Tool]
+    schemas: list[dict[str, Any]]
+
+
+def opening(task: Task, environment: Environment) -> Opening:
+    """The first prompt and the tools of an episode, which is not played: its session is opened and closed again."""
+
+    async def look() -> Opening:
+        async with opened(environment, task) as session:
+            with blamed("first prompt", task):
+                prompt = await awaited(session.first_prompt())
+            return Opening(list(prompt), session.tools, [tool_schema(tool) for tool in session.tools.values()])
+
+    return run(look())
 
 
 def truncated(rollout: Rollout, why: str) -> Rollout:

@@ -10,8 +10,9 @@ import torch
 
 from rlkit.algorithm import micro_batches
 from rlkit.environments import environment_of
-from rlkit.episodes.collect import open_episode
+from rlkit.episodes.episode import opening
 from rlkit.errors import RLKitError
+from rlkit.models.chat import encode_prompt
 from rlkit.models.packing import pack
 from rlkit.models.score import score
 from rlkit.training.metrics import UpdateTerms
@@ -74,7 +75,8 @@ def probe(module: Any) -> None:
     """
     x, policy = module.x, module.policy
     turns = [(environment_of(x.environment, task), task) for task in module.tasks[:16]]
-    prompts = [len(open_episode(policy, task, environment, group=0).context) for environment, task in turns]
+    openings = [opening(task, environment) for environment, task in turns]
+    prompts = [len(encode_prompt(policy.codec, own.prompt, own.schemas)) for own in openings]
     longest = max((p + e.max_steps * x.generation.max_new_tokens for p, (e, _) in zip(prompts, turns, strict=True)), default=1)
     width = min(policy.context_length, longest)
     rows = max(1, module.micro_batch_tokens // width)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
@@ -239,6 +238,8 @@ class Clock:
         self.started, self.between = time.perf_counter(), between
         self.ended: float | None = None
         self.current = ""  # the part under way, the innermost
+        self.sessions: list[float] = []  # seconds that each episode spent in its session
+        self.late = 0.0  # seconds in which decoding stood still for an answer of a session that was due
         self.worked = 0.0  # seconds that the processor worked for this process in the update
         self.parts = {"generate": 0.0, "environment": 0.0, "reward": 0.0, "update": 0.0, "model": 0.0}
 
@@ -255,22 +256,16 @@ class Clock:
         self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - begun
         self.current = outer
 
-    def engine(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """An engine whose seconds count as "model", except for what environments do between the replies of an episode."""
-
-        @wraps(generate)
-        def run(*contexts: Any, follow: Callable[..., Any] | None = None, **settings: Any) -> Any:
-            def answered(*reply: Any) -> Any:
-                with self.part("environment"):
-                    return follow(*reply)  # type: ignore[misc]
-
-            between = self.parts["environment"]
-            with self.part("model"):
-                out = generate(*contexts, **settings) if follow is None else generate(*contexts, follow=answered, **settings)
-            self.parts["model"] -= self.parts["environment"] - between
-            return out
-
-        return run
+    @contextmanager
+    def sampling(self, engine: Any) -> Iterator[None]:
+        """Around a collect: what its engine was busy counts as "model", all else as "environment": sessions, tools, templates."""
+        begun, busy, late = time.perf_counter(), getattr(engine, "busy_s", 0.0), getattr(engine, "late_s", 0.0)
+        with self.part("generate"):
+            yield
+        worked = getattr(engine, "busy_s", 0.0) - busy
+        self.late += getattr(engine, "late_s", 0.0) - late
+        self.parts["model"] += worked
+        self.parts["environment"] += time.perf_counter() - begun - worked
 
     def end(self) -> None:
         """The step is over."""
@@ -312,6 +307,9 @@ def performance(batch: Batch, terms: UpdateTerms, clock: Clock, *, tokens: int, 
         "perf/outside_model_frac": 1 - clock.parts["model"] / (seconds + clock.between),
         "perf/between_s": clock.between,
         **{f"perf/{name}_s": value for name, value in clock.parts.items()},
+        "perf/session_s_mean": sum(clock.sessions) / len(clock.sessions) if clock.sessions else NAN,
+        "perf/session_s_max": max(clock.sessions, default=NAN),
+        "perf/late_s": clock.late,
         "perf/update_processor_s": clock.worked if device.type == "cpu" and ranks.size() == 1 else NAN,  # else it waits for others
         "perf/peak_mem_gb": peak_memory(device),
     }

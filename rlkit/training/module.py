@@ -154,7 +154,7 @@ class RLModule(L.LightningModule):
             if not missing:
                 break
             tasks, self.stream = take(self.tasks, self.stream, missing, seed=x.seed)
-            with self.clock.part("generate"):
+            with self.clock.sampling(x.generation.engine):
                 rollouts = self.roll_out(tasks, first=len(sampled) // x.batch.group_size)
             failures(rollouts)
             if x.algorithm.episodes is None:
@@ -182,13 +182,15 @@ class RLModule(L.LightningModule):
             return (x.algorithm.episodes or collect)(
                 self.policy,
                 own,
-                generate=self.clock.engine(x.generation.engine),
+                engine=x.generation.engine,
                 environment=x.environment,
                 group_size=x.batch.group_size,
                 seed=x.seed,
                 step=self.rl_step,
                 first=first + begin,
-                **x.generation.settings,
+                version=self.rl_step,
+                spent=self.clock.sessions.append,
+                **x.generation.params,
             )
 
         with ranks.whole_weights(self.model):

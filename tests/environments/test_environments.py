@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlkit.environments import by_task, calculator, environment_of, hermes, none, single_turn, tool_use, xml
-from rlkit.environments.session import first_look
+from rlkit.episodes.episode import opening
 from rlkit.errors import ConfigError
 from rlkit.system.loops import run
 from rlkit.types import Task, ToolCall
@@ -18,14 +18,14 @@ def test_single_turn_is_one_reply_without_tools():
     environment = single_turn()
     assert environment.first_prompt(TASK) == TASK.messages
     assert (environment.max_steps, environment.tools, environment.parse_calls) == (1, None, none)
-    assert first_look(environment, TASK) == (TASK.messages, {})
+    assert opening(TASK, environment)[:2] == (list(TASK.messages), {})
 
 
 def test_tool_use_gives_its_tools_and_ends_with_a_reply_without_calls():
     environment = tool_use(tools=TOOLS, max_turns=3, max_calls=2)
     assert environment.tools(TASK) == TOOLS and environment.parse_calls is hermes
     assert (environment.max_steps, environment.max_calls) == (3, 2)
-    assert first_look(environment, TASK) == (TASK.messages, TOOLS)
+    assert opening(TASK, environment)[:2] == (list(TASK.messages), TOOLS)
 
 
 def test_tool_use_hands_its_tools_to_a_parser_that_asks_and_its_limits_to_every_call():

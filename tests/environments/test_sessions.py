@@ -204,7 +204,9 @@ def test_a_failing_close_does_not_hide_the_first_error_and_is_told_otherwise():
             raise OSError("stuck")
 
     environment = Environment(session=lambda task: Stuck(raises))
-    with pytest.raises(EnvironmentFailed, match=r"session's close raised OSError: stuck at .*test_sessions.py:\d+, in an episode of task 't/0'"):
+    with pytest.raises(
+        EnvironmentFailed, match=r"session's close raised OSError: stuck at .*test_sessions.py:\d+, in an episode of task 't/0'"
+    ):
         played(environment, reply())
     with pytest.raises(EnvironmentFailed, match="answer raised ZeroDivisionError: mine") as said:
         run(play(TASK, environment, saying(reply()), sample=1))
@@ -314,7 +316,9 @@ def test_the_methods_of_a_class_are_read_by_a_parser_and_named_in_the_schema():
     assert run(names()) == {"put": ["text"], "get": []}
 
 
-@pytest.mark.parametrize(("tools", "words"), [({"a": int}, "no public method with a docstring"), ({"a": Shelf, "b": Shelf}, "two tools of the name 'get'")])
+@pytest.mark.parametrize(
+    ("tools", "words"), [({"a": int}, "no public method with a docstring"), ({"a": Shelf, "b": Shelf}, "two tools of the name 'get'")]
+)
 def test_classes_that_give_no_tools_are_refused(tools, words):
     with pytest.raises(ConfigError, match=words):
         tool_use(tools=tools)
@@ -337,7 +341,11 @@ def test_a_tool_class_that_cannot_be_made_is_blamed_and_the_others_are_closed():
 
 @pytest.mark.parametrize(
     ("state", "words"),
-    [([1], "must be a mapping"), ({"a": {"b": {1, 2}}}, r"state\(\)\['a'\]\['b'\] of a session is of type set"), ({"a": [{1: 2}]}, r"\['a'\]\[0\]")],
+    [
+        ([1], "must be a mapping"),
+        ({"a": {"b": {1, 2}}}, r"state\(\)\['a'\]\['b'\] of a session is of type set"),
+        ({"a": [{1: 2}]}, r"\['a'\]\[0\]"),
+    ],
 )
 def test_a_state_that_is_not_plain_is_refused_with_its_place(state, words):
     class Odd(Counted):
