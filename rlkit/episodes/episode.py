@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
-from rlkit.environments.session import awaited, blamed, opened
-from rlkit.types import Environment, Messages, Rollout, Session, Step, Task
+from rlkit.environments import tool_schema
+from rlkit.environments.session import blamed, opened, with_state
+from rlkit.system.loops import awaited, run
+from rlkit.types import Environment, Message, Messages, Rollout, Session, Step, Task, Tool
 
 # (rollout so far, what is said next, session) → the policy's reply as a step. None: the context leaves no room for one.
 Say = Callable[[Rollout, Messages, Session], Awaitable[Step | None]]
@@ -52,12 +54,32 @@ async def play(
                         rollout, prompt = _checked(await awaited(session.answer(rollout)))
                 if prompt is not None and len(rollout.steps) >= environment.max_steps:
                     rollout, prompt = truncated(rollout, "steps"), None
-            return await _with_state(rollout, session)
+            return await with_state(rollout, session)
     except DeadlinePassed:
         return truncated(rollout, "deadline")
     finally:
         if spent is not None:
             spent(limit.spent)
+
+
+class Opening(NamedTuple):
+    """What an episode begins with."""
+
+    prompt: list[Message]
+    tools: Mapping[str, Tool]
+    schemas: list[dict[str, Any]]
+
+
+def opening(task: Task, environment: Environment) -> Opening:
+    """The first prompt and the tools of an episode, which is not played: its session is opened and closed again."""
+
+    async def look() -> Opening:
+        async with opened(environment, task) as session:
+            with blamed("first prompt", task):
+                prompt = await awaited(session.first_prompt())
+            return Opening(list(prompt), session.tools, [tool_schema(tool) for tool in session.tools.values()])
+
+    return run(look())
 
 
 def truncated(rollout: Rollout, why: str) -> Rollout:
@@ -73,16 +95,6 @@ def _checked(answer: Any) -> tuple[Rollout, Messages | None]:
     if said is not None and rollout.status == "truncated":
         raise TypeError("a session's answer truncates the rollout and goes on; give messages of None with a truncation")
     return rollout, [{"role": "user", "content": said}] if isinstance(said, str) else said
-
-
-async def _with_state(rollout: Rollout, session: Session) -> Rollout:
-    """The rollout with its session's end state, where the session tells it."""
-    tell = getattr(session, "state", None)
-    if tell is None:
-        return rollout
-    with blamed("state", rollout.task):
-        state = await awaited(tell())
-    return rollout._replace(metadata={**rollout.metadata, "state": state})
 
 
 class DeadlinePassed(Exception):

@@ -10,7 +10,7 @@ from rlkit.functional import automatic_correction, no_correction, token_correcti
 from rlkit.rewards import Reward
 from rlkit.sandbox import Sandbox
 from rlkit.training.schedules import Schedule, phases
-from rlkit.types import Environment, Generate, Policy, Reference, Split, Task, ToolParser
+from rlkit.types import Engine, Environment, Policy, Reference, SamplingParams, Split, Task, ToolParser
 
 # The smallest value of numbers whose part is used long after the config is checked, and has nothing to say when it is built.
 LEAST: dict[str, dict[str, float]] = {
@@ -18,8 +18,8 @@ LEAST: dict[str, dict[str, float]] = {
     "rlkit.training.callbacks.samples": {"every": 1, "count": 1},
     "rlkit.training.callbacks.rollouts": {"every": 0},
     "rlkit.training.callbacks.tokens": {"every": 0, "count": 1},
-    "rlkit.engines.cached": {"max_rows": 1, "max_cached_tokens": 1},
-    "rlkit.engines.generate": {"max_rows": 1},
+    "rlkit.engines.Cached": {"max_rows": 1, "max_cached_tokens": 1},
+    "rlkit.engines.Transformers": {"max_rows": 1},
     "rlkit.models.LoRA": {"rank": 0, "alpha": 1},
     "rlkit.sandbox.Sandbox": {"time_limit": 0.01, "memory_mb": 64, "output_kb": 1, "workers": 1},
     "rlkit.training.schedules.decay": {"to": 0},
@@ -48,20 +48,19 @@ class BatchSize(NamedTuple):
 class Sampling(NamedTuple):
     """How replies are sampled. Training samples from the full distribution: it refuses a `top_p` below 1 and a `top_k` above 0."""
 
-    engine: Generate
+    engine: Engine
     temperature: float = 1.0
     max_new_tokens: int = 256
     max_thinking_tokens: int | None = None
     top_p: float = 1.0
     top_k: int = 0
+    admission: Literal["rounds", "barrier", "free"] = "rounds"  # when an answer that waited joins the decoding again (SamplingParams)
+    admission_rounds: int = 16
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """What the engine is called with: the temperature and the limit always, the rest where it is set, so that not every engine
-        need know of it."""
-        rest = ("max_thinking_tokens", "top_p", "top_k")
-        given = {name: getattr(self, name) for name in rest if getattr(self, name) != self._field_defaults[name]}
-        return {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens} | given
+    def params(self) -> dict[str, Any]:
+        """The fields of SamplingParams: all but the engine."""
+        return {name: getattr(self, name) for name in SamplingParams._fields}
 
 
 def thinking_problems(sampling: Sampling) -> list[str]:
@@ -84,6 +83,8 @@ def sampling_problems(sampling: Sampling) -> list[str]:
         problems.append(f"generation.temperature={sampling.temperature}: must not be negative; 0 is greedy")
     if not 0 < sampling.top_p <= 1:
         problems.append(f"generation.top_p={sampling.top_p}: must be greater than 0 and at most 1; 1 cuts nothing")
+    if sampling.admission_rounds < 1:
+        problems.append(f"generation.admission_rounds={sampling.admission_rounds}: must be at least 1")
     if sampling.top_k < 0:
         problems.append(f"generation.top_k={sampling.top_k}: must not be negative; 0 cuts nothing")
     return problems + thinking_problems(sampling)
@@ -188,8 +189,8 @@ class Experiment(NamedTuple):
         """What an evaluation at this temperature is played and scored with: a verifier and a limit of its own, the rest as in training."""
         limit = self.evaluation.max_new_tokens or self.generation.max_new_tokens
         sampling = self.generation._replace(temperature=temperature, max_new_tokens=limit)
-        parts = {"reward": self.evaluation.reward, "generate": sampling.engine, "environment": self.environment}
-        return parts | sampling.settings
+        parts = {"reward": self.evaluation.reward, "engine": sampling.engine, "environment": self.environment}
+        return parts | sampling.params
 
     @property
     def needs_reference(self) -> bool:

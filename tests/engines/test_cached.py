@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 import torch
+from rlkit.engines.slots import SIDE_BY_SIDE, Slots, parts_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkit.engines import cached, generate, graphs
 from rlkit.engines.cached import _by_turns, _Decoder, coarse
-from rlkit.engines.slots import SIDE_BY_SIDE, Slots, parts_of
 from rlkit.environments import calculator, tool_schema
 from rlkit.episodes import collect
 from rlkit.functional import mix

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from rlkit.engines.trunk import FAMILIES, is_known
 from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rlkit.engines import cached, generate
-from rlkit.engines.trunk import FAMILIES, is_known
 from rlkit.functional import mix
 
 CONTEXTS = [(5, 9, 2, 7), (5, 9, 2, 7), (11, 3), (4, 4, 8, 1, 30, 2)]
