@@ -179,12 +179,14 @@ def test_a_merged_adapter_is_the_model_that_trains(policy):
 
 
 def test_an_interrupted_push_is_made_again(fakes, policy, monkeypatch):
-    engine = VLLM()
+    """Also where the weights are those before it again: how far it came is not known."""
+    engine, before = VLLM(), {name: weight.clone() for name, weight in policy.model.state_dict().items()}
     sample(engine, policy, [(5,)])
     step(policy)
     with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError):
         broken.setattr(fakes[0], "collective_rpc", lambda method, kwargs: 1 / 0)
         sample(engine, policy, [(5,)])
+    policy.model.load_state_dict(before)
     sample(engine, policy, [(5,)])
     assert fakes[0].told("reload_weights") == ["reload_weights"] * 2
 
@@ -223,8 +225,10 @@ def test_a_context_beyond_what_vllm_was_started_for_is_refused(fakes, policy):
 
 
 def test_an_error_leaves_nothing_running(fakes, policy, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     engine = VLLM()
     sample(engine, policy, [(5,)])
+    engine.backend.vllm.sleeps = True  # as on a GPU: it sleeps only once nothing runs
     with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError):
         broken.setattr(fakes[0], "step", lambda: 1 / 0)
         sample(engine, policy, [(5,), (7,)])
@@ -501,6 +505,19 @@ def test_a_server_without_what_a_push_needs_is_told_how_to_start(server, rank, p
     server.missing = {path}
     with pytest.raises(EngineError, match=rf"{path} answers 404: .*no such path.*{hint}"):
         sample(VLLM(addresses=[server.url]), load_policy(path="tiny", lora=LoRA(rank=rank)), [(5,)])
+
+
+def test_a_server_that_took_half_of_a_push_gets_all_of_it_again(server, policy):
+    engine, before = VLLM(addresses=[server.url]), {name: weight.clone() for name, weight in policy.model.state_dict().items()}
+    sample(engine, policy, [(5,)])
+    step(policy)
+    server.missing = {"/reset_prefix_cache"}
+    with pytest.raises(EngineError):
+        sample(engine, policy, [(5,)])
+    server.missing = set()
+    policy.model.load_state_dict(before)
+    sample(engine, policy, [(5,)])
+    assert server.count("/collective_rpc") == 3
 
 
 def test_a_started_server_that_ends_is_told_with_its_last_lines(fakes, policy, tmp_path, monkeypatch):
