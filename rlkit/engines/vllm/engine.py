@@ -68,9 +68,7 @@ class VLLM:
             )
         self.addresses = _addresses(addresses, server)
         if self.addresses in ([], ["start"]) and find_spec("vllm") is None:
-            raise ConfigError(
-                f"vLLM is not installed: {INSTALL}; or name running servers with generation.engine.addresses=[http://HOST:8000]"
-            )
+            raise ConfigError(f"vLLM is not installed: {INSTALL}; or name servers with generation.engine.addresses=[http://HOST:8000]")
         self.max_rows, self.share, self.sleeps, self.merge = max_rows, gpu_memory_utilization, sleep, merge
         self.restart_wait, self.devices, self.folder = restart_wait, devices, folder
         self.arguments = dict(arguments or {})
@@ -151,18 +149,13 @@ class VLLM:
 
 
 def _addresses(addresses: Sequence[str], server: str | None) -> list[str]:
-    """The addresses, by their own name or by the old one. Raises: ValueError where they are none."""
+    """The addresses, and the one under the old name. Raises: ValueError where they are none."""
     given = [addresses] if isinstance(addresses, str) else list(addresses)
     if server is not None:
-        if given:
-            raise ValueError(f"server={server} is the old name of addresses={given}: give addresses alone")
         print(f"rlkit: warning: generation.engine.server is now generation.engine.addresses=[{server}]", file=sys.stderr)
-        given = [server]
-    wrong = [address for address in given if not str(address).startswith(("http://", "https://"))]
-    if (wrong and given != ["start"]) or len(set(given)) < len(given):
-        raise ValueError(
-            f"addresses={given}: must be empty, [start], or different URLs of running `vllm serve`, such as [http://localhost:8000]"
-        )
+        given.append(server)
+    if given != ["start"] and (len({*given}) < len(given) or not all(a.startswith(("http://", "https://")) for a in given)):
+        raise ValueError(f"addresses={given}: must be [], [start], or different URLs of running `vllm serve`, as [http://localhost:8000]")
     return given
 
 

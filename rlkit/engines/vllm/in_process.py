@@ -24,7 +24,6 @@ class InProcess(Service):
         self.vllm = Decoder(policy, arguments, merge=merge, sleeps=sleeps)
 
     def make_decoder(self, policy: Policy) -> Decoder:
-        """The one vLLM, with this policy's weights."""
         self.vllm.policy = policy
         self.vllm.ready()
         return self.vllm
@@ -42,7 +41,6 @@ class InProcess(Service):
             self.vllm.sleep()
 
     def close(self) -> None:
-        """End it."""
         self.vllm.llm.llm_engine.engine_core.shutdown()
 
 
@@ -78,12 +76,10 @@ class Decoder:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to sample."""
         return not self.running
 
     def accepts(self, params: SamplingParams) -> bool:
-        """Always: a request has parameters of its own."""
-        return True
+        return True  # a request has parameters of its own
 
     def submit(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> None:
         """Raises: ConfigError where the prompt leaves no room for a token."""
@@ -133,20 +129,17 @@ class Decoder:
             self.base = base
         adapter = weights.adapter_mark(model) if self.adapted else None
         if adapter != self.adapter:
+            from vllm.lora.request import LoRARequest
+
             self.adapter = None
-            self.push_adapter()
+            self.pushed += 1
+            folder = self.folder / f"adapter-{self.pushed}"
+            weights.save_adapter(model, folder)
+            # A new name each time: nothing that was cached under an old one is used again.
+            self.lora_request = LoRARequest(folder.name, self.pushed, str(folder))
+            self.llm.llm_engine.add_lora(self.lora_request)
+            shutil.rmtree(folder)
             self.adapter = adapter
-
-    def push_adapter(self) -> None:
-        """Under a new name each time: nothing that was cached under an old one is used again."""
-        from vllm.lora.request import LoRARequest
-
-        self.pushed += 1
-        folder = self.folder / f"adapter-{self.pushed}"
-        weights.save_adapter(self.policy.model, folder)
-        self.lora_request = LoRARequest(folder.name, self.pushed, str(folder))
-        self.llm.llm_engine.add_lora(self.lora_request)
-        shutil.rmtree(folder)
 
     def wake_cache(self) -> None:
         """After the weights are pushed: until then they may need the room."""

@@ -13,15 +13,13 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
-import tempfile
 import time
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlkit.engines.vllm.server import Lost, Server, end
-from rlkit.engines.vllm.weights import adapter_mark, base_mark, lora_rank, save_adapter, save_weights
+from rlkit.engines.vllm.weights import adapter_mark, base_mark, lora_rank, save_adapter, save_weights, temporary_folder
 from rlkit.errors import EngineError
 from rlkit.types import Generation, Policy, SamplingParams
 
@@ -40,8 +38,7 @@ class ServerPool:
 
     def __init__(self, servers: Sequence[Server], *, merge: bool, restart_wait: float, folder: str | None):
         self.servers, self.merge, self.restart_wait = servers, merge, restart_wait
-        self.folder = Path(tempfile.mkdtemp(prefix="rlkit-vllm-", dir=folder))
-        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self.folder = temporary_folder(self, folder)
         self.due: Any = None  # mark of the weights that completions are sampled from
         self.bringing: asyncio.Task[None] | None = None  # gives them to the servers
         self.pushed = self.waits = 0
@@ -73,10 +70,9 @@ class ServerPool:
                 return reply._replace(versions=((0, version),))
 
     def release(self, key: int) -> None:
-        """Nothing is kept here; the prefix caches of the servers forget by themselves."""
+        return  # nothing is kept here
 
     def close(self) -> None:
-        """End what rlkit started."""
         for server in self.servers:
             if server.process is not None:
                 end(server.process)

@@ -59,7 +59,7 @@ class Server:
 
     async def meet(self) -> None:
         """Learn what it serves. Raises: Lost."""
-        models = (await self.ask("/v1/models", limit=SOON))["data"]
+        models = json.loads(await self.ask("/v1/models", limit=SOON))["data"]
         model = next(m for m in models if not m.get("parent"))
         self.name, self.max_length = model["id"], int(model["max_model_len"])
 
@@ -89,7 +89,7 @@ class Server:
         async with self.slots():
             if self.losses != losses:  # while this waited: it may be back already, without the weights
                 raise Lost
-            choice = (await self.ask("/v1/completions", body))["choices"][0]
+            choice = json.loads(await self.ask("/v1/completions", body))["choices"][0]
         return generation(policy, choice["token_ids"], choice["logprobs"]["token_logprobs"])
 
     def slots(self) -> asyncio.Semaphore:
@@ -98,8 +98,8 @@ class Server:
             self.loop, self.free = asyncio.get_running_loop(), asyncio.Semaphore(self.max_rows)
         return self.free
 
-    async def ask(self, path: str, body: Mapping[str, Any] | None = None, *, hint: str = "", limit: float = LONGEST) -> Any:
-        """POST a body, or GET; the answer's JSON. Raises: Lost; EngineError where the server refuses, with the hint."""
+    async def ask(self, path: str, body: Mapping[str, Any] | None = None, *, hint: str = "", limit: float = LONGEST) -> bytes:
+        """POST a body, or GET. Raises: Lost; EngineError where the server refuses, with the hint."""
         try:
             async with asyncio.timeout(limit):
                 status, text = await fetch(self.url + path, body)
@@ -110,10 +110,7 @@ class Server:
         if status >= 400:
             said = text.decode(errors="replace")[:500]
             raise EngineError(f"{self.url}{path} answers {status}: {said}" + (f"; {hint}" if hint else ""))
-        try:
-            return json.loads(text)
-        except ValueError:  # some answers are words, or nothing
-            return text.decode(errors="replace")
+        return text
 
     async def healthy(self) -> bool:
         """Whether it says that it is."""

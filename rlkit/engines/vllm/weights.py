@@ -85,9 +85,9 @@ def save_adapter(model: Any, folder: Path) -> None:
             file.rename(folder / file.name)
 
 
-def temporary_folder(owner: Any) -> Path:
+def temporary_folder(owner: Any, where: str | None = None) -> Path:
     """Gone with its owner, or at the end of the process."""
-    folder = Path(tempfile.mkdtemp(prefix="rlkit-vllm-"))
+    folder = Path(tempfile.mkdtemp(prefix="rlkit-vllm-", dir=where))
     weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
     return folder
 
