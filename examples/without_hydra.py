@@ -36,7 +36,6 @@ from rlkit import (
     tool_use,
 )
 from rlkit.system.device import quiet
-from rlkit.training.data import RLData
 from rlkit.training.references import frozen
 
 STEPS = int(os.environ.get("EXAMPLE_STEPS", "10"))
@@ -88,7 +87,7 @@ trainer = L.Trainer(
     enable_progress_bar=False,
     enable_model_summary=False,
 )
-trainer.fit(module, RLData(STEPS, done=lambda: module.rl_step))
+trainer.fit(module)
 
 # %% Look at an episode
 print(module.rollouts[0].conversation)
