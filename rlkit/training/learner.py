@@ -132,9 +132,10 @@ class Learner:
             start = None if x.kl.active and self.reference_key == "" and is_start(x.reference) else self.start  # else kl/ref says it
             drifted = {"kl/step": moved_since(self, measured), "kl/start": moved_since(self, start)}
             ranks.reshard(self.model)
-            self.update_reference(terms.mean("kl"))
+            self.update_reference(terms)
         self.rl_step, self.tokens = self.rl_step + 1, self.tokens + int(batch.attention_mask.sum())
-        self.metrics = ranks.first(lambda: self.measured(batch, terms) | drifted)  # its clock; everything else is equal
+        metrics = self.measured(batch, terms) | drifted
+        self.metrics = ranks.first(lambda: metrics)  # its clock; everything else is equal
         self.clock.end()
         return self.metrics
 
@@ -245,10 +246,11 @@ class Learner:
         """Context manager: the reference in use, to score with."""
         return self.x.reference.model(self.references.get(self.reference_key), self.model)
 
-    def update_reference(self, kl: float) -> None:
+    def update_reference(self, terms: UpdateTerms) -> None:
         """Moves the reference in use, after the updates of a step."""
         if (key := self.reference_key) in self.references:
-            self.references[key] = self.x.reference.update(self.references[key], self.model, step=self.rl_step + 1, kl=kl)
+            state, kl = self.references[key], terms.mean("kl")
+            self.references[key] = self.x.reference.update(state, self.model, step=self.rl_step + 1, kl=kl)
 
     def shard(self, mesh: Any) -> None:
         """Lays policy and references in shards over the ranks of a mesh (FSDP2). The critic stays whole: one backward, one root."""

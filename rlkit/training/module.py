@@ -91,10 +91,6 @@ class RLModule(L.LightningModule):
         known: Any = self.optimizers()
         next(own for own in (known if isinstance(known, list) else [known]) if own.optimizer is optimizer).step()
 
-    def advance(self) -> str:
-        """What follows from a step's metrics, once all are there: `Learner.advance`."""
-        return self.learner.advance()
-
     @property
     def total_steps(self) -> int:
         """RL steps of the whole run."""
