@@ -11,10 +11,11 @@ import torch
 from rlkit.commands import check, doctor
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose, experiment
-from rlkit.config.problems import first_steps
+from rlkit.config.problems.rows import load_tasks
+from rlkit.config.problems.schedules import first_steps
 from rlkit.training.data import RLData
 from rlkit.training.module import RLModule
-from rlkit.training.run import load_tasks, make_trainer
+from rlkit.training.run import make_trainer
 
 
 @pytest.fixture(scope="module")

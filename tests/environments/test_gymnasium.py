@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rlkit.config.problems.rows import check_verifier
 from rlkit.environments import gymnasium, single_turn
 from rlkit.episodes import collect, failures, summarize
 from rlkit.episodes.evaluation import greedy_accuracy, is_correct
@@ -15,7 +16,6 @@ from rlkit.models import decode
 from rlkit.models.chat import encode_scaffold
 from rlkit.rewards import Reward, Term, environment, score
 from rlkit.tasks import episodes
-from rlkit.training.selfcheck import check_verifier
 from rlkit.types import Generation, Task
 
 REWARD = Reward("environment", {"task": Term(1.0, environment)})
