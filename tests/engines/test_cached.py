@@ -503,9 +503,7 @@ def test_weights_that_change_between_loads_are_seen(tiny, contexts, complete, re
 
 
 @pytest.mark.parametrize("when", ["capture", "first step"])
-def test_a_step_that_cannot_be_captured_runs_without_and_says_so_once(
-    tiny, contexts, complete, reference, recording, monkeypatch, when
-):
+def test_a_step_that_cannot_be_captured_runs_without_and_says_so_once(tiny, contexts, complete, reference, recording, monkeypatch, when):
     """Found by the capture, or by the step before it, which breaks off in the model and is done again."""
     failures, watched = [], []
 

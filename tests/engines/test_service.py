@@ -14,7 +14,7 @@ import threading
 
 import pytest
 
-from rlkit.engines import Batched, Cached, Transformers
+from rlkit.engines import Batched, Cached
 from rlkit.engines.service import Service
 from rlkit.errors import EngineError, Interrupted
 from rlkit.system.loops import first_error, run
