@@ -12,7 +12,6 @@ import pytest
 
 from rlkit.commands.agent import parts
 from rlkit.environments import calculator, execute, get_weather, hermes, none, python_tool, split_thinking, tool_use, xml
-from rlkit.episodes.collect import Turn, advance, open_episode
 from rlkit.episodes.record import transcript, visible
 from rlkit.rewards import (
     Reward,

@@ -350,7 +350,7 @@ class Day:
                 chance = self.rng.random()
                 if key in self.parked and chance < 0.2:
                     self.go_on(key)
-                elif chance > 0.99:
+                elif chance > 0.993:
                     self.given_up += key not in self.parked
                     self.release(key)
             if self.decoder.idle:
@@ -382,7 +382,7 @@ def test_episodes_may_come_wait_and_go_in_any_order(small, reference, slots, mor
             assert engine.decoder.idle and not engine.decoder.queue
         prompts, seeds = zip(*(day.asked[at] for at in day.found), strict=True)
         expected = reference(policy, prompts, seeds, **params)
-        assert len(expected) > 25 and equal(list(day.found.values()), expected)
+        assert len(expected) > 20 and equal(list(day.found.values()), expected)
         assert [g.forced for g in day.found.values()] == [g.forced for g in expected] and ("max_thinking_tokens" in params) == any(
             g.forced for g in expected
         )
