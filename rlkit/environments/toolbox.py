@@ -73,8 +73,12 @@ class Toolbox(dict[str, Tool]):
         """Closes every instance that can be closed. Raises: an error of one of them, after all of them."""
         async with AsyncExitStack() as stack:
             for instance in self.instances.values():
-                if callable(close := getattr(instance, "close", None)):
-                    stack.push_async_callback(lambda close=close: awaited(close()))
+                stack.push_async_callback(closed, instance)
+
+
+async def closed(instance: Any) -> None:
+    """Closes what has a `close()`, plain or async."""
+    await awaited(getattr(instance, "close", lambda: None)())
 
 
 def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
