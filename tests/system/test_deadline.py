@@ -24,15 +24,20 @@ def test_a_call_that_ends_leaves_the_others_contained():
         second.wait(20)
         os._exit(3)
 
+    def contained_late():
+        with pytest.raises(ProcessEndAsked):
+            contained(late)
+        raised.append(True)
+
     raised = []
-    thread = threading.Thread(target=lambda: raised.append(pytest.raises(ProcessEndAsked, contained, late)))
+    thread = threading.Thread(target=contained_late)
     thread.start()
     first.wait(20)
     with pytest.raises(ProcessEndAsked, match=r"os._exit\(4\) at .*test_deadline.py"):
         contained(lambda: os._exit(4))
     second.set()
     thread.join(20)
-    assert len(raised) == 1
+    assert raised == [True]
 
 
 def test_a_coroutine_that_waits_contains_no_other(monkeypatch):
