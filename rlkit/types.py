@@ -157,7 +157,7 @@ class Rollout(NamedTuple):
     task: Task
     steps: tuple[Step, ...]
     status: Status = "terminated"
-    truncation: str = ""  # why it was truncated: length, context, steps, environment (a limit of its own) or error (it failed)
+    truncation: str = ""  # why it was truncated: length, context, steps, deadline, environment (a limit of its own) or error (it failed)
     group: int = 0  # position of the prompt in the batch: rollouts of one group share it
     sample: int = 0  # which of the group's samples this is
     reward: float | None = None
