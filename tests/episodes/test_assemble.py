@@ -128,7 +128,7 @@ def test_padding_with_an_end_token_changes_nothing(tiny):
     rollouts = [rollout(([20, 21], [22, end]), reward=1.0), rollout(([20], [23, 24, 25, 26, end]))]
     ours, theirs = assemble(rollouts, pad_token_id=end), assemble(rollouts, pad_token_id=3)
     for name, tensor in ours._asdict().items():
-        if name != "ids" and tensor is not None:
+        if name != "ids" and torch.is_tensor(tensor):
             assert torch.equal(tensor, getattr(theirs, name)), name
     assert torch.equal(ours.ids[ours.attention_mask], theirs.ids[theirs.attention_mask])
     with torch.no_grad():
@@ -144,7 +144,7 @@ def test_a_reward_that_is_missing_becomes_nan():
 
 def test_dtypes_are_those_of_the_contract():
     batch = assemble([APPENDED], pad_token_id=0)
-    kinds = {name: getattr(batch, name).dtype for name in batch._fields if getattr(batch, name) is not None}
+    kinds = {name: getattr(batch, name).dtype for name in batch._fields if torch.is_tensor(getattr(batch, name))}
     floats, flags = {"rewards", "token_rewards", "logprobs_sampler"}, {"attention_mask", "response_mask", "truncated"}
     assert all(kind == (torch.float32 if name in floats else torch.bool if name in flags else torch.int64) for name, kind in kinds.items())
 
@@ -153,6 +153,20 @@ def test_an_episode_without_steps_has_no_row_but_keeps_its_number():
     """Its reward and group stay at its index, so that rollout ids of the others do not shift."""
     batch = assemble([rollout(reward=0.5, group=2), APPENDED], pad_token_id=0)
     assert batch.rollout_ids.tolist() == [1] and batch.rewards.tolist() == [0.5, 1.0] and batch.group_ids.tolist() == [2, 0]
+
+
+def test_versions_components_and_metadata_of_rollouts_stand_beside_their_tokens():
+    """Spans count from the reply's first token; what a budget wrote, and what was not sampled, is of no version."""
+    one = rollout(([1, 2, 3], [4, 5]), ([1, 2, 3, 4, 5, 6, 7], [8, 9, 10]))
+    steps = (one.steps[0]._replace(versions=((0, 3),)), one.steps[1]._replace(versions=((0, 3), (1, 4)), forced=(2,)))
+    one = one._replace(steps=steps, task=TASK._replace(metadata={"level": 1, "kind": "row"}), metadata={"kind": "own"}, rewards={"a": 0.5})
+    batch = assemble([one, APPENDED._replace(rewards={"a": None, "b": 1.0})], pad_token_id=0)
+    assert batch.versions.tolist() == [[0, 0, 0, 3, 3, 0, 0, 3, 4, 0], [0] * 10]
+    assert {name: [str(v) for v in scores.tolist()] for name, scores in batch.components.items()} == {
+        "a": ["0.5", "nan"],
+        "b": ["nan", "1.0"],
+    }
+    assert batch.metadata == ({"level": 1, "kind": "own"}, {})
 
 
 @pytest.mark.parametrize("nothing", [[], [rollout()]])
