@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -35,3 +36,8 @@ def first_error() -> Iterator[None]:
     else:
         return
     raise error
+
+
+async def awaited(value: Any) -> Any:
+    """The value, or what it gives where it has to be awaited: for what may be plain or async."""
+    return await value if inspect.isawaitable(value) else value
