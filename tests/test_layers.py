@@ -61,7 +61,7 @@ ONLY: dict[str, set[str]] = {
     "environments": {"types", "errors", "sandbox", "system"},
     "models": {"types", "errors", "functional", "system"},
     "engines": {"types", "errors", "functional", "models"},
-    "algorithm": {"types", "functional"},
+    "algorithm": {"types", "errors", "functional"},
 }
 HEAVY = {"datasets", "transformers", "peft", "lightning", "hydra", "omegaconf", "tensorboard", "matplotlib", "pyarrow", "vllm"}
 

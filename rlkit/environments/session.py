@@ -12,7 +12,7 @@ from typing import Any
 from rlkit.environments.tools import execute, marked, where
 from rlkit.errors import EnvironmentFailed, RLKitError, place
 from rlkit.system.deadline import in_worker
-from rlkit.system.loops import awaited
+from rlkit.system.loops import awaited, closing
 from rlkit.types import Environment, Messages, Rollout, Session, Task, Tool, ToolCall, ToolExecutor, ToolResult
 
 Leave = Callable[[type[BaseException] | None, BaseException | None, Any], Any]  # as __exit__; plain or async
@@ -53,7 +53,7 @@ async def opened(environment: Environment, task: Task) -> AsyncIterator[Session]
         raise
     finally:
         try:
-            with blamed("session's close", task):
+            with closing(), blamed("session's close", task):
                 await awaited(leave(*(None, None, None) if failed is None else (type(failed), failed, failed.__traceback__)))
         except RLKitError as error:
             if failed is None:

@@ -41,7 +41,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from functools import partial
-from types import MethodType
 from typing import Any
 
 from rlkit.environments.tools import tool_name
@@ -109,11 +108,14 @@ def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
 
 def signatures(tools: Mapping[str, Any]) -> dict[str, Tool]:
     """The tools for whoever only reads their signatures, such as a parser: methods without an instance."""
-    out: dict[str, Tool] = {name: tool for name, tool in tools.items() if tool_class(tool) is None}
+    out: dict[str, Tool] = {}
     for name, tool in tools.items():
-        if (cls := tool_class(tool)) is not None:
-            found = {method: inspect.getattr_static(cls, method) for method in method_names(name, cls)}
-            out |= {m: MethodType(f, None) if inspect.isfunction(f) else getattr(cls, m) for m, f in found.items()}
+        if (cls := tool_class(tool)) is None:
+            out[name] = tool
+            continue
+        for method in method_names(name, cls):
+            found = inspect.getattr_static(cls, method)
+            out[method] = partial(found, None) if inspect.isfunction(found) else getattr(cls, method)
     return out
 
 
