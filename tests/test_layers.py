@@ -142,11 +142,7 @@ def test_hydra_stays_in_compose_and_the_command_line(module):
 @pytest.mark.parametrize("module", MODULES)
 def test_lightning_stays_in_the_loop_and_its_callbacks(module):
     used = any(n.split(".")[0] in ("lightning", "pytorch_lightning") for n in imports(module, lazy=False))
-    assert (
-        not used
-        or module in ("rlkit.training.module", "rlkit.training.data", "rlkit.distributed.strategies")
-        or module.startswith("rlkit.training.callbacks.")
-    )
+    assert not used or module in ("rlkit.training.module", "rlkit.distributed.strategies") or module.startswith("rlkit.training.callbacks.")
 
 
 def target_names() -> set[str]:

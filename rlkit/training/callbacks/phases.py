@@ -18,7 +18,7 @@ class Phases(L.Callback):
         self.metrics, self.line = metrics, ""
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        self.line = line = module.advance()
+        self.line = line = module.learner.advance()
         if not line:
             return
         append_row(self.metrics, module.rl_step, {"schedule/switch": line})
