@@ -27,7 +27,6 @@ from rlkit.algorithm import (
     surrogate,
     value_surrogate,
 )
-from rlkit.engines import generate as sample
 from rlkit.episodes import assemble
 from rlkit.episodes.stream import StreamState, take
 from rlkit.models import make_critic, pack, score
@@ -156,13 +155,13 @@ def _step(optimizer: torch.optim.Optimizer, model: nn.Module, critic: nn.Module 
 def _refuse_another_distribution(rollouts: Sequence[Rollout], temperature: float) -> None:
     """Ratios and KL compare the distribution that is scored, so it has to be the one that was sampled."""
     for rollout in rollouts:
-        sampler = GenerationConfig(**rollout.metadata.get("generation", TRAINING._asdict())).sampler
-        if "top_p" in sampler or "top_k" in sampler:
+        params = GenerationConfig(**rollout.metadata.get("generation", TRAINING._asdict())).params
+        if params.top_p < 1 or params.top_k:
             raise ValueError(
-                f"rollout {rollout.task.id!r} was sampled from a cut distribution (top_p {sampler.get('top_p', 1.0)}, top_k "
-                f"{sampler.get('top_k', 0)}), which no loss can score; sample with GenerationConfig(temperature=1.0, top_p=1.0, top_k=0)"
+                f"rollout {rollout.task.id!r} was sampled from a cut distribution (top_p {params.top_p}, top_k {params.top_k}), which "
+                "no loss can score; sample with GenerationConfig(temperature=1.0, top_p=1.0, top_k=0)"
             )
-        sampled = sampler["temperature"] or 1.0
+        sampled = params.temperature or 1.0
         if "generation" in rollout.metadata and sampled != temperature:
             raise ValueError(f"rollout {rollout.task.id!r} was sampled at temperature {sampled}; give temperature={sampled} here too")
 
@@ -235,7 +234,7 @@ def training_iteration(
     ref_model: nn.Module | None = None,
     ref_update_fn: UpdateHook | None = None,
     environment: Environment | Callable[[Task], Environment] | None = None,
-    generate: Any = sample,
+    generate: Any = None,
     max_new_tokens: int = 256,
     temperature: float = 1.0,
     seed: int = 0,
