@@ -193,9 +193,7 @@ def test_every_sampled_token_is_trained_once_in_the_context_it_was_sampled_from(
     tasks = [TASK._replace(id=str(i)) for i in range(12)]
     start = opening(TASK, environment)
     first = len(encode_prompt(tiny.codec, start.prompt, start.schemas))
-    rollouts = collect(
-        tiny._replace(context_length=first + 130), tasks, engine=Batched(engine), environment=environment, max_new_tokens=60
-    )
+    rollouts = collect(tiny._replace(context_length=first + 130), tasks, engine=Batched(engine), environment=environment, max_new_tokens=60)
     assert any(s.dropped for r in rollouts for s in r.steps) == (overflow == "drop_oldest")
     assert sorted(s.prompt_ids for r in rollouts for s in r.steps) == sorted(asked)
     batch = assemble([r._replace(reward=0.0) for r in rollouts], pad_token_id=0)

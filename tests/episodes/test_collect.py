@@ -537,7 +537,12 @@ def test_the_tiny_model_through_the_real_engine(tiny):
 
 def test_the_real_engine_gives_a_part_of_a_batch_what_it_gives_the_whole(tiny):
     """Hot, so that noise decides every token: an episode's replies are its own, whoever is sampled beside it."""
-    settings = {"engine": Transformers(), "environment": tool_use(tools={"calculator": calculator}), "max_new_tokens": 16, "temperature": 2.0}
+    settings = {
+        "engine": Transformers(),
+        "environment": tool_use(tools={"calculator": calculator}),
+        "max_new_tokens": 16,
+        "temperature": 2.0,
+    }
 
     def ids(tasks, group_size):
         rollouts = collect(tiny, tasks, group_size=group_size, **settings)
