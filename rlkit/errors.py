@@ -5,14 +5,15 @@ traceback. Every other error is ours.
 """
 
 import difflib
+import functools
+import re
 import signal
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
-
-COMMAND = ("rlkit.commands.cli:main", "rlkit.commands.cli:main")  # where the installed command points to; the second in version 0.1
+from typing import Any
 
 
 class RLKitError(Exception):
@@ -33,6 +34,10 @@ class DataError(Refusal):
 
 class TemplateError(Refusal):
     """A chat template that is missing or that cannot carry what the run needs."""
+
+
+class PartError(Refusal):
+    """A function that a config names gave what is not what its place asks for, or asked for what there is not."""
 
 
 class SelfCheckError(RLKitError, AssertionError):
@@ -73,6 +78,13 @@ def raised_at(error: BaseException, *, back: int = 1) -> str:
     return f"{said} at {frames[-back].filename}:{frames[-back].lineno}" if len(frames) >= back else said
 
 
+def written(function: Callable[..., Any]) -> str:
+    """A function as a config names it: my_package.loss."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """ " Did you mean …?" where a valid name is close: the end of a sentence, or nothing."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
@@ -85,7 +97,9 @@ def distribution() -> Distribution | None:
     It is found by its command, not by its name: on the public package index the name `rlkit` belongs to another project, and
     that one may be installed in the same environment.
     """
-    return next((d for d in distributions() if any(entry.value in COMMAND for entry in d.entry_points)), None)
+    return next(
+        (d for d in distributions() if any(re.fullmatch(r"rlkit\.(commands\.)?cli:main", entry.value) for entry in d.entry_points)), None
+    )
 
 
 def place(error: BaseException) -> str:

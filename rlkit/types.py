@@ -12,11 +12,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypedDict, TypeVar
 
 if TYPE_CHECKING:  # this page costs nothing to import
     import torch
     from torch import Tensor
+
+    PerRollout: TypeAlias = Tensor  # [N], floating point
+    PerToken: TypeAlias = Tensor  # [B, T], floating point
+    RolloutMask: TypeAlias = Tensor  # [N], bool
+    TokenMask: TypeAlias = Tensor  # [B, T], bool
 
 # ------------------------------------------------------------------------------------------------ conversations
 
@@ -283,6 +288,10 @@ class Batch(NamedTuple):
     weights: Tensor | None = None  # [B, T] share of each token in the loss; sums to 1 over an update
     reply_lengths: Tensor | None = None  # [N] int64, sampled tokens of a rollout's longest reply
     sampled_mask: Tensor | None = None  # [B, T] bool, the response_mask before rollouts were taken out of training; None: none were
+    versions: Tensor | None = None  # [B, T] int64, RL steps done when the weights were loaded that sampled a token; 0 elsewhere
+    components: Mapping[str, Tensor] | None = None  # reward component → [N] float, nan where it cannot be scored
+    metadata: tuple[Mapping[str, Any], ...] | None = None  # of each of the N rollouts: its task's, and its own on top
+    metrics: dict[str, Tensor] | None = None  # PART/NAME → [], [N] or [B, T]: what parts measured before the update, or in weighing it
 
 
 class Scores(NamedTuple):
@@ -321,10 +330,13 @@ QUANTITIES: Mapping[str, str] = {
     "values": "[B, T] the critic's value of the state before each sampled token; in the value loss it carries the gradient",
     "values_old": "[B, T] the same before the update (value loss only)",
     "returns": "[B, T] what the critic learns to predict, a constant (value loss only)",
+    "versions": "[B, T] RL steps done when the weights were loaded that sampled a token, 0 elsewhere: their difference is the staleness",
+    "components": "a mapping: name of a reward term → [N] its score, nan where it cannot be scored; shadow terms too",
+    "metadata": "a tuple of N mappings: what a rollout's task carries as metadata, and what its episode added, which wins",
 }
 
 
-# What a part may declare of itself, for the checks before a run (rlkit.config.assumptions). These lists are closed: a word that stands in
+# What a part may declare of itself, for the checks before a run (rlkit.config.problems). These lists are closed: a word that stands in
 # neither is refused where it is written. A part without declarations assumes nothing and guarantees nothing.
 
 Guarantee = Literal["binary", "non_negative", "raw"]
@@ -362,6 +374,21 @@ def gives(*words: Guarantee, **where: Any) -> Callable[[Part], Part]:
 def keeps(*words: Guarantee) -> Callable[[Part], Part]:
     """Declares which words still hold of rewards that a part has changed: an aggregator (of what all components give), an overlong rule."""
     return _declared("keeps", words, GUARANTEES, {})
+
+
+def ranges(**limits: tuple[float | None, float | None]) -> Callable[[Part], Part]:
+    """Declares the smallest and the largest value of a part's numbers, None where there is no limit: `@ranges(rank=(0, None))`.
+
+    A config that leaves a range is refused before the run.
+    """
+
+    def mark(part: Part) -> Part:
+        if unknown := limits.keys() - inspect.signature(part).parameters:
+            raise ValueError(f"@ranges({min(unknown)}=…): {getattr(part, '__name__', part)} has no such number")
+        setattr(part, "__ranges__", limits)  # noqa: B010  where a NamedTuple has it too
+        return part
+
+    return mark
 
 
 class Clip(NamedTuple):
@@ -432,77 +459,109 @@ class Estimate(NamedTuple):
     returns: Tensor
 
 
-class AdvantageFn(Protocol):
+# What mypy checks of a part: what it returns, with and without metrics (`PolicyLossFn[...]`), for the shipped ones in rlkit.functional and
+# rlkit.rewards. Which quantities it takes is for itself to choose, and Python has no type for "some of these names"; so composition
+# checks that each of them exists, a dry run on fake data that it is there when the part is called, and every call the shape,
+# the kind of numbers and the device of what it returns (`rlkit.algorithm.part`).
+Q = ParamSpec("Q")
+Metrics = Mapping[str, "float | Tensor"]  # name → a number, or a tensor [N] or [B, T], of which the entries that count are averaged
+
+
+class Measured(NamedTuple):
+    """A part's value together with metrics of its own, which stand as PART/NAME in the step's row. A plain pair `(value, metrics)` says
+    the same; only the update of a reference has to name it, since its state may be a pair."""
+
+    value: Any
+    metrics: Metrics
+
+
+def unpacked(given: Any) -> tuple[Any, Metrics]:
+    """What a part gave, and its metrics: those of a pair whose second entry is a mapping, else none."""
+    pair = type(given) in (tuple, Measured) and len(given) == 2 and isinstance(given[1], Mapping)
+    return (given[0], given[1]) if pair else (given, {})
+
+
+class AdvantageFn(Protocol[Q]):
     """(quantities of the whole update batch) → [N], one number a rollout, or [B, T]; with a critic an Estimate.
 
     What asks for `token_rewards` is at the level of tokens: a KL in the reward is part of them. For all others it is
     subtracted from the normalised advantage.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | Estimate: ...
+    def __call__(
+        self, *quantities: Q.args, **numbers: Q.kwargs
+    ) -> PerRollout | PerToken | Estimate | tuple[PerRollout | PerToken | Estimate, Metrics]: ...
 
 
-class NormalizationFn(Protocol):
-    """(advantages [B, T], …) → advantages [B, T] on another scale. Entries outside the response mask are ignored."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
-
-
-class OverlongFn(Protocol):
+class OverlongFn(Protocol[Q]):
     """(rewards [N], lengths [N], truncated [N], …) → (rewards [N] as the advantage sees them, [N] bool: trained on)."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]: ...
+    def __call__(
+        self, *quantities: Q.args, **numbers: Q.kwargs
+    ) -> tuple[PerRollout, RolloutMask] | tuple[tuple[PerRollout, RolloutMask], Metrics]: ...
 
 
-class CorrectionFn(Protocol):
-    """(logprobs_old, logprobs_sampler, response_mask, …) → factor ≥ 0 on each token's policy loss [B, T], a constant."""
+class GroupFilterFn(Protocol[Q]):
+    """(rewards [N], group_ids [N]) → [N] bool, True for rollouts that are kept."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
+    def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> RolloutMask | tuple[RolloutMask, Metrics]: ...
 
 
-class TokenFilterFn(Protocol):
+class TokenFilterFn(Protocol[Q]):
     """(entropy_old, response_mask, …) → [B, T] bool, True for tokens whose policy loss counts."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
+    def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> TokenMask | tuple[TokenMask, Metrics]: ...
 
 
-class PolicyLossFn(Protocol):
+class PerTokenFn(Protocol[Q]):
+    """(quantities) → [B, T]: what the functions below have in common."""
+
+    def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> PerToken | tuple[PerToken, Metrics]: ...
+
+
+class NormalizationFn(PerTokenFn[Q], Protocol[Q]):
+    """(advantages [B, T], …) → advantages [B, T] on another scale. Entries outside the response mask are ignored."""
+
+
+class CorrectionFn(PerTokenFn[Q], Protocol[Q]):
+    """(logprobs_old, logprobs_sampler, response_mask, …) → factor ≥ 0 on each token's policy loss [B, T], a constant."""
+
+
+class RatioFn(PerTokenFn[Q], Protocol[Q]):
+    """(logprobs, logprobs_old, response_mask, …) → policy over old policy [B, T]; carries the gradient."""
+
+
+class PolicyLossFn(PerTokenFn[Q], Protocol[Q]):
     """(ratio, advantages, …) → loss per token [B, T], unmasked and unreduced."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
-
-class ValueLossFn(Protocol):
+class ValueLossFn(PerTokenFn[Q], Protocol[Q]):
     """(values, values_old, returns) → loss per token [B, T], unmasked and unreduced."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
-
-class KLFn(Protocol):
+class KLFn(PerTokenFn[Q], Protocol[Q]):
     """(logprobs, logprobs_ref) → estimate of the divergence per token [B, T], in nats."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
-
-class AggregationFn(Protocol):
+class AggregationFn(PerTokenFn[Q], Protocol[Q]):
     """(response_mask, rollout_ids, …) → weight of each token [B, T]; they sum to 1 over an update batch.
 
     The loss is Σ weights × loss per token, so any split into micro-batches gives the same gradient.
     """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
-
-
-class GroupFilterFn(Protocol):
-    """(rewards [N], group_ids [N]) → [N] bool, True for rollouts that are kept."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
 
 class RewardFn(Protocol):
     """(rollout) → score, or None where it cannot be scored. Marked `batched`, it takes and returns a list."""
 
     def __call__(self, rollout: Rollout, /) -> float | None: ...
+
+
+class AggregatorFn(Protocol[Q]):
+    """(component → score, component → weight) → reward. Marked `batched`: (rollouts, component → weight) → a list of rewards."""
+
+    def __call__(
+        self, *given: Q.args, **numbers: Q.kwargs
+    ) -> float | Sequence[float] | tuple[float, Metrics] | tuple[Sequence[float], Metrics]: ...
 
 
 class ToolParser(Protocol):
@@ -638,7 +697,7 @@ class Reference(NamedTuple):
 
     name: str
     init: Callable[..., Any]  # (policy_model, *, step: RL steps done) → state
-    update: Callable[..., Any]  # (state, policy_model, *, step: RL steps done, kl: the step's mean, maybe nan) → state
+    update: Callable[..., Any]  # (state, policy_model, *, step: RL steps done, kl: the step's mean, maybe nan) → state, or it Measured
     model: Callable[[Any, torch.nn.Module], Any]
     save: Callable[[Any], dict[str, Any]]
     load: Callable[[Any, torch.nn.Module, Mapping[str, Any]], Any]  # (state, policy_model, what `save` gave) → state

@@ -11,10 +11,11 @@ import torch
 from rlkit.commands import check, doctor
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose, experiment
-from rlkit.config.problems import first_steps
-from rlkit.training.data import RLData
-from rlkit.training.module import RLModule
-from rlkit.training.run import load_tasks, make_trainer
+from rlkit.config.problems.rows import load_tasks
+from rlkit.config.problems.schedules import first_steps
+from rlkit.episodes.stream import StreamState
+from rlkit.training.experience import experience
+from rlkit.training.learner import Learner
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +54,18 @@ def test_memory_is_counted(report, tiny):
     ],
     ids=" ".join,
 )
-def test_no_step_keeps_more_than_the_estimate(words, tmp_path):
+def test_no_step_keeps_more_than_the_estimate(words):
     """The small step's rows share their prompts, and its replies are short: carried on from it, the estimate was too low for both."""
     shape = ["batch.prompts=4", "trainer.micro_batch_tokens=1000", "task.max_samples=40", "evaluation.n=0", "trainer.accelerator=cpu"]
     x = first_steps(experiment(compose([*shape, *words])))[""]
     tasks = load_tasks(x)
     bound = check.run(x, tasks).memory
     x = x._replace(trainer=x.trainer._replace(steps=1), callbacks={}, logger={})
-    module = RLModule(x, x.model(device="cpu"), tasks.train)
-    trainer, _ = make_trainer(x, module, tasks, tmp_path, {}, torch.device("cpu"), resume=None)
-    with check.saved_for_backward(module) as kept:
-        trainer.fit(module, RLData(1, done=lambda: module.rl_step))
-    assert module.metrics["optim/updates"] and 0 < kept.peak <= bound.saved + bound.working
+    learner = Learner(x, x.model(device="cpu"))
+    with check.saved_for_backward(learner.nets) as kept:
+        sampled, trained, _ = experience(learner.begin(), learner.policy, tasks.train, StreamState(), step=0)
+        learner.step(sampled, trained)
+    assert learner.metrics["optim/updates"] and 0 < kept.peak <= bound.saved + bound.working
     if x.batch.group_size == 1:  # nothing to share, so the estimate has to be near
         assert kept.peak > bound.saved / 3
 
@@ -72,12 +73,12 @@ def test_no_step_keeps_more_than_the_estimate(words, tmp_path):
 def test_gradient_checkpointing_still_keeps_inputs_and_one_layer(tiny):
     """Hooks see neither what a checkpoint holds, nor that a layer is run again in the backward pass."""
     x = experiment(compose(["task.max_samples=40"]))
-    module = RLModule(x, x.model(device="cpu"), load_tasks(x).train)
-    plain = check.saved_of_rows(module, 1000, 100)
-    module.policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    learner = Learner(x, x.model(device="cpu"))
+    plain = check.saved_of_rows(learner, 1000, 100)
+    learner.policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layers, width = tiny.model.config.num_hidden_layers, tiny.model.config.hidden_size
-    assert plain > check.saved_of_rows(module, 1000, 100) > plain / layers + 4 * 1000 * layers * width
-    assert check.saved_of_rows(module, 1000, 100) == check.saved_of_rows(module, 1000, 100)  # it is on again
+    assert plain > check.saved_of_rows(learner, 1000, 100) > plain / layers + 4 * 1000 * layers * width
+    assert check.saved_of_rows(learner, 1000, 100) == check.saved_of_rows(learner, 1000, 100)  # it is on again
 
 
 def test_what_autograd_keeps_is_counted_while_it_keeps_it():

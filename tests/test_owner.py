@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from rlkit.commands.cli import main
+from rlkit.config.changes import difference
 from rlkit.runs import folder as runs
 from rlkit.runs.sweeps.plan import folder_problems
 from rlkit.system import owner
@@ -301,7 +302,7 @@ def test_takeover_is_no_part_of_the_run(copy, other):
     write(copy, other)
     assert main(["train", f"resume={copy}", "trainer.steps=3", "takeover=true"]) == 0
     assert not [text for text in runs.saved_overrides(copy) if "takeover" in text]
-    assert runs.difference({"takeover": True}, {"takeover": False}) == {}
+    assert difference({"takeover": True}, {"takeover": False}) == {}
     write(copy, other)
     assert main(["train", f"resume={copy}", "trainer.steps=4"]) == 2
 
@@ -332,9 +333,9 @@ def test_a_living_run_that_is_taken_over_ends_and_writes_nothing_more(tmp_path, 
     os.mkfifo(at), os.mkfifo(go)
 
     def hold():
-        import rlkit.training.module
+        import rlkit.training.update
 
-        surrogate, steps = rlkit.training.module.surrogate, []
+        surrogate, steps = rlkit.training.update.surrogate, []
 
         def held(*given):
             if not steps and (folder / "metrics.jsonl").exists():  # a row is there: this is the second step
@@ -343,7 +344,7 @@ def test_a_living_run_that_is_taken_over_ends_and_writes_nothing_more(tmp_path, 
                 go.read_text()
             return surrogate(*given)
 
-        rlkit.training.module.surrogate = held
+        rlkit.training.update.surrogate = held
 
     child = forked(["train", *SMALL, "trainer.steps=3", f"hydra.run.dir={folder}"], log, hold)
     assert at.read_text() == "here"
@@ -378,9 +379,9 @@ def test_a_run_that_is_killed_locks_nobody_out(tmp_path, forked):
     folder, log = tmp_path / "run", tmp_path / "log"
 
     def killed():
-        import rlkit.training.module
+        import rlkit.training.update
 
-        rlkit.training.module.surrogate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        rlkit.training.update.surrogate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
     child = forked(["train", *SMALL, f"hydra.run.dir={folder}"], log, killed)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL

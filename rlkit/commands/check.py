@@ -6,13 +6,13 @@ and sampler are compared, one prompt's group is played and scored, and the polic
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlkit.commands.arguments import Arguments
+from rlkit.errors import ConfigError
 from rlkit.rewards import Reward, Term
 from rlkit.rewards import score as score_rollouts
 from rlkit.training.experiment import BatchSize, Experiment
@@ -77,19 +77,21 @@ def run(x: Experiment, tasks: Splits) -> Report:
     """One step of the experiment.
 
     Args:
-      x: the whole run at its first step, without open schedules (rlkit.config.problems.first_steps).
+      x: the whole run at its first step, without open schedules (rlkit.config.problems.schedules.first_steps).
       tasks: at least one training row; the others are only counted.
     Raises: the refusals of a run.
     """
+    from rlkit.episodes.stream import StreamState
+    from rlkit.system.deadline import process_ends_after
     from rlkit.system.device import autocast, pick_device, quiet, use_threads
-    from rlkit.training.data import RLData
-    from rlkit.training.module import RLModule
-    from rlkit.training.run import header, make_trainer
+    from rlkit.training.experience import experience
+    from rlkit.training.learner import Learner
+    from rlkit.training.memory import probe
+    from rlkit.training.run import header
     from rlkit.training.selfcheck import check_policy, check_teacher
 
     quiet()
     import torch
-    from lightning.pytorch.callbacks import LambdaCallback
 
     clock = {}
     started = time.perf_counter()
@@ -104,20 +106,20 @@ def run(x: Experiment, tasks: Splits) -> Report:
     with autocast(cut, device):
         agreement = check_policy(policy, tasks.train, cut)
     played: list[Rollout] = []
-    found: list[Memory] = []
-
-    def measure(trainer: Any, module: Any) -> None:  # while everything is where it trains
-        with trainer.strategy.precision_plugin.forward_context():
-            found.append(memory(x, module, tasks.train, played))
-
-    cut = cut._replace(reward=telling(cut.reward, played), callbacks={"memory": lambda _: LambdaCallback(on_train_end=measure)})
-    module = RLModule(cut, policy, tasks.train, exact=agreement.exact)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer, _ = make_trainer(module.experiment, module, Splits(tasks.train), Path(folder), {}, device, resume=None)
-        trainer.fit(module, RLData(1, done=lambda: module.rl_step))
-    clock["generate"], clock["update"] = module.metrics["perf/generate_s"], module.metrics["perf/update_s"]
+    learner = Learner(cut._replace(reward=telling(cut.reward, played)), policy, exact=agreement.exact)
+    limit = x.trainer.max_step_time
+    with (
+        autocast(cut, device, updates=True),
+        process_ends_after(limit, lambda: f"step 1 hangs: nothing within trainer.max_step_time={limit:g} minutes"),
+    ):
+        if device.type == "cuda":
+            probe(learner, tasks.train)
+        sampled, trained, _ = experience(learner.begin(), policy, tasks.train, StreamState(), step=0, clock=learner.clock)
+        metrics = learner.step(sampled, trained)
+        found = memory(x, learner, tasks.train, played)
+    clock["generate"], clock["update"] = metrics["perf/generate_s"], metrics["perf/update_s"]
     spread = len({r.total_reward for r in played}) == 1
-    return Report(agreement.warnings, played, spread, module.metrics, found[0], clock, text)
+    return Report(agreement.warnings, played, spread, metrics, found, clock, text)
 
 
 def telling(reward: Reward, played: list[Rollout]) -> Reward:
@@ -177,46 +179,46 @@ def saved_for_backward(module: Any) -> Iterator[Kept]:
         yield kept
 
 
-def memory(x: Experiment, module: Any, tasks: Sequence[Task], played: Sequence[Rollout]) -> Memory:
-    """What the whole run takes at most, from a module that has taken its one small step, with the rollouts `played`."""
-    trained = [p for p in module.parameters() if p.requires_grad]
-    weights = size_of([list(module.parameters()), list(module.buffers())])
-    optimizer = sum(size_of(o.state) for o in module.trainer.optimizers)
-    together = size_of([list(module.parameters()), list(module.buffers()), module.references])
-    longest = min(module.policy.context_length, episode_length(x, module, tasks, played))
+def memory(x: Experiment, learner: Any, tasks: Sequence[Task], played: Sequence[Rollout]) -> Memory:
+    """What the whole run takes at most, from a learner that has taken its one small step, with the rollouts `played`."""
+    trained = [p for p in learner.nets.parameters() if p.requires_grad]
+    weights = size_of([list(learner.nets.parameters()), list(learner.nets.buffers())])
+    optimizer = sum(size_of(o.state) for o in learner.optimizers)
+    together = size_of([list(learner.nets.parameters()), list(learner.nets.buffers()), learner.references])
+    longest = min(learner.policy.context_length, episode_length(x, learner, tasks, played))
     rollouts = x.batch.prompts * x.batch.group_size
     portion = min(max(x.trainer.micro_batch_tokens, longest), rollouts * longest)  # a micro-batch is at least one rollout
     engine = getattr(x.generation.engine, "keywords", {})
     cached = min(longest * min(rollouts, engine.get("max_rows", rollouts)), engine.get("max_cached_tokens", rollouts * longest))
-    saved = saved_of_rows(module, portion, longest)
+    saved = saved_of_rows(learner, portion, longest)
     return Memory(
         weights=weights,
         gradients=sum(p.numel() * p.element_size() for p in trained),
         optimizer=optimizer,
         reference=together - weights,
         saved=saved,
-        working=working_of(module, portion) + saved // module.policy.model.config.num_hidden_layers,
-        cache=cache_bytes(module.policy.model) * cached,
+        working=working_of(learner, portion) + saved // learner.policy.model.config.num_hidden_layers,
+        cache=cache_bytes(learner.policy.model) * cached,
     )
 
 
-def saved_of_rows(module: Any, tokens: int, longest: int) -> int:
+def saved_of_rows(learner: Any, tokens: int, longest: int) -> int:
     """Bytes that autograd keeps for `tokens` tokens in rows of up to `longest` tokens, of the kind that takes the most.
 
     Measured on rows of few tokens, and carried on: linear layers keep as much for every token, attention masks for every pair of tokens
     of a row. Under gradient checkpointing the input of every layer is kept, which no hook sees, and the backward pass of one layer comes
     on top, as much as it keeps without.
     """
-    config = module.policy.model.config
+    config = learner.policy.model.config
     widths = (min(longest, WIDTH) // 2, min(longest, WIDTH))
-    layers = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False)]
-    total = _carried_on(widths, [_kept_by(module, width) for width in widths], tokens, longest)
+    layers = [m for m in learner.nets.modules() if getattr(m, "gradient_checkpointing", False)]
+    total = _carried_on(widths, [_kept_by(learner, width) for width in widths], tokens, longest)
     if not layers:
         return total
     for layer in layers:
         layer.gradient_checkpointing = False
     try:
-        whole = _carried_on(widths, [_kept_by(module, width) for width in widths], tokens, longest)
+        whole = _carried_on(widths, [_kept_by(learner, width) for width in widths], tokens, longest)
     finally:
         for layer in layers:
             layer.gradient_checkpointing = True
@@ -230,7 +232,7 @@ def _carried_on(widths: tuple[int, int], kept: Sequence[float], tokens: int, lon
     return int(tokens * (max(kept) + slope * (longest - widths[1])))
 
 
-def _kept_by(module: Any, width: int) -> float:
+def _kept_by(learner: Any, width: int) -> float:
     """Bytes a token that autograd keeps of policy and critic for rows as they are at worst.
 
     They share their first token alone, so that attention needs a mask and every token counts; all but one are so long that they are
@@ -242,23 +244,23 @@ def _kept_by(module: Any, width: int) -> float:
     from rlkit.models.score import states
 
     short = next(n for n in range(2, width + 1) if size_class(n) == size_class(width))
-    ids = (torch.arange(WORST)[:, None] * 7 + torch.arange(width + 1)) % module.policy.model.get_input_embeddings().num_embeddings
+    ids = (torch.arange(WORST)[:, None] * 7 + torch.arange(width + 1)) % learner.policy.model.get_input_embeddings().num_embeddings
     ids[:, 0] = 0
     mask = torch.arange(width + 1).expand(WORST, -1) >= 1
     mask = mask & ((torch.arange(WORST)[:, None] == 0) | (torch.arange(width + 1) <= short))
-    packed = pack(ids.to(module.device), mask.to(module.device))
-    with torch.enable_grad(), saved_for_backward(module) as kept:
-        hidden = states(module.model, packed)
-        values = module.critic(hidden, packed) if module.x.algorithm.critic.active else None
+    packed = pack(ids.to(learner.device), mask.to(learner.device))
+    with torch.enable_grad(), saved_for_backward(learner.nets) as kept:
+        hidden = states(learner.model, packed)
+        values = learner.critic(hidden, packed) if learner.x.algorithm.critic.active else None
         peak = kept.peak + size_of([hidden, values])
     return peak / packed.tokens
 
 
-def working_of(module: Any, tokens: int) -> int:
+def working_of(learner: Any, tokens: int) -> int:
     """Bytes for the logits of a chunk, their log-softmax, its gradient and theirs, and what the loss keeps of every token."""
     from rlkit.models.score import CHUNK_LOGITS
 
-    vocabulary = module.policy.model.get_output_embeddings().weight.shape[0]
+    vocabulary = learner.policy.model.get_output_embeddings().weight.shape[0]
     return 4 * (4 * min(tokens * vocabulary, CHUNK_LOGITS) + LOSS * tokens)
 
 
@@ -289,7 +291,7 @@ def cache_bytes(model: Any) -> int:
     return 2 * config.num_hidden_layers * heads * width * next(model.parameters()).element_size()
 
 
-def episode_length(x: Experiment, module: Any, tasks: Sequence[Task], played: Sequence[Rollout]) -> int:
+def episode_length(x: Experiment, learner: Any, tasks: Sequence[Task], played: Sequence[Rollout]) -> int:
     """Tokens that an episode may come to: the longest prompt, as many replies as may be, each as long as it may be, and between any two
     of them the most that was said between two of those `played`."""
     from rlkit.environments import environment_of
@@ -299,7 +301,7 @@ def episode_length(x: Experiment, module: Any, tasks: Sequence[Task], played: Se
     longest = max(tasks, key=lambda task: sum(len(m["content"]) for m in task.messages))
     own = environment_of(x.environment, longest)
     begun = opening(longest, own)
-    prompt = len(encode_prompt(module.policy.codec, begun.prompt, begun.schemas))
+    prompt = len(encode_prompt(learner.policy.codec, begun.prompt, begun.schemas))
     turns = ((a, b) for r in played for a, b in zip(r.steps, r.steps[1:], strict=False))
     said = max((len(b.prompt_ids) - len(a.prompt_ids) - len(a.response_ids) for a, b in turns), default=0)
     return prompt + own.max_steps * x.generation.max_new_tokens + (own.max_steps - 1) * max(said, 0)
@@ -343,3 +345,25 @@ def _mean(values: Sequence[float | None]) -> str:
 
 def _size(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**29 else f"{count / 2**20:.1f} MiB"
+
+
+def command(arguments: Arguments) -> int:
+    """What `rlkit train` would do with these overrides, in one small step."""
+    from rlkit.config.compose import compose, experiment
+    from rlkit.config.problems.doubts import warnings
+    from rlkit.config.problems.rows import load_tasks
+    from rlkit.config.problems.schedules import first_steps
+    from rlkit.tasks.splits import overlaps
+    from rlkit.training.loggers import check_loggers
+
+    if arguments.multirun:
+        raise ConfigError("rlkit check tries one run at a time; rlkit train -m checks every job of a sweep before the first one starts")
+    x = experiment(compose(arguments.overrides, config_dir=arguments.config_dir))
+    check_loggers(x.logger)
+    tasks = load_tasks(x)
+    for line in (*warnings(x), *overlaps(tasks)):
+        print(f"warning: {line}")
+    firsts = first_steps(x)
+    report = run(next(iter(firsts.values())), tasks)
+    print(show(report, phases=list(firsts)))
+    return 0

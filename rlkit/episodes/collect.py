@@ -11,7 +11,7 @@ from rlkit.environments import environment_of
 from rlkit.episodes.episode import play
 from rlkit.episodes.replies import encoder, speaker
 from rlkit.functional import mix
-from rlkit.system.loops import first_error, run
+from rlkit.system.loops import run, together
 from rlkit.types import Engine, Environment, Messages, Policy, Rollout, SamplingParams, Session, Step, Task
 
 KEYS = count()  # of episodes, for engines
@@ -130,12 +130,9 @@ async def collected(
             on_done(rollout)
         return rollout
 
-    with first_error():
-        async with asyncio.TaskGroup() as group:
-            playing = [
-                group.create_task(episode(task, i, j, start.place())) for i, task in enumerate(tasks, first) for j in range(group_size)
-            ]
-    return [task.result() for task in playing]
+    return await together(
+        [episode(task, i, j, start.place()) for i, task in enumerate(tasks, first) for j in range(group_size)],
+    )
 
 
 def _fills(policy: Policy, step: Step) -> bool:

@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 
 from rlkit.environments import tool_schema
-from rlkit.environments.session import awaited, blamed, opened
-from rlkit.system.loops import run
+from rlkit.environments.session import blamed, opened, with_state
+from rlkit.system.loops import awaited, run
 from rlkit.types import Environment, Message, Messages, Rollout, Session, Step, Task, Tool
 
 # (rollout so far, what is said next, session) → the policy's reply as a step. None: the context leaves no room for one.
@@ -54,7 +54,7 @@ async def play(
                         rollout, prompt = _checked(await awaited(session.answer(rollout)))
                 if prompt is not None and len(rollout.steps) >= environment.max_steps:
                     rollout, prompt = truncated(rollout, "steps"), None
-            return await _with_state(rollout, session)
+            return await with_state(rollout, session)
     except DeadlinePassed:
         return truncated(rollout, "deadline")
     finally:
@@ -95,16 +95,6 @@ def _checked(answer: Any) -> tuple[Rollout, Messages | None]:
     if said is not None and rollout.status == "truncated":
         raise TypeError("a session's answer truncates the rollout and goes on; give messages of None with a truncation")
     return rollout, [{"role": "user", "content": said}] if isinstance(said, str) else said
-
-
-async def _with_state(rollout: Rollout, session: Session) -> Rollout:
-    """The rollout with its session's end state, where the session tells it."""
-    tell = getattr(session, "state", None)
-    if tell is None:
-        return rollout
-    with blamed("state", rollout.task):
-        state = await awaited(tell())
-    return rollout._replace(metadata={**rollout.metadata, "state": state})
 
 
 class DeadlinePassed(Exception):

@@ -26,7 +26,8 @@ def stack_rollouts(rollouts: Sequence[Rollout]) -> Batch:
     stacked = pad_sequence([torch.cat([torch.zeros(0, device=device), *parts]) for parts in logprobs], batch_first=True)
     batch = assemble([plain(r) for r in rollouts], pad_token_id=0, device=device)
     positions, mask = episodes(batch)
-    moved = {name: F.to_episodes(value, positions, mask) for name, value in quantities(batch).items() if value.dim() == 2}
+    whole = {name: value for name, value in quantities(batch).items() if isinstance(value, Tensor) and value.dim() == 2}
+    moved: dict[str, Any] = {name: F.to_episodes(value, positions, mask) for name, value in whole.items()}
     moved |= {"attention_mask": mask, "response_mask": mask, "rollout_ids": torch.arange(len(mask), device=device)}
     return batch._replace(**moved | {"logprobs_sampler": stacked})
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+import inspect
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 T = TypeVar("T")
 
@@ -23,15 +25,46 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         asyncio._set_running_loop(outer)
 
 
+async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What coroutines return that run at the same time.
+
+    At the first error, or where this one is cancelled, the others are cancelled and awaited; those that are closing end by themselves.
+    Raises: the first error, as it was raised.
+    """
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    ended: set[asyncio.Task[T]] = set()
+    try:
+        if tasks:
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        others = [task for task in tasks if not task.done()]
+        for task in others:
+            if task not in CLOSING:
+                task.cancel()
+        if others:
+            await asyncio.wait(others)
+        errors = {task: task.exception() for task in tasks if not task.cancelled()}  # each is looked at, or asyncio complains
+    for task, error in errors.items():
+        if error is not None and task in ended:
+            raise error
+    return [task.result() for task in tasks]
+
+
+CLOSING: WeakSet[asyncio.Task[Any]] = WeakSet()
+
+
 @contextmanager
-def first_error() -> Iterator[None]:
-    """Raises the first error of a TaskGroup as it was raised, in place of the group around it."""
+def closing() -> Iterator[None]:
+    """A block that frees what a task holds: an error in one of the others of `together` does not cut it short."""
+    task = asyncio.current_task()
+    assert task is not None
+    CLOSING.add(task)
     try:
         yield
-    except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-    else:
-        return
-    raise error
+    finally:
+        CLOSING.discard(task)
+
+
+async def awaited(value: Any) -> Any:
+    """The value, or what it gives where it has to be awaited: for what may be plain or async."""
+    return await value if inspect.isawaitable(value) else value

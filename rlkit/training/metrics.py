@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.algorithm import number
+from rlkit.algorithm import counted, number, whole
 from rlkit.distributed import ranks
+from rlkit.errors import PartError
 from rlkit.functional import (
     approximate_kl,
     correlation,
@@ -39,6 +40,7 @@ class UpdateTerms:
         self.norms: dict[str, list[float]] = {"policy": [], "critic": []}
         self.rates = {"policy": NAN, "critic": NAN}
         self.first_ratio: Tensor | None = None
+        self.reference: dict[str, float] = {}  # what the reference's update measured
         self.skipped = {"no_signal": 0, "nonfinite": 0, "target_kl": 0}
         self.read = self.packed = self.padded = 0  # tokens of the rows; those of them computed, each shared one once; with padding
 
@@ -50,9 +52,9 @@ class UpdateTerms:
         terms = parts | {"logprobs": scores.logprobs, "logprobs_old": old, "entropy": scores.entropy, "advantages": batch.advantages}
         terms |= {"logprobs_sampler": batch.logprobs_sampler, "logprobs_ref": batch.logprobs_ref, "returns": batch.returns}
         terms["owners"] = batch.rollout_ids[:, None].expand(batch.response_mask.shape)
-        for name, term in terms.items():
+        for name, term in (terms | (batch.metrics or {})).items():
             if term is not None:
-                self.tokens[name].append(term.detach()[batch.response_mask].float())
+                self.tokens[name].append(counted(term.detach(), batch).float())
         self.loss += float(loss.detach())
 
     def stepped(self, who: str, norm: float, lr: float) -> None:
@@ -123,11 +125,26 @@ def update_metrics(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> 
     scale/*           factor on the policy loss (off-policy correction × token filter): mean, share of tokens at 0
     value/*           the critic: loss, mean, mean return, 1 - Var(return - value) / Var(return) before the update
     optim/*           gradient norms before clipping, learning rates, updates taken and skipped, updates ended by target_kl
+    PART/NAME         what a part of PARTS (rlkit.algorithm) measured itself: the mean over the tokens trained on, or the rollouts with such
+                      a token, of all updates; nan entries left out. Group filter and overlong rule: over all that was sampled
+    Raises: PartError where a part's metric has a name that is taken.
     """
     values = {"loss/total": terms.loss, "loss/policy": terms.mean("policy_loss"), "policy/entropy": terms.mean("entropy")}
     values["policy/entropy_coef"] = number(experiment.algorithm.entropy_coef)
     values |= _ratios(terms) | _divergences(batch, terms, experiment) | _advantages(batch)
-    return values | _scale(batch) | _critic(batch, terms) | _optimizer(terms)
+    values |= _scale(batch) | _critic(batch, terms) | _optimizer(terms)
+    measured = _of_parts(batch, terms)
+    if taken := values.keys() & measured.keys():
+        raise PartError(f"a part gave a metric {min(taken)}, which rlkit has already; give it another name")
+    return values | measured
+
+
+def _of_parts(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
+    sampled = {"group_filter": whole(batch), "overlong": whole(batch)}  # what they saw, before they took anything out
+    found = {name: counted(value, sampled.get(name.partition("/")[0], batch)) for name, value in (batch.metrics or {}).items()}
+    found |= {name: torch.cat(values) for name, values in terms.tokens.items() if "/" in name and values}
+    kept = {name: values[~values.isnan()].cpu().double() for name, values in found.items()}
+    return {name: float(values.mean()) if len(values) else NAN for name, values in kept.items()} | terms.reference
 
 
 def _ratios(terms: UpdateTerms) -> dict[str, float]:
@@ -315,9 +332,9 @@ def performance(batch: Batch, terms: UpdateTerms, clock: Clock, *, tokens: int, 
     }
 
 
-def refill_metrics(sampled: Sequence[Rollout], trained: Sequence[Rollout], *, group_size: int) -> dict[str, float]:
+def refill_metrics(sampled: Sequence[Rollout], trained: Sequence[Rollout]) -> dict[str, float]:
     """batch/rollouts: trained on. group/sampled: prompts of the step; group/acceptance_rate: the share of them that was trained on."""
-    groups = len(sampled) // group_size
+    groups = len({r.group for r in sampled})
     return {
         "batch/rollouts": len(trained),
         "group/sampled": groups,
