@@ -18,7 +18,7 @@ import pytest
 from rlkit.engines import Batched, Cached
 from rlkit.engines.service import Service
 from rlkit.errors import EngineError, Interrupted
-from rlkit.system.loops import first_error, run
+from rlkit.system.loops import run, together
 from rlkit.types import Generation, SamplingParams
 
 RULES = ("rounds", "barrier", "free")
@@ -102,10 +102,7 @@ def play(service, keys, turns=3, pause=at_once, version=0, rule="rounds", rounds
 
     async def all_of_them():
         await service.load(None, version)
-        with first_error():
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(episode(key)) for key in keys]
-        return [task.result() for task in tasks]
+        return await together(map(episode, keys))
 
     return run(all_of_them())
 
