@@ -11,7 +11,9 @@ from functools import partial
 import pytest
 
 from rlkit.commands.agent import parts
+from rlkit.engines import Batched
 from rlkit.environments import calculator, execute, get_weather, hermes, none, python_tool, split_thinking, tool_use, xml
+from rlkit.episodes import collect
 from rlkit.episodes.record import transcript, visible
 from rlkit.rewards import (
     Reward,
@@ -178,16 +180,25 @@ def test_replies_of_a_real_tokenizer_go_through_the_loop(tiny, count):
     """Ids of any kind, control tokens too: each reply ends the episode or gives a next context that its ids stand in."""
     rng = random.Random(1)
     environment = tool_use(tools=TOOLS, parse_calls=xml, max_turns=2, timeout=None)
-    turn = open_episode(tiny, TASK, environment, group=0)
     vocabulary, ended = len(tiny.codec.tokenizer), Counter()
-    for i in range(count // 10):
+
+    def reply(number):
         text = malformed(rng)[:400].encode("utf-8", "replace").decode()
-        ids = tiny.codec.tokenizer.encode(text, add_special_tokens=False) if i % 2 else rng.choices(range(vocabulary), k=rng.randrange(40))
-        ids = (*ids[:200], *tiny.eos_token_ids[:1])
-        after = advance(tiny, turn, Generation(ids, (-1.0,) * len(ids), rng.choice(("stop", "stop", "length"))))
-        if isinstance(after, Turn):
-            assert after.context[: len(turn.context) + len(ids)] == turn.context + ids
-        ended["next" if isinstance(after, Turn) else after.truncation or after.status] += 1
+        words = (
+            tiny.codec.tokenizer.encode(text, add_special_tokens=False)
+            if number % 2
+            else rng.choices(range(vocabulary), k=rng.randrange(40))
+        )
+        ids = (*words[:200], *tiny.eos_token_ids[:1])
+        return Generation(ids, (-1.0,) * len(ids), rng.choice(("stop", "stop", "length")))
+
+    engine = Batched(lambda policy, prompts, seeds, params: [reply(i) for i in range(len(prompts))])
+    for rollout in collect(tiny, [TASK] * (count // 10), engine=engine, environment=environment):
+        first, *more = rollout.steps
+        for step in more:
+            said = first.prompt_ids + first.response_ids
+            assert step.prompt_ids[: len(said)] == said
+        ended["next" if more else rollout.truncation or rollout.status] += 1
     assert set(ended) == {"next", "length", "terminated"}, ended
 
 

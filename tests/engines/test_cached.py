@@ -393,17 +393,15 @@ def test_episodes_may_come_wait_and_go_in_any_order(small, reference, slots, mor
 
 def test_a_key_may_come_back_after_its_release(small, reference):
     """Before the slot was given to another: what it held is not taken for what the new one holds."""
-    engine = Cached()
+    engine, prompts, found = Cached(), [(200, 300, 400), (200, 300, 500)], []
     engine.decoder = decoder = engine.make_decoder(small)
-    params = SamplingParams(max_new_tokens=3)
     with engine.serving():
-        for prompt in ((200, 300, 400), (200, 300, 500)):
-            decoder.submit(0, prompt, 1, params)
-            found = []
+        for prompt in prompts:
+            decoder.submit(0, prompt, 1, SamplingParams(max_new_tokens=3))
             while not decoder.idle:
-                found += decoder.advance()
+                found += [reply for _, reply in decoder.advance()]
             decoder.release(0)
-            assert equal([g for _, g in found], reference(small, [prompt], [1], max_new_tokens=3))
+    assert equal(found, reference(small, prompts, [1, 1], max_new_tokens=3))
 
 
 # --------------------------------------------------------------------------------------------------- the captured step
