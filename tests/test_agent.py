@@ -17,7 +17,8 @@ from rlkit import (
     run_agent,
     xml,
 )
-from rlkit.commands.cli import main, parse
+from rlkit.commands.arguments import parse
+from rlkit.commands.cli import main
 from rlkit.config.compose import compose
 from rlkit.config.schema import build
 from rlkit.environments import calculator

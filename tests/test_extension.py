@@ -99,5 +99,5 @@ def test_the_same_run_without_hydra(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EXAMPLE_STEPS", "1")
     names = runpy.run_path(str(ROOT / "examples" / "without_hydra.py"))
-    assert names["module"].rl_step == 1 and "reward" in capsys.readouterr().out
+    assert names["learner"].rl_step == 1 and "reward" in capsys.readouterr().out
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]

@@ -19,16 +19,16 @@ import numpy as np
 import pytest
 import torch
 
+from rlkit.config.changes import difference
 from rlkit.distributed import ranks
 from rlkit.runs import folder as runs
 from rlkit.system import rng
 from rlkit.system.files import LOST
 from rlkit.system.redaction import REDACTED
+from rlkit.system.rows import append_row, read_rows, unwritten
 from rlkit.training.callbacks.checkpoints import CHECKPOINT, AtomicCheckpointIO, RLCheckpoint, checkpoints, load_checkpoint, supersede
 from rlkit.training.callbacks.evaluation import HeldOut
 from rlkit.training.callbacks.faults import Watchdog
-from rlkit.training.callbacks.metrics import append_row, unwritten
-from rlkit.training.callbacks.rows import read_rows
 from rlkit.training.callbacks.stopping import SIGNALS, StopOnSignal, requeue
 from rlkit.training.memory import OutOfMemory, retried
 from rlkit.training.metrics import UpdateTerms
@@ -299,7 +299,7 @@ def test_secrets_are_not_written(tmp_path, monkeypatch):
         "tokens": 5,
     }
     assert runs.saved_overrides(tmp_path) == ["seed=3"]
-    assert runs.difference(runs.read_config(tmp_path), config) == {}
+    assert difference(runs.read_config(tmp_path), config) == {}
     runs.write_start(tmp_path, config, {})
     assert all("sk-01" not in p.read_text() and "my-own-key" not in p.read_text() for p in tmp_path.rglob("*") if p.is_file())
 

@@ -8,12 +8,13 @@ from functools import partial
 import pytest
 import torch
 
+from rlkit.config.problems.rows import check_truths, check_verifier
 from rlkit.engines import cached, generate
 from rlkit.errors import DataError, SelfCheckError, TemplateError
 from rlkit.models import make_codec
 from rlkit.rewards import Reward, Term, by_task, exact_match, few_turns, numeric, weighted_sum
 from rlkit.tasks import arithmetic
-from rlkit.training.selfcheck import check_policy, check_truths, check_verifier
+from rlkit.training.selfcheck import check_policy
 from rlkit.types import Task
 
 

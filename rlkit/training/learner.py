@@ -134,7 +134,8 @@ class Learner:
             ranks.reshard(self.model)
             self.update_reference(terms)
         self.rl_step, self.tokens = self.rl_step + 1, self.tokens + int(batch.attention_mask.sum())
-        self.metrics = ranks.first(lambda: self.measured(batch, terms) | drifted)  # its clock; everything else is equal
+        metrics = self.measured(batch, terms) | drifted
+        self.metrics = ranks.first(lambda: metrics)  # its clock; everything else is equal
         self.clock.end()
         return self.metrics
 
@@ -151,10 +152,9 @@ class Learner:
 
     def measured(self, batch: Batch, terms: UpdateTerms) -> dict[str, Any]:
         """The metrics of a step. schedule/PATH: every scheduled number as it was in it; schedule/phase: which phase, from 0."""
-        x = self.x
-        metrics = summarize(self.rollouts) | update_metrics(batch, terms, x)
+        metrics = summarize(self.rollouts) | update_metrics(batch, terms, self.x)
         metrics |= performance(batch, terms, self.clock, tokens=self.tokens, device=self.device)
-        metrics |= refill_metrics(self.rollouts, self.trained, group_size=x.batch.group_size)
+        metrics |= refill_metrics(self.rollouts, self.trained)
         metrics |= {f"schedule/{path}": value for path, value in schedules.values(self.experiment, self.progress).items()}
         return metrics | ({"schedule/phase": self.progress.phase} if len(self.phases) > 1 else {})
 

@@ -332,9 +332,9 @@ def performance(batch: Batch, terms: UpdateTerms, clock: Clock, *, tokens: int, 
     }
 
 
-def refill_metrics(sampled: Sequence[Rollout], trained: Sequence[Rollout], *, group_size: int) -> dict[str, float]:
+def refill_metrics(sampled: Sequence[Rollout], trained: Sequence[Rollout]) -> dict[str, float]:
     """batch/rollouts: trained on. group/sampled: prompts of the step; group/acceptance_rate: the share of them that was trained on."""
-    groups = len(sampled) // group_size
+    groups = len({r.group for r in sampled})
     return {
         "batch/rollouts": len(trained),
         "group/sampled": groups,

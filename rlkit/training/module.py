@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning as L
@@ -18,6 +18,27 @@ from rlkit.training.experiment import Experiment
 from rlkit.training.learner import Host, Learner
 from rlkit.training.memory import probe
 from rlkit.types import Policy, Task
+
+
+class Steps:
+    """Yields the RL steps that are still to do. Sized and stateful, so that Lightning neither prefetches nor repeats; its state is the
+    module's count of steps, which a dropped step does not move."""
+
+    def __init__(self, module: RLModule):
+        self.module = module
+
+    def __len__(self) -> int:
+        return self.module.total_steps
+
+    def __iter__(self) -> Iterator[int]:
+        while self.module.rl_step < len(self):
+            yield self.module.rl_step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.module.rl_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The module has counted on from its checkpoint already."""
 
 
 def _of_learner(name: str) -> Any:
@@ -70,10 +91,6 @@ class RLModule(L.LightningModule):
         known: Any = self.optimizers()
         next(own for own in (known if isinstance(known, list) else [known]) if own.optimizer is optimizer).step()
 
-    def advance(self) -> str:
-        """What follows from a step's metrics, once all are there: `Learner.advance`."""
-        return self.learner.advance()
-
     @property
     def total_steps(self) -> int:
         """RL steps of the whole run."""
@@ -85,6 +102,9 @@ class RLModule(L.LightningModule):
         return limit is not None and time.perf_counter() - self.started > 60 * limit
 
     # ------------------------------------------------------------------------------------------------ Lightning
+
+    def train_dataloader(self) -> Steps:
+        return Steps(self)
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         return self.learner.make_optimizers()  # again: the weights may lie in shards by now

@@ -179,9 +179,8 @@ def step_optimizer(
     No step if the loss or the norm is not finite: the norm is nan then. Raises NonFinite after trainer.max_nonfinite in a row.
     """
     optimizer = learner.optimizers[index]
-    rate = hyperparameters(configured).get("lr", optimizer.param_groups[0]["lr"])
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = hyperparameters(configured).get("lr", group["lr"])
     parameters = list(parameters)
     learner.host.all_reduce(p.grad for p in parameters if not hasattr(p, "full_tensor"))  # shards have been added up on the way
     norm = float(ranks.whole(torch.nn.utils.clip_grad_norm_(parameters, learner.x.trainer.max_grad_norm)))
@@ -196,4 +195,4 @@ def step_optimizer(
     if finite:
         with named("the optimiser's step", "train adapters (model.lora.rank=16), or a smaller model"):
             learner.host.optimizer_step(optimizer)
-    return (norm if finite else NAN), rate
+    return (norm if finite else NAN), optimizer.param_groups[0]["lr"]
