@@ -104,13 +104,15 @@ def view_steps(
 
 
 class TrainingState(NamedTuple):
-    """Where a run stands: plain numbers, for the next iteration and for the checkpoint."""
+    """Where a run stands, for the next iteration and for the checkpoint."""
 
     step: int = 0  # RL steps done
-    total_tokens: int = 0  # of all rollouts, prompts included
+    total_tokens: int = 0  # of all rollouts trained on, prompts included
     metrics: Mapping[str, float] = {}  # of the last step
     ema_metrics: Mapping[str, float] = {}
     moments: Sequence[float] = Moments()  # of all rewards so far, for normalize_rewards
+    stream: Sequence[int] = ()  # where `train_model` stands in the order of its prompts
+    learner: Mapping[str, Any] = {}  # what else decides the steps to come (rlkit.training.learner.Learner.saved)
 
 
 def update_ema_metrics(ema_metrics: Mapping[str, float], metrics: Mapping[str, float], decay: float = 0.9) -> dict[str, float]:

@@ -21,7 +21,7 @@ from rlkit.episodes.replies import encoder, speaker
 from rlkit.notebook.data import GenerationConfig, Prompt, as_prompt, as_task
 from rlkit.notebook.generation import Asked, Generator, TemplateFn, engine_of, policy_of
 from rlkit.notebook.kl import KLHook, compute_forward_kl, compute_kl
-from rlkit.notebook.tensors import episodes, plain, score_batch
+from rlkit.notebook.tensors import episodes_of, plain, score_batch
 from rlkit.rewards import Reward, Term, weighted_sum
 from rlkit.rewards import score as score_rollouts
 from rlkit.system.loops import run
@@ -71,6 +71,15 @@ def create_environment(
     if called:
         environment = environment._replace(parse_calls=hermes if tool_parser is None else _parser(tool_parser))
     return environment if tool_executor is None else environment._replace(execute=_executor(tool_executor))
+
+
+def environment_from(
+    environment: Environment | Callable[[Task], Environment] | None, **hooks: Any
+) -> Environment | Callable[[Task], Environment]:
+    """The environment that is given, or one of the hooks."""
+    if environment is not None and (odd := sorted({*hooks} - {"max_steps"})):
+        raise ValueError(f"the environment that is given knows nothing of {', '.join(odd)}; give one or the other")
+    return environment or create_environment(**hooks)
 
 
 def check_termination_conditions(
@@ -282,29 +291,50 @@ def run_rollouts(
     """
     if kl_fn is not None and ref_model is None:
         raise ValueError("kl_fn is given, and no ref_model to measure a KL from; give one, such as create_reference_model(model)")
-    if environment is not None and hooks:
-        raise ValueError(f"the environment that is given knows nothing of {', '.join(sorted(hooks))}; give one or the other")
     template: dict[str, Any] = {"template_fn": template_fn, "use_chat_template": use_chat_template}
     policy = policy_of(model, tokenizer, enable_thinking=config.enable_thinking, **template)
-    environment = environment or create_environment(max_steps=max_steps, **hooks)
-    places: dict[str, Any] = {"environment": environment, "seed": seed, "step": step}
+    tasks = _tasks(initial_prompts, n)
+    given: dict[str, Any] = {"environment": environment_from(environment, max_steps=max_steps, **hooks)}
+    given |= {"group_size": num_rollouts, "seed": seed, "step": step}
     if generator is None:
-        engine, tasks = engine_of(generate, config), _tasks(initial_prompts, n)
-        rollouts = collect(policy, tasks, engine=engine, group_size=num_rollouts, **places, **config.params._asdict())
-        rollouts = [r._replace(metadata={**r.metadata, "generation": config._asdict()}) for r in rollouts]
+        rollouts = with_config(collect(policy, tasks, engine=engine_of(generate, config), **given, **config.params._asdict()), config)
     else:
-        turns = initialize_rollouts(policy, initial_prompts, n, num_rollouts=num_rollouts, **places)
-        while any(isinstance(turn, Turn) for turn in turns):
-            turns = execute_step(policy, turns, config, generator=generator)
-        rollouts = [turn for turn in turns if isinstance(turn, Rollout)]
+        rollouts = generated(generator, config, None, policy, tasks, **given)
     if ref_model is not None:
         rollouts = _with_kl(model, ref_model, rollouts, kl_fn or compute_forward_kl, config.params.temperature or 1.0)
     return rollouts if reward_fn is None else assign_rewards(rollouts, reward_fn)
 
 
+def with_config(rollouts: Sequence[Rollout], config: GenerationConfig) -> list[Rollout]:
+    """The rollouts with the config that they were sampled by, for whoever trains on them."""
+    return [r._replace(metadata={**r.metadata, "generation": config._asdict()}) for r in rollouts]
+
+
+def generated(
+    generator: Generator,
+    config: GenerationConfig,
+    reward: Reward | None,
+    policy: Policy,
+    tasks: Sequence[Task],
+    *,
+    environment: Environment | Callable[[Task], Environment],
+    group_size: int = 1,
+    seed: int = 0,
+    step: int = 0,
+    first: int = 0,
+    **_: Any,
+) -> list[Rollout]:
+    """`rlkit.collect` with a generator in place of the engine; scored where there is a reward."""
+    turns = initialize_rollouts(policy, tasks, environment=environment, num_rollouts=group_size, seed=seed, step=step)
+    while any(isinstance(turn, Turn) for turn in turns):
+        turns = execute_step(policy, turns, config, generator=generator)
+    rollouts = [turn._replace(group=turn.group + first) for turn in turns if isinstance(turn, Rollout)]
+    return rollouts if reward is None else score_rollouts(rollouts, reward)
+
+
 def _with_kl(model: nn.Module, ref_model: nn.Module, rollouts: Sequence[Rollout], kl_fn: KLHook, temperature: float) -> list[Rollout]:
     batch = assemble([plain(r) for r in rollouts], pad_token_id=0, device=next(model.parameters()).device)
-    positions, mask = episodes(batch)
+    positions, mask = episodes_of(batch)
     policy, ref = (F.to_episodes(score_batch(m, batch, temperature).logprobs, positions, mask) for m in (model, ref_model))
     kl = compute_kl(policy, ref, mask, kl_fn).tolist()
     return [r._replace(metadata={**r.metadata, "kl_penalty": value}) for r, value in zip(rollouts, kl, strict=True)]
@@ -343,8 +373,12 @@ def create_batch_rollouts(
 
 def assign_rewards(rollouts: Sequence[Rollout], reward_fn: Callable[..., Any] | Reward) -> list[Rollout]:
     """The rollouts with their rewards: by (rollout) → number or None, plain, async or `@batched`, or by a Reward of several terms."""
-    reward = reward_fn if isinstance(reward_fn, Reward) else Reward("reward_fn", {"reward_fn": Term(1.0, reward_fn)}, weighted_sum)
-    return score_rollouts(rollouts, reward)
+    return score_rollouts(rollouts, reward_from(reward_fn))
+
+
+def reward_from(reward_fn: Callable[..., Any] | Reward) -> Reward:
+    """A reward_fn as a Reward."""
+    return reward_fn if isinstance(reward_fn, Reward) else Reward("reward_fn", {"reward_fn": Term(1.0, reward_fn)}, weighted_sum)
 
 
 def get_rollout_summary(rollouts: Sequence[Rollout]) -> dict[str, Any]:
