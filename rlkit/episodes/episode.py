@@ -18,7 +18,14 @@ Say = Callable[[Rollout, Messages, Session], Awaitable[Step | None]]
 
 
 async def play(
-    task: Task, environment: Environment, say: Say, *, group: int = 0, sample: int = 0, spent: Callable[[float], None] | None = None
+    task: Task,
+    environment: Environment,
+    say: Say,
+    *,
+    group: int = 0,
+    sample: int = 0,
+    said: Callable[[], None] = lambda: None,
+    spent: Callable[[float], None] = lambda seconds: None,
 ) -> Rollout:
     """Play one episode: prompt, reply, answer, reply, …, until the session has nothing more to say or a limit is reached.
 
@@ -28,6 +35,7 @@ async def play(
     Args:
       say: the only place that knows tokens (`rlkit.episodes.replies.speaker`).
       group, sample: position of the prompt in the batch, and which of its samples this is.
+      said: called once nothing more is said, before the session tells its state and closes, which may take its time.
       spent: called at the end with the seconds that the episode spent in its session.
     Returns: the unscored rollout. `truncation` is "context" (no room for a reply), "length", "steps",
       "deadline", or what the session says.
@@ -54,12 +62,12 @@ async def play(
                         rollout, prompt = _checked(await awaited(session.answer(rollout)))
                 if prompt is not None and len(rollout.steps) >= environment.max_steps:
                     rollout, prompt = truncated(rollout, "steps"), None
+            said()
             return await with_state(rollout, session)
     except DeadlinePassed:
         return truncated(rollout, "deadline")
     finally:
-        if spent is not None:
-            spent(limit.spent)
+        spent(limit.spent)
 
 
 class Opening(NamedTuple):

@@ -14,21 +14,20 @@ from rlkit.functional.statistics import wilson
 from rlkit.models import decode
 from rlkit.models.chat import encode_scaffold
 from rlkit.rewards import Reward, Term, numeric, weighted_sum
-from rlkit.types import Generation, Rollout, SamplingParams, Task
+from rlkit.types import Generation, Rollout, Task
 
 REWARD = Reward("numeric", {"numeric": Term(1.0, numeric)}, weighted_sum)
 TASKS = [Task(f"row/{i}", ({"role": "user", "content": f"question {i}."},), answer=str(i)) for i in range(4)]
 RIGHT = {0: 4, 1: 3, 2: 1, 3: 0}  # question → how many of four samples are right
 
 
-class Engine(Batched):
+class Engine:
     """Answers right for the first `RIGHT[i]` samples of question i; greedy replies are right where any sample is."""
 
     def __init__(self):
-        super().__init__(self.complete)
         self.settings, self.counts = [], dict.fromkeys(RIGHT, 0)
 
-    def complete(self, policy, contexts, seeds, params):
+    def __call__(self, policy, contexts, seeds, params):
         self.settings.append((params.temperature, params.max_new_tokens))
         out = []
         for context in contexts:
@@ -43,7 +42,7 @@ class Engine(Batched):
 
 def collecting(**more):
     engine = Engine()
-    return engine, {"reward": REWARD, "engine": engine, "environment": single_turn(), "max_new_tokens": 5, **more}
+    return engine, {"reward": REWARD, "engine": Batched(engine), "environment": single_turn(), "max_new_tokens": 5, **more}
 
 
 def test_greedy_counts_full_marks_over_all_tasks(tiny):
@@ -111,10 +110,10 @@ def test_more_draws_than_samples_are_refused_before_sampling(tiny):
     assert engine.settings == []
 
 
-def test_held_out_replies_have_a_limit_of_their_own_and_the_thinking_budget_of_training(experiment):
-    x = experiment._replace(evaluation=experiment.evaluation._replace(max_new_tokens=9))
-    params = SamplingParams(**x.generation.params)._replace(temperature=0.5, max_new_tokens=9)
-    parts = {"reward": x.evaluation.reward, "engine": x.generation.engine, "environment": x.environment}
-    assert x.held_out(0.5) == parts | params._asdict()
-    thinking = experiment._replace(generation=experiment.generation._replace(max_thinking_tokens=3)).held_out(0.0)
-    assert (thinking["max_thinking_tokens"], thinking["max_new_tokens"]) == (3, experiment.generation.max_new_tokens)
+def test_held_out_replies_have_a_limit_of_their_own_and_the_rest_of_training(experiment):
+    """The thinking budget too, and when answers join."""
+    generation = experiment.generation._replace(max_thinking_tokens=3, admission="free")
+    x = experiment._replace(generation=generation, evaluation=experiment.evaluation._replace(max_new_tokens=9))
+    params = {"reward": x.evaluation.reward, "engine": x.generation.engine, "environment": x.environment} | generation.params
+    assert x.held_out(0.5) == params | {"temperature": 0.5, "max_new_tokens": 9}
+    assert experiment.held_out(0.0)["max_new_tokens"] == experiment.generation.max_new_tokens
