@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 
 from rlkit.environments import tool_schema
 from rlkit.environments.session import blamed, opened, with_state
+from rlkit.system.deadline import DeadlinePassed, within
 from rlkit.system.loops import awaited, run
 from rlkit.types import Environment, Message, Messages, Rollout, Session, Step, Task, Tool
 
@@ -33,30 +33,31 @@ async def play(
       "deadline", or what the session says.
     Raises: EnvironmentFailed where the environment's code raises; what `say` raises.
     """
-    rollout, limit = Rollout(task, (), group=group, sample=sample), Deadline(environment.deadline)
+    rollout, limit, session = Rollout(task, (), group=group, sample=sample), Deadline(environment.deadline), None
     try:
         async with AsyncExitStack() as stack:
-            async with limit.running():
-                session = await stack.enter_async_context(opened(environment, task))
-                with blamed("first prompt", task):
-                    prompt = await awaited(session.first_prompt())
-            while prompt is not None:
-                step = await say(rollout, prompt, session)
-                if step is None:
-                    rollout = truncated(rollout, "context")
-                    break
-                rollout = rollout.add(step)
-                if step.finish_reason == "length":
-                    rollout = truncated(rollout, "length")
-                    break
+            try:
                 async with limit.running():
-                    with blamed("answer", task):
-                        rollout, prompt = _checked(await awaited(session.answer(rollout)))
-                if prompt is not None and len(rollout.steps) >= environment.max_steps:
-                    rollout, prompt = truncated(rollout, "steps"), None
-            return await with_state(rollout, session)
-    except DeadlinePassed:
-        return truncated(rollout, "deadline")
+                    session = await stack.enter_async_context(opened(environment, task))
+                    with blamed("first prompt", task):
+                        prompt = await awaited(session.first_prompt())
+                while prompt is not None:
+                    step = await say(rollout, prompt, session)
+                    if step is None:
+                        rollout = truncated(rollout, "context")
+                        break
+                    rollout = rollout.add(step)
+                    if step.finish_reason == "length":
+                        rollout = truncated(rollout, "length")
+                        break
+                    async with limit.running():
+                        with blamed("answer", task):
+                            rollout, prompt = _checked(await awaited(session.answer(rollout)))
+                    if prompt is not None and len(rollout.steps) >= environment.max_steps:
+                        rollout, prompt = truncated(rollout, "steps"), None
+            except DeadlinePassed:
+                rollout = truncated(rollout, "deadline")
+            return rollout if session is None else await with_state(rollout, session)
     finally:
         if spent is not None:
             spent(limit.spent)
@@ -97,10 +98,6 @@ def _checked(answer: Any) -> tuple[Rollout, Messages | None]:
     return rollout, [{"role": "user", "content": said}] if isinstance(said, str) else said
 
 
-class DeadlinePassed(Exception):
-    """The episode has spent all of its seconds in its session."""
-
-
 class Deadline:
     """The seconds that an episode spends in its session, and the most it may; sampling does not count. None: no limit."""
 
@@ -113,11 +110,7 @@ class Deadline:
         begun = time.perf_counter()
         left = None if self.seconds is None else max(0.0, self.seconds - self.spent)
         try:
-            async with asyncio.timeout(left) as timer:
+            async with within(left):
                 yield
-        except TimeoutError as error:
-            if timer.expired():
-                raise DeadlinePassed from error
-            raise
         finally:
             self.spent += time.perf_counter() - begun
