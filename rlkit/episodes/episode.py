@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rlkit.environments import tool_schema
 from rlkit.environments.session import blamed, opened, with_state
-from rlkit.system.deadline import DeadlinePassed, within
+from rlkit.system.deadline import Countdown, DeadlinePassed
 from rlkit.system.loops import awaited, run
 from rlkit.types import Environment, Message, Messages, Rollout, Session, Step, Task, Tool
 
@@ -102,15 +102,14 @@ class Deadline:
     """The seconds that an episode spends in its session, and the most it may; sampling does not count. None: no limit."""
 
     def __init__(self, seconds: float | None):
-        self.seconds, self.spent = seconds, 0.0
+        self.countdown, self.spent = Countdown(seconds), 0.0
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Counts a block. Raises: DeadlinePassed once the limit is reached, which cancels what the block awaits."""
         begun = time.perf_counter()
-        left = None if self.seconds is None else max(0.0, self.seconds - self.spent)
         try:
-            async with within(left):
+            async with self.countdown.running():
                 yield
         finally:
             self.spent += time.perf_counter() - begun

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from functools import lru_cache
 from threading import Lock, Thread, Timer
@@ -204,17 +204,51 @@ async def in_worker(call: Callable[[], T], seconds: float | None, what: str) -> 
             work.give_up(what)
 
 
-@asynccontextmanager
-async def within(seconds: float | None) -> AsyncIterator[None]:
-    """A block whose awaiting is cancelled after this time. None: never. Raises: DeadlinePassed then."""
-    limit = asyncio.timeout(seconds)
-    try:
-        async with limit:
+class Countdown:
+    """Seconds that blocks may await, all together; None: no limit.
+
+    The event loop counts them in small ticks. While it is busy with something else, such as decoding, nothing that it awaits can go
+    on, so such a stretch counts as one tick, however long it is.
+    """
+
+    def __init__(self, seconds: float | None):
+        self.left, self.tick = seconds, min(0.25, (seconds or 0.0) / 8)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """A block whose awaiting is cancelled when the time is up. Raises: DeadlinePassed then."""
+        if self.left is None:
             yield
-    except TimeoutError as error:
-        if limit.expired():
-            raise DeadlinePassed(f"nothing within {seconds:g} s") from error
-        raise
+            return
+        loop, limit = asyncio.get_running_loop(), asyncio.timeout(None)
+        begun = loop.time()
+        handle: asyncio.TimerHandle
+
+        def count() -> None:
+            nonlocal begun, handle
+            now = loop.time()
+            self.left, begun = (self.left or 0.0) - min(now - begun, self.tick), now
+            if self.left > 0:
+                handle = loop.call_later(min(self.left, self.tick), count)
+            else:
+                limit.reschedule(now)
+
+        handle = loop.call_later(max(0.0, min(self.left, self.tick)), count)
+        try:
+            async with limit:
+                yield
+        except TimeoutError as error:
+            if limit.expired():
+                raise DeadlinePassed("no time is left") from error
+            raise
+        finally:
+            handle.cancel()
+            self.left -= min(loop.time() - begun, self.tick)
+
+
+def within(seconds: float | None) -> AbstractAsyncContextManager[None]:
+    """A block whose awaiting is cancelled after these seconds (`Countdown`). None: never. Raises: DeadlinePassed then."""
+    return Countdown(seconds).running()
 
 
 @contextmanager
