@@ -51,10 +51,7 @@ def containing(*passing: type[BaseException]) -> Iterator[None]:
 
     SystemExit, KeyboardInterrupt, any other BaseException that the block raises, and os._exit in its thread, become ProcessEndAsked.
     An interruption from outside passes: a signal that rlkit handles, and Ctrl-C where Python's own handler is in place. An exit from C,
-    or a crash, cannot be stopped here; what may do that belongs into a child process.
-
-    Args:
-      passing: further exceptions that pass.
+    or a crash, cannot be stopped here; what may do that belongs into a child process. Exceptions of `passing` pass too.
     """
     outer = CALLED.get()
     CALLED.set(os.getpid())
@@ -93,7 +90,7 @@ class Work(Generic[T]):
 
     def __init__(self, call: Callable[[], T]):
         self.future: Future[T] = Future()
-        self.future.set_running_or_notify_cancel()  # so that nobody who waits for it can cancel it
+        self.future.set_running_or_notify_cancel()  # so that no one who waits for it can cancel it
         self.lock, self.given_up, self.ends = Lock(), False, list[Callable[[], None]]()
         self.thread = Thread(target=self._run, args=(call,), daemon=True)
         self.thread.start()
@@ -109,7 +106,7 @@ class Work(Generic[T]):
             self.future.set_result(result)
 
     def give_up(self, what: str = "") -> None:
-        """Nobody waits any longer. Ends the call as it has said (`ended_by`); else it goes on, is counted, and `what` is named once."""
+        """No one waits any longer. Ends the call as it has said (`ended_by`); else it goes on, is counted, and `what` is named once."""
         with self.lock:  # so that nothing is ended that is over
             if self.future.done() or self.given_up:
                 return
@@ -142,10 +139,9 @@ def _warn_of_thread(what: str) -> None:
 
 @contextmanager
 def ended_by(end: Callable[[], None]) -> Iterator[None]:
-    """Inside a tool or a reward in a thread: where nobody waits for it any longer, what the block waits for is ended by `end()`.
+    """Inside a tool or a reward in a thread: where no one waits for it any longer, what the block waits for is ended by `end()`.
 
-    Args:
-      end: ends it from another thread, such as by killing a child process; the block cannot be left meanwhile.
+    That is called from another thread, and may kill a child process; the block is not left meanwhile.
     """
     if (work := WORK.get()) is None:
         yield
@@ -187,13 +183,9 @@ PLACES: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 
 
 async def in_worker(call: Callable[[], T], seconds: float | None, what: str) -> T:
-    """`in_thread` for a coroutine: the event loop goes on meanwhile, with MOST_THREADS calls at the same time at most.
+    """`in_thread` for a coroutine: the event loop goes on meanwhile, with at most MOST_THREADS calls at the same time.
 
-    A call whose coroutine is cancelled is given up too.
-
-    Args:
-      seconds: that are waited from the call's start; None waits for ever.
-      what: the call's name, for the warning where it cannot be ended.
+    A call whose coroutine is cancelled is given up too. `what` names the call, for the warning where it cannot be ended.
     """
     async with PLACES.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MOST_THREADS)):
         work = Work(call)
