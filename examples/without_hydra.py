@@ -7,7 +7,6 @@ python examples/without_hydra.py, or cell by cell in a notebook.
 import functools
 import os
 
-import lightning as L
 import torch
 
 from rlkit import (
@@ -16,8 +15,8 @@ from rlkit import (
     BatchSize,
     Evaluation,
     Experiment,
+    Learner,
     Reward,
-    RLModule,
     Sampling,
     Term,
     TrainerSettings,
@@ -35,8 +34,9 @@ from rlkit import (
     token_ratio,
     tool_use,
 )
+from rlkit.episodes.stream import StreamState
 from rlkit.system.device import quiet
-from rlkit.training.data import RLData
+from rlkit.training.experience import experience
 from rlkit.training.references import frozen
 
 STEPS = int(os.environ.get("EXAMPLE_STEPS", "10"))
@@ -65,30 +65,16 @@ experiment = Experiment(
     evaluation=Evaluation(Reward("numeric", {"numeric": Term(1.0, numeric)}), n=0),
 )
 
-# %% Train
+# %% Train, in a loop of one's own: `rlkit train` takes the same steps
 quiet()
 torch.manual_seed(experiment.seed)
-policy = experiment.model(device="cpu")
-module = RLModule(experiment, policy, experiment.task(split="train"))
-
-
-class Show(L.Callback):
-    """One line a step."""
-
-    def on_train_batch_end(self, trainer, module, *_):
-        print(f"step {module.rl_step}: reward {module.metrics['reward/mean']:.2f}, KL {module.metrics['kl/ref_k3']:.4f}")
-
-
-trainer = L.Trainer(
-    accelerator="cpu",
-    max_epochs=-1,
-    logger=False,
-    callbacks=[Show()],
-    enable_checkpointing=False,
-    enable_progress_bar=False,
-    enable_model_summary=False,
-)
-trainer.fit(module, RLData(STEPS, done=lambda: module.rl_step))
+policy, tasks, stream = experiment.model(device="cpu"), experiment.task(split="train"), StreamState()
+learner = Learner(experiment, policy)
+for _ in range(STEPS):
+    x = learner.begin()  # the experiment of this step: its phase, and scheduled numbers as they are now
+    sampled, trained, stream = experience(x, policy, tasks, stream, step=learner.rl_step)
+    metrics = learner.step(sampled, trained)
+    print(f"step {learner.rl_step}: reward {metrics['reward/mean']:.2f}, KL {metrics['kl/ref_k3']:.4f}")
 
 # %% Look at an episode
-print(module.rollouts[0].conversation)
+print(learner.rollouts[0].conversation)

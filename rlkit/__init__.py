@@ -51,6 +51,7 @@ _HOMES = {
         "Phase", "Progress", "Schedule", "adaptive", "adaptive_entropy", "advance", "at", "condition", "constant", "cosine", "decay",
         "exponential", "linear", "on_metric", "phases", "piecewise", "start", "values",
     ),
+    "rlkit.training.learner": ("Host", "Learner"),
     "rlkit.training.module": ("RLModule",),
     "rlkit.notebook": (
         "Checkpoint", "GenerationConfig", "StepView", "TextGeneration", "TrainingConfig", "TrainingState", "aggregate_vector_rewards",

@@ -1,7 +1,7 @@
 """Where the parts of an algorithm meet: a batch becomes advantages, weights and one loss.
 
 A part is a plain function; its positional parameters are quantities of `rlkit.types.QUANTITIES`, given by name. So a user's own
-loss asks for what it needs in its signature, and nothing here changes.
+loss asks for what it needs in its signature, and nothing here changes. `part` is the one place that calls them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from rlkit.errors import PartError, nearest, written
 from rlkit.functional import (
     episode_positions,
     every_token,
@@ -29,6 +30,7 @@ from rlkit.functional import (
     token_ratio,
 )
 from rlkit.types import (
+    QUANTITIES,
     AdvantageFn,
     AggregationFn,
     Batch,
@@ -40,12 +42,15 @@ from rlkit.types import (
     NormalizationFn,
     OverlongFn,
     PolicyLossFn,
+    RatioFn,
     Scores,
     TokenFilterFn,
     ValueLossFn,
+    unpacked,
 )
 
-PER_ROLLOUT = ("rewards", "group_ids", "truncated", "lengths", "reply_lengths")  # quantities [N]; all others have a row dimension
+# Quantities of the N rollouts, which a selection of rows leaves whole; all others have a row dimension.
+PER_ROLLOUT = ("rewards", "group_ids", "truncated", "lengths", "reply_lengths", "components", "metadata")
 
 
 class Critic(NamedTuple):
@@ -73,7 +78,7 @@ class Algorithm(NamedTuple):
 
     name: str
     advantage: AdvantageFn
-    ratio: Callable[..., Tensor]
+    ratio: RatioFn
     policy_loss: PolicyLossFn
     aggregation: AggregationFn
     group_filter: GroupFilterFn
@@ -144,8 +149,101 @@ def asks(function: Callable[..., Any] | None, name: str) -> bool:
 
 
 def call(function: Callable[..., Any], quantities: Mapping[str, Any]) -> Any:
-    """Calls a part with the quantities that its signature names."""
-    return function(**{name: quantities[name] for name in inputs(function)})
+    """What a part gives for the quantities that its signature names, without its metrics and as it is: `part` checks it."""
+    return unpacked(function(**{name: quantities[name] for name in inputs(function)}))[0]
+
+
+class Gives(NamedTuple):
+    """What a part has to give: a tensor of one of these shapes."""
+
+    shapes: tuple[str, ...]
+    boolean: bool = False
+
+    def fault(self, value: Any, sizes: Mapping[str, torch.Size], device: torch.device) -> str:
+        """What is wrong with a value, in words; nothing where it is as it has to be."""
+        if not isinstance(value, Tensor):
+            return "None" if value is None else f"{value!r:.60} ({type(value).__name__})"
+        if all(value.shape != sizes[name] for name in self.shapes):
+            return f"shape {tuple(value.shape)}"
+        if value.dtype != torch.bool if self.boolean else not value.is_floating_point():
+            return f"{value.dtype}"
+        return "" if value.device == device else f"a tensor on {value.device}, where the batch is on {device}"
+
+    def words(self, sizes: Mapping[str, torch.Size]) -> str:
+        """`[B, T] = (16, 64) floating point`."""
+        return f"{' or '.join(f'{n} = {tuple(sizes[n])}' for n in self.shapes)} {'bool' if self.boolean else 'floating point'}"
+
+
+TOKENS, ROLLOUTS = Gives(("[B, T]",)), Gives(("[N]",))
+# Part, as in the names of its metrics: (where it stands in the config, the Protocol that says in words what it gives, …).
+PARTS: Mapping[str, tuple[str, Any, tuple[Gives, ...]]] = {
+    "group_filter": ("algorithm.group_filter", GroupFilterFn, (ROLLOUTS._replace(boolean=True),)),
+    "overlong": ("algorithm.overlong", OverlongFn, (ROLLOUTS, ROLLOUTS._replace(boolean=True))),
+    "correction": ("algorithm.correction", CorrectionFn, (TOKENS,)),
+    "token_filter": ("algorithm.token_filter", TokenFilterFn, (TOKENS._replace(boolean=True),)),
+    "advantage": ("algorithm.advantage", AdvantageFn, (Gives(("[N]", "[B, T]")),)),
+    "normalization": ("algorithm.normalization", NormalizationFn, (TOKENS,)),
+    "aggregation": ("algorithm.aggregation", AggregationFn, (TOKENS,)),
+    "ratio": ("algorithm.ratio", RatioFn, (TOKENS,)),
+    "policy_loss": ("algorithm.policy_loss", PolicyLossFn, (TOKENS,)),
+    "kl_estimator": ("kl.estimator", KLFn, (TOKENS,)),
+    "value_loss": ("algorithm.critic.loss", ValueLossFn, (TOKENS,)),
+}
+
+
+def part(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    """What a part gives for the quantities that it asks for, and its metrics as NAME/METRIC: [], [N] or [B, T], without gradient.
+
+    Args:
+      name: of PARTS.
+      given: at least `ids` and `rewards`, whose shapes and device decide what is right, and what the part asks for.
+    Raises: PartError naming the part where a quantity is not there yet, or what it gives is not what its Protocol says.
+    """
+    path, protocol, wanted = PARTS[name]
+    who = f"{path} ({written(function)})"
+    asked = inputs(function)
+    if absent := [quantity for quantity in asked if quantity not in given]:
+        there = ", ".join(quantity for quantity in QUANTITIES if quantity in given)
+        raise PartError(f"{who}: asks for '{absent[0]}', which there is not, or not yet, when it is called; there are: {there}")
+    try:
+        value, metrics = unpacked(function(**{quantity: given[quantity] for quantity in asked}))
+    except KeyError as error:
+        if "components" in asked and isinstance(key := error.args[0], str) and key not in given["components"]:
+            known = given["components"]
+            raise PartError(f"{who}: there is no reward term '{key}'.{nearest(key, known)} There are: {', '.join(known)}") from error
+        raise
+    sizes, device = {"[N]": given["rewards"].shape, "[B, T]": given["ids"].shape, "[]": torch.Size()}, given["ids"].device
+    wanted = (TOKENS, TOKENS) if protocol is AdvantageFn and isinstance(value, Estimate) else wanted
+    values = value if isinstance(value, tuple) else (value,)
+    faults = [gives.fault(one, sizes, device) for gives, one in zip(wanted, values, strict=False)]
+    if len(values) != len(wanted):
+        faults = [f"a tuple of {len(values)}" if isinstance(value, tuple) else faults[0] or "one tensor"]
+    if said := next(filter(None, faults), ""):
+        expected = ", and ".join(gives.words(sizes) for gives in wanted)
+        raise PartError(f"{who}: gave {said}, expected {expected}. {protocol.__name__}: {protocol.__doc__.splitlines()[0]}")
+    return value, {f"{name}/{key}": _metric(f"{who}: metric {key!r}", number, sizes) for key, number in metrics.items()}
+
+
+def _metric(who: str, value: Any, sizes: Mapping[str, torch.Size]) -> Tensor:
+    """A number or a tensor as one that `counted` takes."""
+    if isinstance(value, Tensor) and value.shape in sizes.values():
+        return value.detach()
+    if isinstance(value, int | float):
+        return torch.tensor(float(value), dtype=torch.float64)
+    shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"
+    shapes = " or ".join(f"{name} = {tuple(size)}" for name, size in sizes.items() if size)
+    raise PartError(f"{who} is {shape}; give a number, or a tensor of shape {shapes}")
+
+
+def counted(value: Tensor, batch: Batch) -> Tensor:
+    """The entries of a term or a metric that count, [M]: of trained tokens, of rollouts with a trained token, or a number for each token.
+
+    So sums and counts of parts of a batch add up to those of the whole, however it is split.
+    """
+    mask = batch.response_mask
+    if value.dim() == 0:
+        return value.expand(int(mask.sum()))
+    return value[mask] if value.dim() == 2 else value[batch.rollout_ids[mask.any(1)].unique()]
 
 
 def hyperparameters(function: Callable[..., Any]) -> dict[str, Any]:
@@ -182,14 +280,15 @@ def choose(batch: Batch, algorithm: Algorithm) -> Batch:
     """
     with torch.no_grad():
         given = quantities(batch)
-        kept = call(algorithm.group_filter, given)
-        rewards, trained = call(algorithm.overlong, given)
+        kept, filtered = part("group_filter", algorithm.group_filter, given)
+        (rewards, trained), shortened = part("overlong", algorithm.overlong, given)
         shaped = (rewards - batch.rewards).nan_to_num(0.0)[batch.rollout_ids][:, None]
         return batch._replace(
             rewards=rewards,
             token_rewards=batch.token_rewards + shaped * last_tokens(batch),
             response_mask=batch.response_mask & (kept & trained)[batch.rollout_ids][:, None],
             sampled_mask=batch.response_mask,
+            metrics=filtered | shortened,
         )
 
 
@@ -204,8 +303,10 @@ def scale_tokens(batch: Batch, algorithm: Algorithm) -> Batch:
     """The batch with the factor on each token's policy loss: off-policy correction × token filter."""
     with torch.no_grad():
         given = quantities(batch)
-        factor = call(algorithm.correction, given) * call(algorithm.token_filter, given)
-        return batch._replace(scale=fill_masked(factor, batch.response_mask, 0.0))
+        factor, corrected = part("correction", algorithm.correction, given)
+        kept, filtered = part("token_filter", algorithm.token_filter, given)
+        scale = fill_masked(factor * kept, batch.response_mask, 0.0)
+        return batch._replace(scale=scale, metrics=(batch.metrics or {}) | corrected | filtered)
 
 
 def estimate_advantages(batch: Batch, algorithm: Algorithm, kl: KL = KL("none")) -> Batch:  # noqa: B008  (immutable)
@@ -215,7 +316,7 @@ def estimate_advantages(batch: Batch, algorithm: Algorithm, kl: KL = KL("none"))
     `token_rewards` gets the KL in them instead, and with `kl.in_baseline` every advantage gets it in its rewards: in those of all
     rollouts, since also the ones that are not trained on count in the baseline. Computed once over the whole update batch, without
     gradient.
-    Raises: ValueError where the advantage has neither shape [N] nor [B, T], or a critic gets no returns.
+    Raises: PartError where the advantage has neither shape [N] nor [B, T], or a critic gets no returns.
     """
     with torch.no_grad():
         mask = batch.response_mask
@@ -225,25 +326,23 @@ def estimate_advantages(batch: Batch, algorithm: Algorithm, kl: KL = KL("none"))
             of_rollouts = segment_sum(penalize(whole(batch), kl), batch.rollout_ids, n=len(batch.rewards))
             batch = batch._replace(rewards=batch.rewards - of_rollouts)
         given = quantities(batch)
-        estimate = call(algorithm.advantage, given)
+        estimate, measured = part("advantage", algorithm.advantage, given)
         advantages, returns = estimate if isinstance(estimate, Estimate) else (estimate, None)
         if algorithm.critic.active and returns is None:
-            raise ValueError(
-                "algorithm.advantage gave no returns, and the critic needs them; give rlkit.types.Estimate(advantages, returns)"
+            raise PartError(
+                f"algorithm.advantage ({written(algorithm.advantage)}): gave no returns, and the critic needs them; give "
+                "rlkit.types.Estimate(advantages, returns)"
             )
-        if advantages.shape == batch.rewards.shape:
+        if advantages.dim() == 1:
             advantages = advantages[batch.rollout_ids][:, None].expand_as(batch.ids)
-        if advantages.shape != batch.ids.shape:
-            raise ValueError(
-                f"algorithm.advantage gave shape {tuple(advantages.shape)}; it must be [N] = {tuple(batch.rewards.shape)} "
-                f"or [B, T] = {tuple(batch.ids.shape)}"
-            )
         scored = mask & ~batch.rewards.isnan()[batch.rollout_ids][:, None]  # what cannot be scored teaches neither policy nor critic
-        advantages = call(algorithm.normalization, given | {"advantages": fill_masked(advantages, scored, 0.0)})
+        given["advantages"] = fill_masked(advantages, scored, 0.0)
+        advantages, normalized = part("normalization", algorithm.normalization, given)
         if kl.in_reward and not kl.in_baseline and not asks(algorithm.advantage, "token_rewards"):
             advantages = advantages - to_come(penalty, batch)
         returns = None if returns is None else fill_masked(torch.where(scored, returns, _required(batch.values, "values")), mask, 0.0)
-        return batch._replace(advantages=fill_masked(advantages, scored, 0.0), returns=returns)
+        metrics = (batch.metrics or {}) | measured | normalized
+        return batch._replace(advantages=fill_masked(advantages, scored, 0.0), returns=returns, metrics=metrics)
 
 
 def whole(batch: Batch) -> Batch:
@@ -259,7 +358,7 @@ def penalize(batch: Batch, kl: KL) -> Tensor:
     given = quantities(batch)
     given["logprobs"] = given["logprobs_old"] = fill_masked(_required(batch.logprobs_old, "logprobs_old"), mask, 0.0)
     given["logprobs_ref"] = fill_masked(_required(batch.logprobs_ref, "logprobs_ref"), mask, 0.0)
-    divergence = fill_masked(call(_required(kl.estimator, "estimator"), given), mask, 0.0)
+    divergence = fill_masked(part("kl_estimator", _required(kl.estimator, "estimator"), given)[0], mask, 0.0)
     if kl.placement == "reward_sequence":
         divergence = rollout_mean(divergence, mask, batch.rollout_ids) * last_tokens(batch)
     return number(kl.coef) * divergence.to(batch.token_rewards.dtype)
@@ -273,9 +372,10 @@ def to_come(values: Tensor, batch: Batch) -> Tensor:
 
 
 def weigh(batch: Batch, algorithm: Algorithm) -> Batch:
-    """The batch with each token's share of the loss. Called once per optimiser step, on all of its rows."""
+    """The batch with each token's share of the loss, and no other metrics than its own. Once per optimiser step, on all of its rows."""
     with torch.no_grad():
-        return batch._replace(weights=call(algorithm.aggregation, quantities(batch)))
+        weights, metrics = part("aggregation", algorithm.aggregation, quantities(batch))
+        return batch._replace(weights=weights, metrics=metrics)
 
 
 # ------------------------------------------------------------------------------------------------------ the loss
@@ -289,21 +389,22 @@ def surrogate(batch: Batch, scores: Scores, algorithm: Algorithm, kl: KL) -> tup
     Args:
       batch: with advantages, weights, old log-probs and, where `kl` stands in the loss, reference log-probs.
       scores: of the policy being trained.
-    Returns: the loss, and the per-token terms [B, T] that the metrics are made of (detached).
+    Returns: the loss, and the terms that the metrics are made of, detached: [B, T] per token, and what parts measure as PART/NAME.
     """
     mask = batch.response_mask
     given = quantities(batch) | {name: fill_masked(value, mask, 0.0) for name, value in scores._asdict().items() if value is not None}
     old = scores.logprobs.detach() if batch.logprobs_old is None else batch.logprobs_old
     given["logprobs_old"] = fill_masked(old, mask, 0.0)
-    given["ratio"] = call(algorithm.ratio, given)
-    terms = {"policy_loss": call(algorithm.policy_loss, given), "ratio": given["ratio"]}
-    terms |= clipped_tokens(algorithm.policy_loss, given)
+    given["ratio"], measured = part("ratio", algorithm.ratio, given)
+    loss, of_loss = part("policy_loss", algorithm.policy_loss, given)
+    terms = {"policy_loss": loss, "ratio": given["ratio"]} | measured | of_loss | clipped_tokens(algorithm.policy_loss, given)
     per_token = terms["policy_loss"] if batch.scale is None else batch.scale * terms["policy_loss"]
     if kl.active:
         given["logprobs_ref"] = fill_masked(_required(batch.logprobs_ref, "logprobs_ref"), mask, 0.0)
         if asks(kl.estimator, "full_kl"):
             _required(scores.full_kl, "full_kl")
-        terms["kl"] = call(_required(kl.estimator, "estimator"), given)
+        terms["kl"], measured = part("kl_estimator", _required(kl.estimator, "estimator"), given)
+        terms |= measured
     if kl.in_loss:
         weight = token_ratio(given["logprobs"], given["logprobs_old"], mask) if kl.importance_weight else 1.0
         per_token = per_token + number(kl.coef) * weight * terms["kl"]
@@ -321,9 +422,9 @@ def value_surrogate(batch: Batch, scores: Scores, critic: Critic) -> tuple[Tenso
         "values_old": fill_masked(_required(batch.values, "values"), mask, 0.0),
         "returns": _required(batch.returns, "returns"),
     }
-    per_token = call(_required(critic.loss, "critic.loss"), given)
+    per_token, measured = part("value_loss", _required(critic.loss, "critic.loss"), given)
     loss = critic.coef * (_required(batch.weights, "weights") * fill_masked(per_token, mask, 0.0)).sum()
-    return loss, {"value_loss": per_token.detach(), "values": given["values"].detach()}
+    return loss, {"value_loss": per_token.detach(), "values": given["values"].detach()} | measured
 
 
 def number(coefficient: float | Controller) -> float:
@@ -342,14 +443,14 @@ def _required(value: Any, name: str) -> Any:
 
 
 def select(batch: Batch, rows: Tensor) -> Batch:
-    """Some rows of a batch, cut to their longest. Per-rollout quantities [N] stay whole."""
+    """Some rows of a batch, cut to their longest. Quantities of the rollouts [N], and what is no tensor, stay whole."""
     width = int(batch.attention_mask[rows].sum(1).max())
-    per_row = {
-        name: value[rows][:, :width] if value.dim() == 2 else value[rows]
-        for name, value in batch._asdict().items()
-        if value is not None and name not in PER_ROLLOUT
+    fields: dict[str, Any] = {
+        name: value for name, value in batch._asdict().items() if isinstance(value, Tensor) and name not in PER_ROLLOUT
     }
-    return batch._replace(**per_row)
+    per_row = {name: value[rows][:, :width] if value.dim() == 2 else value[rows] for name, value in fields.items()}
+    metrics = batch.metrics and {name: value[rows][:, :width] if value.dim() == 2 else value for name, value in batch.metrics.items()}
+    return batch._replace(**per_row, metrics=metrics)
 
 
 def minibatches(batch: Batch, algorithm: Algorithm, seed: int) -> Iterator[Batch]:

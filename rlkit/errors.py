@@ -5,13 +5,15 @@ traceback. Every other error is ours.
 """
 
 import difflib
+import functools
 import re
 import signal
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
+from typing import Any
 
 
 class RLKitError(Exception):
@@ -32,6 +34,10 @@ class DataError(Refusal):
 
 class TemplateError(Refusal):
     """A chat template that is missing or that cannot carry what the run needs."""
+
+
+class PartError(Refusal):
+    """A function that a config names gave what is not what its place asks for, or asked for what there is not."""
 
 
 class SelfCheckError(RLKitError, AssertionError):
@@ -70,6 +76,13 @@ def raised_at(error: BaseException, *, back: int = 1) -> str:
     said = f"{type(error).__name__}({error!s})" if str(error) else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     return f"{said} at {frames[-back].filename}:{frames[-back].lineno}" if len(frames) >= back else said
+
+
+def written(function: Callable[..., Any]) -> str:
+    """A function as a config names it: my_package.loss."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypedDict, TypeVar
 
 if TYPE_CHECKING:  # this page costs nothing to import
     import torch
     from torch import Tensor
+
+    PerRollout: TypeAlias = Tensor  # [N], floating point
+    PerToken: TypeAlias = Tensor  # [B, T], floating point
+    RolloutMask: TypeAlias = Tensor  # [N], bool
+    TokenMask: TypeAlias = Tensor  # [B, T], bool
 
 # ------------------------------------------------------------------------------------------------ conversations
 
@@ -89,6 +94,25 @@ FinishReason = Literal["length", "budget", "tool", "stop"]
 THINK_TAGS = ("<think>", "</think>")
 
 
+class SamplingParams(NamedTuple):
+    """How a completion is sampled, and when an episode that waited for something outside joins the decoding again.
+
+    An answer of the environment that needs no waiting joins the next round of decoding. One that waits (a tool in a thread, a request
+    over the network) joins
+      rounds   exactly `admission_rounds` decoded tokens after the reply; the decoder waits for one that is late. A run repeats itself.
+      barrier  before anything else is decoded. A run repeats itself, slowly.
+      free     as soon as it is there. The fastest; which rows share a batch, and so the last bits, depend on the clock.
+    """
+
+    max_new_tokens: int = 256  # of one completion, > 0
+    temperature: float = 1.0  # divides the logits, >= 0; 0 is greedy, with the log-probs of temperature 1
+    top_p: float = 1.0  # in (0, 1]; 1 cuts nothing
+    top_k: int = 0  # >= 0; 0 cuts nothing
+    max_thinking_tokens: int | None = None  # >= 0, of one completion; then the closing tag is written. None: no limit
+    admission: Literal["rounds", "barrier", "free"] = "rounds"
+    admission_rounds: int = 16  # > 0, in decoded tokens per slot
+
+
 class Generation(NamedTuple):
     """One reply: the token ids as sampled (end-of-turn token included) and their log-probs after temperature.
 
@@ -100,6 +124,7 @@ class Generation(NamedTuple):
     logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
     forced: tuple[int, ...] = ()
+    versions: tuple[tuple[int, int], ...] = ()  # spans: first position, version of the weights that sampled from there on
 
 
 class Step(NamedTuple):
@@ -118,6 +143,7 @@ class Step(NamedTuple):
     reward: float | None = None
     forced: tuple[int, ...] = ()  # positions in response_ids that the thinking budget wrote: neither sampled nor trained
     dropped: int = 0  # exchanges (a reply and what was said to it) at the episode's start that the context no longer holds
+    versions: tuple[tuple[int, int], ...] = ()  # spans: first position in response_ids, RL steps that the weights had done
 
     @property
     def sampled(self) -> list[int]:
@@ -131,13 +157,22 @@ class Rollout(NamedTuple):
     task: Task
     steps: tuple[Step, ...]
     status: Status = "terminated"
-    truncation: str = ""  # why it was truncated: length, context, steps, environment (a limit of its own) or error (it failed)
+    truncation: str = ""  # why it was truncated: length, context, steps, deadline, environment (a limit of its own) or error (it failed)
     group: int = 0  # position of the prompt in the batch: rollouts of one group share it
     sample: int = 0  # which of the group's samples this is
     reward: float | None = None
     rewards: Mapping[str, float | None] = {}  # named components
     metadata: Mapping[str, Any] = {}
     statuses: Mapping[str, str] = {}  # component → how its score came about: ok, wrong, unparseable, timeout or error
+
+    def add(self, step: Step) -> Rollout:
+        """The episode with one more turn."""
+        return self._replace(steps=(*self.steps, step))
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """What the episode's session was like at its end, as plain values; empty where it does not say."""
+        return self.metadata.get("state", {})
 
     @property
     def total_reward(self) -> float | None:
@@ -253,6 +288,10 @@ class Batch(NamedTuple):
     weights: Tensor | None = None  # [B, T] share of each token in the loss; sums to 1 over an update
     reply_lengths: Tensor | None = None  # [N] int64, sampled tokens of a rollout's longest reply
     sampled_mask: Tensor | None = None  # [B, T] bool, the response_mask before rollouts were taken out of training; None: none were
+    versions: Tensor | None = None  # [B, T] int64, RL steps done when the weights were loaded that sampled a token; 0 elsewhere
+    components: Mapping[str, Tensor] | None = None  # reward component → [N] float, nan where it cannot be scored
+    metadata: tuple[Mapping[str, Any], ...] | None = None  # of each of the N rollouts: its task's, and its own on top
+    metrics: dict[str, Tensor] | None = None  # PART/NAME → [], [N] or [B, T]: what parts measured before the update, or in weighing it
 
 
 class Scores(NamedTuple):
@@ -291,6 +330,9 @@ QUANTITIES: Mapping[str, str] = {
     "values": "[B, T] the critic's value of the state before each sampled token; in the value loss it carries the gradient",
     "values_old": "[B, T] the same before the update (value loss only)",
     "returns": "[B, T] what the critic learns to predict, a constant (value loss only)",
+    "versions": "[B, T] RL steps done when the weights were loaded that sampled a token, 0 elsewhere: their difference is the staleness",
+    "components": "a mapping: name of a reward term → [N] its score, nan where it cannot be scored; shadow terms too",
+    "metadata": "a tuple of N mappings: what a rollout's task carries as metadata, and what its episode added, which wins",
 }
 
 
@@ -417,77 +459,109 @@ class Estimate(NamedTuple):
     returns: Tensor
 
 
-class AdvantageFn(Protocol):
+# What mypy checks of a part: what it returns, with and without metrics (`PolicyLossFn[...]`), for the shipped ones in rlkit.functional and
+# rlkit.rewards. Which quantities it takes is for itself to choose, and Python has no type for "some of these names"; so composition
+# checks that each of them exists, a dry run on fake data that it is there when the part is called, and every call the shape,
+# the kind of numbers and the device of what it returns (`rlkit.algorithm.part`).
+Q = ParamSpec("Q")
+Metrics = Mapping[str, "float | Tensor"]  # name → a number, or a tensor [N] or [B, T], of which the entries that count are averaged
+
+
+class Measured(NamedTuple):
+    """A part's value together with metrics of its own, which stand as PART/NAME in the step's row. A plain pair `(value, metrics)` says
+    the same; only the update of a reference has to name it, since its state may be a pair."""
+
+    value: Any
+    metrics: Metrics
+
+
+def unpacked(given: Any) -> tuple[Any, Metrics]:
+    """What a part gave, and its metrics: those of a pair whose second entry is a mapping, else none."""
+    pair = type(given) in (tuple, Measured) and len(given) == 2 and isinstance(given[1], Mapping)
+    return (given[0], given[1]) if pair else (given, {})
+
+
+class AdvantageFn(Protocol[Q]):
     """(quantities of the whole update batch) → [N], one number a rollout, or [B, T]; with a critic an Estimate.
 
     What asks for `token_rewards` is at the level of tokens: a KL in the reward is part of them. For all others it is
     subtracted from the normalised advantage.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | Estimate: ...
+    def __call__(
+        self, *quantities: Q.args, **numbers: Q.kwargs
+    ) -> PerRollout | PerToken | Estimate | tuple[PerRollout | PerToken | Estimate, Metrics]: ...
 
 
-class NormalizationFn(Protocol):
-    """(advantages [B, T], …) → advantages [B, T] on another scale. Entries outside the response mask are ignored."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
-
-
-class OverlongFn(Protocol):
+class OverlongFn(Protocol[Q]):
     """(rewards [N], lengths [N], truncated [N], …) → (rewards [N] as the advantage sees them, [N] bool: trained on)."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]: ...
+    def __call__(
+        self, *quantities: Q.args, **numbers: Q.kwargs
+    ) -> tuple[PerRollout, RolloutMask] | tuple[tuple[PerRollout, RolloutMask], Metrics]: ...
 
 
-class CorrectionFn(Protocol):
-    """(logprobs_old, logprobs_sampler, response_mask, …) → factor ≥ 0 on each token's policy loss [B, T], a constant."""
+class GroupFilterFn(Protocol[Q]):
+    """(rewards [N], group_ids [N]) → [N] bool, True for rollouts that are kept."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
+    def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> RolloutMask | tuple[RolloutMask, Metrics]: ...
 
 
-class TokenFilterFn(Protocol):
+class TokenFilterFn(Protocol[Q]):
     """(entropy_old, response_mask, …) → [B, T] bool, True for tokens whose policy loss counts."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
+    def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> TokenMask | tuple[TokenMask, Metrics]: ...
 
 
-class PolicyLossFn(Protocol):
+class PerTokenFn(Protocol[Q]):
+    """(quantities) → [B, T]: what the functions below have in common."""
+
+    def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> PerToken | tuple[PerToken, Metrics]: ...
+
+
+class NormalizationFn(PerTokenFn[Q], Protocol[Q]):
+    """(advantages [B, T], …) → advantages [B, T] on another scale. Entries outside the response mask are ignored."""
+
+
+class CorrectionFn(PerTokenFn[Q], Protocol[Q]):
+    """(logprobs_old, logprobs_sampler, response_mask, …) → factor ≥ 0 on each token's policy loss [B, T], a constant."""
+
+
+class RatioFn(PerTokenFn[Q], Protocol[Q]):
+    """(logprobs, logprobs_old, response_mask, …) → policy over old policy [B, T]; carries the gradient."""
+
+
+class PolicyLossFn(PerTokenFn[Q], Protocol[Q]):
     """(ratio, advantages, …) → loss per token [B, T], unmasked and unreduced."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
-
-class ValueLossFn(Protocol):
+class ValueLossFn(PerTokenFn[Q], Protocol[Q]):
     """(values, values_old, returns) → loss per token [B, T], unmasked and unreduced."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
-
-class KLFn(Protocol):
+class KLFn(PerTokenFn[Q], Protocol[Q]):
     """(logprobs, logprobs_ref) → estimate of the divergence per token [B, T], in nats."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
-
-class AggregationFn(Protocol):
+class AggregationFn(PerTokenFn[Q], Protocol[Q]):
     """(response_mask, rollout_ids, …) → weight of each token [B, T]; they sum to 1 over an update batch.
 
     The loss is Σ weights × loss per token, so any split into micro-batches gives the same gradient.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
-
-class GroupFilterFn(Protocol):
-    """(rewards [N], group_ids [N]) → [N] bool, True for rollouts that are kept."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
-
-
-class RewardFn(Protocol):
+class RewardFn(Protocol[Q]):
     """(rollout) → score, or None where it cannot be scored. Marked `batched`, it takes and returns a list."""
 
-    def __call__(self, rollout: Rollout, /) -> float | None: ...
+    def __call__(self, rollout: Rollout, /, *none: Q.args, **numbers: Q.kwargs) -> float | Awaitable[float | None] | None: ...
+
+
+class AggregatorFn(Protocol[Q]):
+    """(component → score, component → weight) → reward. Marked `batched`: (rollouts, component → weight) → a list of rewards."""
+
+    def __call__(
+        self, given: Any, weights: Mapping[str, float], /, *none: Q.args, **numbers: Q.kwargs
+    ) -> float | Sequence[float] | tuple[float, Metrics] | tuple[Sequence[float], Metrics]: ...
 
 
 class ToolParser(Protocol):
@@ -499,56 +573,82 @@ class ToolParser(Protocol):
     def __call__(self, content: str, /) -> tuple[str, list[ToolCall]]: ...
 
 
-class Transition(NamedTuple):
-    """What an environment with rewards of its own gives for a reply, where `next_prompt` alone would not say it."""
-
-    prompt: Messages | str | None  # None ends the episode
-    reward: float | None = None  # of the step
-    truncation: str = ""  # where it ends: "" as terminated, else why it is truncated
-    metadata: Mapping[str, Any] = {}  # added to the rollout's
-
-
-NextPrompt = Callable[["Rollout", int], "Messages | str | Transition | None"]
-
-
-class Session(NamedTuple):
-    """The part of an environment that belongs to one episode alone, where it has state."""
-
-    next_prompt: NextPrompt
-    close: Callable[[], None]  # called once, however the episode ends
+Tool = Callable[..., Any]  # plain or async; `bounded = True` on one that always returns quickly
 
 
 class ToolExecutor(Protocol):
-    """(call, name → function) → result. Whatever goes wrong is a result that is not ok; nothing but KeyboardInterrupt is raised."""
+    """(call, name → function) → result, plain or async. Whatever goes wrong is a result that is not ok; only interruptions are raised."""
 
-    def __call__(self, call: ToolCall, tools: Mapping[str, Callable[..., Any]], /) -> ToolResult: ...
+    def __call__(self, call: ToolCall, tools: Mapping[str, Tool], /) -> ToolResult | Awaitable[ToolResult]: ...
+
+
+class Session(Protocol):
+    """One episode's side of the conversation: opened for it, closed exactly once, however it ends. Methods may be plain or async.
+
+    A session may also have `state()` → plain values: what it is like at the end, before it closes. A reward reads them as
+    `rollout.state`.
+    """
+
+    @property
+    def tools(self) -> Mapping[str, Tool]:
+        """Name → function, made once for the episode, so that tools may share state."""
+        ...
+
+    def first_prompt(self) -> Messages | Awaitable[Messages]:
+        """The messages that the episode begins with."""
+        ...
+
+    def answer(self, rollout: Rollout) -> Any:
+        """What follows the last reply: (rollout, next messages), or an awaitable of it. Messages of None end the episode.
+
+        The rollout comes back with what the reply led to: tool results, a reward of its step, a truncation, metadata.
+        """
+        ...
 
 
 class Environment(NamedTuple):
-    """What the policy talks to: four functions, and how the history is kept."""
+    """What the policy talks to: functions from which each episode's session is made, or `session` itself; and how the history is kept.
 
-    first_prompt: Callable[[Task], Messages]
-    next_prompt: NextPrompt  # after a reply without calls; None ends the episode
-    tools: Callable[[Task], Mapping[str, Callable[..., Any]]]
-    stop: Callable[[Rollout, int], bool]  # True ends the episode as terminated
-    parse_calls: ToolParser
+    The functions may be plain or async. Without any, the task's messages get one reply.
+    """
+
+    first_prompt: Callable[[Task], Any] | None = None  # → messages; None: the task's own
+    next_prompt: Callable[[Rollout, int], Any] | None = None  # after a reply without calls → messages, a text, or None: the end
+    tools: Callable[[Task], Mapping[str, Tool]] | None = None  # called once an episode
+    stop: Callable[[Rollout, int], bool] | None = None  # True ends the episode as terminated
+    parse_calls: ToolParser | None = None  # None: a reply holds no calls
     max_steps: int = 1
     max_calls: int = 8  # tool calls answered in one reply; the others come back as errors
     history: Literal["keep_thinking", "strip_thinking"] = "keep_thinking"
     overflow: Literal["truncate", "drop_oldest"] = "truncate"  # what a context does that leaves no room for a reply
-    open: Callable[[Task], Session] | None = None  # gives each episode a next_prompt of its own; None: the functions have no state
+    session: Callable[[Task], Any] | None = None  # (task) → Session, or a context manager of one, plain or async
     execute: ToolExecutor | None = None  # answers a call; None: rlkit.environments.execute with its own limits
+    deadline: float | None = None  # seconds that an episode may spend in its session, all together; then it is truncated
 
 
-class Generate(Protocol):
-    """The rollout engine: contexts as token ids in, sampled ids and their log-probs out, in the same order.
+class Engine(Protocol):
+    """What samples completions, as a service: any number of them at once, each awaited on its own.
 
-    Randomness comes from `seeds` alone (one per context), never from batch composition. An engine with a keyword `follow`, (index of the
-    context, its reply) → (next context, its seed) or None, plays whole episodes in one call, and may go on with each as soon as its
-    reply is there; it returns the last replies.
+    Randomness comes from the seed alone, never from what else is sampled at the same time. `key` names the episode: what an engine
+    keeps of its earlier turns, such as a key-value cache, it may use for the next one, until `release`.
     """
 
-    def __call__(self, policy: Policy, contexts: Sequence[Sequence[int]], seeds: Sequence[int], /, **settings: Any) -> list[Generation]: ...
+    busy_s: float  # seconds spent on sampling so far
+
+    async def generate(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> Generation:
+        """One completion of these token ids."""
+        ...
+
+    def release(self, key: int) -> None:
+        """The episode is over; a completion that is still being sampled is given up."""
+        ...
+
+    async def load(self, weights: Policy, version: int) -> None:
+        """From now on, sample from this policy's weights as they are. `version` is the number of completed RL steps.
+
+        An engine in this process uses the weights in place; others copy what has moved.
+        """
+        ...
 
 
 class Thinking(NamedTuple):
@@ -597,7 +697,7 @@ class Reference(NamedTuple):
 
     name: str
     init: Callable[..., Any]  # (policy_model, *, step: RL steps done) → state
-    update: Callable[..., Any]  # (state, policy_model, *, step: RL steps done, kl: the step's mean, maybe nan) → state
+    update: Callable[..., Any]  # (state, policy_model, *, step: RL steps done, kl: the step's mean, maybe nan) → state, or it Measured
     model: Callable[[Any, torch.nn.Module], Any]
     save: Callable[[Any], dict[str, Any]]
     load: Callable[[Any, torch.nn.Module, Mapping[str, Any]], Any]  # (state, policy_model, what `save` gave) → state

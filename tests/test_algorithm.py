@@ -10,6 +10,7 @@ import torch
 
 from rlkit.algorithm import (
     KL,
+    PER_ROLLOUT,
     Algorithm,
     Critic,
     call,
@@ -70,7 +71,6 @@ KLS = {
 TABLE = list(itertools.product(AGGREGATIONS, POLICY_LOSSES, KLS))
 ROLLOUTS = torch.tensor([0, 0, 0, 1, 2, 2, 3, 4, 5, 6, 6, 7])  # of each row; rollout 8 has no row
 TOKENS = ("logprobs_sampler", "logprobs_old", "logprobs_ref")
-PER_ROLLOUT = ("rewards", "group_ids", "truncated", "lengths", "reply_lengths")
 
 
 def algorithm(aggregation=token_mean, policy_loss=clipped, **more) -> Algorithm:
@@ -103,6 +103,9 @@ def make_batch(seed: int = 0) -> Batch:
         lengths=torch.zeros(9, dtype=torch.int64).index_add_(0, ROLLOUTS, response.sum(1)),
         reply_lengths=torch.tensor([max(response.sum(1)[i == ROLLOUTS].tolist(), default=0) for i in range(9)]),
         token_rewards=torch.zeros(b, t, dtype=torch.float64),
+        versions=torch.randint(5, (b, t), generator=generator) * response,
+        components={"right": torch.arange(9.0) % 2, "form": torch.arange(9.0) % 3},
+        metadata=tuple({"level": i} for i in range(9)),
         **tokens,
     )
 
@@ -218,7 +221,7 @@ def test_token_advantages_are_taken_as_they_are_inside_the_mask():
 @pytest.mark.parametrize("shape", [(12,), (9, 1), (12, 8), (), (9, 9)])
 def test_another_shape_is_refused(shape):
     """[B] in place of [N] would broadcast or index without a word."""
-    with pytest.raises(ValueError, match=r"algorithm.advantage gave shape .*\[N\] = \(9,\).*\[B, T\] = \(12, 9\)"):
+    with pytest.raises(ValueError, match=r"algorithm.advantage \(.*\): gave shape .*\[N\] = \(9,\) or \[B, T\] = \(12, 9\)"):
         estimated(make_batch(), algorithm(advantage=lambda rewards: torch.zeros(shape)))
 
 
@@ -434,7 +437,7 @@ def test_selected_rows_lose_padding_only():
     for rows in micro_batches(batch, 20):
         part = select(batch, rows)
         for name, tensor in part._asdict().items():
-            if tensor is None or name in PER_ROLLOUT:
+            if not torch.is_tensor(tensor) or name in PER_ROLLOUT:
                 assert tensor is getattr(batch, name)
             elif tensor.dim() == 1:
                 assert torch.equal(tensor, getattr(batch, name)[rows])
@@ -467,7 +470,7 @@ def test_neither_padding_nor_the_order_of_rows_changes_the_gradient(names):
     _, gradient = whole(prepared(a, batch), logprobs, a, kl)
 
     def changed(change):
-        return batch._replace(**{n: change(t) for n, t in batch._asdict().items() if t is not None and n not in PER_ROLLOUT})
+        return batch._replace(**{n: change(t) for n, t in batch._asdict().items() if torch.is_tensor(t) and n not in PER_ROLLOUT})
 
     def pad(tensor, fill=0):
         return torch.nn.functional.pad(tensor, (0, 6), value=fill) if tensor.dim() == 2 else tensor

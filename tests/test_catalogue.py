@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlkit.algorithm import choose, estimate_advantages, micro_batches, scale_tokens, select, surrogate, value_surrogate, weigh
+from rlkit.algorithm import PER_ROLLOUT, choose, estimate_advantages, micro_batches, scale_tokens, select, surrogate, value_surrogate, weigh
 from rlkit.config.compose import compose, conf_dir
 from rlkit.config.compose import experiment as built
 from rlkit.config.problems import validate
@@ -23,7 +23,6 @@ from rlkit.types import Batch, Scores
 
 B, T, V = 12, 9, 6
 ROLLOUTS = torch.tensor([0, 0, 0, 1, 2, 2, 3, 4, 5, 6, 6, 7])  # of each row; rollout 8 has no row
-PER_ROLLOUT = ("rewards", "group_ids", "truncated", "lengths", "reply_lengths")
 ALWAYS = ("trainer.steps=1",)
 CRITIC = ("algorithm/critic=head",)
 
@@ -166,7 +165,7 @@ def gradient_of(x, batch: Batch, policy: dict[str, Tensor], portions=None) -> tu
 
 
 def changed(batch: Batch, change) -> Batch:
-    return batch._replace(**{n: change(t) for n, t in batch._asdict().items() if t is not None and n not in PER_ROLLOUT})
+    return batch._replace(**{n: change(t) for n, t in batch._asdict().items() if torch.is_tensor(t) and n not in PER_ROLLOUT})
 
 
 def close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:

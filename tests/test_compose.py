@@ -29,7 +29,7 @@ REQUIRED = {
     "environment=gymnasium": ["environment.make._target_=rlkit.sandbox.Sandbox"],  # any callable: nothing is played
     "environment/parse_calls=hermes": ["environment=tool_use"],
     "environment/parse_calls=xml": ["environment=tool_use"],
-    "generation=vllm": ["generation.engine.server=http://localhost:8000"],  # vLLM in this process is not installed everywhere
+    "generation=vllm": ["generation.engine.addresses=[http://localhost:8000]"],  # vLLM in this process is not installed everywhere
     "generation=notebook": ["generation.top_p=1", "generation.top_k=0"],  # training refuses a cut distribution
 }
 

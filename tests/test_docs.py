@@ -52,7 +52,7 @@ CANNOT = {
 NEEDS = {  # what a shown command leaves to the reader
     "task=jsonl": ["task.path=rows.jsonl"],
     "task=verifiers": ["task.id=any"],
-    "generation=vllm": ["generation.engine.server=http://127.0.0.1:8000"],
+    "generation=vllm": ["generation.engine.addresses=[http://127.0.0.1:8000]"],
     "experiment=sft": ["task.path=rows.jsonl"],
     "task=conversations": ["task.path=rows.jsonl"],
 }

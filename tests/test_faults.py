@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -21,6 +20,7 @@ import pytest
 import torch
 
 from rlkit.config.changes import difference
+from rlkit.distributed import ranks
 from rlkit.runs import folder as runs
 from rlkit.system import rng
 from rlkit.system.files import LOST
@@ -221,9 +221,9 @@ def test_rows_that_find_no_room_wait_for_it(tmp_path, monkeypatch, saving, capsy
 
 
 class Portions(SimpleNamespace):
-    """A module whose micro-batches take `limit` tokens at most."""
+    """A learner whose micro-batches take `limit` tokens at most."""
 
-    halvings, trainer = 0, SimpleNamespace(world_size=1)
+    halvings = 0
 
     @property
     def micro_batch_tokens(self):
@@ -255,8 +255,9 @@ def test_memory_that_a_single_rollout_exceeds_names_the_keys(capsys):
         retried(module, eight_rows(), lambda: module.work(terms), terms)
 
 
-def test_several_ranks_do_not_halve():
-    module, terms = Portions(limit=16, trainer=SimpleNamespace(world_size=2)), UpdateTerms()
+def test_several_ranks_do_not_halve(monkeypatch):
+    monkeypatch.setattr(ranks, "size", lambda: 2)
+    module, terms = Portions(limit=16), UpdateTerms()
     with pytest.raises(OutOfMemory, match=r"lower trainer\.micro_batch_tokens"):
         retried(module, eight_rows(), lambda: module.work(terms), terms)
 
@@ -265,20 +266,18 @@ def test_the_probe_takes_the_longest_rollouts_and_leaves_no_gradient(experiment,
     """Rows as long as the prompt and every reply of an episode; as many as a micro-batch takes."""
     from rlkit.models import load_policy
     from rlkit.training import memory
-    from rlkit.training.module import RLModule
+    from rlkit.training.learner import Learner
 
     x = experiment._replace(trainer=experiment.trainer._replace(micro_batch_tokens=1024))
-    module = RLModule(x, load_policy(path="tiny"), experiment.task(split="train")[:2])
-    plugin = SimpleNamespace(forward_context=contextlib.nullcontext)
-    module._trainer = SimpleNamespace(world_size=1, strategy=SimpleNamespace(precision_plugin=plugin))
+    learner = Learner(x, load_policy(path="tiny"))
     seen, real = [], memory.score
     monkeypatch.setattr(memory, "score", lambda *a, **k: seen.append(a[1]) or real(*a, **k))
-    memory.probe(module)
+    memory.probe(learner, experiment.task(split="train")[:2])
     (packed,) = seen
     rows, width = packed.response_mask.shape
     assert rows * width <= 1024 < (rows + 1) * width and width > 4 * x.generation.max_new_tokens
     assert len(packed.ids) == packed.tokens == rows * (width - 1)  # nothing is shared, as it may be in a run
-    assert all(p.grad is None for p in module.parameters())
+    assert all(p.grad is None for p in learner.nets.parameters())
 
 
 # --------------------------------------------------------------------------------------------------------- secrets
@@ -363,7 +362,7 @@ def at(place: str, action):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["rlkit.episodes.collect.after_reply", "rlkit.training.module.surrogate"], ids=["rollouts", "update"])
+@pytest.mark.parametrize("place", ["rlkit.episodes.replies.read_reply", "rlkit.training.update.surrogate"], ids=["rollouts", "update"])
 @pytest.mark.parametrize("signum, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_ends_a_run_saved_and_it_goes_on_as_if_nothing_had_happened(tmp_path, forked, place, signum, status):
     """Rollouts are dropped, an update is finished; no step is done twice or left out, though no checkpoint was due."""
@@ -373,7 +372,7 @@ def test_a_signal_ends_a_run_saved_and_it_goes_on_as_if_nothing_had_happened(tmp
     stop = lambda: at(place, lambda: os.kill(os.getpid(), signum))  # noqa: E731
     assert wait(forked([*words, f"hydra.run.dir={folder}"], log, stop)) == status, log.read_text()
     assert json.loads((folder / "summary.json").read_text())["ended"] == "interrupted"
-    done = 1 if "collect" in place else 2
+    done = 1 if "episodes" in place else 2
     assert [p.name for p in checkpoints(folder / "checkpoints")] == [f"step_{done:06d}.ckpt"]
     assert wait(forked(["train", f"resume={folder}"], log)) == 0, log.read_text()
     a, b = (torch.load(f / "checkpoints" / "step_000003.ckpt", weights_only=True)["state_dict"] for f in (whole, folder))
@@ -442,7 +441,7 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path, forked):
         os.kill(os.getpid(), signal.SIGTERM)
 
     words = ["train", *FAST, "trainer.steps=3", "callbacks.checkpoint.every=9", f"hydra.run.dir={folder}"]
-    assert wait(forked(words, log, lambda: at("rlkit.training.module.surrogate", twice))) == 143
+    assert wait(forked(words, log, lambda: at("rlkit.training.update.surrogate", twice))) == 143
     assert not (folder / "summary.json").exists() and checkpoints(folder / "checkpoints") == []
 
 
@@ -454,7 +453,7 @@ def test_a_job_that_is_signalled_is_queued_again_once_it_is_saved(tmp_path, fork
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.chdir(tmp_path)
     words = ["train", *FAST, "trainer.steps=3", "callbacks.checkpoint.every=9", "trainer.requeue=true", "resume=auto"]
-    stop = lambda: at("rlkit.episodes.collect.after_reply", lambda: os.kill(os.getpid(), signal.SIGUSR1))  # noqa: E731
+    stop = lambda: at("rlkit.episodes.replies.read_reply", lambda: os.kill(os.getpid(), signal.SIGUSR1))  # noqa: E731
     assert wait(forked(words, tmp_path / "log", stop)) == 128 + signal.SIGUSR1
     assert (tmp_path / "asked").read_text() == "requeue 17 step_000001.ckpt\n"
     assert wait(forked(words, tmp_path / "log")) == 0

@@ -45,12 +45,12 @@ def uneven(r):
     return float(sum(r.steps[-1].response_ids) % 4 == 0)
 """
 MOMENTS = {  # kind of moment → functions that are in the middle of it
-    "generate": ["rlkit.episodes.collect.after_reply"],
+    "generate": ["rlkit.episodes.replies.read_reply"],
     "reward": ["rlkit.rewards.score._cell"],
     "update": [
-        "rlkit.training.module.surrogate",
-        "rlkit.training.module.RLModule.step_optimizer",
-        "rlkit.training.module.RLModule.update_reference",
+        "rlkit.training.update.surrogate",
+        "rlkit.training.update.step_optimizer",
+        "rlkit.training.learner.Learner.update_reference",
     ],
     "save": [
         "os.fsync",

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from rlkit.config.compose import compose
-from rlkit.config.schema import MOVED, renamed, resolve
+from rlkit.config.schema import MOVED, build, renamed, resolve
 from rlkit.runs.folder import read_config
 from rlkit.training.schedules import Schedule
 
@@ -25,11 +25,20 @@ def test_the_settings_of_an_old_run_are_read_under_todays_names(tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(old))
     with pytest.warns(FutureWarning, match="goes in the next version"):
         config = read_config(tmp_path)
-    assert config["generation"]["engine"]["_target_"] == "rlkit.engines.cached"
+    assert config["generation"]["engine"]["_target_"] == "rlkit.engines.Cached"
     assert renamed(config) == config
 
 
 def test_every_new_place_is_there():
     import importlib
 
-    assert all(importlib.import_module(new) for new in MOVED.values())
+    assert all(importlib.import_module(new) if new.islower() else resolve(new) for new in MOVED.values())
+
+
+def test_an_engine_that_was_a_function_is_made_at_once():
+    """Run folders of version 0.1 say `_partial_: true`."""
+    old = {"_target_": "rlkit.generation.cached", "_partial_": True, "max_rows": 3}
+    with pytest.warns(FutureWarning, match=r"rlkit\.engines\.Cached"):
+        assert renamed(old) == {"_target_": "rlkit.engines.Cached", "max_rows": 3}
+    with pytest.warns(FutureWarning):
+        assert build(old).max_rows == 3

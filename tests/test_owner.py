@@ -333,9 +333,9 @@ def test_a_living_run_that_is_taken_over_ends_and_writes_nothing_more(tmp_path, 
     os.mkfifo(at), os.mkfifo(go)
 
     def hold():
-        import rlkit.training.module
+        import rlkit.training.update
 
-        surrogate, steps = rlkit.training.module.surrogate, []
+        surrogate, steps = rlkit.training.update.surrogate, []
 
         def held(*given):
             if not steps and (folder / "metrics.jsonl").exists():  # a row is there: this is the second step
@@ -344,7 +344,7 @@ def test_a_living_run_that_is_taken_over_ends_and_writes_nothing_more(tmp_path, 
                 go.read_text()
             return surrogate(*given)
 
-        rlkit.training.module.surrogate = held
+        rlkit.training.update.surrogate = held
 
     child = forked(["train", *SMALL, "trainer.steps=3", f"hydra.run.dir={folder}"], log, hold)
     assert at.read_text() == "here"
@@ -379,9 +379,9 @@ def test_a_run_that_is_killed_locks_nobody_out(tmp_path, forked):
     folder, log = tmp_path / "run", tmp_path / "log"
 
     def killed():
-        import rlkit.training.module
+        import rlkit.training.update
 
-        rlkit.training.module.surrogate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        rlkit.training.update.surrogate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
     child = forked(["train", *SMALL, f"hydra.run.dir={folder}"], log, killed)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL

@@ -67,10 +67,10 @@ def synchronize() -> None:
 
 def install(module: Any) -> None:
     """Clocks round the model compute of a run that is about to train."""
-    import rlkit.training.module
+    import rlkit.training.update
     from rlkit.models.score import trunk_and_head
 
-    rlkit.training.module.score = timed("score", rlkit.training.module.score)  # type: ignore[assignment]
+    rlkit.training.update.score = timed("score", rlkit.training.update.score)  # type: ignore[assignment]
     trunk, head = trunk_and_head(module.model)
     for part in (trunk, head.module):
         part.forward = timed("decode", part.forward)  # outside `score` a trunk runs in decoding alone

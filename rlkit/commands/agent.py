@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.commands.arguments import Arguments, drop, option
 from rlkit.commands.trust import model_of
-from rlkit.engines import generate as sample
+from rlkit.engines import Cached
 from rlkit.environments import calculator, execute, get_weather, hermes, python_tool, single_turn, split_thinking, tool_name, tool_use
 from rlkit.environments.tool_parsers import from_payload
 from rlkit.environments.tools import MAX_CHARS, TIMEOUT, tool_schema, with_schema
 from rlkit.episodes import collect
 from rlkit.errors import ConfigError, visible
 from rlkit.models import check_template, make_policy
-from rlkit.types import Environment, Message, Messages, Policy, Rollout, Task, ToolCall, ToolParser, ToolResult
+from rlkit.types import Engine, Environment, Message, Messages, Policy, Rollout, Task, ToolCall, ToolParser, ToolResult
 
 if TYPE_CHECKING:
     from rlkit.training.experiment import AgentRun
@@ -52,7 +52,7 @@ def run_agent(
     policy: Policy | None = None,
     model: Any = None,
     tokenizer: Any = None,
-    generate: Any = sample,
+    engine: Engine | None = None,
     tool_parser: Callable[..., Any] = hermes,
     tool_executor: Callable[[dict[str, Any]], Any] | None = None,
     stop_condition: Callable[[list[Message]], bool] | None = None,
@@ -73,7 +73,7 @@ def run_agent(
       tools: typed functions with docstrings, or schemas of OpenAI's API; none: one reply.
       tool_implementations: name → function, for tools that are schemas.
       policy: what is talked to; or `model` and `tokenizer`, a causal LM and its tokenizer with a chat template.
-      generate: the engine.
+      engine: what samples; None: a new `rlkit.engines.Cached`.
       tool_parser, tool_executor, stop_condition: see the head of this file.
       system_prompt: put in front; None adds none.
       max_turns: replies, at least 1. max_calls: calls answered in one of them.
@@ -106,7 +106,7 @@ def run_agent(
     (rollout,) = collect(
         policy,
         [Task("agent", tuple(conversation))],
-        generate=generate,
+        engine=engine or Cached(),
         environment=environment,
         seed=seed,
         temperature=temperature,
@@ -283,7 +283,7 @@ def ask(x: AgentRun, question: str, *, checkpoint: Path | None = None) -> AgentR
             question,
             tools,
             policy=policy,
-            generate=x.generation.engine,
+            engine=x.generation.engine,
             tool_parser=x.parse_calls,
             system_prompt=x.system_prompt,
             max_turns=x.max_turns,
@@ -291,7 +291,7 @@ def ask(x: AgentRun, question: str, *, checkpoint: Path | None = None) -> AgentR
             max_chars=x.max_chars,
             timeout=x.timeout,
             seed=x.seed,
-            **x.generation.settings,
+            **x.generation.params,
         )
 
 

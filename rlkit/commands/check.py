@@ -6,10 +6,8 @@ and sampler are compared, one prompt's group is played and scored, and the polic
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlkit.commands.arguments import Arguments
@@ -33,17 +31,17 @@ class Memory(NamedTuple):
     peak: int  # on a GPU of the device; else of the process, the framework included
 
 
-def memory(module: Any) -> Memory:
-    """Of a module that has taken its one small step."""
+def memory(learner: Any, device: Any) -> Memory:
+    """Of a learner that has taken its one small step."""
     from rlkit.training.metrics import peak_memory
 
-    weights = size_of([list(module.parameters()), list(module.buffers())])
+    held = [list(learner.nets.parameters()), list(learner.nets.buffers())]
     return Memory(
-        weights=weights,
-        gradients=sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad),
-        optimizer=sum(size_of(o.state) for o in module.trainer.optimizers),
-        reference=size_of([list(module.parameters()), list(module.buffers()), module.references]) - weights,
-        peak=int(peak_memory(module.device) * 2**30),
+        weights=size_of(held),
+        gradients=sum(p.numel() * p.element_size() for p in learner.nets.parameters() if p.requires_grad),
+        optimizer=sum(size_of(o.state) for o in learner.optimizers),
+        reference=size_of([*held, learner.references]) - size_of(held),
+        peak=int(peak_memory(device) * 2**30),
     )
 
 
@@ -85,15 +83,17 @@ def run(x: Experiment, tasks: Splits) -> Report:
       tasks: at least one training row; the others are only counted.
     Raises: the refusals of a run.
     """
+    from rlkit.episodes.stream import StreamState
+    from rlkit.system.deadline import process_ends_after
     from rlkit.system.device import autocast, pick_device, quiet, use_threads
-    from rlkit.training.data import RLData
-    from rlkit.training.module import RLModule
-    from rlkit.training.run import header, make_trainer
+    from rlkit.training.experience import experience
+    from rlkit.training.learner import Learner
+    from rlkit.training.memory import probe
+    from rlkit.training.run import header
     from rlkit.training.selfcheck import check_policy, check_teacher
 
     quiet()
     import torch
-    from lightning.pytorch.callbacks import LambdaCallback
 
     clock = {}
     started = time.perf_counter()
@@ -108,19 +108,20 @@ def run(x: Experiment, tasks: Splits) -> Report:
     with autocast(cut, device):
         agreement = check_policy(policy, tasks.train, cut)
     played: list[Rollout] = []
-    found: list[Memory] = []
-
-    cut = cut._replace(
-        reward=telling(cut.reward, played),
-        callbacks={"memory": lambda _: LambdaCallback(on_train_end=lambda _, own: found.append(memory(own)))},
-    )
-    module = RLModule(cut, policy, tasks.train, exact=agreement.exact)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer, _ = make_trainer(module.experiment, module, Splits(tasks.train), Path(folder), {}, device, resume=None)
-        trainer.fit(module, RLData(1, done=lambda: module.rl_step))
-    clock["generate"], clock["update"] = module.metrics["perf/generate_s"], module.metrics["perf/update_s"]
+    learner = Learner(cut._replace(reward=telling(cut.reward, played)), policy, exact=agreement.exact)
+    limit = x.trainer.max_step_time
+    with (
+        autocast(cut, device, updates=True),
+        process_ends_after(limit, lambda: f"step 1 hangs: nothing within trainer.max_step_time={limit:g} minutes"),
+    ):
+        if device.type == "cuda":
+            probe(learner, tasks.train)
+        sampled, trained, _ = experience(learner.begin(), policy, tasks.train, StreamState(), step=0, clock=learner.clock)
+        metrics = learner.step(sampled, trained)
+        found = memory(learner, device)
+    clock["generate"], clock["update"] = metrics["perf/generate_s"], metrics["perf/update_s"]
     spread = len({r.total_reward for r in played}) == 1
-    return Report(agreement.warnings, played, spread, module.metrics, found[0], clock, text)
+    return Report(agreement.warnings, played, spread, metrics, found, clock, text)
 
 
 def telling(reward: Reward, played: list[Rollout]) -> Reward:

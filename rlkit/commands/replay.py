@@ -26,9 +26,10 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
     from rlkit.config.trust import require, with_environment
     from rlkit.runs import folder as runs
     from rlkit.system.device import autocast, pick_device, quiet, use_threads
+    from rlkit.training import drift
     from rlkit.training.callbacks.checkpoints import read_checkpoint
     from rlkit.training.callbacks.faults import BATCH, STATE
-    from rlkit.training.module import RLModule
+    from rlkit.training.learner import Learner
     from rlkit.types import Batch
 
     for name in ("config.yaml", BATCH, STATE):
@@ -45,56 +46,54 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
     device = pick_device(x)
     policy = x.model(device=device)
     use_threads(x.trainer, policy.model, device)
-    module = RLModule(x, policy, [])
-    state = read_checkpoint(folder / STATE)
-    module.on_load_checkpoint(state)
-    module.load_state_dict(state["state_dict"], strict=False)
-    module.to(device)
-    tensors = {name: value.to(device) for name, value in read_checkpoint(folder / BATCH).items()}
+    learner = Learner(x, policy)
+    learner.load_state_dict(read_checkpoint(folder / STATE))
+    batch = drift.on(Batch(**read_checkpoint(folder / BATCH)), device)
     with autocast(x, device):
-        return examine(module, Batch(**tensors))
+        return examine(learner, batch)
 
 
-def examine(module: Any, batch: Any) -> tuple[str, bool]:
+def examine(learner: Any, batch: Any) -> tuple[str, bool]:
     """A line for each micro-batch; where one is not finite, a line for each of its rows."""
     from rlkit.algorithm import micro_batches
 
-    lines = [f"step {module.rl_step + 1}, {module.x.algorithm.name}: {len(batch.ids)} rows of up to {batch.ids.shape[1]} tokens"]
-    lines += not_finite({name: p for name, p in module.named_parameters()}, "weights")
+    lines = [f"step {learner.rl_step + 1}, {learner.x.algorithm.name}: {len(batch.ids)} rows of up to {batch.ids.shape[1]} tokens"]
+    lines += not_finite({name: p for name, p in learner.nets.named_parameters()}, "weights")
     mask = batch.response_mask
     for name, value in batch._asdict().items():
-        if value is not None and value.shape == mask.shape and value.is_floating_point() and not value[mask].isfinite().all():
+        if getattr(value, "shape", None) == mask.shape and value.is_floating_point() and not value[mask].isfinite().all():
             bad = (~value.isfinite() & mask).any(1).nonzero()[:, 0].tolist()
             lines.append(f"{name} is not finite in row(s) {', '.join(map(str, bad))}")
     lines.append(f"{'rows':<24}{'tokens':>8}{'loss':>14}{'gradient':>14}")
     fine = True
-    for rows in micro_batches(batch, module.micro_batch_tokens):
-        loss, norm, names = backward(module, batch, rows)
+    for rows in micro_batches(batch, learner.micro_batch_tokens):
+        loss, norm, names = backward(learner, batch, rows)
         lines.append(line(rows, mask, loss, norm))
         if names or loss != loss or abs(loss) == float("inf"):
             fine = False
             lines += names[:1]
             for row in rows if len(rows) > 1 else ():
-                loss, norm, _ = backward(module, batch, row[None])
+                loss, norm, _ = backward(learner, batch, row[None])
                 lines.append("  " + line(row[None], mask, loss, norm))
     lines.append("everything is finite: the fault did not come again" if fine else "the fault came again")
     return "\n".join(lines), fine
 
 
-def backward(module: Any, batch: Any, rows: Any) -> tuple[float, float, list[str]]:
+def backward(learner: Any, batch: Any, rows: Any) -> tuple[float, float, list[str]]:
     """Loss and gradient norm of some rows, and which gradients are not finite, as sentences."""
     from rlkit.algorithm import select, surrogate, value_surrogate
     from rlkit.models import pack
+    from rlkit.training.update import trained_scores
 
-    x, critic, part = module.x, module.x.algorithm.critic, select(batch, rows)
-    module.zero_grad()
-    scores = module.trained_scores(pack(part.ids, part.response_mask))
+    x, critic, part = learner.x, learner.x.algorithm.critic, select(batch, rows)
+    learner.nets.zero_grad()
+    scores = trained_scores(learner, pack(part.ids, part.response_mask))
     loss, _ = surrogate(part, scores, x.algorithm, x.kl)
     if critic.active:
         loss = loss + value_surrogate(part, scores, critic)[0]
     if loss.requires_grad:
         loss.backward()
-    grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    grads = {name: p.grad for name, p in learner.nets.named_parameters() if p.grad is not None}
     norm = sum(float(g.float().square().sum()) for g in grads.values()) ** 0.5
     return float(loss.detach()), norm, not_finite(grads, "the gradient")
 

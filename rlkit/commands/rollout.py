@@ -60,12 +60,12 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
             rollouts = collect(
                 policy,
                 tasks,
-                generate=x.generation.engine,
+                engine=x.generation.engine,
                 environment=environment,
                 group_size=x.num_return_sequences,
                 seed=x.seed,
                 on_done=keep,
-                **x.generation.settings,
+                **x.generation.params,
             )
             if said := failures(rollouts):
                 print(f"warning: {said}", file=sys.stderr)

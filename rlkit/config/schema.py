@@ -32,6 +32,8 @@ MOVED = {
     "rlkit.schedules": "rlkit.training.schedules",
     "rlkit.callbacks": "rlkit.training.callbacks",
     "rlkit.loggers": "rlkit.training.loggers",
+    "rlkit.generation.cached": "rlkit.engines.Cached",
+    "rlkit.generation.generate": "rlkit.engines.Transformers",
     "rlkit.generation": "rlkit.engines",
     "rlkit.rollouts": "rlkit.episodes",
     "rlkit.tasks.stream": "rlkit.episodes.stream",
@@ -68,7 +70,7 @@ def check(node: Any, path: str = "") -> list[str]:
 def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str) -> list[str]:
     """The keys and values of a node against its target's signature, then the nodes within."""
     parameters = inspect.signature(target).parameters
-    partial = node.get("_partial_", False)
+    partial = _is_partial(node)
     named = {
         name: p
         for name, p in parameters.items()
@@ -182,12 +184,17 @@ def _is_plain_class(target: Any) -> bool:
 
 def moved(name: Any) -> Any:
     """A `_target_` under its present name; warns once where it is that of version 0.1."""
-    old = next((old for old in MOVED if isinstance(name, str) and name.startswith(f"{old}.")), None)
+    old = next((old for old in MOVED if isinstance(name, str) and (name == old or name.startswith(f"{old}."))), None)
     if old is None:
         return name
     new = MOVED[old] + name.removeprefix(old)
     warnings.warn(f"'{name}' is now '{new}'; the old name goes in the next version", FutureWarning, stacklevel=2)
     return new
+
+
+def _is_partial(node: Mapping[str, Any]) -> bool:
+    """Whether a node is a function still to be called. Engines were functions in version 0.1, and are objects now."""
+    return node.get("_partial_", False) and not str(MOVED.get(node["_target_"], "")).startswith("rlkit.engines.")
 
 
 def renamed(node: Any) -> Any:
@@ -196,7 +203,10 @@ def renamed(node: Any) -> Any:
         return [renamed(item) for item in node]
     if not isinstance(node, dict):
         return node
-    return {key: moved(value) if key == "_target_" else renamed(value) for key, value in node.items()}
+    called = "_partial_" in node and not _is_partial(node)
+    return {
+        key: moved(value) if key == "_target_" else renamed(value) for key, value in node.items() if not (called and key == "_partial_")
+    }
 
 
 @functools.cache
@@ -238,7 +248,7 @@ def build(node: Any, path: str = "") -> Any:
         return values
     target = resolve(node["_target_"])
     arguments = [build(a, f"{path}._args_") for a in node.get("_args_", ())]
-    if node.get("_partial_", False):
+    if _is_partial(node):
         return functools.partial(target, *arguments, **values)
     try:
         return target(*arguments, **values)

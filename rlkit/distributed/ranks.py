@@ -141,16 +141,6 @@ def most(number: int) -> int:
     return int(tensor)
 
 
-def total(*numbers: float) -> list[float]:
-    """The sum over ranks of each number, in one reduction."""
-    if size() == 1:
-        return list(numbers)
-    tensor = torch.tensor(numbers, dtype=torch.float64)
-    with _reaching("the numbers of the others"):
-        torch.distributed.all_reduce(tensor)
-    return tensor.tolist()
-
-
 def add_up(tensors: Iterable[Tensor | None]) -> None:
     """Replaces each tensor by its sum over all ranks, in place; the same tensors, in the same order, on every rank. None is passed over."""
     if size() == 1:

@@ -1,7 +1,7 @@
 """Lightning's strategies for several ranks, where reinforcement learning in manual optimisation needs them otherwise than they are.
 
-Gradients are added up in RLModule.step_optimizer, after the last micro-batch: so any number of backward passes is right, and a critic or a
-head that a step does not use leaves nobody waiting.
+Gradients are added up in rlkit.training.update, after the last micro-batch: so any number of backward passes is right, and a critic or
+a head that a step does not use leaves nobody waiting.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Sharded(ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module: Any = self.lightning_module
         ranks.reshard(module)
-        return ranks.whole(module.without_frozen(module.state_dict()))
+        return ranks.whole(module.learner.without_frozen(module.state_dict()))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module: Any = self.lightning_module

@@ -1,7 +1,8 @@
-"""Engines that turn token ids into sampled token ids and their log-probs. All of them keep the contract `types.Generate`."""
+"""Engines: services that sample completions of token ids. All of them keep the contract `rlkit.types.Engine`."""
 
-from rlkit.engines.cached import generate as cached
-from rlkit.engines.transformers import generate
+from rlkit.engines.cached import Cached
+from rlkit.engines.service import Batched
+from rlkit.engines.transformers import Transformers
 from rlkit.engines.vllm import VLLM
 
-__all__ = ["VLLM", "cached", "generate"]
+__all__ = ["VLLM", "Batched", "Cached", "Transformers"]

@@ -12,73 +12,70 @@ happens to agree, and no other, would be a biased gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlkit.engines.service import Batched
 from rlkit.functional import cut_distribution, gumbel_noise
-from rlkit.types import THINK_TAGS, Generation, Policy, Thinking
+from rlkit.types import THINK_TAGS, Generation, Policy, SamplingParams, Thinking
 
 
-def generate(
+class Transformers(Batched):
+    """Hugging Face `generate`: simple, and what every other engine is tested against.
+
+    Args:
+      max_rows: prompts decoded at once, > 0. Longer lists are done in parts, which changes no result.
+      use_cache: False computes keys and values again for every token: slower, the same completions.
+    Raises: ValueError for max_rows out of range.
+    """
+
+    def __init__(self, *, max_rows: int = 256, use_cache: bool = True):
+        if max_rows < 1:
+            raise ValueError(f"generation.engine.max_rows must be >= 1 (is {max_rows})")
+        super().__init__(partial(complete, max_rows=max_rows, use_cache=use_cache))
+
+
+def complete(
     policy: Policy,
-    contexts: Sequence[Sequence[int]],
+    prompt_ids: Sequence[Sequence[int]],
     seeds: Sequence[int],
-    /,
+    params: SamplingParams,
     *,
-    max_new_tokens: int = 256,
-    temperature: float = 1.0,
-    max_thinking_tokens: int | None = None,
-    top_p: float = 1.0,
-    top_k: int = 0,
     use_cache: bool = True,
     max_rows: int = 256,
 ) -> list[Generation]:
-    """Samples one reply per context.
+    """Samples one completion per prompt.
 
     Args:
       policy: the model and its token ids.
-      contexts: token ids, each non-empty and shorter than the model's context.
-      seeds: one 63-bit integer per context.
-      max_new_tokens: limit of a reply in tokens, > 0, forced ones included; the context limit of the model cuts it further.
-      temperature: >= 0. Divides the logits; 0 is greedy and gives the log-probs at temperature 1.
-      max_thinking_tokens: >= 0, of a reply, in all its thinking blocks together; once they are used up, the closing tag is written.
-        None sets no limit. Tags do not count where they are added tokens; where they are spelled, the beginning of a closing one does.
-      top_p, top_k: 0 < top_p <= 1, top_k >= 0: the most likely tokens are sampled alone. 1 and 0 cut nothing, as in training.
-      use_cache: False computes keys and values anew for every token: slower, the same replies.
-      max_rows: contexts decoded at once. Longer lists are done in parts, which changes no result.
-    Returns: in the order of the contexts; a reply ends with an end-of-sequence id ("stop") or is cut ("length").
-    Raises: ValueError for arguments out of range.
+      prompt_ids: each non-empty and shorter than the model's context, which also cuts a completion.
+      seeds: one 63-bit integer per prompt.
+      params: thinking tokens are those of all thinking blocks together. Tags do not count where they are added tokens; where they are
+        spelled, the beginning of a closing one does.
+      use_cache, max_rows: see `Transformers`.
+    Returns: in the order of the prompts; a completion ends with an end-of-sequence id ("stop") or is cut ("length").
     """
-    if temperature < 0 or max_new_tokens < 1 or max_rows < 1:
-        raise ValueError(
-            f"generation: temperature must be >= 0 (is {temperature}), max_new_tokens and max_rows >= 1 (are {max_new_tokens}, {max_rows})"
-        )
-    if max_thinking_tokens is not None and max_thinking_tokens < 0:
-        raise ValueError(f"generation: max_thinking_tokens must be >= 0 or null (is {max_thinking_tokens})")
-    if not 0 < top_p <= 1 or top_k < 0:
-        raise ValueError(f"generation: top_p must be > 0 and <= 1 (is {top_p}), top_k >= 0 (is {top_k}); 1 and 0 cut nothing")
-    by_length = sorted(range(len(contexts)), key=lambda i: len(contexts[i]))
+    by_length = sorted(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
     replies: dict[int, Generation] = {}
-    cut = {"top_p": top_p, "top_k": top_k}
     causal = policy.model.get_base_model() if hasattr(policy.model, "disable_adapter") else policy.model  # type: ignore[operator]
-    with sampling_mode(causal):
+    with sampling_mode(causal), torch.inference_mode():
         for start in range(0, len(by_length), max_rows):
             rows = by_length[start : start + max_rows]
-            given = [contexts[i] for i in rows], [seeds[i] for i in rows]
-            decoded = _decode(causal, policy, *given, max_new_tokens, temperature, max_thinking_tokens, cut, use_cache)
+            decoded = _decode(causal, policy, [prompt_ids[i] for i in rows], [seeds[i] for i in rows], params, use_cache)
             replies |= zip(rows, decoded, strict=True)
-    return [replies[i] for i in range(len(contexts))]
+    return [replies[i] for i in range(len(prompt_ids))]
 
 
 @contextmanager
 def sampling_mode(model: Any) -> Iterator[None]:
-    """Evaluation mode, no gradient, caching on, and none of the model's own generation defaults (penalties, top-k, …).
+    """Evaluation mode, caching on, and none of the model's own generation defaults (penalties, top-k, …).
 
-    Everything is put back, also when sampling raises.
+    Everything is put back, even if sampling raises.
     """
     from transformers import GenerationConfig
 
@@ -86,8 +83,7 @@ def sampling_mode(model: Any) -> Iterator[None]:
     model.eval()
     model.config.use_cache, model.generation_config = True, GenerationConfig()
     try:
-        with torch.inference_mode():
-            yield
+        yield
     finally:
         model.train(was_training)
         model.config.use_cache, model.generation_config = use_cache, defaults
@@ -98,24 +94,21 @@ def _decode(
     policy: Policy,
     contexts: Sequence[Sequence[int]],
     seeds: Sequence[int],
-    max_new_tokens: int,
-    temperature: float,
-    max_thinking_tokens: int | None,
-    cut: Mapping[str, Any],
+    params: SamplingParams,
     use_cache: bool,
 ) -> list[Generation]:
     from transformers import GenerationConfig, LogitsProcessorList
 
     device = next(model.parameters()).device
     width = max(map(len, contexts))
-    limits = [min(max_new_tokens, policy.context_length - len(c)) for c in contexts]
+    limits = [min(params.max_new_tokens, policy.context_length - len(c)) for c in contexts]
     ids = torch.tensor([[policy.pad_token_id] * (width - len(c)) + list(c) for c in contexts], device=device)
     lengths = torch.tensor([len(c) for c in contexts], device=device)
     attention_mask = torch.arange(width, device=device) >= (width - lengths)[:, None]
-    sampler = GumbelMax(torch.tensor(seeds, device=device), width, temperature, **cut)
+    sampler = GumbelMax(torch.tensor(seeds, device=device), width, params.temperature, top_p=params.top_p, top_k=params.top_k)
     processors: list[Any] = [sampler]
-    if max_thinking_tokens is not None:
-        budget = ThinkingBudget(policy.codec.thinking, len(contexts), max_thinking_tokens, device)
+    if params.max_thinking_tokens is not None:
+        budget = ThinkingBudget(policy.codec.thinking, len(contexts), params.max_thinking_tokens, device)
         processors.append(Budgeted(budget, contexts, width))
     out = model.generate(
         input_ids=ids,
@@ -132,7 +125,7 @@ def _decode(
     sampled = out[:, width:].tolist()
     logprobs = torch.stack(sampler.logprobs, dim=1)
     forced: list[list[bool]] = [[]] * len(contexts)
-    if max_thinking_tokens is not None:
+    if params.max_thinking_tokens is not None:
         written = torch.stack(processors[1].forced, dim=1)
         logprobs, forced = logprobs.masked_fill(written, 0.0), written.tolist()
     rows = zip(sampled, logprobs.tolist(), forced, limits, strict=True)

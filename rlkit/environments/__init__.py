@@ -7,6 +7,7 @@ from rlkit.environments.guess_number import guess_number
 from rlkit.environments.gymnasium import gymnasium
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.environments.python import python_tool
+from rlkit.environments.session import answer_calls, opened
 from rlkit.environments.single_turn import single_turn
 from rlkit.environments.thinking import split_reply, split_thinking
 from rlkit.environments.tool_parsers import hermes, none, xml
@@ -15,6 +16,7 @@ from rlkit.environments.tools import execute, tool_name, tool_schema, with_schem
 from rlkit.environments.weather import get_weather
 
 __all__ = [
+    "answer_calls",
     "by_task",
     "calculator",
     "continue_with_step",
@@ -26,6 +28,7 @@ __all__ = [
     "gymnasium",
     "hermes",
     "none",
+    "opened",
     "python_tool",
     "said_done",
     "single_turn",

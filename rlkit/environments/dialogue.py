@@ -5,34 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from rlkit.environments.single_turn import never, single_turn
-from rlkit.environments.tool_use import tool_use
+from rlkit.environments.single_turn import single_turn
+from rlkit.environments.tool_use import check_seconds, tool_use
 from rlkit.errors import ConfigError
-from rlkit.types import Environment, Messages, Rollout
+from rlkit.types import Environment, Rollout, Tool
 
 
 def dialogue(
     *,
-    prompt_fn: Callable[[Rollout, int], Messages | str | None],
-    termination_fn: Callable[[Rollout, int], bool] = never,
-    tools: Mapping[str, Callable[..., Any]] = {},
+    prompt_fn: Callable[[Rollout, int], Any] | None = None,
+    termination_fn: Callable[[Rollout, int], Any] | None = None,
+    tools: Mapping[str, Tool] = {},
     max_turns: int = 50,
     system_prompt: str | None = None,
     history: Literal["keep_thinking", "strip_thinking"] = "strip_thinking",
     overflow: Literal["truncate", "drop_oldest"] = "truncate",
+    deadline: float | None = None,
 ) -> Environment:
-    """The task's messages, then whatever `prompt_fn` says after each reply.
+    """The task's messages, then whatever `prompt_fn` says after each reply. Both functions may be plain or async.
 
     Args:
       prompt_fn: (rollout, step) → the next user message, or messages, or None: the episode ends as terminated. `rollout` holds the
-        replies so far, `step` is the number of the last one, from 0.
+        replies so far, `step` is the number of the last one, from 0. Without one, a reply without a call ends the episode.
       termination_fn: (rollout, step) → True ends the episode as terminated, before prompt_fn is asked and before any tool runs.
-      tools: name → typed function; with any, calls in replies are answered before prompt_fn is asked.
+      tools: of `tool_use`; with any, calls in replies are answered before prompt_fn is asked.
       max_turns: replies of an episode, at least 1; an episode that would go on after the last one is truncated.
       system_prompt: put in front of the task's messages; None adds none.
       history: strip_thinking renders the conversation anew for every reply, without earlier thinking; keep_thinking only appends.
       overflow: of the model's context. truncate ends the episode; drop_oldest drops the oldest replies, each with what was said to it,
         until a whole reply fits; the task's messages always stay.
+      deadline: seconds, > 0, that an episode may spend waiting for its functions, all together; then it is truncated. None: no limit.
+        A function that is not async cannot be cut short.
     Raises: ConfigError for a limit below 1, or a tool whose name is not the function's.
     """
     if max_turns < 1:
@@ -41,7 +44,8 @@ def dialogue(
         base = tool_use(tools=tools, max_turns=max_turns, system_prompt=system_prompt)
     else:
         base = single_turn(system_prompt=system_prompt)._replace(max_steps=max_turns)
-    return base._replace(next_prompt=prompt_fn, stop=termination_fn, history=history, overflow=overflow)
+    check_seconds(deadline=deadline)
+    return base._replace(next_prompt=prompt_fn, stop=termination_fn, history=history, overflow=overflow, deadline=deadline)
 
 
 def continue_with_step(rollout: Rollout, step: int) -> str:

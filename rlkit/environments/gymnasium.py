@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import zlib
-from collections.abc import Callable
-from functools import partial
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal
 
 from rlkit.environments.dialogue import dialogue
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.errors import ConfigError, place
-from rlkit.types import Environment, Messages, Rollout, Session, Task, Transition
+from rlkit.system.loops import awaited
+from rlkit.types import Environment, Message, Messages, Rollout, Task, Tool
 
 
 def gymnasium(
@@ -23,57 +23,49 @@ def gymnasium(
     max_turns: int = 50,
     system_prompt: str | None = None,
     history: Literal["keep_thinking", "strip_thinking"] = "keep_thinking",
+    deadline: float | None = None,
 ) -> Environment:
     """The policy's replies are the actions, the observations its prompts; rewards stand at their steps.
 
     Every episode has an instance of its own, reset with the task's seed (`metadata["seed"]`, else one of its id): the samples of a
-    task begin with the same observation and differ by their actions alone. `terminated` ends an episode as terminated, `truncated` as
-    truncated by the environment. One that raises, or gives a reward that is no number, ends that episode as truncated by "error",
-    with the reason in `rollout.metadata["error"]`, and the reward `environment` cannot score it.
+    task begin with the same observation, where all that is random is drawn from the seed, and differ by their actions alone.
+    `terminated` ends an episode as terminated, `truncated` as truncated by the environment. One that raises, or gives a reward that is
+    no number, ends that episode as truncated by "error", with the reason in `rollout.metadata["error"]`, and the reward `environment`
+    cannot score it.
 
     Args:
       make: () → an object with `reset(seed=…)` → (observation, info) and `step(action)` → (observation, reward, terminated, truncated,
-        info), and perhaps `close()`.
+        info), and perhaps `close()`. It and the methods may be async; then the episodes wait for theirs at the same time.
       parse_action: content of a reply, thinking excluded → action. ValueError says that it is none: the policy reads why, and its turn is
         gone, with reward 0.
       render: observation → text.
       max_turns: replies of an episode, at least 1; one that would go on after the last is truncated.
       system_prompt: put in front of the task's messages and the first observation; None adds none.
       history: keep_thinking only appends; strip_thinking renders the conversation anew, without earlier thinking.
-    Raises: ConfigError for a limit below 1; from the first prompt, where the environment cannot be made or reset.
+      deadline: seconds, > 0, that an episode may spend waiting for async methods, all together; then it is truncated. None: no limit.
+    Raises: ConfigError for a limit out of range; from an episode's start, where the environment cannot be made or reset.
     """
 
-    def opened(task: Task) -> tuple[Any, str]:
+    @asynccontextmanager
+    async def session(task: Task) -> AsyncIterator[Game]:
+        instance = None
         try:
-            instance = make()
-            observation, _ = instance.reset(seed=seed_of(task))
-            return instance, render(observation)
-        except Exception as error:
-            raise ConfigError(
-                f"environment.make: the environment cannot be made or reset(seed={seed_of(task)}) for task {task.id!r}: "
-                f"{type(error).__name__}: {error} at {place(error)}; it needs reset(seed=…) → (observation, info)"
-            ) from error
-
-    def first_prompt(task: Task) -> Messages:
-        instance, observation = opened(task)
-        close(instance)
-        return with_system_prompt((*task.messages, {"role": "user", "content": observation}), system_prompt)
-
-    def open_session(task: Task) -> Session:
-        instance, observation = opened(task)
-
-        def next_prompt(rollout: Rollout, step: int) -> Transition:
-            if (told := rollout.steps[0].prompt[-1]["content"]) != observation:
+            try:
+                instance = await awaited(make())
+                observation, _ = await awaited(instance.reset(seed=seed_of(task)))
+                first: Message = {"role": "user", "content": render(observation)}
+            except Exception as error:
                 raise ConfigError(
-                    f"environment.make: for task {task.id!r} reset(seed={seed_of(task)}) gave {told[:80]!r}, then {observation[:80]!r}; "
-                    "the samples of a task must begin alike, so draw whatever is random from the seed"
-                )
-            return play(instance, rollout.final_content, parse_action, render)
+                    f"environment.make: the environment cannot be made or reset(seed={seed_of(task)}) for task {task.id!r}: "
+                    f"{type(error).__name__}: {error} at {place(error)}; it needs reset(seed=…) → (observation, info)"
+                ) from error
+            yield Game(instance, with_system_prompt((*task.messages, first), system_prompt), parse_action, render)
+        finally:
+            with suppress(Exception):  # an episode that is over is not lost to a failure here
+                await awaited(getattr(instance, "close", lambda: None)())
 
-        return Session(next_prompt, partial(close, instance))
-
-    base = dialogue(prompt_fn=no_session, max_turns=max_turns, history=history)
-    return base._replace(first_prompt=first_prompt, open=open_session)
+    base = dialogue(max_turns=max_turns, history=history, deadline=deadline)
+    return base._replace(first_prompt=None, session=session)
 
 
 def seed_of(task: Task) -> int:
@@ -81,30 +73,39 @@ def seed_of(task: Task) -> int:
     return int(task.metadata.get("seed", zlib.crc32(task.id.encode())))
 
 
-def play(instance: Any, content: str, parse_action: Callable[[str], Any], render: Callable[[Any], str]) -> Transition:
-    """One action; whatever the environment does wrong ends the episode, not the run."""
-    try:
-        action = parse_action(content)
-    except ValueError as error:
-        return Transition(f"That is no action: {error}", 0.0)
-    try:
-        observation, reward, terminated, truncated, _ = instance.step(action)
-        number = float(reward)
-        if not math.isfinite(number):
-            raise ValueError(f"the reward is {reward}")
-        prompt = None if terminated or truncated else render(observation)
-        return Transition(prompt, number, "environment" if truncated and not terminated else "")
-    except Exception as error:
-        said = f"step({str(action)[:200]!r}) raised {type(error).__name__}: {error} at {place(error)}"
-        return Transition(None, truncation="error", metadata={"error": said})
+class Game:
+    """The session of an episode: an instance that was reset."""
+
+    tools: dict[str, Tool] = {}  # noqa: RUF012
+
+    def __init__(self, instance: Any, messages: Messages, parse_action: Callable[[str], Any], render: Callable[[Any], str]):
+        self.instance, self.messages, self.parse_action, self.render = instance, messages, parse_action, render
+
+    def first_prompt(self) -> Messages:
+        """The task's messages and the first observation."""
+        return self.messages
+
+    async def answer(self, rollout: Rollout) -> tuple[Rollout, Messages | None]:
+        """One action; whatever the environment does wrong ends the episode, not the run."""
+        try:
+            action = self.parse_action(rollout.final_content)
+        except ValueError as error:
+            return rewarded(rollout, 0.0), [{"role": "user", "content": f"That is no action: {error}"}]
+        try:
+            observation, reward, terminated, truncated, _ = await awaited(self.instance.step(action))
+            number = float(reward)
+            if not math.isfinite(number):
+                raise ValueError(f"the reward is {reward}")
+            text = None if terminated or truncated else self.render(observation)
+        except Exception as error:
+            said = f"step({str(action)[:200]!r}) raised {type(error).__name__}: {error} at {place(error)}"
+            return rollout._replace(status="truncated", truncation="error", metadata={**rollout.metadata, "error": said}), None
+        rollout = rewarded(rollout, number)
+        if truncated and not terminated:
+            rollout = rollout._replace(status="truncated", truncation="environment")
+        return rollout, None if text is None else [{"role": "user", "content": text}]
 
 
-def close(instance: Any) -> None:
-    """Lets the instance free what it holds. An episode that is over is not lost to a failure here."""
-    with contextlib.suppress(Exception):
-        getattr(instance, "close", lambda: None)()
-
-
-def no_session(rollout: Rollout, step: int) -> Messages:
-    """There is no state outside an episode."""
-    raise ConfigError("an environment with reset and step plays only in episodes that `collect` opens")
+def rewarded(rollout: Rollout, reward: float) -> Rollout:
+    """The rollout with this reward at its last step."""
+    return rollout._replace(steps=(*rollout.steps[:-1], rollout.steps[-1]._replace(reward=reward)))

@@ -8,16 +8,16 @@ from functools import partial
 from typing import Any, Literal
 
 from rlkit.environments.prompts import with_system_prompt
-from rlkit.environments.single_turn import never, no_next_prompt
 from rlkit.environments.tool_parsers import hermes
-from rlkit.environments.tools import MAX_CHARS, TIMEOUT, execute, tool_name
+from rlkit.environments.toolbox import maker, signatures
+from rlkit.environments.tools import MAX_CHARS, TIMEOUT, execute
 from rlkit.errors import ConfigError
-from rlkit.types import Environment, Messages, Task, ToolParser
+from rlkit.types import Environment, Messages, Task, Tool, ToolParser
 
 
 def tool_use(
     *,
-    tools: Mapping[str, Callable[..., Any]],
+    tools: Mapping[str, Tool],
     max_turns: int = 4,
     max_calls: int = 8,
     system_prompt: str | None = None,
@@ -25,11 +25,14 @@ def tool_use(
     overflow: Literal["truncate", "drop_oldest"] = "truncate",
     max_chars: int = MAX_CHARS,
     timeout: float | None = TIMEOUT,
+    deadline: float | None = None,
 ) -> Environment:
     """The policy may call tools; a reply without a call ends the episode.
 
     Args:
-      tools: name → typed function with a docstring. The name is the function's own, since the schema gives that one.
+      tools: name → typed function with a docstring, plain or async. The name is the function's own, since the schema gives that one.
+        Or name → class (or partial of one) that is made anew for each episode: its documented public methods are tools by their own
+        names, and the name is that of its end state (rlkit.environments.toolbox).
       max_turns: replies in an episode, at least 1; an episode that still calls in the last one is truncated.
       max_calls: calls answered in one reply, at least 1; the others come back as errors.
       system_prompt: put in front of the task's messages; None adds none.
@@ -37,40 +40,38 @@ def tool_use(
       overflow: of the model's context. truncate ends the episode; drop_oldest drops the oldest replies, each with its calls' results, until
         a whole reply fits; the task's messages always stay.
       max_chars: of a result that the policy reads, at least 1; the rest is cut and said to be.
-      timeout: seconds that a call may take, > 0; None: no limit. See rlkit.system.deadline for what a thread cannot stop.
+      timeout: seconds that a call may take, > 0; None: no limit. See `execute` for what becomes of the tool then.
+      deadline: seconds, > 0, that an episode may spend on its calls, all together; then it is truncated. None: no limit.
     Raises: ConfigError for no tools, a name that is not the function's, or a limit out of range.
     """
     if not tools:
         raise ConfigError("environment.tools is empty; name a tool, or use environment=single_turn")
-    for name, tool in tools.items():
-        if not callable(tool) or name != tool_name(tool):
-            raise ConfigError(
-                f"environment.tools.{name} is {tool!r}; it must be a function of that name, because the "
-                "schema tells the policy the function's own name"
-            )
+    made = maker(tools)
     for key, limit in (("max_turns", max_turns), ("max_calls", max_calls), ("max_chars", max_chars)):
         if limit < 1:
             raise ConfigError(f"environment.{key} is {limit}; it must be at least 1")
-    if timeout is not None and not timeout > 0:
-        raise ConfigError(f"environment.timeout is {timeout}; it must be > 0 seconds, or null for no limit")
+    check_seconds(timeout=timeout, deadline=deadline)
     parser: Callable[..., Any] = parse_calls
     if "tools" in inspect.signature(parser).parameters:
-        parser = partial(parser, tools=tools)
+        parser = partial(parser, tools=signatures(tools))
 
     def first_prompt(task: Task) -> Messages:
         return with_system_prompt(task.messages, system_prompt)
 
-    def tools_of(task: Task) -> Mapping[str, Callable[..., Any]]:
-        return tools
-
     return Environment(
         first_prompt=first_prompt,
-        next_prompt=no_next_prompt,
-        tools=tools_of,
-        stop=never,
+        tools=made,
         parse_calls=parser,
         max_steps=max_turns,
         max_calls=max_calls,
         overflow=overflow,
         execute=partial(execute, max_chars=max_chars, timeout=timeout),
+        deadline=deadline,
     )
+
+
+def check_seconds(**limits: float | None) -> None:
+    """Raises: ConfigError for a limit of the environment that is no number of seconds."""
+    for key, seconds in limits.items():
+        if seconds is not None and not seconds > 0:
+            raise ConfigError(f"environment.{key} is {seconds}; it must be > 0 seconds, or null for no limit")

@@ -14,6 +14,7 @@ KeyboardInterrupt). Only a real interruption escapes, and what Python cannot sto
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import sys
 import types
@@ -24,8 +25,8 @@ from time import perf_counter
 from typing import Any, Literal, Union
 
 from rlkit.errors import ConfigError, visible
-from rlkit.system.deadline import DeadlinePassed, ProcessEndAsked, contained, in_thread
-from rlkit.types import ToolCall, ToolResult
+from rlkit.system.deadline import DeadlinePassed, ProcessEndAsked, contained, containing, in_worker, within
+from rlkit.types import Tool, ToolCall, ToolResult
 
 MAX_CHARS = 2000  # of a result that the policy reads
 TIMEOUT = 30.0  # seconds of a call
@@ -58,7 +59,7 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
         schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:
         raise ConfigError(
-            f"{_where(function)}: no schema can be made of the tool {tool_name(tool)!r}: {_reason(error)}. Write it like this:\n{EXAMPLE}"
+            f"{where(function)}: no schema can be made of the tool {tool_name(tool)!r}: {_reason(error)}. Write it like this:\n{EXAMPLE}"
         ) from error
     parameters = schema["function"]["parameters"]
     parameters["properties"] = {k: v for k, v in parameters["properties"].items() if k not in bound}
@@ -101,25 +102,26 @@ def with_schema(schema: Mapping[str, Any], implementation: Callable[..., Any]) -
     return tool
 
 
-def execute(
-    call: ToolCall, tools: Mapping[str, Callable[..., Any]], *, max_chars: int = MAX_CHARS, timeout: float | None = TIMEOUT
-) -> ToolResult:
+async def execute(call: ToolCall, tools: Mapping[str, Tool], *, max_chars: int = MAX_CHARS, timeout: float | None = TIMEOUT) -> ToolResult:
     """Run one call and give what the policy reads: the result as text, or one sentence on what went wrong.
+
+    An async tool runs in the event loop, a plain one in a thread, and one that is marked `tool.bounded = True`, since its work is
+    bounded by construction, in the loop at once: a thread costs more than a short call. The calls of several episodes run at the same
+    time, so plain tools that share anything have to lock it.
 
     Args:
       call: with `error` set it is not run; the error is the content.
       tools: name → function.
       max_chars: longest content, in characters; a longer one is cut and says so.
-      timeout: seconds that the tool may take; it then runs in a thread (rlkit.system.deadline says what that cannot stop), and what it
-        gives later is dropped. None: no limit, and no thread. A tool whose work is bounded by construction says so by an attribute,
-        `tool.bounded = True`, and runs without: a thread costs more than a short call.
+      timeout: seconds that a tool that is not bounded may take; None: no limit. An async tool is cancelled then. A plain one is ended
+        where it says how (rlkit.system.deadline.ended_by, as the python tool does), else its thread goes on; what it gives is dropped.
     Returns: a ToolResult with the call's id and name; `ok` is False for an unknown tool, arguments that do not fit the
       signature or its types, a tool that raises or tries to end the process, and one that takes too long; `seconds` is wall time in
       the tool.
-    Raises: KeyboardInterrupt and Interrupted only, where the user or a signal interrupts.
+    Raises: CancelledError, KeyboardInterrupt and Interrupted only, where the episode is given up, or the user or a signal interrupts.
     """
     started = perf_counter()
-    content, ok = _attempt(call, tools, timeout)
+    content, ok = await _attempt(call, tools, timeout)
     seconds = perf_counter() - started
     content = content.encode("utf-8", "replace").decode("utf-8")  # half surrogates cannot be tokenised
     if len(content) > max_chars:
@@ -127,7 +129,7 @@ def execute(
     return ToolResult(id=call.id, name=call.name, content=content, ok=ok, seconds=seconds)
 
 
-def _attempt(call: ToolCall, tools: Mapping[str, Callable[..., Any]], timeout: float | None) -> tuple[str, bool]:
+async def _attempt(call: ToolCall, tools: Mapping[str, Tool], timeout: float | None) -> tuple[str, bool]:
     if call.error:
         return call.error, False
     try:
@@ -137,16 +139,40 @@ def _attempt(call: ToolCall, tools: Mapping[str, Callable[..., Any]], timeout: f
         tool = tools[call.name]
         if problem := _misfit(tool, call.arguments):
             return f"Error: {problem}. Call it as {_signature(call.name, tool)}.", False
-        run = partial(_text_of, tool, call.arguments)
-        bounded = getattr(_function(tool), "bounded", False)
-        return (contained(run) if timeout is None or bounded else in_thread(run, timeout)), True
+        return await _text_of(tool, call, timeout), True
     except DeadlinePassed:
         return f"Error: {call.name} took longer than {timeout:g} s and was given up.", False
     except ProcessEndAsked as error:
         _warn_of_end(call.name, str(error))
         return f"Error: {call.name} tried to end the process and was stopped ({error}).", False
+    except asyncio.CancelledError as error:
+        if (task := asyncio.current_task()) is None or task.cancelling():
+            raise
+        return f"Error: {_reason(error)}.", False  # the tool's own
     except Exception as error:  # a tool may do anything, and the episode goes on
         return f"Error: {_reason(error)}.", False
+
+
+async def _text_of(tool: Tool, call: ToolCall, timeout: float | None) -> str:
+    """What a tool gives, as text: a lazy result does its work here, within the deadline. Without an await where the tool is bounded."""
+
+    def run() -> Any:
+        given = tool(**call.arguments)
+        return given if inspect.isawaitable(given) else str(given)
+
+    bounded = marked(tool, "bounded")
+    given = contained(run) if bounded or inspect.iscoroutinefunction(tool) else await in_worker(run, timeout, f"the tool {call.name}")
+    if isinstance(given, str):
+        return given
+    with containing(asyncio.CancelledError, GeneratorExit):
+        async with within(None if bounded else timeout):
+            return str(await given)
+
+
+def marked(tool: Tool | None, word: str) -> bool:
+    """Whether a tool says this of itself: `tool.bounded = True`, or its class says it of all its methods."""
+    function = _function(tool) if tool is not None else None
+    return bool(getattr(function, word, getattr(getattr(function, "__self__", None), word, False)))
 
 
 @lru_cache(maxsize=64)
@@ -154,11 +180,6 @@ def _warn_of_end(name: str, how: str) -> None:
     """Tell the user, once for each place, of a tool that tries to end the run."""
     said = visible(f"warning: the tool {name} tried to end the process: {how}; its call counts as failed, and the run goes on")
     print(said, file=sys.stderr, flush=True)
-
-
-def _text_of(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
-    """What a tool gives, as text: a lazy result does its work here, within the deadline."""
-    return str(tool(**arguments))
 
 
 def text_arguments(name: str, tool: Callable[..., Any], text: str, load: Callable[[str], Any]) -> dict[str, Any]:
@@ -219,6 +240,8 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 
 def _parameters(tool: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    if inspect.ismethod(tool):  # the instance is not kept
+        return dict(list((_parameters(tool.__func__) or {}).items())[1:])
     try:
         return _signature_of(tool)
     except TypeError:  # a tool that cannot be hashed
@@ -262,7 +285,7 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _where(tool: Callable[..., Any]) -> str:
+def where(tool: Callable[..., Any]) -> str:
     """File and line of a function, or what is known of it."""
     function = inspect.unwrap(tool)
     try:

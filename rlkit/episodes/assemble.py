@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ class Row(NamedTuple):
     logprobs: list[float]
     steps: list[int]
     rewards: list[float]
+    versions: list[int]
 
 
 def rows(rollout: Rollout) -> list[Row]:
@@ -33,7 +34,7 @@ def rows(rollout: Rollout) -> list[Row]:
     for index, step in enumerate(rollout.steps):
         prompt = list(step.prompt_ids)
         if not out or prompt[: len(out[-1].ids)] != out[-1].ids:
-            out.append(Row([], [], [], [], []))
+            out.append(Row([], [], [], [], [], []))
         row = out[-1]
         new = prompt[len(row.ids) :] + list(step.response_ids)
         observed = len(new) - len(step.response_ids)
@@ -45,6 +46,9 @@ def rows(rollout: Rollout) -> list[Row]:
         row.logprobs.extend(p if s else 0.0 for p, s in zip([0.0] * observed + list(step.logprobs), row.sampled[-len(new) :], strict=True))
         row.steps.extend([index] * len(new))
         row.rewards.extend([0.0] * len(new))
+        row.versions.extend([0] * len(new))
+        for first, version in step.versions:
+            row.versions[begin + first :] = [version] * (len(step.response_ids) - first)
         if own := step.sampled:
             spot = row, begin + own[-1]
         if spot is not None and rollout.reward is not None:
@@ -67,7 +71,9 @@ def assemble(rollouts: Sequence[Rollout], *, pad_token_id: int, device: torch.de
     if not numbered:
         raise ValueError("assemble: no rollout has a step; every episode ended before its first reply")
     lists = [row for _, row in numbered]
-    rewards = [float("nan") if r.total_reward is None else r.total_reward for r in rollouts]
+
+    def scores(values: Iterable[float | None]) -> Tensor:
+        return torch.tensor([float("nan") if v is None else v for v in values], dtype=torch.float32, device=device)
 
     def tensor(values: list, dtype: torch.dtype, fill: float) -> Tensor:
         width = max(map(len, values))
@@ -79,11 +85,14 @@ def assemble(rollouts: Sequence[Rollout], *, pad_token_id: int, device: torch.de
         response_mask=tensor([r.sampled for r in lists], torch.bool, False),
         rollout_ids=torch.tensor([i for i, _ in numbered], device=device),
         step_ids=tensor([r.steps for r in lists], torch.int64, 0),
-        rewards=torch.tensor(rewards, dtype=torch.float32, device=device),
+        rewards=scores(r.total_reward for r in rollouts),
         group_ids=torch.tensor([r.group for r in rollouts], device=device),
         truncated=torch.tensor([r.status == "truncated" for r in rollouts], device=device),
         lengths=torch.tensor([r.response_length for r in rollouts], device=device),
         reply_lengths=torch.tensor([max((len(s.sampled) for s in r.steps), default=0) for r in rollouts], device=device),
         token_rewards=tensor([r.rewards for r in lists], torch.float32, 0.0),
         logprobs_sampler=tensor([r.logprobs for r in lists], torch.float32, 0.0),
+        versions=tensor([[v * s for v, s in zip(r.versions, r.sampled, strict=True)] for r in lists], torch.int64, 0),
+        components={name: scores(r.rewards.get(name) for r in rollouts) for name in dict.fromkeys(n for r in rollouts for n in r.rewards)},
+        metadata=tuple({**r.task.metadata, **r.metadata} for r in rollouts),
     )

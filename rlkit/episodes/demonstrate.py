@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlkit.environments import environment_of, tool_schema
+from rlkit.environments import environment_of
+from rlkit.episodes.episode import opening
 from rlkit.errors import DataError
 from rlkit.models.chat import continuation, encode_prompt, encode_reply
 from rlkit.types import Environment, Message, Policy, Rollout, Step, Task, ToolCall
@@ -33,8 +34,8 @@ def demonstrations(
     for group, task in enumerate(tasks, first):
         if "messages" not in task.metadata:
             raise DataError(f"row {task.id}: holds no conversation to learn from; choose task=conversations, or another algorithm")
-        tools = [tool_schema(tool) for tool in environment_of(environment, task).tools(task).values()]
-        steps = demonstrated(policy, task.metadata["messages"], tools)
+        schemas = opening(task, environment_of(environment, task)).schemas
+        steps = demonstrated(policy, task.metadata["messages"], schemas)
         length = len(steps[-1].prompt_ids) + len(steps[-1].response_ids)
         if length > policy.context_length:
             raise DataError(f"row {task.id}: its conversation has {length} tokens, and the model's context is {policy.context_length}; "

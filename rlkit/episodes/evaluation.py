@@ -31,7 +31,7 @@ def greedy_accuracy(
     Args:
       reward: the verifier; which of its scores are right is told by `is_correct`.
       temperature: ≥ 0. A policy that plays by chance may do nothing but repeat itself in greedy decoding.
-      collecting: generate, environment and max_new_tokens, as for `collect`.
+      collecting: engine, environment, version and max_new_tokens, as for `collect`.
     Returns: what `accuracy` measures, and the temperature; of a mixture, the same under `parts`; and the rollouts.
     """
 

@@ -250,6 +250,7 @@ def rollout_schema() -> pyarrow.Schema:
         "reward": number,
         "forced": ids,
         "dropped": count,
+        "versions": pa.list_(ids),
     }
     rollout = {
         "task": pa.struct(task),
@@ -291,6 +292,7 @@ def from_row(row: Mapping[str, Any]) -> Rollout:
             **step
             | {"prompt": tuple(_message(message) for message in step["prompt"])}
             | {name: tuple(step[name]) for name in ("prompt_ids", "response_ids", "logprobs", "forced")}
+            | {"versions": tuple(tuple(span) for span in step.get("versions", ()))}
             | {"tool_calls": tuple(ToolCall(**call | {"arguments": json.loads(call["arguments"])}) for call in step["tool_calls"])}
             | {"tool_results": tuple(ToolResult(**result) for result in step["tool_results"])}
         )

@@ -11,7 +11,7 @@ from rlkit.errors import EnvironmentFailed
 from rlkit.types import FinishReason, Rollout
 
 NAN = float("nan")
-TRUNCATIONS = ("length", "context", "steps", "environment", "error")
+TRUNCATIONS = ("length", "context", "steps", "deadline", "environment", "error")
 STATUSES = ("ok", "wrong", "unparseable", "timeout", "error")  # of a component's score
 
 
@@ -25,10 +25,11 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
                         scores came about; variance_share, the share of the reward's variance within groups, and so of the
                         advantage's, that the component alone explains: its squared correlation with the reward, 0 … 1. Of the
                         terms of a weighted sum that are independent they add up to 1
+    aggregator/*        what the reward's aggregator measured itself
     group/*             shares of prompts whose rewards are all equal (split into all good: > 0, all bad: <= 0) and mixed
     len/*               sampled tokens of an episode, all steps together; what a thinking budget wrote is not among them
-    stop_reason/*       how episodes ended: stop (the policy or the environment), length, context, steps, environment
-                        (a limit of its own) or error (it failed, and why is in the rollout's metadata)
+    stop_reason/*       how episodes ended: stop (the policy or the environment), length, context, steps, deadline (its seconds in
+                        the session), environment (a limit of its own) or error (it failed, and why is in the rollout's metadata)
     finish_reason/*     how replies ended: shares of stop, tool, budget and length, as types.FinishReason has them
     dropped_frac        share of episodes whose context dropped its oldest turns
     think_closed_frac   share of episodes without an unclosed thinking block
@@ -81,6 +82,7 @@ def _summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "reward/std": pstdev(scores) if scores else NAN,
         "reward/unscored_frac": 1 - len(scores) / len(rollouts),
         **_components(rollouts),
+        **_of_aggregator(rollouts),
         **_groups(rollouts),
         "len/mean": _mean(lengths),
         "len/min": min(lengths),
@@ -134,6 +136,14 @@ def _components(rollouts: Sequence[Rollout]) -> dict[str, float]:
         for status in STATUSES:
             out[f"reward/{name}/{status}_frac"] = _share(r.statuses.get(name) == status for r in rollouts)
     return out
+
+
+def _of_aggregator(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """aggregator/NAME: the mean of what the aggregator measured on the rollouts."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for name, value in (item for r in rollouts for item in r.metadata.get("aggregator", {}).items()):
+        values[f"aggregator/{name}"].append(value)
+    return {name: fmean(own) for name, own in values.items()}
 
 
 def _variance_share(rollouts: Sequence[Rollout], name: str) -> float:

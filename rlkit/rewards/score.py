@@ -11,10 +11,10 @@ from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 from rlkit.distributed import ranks
-from rlkit.errors import ConfigError, Refusal, RLKitError
+from rlkit.errors import ConfigError, Refusal, RLKitError, written
 from rlkit.rewards.aggregators import weighted_sum
 from rlkit.system.deadline import contained, in_thread
-from rlkit.types import Rollout
+from rlkit.types import AggregatorFn, Metrics, Rollout, unpacked
 
 GRACE = 5.0  # seconds beyond a term's timeout after which async calls that block their event loop are given up
 ScoreStatus = Literal["ok", "wrong", "unparseable", "timeout", "error"]
@@ -61,7 +61,8 @@ class Term(NamedTuple):
 class Reward(NamedTuple):
     """Named terms in order, and how they become one number.
 
-    aggregator      (scores, weights) → float, or one of the whole batch (rlkit.rewards.aggregators)
+    aggregator      (scores, weights) → float, or one of the whole batch (rlkit.rewards.aggregators). With metrics, as (float, metrics):
+                    numbers, averaged over the scored rollouts as aggregator/NAME; they stand in `Rollout.metadata["aggregator"]`
     max_error_rate  share of the rollouts, 0 … 1, on which a term may raise, hang or return what is no reward; beyond it scoring stops.
                     Up to it, such a rollout cannot be scored (None) and is counted under `reward/NAME/error_frac` and `timeout_frac`
     normalize       trains on (reward - mean) / std over all episodes of the run so far (rlkit.rewards.normalise); metrics stay raw
@@ -69,7 +70,7 @@ class Reward(NamedTuple):
 
     name: str
     terms: Mapping[str, Term]
-    aggregator: Callable[..., Any] = weighted_sum
+    aggregator: AggregatorFn = weighted_sum
     max_error_rate: float = 0.0
     normalize: bool = False
 
@@ -142,7 +143,7 @@ def _column(name: str, term: Term, rollouts: Sequence[Rollout], max_error_rate: 
         cells[i] = _cell(term, rollouts[i], value)
         failed += bool(cells[i].failure)
         if failed > max_error_rate * len(rollouts):
-            raise _refused(name, rollouts[i], cells[i], failed, len(rollouts), max_error_rate)
+            raise _refused(f"term {name!r}", rollouts[i], cells[i], failed, len(rollouts), max_error_rate)
 
     for i, value in enumerate(called_on(term, rollouts) if rollouts else ()):
         if inspect.isawaitable(value):
@@ -247,10 +248,10 @@ def _status(value: Any, number: float | None) -> ScoreStatus:
     return "ok" if number > 0 else "wrong"
 
 
-def _refused(name: str, rollout: Rollout, cell: Cell, failed: int, count: int, limit: float) -> RewardError:
+def _refused(who: str, rollout: Rollout, cell: Cell, failed: int, count: int, limit: float) -> RewardError:
     said = f"the last reply was {rollout.final_content[:200]!r}" if rollout.steps else "there is no reply"
     rate = f" ({failed} of {count} rollouts failed, more than max_error_rate={limit:g})" if limit else ""
-    error = RewardError(f"reward term {name!r} {cell.failure}{rate}; {said}", rollout)
+    error = RewardError(f"reward {who} {cell.failure}{rate}; {said}", rollout)
     error.__cause__ = cell.cause
     return error
 
@@ -273,19 +274,28 @@ def _aggregated(rollouts: list[Rollout], reward: Reward) -> list[Rollout]:
     weights = {name: reward.terms[name].weight for name in weighted if not reward.terms[name].per_step}
     places = [i for i, rollout in enumerate(rollouts) if all(rollout.rewards[name] is not None for name in weighted)]
     chosen = [rollouts[i] for i in places]
-    if not weights:
-        values: Any = [0.0] * len(chosen)
+    if not weights or not chosen:
+        given: list[tuple[Any, Metrics]] = [(0.0, {})] * len(chosen)
     elif is_batched(reward.aggregator):
-        values = _spread(_called(partial(reward.aggregator, chosen, weights), None), len(chosen)) if chosen else []
+        values, metrics = unpacked(_called(partial(reward.aggregator, chosen, weights), None))
+        given = [(value, _of_rollout(metrics, i)) for i, value in enumerate(_spread(values, len(chosen)))]
     else:
-        values = [_called(partial(reward.aggregator, {name: r.rewards[name] for name in weights}, weights), None) for r in chosen]
+        own = [{name: r.rewards[name] for name in weights} for r in chosen]
+        given = [unpacked(_called(partial(reward.aggregator, scores, weights), None)) for scores in own]
     out = list(rollouts)
-    for i, rollout, value in zip(places, chosen, values, strict=True):
+    for i, rollout, (value, metrics) in zip(places, chosen, given, strict=True):
         cell = _cell(Term(1.0, reward.aggregator), rollout, value)
-        if cell.failure:
-            raise _refused("aggregator", rollout, cell, 1, len(chosen), 0.0)
-        out[i] = rollout._replace(reward=cell.score)
+        notes = {name: _cell(Term(1.0, reward.aggregator), rollout, number) for name, number in metrics.items()}
+        if failed := next((c for c in (cell, *notes.values()) if c.failure), None):
+            raise _refused(f"aggregator ({written(reward.aggregator)})", rollout, failed, 1, len(chosen), 0.0)
+        noted = {"aggregator": {name: c.score for name, c in notes.items() if c.score is not None}} if notes else {}
+        out[i] = rollout._replace(reward=cell.score, metadata={**rollout.metadata, **noted})
     return out
+
+
+def _of_rollout(metrics: Metrics, i: int) -> Metrics:
+    """Of a batched aggregator's metrics those of one rollout: a list has an entry for each, a number is that of all."""
+    return {name: value[i] if isinstance(value, Sequence) else value for name, value in metrics.items()}
 
 
 def is_batched(fn: Callable[..., Any]) -> bool:

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 from rlkit.errors import ConfigError, RLKitError
 from rlkit.sandbox.files import folder, readable
 from rlkit.sandbox.values import Malformed, decode, records
+from rlkit.system.deadline import ended_by
 from rlkit.system.processors import cores
 from rlkit.types import ranges
 
@@ -117,12 +118,17 @@ def _said(job: bytes, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
             stdin=given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=path, env={}, start_new_session=True,
         )  # fmt: skip
         assert child.stdout is not None
-        try:
-            return _read(child.stdout.fileno(), sandbox)
-        finally:
+
+        def kill() -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)  # also what it may have started
             child.kill()
+
+        try:
+            with ended_by(kill):
+                return _read(child.stdout.fileno(), sandbox)
+        finally:
+            kill()
             child.stdout.close()
             child.wait()
 

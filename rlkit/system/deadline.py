@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from threading import Thread, Timer
-from typing import TypeVar
+from contextlib import asynccontextmanager, contextmanager, suppress
+from contextvars import ContextVar
+from functools import lru_cache
+from threading import Lock, Thread, Timer
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
-from rlkit.errors import Interrupted, raised_at
+from rlkit.errors import Interrupted, raised_at, visible
 
 T = TypeVar("T")
 end_process = os._exit  # the system's own, whatever stands in its place while user code runs
 GRACE = 5.0  # seconds until a process that cannot even say that it hangs is ended
+MOST_THREADS = 256  # that work for one event loop at the same time; further calls wait for a place
 
 
 class DeadlinePassed(TimeoutError):
@@ -34,33 +40,44 @@ class _Exit(BaseException):
 _Exit.__name__ = "os._exit"  # as a message names it
 
 
-CALLED = threading.local()  # .by: the process in which this thread runs user code; a fork of it may exit as it likes
+# The process in which this thread, or this coroutine, runs user code; a fork of it may exit as it likes. A context variable, because
+# the coroutines of one thread take turns.
+CALLED: ContextVar[int] = ContextVar("CALLED", default=0)
 
 
-def contained(call: Callable[[], T]) -> T:
-    """A call's result, or the exception that it raises. It ends neither the process nor the run.
+@contextmanager
+def containing(*passing: type[BaseException]) -> Iterator[None]:
+    """A block of user code that ends neither the process nor the run; it may await.
 
-    SystemExit, KeyboardInterrupt, any other BaseException that the call raises, and os._exit in its thread, become ProcessEndAsked.
+    SystemExit, KeyboardInterrupt, any other BaseException that the block raises, and os._exit in its thread, become ProcessEndAsked.
     An interruption from outside passes: a signal that rlkit handles, and Ctrl-C where Python's own handler is in place. An exit from C,
     or a crash, cannot be stopped here; what may do that belongs into a child process.
+
+    Args:
+      passing: further exceptions that pass.
     """
-    outer = getattr(CALLED, "by", None)
-    CALLED.by, os._exit = os.getpid(), _asked  # type: ignore[assignment]
+    outer = CALLED.get()
+    CALLED.set(os.getpid())
+    os._exit = _asked  # type: ignore[assignment]  # it stays: outside of user code it is the system's own
     try:
-        return call()
-    except (Exception, Interrupted):
-        raise
+        yield
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and _may_be_typed():
+        if isinstance(error, (Exception, Interrupted, *passing)) or (isinstance(error, KeyboardInterrupt) and _may_be_typed()):
             raise
         raise ProcessEndAsked(raised_at(error, back=2 if isinstance(error, _Exit) else 1)) from error
     finally:
-        CALLED.by = outer
+        CALLED.set(outer)
+
+
+def contained(call: Callable[[], T]) -> T:
+    """A call's result, or the exception that it raises. It ends neither the process nor the run (`containing`)."""
+    with containing():
+        return call()
 
 
 def _asked(status: int) -> None:
-    """os._exit while user code runs: in a thread that runs it, an exception; anywhere else, and in a fork, the real one."""
-    if getattr(CALLED, "by", None) == os.getpid():
+    """os._exit while user code runs: where that code runs, an exception; anywhere else, and in a fork, the real one."""
+    if CALLED.get() == os.getpid():
         raise _Exit(status)
     end_process(status)
 
@@ -71,31 +88,133 @@ def _may_be_typed() -> bool:
     return main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+class Work(Generic[T]):
+    """A call in a thread of its own, which does not keep the process alive."""
+
+    def __init__(self, call: Callable[[], T]):
+        self.future: Future[T] = Future()
+        self.future.set_running_or_notify_cancel()  # so that nobody who waits for it can cancel it
+        self.lock, self.given_up, self.ends = Lock(), False, list[Callable[[], None]]()
+        self.thread = Thread(target=self._run, args=(call,), daemon=True)
+        self.thread.start()
+
+    def _run(self, call: Callable[[], T]) -> None:
+        WORK.set(self)
+        try:
+            result = contained(call)
+        except BaseException as error:  # raised again by the one who waits
+            stop = isinstance(error, StopIteration)  # no future of asyncio takes it, and the one who waits would wait for ever
+            self.future.set_exception(RuntimeError(f"StopIteration {error}") if stop else error)
+        else:
+            self.future.set_result(result)
+
+    def give_up(self, what: str = "") -> None:
+        """Nobody waits any longer. Ends the call as it has said (`ended_by`); else it goes on, is counted, and `what` is named once."""
+        with self.lock:  # so that nothing is ended that is over
+            if self.future.done() or self.given_up:
+                return
+            self.given_up = True
+            for end in self.ends:
+                with suppress(Exception):
+                    end()
+        if not self.ends:
+            ABANDONED.append(self.thread)
+            if what:
+                _warn_of_thread(what)
+
+
+WORK: ContextVar[Work[Any] | None] = ContextVar("WORK", default=None)  # whose thread this is
+ABANDONED: list[Thread] = []
+
+
+def abandoned() -> int:
+    """Threads of calls that were given up and that still run."""
+    ABANDONED[:] = [thread for thread in ABANDONED if thread.is_alive()]
+    return len(ABANDONED)
+
+
+@lru_cache(maxsize=64)
+def _warn_of_thread(what: str) -> None:
+    said = f"warning: {what} was given up and goes on in a thread beside the training, since a thread cannot be killed; what it gives is "
+    said += "dropped. Make it async, or have it wait inside `with rlkit.system.deadline.ended_by(end)`, and it ends in time"
+    print(visible(said), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def ended_by(end: Callable[[], None]) -> Iterator[None]:
+    """Inside a tool or a reward in a thread: where nobody waits for it any longer, what the block waits for is ended by `end()`.
+
+    Args:
+      end: ends it from another thread, such as by killing a child process; the block cannot be left meanwhile.
+    """
+    if (work := WORK.get()) is None:
+        yield
+        return
+    with work.lock:
+        work.ends.append(end)
+        late = work.given_up
+    if late:
+        end()
+    try:
+        yield
+    finally:
+        with work.lock:
+            work.ends.remove(end)
+
+
 def in_thread(call: Callable[[], T], seconds: float | None) -> T:
     """A call's result, or what it raises, from a thread that does not keep the process alive.
 
-    A thread cannot be killed: a call that is given up goes on in the background, and one that never lets go of the
-    interpreter (a single huge power, a C function that holds the lock) is not even noticed in time. What may truly hang
-    belongs into a child process, as the python tool and math_verify do it.
+    A thread cannot be killed: a call that is given up and has not said how it is ended (`ended_by`) goes on in the background, and one
+    that never lets go of the interpreter (a single huge power, a C function that holds the lock) is not even noticed in time. What may
+    truly hang belongs into a child process, as the python tool and math_verify do it.
 
     Args:
       seconds: that are waited; None waits for ever.
     Raises: DeadlinePassed after that time, and whatever the call raises; ProcessEndAsked where it tries to end the process.
     """
-    future: Future[T] = Future()
+    work = Work(call)
+    try:
+        work.thread.join(seconds)
+        if not work.future.done():
+            raise DeadlinePassed(f"nothing within {seconds:g} s")
+        return work.future.result()
+    finally:
+        work.give_up()
 
-    def work() -> None:
+
+PLACES: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+async def in_worker(call: Callable[[], T], seconds: float | None, what: str) -> T:
+    """`in_thread` for a coroutine: the event loop goes on meanwhile, with MOST_THREADS calls at the same time at most.
+
+    A call whose coroutine is cancelled is given up too.
+
+    Args:
+      seconds: that are waited from the call's start; None waits for ever.
+      what: the call's name, for the warning where it cannot be ended.
+    """
+    async with PLACES.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MOST_THREADS)):
+        work = Work(call)
         try:
-            future.set_result(contained(call))
-        except BaseException as error:  # raised again by the one who waits
-            future.set_exception(error)
+            async with within(seconds):
+                return await asyncio.wrap_future(work.future)
+        finally:
+            work.give_up(what)
 
-    thread = Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not future.done():
-        raise DeadlinePassed(f"nothing within {seconds:g} s")
-    return future.result()
+
+@asynccontextmanager
+async def within(seconds: float | None) -> AsyncIterator[None]:
+    """A block whose awaiting is cancelled after this time. None: never. Raises: DeadlinePassed then."""
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        if limit.expired():
+            raise DeadlinePassed(f"nothing within {seconds:g} s") from error
+        raise
 
 
 @contextmanager

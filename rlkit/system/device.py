@@ -56,11 +56,11 @@ def precision(x: Equipped, device: Any) -> str:
     return "bf16-mixed" if device.type == "cuda" and not (lora and lora.rank) else "32-true"
 
 
-def autocast(x: Equipped, device: Any) -> AbstractContextManager[Any]:
-    """The numerics of training: bfloat16 autocast under bf16-mixed, none otherwise."""
+def autocast(x: Equipped, device: Any, *, updates: bool = False) -> AbstractContextManager[Any]:
+    """The numerics of training: bfloat16 autocast under bf16-mixed, none otherwise. `updates`: weights move inside, so none stays cast."""
     import torch
 
-    return torch.autocast(device.type, torch.bfloat16) if precision(x, device) == "bf16-mixed" else nullcontext()
+    return torch.autocast(device.type, torch.bfloat16, cache_enabled=not updates) if precision(x, device) == "bf16-mixed" else nullcontext()
 
 
 def quiet() -> None:

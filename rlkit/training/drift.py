@@ -15,7 +15,11 @@ that was begun before this was measured. Neither figure exists where the episode
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from rlkit.algorithm import select
 from rlkit.types import Batch
@@ -24,14 +28,24 @@ EVERY, LEAST = 16, 4  # of so many rollouts one is measured, and at least so man
 
 
 def few(batch: Batch) -> Batch | None:
-    """All rows of every 16th rollout that has a trained token, of small batches of four; None where there is no such token."""
+    """All rows of every 16th rollout that has a trained token, of small batches of four; None where there is no such token.
+
+    Without what no pass of the model reads: metadata is the user's, and a checkpoint holds plain types and tensors alone.
+    """
     owners = batch.rollout_ids[batch.response_mask.any(1)].unique()
     if not len(owners):
         return None
     every = max(1, min(EVERY, len(owners) // LEAST))
-    return select(batch, torch.isin(batch.rollout_ids, owners[::every]).nonzero()[:, 0])
+    rows = torch.isin(batch.rollout_ids, owners[::every]).nonzero()[:, 0]
+    return select(batch._replace(components=None, metadata=None), rows)._replace(metrics=None)
 
 
 def on(batch: Batch, device: torch.device) -> Batch:
-    """The batch on a device: a checkpoint's comes on the CPU."""
-    return batch._replace(**{name: tensor.to(device) for name, tensor in batch._asdict().items() if tensor is not None})
+    """The batch on a device, mappings of tensors too: a checkpoint's comes on the CPU."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: moved(entry) for name, entry in value.items()}
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    return batch._replace(**{name: moved(value) for name, value in batch._asdict().items()})

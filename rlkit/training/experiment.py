@@ -10,7 +10,7 @@ from rlkit.functional import automatic_correction, no_correction, token_correcti
 from rlkit.rewards import Reward
 from rlkit.sandbox import Sandbox
 from rlkit.training.schedules import Schedule, phases
-from rlkit.types import Environment, Generate, Policy, Reference, Split, Task, ToolParser, ranges
+from rlkit.types import Engine, Environment, Policy, Reference, SamplingParams, Split, Task, ToolParser, ranges
 
 
 @ranges(prompts=(1, None), group_size=(1, None))
@@ -21,23 +21,23 @@ class BatchSize(NamedTuple):
     group_size: int
 
 
+@ranges(admission_rounds=(1, None))
 class Sampling(NamedTuple):
     """How replies are sampled. Training samples from the full distribution: it refuses a `top_p` below 1 and a `top_k` above 0."""
 
-    engine: Generate
+    engine: Engine
     temperature: float = 1.0
     max_new_tokens: int = 256
     max_thinking_tokens: int | None = None
     top_p: float = 1.0
     top_k: int = 0
+    admission: Literal["rounds", "barrier", "free"] = "rounds"  # when an answer that waited joins the decoding again (SamplingParams)
+    admission_rounds: int = 16
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """What the engine is called with: the temperature and the limit always, the rest where it is set, so that not every engine
-        need know of it."""
-        rest = ("max_thinking_tokens", "top_p", "top_k")
-        given = {name: getattr(self, name) for name in rest if getattr(self, name) != self._field_defaults[name]}
-        return {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens} | given
+    def params(self) -> dict[str, Any]:
+        """The fields of SamplingParams: all but the engine."""
+        return {name: getattr(self, name) for name in SamplingParams._fields}
 
 
 @ranges(
@@ -149,8 +149,8 @@ class Experiment(NamedTuple):
         """What an evaluation at this temperature is played and scored with: a verifier and a limit of its own, the rest as in training."""
         limit = self.evaluation.max_new_tokens or self.generation.max_new_tokens
         sampling = self.generation._replace(temperature=temperature, max_new_tokens=limit)
-        parts = {"reward": self.evaluation.reward, "generate": sampling.engine, "environment": self.environment}
-        return parts | sampling.settings
+        parts = {"reward": self.evaluation.reward, "engine": sampling.engine, "environment": self.environment}
+        return parts | sampling.params
 
     @property
     def needs_reference(self) -> bool:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 
 from rlkit.algorithm import micro_batches
+from rlkit.distributed import ranks
 from rlkit.environments import environment_of
-from rlkit.episodes.collect import open_episode
+from rlkit.episodes.episode import opening
 from rlkit.errors import RLKitError
+from rlkit.models.chat import encode_prompt
 from rlkit.models.packing import pack
 from rlkit.models.score import score
 from rlkit.training.metrics import UpdateTerms
-from rlkit.types import Batch
+from rlkit.types import Batch, Task
 
 T = TypeVar("T")
 
@@ -24,7 +26,7 @@ class OutOfMemory(RLKitError, MemoryError):
     """Memory ran out where a smaller micro-batch does not help; the message names the key to lower."""
 
 
-def retried(module: Any, batch: Batch, work: Callable[[], T], terms: UpdateTerms | None = None) -> T:
+def retried(learner: Any, batch: Batch, work: Callable[[], T], terms: UpdateTerms | None = None) -> T:
     """What `work` gives; where memory runs out, done again with micro-batches of half as many tokens, as often as that splits `batch`.
 
     The smaller portions stay, in the checkpoint too: they change no gradient but in its last bits. `work` must start from scratch each
@@ -37,22 +39,22 @@ def retried(module: Any, batch: Batch, work: Callable[[], T], terms: UpdateTerms
             return work()
         except torch.OutOfMemoryError as error:
             message = str(error).splitlines()[0]
-        tokens = module.micro_batch_tokens  # outside of the handler: the error holds the frames, and they hold the tensors
+        tokens = learner.micro_batch_tokens  # outside of the handler: the error holds the frames, and they hold the tensors
         splits = any(len(set(batch.rollout_ids[rows].tolist())) > 1 for rows in micro_batches(batch, tokens))
-        if module.trainer.world_size > 1 or not splits:
+        if ranks.size() > 1 or not splits:
             one = (
                 "each is one rollout already: lower generation.max_new_tokens, set model.gradient_checkpointing=true or model.lora.rank=16"
             )
             remedy = "lower trainer.micro_batch_tokens" if splits else one
             raise OutOfMemory(f"out of memory in the update, with micro-batches of {tokens} tokens; {remedy} ({message})")
-        module.halvings += 1
+        learner.halvings += 1
         if terms is not None:
             terms.back_to(before)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         print(
-            f"warning: out of memory: micro-batches are halved to {module.micro_batch_tokens} tokens, and the work is done again; "
-            f"trainer.micro_batch_tokens={module.micro_batch_tokens} would begin with that",
+            f"warning: out of memory: micro-batches are halved to {learner.micro_batch_tokens} tokens, and the work is done again; "
+            f"trainer.micro_batch_tokens={learner.micro_batch_tokens} would begin with that",
             flush=True,
         )
 
@@ -66,21 +68,22 @@ def named(what: str, remedy: str) -> Iterator[None]:
         raise OutOfMemory(f"out of memory in {what}: {remedy} ({str(error).splitlines()[0]})") from error
 
 
-def probe(module: Any) -> None:
+def probe(learner: Any, tasks: Sequence[Task]) -> None:
     """One forward and backward pass of a micro-batch of the longest rollouts there can be, with room for the optimiser's moments.
 
     It is done before the first step on a GPU, so that memory runs out in the first minute and not in the first hour.
     Raises: OutOfMemory.
     """
-    x, policy = module.x, module.policy
-    turns = [(environment_of(x.environment, task), task) for task in module.tasks[:16]]
-    prompts = [len(open_episode(policy, task, environment, group=0).context) for environment, task in turns]
+    x, policy = learner.x, learner.policy
+    turns = [(environment_of(x.environment, task), task) for task in tasks[:16]]
+    openings = [opening(task, environment) for environment, task in turns]
+    prompts = [len(encode_prompt(policy.codec, own.prompt, own.schemas)) for own in openings]
     longest = max((p + e.max_steps * x.generation.max_new_tokens for p, (e, _) in zip(prompts, turns, strict=True)), default=1)
     width = min(policy.context_length, longest)
-    rows = max(1, module.micro_batch_tokens // width)
+    rows = max(1, learner.micro_batch_tokens // width)
     ids = torch.arange(rows)[:, None] + torch.arange(width)  # no two begin alike, or they would be packed into one
-    ids = (ids % policy.model.get_input_embeddings().num_embeddings).to(module.device)
-    mask = torch.arange(width, device=module.device).expand(rows, width) >= min(prompts, default=0)
+    ids = (ids % policy.model.get_input_embeddings().num_embeddings).to(learner.device)
+    mask = torch.arange(width, device=learner.device).expand(rows, width) >= min(prompts, default=0)
     whole = torch.ones_like(mask)
     batch = Batch(
         ids=ids, attention_mask=whole, response_mask=mask, rollout_ids=torch.arange(rows), step_ids=torch.zeros_like(ids),
@@ -89,14 +92,13 @@ def probe(module: Any) -> None:
     )  # fmt: skip
 
     def work() -> None:
-        moments = [torch.empty_like(p) for p in module.parameters() if p.requires_grad for _ in range(2)]
-        with module.trainer.strategy.precision_plugin.forward_context():
-            for part in micro_batches(batch, module.micro_batch_tokens):
-                critic = module.critic if x.algorithm.critic.active else None
-                scores = score(module.model, pack(ids[part], mask[part]), temperature=module.temperature, critic=critic)
-                loss = scores.logprobs.sum() + (0.0 if scores.values is None else scores.values.sum())
-                loss.backward()
+        moments = [torch.empty_like(p) for p in learner.nets.parameters() if p.requires_grad for _ in range(2)]
+        for part in micro_batches(batch, learner.micro_batch_tokens):
+            critic = learner.critic if x.algorithm.critic.active else None
+            scores = score(learner.model, pack(ids[part], mask[part]), temperature=learner.temperature, critic=critic)
+            loss = scores.logprobs.sum() + (0.0 if scores.values is None else scores.values.sum())
+            loss.backward()
         del moments
 
-    retried(module, batch, work)
-    module.zero_grad()
+    retried(learner, batch, work)
+    learner.nets.zero_grad()

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlkit.algorithm import number
+from rlkit.algorithm import counted, number, whole
 from rlkit.distributed import ranks
+from rlkit.errors import PartError
 from rlkit.functional import (
     approximate_kl,
     correlation,
@@ -40,6 +40,7 @@ class UpdateTerms:
         self.norms: dict[str, list[float]] = {"policy": [], "critic": []}
         self.rates = {"policy": NAN, "critic": NAN}
         self.first_ratio: Tensor | None = None
+        self.reference: dict[str, float] = {}  # what the reference's update measured
         self.skipped = {"no_signal": 0, "nonfinite": 0, "target_kl": 0}
         self.read = self.packed = self.padded = 0  # tokens of the rows; those of them computed, each shared one once; with padding
 
@@ -51,9 +52,9 @@ class UpdateTerms:
         terms = parts | {"logprobs": scores.logprobs, "logprobs_old": old, "entropy": scores.entropy, "advantages": batch.advantages}
         terms |= {"logprobs_sampler": batch.logprobs_sampler, "logprobs_ref": batch.logprobs_ref, "returns": batch.returns}
         terms["owners"] = batch.rollout_ids[:, None].expand(batch.response_mask.shape)
-        for name, term in terms.items():
+        for name, term in (terms | (batch.metrics or {})).items():
             if term is not None:
-                self.tokens[name].append(term.detach()[batch.response_mask].float())
+                self.tokens[name].append(counted(term.detach(), batch).float())
         self.loss += float(loss.detach())
 
     def stepped(self, who: str, norm: float, lr: float) -> None:
@@ -124,11 +125,26 @@ def update_metrics(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> 
     scale/*           factor on the policy loss (off-policy correction × token filter): mean, share of tokens at 0
     value/*           the critic: loss, mean, mean return, 1 - Var(return - value) / Var(return) before the update
     optim/*           gradient norms before clipping, learning rates, updates taken and skipped, updates ended by target_kl
+    PART/NAME         what a part of PARTS (rlkit.algorithm) measured itself: the mean over the tokens trained on, or the rollouts with such
+                      a token, of all updates; nan entries left out. Group filter and overlong rule: over all that was sampled
+    Raises: PartError where a part's metric has a name that is taken.
     """
     values = {"loss/total": terms.loss, "loss/policy": terms.mean("policy_loss"), "policy/entropy": terms.mean("entropy")}
     values["policy/entropy_coef"] = number(experiment.algorithm.entropy_coef)
     values |= _ratios(terms) | _divergences(batch, terms, experiment) | _advantages(batch)
-    return values | _scale(batch) | _critic(batch, terms) | _optimizer(terms)
+    values |= _scale(batch) | _critic(batch, terms) | _optimizer(terms)
+    measured = _of_parts(batch, terms)
+    if taken := values.keys() & measured.keys():
+        raise PartError(f"a part gave a metric {min(taken)}, which rlkit has already; give it another name")
+    return values | measured
+
+
+def _of_parts(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
+    sampled = {"group_filter": whole(batch), "overlong": whole(batch)}  # what they saw, before they took anything out
+    found = {name: counted(value, sampled.get(name.partition("/")[0], batch)) for name, value in (batch.metrics or {}).items()}
+    found |= {name: torch.cat(values) for name, values in terms.tokens.items() if "/" in name and values}
+    kept = {name: values[~values.isnan()].cpu().double() for name, values in found.items()}
+    return {name: float(values.mean()) if len(values) else NAN for name, values in kept.items()} | terms.reference
 
 
 def _ratios(terms: UpdateTerms) -> dict[str, float]:
@@ -239,6 +255,8 @@ class Clock:
         self.started, self.between = time.perf_counter(), between
         self.ended: float | None = None
         self.current = ""  # the part under way, the innermost
+        self.sessions: list[float] = []  # seconds that each episode spent in its session
+        self.late = 0.0  # seconds in which decoding stood still for an answer of a session that was due
         self.worked = 0.0  # seconds that the processor worked for this process in the update
         self.parts = {"generate": 0.0, "environment": 0.0, "reward": 0.0, "update": 0.0, "model": 0.0}
 
@@ -255,22 +273,16 @@ class Clock:
         self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - begun
         self.current = outer
 
-    def engine(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """An engine whose seconds count as "model", except for what environments do between the replies of an episode."""
-
-        @wraps(generate)
-        def run(*contexts: Any, follow: Callable[..., Any] | None = None, **settings: Any) -> Any:
-            def answered(*reply: Any) -> Any:
-                with self.part("environment"):
-                    return follow(*reply)  # type: ignore[misc]
-
-            between = self.parts["environment"]
-            with self.part("model"):
-                out = generate(*contexts, **settings) if follow is None else generate(*contexts, follow=answered, **settings)
-            self.parts["model"] -= self.parts["environment"] - between
-            return out
-
-        return run
+    @contextmanager
+    def sampling(self, engine: Any) -> Iterator[None]:
+        """Around a collect: what its engine was busy counts as "model", all else as "environment": sessions, tools, templates."""
+        begun, busy, late = time.perf_counter(), getattr(engine, "busy_s", 0.0), getattr(engine, "late_s", 0.0)
+        with self.part("generate"):
+            yield
+        worked = getattr(engine, "busy_s", 0.0) - busy
+        self.late += getattr(engine, "late_s", 0.0) - late
+        self.parts["model"] += worked
+        self.parts["environment"] += time.perf_counter() - begun - worked
 
     def end(self) -> None:
         """The step is over."""
@@ -312,14 +324,17 @@ def performance(batch: Batch, terms: UpdateTerms, clock: Clock, *, tokens: int, 
         "perf/outside_model_frac": 1 - clock.parts["model"] / (seconds + clock.between),
         "perf/between_s": clock.between,
         **{f"perf/{name}_s": value for name, value in clock.parts.items()},
+        "perf/session_s_mean": sum(clock.sessions) / len(clock.sessions) if clock.sessions else NAN,
+        "perf/session_s_max": max(clock.sessions, default=NAN),
+        "perf/late_s": clock.late,
         "perf/update_processor_s": clock.worked if device.type == "cpu" and ranks.size() == 1 else NAN,  # else it waits for others
         "perf/peak_mem_gb": peak_memory(device),
     }
 
 
-def refill_metrics(sampled: Sequence[Rollout], trained: Sequence[Rollout], *, group_size: int) -> dict[str, float]:
+def refill_metrics(sampled: Sequence[Rollout], trained: Sequence[Rollout]) -> dict[str, float]:
     """batch/rollouts: trained on. group/sampled: prompts of the step; group/acceptance_rate: the share of them that was trained on."""
-    groups = len(sampled) // group_size
+    groups = len({r.group for r in sampled})
     return {
         "batch/rollouts": len(trained),
         "group/sampled": groups,

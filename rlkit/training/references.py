@@ -18,11 +18,24 @@ import torch
 from torch import Tensor, nn
 
 from rlkit.distributed import ranks
-from rlkit.types import Reference, assumes
+from rlkit.errors import PartError, written
+from rlkit.types import Measured, Reference, assumes
 
 ADAPTER = "reference"  # name of the second adapter under LoRA
 
 # ------------------------------------------------------------------------------------------------------- options
+
+
+def moved(reference: Reference, state: Any, policy: nn.Module, *, step: int, kl: float) -> tuple[Any, dict[str, float]]:
+    """A reference's state after an RL step, and what its update measured, as reference/NAME.
+
+    Raises: PartError where the update gives nothing for a state.
+    """
+    given = reference.update(state, policy, step=step, kl=kl)
+    after, metrics = given if isinstance(given, Measured) else (given, {})
+    if after is None and state is not None:
+        raise PartError(f"reference.update ({written(reference.update)}): gave None, expected the state; end it with `return state`")
+    return after, {f"reference/{name}": float(value) for name, value in metrics.items()}
 
 
 def none() -> Reference:

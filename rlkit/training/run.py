@@ -41,7 +41,6 @@ def train(
     from rlkit.episodes.record import FAILED, failed_rollout_kept
     from rlkit.system import rng
     from rlkit.training.callbacks.stopping import StopOnSignal
-    from rlkit.training.data import RLData
     from rlkit.training.module import RLModule
     from rlkit.training.selfcheck import check_policy, check_teacher
 
@@ -68,8 +67,7 @@ def train(
     summary = {"ended": "failed", "seed": x.seed, "name": x.name}
     try:
         with failed_rollout_kept(folder):
-            data = RLData(x.trainer.steps, done=lambda: module.rl_step)
-            trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
+            trainer.fit(module, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
         summary["ended"] = how_it_ended(module, results)
     except Interrupted as signal:
         summary |= {"ended": "interrupted", "signal": str(signal), "status": signal.status}

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkit.environments import environment_of, tool_schema
+from rlkit.environments import environment_of
 from rlkit.episodes import assemble, collect
+from rlkit.episodes.episode import opening
 from rlkit.errors import DataError, SelfCheckError
 from rlkit.functional import token_log_probs
 from rlkit.models import check_template, check_vocabulary, encode_prompt, pack, score
@@ -54,10 +55,9 @@ def check_contexts(policy: Policy, tasks: Sequence[Task], environment: Environme
     Raises: TemplateError, DataError naming the row.
     """
     for task in first_rows(sorted(tasks, key=lambda task: -sum(len(m["content"]) for m in task.messages)), LONGEST):
-        own = environment_of(environment, task)
-        tools = [tool_schema(tool) for tool in own.tools(task).values()]
-        check_template(policy.codec, tools)
-        length = len(encode_prompt(policy.codec, list(own.first_prompt(task)), tools))
+        own = opening(task, environment_of(environment, task))
+        check_template(policy.codec, own.schemas)
+        length = len(encode_prompt(policy.codec, own.prompt, own.schemas))
         if length >= policy.context_length:
             raise DataError(
                 f"row {task.id}: its prompt has {length} tokens, and the model's context is {policy.context_length}; "
@@ -83,8 +83,8 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
     check_contexts(policy, tasks, x.environment)
     temperature = x.generation.temperature or 1.0
     rollouts = collect(
-        policy, few, generate=x.generation.engine, environment=x.environment, group_size=2, seed=x.seed,
-        **x.generation._replace(temperature=temperature, max_new_tokens=min(x.generation.max_new_tokens, 32)).settings,
+        policy, few, engine=x.generation.engine, environment=x.environment, group_size=2, seed=x.seed,
+        **x.generation._replace(temperature=temperature, max_new_tokens=min(x.generation.max_new_tokens, 32)).params,
     )  # fmt: skip
     device = next(policy.model.parameters()).device
     batch = assemble(rollouts, pad_token_id=policy.pad_token_id, device=device)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from rlkit.environments import by_task, calculator, environment_of, hermes, none, single_turn, tool_use, xml
+from rlkit.episodes.episode import opening
 from rlkit.errors import ConfigError
-from rlkit.types import Rollout, Task, ToolCall
+from rlkit.system.loops import run
+from rlkit.types import Task, ToolCall
 
 TASK = Task("t/0", ({"role": "user", "content": "2 + 2?"},), environment="tools")
 TOOLS = {"calculator": calculator}
@@ -15,22 +17,22 @@ TOOLS = {"calculator": calculator}
 def test_single_turn_is_one_reply_without_tools():
     environment = single_turn()
     assert environment.first_prompt(TASK) == TASK.messages
-    assert (environment.max_steps, environment.tools(TASK), environment.parse_calls) == (1, {}, none)
-    assert environment.next_prompt(Rollout(TASK, ()), 1) is None and not environment.stop(Rollout(TASK, ()), 1)
+    assert (environment.max_steps, environment.tools, environment.parse_calls) == (1, None, none)
+    assert opening(TASK, environment)[:2] == (list(TASK.messages), {})
 
 
 def test_tool_use_gives_its_tools_and_ends_with_a_reply_without_calls():
     environment = tool_use(tools=TOOLS, max_turns=3, max_calls=2)
     assert environment.tools(TASK) == TOOLS and environment.parse_calls is hermes
     assert (environment.max_steps, environment.max_calls) == (3, 2)
-    assert environment.next_prompt(Rollout(TASK, ()), 1) is None and not environment.stop(Rollout(TASK, ()), 1)
+    assert opening(TASK, environment)[:2] == (list(TASK.messages), TOOLS)
 
 
 def test_tool_use_hands_its_tools_to_a_parser_that_asks_and_its_limits_to_every_call():
     environment = tool_use(tools=TOOLS, parse_calls=xml, max_chars=3)
     _, (call,) = environment.parse_calls('<tool name="calculator">10000 * 10</tool>')
     assert call == ToolCall("call_0", "calculator", {"expression": "10000 * 10"})
-    assert environment.execute(call, TOOLS).content.startswith("100\n[cut")
+    assert run(environment.execute(call, TOOLS)).content.startswith("100\n[cut")
 
 
 @pytest.mark.parametrize("environment", [single_turn(system_prompt="S"), tool_use(tools=TOOLS, system_prompt="S")])
@@ -52,6 +54,7 @@ def test_a_system_prompt_stands_in_front_and_a_rows_own_is_kept(environment):
         ({"tools": TOOLS, "max_chars": 0}, "max_chars is 0"),
         ({"tools": TOOLS, "timeout": 0}, "timeout is 0"),
         ({"tools": TOOLS, "timeout": float("nan")}, "timeout is nan"),
+        ({"tools": TOOLS, "deadline": -1.0}, "deadline is -1"),
     ],
 )
 def test_tool_use_refuses_settings_that_cannot_work(settings, key):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rlkit.engines import Batched
 from rlkit.environments import continue_with_step, dialogue, guess_number, said_done
 from rlkit.episodes import assemble, collect
 from rlkit.episodes.evaluation import is_correct
@@ -17,11 +18,11 @@ from rlkit.types import Generation, Rollout, Step, Task
 def engine(policy, say):
     """An engine without a model: `say` gives the reply to the text of a context."""
 
-    def generate(_, contexts, seeds, /, **settings):
-        replies = [(*encode_text(policy.codec, say(decode(policy.codec, c))), policy.eos_token_ids[0]) for c in contexts]
+    def complete(_, prompts, seeds, params):
+        replies = [(*encode_text(policy.codec, say(decode(policy.codec, ids))), policy.eos_token_ids[0]) for ids in prompts]
         return [Generation(tuple(ids), (0.0,) * len(ids), "stop") for ids in replies]
 
-    return generate
+    return Batched(complete)
 
 
 def game(number: int) -> Task:
@@ -40,7 +41,7 @@ def test_a_player_that_halves_finds_every_number_in_seven_guesses(tiny, number):
         guesses.append((low + high) // 2)
         return str(guesses[-1])
 
-    (rollout,) = collect(tiny, [game(number)], generate=engine(tiny, say), environment=guess_number())
+    (rollout,) = collect(tiny, [game(number)], engine=engine(tiny, say), environment=guess_number())
     assert guesses[-1] == number and len(guesses) == len(rollout.steps) <= 7 and rollout.status == "terminated"
     assert few_turns(rollout) == pytest.approx(1 - (len(guesses) - 1) / 50)
     assert len(assemble([rollout._replace(reward=1.0)], pad_token_id=0).ids) == 1  # append-only: one training sequence
@@ -49,13 +50,13 @@ def test_a_player_that_halves_finds_every_number_in_seven_guesses(tiny, number):
 
 
 def test_a_game_without_the_right_guess_is_truncated_and_worth_nothing(tiny):
-    (rollout,) = collect(tiny, [game(7)], generate=engine(tiny, lambda _: "9"), environment=guess_number(max_turns=5))
+    (rollout,) = collect(tiny, [game(7)], engine=engine(tiny, lambda _: "9"), environment=guess_number(max_turns=5))
     assert (rollout.status, rollout.truncation, len(rollout.steps)) == ("truncated", "steps", 5)
     assert few_turns(rollout) == 0
 
 
 def test_a_reply_without_a_number_is_asked_for_one(tiny):
-    (rollout,) = collect(tiny, [game(7)], generate=engine(tiny, lambda _: "hm"), environment=guess_number(max_turns=2))
+    (rollout,) = collect(tiny, [game(7)], engine=engine(tiny, lambda _: "hm"), environment=guess_number(max_turns=2))
     assert rollout.steps[1].prompt == ({"role": "user", "content": "Say a whole number."},)
 
 
@@ -96,14 +97,14 @@ def test_a_dialogue_of_ten_lines(tiny):
     """The example functions: the user goes on until the policy says DONE."""
     replies = iter(["one", "two", "DONE"])
     env = dialogue(prompt_fn=continue_with_step, termination_fn=said_done)
-    (rollout,) = collect(tiny, [game(7)], generate=engine(tiny, lambda _: next(replies)), environment=env)
+    (rollout,) = collect(tiny, [game(7)], engine=engine(tiny, lambda _: next(replies)), environment=env)
     assert [s.prompt[-1]["content"] for s in rollout.steps[1:]] == ["Continue with step 1.", "Continue with step 2."]
     assert rollout.status == "terminated" and rollout.final_content == "DONE"
 
 
 def test_a_prompt_fn_that_has_nothing_to_say_ends_the_dialogue(tiny):
     env = dialogue(prompt_fn=lambda rollout, step: None)
-    (rollout,) = collect(tiny, [game(7)], generate=engine(tiny, lambda _: "x"), environment=env)
+    (rollout,) = collect(tiny, [game(7)], engine=engine(tiny, lambda _: "x"), environment=env)
     assert (rollout.status, len(rollout.steps)) == ("terminated", 1)
 
 

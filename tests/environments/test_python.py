@@ -6,7 +6,14 @@ import pytest
 
 from rlkit.environments import execute, python_tool, tool_name, tool_schema, tool_use
 from rlkit.sandbox import Sandbox
+from rlkit.system.loops import run
 from rlkit.types import ToolCall
+
+
+def executed(*args, **settings):
+    """What `execute` gives, in an event loop of its own."""
+    return run(execute(*args, **settings))
+
 
 TOOL = python_tool(sandbox=Sandbox(time_limit=0.5))
 
@@ -32,7 +39,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_what_the_policy_reads(name):
     code, text, ok = CALLS[name]
-    result = execute(ToolCall("1", "python", {"code": code}), {"python": TOOL}, max_chars=100)
+    result = executed(ToolCall("1", "python", {"code": code}), {"python": TOOL}, max_chars=100)
     assert result.ok is ok and text in result.content and len(result.content) < 200
     if ok and name != "long":
         assert result.content == text

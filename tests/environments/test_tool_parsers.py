@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlkit.environments import calculator, execute, get_weather, hermes, none, xml
+from rlkit.system.loops import run
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 + 1"}}\n</tool_call>'
 
@@ -70,7 +71,7 @@ def test_a_call_that_is_never_closed_is_an_error():
 
 def test_the_error_of_a_bad_call_is_what_the_policy_reads():
     _, calls = hermes("<tool_call>calculator(1 + 1)</tool_call>")
-    result = execute(calls[0], {"calculator": calculator})
+    result = run(execute(calls[0], {"calculator": calculator}))
     assert not result.ok and result.content == calls[0].error
 
 
@@ -100,7 +101,7 @@ def test_xml_gives_its_text_to_the_only_required_parameter():
         ("call_2", "count", {"n": 3}, ""),
         ("call_3", "now", {}, ""),
     ]
-    assert "'n' must be int, not str" in execute(xml('<tool name="count">three</tool>', tools=TOOLS)[1][0], TOOLS).content
+    assert "'n' must be int, not str" in run(execute(xml('<tool name="count">three</tool>', tools=TOOLS)[1][0], TOOLS)).content
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import signal
 import threading
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
 from rlkit.environments import calculator, execute, get_weather, tool_schema, with_schema
 from rlkit.environments.tools import _warn_of_end
 from rlkit.errors import ConfigError, Interrupted
+from rlkit.system.loops import run
 from rlkit.types import ToolCall
+
+
+def executed(*args, **settings):
+    """What `execute` gives, in an event loop of its own."""
+    return run(execute(*args, **settings))
 
 
 def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", at: list[float] | None = None) -> dict[str, object]:
@@ -127,7 +134,7 @@ def test_a_function_without_docstring_is_refused_with_its_place_and_an_example()
 
 
 def test_a_result_carries_the_id_and_text():
-    result = execute(call("weather", city="Paris", days=2, unit="F", at=[48.9, 2]), TOOLS)
+    result = executed(call("weather", city="Paris", days=2, unit="F", at=[48.9, 2]), TOOLS)
     assert result[:4] == ("call_7", "weather", "{'city': 'Paris', 'days': 2}", True)
     assert result.seconds >= 0
 
@@ -160,32 +167,31 @@ def test_a_result_carries_the_id_and_text():
     ],
 )
 def test_every_wrong_call_comes_back_as_a_sentence(wrong, words):
-    result = execute(wrong, TOOLS)
+    result = executed(wrong, TOOLS)
     assert (result.id, result.ok) == ("call_7", False)
     assert all(word in result.content for word in words), result.content
 
 
 def test_a_call_that_failed_to_parse_is_not_run():
-    assert execute(ToolCall("call_7", "flood", {"n": 1}, error="bad"), TOOLS).content == "bad"
+    assert executed(ToolCall("call_7", "flood", {"n": 1}, error="bad"), TOOLS).content == "bad"
 
 
 def test_a_tool_that_ends_the_process_is_named_to_the_user_once(capsys):
     """The episode went on with a process that was gone: os._exit ran no handler and no traceback."""
     _warn_of_end.cache_clear()
     for _ in range(2):
-        execute(call("leave", status=3), TOOLS)
+        executed(call("leave", status=3), TOOLS)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: the tool leave tried to end the process: os._exit(3) at ") and "test_tools.py:" in line
 
 
 def test_a_tool_may_fork_a_process_that_exits():
     """multiprocessing ends its children by os._exit."""
-    assert execute(call("forking"), TOOLS).content == "7"
+    assert executed(call("forking"), TOOLS).content == "7"
 
 
-@pytest.mark.parametrize("timeout", [None, 5.0], ids=["here", "in a thread"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "a signal that rlkit handles"])
-def test_a_real_interruption_passes(timeout, number):
+def test_a_real_interruption_passes(number):
     """A signal reaches the main thread wherever the tool runs; it was answered to the policy as the tool's own failure."""
 
     def handle(signum, frame):
@@ -202,7 +208,7 @@ def test_a_real_interruption_passes(timeout, number):
 
     try:
         with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else Interrupted):
-            execute(call("wait"), {"wait": wait}, timeout=timeout)
+            executed(call("wait"), {"wait": wait})
     finally:
         waiting.set()
         for number, handler in before.items():
@@ -210,30 +216,67 @@ def test_a_real_interruption_passes(timeout, number):
 
 
 def test_a_long_result_is_cut_and_says_so():
-    assert execute(call("flood", n=2000), TOOLS).content == "x" * 2000
-    content = execute(call("flood", n=2001), TOOLS).content
+    assert executed(call("flood", n=2000), TOOLS).content == "x" * 2000
+    content = executed(call("flood", n=2001), TOOLS).content
     assert content.startswith("x" * 2000 + "\n") and "2001" in content
-    assert execute(call("flood", n=9), TOOLS, max_chars=4).content.startswith("xxxx\n")
+    assert executed(call("flood", n=9), TOOLS, max_chars=4).content.startswith("xxxx\n")
 
 
 @pytest.mark.parametrize("tool", [hang, lazy])
 def test_a_call_that_takes_too_long_is_given_up(tool):
     """The tool's thread waits for ever; its result, or making text of it, is no longer waited for."""
-    result = execute(call(tool.__name__), {tool.__name__: tool}, timeout=0.02)
+    result = executed(call(tool.__name__), {tool.__name__: tool}, timeout=0.02)
     assert not result.ok and result.content == f"Error: {tool.__name__} took longer than 0.02 s and was given up."
     assert result.seconds >= 0.02
 
 
-def test_without_a_limit_a_tool_runs_in_the_thread_of_its_caller():
-    names = {limit: execute(call("f"), {"f": lambda: threading.current_thread().name}, timeout=limit).content for limit in (None, 9.0)}
-    assert names[None] == threading.current_thread().name != names[9.0]
-
-    def short() -> str:
+def test_a_plain_tool_runs_in_a_thread_unless_it_is_bounded():
+    def name() -> str:
         return threading.current_thread().name
 
+    async def named() -> str:
+        return name()
+
+    def short() -> str:
+        return name()
+
     short.bounded = True
-    for tool in (short, functools.partial(short)):  # a config makes the latter
-        assert execute(call("short"), {"short": tool}, timeout=9.0).content == names[None]
+    here = threading.current_thread().name
+    assert all(executed(call("name"), {"name": name}, timeout=limit).content != here for limit in (None, 9.0))
+    for tool in (named, short, functools.partial(short)):  # a config makes the latter
+        assert executed(call("tool"), {"tool": tool}).content == here
+
+
+@pytest.mark.parametrize("timeout", [None, 9.0])
+def test_an_async_tool_fails_as_a_plain_one_does(timeout):
+    """In the loop's own thread, an exit or a cancellation of its own must end neither the episode nor the run."""
+    for tool in (stop, fail, interrupted, leave, own_timeout, get_weather):
+        arguments = {"stop": {"code": 0}, "leave": {"status": 3}, "get_weather": {"city": "Paris"}}.get(tool.__name__, {})
+
+        async def same(tool=tool, **arguments: Any) -> str:
+            await asyncio.sleep(0)
+            return tool(**arguments)
+
+        plain, other = (executed(call("t", **arguments), {"t": t}, timeout=timeout) for t in (tool, same))
+        assert (other.content, other.ok) == (plain.content, plain.ok)
+
+    async def cancelled() -> str:
+        raise asyncio.CancelledError
+
+    assert executed(call("t"), {"t": cancelled}).content == "Error: CancelledError."
+
+
+def test_an_async_tool_that_takes_too_long_is_cancelled():
+    ended = []
+
+    async def wait() -> str:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    assert executed(call("wait"), {"wait": wait}, timeout=0.02).content == "Error: wait took longer than 0.02 s and was given up."
+    assert ended == [True]
 
 
 def test_get_weather_knows_both_units():
@@ -250,9 +293,9 @@ def test_a_schema_and_an_implementation_make_a_tool():
     """Neither docstring nor types are needed; those that are there are checked, under the schema's name."""
     tool = with_schema(SCHEMA, lambda a, b=1: a + b)
     assert tool_schema(tool) == SCHEMA
-    assert execute(call("add", a=2), {"add": tool}).content == "3"
-    assert "missing argument 'a'" in execute(call("add", b=2), {"add": tool}).content
-    assert "'city' must be str" in execute(call("add", city=2), {"add": with_schema(SCHEMA, get_weather)}).content
+    assert executed(call("add", a=2), {"add": tool}).content == "3"
+    assert "missing argument 'a'" in executed(call("add", b=2), {"add": tool}).content
+    assert "'city' must be str" in executed(call("add", city=2), {"add": with_schema(SCHEMA, get_weather)}).content
 
 
 @pytest.mark.parametrize("schema", [{}, {"function": {}}, {"function": {"name": 3}}, {"name": "add"}, "add", {"function": "add"}])
@@ -267,12 +310,12 @@ def test_a_schema_without_an_implementation_is_refused():
 
 
 def test_a_result_can_be_tokenised():
-    execute(call("half"), TOOLS).content.encode("utf-8")
+    executed(call("half"), TOOLS).content.encode("utf-8")
 
 
 def test_a_tool_whose_annotations_cannot_be_resolved_is_still_called():
     def odd(x: Missing) -> str:  # noqa: F821
         return str(x)
 
-    assert execute(call("odd", x=1), {"odd": odd}).content == "1"
-    assert "missing argument 'x'" in execute(call("odd"), {"odd": odd}).content
+    assert executed(call("odd", x=1), {"odd": odd}).content == "1"
+    assert "missing argument 'x'" in executed(call("odd"), {"odd": odd}).content

@@ -41,7 +41,7 @@ def rollout(text: str = ODD, reward: float | None = 0.1 + 0.2) -> Rollout:
         tool_results=(ToolResult("call_0", "calculator", "2", True, 1 / 3), ToolResult("call_1", "", "Error", False)),
         reward=None,
     )
-    last = Step((), (1,), (5, 6), (0.0, -1.0), "length", reward=-0.0, forced=(0,), dropped=1)
+    last = Step((), (1,), (5, 6), (0.0, -1.0), "length", reward=-0.0, forced=(0,), dropped=1, versions=((0, 2), (1, 3)))
     task = Task("row/0", ({"role": "system", "content": text}, {"role": "user", "content": "?"}), text, metadata={"a": [1.5, None, text]})
     rewards = {"numeric": 1e22, "format": None}
     return Rollout(task, (first, last), "truncated", "length", 3, 1, reward, rewards, {"note": text})
@@ -250,7 +250,7 @@ def test_what_stands_before_a_damaged_byte_is_kept(tmp_path):
     path, rollouts = tmp_path / "r.jsonl.gz", [rollout(str(i), 0.5) for i in range(20)]
     save_rollouts(path, rollouts)
     whole = path.read_bytes()
-    for place in range(len(whole) // 2, len(whole), 41):
+    for place in range(3 * len(whole) // 4, len(whole), 41):  # behind the first line, which the others repeat
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         before = zlib.decompressobj(wbits=31).decompress(whole[: place - 1]).count(b"\n")
         kept, warned = found(path)

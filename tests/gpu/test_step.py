@@ -51,7 +51,6 @@ def test_one_training_step_with_lora(random_qwen3):
     from rlkit.algorithm import KL, Algorithm
     from rlkit.functional import clipped, group_mean, k3, keep_all, normalize_group, sequence_mean, token_ratio
     from rlkit.rewards import Reward, Term, weighted_sum
-    from rlkit.training.data import RLData
     from rlkit.training.experiment import Evaluation
     from rlkit.training.references import frozen
 
@@ -73,7 +72,7 @@ def test_one_training_step_with_lora(random_qwen3):
     before = {n: p.detach().clone() for n, p in policy.model.named_parameters() if p.requires_grad}
     trainer = L.Trainer(accelerator="gpu", devices=1, max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
                         enable_model_summary=False, log_every_n_steps=1)  # fmt: skip
-    trainer.fit(module, RLData(1, lambda: module.rl_step))
+    trainer.fit(module)
     after = dict(policy.model.named_parameters())
     assert module.rl_step == 1 and any(not torch.equal(before[n], after[n]) for n in before)
     assert module.metrics["ratio/first_mean"] == pytest.approx(1.0, abs=1e-6)

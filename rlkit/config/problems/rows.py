@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from rlkit.config.problems.assumptions import assumption_problems
 from rlkit.environments import environment_of
+from rlkit.episodes.episode import opening
 from rlkit.episodes.summary import by_part
 from rlkit.errors import ConfigError, DataError
 from rlkit.rewards import Reward, RewardError, tests_of
@@ -114,7 +115,7 @@ def check_tools(tasks: Sequence[Task], environment: Environment | Callable[[Task
     Raises: ConfigError, before a model is loaded.
     """
     for task in {task.environment: task for task in tasks}.values():
-        for tool in environment_of(environment, task).tools(task).values():
+        for tool in opening(task, environment_of(environment, task)).tools.values():
             if isinstance(sandbox := getattr(tool, "sandbox", None), Sandbox):
                 require(sandbox)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import traceback
 from contextlib import ExitStack
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 
 from rlkit.distributed import ranks
 from rlkit.episodes import save_rollouts
@@ -17,6 +19,7 @@ from rlkit.system import owner, rng
 from rlkit.system.deadline import process_ends_after
 from rlkit.system.files import lenient, write_atomic
 from rlkit.system.redaction import cover
+from rlkit.training import drift
 from rlkit.training.callbacks.checkpoints import AtomicCheckpointIO
 
 BATCH, STATE = "batch.pt", "state.ckpt"
@@ -54,7 +57,9 @@ class DebugBundle(L.Callback):
         state = state_of(trainer, module)
         if writes:
             with lenient(str(folder)):
-                tensors = {name: value.cpu() for name, value in module.minibatch._asdict().items() if value is not None}
+                fields = drift.on(module.minibatch, torch.device("cpu"))._asdict()
+                tensors = {name: value for name, value in fields.items() if value is not None}
+                tensors["metadata"] = json.loads(json.dumps(tensors.get("metadata"), default=str))  # plain types alone can be read back
                 for name, content in {BATCH: tensors, STATE: state}.items():
                     AtomicCheckpointIO().save_checkpoint(content, folder / name)
                 exception.add_note(f"rlkit replay bundle={folder} does the update again")

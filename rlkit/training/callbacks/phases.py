@@ -19,7 +19,7 @@ class Phases(L.Callback):
         self.metrics, self.line = metrics, ""
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        self.line = line = module.advance()
+        self.line = line = module.learner.advance()
         if not line:
             return
         if ranks.rank() == 0:

@@ -99,13 +99,3 @@ def capture(step: Callable[[], None], device: torch.device, pool: Any) -> Callab
         finally:
             graph.capture_end()
     return graph.replay
-
-
-def fitting(causal: Any, device: torch.device) -> int:
-    """Tokens whose keys and values half of the free memory of a CUDA device holds; the rest is for passes, logits and noise."""
-    config = causal.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token = 2 * config.num_hidden_layers * heads * size * causal.dtype.itemsize
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return max(1, free // 2 // token)

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as nn_functional
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # layers: norm, rotated and grouped attention, norm, gated MLP
-
 Attention = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # queries [R, Hq, m, D], keys and values [R, Hk, m, D], layer → [R, m, Hq, D]
 
 
@@ -29,27 +27,6 @@ class Layer(NamedTuple):
     project: Projection  # to queries, keys and values side by side
     gates: Projection  # to gate and up side by side
     scale: Tensor | None  # [Hq + Hk, D], of the norm of queries and keys
-
-
-def is_known(trunk: Any) -> bool:
-    """Whether `Trunk` knows these layers: those of its families as Hugging Face wrote them, adapters in their projections or not."""
-    family = getattr(trunk.config, "model_type", None)
-    home = sys.modules.get(f"transformers.models.{family}.modeling_{family}") if family in FAMILIES else None
-    if home is None:
-        return False
-    layers = list(getattr(trunk, "layers", ()))
-    norms = [getattr(trunk, "norm", None)] + [norm for layer in layers for norm in _norms(layer)]
-    return (
-        bool(layers)
-        and all(
-            type(layer).__module__ == type(layer.mlp).__module__ == type(layer.self_attn).__module__ == home.__name__ for layer in layers
-        )
-        and all(type(norm).__module__ == home.__name__ and type(norm).__name__.endswith("RMSNorm") for norm in norms)
-        # What hangs on a module's call, such as a shard that is fetched, would be passed by.
-        and not any(
-            m._forward_hooks or m._forward_pre_hooks for m in (trunk, *layers, *(part for layer in layers for part in layer.children()))
-        )
-    )
 
 
 class Trunk:
@@ -118,3 +95,32 @@ def normalised(x: Tensor, eps: float) -> Tensor:
         return nn_functional.rms_norm(x, x.shape[-1:], eps=eps)  # one kernel on CUDA; on a CPU eleven calls
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x * norm.mul_(norm).mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+
+
+# config.model_type → the forward of its trunk. Layers: norm, rotated and grouped attention, norm, gated MLP.
+FORWARDS: dict[str, type[Trunk]] = {"llama": Trunk, "mistral": Trunk, "qwen2": Trunk, "qwen3": Trunk}
+
+
+def forward_of(trunk: Any) -> Trunk | None:
+    """The forward for this trunk; None where the model's own has to be used.
+
+    A known family counts where its layers are as Hugging Face wrote them, adapters in their projections or not.
+    """
+    family = getattr(trunk.config, "model_type", "")
+    home = sys.modules.get(f"transformers.models.{family}.modeling_{family}") if family in FORWARDS else None
+    if home is None:
+        return None
+    layers = list(getattr(trunk, "layers", ()))
+    norms = [getattr(trunk, "norm", None)] + [norm for layer in layers for norm in _norms(layer)]
+    known = (
+        bool(layers)
+        and all(
+            type(layer).__module__ == type(layer.mlp).__module__ == type(layer.self_attn).__module__ == home.__name__ for layer in layers
+        )
+        and all(type(norm).__module__ == home.__name__ and type(norm).__name__.endswith("RMSNorm") for norm in norms)
+        # What hangs on a module's call, such as a shard that is fetched, would be passed by.
+        and not any(
+            m._forward_hooks or m._forward_pre_hooks for m in (trunk, *layers, *(part for layer in layers for part in layer.children()))
+        )
+    )
+    return FORWARDS[family](trunk) if known else None

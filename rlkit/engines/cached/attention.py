@@ -1,4 +1,4 @@
-"""The cache of the engine `cached`: keys and values of all slots, which stay where they are, and attention that copies none of them."""
+"""Attention of the cached engine: it reads keys and values where they are, and only as many positions as a slot has."""
 
 from __future__ import annotations
 
@@ -95,54 +95,3 @@ def parts_of(reach: Tensor) -> list[Part]:
                 continue
         parts.append((start, stop, longest))
     return parts
-
-
-class Slots:
-    """Keys and values of all slots, [S, H, C, D] for each layer; what a model takes for its cache.
-
-    `rows` and `positions` say, before each pass, where the new ones go: rows None are the first slots in their order.
-    """
-
-    def __init__(self, slots: int, room: int, device: torch.device):
-        self.slots, self.room = slots, room
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self.rows: Tensor | None = None
-        self.places = torch.arange(slots, device=device)
-        self.positions = torch.empty(0)  # [R, m]
-        self.length = 0  # positions that are seen; 0: the new ones alone
-
-    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Puts new keys and values [R, H, m, D] in their place and gives all that these rows may see."""
-        if layer == len(self.keys):
-            for store, like in ((self.keys, key), (self.values, value)):
-                store.append(like.new_zeros(self.slots, like.shape[1], self.room, like.shape[3]))
-        rows = self.places[: len(key)] if self.rows is None else self.rows
-        out = []
-        for kept, new in ((self.keys[layer], key), (self.values[layer], value)):
-            kept[rows[:, None], :, self.positions] = new.transpose(1, 2)
-            if self.length == 0:
-                out.append(new)
-            else:
-                seen = kept[:, :, : self.length]
-                out.append(seen[: len(new)] if self.rows is None else seen[self.rows])
-        return out[0], out[1]
-
-    def get_seq_length(self, layer: int = 0) -> int:
-        """For models that ask; positions are always given."""
-        return self.length
-
-    def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """The first `length` positions of some slots into others."""
-        for store in (*self.keys, *self.values):
-            store[targets, :, :length] = store[sources, :, :length]
-
-    def resize(self, slots: int, room: int) -> None:
-        """Other numbers of slots and of positions, of these at least as many; what the first slots hold stays."""
-        for stores in (self.keys, self.values):
-            for layer in range(len(stores)):  # one at a time: no more than one is there twice
-                old = stores[layer][:slots]
-                new = old.new_zeros(slots, old.shape[1], room, old.shape[3])
-                new[: len(old), :, : self.room] = old
-                stores[layer] = new
-        self.slots, self.room = slots, room

@@ -1,0 +1,66 @@
+"""The cached engine as a service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from rlkit.engines.cached.attention import attention_kernels, full_attention, grouped_attention
+from rlkit.engines.cached.scheduler import Scheduler
+from rlkit.engines.service import Decoder, Service
+from rlkit.engines.transformers import Transformers, sampling_mode
+from rlkit.types import Policy
+
+
+class Cached(Service):
+    """Continuous batching over a key-value cache that stays where it is, between the turns of an episode too.
+
+    A draw is that of the reference engine (rlkit.engines.transformers.draw), from the completion's own seed and position: which slot it
+    had, and what stood beside it, changes nothing but the last bits of the arithmetic. Models with layers that are no full attention are
+    decoded by the reference engine.
+
+    Args:
+      max_rows: completions sampled at once, > 0.
+      max_cached_tokens: slots × the longest context that one may reach, > 0: what the cache may hold, on CUDA half of the free memory at
+        most. Further prompts wait, and where an episode outgrows its room the youngest wait again; one that is longer than all of it
+        has the cache to itself.
+      check_every: tokens that every slot draws before the host looks which completions have ended, > 0. None: 1 on a CPU, 8 elsewhere.
+        Changes no completion: nothing is drawn behind an end.
+      cuda_graphs: the step as CUDA graphs. Without, and where a model cannot be captured, its kernels are started one by one.
+    Raises: ValueError for arguments out of range.
+    """
+
+    def __init__(self, *, max_rows: int = 256, max_cached_tokens: int = 1 << 20, check_every: int | None = None, cuda_graphs: bool = True):
+        super().__init__()
+        if min(max_rows, max_cached_tokens) < 1 or (check_every is not None and check_every < 1):
+            raise ValueError(
+                f"generation.engine: max_rows, max_cached_tokens and check_every must be >= 1 "
+                f"(are {max_rows}, {max_cached_tokens}, {check_every})"
+            )
+        self.max_rows = max_rows
+        self.make_scheduler = partial(
+            Scheduler, max_rows=max_rows, max_cached_tokens=max_cached_tokens, check_every=check_every, cuda_graphs=cuda_graphs
+        )
+
+    def make_decoder(self, policy: Policy) -> Decoder:
+        model: Any = policy.model
+        causal = model.get_base_model() if hasattr(model, "disable_adapter") else model
+        if not full_attention(causal.config, policy.context_length):
+            return Transformers(max_rows=self.max_rows).make_decoder(policy)
+        return self.make_scheduler(policy, causal)
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """The model samples inside; afterwards the cache's memory is free for others."""
+        decoder = self.decoder
+        if not isinstance(decoder, Scheduler):
+            yield
+            return
+        causal = decoder.causal
+        try:
+            with sampling_mode(causal), grouped_attention(causal.config), attention_kernels(causal.device):
+                yield
+        finally:
+            decoder.clear()

@@ -1,0 +1,126 @@
+"""What every slot of the cached engine is in the middle of, as tensors [S], and the draw of its next token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rlkit.engines.transformers import ThinkingBudget, draw
+from rlkit.types import Generation, Policy, SamplingParams
+
+
+class Sampler:
+    """The state of all slots beside their keys and values. Only `taken` and a spelled thinking budget ask the host.
+
+    last, position      the last token, and where it goes
+    count, limit, seed  tokens drawn, the most, and the seed of the completion
+    draws, ended        whether a slot draws; whether its completion has ended since the host looked
+    tokens, logprobs, forced   the completion, and behind it one column for what slots draw that do not draw
+    """
+
+    def __init__(self, slots: int, policy: Policy, params: SamplingParams, device: torch.device):
+        self.policy, self.params, self.device = policy, params, device
+        self.eos = torch.tensor(policy.eos_token_ids, device=device)
+        self.cut = {"top_p": params.top_p, "top_k": params.top_k}
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(slots, *shape, dtype=dtype, device=device)
+
+        width = params.max_new_tokens + 1
+        self.last, self.position, self.count, self.limit, self.seed = (zeros() for _ in range(5))
+        self.draws, self.ended = zeros(dtype=torch.bool), zeros(dtype=torch.bool)
+        self.tokens, self.logprobs, self.forced = zeros(width), zeros(width, dtype=torch.float32), zeros(width, dtype=torch.bool)
+        self.budget = None
+        if params.max_thinking_tokens is not None:
+            self.budget = ThinkingBudget(policy.codec.thinking, slots, params.max_thinking_tokens, device)
+
+    @property
+    def asks_the_host(self) -> bool:
+        """Whether a draw looks at each token on the host, and so cannot be captured: thinking tags that are spelled."""
+        return self.budget is not None and self.policy.codec.thinking.ids is None
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        return (
+            self.last, self.position, self.count, self.limit, self.seed, self.draws, self.ended, self.tokens, self.logprobs, self.forced,
+        )  # fmt: skip
+
+    def begin(self, at: Tensor, contexts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
+        """The slots `at` have read these contexts, and begin to draw."""
+        lengths = [len(context) for context in contexts]
+        limits = [min(self.params.max_new_tokens, self.policy.context_length - length) for length in lengths]
+        self.position[at], self.limit[at], self.seed[at] = (torch.tensor(n, device=self.device) for n in (lengths, limits, seeds))
+        self.count[at] = 0
+        self.draws[at] = True
+        if self.budget is not None:
+            self.budget.begin(at, contexts)
+
+    def draw(self, at: Tensor, logits: Tensor, begun: bool = False) -> None:
+        """The next token of the slots `at` that draw, from the logits [n, V] of their last tokens.
+
+        It has not been read yet. Begun: the token before it belongs to the completion, and has been read.
+        """
+        draws, count = self.draws[at], self.count[at]
+        logprobs, choice = draw(logits, self.seed[at], count, self.params.temperature, **self.cut)
+        column = count.masked_fill(~draws, self.params.max_new_tokens)
+        forced = None
+        if self.budget is not None:
+            if begun:
+                self.budget.follow(at, self.last[at])
+            choice, forced = self.budget.force(at, choice)
+            self.forced[at, column] = forced
+        token = choice.argmax(1)
+        logprob = logprobs.gather(1, token[:, None])[:, 0]
+        self.tokens[at, column] = token
+        self.logprobs[at, column] = logprob if forced is None else logprob.masked_fill(forced, 0.0)
+        count = count + draws
+        ended = draws & ((token[:, None] == self.eos).any(1) | (count >= self.limit[at]))
+        if begun:
+            self.position[at] += draws
+        self.last[at], self.count[at] = token, count
+        self.draws[at], self.ended[at] = draws & ~ended, self.ended[at] | ended
+
+    def taken(self, slots: int) -> list[tuple[int, Generation]]:
+        """The completions of the first slots that have ended since the last look, each with its slot."""
+        ended = self.ended[:slots]
+        if not ended.any():
+            return []
+        at = ended.nonzero()[:, 0]
+        self.ended[at] = False
+        counts = self.count[at].tolist()
+        tokens, logprobs = self.tokens[at, : max(counts)].tolist(), self.logprobs[at, : max(counts)].tolist()
+        forced = [[]] * len(counts) if self.budget is None else self.forced[at, : max(counts)].tolist()
+        out = []
+        for slot, size, ids, scores, marks in zip(at.tolist(), counts, tokens, logprobs, forced, strict=True):
+            written = tuple(i for i, mark in enumerate(marks[:size]) if mark)
+            ends = ids[size - 1] in self.policy.eos_token_ids
+            out.append((slot, Generation(tuple(ids[:size]), tuple(scores[:size]), "stop" if ends else "length", written)))
+        return out
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Slots take the place of others."""
+        for tensor in self.state:
+            tensor[target] = tensor[source]
+        if self.budget is not None:
+            self.budget.move(source, target)
+
+    def resize(self, slots: int) -> None:
+        """More slots; those that there are keep their state."""
+        more = slots - len(self.last)
+        if more <= 0:
+            return
+        names = ("last", "position", "count", "limit", "seed", "draws", "ended", "tokens", "logprobs", "forced")
+        for owner, own in ((self, names), (self.budget, ("inside", "used", "written") if self.budget else ())):
+            for name in own:
+                tensor = getattr(owner, name)
+                setattr(owner, name, torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])]))
+        if self.budget is not None:
+            self.budget.tails += [""] * more
+
+    def stop(self, left: int) -> None:
+        """Only the first slots go on. A step of a coarser number of slots goes through the others too."""
+        self.draws[left:] = False
+        self.ended[left:] = False
+        self.position[left:] = 0

@@ -1,0 +1,223 @@
+"""An engine in this process as a service: many completions awaited at once, one decoder that samples them all together.
+
+    episodes ── generate ──▶ waiting ── admit ──▶ decoder: advance, advance, … ──▶ replies ──▶ episodes
+                                          ▲
+                    an answer from outside joins a counted number of rounds after its reply
+
+The decoder is plain and synchronous and knows nothing of episodes. The service is one asyncio task that advances it, hands out the
+replies, and lets every episode that can speak at once do so before the next round. Whether an answer came at once is a matter of its
+kind, never of time: an episode whose task did not come back in the one turn of the loop after its reply waits for something outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from rlkit.errors import EngineError
+from rlkit.types import Generation, Policy, SamplingParams
+
+Complete = Callable[[Policy, list[Sequence[int]], list[int], SamplingParams], list[Generation]]
+
+
+class Decoder(Protocol):
+    """What a service drives. Between two calls of `advance` it does nothing."""
+
+    rounds: int  # tokens that a slot has drawn since the decoder was made
+
+    @property
+    def idle(self) -> bool:
+        """Whether `advance` would sample nothing."""
+        ...
+
+    def accepts(self, params: SamplingParams) -> bool: ...  # whether a completion with these can be sampled beside the others now
+    def submit(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> None: ...
+    def release(self, key: int) -> None: ...  # forgets all that is kept of this key, its running completion too
+    def advance(self) -> list[tuple[int, Generation]]: ...  # some more tokens everywhere; the completions that ended
+
+
+class Request(NamedTuple):
+    """A completion that is asked for."""
+
+    prompt_ids: Sequence[int]
+    seed: int
+    params: SamplingParams
+    reply: asyncio.Future[Generation]
+
+
+class Service:
+    """The contract `Engine` on top of a decoder, which `make_decoder` gives. One event loop at a time."""
+
+    def __init__(self) -> None:
+        self.busy_s = 0.0  # in the decoder
+        self.late_s = 0.0  # in which the decoder stood still for an answer that was due
+        self.decoder: Decoder | None = None
+        self.version = 0
+        self.failure: BaseException | None = None  # of the decoder, until the next load
+        self._forget()
+
+    def _forget(self) -> None:
+        self.waiting: dict[int, Request] = {}  # not in the decoder yet
+        self.running: dict[int, Request] = {}
+        self.due: dict[int, float] = {}  # episodes that wait for something outside → the round in which they join; inf: any
+        self.answered: dict[int, SamplingParams] = {}  # episodes that were just given their reply
+        self.driver: asyncio.Task[None] | None = None
+        self.news = asyncio.Event()  # of requests and releases
+
+    def make_decoder(self, policy: Policy) -> Decoder:
+        """The decoder for these weights; it may be the one that there is."""
+        raise NotImplementedError
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Around a stretch in which the decoder is in use."""
+        yield
+
+    async def load(self, weights: Policy, version: int) -> None:
+        """Sample from these weights, in place, from now on. Raises: EngineError while episodes are in play."""
+        if self.driver is not None and self.driver.get_loop() is asyncio.get_running_loop() and not self._in_play():
+            await asyncio.wait([self.driver])  # it ends by itself: nobody asks for more
+        if self._in_play():
+            raise EngineError(f"{type(self).__name__}.load: {self._in_play()} episodes are in play; wait for their ends")
+        self.decoder, self.version, self.failure = self.make_decoder(weights), version, None
+
+    def _in_play(self) -> int:
+        return len(self.running) + len(self.waiting) + len(self.due)
+
+    async def generate(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> Generation:
+        """One completion; see `rlkit.types.Engine`."""
+        if self.decoder is None:
+            raise EngineError(f"{type(self).__name__}.generate: there are no weights yet; await load(policy, version) first")
+        if self.failure is not None:
+            raise self.failure
+        loop = asyncio.get_running_loop()
+        if self.driver is None or self.driver.get_loop() is not loop:
+            self._forget()
+            self.news = asyncio.Event()
+            self.driver = loop.create_task(self._drive(self.decoder))
+            self.driver.add_done_callback(lambda task: task.cancelled() or task.exception())  # the episodes raise it
+        request = self.waiting[key] = Request(prompt_ids, seed, params, loop.create_future())
+        self.news.set()
+        return await request.reply
+
+    def release(self, key: int) -> None:
+        """The episode is over."""
+        for kept in (self.waiting, self.running, self.due, self.answered):
+            kept.pop(key, None)
+        if self.decoder is not None:
+            self.decoder.release(key)
+        self.news.set()
+
+    # ----------------------------------------------------------------------------------------------------- the driver
+
+    async def _drive(self, decoder: Decoder) -> None:
+        """Rounds of decoding until nobody asks for more."""
+        try:
+            with self.serving():
+                while await self._admit(decoder):
+                    begun = time.perf_counter()
+                    replies = decoder.advance()
+                    self.busy_s += time.perf_counter() - begun
+                    await self._hand_out(decoder, replies)
+        except BaseException as error:
+            ended = isinstance(error, asyncio.CancelledError)  # with its loop: the decoder is in order
+            self.failure = None if ended else error
+            for request in (*self.waiting.values(), *self.running.values()):
+                if not request.reply.done():
+                    request.reply.cancel() if ended else request.reply.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            for key in (*self.waiting, *self.running, *self.due):
+                decoder.release(key)
+            self._forget()
+
+    async def _hand_out(self, decoder: Decoder, replies: list[tuple[int, Generation]]) -> None:
+        """Gives replies to their episodes. Those that have not come back after one turn of the loop wait for something outside."""
+        for key, reply in replies:
+            request = self.running.pop(key)
+            if not request.reply.done():  # cancelled
+                request.reply.set_result(reply._replace(versions=((0, self.version),)))
+                self.answered[key] = request.params
+        await asyncio.sleep(0)
+        for key, params in self.answered.items():
+            if key not in self.waiting:
+                rules = {"rounds": decoder.rounds + params.admission_rounds, "barrier": decoder.rounds, "free": math.inf}
+                self.due[key] = rules[params.admission]
+        self.answered.clear()
+
+    async def _admit(self, decoder: Decoder) -> bool:
+        """Gives the decoder the requests whose turn it is, waiting for those that are due and late. False: nobody asks for more."""
+        while True:
+            if any(due <= decoder.rounds and key not in self.waiting for key, due in self.due.items()):
+                begun = time.perf_counter()
+                await self._news()
+                self.late_s += time.perf_counter() - begun
+                continue
+            for key in sorted(self.waiting):
+                request = self.waiting[key]
+                if not decoder.rounds < self.due.get(key, 0) < math.inf and decoder.accepts(request.params):
+                    self.running[key] = self.waiting.pop(key)
+                    self.due.pop(key, None)
+                    decoder.submit(key, request.prompt_ids, request.seed, request.params)
+            if not decoder.idle:
+                return True
+            if counted := [due for due in self.due.values() if due < math.inf]:
+                decoder.rounds = int(min(counted))  # nothing decodes: what is due next is due now
+            elif self.due:
+                await self._news()
+            else:
+                return False
+
+    async def _news(self) -> None:
+        """Waits for the next request or release."""
+        self.news.clear()
+        await self.news.wait()
+
+
+class Batched(Service):
+    """An engine from a plain function that samples one completion of each prompt, all of them at once.
+
+    Args:
+      function: (policy, prompts as token ids, a seed each, SamplingParams) → one Generation each, in their order.
+    """
+
+    def __init__(self, function: Complete):
+        super().__init__()
+        self.function = function
+
+    def make_decoder(self, policy: Policy) -> Batches:
+        return Batches(partial(self.function, policy))
+
+
+class Batches:
+    """A decoder that completes all that is waiting in one call."""
+
+    def __init__(self, complete: Callable[..., list[Generation]]):
+        self.complete, self.rounds = complete, 0
+        self.waiting: dict[int, tuple[Sequence[int], int, SamplingParams]] = {}
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting
+
+    def accepts(self, params: SamplingParams) -> bool:
+        return all(params == own for _, _, own in self.waiting.values())
+
+    def submit(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> None:
+        self.waiting[key] = prompt_ids, seed, params
+
+    def release(self, key: int) -> None:
+        self.waiting.pop(key, None)
+
+    def advance(self) -> list[tuple[int, Generation]]:
+        given, self.waiting = self.waiting, {}
+        prompts, seeds, params = zip(*given.values(), strict=True)
+        replies = self.complete(list(prompts), list(seeds), params[0])
+        self.rounds += max(len(reply.token_ids) for reply in replies)
+        return list(zip(given, replies, strict=True))

@@ -1,0 +1,170 @@
+"""An episode's side of the conversation, opened for it and closed exactly once: a session of the user's, or one made of functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from typing import Any
+
+from rlkit.environments.toolbox import closed
+from rlkit.environments.tools import execute, marked, where
+from rlkit.errors import EnvironmentFailed, RLKitError, place
+from rlkit.system.deadline import in_worker
+from rlkit.system.loops import awaited, closing, together
+from rlkit.types import Environment, Messages, Rollout, Session, Task, Tool, ToolCall, ToolExecutor, ToolResult
+
+Leave = Callable[[type[BaseException] | None, BaseException | None, Any], Any]  # as __exit__; plain or async
+
+
+@contextmanager
+def blamed(what: str, task: Task) -> Iterator[None]:
+    """Says of an error in the environment's own code which part raised it, for which task, and in which file and line."""
+    try:
+        yield
+    except RLKitError:
+        raise
+    except Exception as error:
+        raise EnvironmentFailed(
+            f"the environment's {what} raised {type(error).__name__}: {error} at {place(error)}, in an episode of task {task.id!r}"
+        ) from error
+
+
+@asynccontextmanager
+async def opened(environment: Environment, task: Task) -> AsyncIterator[Session]:
+    """The session of an episode: that of `environment.session`, else one made of the environment's functions.
+
+    It is closed once, however the block ends: through the context manager that it came in, else by its `close()`, where it has one.
+    Raises: EnvironmentFailed where opening or closing it raises; what the block raises comes first, with a note of the other.
+    """
+    session, leave = await _entered(environment, task)
+    failed: BaseException | None = None
+    try:
+        missing = [name for name in ("tools", "first_prompt", "answer") if not hasattr(session, name)]
+        if missing:
+            raise EnvironmentFailed(
+                f"environment.session gave {session!r:.200} for task {task.id!r}, which has no `{missing[0]}`; a session has tools, "
+                "first_prompt() and answer(rollout), as rlkit.types.Session describes them"
+            )
+        yield session
+    except BaseException as error:
+        failed = error
+        raise
+    finally:
+        try:
+            with closing(), blamed("session's close", task):
+                await awaited(leave(*(None, None, None) if failed is None else (type(failed), failed, failed.__traceback__)))
+        except RLKitError as error:
+            if failed is None:
+                raise
+            if failed not in (error, error.__cause__):  # a context manager may let it through
+                failed.add_note(str(error))
+
+
+async def _entered(environment: Environment, task: Task) -> tuple[Any, Leave]:
+    """The session, and what leaves it."""
+    if environment.session is None:
+        with blamed("tools", task):
+            session = FunctionSession(environment, task, await awaited(environment.tools(task)) if environment.tools else {})
+        return session, lambda *_: session.close()
+    with blamed("session", task):
+        given = await awaited(environment.session(task))
+        if hasattr(given, "__aenter__"):
+            return await given.__aenter__(), given.__aexit__
+        if hasattr(given, "__enter__"):
+            return given.__enter__(), given.__exit__
+        return given, lambda *_: closed(given)
+
+
+class FunctionSession:
+    """A session made of an environment's functions. What its tools keep is the episode's own."""
+
+    def __init__(self, environment: Environment, task: Task, tools: Mapping[str, Tool]):
+        self.environment, self.task, self.tools = environment, task, tools
+
+    async def first_prompt(self) -> Messages:
+        """The environment's, else the task's messages."""
+        with blamed("first prompt", self.task):
+            make = self.environment.first_prompt
+            return self.task.messages if make is None else await awaited(make(self.task))
+
+    async def answer(self, rollout: Rollout) -> tuple[Rollout, Messages | None]:
+        """`stop` ends the episode; tool calls are answered; else the next prompt is asked for, and where there is none it ends."""
+        environment, index = self.environment, len(rollout.steps) - 1
+        with blamed("stop", self.task):
+            if environment.stop is not None and await awaited(environment.stop(rollout, index)):
+                return rollout, None
+        if rollout.steps[-1].tool_calls:
+            return await answer_calls(rollout, self.tools, execute=environment.execute or execute, max_calls=environment.max_calls)
+        with blamed("next prompt", self.task):
+            said = None if environment.next_prompt is None else await awaited(environment.next_prompt(rollout, index))
+        return rollout, [{"role": "user", "content": said}] if isinstance(said, str) else said
+
+    async def state(self) -> Mapping[str, Any]:
+        """That of its tools, where they have any (rlkit.environments.toolbox)."""
+        return await awaited(getattr(self.tools, "state", dict)())
+
+    async def close(self) -> None:
+        """Closes its tools, where they can be closed."""
+        await closed(self.tools)
+
+
+async def answer_calls(
+    rollout: Rollout, tools: Mapping[str, Tool], *, execute: ToolExecutor = execute, max_calls: int = 8
+) -> tuple[Rollout, Messages]:
+    """Runs the tool calls of the last reply, for sessions too: the rollout with their results, and the messages that tell them.
+
+    In their order, unless every tool among them is marked `tool.independent = True`; then together. Where all of them are marked
+    `bounded`, nothing is awaited that waits for anything outside.
+
+    Args:
+      execute: runs a call. A plain one is run in a thread, unless it is marked `bounded`.
+      max_calls: those beyond it are answered with a sentence that the policy can read.
+    """
+    step = rollout.steps[-1]
+    refusal = f"Error: at most {max_calls} calls in one reply; this one was not run."
+
+    async def answered(i: int, call: ToolCall) -> ToolResult:
+        if i >= max_calls:
+            return ToolResult(call.id, call.name, refusal, ok=False)
+        with blamed("executor of tool calls", rollout.task):
+            if inspect.iscoroutinefunction(execute) or marked(execute, "bounded"):
+                return await awaited(execute(call, tools))
+            return await awaited(await in_worker(partial(execute, call, tools), None, f"the executor of the call {call.name}"))
+
+    known = [tools[call.name] for call in step.tool_calls[:max_calls] if not call.error and call.name in tools]
+    if all(marked(tool, "independent") for tool in known) and not all(marked(tool, "bounded") for tool in known):
+        results = await together(answered(i, call) for i, call in enumerate(step.tool_calls))
+    else:
+        results = [await answered(i, call) for i, call in enumerate(step.tool_calls)]
+    messages: Messages = [{"role": "tool", "tool_call_id": r.id, "name": r.name, "content": r.content} for r in results]
+    return rollout._replace(steps=(*rollout.steps[:-1], step._replace(tool_results=tuple(results)))), messages
+
+
+async def with_state(rollout: Rollout, session: Session) -> Rollout:
+    """The rollout with its session's end state in `rollout.state`, where the session tells one.
+
+    Raises: EnvironmentFailed for a state that is no mapping of plain values: what JSON has.
+    """
+    tell = getattr(session, "state", None)
+    if not callable(tell):
+        return rollout
+    with blamed("state", rollout.task):
+        state = await awaited(tell())
+    if not isinstance(state, Mapping):
+        raise EnvironmentFailed(f"{where(tell)}: a session's state is {state!r:.200}; it must be a mapping of names to plain values")
+    plain = _plain(state, "state()", where(tell))
+    return rollout._replace(metadata={**rollout.metadata, "state": plain}) if plain else rollout
+
+
+def _plain(value: Any, path: str, at: str) -> Any:
+    """A copy of plain values, so that what the session does later does not change it."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{path}[{i}]", at) for i, item in enumerate(value)]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _plain(item, f"{path}[{key!r}]", at) for key, item in value.items()}
+    kind = "a mapping with keys that are no text" if isinstance(value, Mapping) else f"of type {type(value).__name__}"
+    raise EnvironmentFailed(f"{at}: {path} of a session is {kind}; give text, numbers, true, false, None, and lists and mappings of them")

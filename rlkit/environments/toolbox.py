@@ -1,0 +1,121 @@
+"""Tools with state: a class of the user's, made again for each episode, whose documented public methods are its tools.
+
+An argument `task` of the class is given the episode's Task. `state()`, where there is one, gives the end state: a reward reads it as
+rollout.state[NAME], by the name that the class has in the config. `close()` is called once, however the episode ends. Both may be
+async, and so may the methods. README.md has an example with its config.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, suppress
+from functools import partial
+from typing import Any
+
+from rlkit.environments.tools import tool_name
+from rlkit.errors import ConfigError
+from rlkit.system.loops import awaited
+from rlkit.types import Task, Tool
+
+NOT_TOOLS = ("close", "state")
+
+
+class Toolbox(dict[str, Tool]):
+    """The tools of one episode, by name, and the instances that some of them are methods of."""
+
+    def __init__(self, tools: Mapping[str, Any]):
+        super().__init__({name: tool for name, tool in tools.items() if tool_class(tool) is None})
+        self.instances: dict[str, Any] = {}
+
+    def make(self, name: str, factory: Callable[..., Any], task: Task) -> None:
+        """Adds the methods of a new instance."""
+        asks = "task" in inspect.signature(factory).parameters and "task" not in getattr(factory, "keywords", {})
+        self.instances[name] = instance = factory(task=task) if asks else factory()
+        self.update({method: getattr(instance, method) for method in method_names(name, factory)})
+
+    async def state(self) -> dict[str, Any]:
+        """The end states by name, of the instances that tell theirs."""
+        tells = {name: instance.state for name, instance in self.instances.items() if callable(getattr(instance, "state", None))}
+        return {name: await awaited(tell()) for name, tell in tells.items()}
+
+    async def close(self) -> None:
+        """Closes every instance that can be closed. Raises: an error of one of them, after all of them."""
+        async with AsyncExitStack() as stack:
+            for instance in self.instances.values():
+                stack.push_async_callback(closed, instance)
+
+
+async def closed(instance: Any) -> None:
+    """Closes what has a `close()`, plain or async."""
+    await awaited(getattr(instance, "close", lambda: None)())
+
+
+def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
+    """What `Environment.tools` calls once an episode.
+
+    Args:
+      tools: name → function, class, or partial of one of them.
+    Raises: ConfigError for a function under another name than its own, a class without a documented public method, and two tools of
+      one name.
+    """
+    names = [method for name, tool in tools.items() for method in checked_names(name, tool)]
+    if doubled := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"environment.tools has two tools of the name {min(doubled)!r}; rename one of the functions or methods")
+    if not any(map(tool_class, tools.values())):
+        return lambda task: tools
+
+    async def made(task: Task) -> Toolbox:
+        box = Toolbox(tools)
+        try:
+            for name, tool in tools.items():
+                if tool_class(tool) is not None:
+                    box.make(name, tool, task)
+        except BaseException:
+            with suppress(Exception):  # the first error is the one to tell
+                await box.close()
+            raise
+        return box
+
+    return made
+
+
+def signatures(tools: Mapping[str, Any]) -> dict[str, Tool]:
+    """The tools for whoever only reads their signatures, such as a parser: methods without an instance."""
+    out: dict[str, Tool] = {}
+    for name, tool in tools.items():
+        if (cls := tool_class(tool)) is None:
+            out[name] = tool
+            continue
+        for method in method_names(name, cls):
+            found = inspect.getattr_static(cls, method)
+            out[method] = partial(found, None) if inspect.isfunction(found) else getattr(cls, method)
+    return out
+
+
+def tool_class(tool: Any) -> type | None:
+    """The class that a tool is an instance's method of, or None where it is a function."""
+    inner = tool.func if isinstance(tool, partial) else tool
+    return inner if isinstance(inner, type) else None
+
+
+def checked_names(name: str, tool: Any) -> list[str]:
+    """Names of the tools that an entry of the config gives."""
+    if tool_class(tool) is not None:
+        return method_names(name, tool)
+    if not callable(tool) or name != tool_name(tool):
+        raise ConfigError(
+            f"environment.tools.{name} is {tool!r}; it must be a function of that name, because the "
+            "schema tells the policy the function's own name; or a class whose methods are tools"
+        )
+    return [name]
+
+
+def method_names(name: str, tool: Any) -> list[str]:
+    """The public documented methods of a class, in the order of their definition, those of base classes first."""
+    cls = tool_class(tool) or object
+    seen = {n: None for base in reversed(cls.__mro__[:-1]) for n in vars(base) if not n.startswith("_") and n not in NOT_TOOLS}
+    names = [n for n in seen if inspect.isroutine(getattr(cls, n)) and getattr(cls, n).__doc__]
+    if not names:
+        raise ConfigError(f"environment.tools.{name} is the class {cls.__name__}, which has no public method with a docstring to be a tool")
+    return names

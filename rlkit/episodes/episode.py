@@ -1,0 +1,123 @@
+"""One episode, from its first prompt to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, NamedTuple
+
+from rlkit.environments import tool_schema
+from rlkit.environments.session import blamed, opened, with_state
+from rlkit.system.loops import awaited, run
+from rlkit.types import Environment, Message, Messages, Rollout, Session, Step, Task, Tool
+
+# (rollout so far, what is said next, session) → the policy's reply as a step. None: the context leaves no room for one.
+Say = Callable[[Rollout, Messages, Session], Awaitable[Step | None]]
+
+
+async def play(
+    task: Task, environment: Environment, say: Say, *, group: int = 0, sample: int = 0, spent: Callable[[float], None] | None = None
+) -> Rollout:
+    """Play one episode: prompt, reply, answer, reply, …, until the session has nothing more to say or a limit is reached.
+
+    The order of the checks after a reply: one that was cut by length truncates the episode; then the session answers, which may end
+    it; the step limit truncates an episode that would go on.
+
+    Args:
+      say: the only place that knows tokens (`rlkit.episodes.replies.speaker`).
+      group, sample: position of the prompt in the batch, and which of its samples this is.
+      spent: called at the end with the seconds that the episode spent in its session.
+    Returns: the unscored rollout. `truncation` is "context" (no room for a reply), "length", "steps",
+      "deadline", or what the session says.
+    Raises: EnvironmentFailed where the environment's code raises; what `say` raises.
+    """
+    rollout, limit = Rollout(task, (), group=group, sample=sample), Deadline(environment.deadline)
+    try:
+        async with AsyncExitStack() as stack:
+            async with limit.running():
+                session = await stack.enter_async_context(opened(environment, task))
+                with blamed("first prompt", task):
+                    prompt = await awaited(session.first_prompt())
+            while prompt is not None:
+                step = await say(rollout, prompt, session)
+                if step is None:
+                    rollout = truncated(rollout, "context")
+                    break
+                rollout = rollout.add(step)
+                if step.finish_reason == "length":
+                    rollout = truncated(rollout, "length")
+                    break
+                async with limit.running():
+                    with blamed("answer", task):
+                        rollout, prompt = _checked(await awaited(session.answer(rollout)))
+                if prompt is not None and len(rollout.steps) >= environment.max_steps:
+                    rollout, prompt = truncated(rollout, "steps"), None
+            return await with_state(rollout, session)
+    except DeadlinePassed:
+        return truncated(rollout, "deadline")
+    finally:
+        if spent is not None:
+            spent(limit.spent)
+
+
+class Opening(NamedTuple):
+    """What an episode begins with."""
+
+    prompt: list[Message]
+    tools: Mapping[str, Tool]
+    schemas: list[dict[str, Any]]
+
+
+def opening(task: Task, environment: Environment) -> Opening:
+    """The first prompt and the tools of an episode, which is not played: its session is opened and closed again."""
+
+    async def look() -> Opening:
+        async with opened(environment, task) as session:
+            with blamed("first prompt", task):
+                prompt = await awaited(session.first_prompt())
+            return Opening(list(prompt), session.tools, [tool_schema(tool) for tool in session.tools.values()])
+
+    return run(look())
+
+
+def truncated(rollout: Rollout, why: str) -> Rollout:
+    """The rollout, cut off by a limit."""
+    return rollout._replace(status="truncated", truncation=why)
+
+
+def _checked(answer: Any) -> tuple[Rollout, Messages | None]:
+    """What a session answered. Raises: TypeError where it is not (rollout, messages or None)."""
+    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Rollout)):
+        raise TypeError(f"a session's answer must be (rollout, next messages or None); it is {answer!r:.200}")
+    rollout, said = answer
+    if said is not None and rollout.status == "truncated":
+        raise TypeError("a session's answer truncates the rollout and goes on; give messages of None with a truncation")
+    return rollout, [{"role": "user", "content": said}] if isinstance(said, str) else said
+
+
+class DeadlinePassed(Exception):
+    """The episode has spent all of its seconds in its session."""
+
+
+class Deadline:
+    """The seconds that an episode spends in its session, and the most it may; sampling does not count. None: no limit."""
+
+    def __init__(self, seconds: float | None):
+        self.seconds, self.spent = seconds, 0.0
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Counts a block. Raises: DeadlinePassed once the limit is reached, which cancels what the block awaits."""
+        begun = time.perf_counter()
+        left = None if self.seconds is None else max(0.0, self.seconds - self.spent)
+        try:
+            async with asyncio.timeout(left) as timer:
+                yield
+        except TimeoutError as error:
+            if timer.expired():
+                raise DeadlinePassed from error
+            raise
+        finally:
+            self.spent += time.perf_counter() - begun

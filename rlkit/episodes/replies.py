@@ -1,0 +1,154 @@
+"""The policy's side of an episode: messages become the ids of a prompt, a completion is sampled and read as a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlkit.environments import split_reply, tool_schema
+from rlkit.environments.session import blamed
+from rlkit.environments.tool_parsers import none
+from rlkit.episodes.episode import Say
+from rlkit.functional import mix
+from rlkit.models.chat import continuation, encode_prompt
+from rlkit.types import Engine, Environment, FinishReason, Generation, Messages, Policy, Rollout, SamplingParams, Session, Step, Tool
+
+Encode = Callable[[Messages, Mapping[str, Tool]], tuple[int, ...]]  # a whole conversation and the tools → ids
+
+
+def speaker(
+    policy: Policy, environment: Environment, engine: Engine, params: SamplingParams, *, key: int, seed: int, encode: Encode
+) -> Say:
+    """The `say` of one episode: the policy speaks through an engine.
+
+    Args:
+      params: `max_new_tokens` is also the room that a context has to leave where the environment drops its oldest turns.
+      key: of the episode, for the engine.
+      seed: of the episode; a reply's own seed is mix(seed, its number).
+      encode: of whole conversations; see `encoder`.
+    """
+
+    async def say(rollout: Rollout, messages: Messages, session: Session) -> Step | None:
+        ids, dropped = next_prompt_ids(policy, rollout, environment, messages, session.tools, encode, room=params.max_new_tokens)
+        if len(ids) >= policy.context_length:
+            return None
+        reply = await engine.generate(key, ids, mix(seed, len(rollout.steps)), params)
+        return read_reply(policy, environment, rollout, messages, ids, reply, dropped=dropped)
+
+    return say
+
+
+def encoder(policy: Policy) -> Encode:
+    """`encode_prompt` for the episodes of one call.
+
+    Equal conversations with equal tools, such as the samples of a task, are encoded once.
+    """
+    kept: dict[str, tuple[int, ...]] = {}
+
+    def encode(messages: Messages, tools: Mapping[str, Tool]) -> tuple[int, ...]:
+        schemas = [tool_schema(tool) for tool in tools.values()]
+        key = repr((messages, schemas))
+        if key not in kept:
+            kept[key] = tuple(encode_prompt(policy.codec, messages, schemas))
+        return kept[key]
+
+    return encode
+
+
+def read_reply(
+    policy: Policy,
+    environment: Environment,
+    rollout: Rollout,
+    messages: Messages,
+    ids: tuple[int, ...],
+    reply: Generation,
+    *,
+    dropped: int = 0,
+) -> Step:
+    """A completion as a step: the ids as sampled, and what they say.
+
+    Args:
+      rollout: the episode before it. messages: what was new in its prompt, whose `ids` these are.
+      dropped: exchanges that the prompt no longer holds.
+    """
+    ended = bool(reply.token_ids) and reply.token_ids[-1] in policy.eos_token_ids
+    tags = policy.codec.thinking
+    thinking, content, closed = split_reply(tags, reply.token_ids[: -1 if ended else None], opened=tags.opened(ids))
+    with blamed("parser of tool calls", rollout.task):
+        content, calls = (environment.parse_calls or none)(content)
+    first = rollout.steps[0].prompt if rollout.steps else messages
+    number = sum(len(m.get("tool_calls") or ()) for m in first) + sum(len(s.tool_calls) for s in rollout.steps)
+    return Step(
+        prompt=tuple(messages),
+        prompt_ids=ids,
+        response_ids=reply.token_ids,
+        logprobs=reply.logprobs,
+        finish_reason=finish_reason(reply, tools=bool(calls)),
+        thinking=thinking,
+        content=content,
+        thinking_closed=closed,
+        tool_calls=tuple(call._replace(id=f"call_{number + i}") for i, call in enumerate(calls)),
+        forced=reply.forced,
+        dropped=dropped,
+        versions=reply.versions,
+    )
+
+
+def finish_reason(reply: Generation, *, tools: bool) -> FinishReason:
+    """How a reply ended, as FinishReason orders it. `tools`: it holds tool calls."""
+    if reply.finish_reason == "length":
+        return "length"
+    return "budget" if reply.forced else "tool" if tools else "stop"
+
+
+def next_prompt_ids(
+    policy: Policy,
+    rollout: Rollout,
+    environment: Environment,
+    messages: Messages,
+    tools: Mapping[str, Tool],
+    encode: Encode,
+    *,
+    room: int = 1,
+) -> tuple[tuple[int, ...], int]:
+    """The ids of the next prompt, and how many exchanges it has dropped.
+
+    keep_thinking appends: previous prompt + sampled ids + what the template writes between replies.
+    strip_thinking renders the conversation again without earlier thinking.
+
+    With `drop_oldest`, a prompt that leaves less than `room` tokens loses its oldest exchanges, a reply and what was said to it (a tool's
+    results, a user's message) each, until it leaves them or one exchange is left. The first prompt and the last exchange always stay, so
+    roles alternate and every result follows its call. What is dropped stays dropped. keep_thinking cuts exchanges out of the token
+    stream: those that stay are the ids that were sampled.
+    """
+    if not rollout.steps:
+        return encode(messages, tools), 0
+
+    def rendered(dropped: int) -> tuple[int, ...]:
+        if environment.history == "keep_thinking":
+            return _appended(policy, rollout, messages, dropped)
+        return encode(_history(rollout, messages, dropped), tools)
+
+    dropped = rollout.steps[-1].dropped
+    ids = rendered(dropped)
+    if environment.overflow == "drop_oldest":
+        while len(ids) + room > policy.context_length and dropped < len(rollout.steps) - 1:
+            dropped += 1
+            ids = rendered(dropped)
+    return ids, dropped
+
+
+def _history(rollout: Rollout, messages: Messages, dropped: int) -> list[Any]:
+    history = rollout.history(len(rollout.steps), thinking=False, dropped=dropped)
+    if messages and messages[0]["role"] != "tool":  # results are part of the history already
+        history += messages
+    return history
+
+
+def _appended(policy: Policy, rollout: Rollout, messages: Messages, dropped: int) -> tuple[int, ...]:
+    last, kept = rollout.steps[-1], len(rollout.steps[0].prompt_ids)
+    sizes: list[int] = []  # ids of each exchange; the prompt of step k + 1 is the first prompt and the exchanges up to k that it holds
+    for step in rollout.steps[1:]:
+        sizes.append(len(step.prompt_ids) - kept - sum(sizes[step.dropped :]))
+    before = last.prompt_ids[:kept] + last.prompt_ids[kept + sum(sizes[last.dropped : dropped]) :]
+    return before + last.response_ids + tuple(continuation(policy.codec, messages, last.response_ids[-1]))

@@ -1,0 +1,72 @@
+"""Running coroutines from plain code, and what comes out of them when they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Coroutine, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+T = TypeVar("T")
+
+
+def run(main: Coroutine[Any, Any, T], runner: asyncio.Runner | None = None) -> T:
+    """What a coroutine returns. Works where a loop is running already, as in a notebook: that one waits meanwhile.
+
+    With a `runner` its loop is used, and stays as it is then; without one a new loop, which ends with the coroutine.
+
+    The inner loop runs in this same thread, because grad mode, autocast and signal handlers belong to the thread.
+    """
+    outer = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        return asyncio.run(main) if runner is None else runner.run(main)
+    finally:
+        asyncio._set_running_loop(outer)
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What coroutines return that run at the same time.
+
+    At the first error, or where this one is cancelled, the others are cancelled and awaited; those that are closing end by themselves.
+    Raises: the first error, as it was raised.
+    """
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    ended: set[asyncio.Task[T]] = set()
+    try:
+        if tasks:
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        others = [task for task in tasks if not task.done()]
+        for task in others:
+            if task not in CLOSING:
+                task.cancel()
+        if others:
+            await asyncio.wait(others)
+        errors = {task: task.exception() for task in tasks if not task.cancelled()}  # each is looked at, or asyncio complains
+    for task, error in errors.items():
+        if error is not None and task in ended:
+            raise error
+    return [task.result() for task in tasks]
+
+
+CLOSING: WeakSet[asyncio.Task[Any]] = WeakSet()
+
+
+@contextmanager
+def closing() -> Iterator[None]:
+    """A block that frees what a task holds: an error in one of the others of `together` does not cut it short."""
+    task = asyncio.current_task()
+    assert task is not None
+    CLOSING.add(task)
+    try:
+        yield
+    finally:
+        CLOSING.discard(task)
+
+
+async def awaited(value: Any) -> Any:
+    """The value, or what it gives where it has to be awaited: for what may be plain or async."""
+    return await value if inspect.isawaitable(value) else value

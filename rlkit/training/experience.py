@@ -1,0 +1,82 @@
+"""What an RL step learns from: prompts of the stream, episodes sampled from the policy, their rewards, and refills."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlkit.algorithm import call, quantities
+from rlkit.distributed import ranks
+from rlkit.episodes import assemble, collect, failures
+from rlkit.episodes.stream import StreamState, take
+from rlkit.functional import mix
+from rlkit.rewards import score_spread
+from rlkit.system import rng
+from rlkit.training.experiment import Experiment
+from rlkit.training.memory import named
+from rlkit.training.metrics import Clock
+from rlkit.types import Policy, Rollout, Task
+
+
+def experience(
+    x: Experiment, policy: Policy, tasks: Sequence[Task], stream: StreamState, *, step: int, clock: Clock | None = None
+) -> tuple[list[Rollout], list[Rollout], StreamState]:
+    """All scored episodes of a step, those of them to train on, and the stream of prompts behind them.
+
+    With `max_refills` the episodes to train on are the groups that the group filter accepts, of as many rounds of further prompts as
+    it takes to have batch.prompts of them (dynamic sampling, DAPO, Yu et al. 2025, section 3.2). If the filter accepts none, they are
+    all episodes, and the filter leaves nothing to train on.
+
+    Args:
+      x: the experiment of this step (`Learner.begin`). tasks: of the whole run. step: RL steps done before this one.
+      clock: takes the seconds of the parts.
+    """
+    clock = clock or Clock()
+    sampled: list[Rollout] = []
+    accepted: list[Rollout] = []
+    for _ in range(1 + x.algorithm.max_refills):
+        missing = x.batch.prompts - len(accepted) // x.batch.group_size
+        if not missing:
+            break
+        drawn, stream = take(tasks, stream, missing, seed=x.seed)
+        with clock.sampling(x.generation.engine):
+            rollouts = play(x, policy, drawn, step=step, first=len(sampled) // x.batch.group_size, clock=clock)
+        failures(rollouts)
+        if x.algorithm.episodes is None:
+            with clock.part("reward"):
+                rollouts = score_spread(rollouts, x.reward)
+        sampled += rollouts
+        with rng.drawn_from(mix(x.seed, step, len(sampled))):
+            accepted += accept(x, policy, rollouts) if x.algorithm.max_refills else rollouts
+    return sampled, accepted or sampled, stream
+
+
+def play(x: Experiment, policy: Policy, tasks: Sequence[Task], *, step: int, first: int, clock: Clock) -> list[Rollout]:
+    """Episodes sampled from the policy as it is now; `first` is the position of the first task in the step.
+
+    Every rank plays the episodes of some of the tasks, and all ranks get all of them.
+    """
+
+    def own(tasks: Sequence[Task], begin: int) -> list[Rollout]:
+        return (x.algorithm.episodes or collect)(
+            policy,
+            tasks,
+            engine=x.generation.engine,
+            environment=x.environment,
+            group_size=x.batch.group_size,
+            seed=x.seed,
+            step=step,
+            first=first + begin,
+            version=step,
+            spent=clock.sessions.append,
+            **x.generation.params,
+        )
+
+    with named("generation", "lower generation.engine.max_cached_tokens or batch.prompts"), ranks.whole_weights(policy.model):
+        return ranks.spread(tasks, own)
+
+
+def accept(x: Experiment, policy: Policy, rollouts: list[Rollout]) -> list[Rollout]:
+    """The groups of which the group filter keeps something."""
+    given = quantities(assemble(rollouts, pad_token_id=policy.pad_token_id))
+    kept = {r.group for r, keep in zip(rollouts, call(x.algorithm.group_filter, given).tolist(), strict=True) if keep}
+    return [r for r in rollouts if r.group in kept]

@@ -1,0 +1,200 @@
+"""Passes over a batch in micro-batches that only sum: scores without gradient, and one minibatch's update.
+
+Every function takes the learner: its policy and critic, the experiment of the step under way, and the host that computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rlkit.algorithm import asks, hyperparameters, inputs, micro_batches, select, surrogate, value_surrogate, whole
+from rlkit.distributed import ranks
+from rlkit.errors import NonFinite
+from rlkit.functional import approximate_kl
+from rlkit.models.head import Head, trunk_and_head
+from rlkit.models.packing import Packed, pack
+from rlkit.models.score import score, states
+from rlkit.training import drift
+from rlkit.training.memory import named
+from rlkit.training.metrics import NAN, UpdateTerms
+from rlkit.types import Batch, Scores
+
+if TYPE_CHECKING:
+    from rlkit.training.learner import Learner
+
+# ------------------------------------------------------------------------------------------- passes without gradient
+
+
+def with_scores(learner: Learner, batch: Batch) -> Batch:
+    """The batch with old log-probs, entropies and values, and reference log-probs, if anything before or in the update needs them.
+
+    With one epoch of one minibatch the old policy is the current one, so "old" is its detached value and costs nothing. A KL in
+    the baseline is that of every rollout, so then the rollouts that are not trained on are scored too.
+    """
+    a, kl = learner.x.algorithm, learner.x.kl
+    before = (a.advantage, a.normalization, a.overlong, a.correction, a.token_filter)
+    asked = {name for part in before for name in inputs(part)} & {"logprobs_old", "entropy_old", "values"}
+    read = whole(batch) if kl.in_baseline else batch
+    if a.epochs * a.minibatches > 1 or asked or kl.in_reward or a.critic.active:
+        old = scored(learner, learner.model, read, critic=learner.critic if a.critic.active else None)
+        batch = batch._replace(logprobs_old=old.logprobs, entropy_old=old.entropy, values=old.values)
+    if kl.active:
+        with learner.reference_model() as model:
+            batch = batch._replace(logprobs_ref=scored(learner, model, read).logprobs)
+    return batch
+
+
+@torch.no_grad()
+def scored(learner: Learner, model: torch.nn.Module, batch: Batch, *, critic: torch.nn.Module | None = None) -> Scores:
+    """Scores [B, T] of a batch, one micro-batch at a time."""
+    out: dict[str, Tensor] = {}
+    for rows, counts in portions(learner, batch):
+        part = select(batch, rows)
+        packed = pack(part.ids, part.response_mask)
+        with learner.clock.part("model"):
+            scores = learner.host.forward(model, score, packed, temperature=learner.temperature, critic=critic)
+        for name, value in scores._asdict().items():
+            if value is not None:
+                whole = out.setdefault(name, torch.zeros_like(batch.logprobs_sampler))
+                if counts:
+                    whole[rows, : part.ids.shape[1]] = value.to(whole.dtype)
+    learner.host.all_reduce(out.values())
+    nothing = torch.zeros_like(batch.logprobs_sampler)  # no row has a trained token
+    return Scores(**out) if out else Scores(nothing, nothing, None if critic is None else nothing)
+
+
+def with_old(learner: Learner, batch: Batch | None) -> Batch | None:
+    """The batch with the log-probs of the policy as it is now, if it has none of the old one."""
+    if batch is None or batch.logprobs_old is not None:
+        return batch
+    return batch._replace(logprobs_old=scored(learner, learner.model, batch).logprobs)
+
+
+def moved_since(learner: Learner, batch: Batch | None) -> float:
+    """KL(old‖now) in nats per token on the batch's tokens, k3; nan without a batch."""
+    if batch is None:
+        return NAN
+    here = drift.on(batch, learner.device)
+    assert here.logprobs_old is not None
+    return float(approximate_kl(scored(learner, learner.model, here).logprobs, here.logprobs_old, here.response_mask))
+
+
+def portions(learner: Learner, batch: Batch) -> Iterable[tuple[Tensor, bool]]:
+    """The micro-batches of this rank as row numbers, equally many on every rank, and whether each counts."""
+    limit = learner.micro_batch_tokens
+    if ranks.size() == 1:
+        return ((rows, True) for rows in micro_batches(batch, limit))
+    own = ranks.own_groups(batch.attention_mask.sum(1), batch.group_ids[batch.rollout_ids])
+    mine = batch._replace(response_mask=batch.response_mask & own[:, None])
+    return ranks.padded(list(micro_batches(mine, limit)), spare=lambda: list(micro_batches(batch, 1))[-1])
+
+
+# -------------------------------------------------------------------------------------------------------- one update
+
+
+def one_update(learner: Learner, minibatch: Batch, terms: UpdateTerms) -> bool:
+    """One step of each optimiser; False ends the updates of this RL step. Micro-batches only sum: their weights are fixed before."""
+    x, critic = learner.x, learner.x.algorithm.critic
+    learns = not learner.warming_up() and has_signal(learner, minibatch)
+    if not learns and not critic.active:
+        terms.skip("no_signal")
+        return True
+    ranks.reshard(learner.model)
+    learner.nets.zero_grad()
+    moved, tokens, summed, limit = 0.0, 0.0, 0.0, x.algorithm.target_kl
+    for rows, counts in portions(learner, minibatch):
+        part = select(minibatch, rows)
+        packed = pack(part.ids, part.response_mask)
+        if not counts and part.weights is not None:
+            part = part._replace(weights=torch.zeros_like(part.weights))
+        scores = trained_scores(learner, packed)
+        loss, parts = surrogate(part, scores, x.algorithm, x.kl)
+        total = loss if learns else loss.new_zeros(())
+        if critic.active:
+            value_loss, value_parts = value_surrogate(part, scores, critic)
+            total, parts = total + value_loss, parts | value_parts
+        summed += float(total.detach())
+        if total.requires_grad:
+            with learner.clock.part("model"):
+                learner.host.backward(total)
+        if counts:
+            terms.add(part, loss, scores, parts, packed)
+        if counts and limit is not None and part.logprobs_old is not None:
+            count = int(part.response_mask.sum())
+            moved += count * float(approximate_kl(scores.logprobs.detach(), part.logprobs_old, part.response_mask))
+            tokens += count
+    sums = torch.tensor([moved, tokens, summed], dtype=torch.float64)
+    learner.host.all_reduce([sums])
+    moved, tokens, summed = sums.tolist()
+    if limit is not None and moved > limit * tokens:
+        terms.skip("target_kl")
+        return False
+    with learner.clock.part("model"):
+        if learns:
+            terms.stepped("policy", *step_optimizer(learner, 0, x.optimizer, learner.trained_parameters(), summed))
+        if learner.critic is not None and critic.active:
+            terms.stepped("critic", *step_optimizer(learner, 1, critic.optimizer, learner.critic.parameters(), summed))
+    return True
+
+
+def trained_scores(learner: Learner, packed: Packed) -> Scores:
+    """What an update learns from: scores by policy and critic that carry their gradients."""
+    a = learner.x.algorithm
+    with learner.clock.part("model"):
+        return learner.host.forward(
+            learner.model,
+            score,
+            packed,
+            temperature=learner.temperature,
+            entropy_gradient=bool(a.entropy_coef),
+            critic=learner.critic if a.critic.active else None,
+            reference=exact_reference(learner, packed),
+        )
+
+
+def exact_reference(learner: Learner, packed: Packed) -> tuple[Tensor, Head] | None:
+    """Hidden states and head of the reference, if the KL is exact over the vocabulary."""
+    if not learner.x.kl.active or not asks(learner.x.kl.estimator, "full_kl"):
+        return None
+    with learner.reference_model() as model, torch.no_grad():
+        return learner.host.forward(model, states, packed), trunk_and_head(model)[1]
+
+
+def has_signal(learner: Learner, batch: Batch) -> bool:
+    """False if every term of the policy's loss is constant. A step would only repeat old momentum."""
+    a = learner.x.algorithm
+    if learner.x.kl.in_loss or a.entropy_coef or not asks(a.policy_loss, "advantages"):
+        return True
+    return batch.advantages is None or bool(batch.advantages.any())
+
+
+def step_optimizer(
+    learner: Learner, index: int, configured: Any, parameters: Iterable[torch.nn.Parameter], loss: float
+) -> tuple[float, float]:
+    """Clips and steps one optimiser at the learning rate in force; its gradient norm and rate.
+
+    No step if the loss or the norm is not finite: the norm is nan then. Raises NonFinite after trainer.max_nonfinite in a row.
+    """
+    optimizer = learner.optimizers[index]
+    for group in optimizer.param_groups:
+        group["lr"] = hyperparameters(configured).get("lr", group["lr"])
+    parameters = list(parameters)
+    learner.host.all_reduce(p.grad for p in parameters if not hasattr(p, "full_tensor"))  # shards have been added up on the way
+    norm = float(ranks.whole(torch.nn.utils.clip_grad_norm_(parameters, learner.x.trainer.max_grad_norm)))
+    finite = isfinite(norm) and isfinite(loss)
+    learner.nonfinite[index] = skipped = 0 if finite else learner.nonfinite.get(index, 0) + 1
+    if skipped >= learner.x.trainer.max_nonfinite:
+        raise NonFinite(
+            f"step {learner.rl_step + 1}: {skipped} updates in a row had a loss ({loss:g}) or a gradient (norm {norm:g}) "
+            "that is not finite and were skipped (trainer.max_nonfinite); a lower optimizer.lr, trainer.precision=32-true or another "
+            "kl often helps"
+        )
+    if finite:
+        with named("the optimiser's step", "train adapters (model.lora.rank=16), or a smaller model"):
+            learner.host.optimizer_step(optimizer)
+    return (norm if finite else NAN), optimizer.param_groups[0]["lr"]
