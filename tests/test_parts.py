@@ -337,7 +337,8 @@ def test_a_reference_whose_update_forgets_its_state_is_named_and_a_pair_is_a_sta
 
 
 def test_metrics_of_parts_reach_the_row_of_a_run(tmp_path):
-    from rlkit.training.run import load_tasks, train
+    from rlkit.config.problems.rows import load_tasks
+    from rlkit.training.run import train
 
     def advantage(rewards, components, metadata, versions, rollout_ids):
         assert len(metadata) == len(rewards) and versions.shape[0] == len(rollout_ids) and metadata[0]["level"] == 2
