@@ -106,8 +106,9 @@ class NotebookLearner(Learner):
 
     def make_optimizers(self) -> list[Any]:
         """The notebook's optimizer, as one for the policy and one for the critic."""
-        self.optimizers = [Share(self.optimizer, net) for net in self.nets.values()]
-        return self.optimizers
+        shares: list[Any] = [Share(self.optimizer, net) for net in self.nets.values()]
+        self.optimizers = shares
+        return shares
 
     def iterate(self, before: TrainingState, rollouts: Sequence[Rollout], trained: Sequence[Rollout]) -> TrainingState:
         """One step; the state after it, with the notebooks' names beside those of the metrics."""
@@ -197,7 +198,7 @@ def _hooked(
         def selector(rewards: Tensor, group_ids: Tensor) -> Tensor:
             return core_selector(pair_selector, learner.trained)(rewards, group_ids)
 
-        algorithm = algorithm._replace(advantage=partial(algorithm.advantage, pair_selector=selector))  # type: ignore[call-arg]
+        algorithm = algorithm._replace(advantage=partial(algorithm.advantage, pair_selector=selector))
     if advantage_fn is not None:
         advantage = _advantage(learner, advantage_fn, normalize)
         algorithm = algorithm._replace(advantage=advantage, normalization=F.no_normalization)
@@ -288,8 +289,8 @@ def update_policy(
     Raises: ValueError where a part of the config has no reference, critic or pairs to work on.
     """
     _refuse_another_distribution(rollouts, temperature)
-    hooks = {"advantage_fn": advantage_fn, "loss_fn": loss_fn, "kl_fn": kl_fn, "pair_selector": pair_selector, "normalize": normalize}
-    nets: dict[str, Any] = {"ref_model": ref_model, "critic": critic, "micro_batch_tokens": micro_batch_tokens}
+    given: dict[str, Any] = {"ref_model": ref_model, "critic": critic, "micro_batch_tokens": micro_batch_tokens, "normalize": normalize}
+    given |= {"advantage_fn": advantage_fn, "loss_fn": loss_fn, "kl_fn": kl_fn, "pair_selector": pair_selector}
     fields = {
         "seed": seed,
         "batch": BatchSize(len({r.group for r in rollouts}), config.group_size),
@@ -297,7 +298,7 @@ def update_policy(
         "generation": Sampling(engine_of(None, TRAINING), temperature),
         "reward": Reward("given", {}),
     }
-    learner = NotebookLearner(Policy(model, None, (), 0, 0), optimizer, config, TrainingState(), fields, **nets, **hooks)
+    learner = NotebookLearner(Policy(model, None, (), 0, 0), optimizer, config, TrainingState(), fields, **given)
     return dict(learner.iterate(TrainingState(), rollouts, rollouts).metrics)
 
 
