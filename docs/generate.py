@@ -158,7 +158,6 @@ PLACES = {
     "rlkit.rewards.Reward": "reward",
     "rlkit.rewards.Term": "reward.terms.NAME",
     "rlkit.types.Environment": "environment",
-    "rlkit.types.Session": "environment → open",
     "rlkit.types.Reference": "reference",
     "rlkit.training.schedules.Schedule": "schedule",
     "rlkit.training.schedules.Phase": "schedule.phases.NAME",
@@ -225,7 +224,7 @@ def written_hints(owner: Any) -> dict[str, str]:
 
 def takes_function(hint: str) -> bool:
     """Whether an annotation names something that is called."""
-    called = ("Callable", "NextPrompt", "Controller", "Environment", "Reference", *protocols())
+    called = ("Callable", "Tool", "Controller", "Environment", "Reference", *protocols())
     return any(re.search(rf"\b{name}\b", hint) for name in called)
 
 

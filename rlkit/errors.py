@@ -6,6 +6,7 @@ traceback. Every other error is ours.
 
 import difflib
 import functools
+import re
 import signal
 import sysconfig
 import traceback
@@ -13,8 +14,6 @@ from collections.abc import Callable, Iterable
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
-
-COMMAND = ("rlkit.commands.cli:main", "rlkit.commands.cli:main")  # where the installed command points to; the second in version 0.1
 
 
 class RLKitError(Exception):
@@ -98,7 +97,9 @@ def distribution() -> Distribution | None:
     It is found by its command, not by its name: on the public package index the name `rlkit` belongs to another project, and
     that one may be installed in the same environment.
     """
-    return next((d for d in distributions() if any(entry.value in COMMAND for entry in d.entry_points)), None)
+    return next(
+        (d for d in distributions() if any(re.fullmatch(r"rlkit\.(commands\.)?cli:main", entry.value) for entry in d.entry_points)), None
+    )
 
 
 def place(error: BaseException) -> str:

@@ -157,7 +157,7 @@ class Rollout(NamedTuple):
     task: Task
     steps: tuple[Step, ...]
     status: Status = "terminated"
-    truncation: str = ""  # why it was truncated: length, context, steps, environment (a limit of its own) or error (it failed)
+    truncation: str = ""  # why it was truncated: length, context, steps, deadline, environment (a limit of its own) or error (it failed)
     group: int = 0  # position of the prompt in the batch: rollouts of one group share it
     sample: int = 0  # which of the group's samples this is
     reward: float | None = None
@@ -336,7 +336,7 @@ QUANTITIES: Mapping[str, str] = {
 }
 
 
-# What a part may declare of itself, for the checks before a run (rlkit.config.assumptions). These lists are closed: a word that stands in
+# What a part may declare of itself, for the checks before a run (rlkit.config.problems). These lists are closed: a word that stands in
 # neither is refused where it is written. A part without declarations assumes nothing and guarantees nothing.
 
 Guarantee = Literal["binary", "non_negative", "raw"]
@@ -374,6 +374,21 @@ def gives(*words: Guarantee, **where: Any) -> Callable[[Part], Part]:
 def keeps(*words: Guarantee) -> Callable[[Part], Part]:
     """Declares which words still hold of rewards that a part has changed: an aggregator (of what all components give), an overlong rule."""
     return _declared("keeps", words, GUARANTEES, {})
+
+
+def ranges(**limits: tuple[float | None, float | None]) -> Callable[[Part], Part]:
+    """Declares the smallest and the largest value of a part's numbers, None where there is no limit: `@ranges(rank=(0, None))`.
+
+    A config that leaves a range is refused before the run.
+    """
+
+    def mark(part: Part) -> Part:
+        if unknown := limits.keys() - inspect.signature(part).parameters:
+            raise ValueError(f"@ranges({min(unknown)}=…): {getattr(part, '__name__', part)} has no such number")
+        setattr(part, "__ranges__", limits)  # noqa: B010  where a NamedTuple has it too
+        return part
+
+    return mark
 
 
 class Clip(NamedTuple):
@@ -535,17 +550,17 @@ class AggregationFn(PerTokenFn[Q], Protocol[Q]):
     """
 
 
-class RewardFn(Protocol):
+class RewardFn(Protocol[Q]):
     """(rollout) → score, or None where it cannot be scored. Marked `batched`, it takes and returns a list."""
 
-    def __call__(self, rollout: Rollout, /) -> float | None: ...
+    def __call__(self, rollout: Rollout, /, *none: Q.args, **numbers: Q.kwargs) -> float | Awaitable[float | None] | None: ...
 
 
 class AggregatorFn(Protocol[Q]):
     """(component → score, component → weight) → reward. Marked `batched`: (rollouts, component → weight) → a list of rewards."""
 
     def __call__(
-        self, *given: Q.args, **numbers: Q.kwargs
+        self, given: Any, weights: Mapping[str, float], /, *none: Q.args, **numbers: Q.kwargs
     ) -> float | Sequence[float] | tuple[float, Metrics] | tuple[Sequence[float], Metrics]: ...
 
 

@@ -43,6 +43,48 @@ def experiment():
 
 
 @pytest.fixture(scope="session")
+def complete():
+    """(engine, policy, prompts, seeds, follow, **params) → the last completion of each prompt, all prompts sampled side by side.
+
+    `follow(index, reply)` gives the next prompt of the same episode and its seed, or None; without it each has one completion.
+    """
+    from rlkit.system.loops import run, together
+    from rlkit.types import SamplingParams
+
+    def complete(engine, policy, prompts, seeds, follow=lambda index, reply: None, **params):
+        async def episode(index, prompt, seed):
+            try:
+                while True:
+                    reply = await engine.generate(index, prompt, seed, SamplingParams(**params))
+                    after = follow(index, reply)
+                    if after is None:
+                        return reply._replace(versions=())
+                    prompt, seed = after
+            finally:
+                engine.release(index)
+
+        async def all_of_them():
+            await engine.load(policy, 0)
+            return await together(episode(i, p, s) for i, (p, s) in enumerate(zip(prompts, seeds, strict=True)))
+
+        return run(all_of_them())
+
+    return complete
+
+
+@pytest.fixture(scope="session")
+def reference():
+    """(policy, prompts, seeds, **params) → completions of the reference engine."""
+    from rlkit.engines.transformers import complete
+    from rlkit.types import SamplingParams
+
+    def reference(policy, prompts, seeds, *, max_rows=256, use_cache=True, **params):
+        return complete(policy, prompts, seeds, SamplingParams(**params), max_rows=max_rows, use_cache=use_cache)
+
+    return reference
+
+
+@pytest.fixture(scope="session")
 def same():
     """(a, b) → whether nested containers of tensors and numbers are equal, bit for bit; nan equals nan."""
     import torch

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 import rlkit.config.compose
+from rlkit.commands.train import join_ranks, start
 from rlkit.config.compose import compose, experiment
+from rlkit.config.problems.rows import load_tasks
 from rlkit.distributed import ranks
 from rlkit.models.load import load_policy
-from rlkit.training.run import join_ranks, load_tasks, start
 from rlkit.types import Policy
 
 

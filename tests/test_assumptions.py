@@ -9,12 +9,12 @@ import torch
 
 from rlkit import rewards
 from rlkit.algorithm import choose
-from rlkit.config.assumptions import assumption_problems, assumption_warnings
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems import validate
+from rlkit.config.problems.assumptions import assumption_problems, assumption_warnings
+from rlkit.config.problems.rows import load_tasks
 from rlkit.episodes import assemble
 from rlkit.errors import ConfigError
-from rlkit.training.run import load_tasks
 from rlkit.types import Rollout, Step, Task, assumes, declarations, gives, keeps
 
 # ------------------------------------------------------------------------------------------------------ declarations

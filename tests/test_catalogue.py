@@ -15,7 +15,8 @@ from torch import Tensor
 from rlkit.algorithm import PER_ROLLOUT, choose, estimate_advantages, micro_batches, scale_tokens, select, surrogate, value_surrogate, weigh
 from rlkit.config.compose import compose, conf_dir
 from rlkit.config.compose import experiment as built
-from rlkit.config.problems import dry_run, validate
+from rlkit.config.problems import validate
+from rlkit.config.problems.trial import dry_run
 from rlkit.errors import ConfigError
 from rlkit.training.schedules import at, start
 from rlkit.types import Batch, Scores

@@ -11,11 +11,11 @@ import torch
 from rlkit.commands import check, doctor
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose, experiment
-from rlkit.config.problems import first_steps
+from rlkit.config.problems.rows import load_tasks
+from rlkit.config.problems.schedules import first_steps
 from rlkit.episodes.stream import StreamState
 from rlkit.training.experience import experience
 from rlkit.training.learner import Learner
-from rlkit.training.run import load_tasks
 
 
 @pytest.fixture(scope="module")

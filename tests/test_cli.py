@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from rlkit.commands.cli import main, quote, unquote
+from rlkit.commands.arguments import quote, unquote
+from rlkit.commands.cli import main
 from rlkit.config.schema import resolve
 from rlkit.errors import install
 

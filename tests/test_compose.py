@@ -12,7 +12,7 @@ import yaml
 
 from rlkit.algorithm import inputs
 from rlkit.config.compose import compose, conf_dir, experiment
-from rlkit.config.problems import warnings
+from rlkit.config.problems.doubts import warnings
 from rlkit.config.schema import build, check
 from rlkit.errors import ConfigError
 from rlkit.functional import forward, k3
@@ -29,7 +29,7 @@ REQUIRED = {
     "environment=gymnasium": ["environment.make._target_=rlkit.sandbox.Sandbox"],  # any callable: nothing is played
     "environment/parse_calls=hermes": ["environment=tool_use"],
     "environment/parse_calls=xml": ["environment=tool_use"],
-    "generation=vllm": ["generation.engine.server=http://localhost:8000"],  # vLLM in this process is not installed everywhere
+    "generation=vllm": ["generation.engine.addresses=[http://localhost:8000]"],  # vLLM in this process is not installed everywhere
     "generation=notebook": ["generation.top_p=1", "generation.top_k=0"],  # training refuses a cut distribution
 }
 
@@ -69,7 +69,7 @@ PAPER_NUMBERS = {  # what the papers give, so that no default of ours takes its 
 
 @pytest.mark.parametrize("name, numbers", PAPER_NUMBERS.items(), ids=PAPER_NUMBERS)
 def test_presets_of_papers_hold_the_papers_numbers(name, numbers):
-    from rlkit.runs.folder import flatten
+    from rlkit.training.schedules.paths import flat as flatten
 
     config = flatten(compose([f"experiment={name}_paper"]).config)
     assert {key: config[key] for key in numbers} == numbers

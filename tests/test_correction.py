@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from rlkit.config.compose import compose, experiment
+from rlkit.config.problems.rows import load_tasks
 from rlkit.functional import no_correction, sequence_correction, token_correction
 from rlkit.training import selfcheck
 from rlkit.training.experiment import correction_in_words, settle_correction
-from rlkit.training.run import load_tasks, train
+from rlkit.training.run import train
 from rlkit.training.schedules import phases
 
 FAST = [

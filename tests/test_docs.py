@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rlkit.commands.cli import drop, main, parse
+from rlkit.commands.arguments import drop, parse
+from rlkit.commands.cli import main
 from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.config.schema import build
 from rlkit.errors import ConfigError
@@ -51,7 +52,7 @@ CANNOT = {
 NEEDS = {  # what a shown command leaves to the reader
     "task=jsonl": ["task.path=rows.jsonl"],
     "task=verifiers": ["task.id=any"],
-    "generation=vllm": ["generation.engine.server=http://127.0.0.1:8000"],
+    "generation=vllm": ["generation.engine.addresses=[http://127.0.0.1:8000]"],
     "experiment=sft": ["task.path=rows.jsonl"],
     "task=conversations": ["task.path=rows.jsonl"],
 }
@@ -142,7 +143,7 @@ def test_every_command_shown_is_one_that_rlkit_takes(command):
         return
     name, *words = words_of(command)
     if name not in ("train", "check", "evaluate", "rollout", "agent"):
-        assert name in ("doctor", "export", "report", "replay", "--help", "--completion"), name
+        assert name in ("doctor", "export", "report", "replay", "--help"), name
         return
     arguments = parse(words, texts=name == "agent")
     overrides = [o for o in drop(drop(arguments.overrides, "run"), "resume")]
@@ -161,7 +162,6 @@ SMALL = {
     "agent": [],
     "doctor": [],
     "--help": [],
-    "--completion": [],
 }
 ANSWERS = {"Kim has 19 toys. Kim buys 14 more.": "33"}  # the beginning of a question that a page asks → the right answer
 

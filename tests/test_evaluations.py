@@ -11,13 +11,15 @@ from types import SimpleNamespace
 import pytest
 
 from rlkit.commands.cli import main
+from rlkit.commands.train import closing
 from rlkit.config.compose import compose, experiment
+from rlkit.config.problems.rows import load_tasks
+from rlkit.config.problems.schedules import schedule_problems
 from rlkit.episodes.record import load_rollouts
 from rlkit.errors import ConfigError, DataError
 from rlkit.training.callbacks.evaluation import PREFIXES, HeldOut, results_of
-from rlkit.training.run import closing, how_it_ended, load_tasks
+from rlkit.training.run import how_it_ended
 from rlkit.training.schedules import Schedule, on_metric
-from rlkit.training.schedules.problems import schedule_problems
 from rlkit.types import SPLITS, Splits, Task
 
 TASK = Task("t", ({"role": "user", "content": "?"},), "1")

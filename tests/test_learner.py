@@ -9,12 +9,13 @@ import torch
 
 from rlkit import collect
 from rlkit.config.compose import compose, experiment
+from rlkit.config.problems.rows import load_tasks
 from rlkit.episodes.stream import StreamState, take
 from rlkit.rewards import score
 from rlkit.system import rng
 from rlkit.training.experience import experience
 from rlkit.training.learner import Host, Learner
-from rlkit.training.run import load_tasks, train
+from rlkit.training.run import train
 
 COMMON = [
     "trainer.threads=1", "trainer.accelerator=cpu", "trainer.steps=3", "batch.prompts=4", "batch.group_size=4", "evaluation.n=0",

@@ -38,7 +38,7 @@ def test_a_missing_package_is_refused_before_data_and_model_are_loaded(words, mo
     """It was refused by the logger itself, which is made when a large model has been loaded for minutes."""
     found = loggers.importlib.util.find_spec
     monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name, *a: None if name in ("wandb", "mlflow") else found(name, *a))
-    monkeypatch.setattr("rlkit.training.run.load_tasks", lambda x: pytest.fail("the data is loaded"))
+    monkeypatch.setattr("rlkit.config.problems.rows.load_tasks", lambda x: pytest.fail("the data is loaded"))
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     said = capsys.readouterr().err

@@ -11,8 +11,9 @@ from functools import partial
 import pytest
 
 from rlkit.commands.agent import parts
+from rlkit.engines import Batched
 from rlkit.environments import calculator, execute, get_weather, hermes, none, python_tool, split_thinking, tool_use, xml
-from rlkit.episodes.collect import Turn, advance, open_episode
+from rlkit.episodes import collect
 from rlkit.episodes.record import transcript, visible
 from rlkit.rewards import (
     Reward,
@@ -31,6 +32,7 @@ from rlkit.rewards import (
     tool_usage,
 )
 from rlkit.sandbox import Sandbox
+from rlkit.system.loops import run
 from rlkit.types import Generation, Rollout, Step, Task
 
 TOOLS = {"calculator": calculator, "get_weather": get_weather}
@@ -114,7 +116,7 @@ def played(text: str, parser: str) -> tuple[Rollout, Counter]:
     thinking, content, closed = split_thinking(text)
     assert "<think>" not in content and "</think>" not in content
     content, calls = PARSERS[parser](content)
-    results = tuple(execute(call, TOOLS, timeout=None) for call in calls[:8])
+    results = tuple(run(execute(call, TOOLS, timeout=None)) for call in calls[:8])
     classes: Counter = Counter()
     classes["calls" if calls else "unclosed" if not closed else "answer" if content.strip() else "empty"] += 1
     for call, result in zip(calls, results, strict=False):
@@ -179,16 +181,25 @@ def test_replies_of_a_real_tokenizer_go_through_the_loop(tiny, count):
     """Ids of any kind, control tokens too: each reply ends the episode or gives a next context that its ids stand in."""
     rng = random.Random(1)
     environment = tool_use(tools=TOOLS, parse_calls=xml, max_turns=2, timeout=None)
-    turn = open_episode(tiny, TASK, environment, group=0)
     vocabulary, ended = len(tiny.codec.tokenizer), Counter()
-    for i in range(count // 10):
+
+    def reply(number):
         text = malformed(rng)[:400].encode("utf-8", "replace").decode()
-        ids = tiny.codec.tokenizer.encode(text, add_special_tokens=False) if i % 2 else rng.choices(range(vocabulary), k=rng.randrange(40))
-        ids = (*ids[:200], *tiny.eos_token_ids[:1])
-        after = advance(tiny, turn, Generation(ids, (-1.0,) * len(ids), rng.choice(("stop", "stop", "length"))))
-        if isinstance(after, Turn):
-            assert after.context[: len(turn.context) + len(ids)] == turn.context + ids
-        ended["next" if isinstance(after, Turn) else after.truncation or after.status] += 1
+        words = (
+            tiny.codec.tokenizer.encode(text, add_special_tokens=False)
+            if number % 2
+            else rng.choices(range(vocabulary), k=rng.randrange(40))
+        )
+        ids = (*words[:200], *tiny.eos_token_ids[:1])
+        return Generation(ids, (-1.0,) * len(ids), rng.choice(("stop", "stop", "length")))
+
+    engine = Batched(lambda policy, prompts, seeds, params: [reply(i) for i in range(len(prompts))])
+    for rollout in collect(tiny, [TASK] * (count // 10), engine=engine, environment=environment):
+        first, *more = rollout.steps
+        for step in more:
+            said = first.prompt_ids + first.response_ids
+            assert step.prompt_ids[: len(said)] == said
+        ended["next" if more else rollout.truncation or rollout.status] += 1
     assert set(ended) == {"next", "length", "terminated"}, ended
 
 
@@ -205,7 +216,7 @@ def test_malformed_code_is_a_result_or_a_sentence(count):
     kinds = Counter()
     for text in itertools.chain(["print(7)", "1 / 0", "x" * 10**6], (code(rng) for _ in range(count - 3))):
         (call,) = xml(f'<tool name="python">{text.replace("</tool>", "")}</tool>', tools=tools)[1]
-        result = execute(call, tools)
+        result = run(execute(call, tools))
         result.content.encode("utf-8")
         kinds["ok" if result.ok else "failed"] += 1
     assert min(kinds["ok"], kinds["failed"]) > 0 and sum(kinds.values()) == count

@@ -10,8 +10,8 @@ import pytest
 
 from rlkit.errors import DataError
 from rlkit.system.files import finite, write_atomic, write_json
-from rlkit.training.callbacks.metrics import MetricsFile, append_row, export_csv
-from rlkit.training.callbacks.rows import cut_back, read_rows
+from rlkit.system.rows import append_row, cut_back, export_csv, read_rows
+from rlkit.training.callbacks.metrics import MetricsFile
 
 NAN, INF = float("nan"), float("inf")
 
@@ -186,7 +186,7 @@ def test_a_kill_between_setting_aside_and_cutting_back_leaves_every_row_once(pat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("rlkit.training.callbacks.rows.write_atomic", killed)
+        patch.setattr("rlkit.system.rows.write_atomic", killed)
         with pytest.raises(KeyboardInterrupt):
             cut_back(path, 3)
     assert len(read_rows(path)) == 5

@@ -10,15 +10,15 @@ import torch
 
 from rlkit.algorithm import choose, estimate_advantages
 from rlkit.commands.evaluate import table
+from rlkit.commands.train import closing
 from rlkit.config.compose import compose, experiment
+from rlkit.config.problems.rows import check_reward, load_tasks
 from rlkit.episodes import assemble, summarize
 from rlkit.episodes.evaluation import _with_parts, accuracy, curves
 from rlkit.errors import ConfigError
 from rlkit.rewards import Reward, Term, by_task, few_turns, numeric, score
 from rlkit.training.callbacks.evaluation import result_of, result_row
-from rlkit.training.run import closing, load_tasks
 from rlkit.training.run import train as train_in
-from rlkit.training.selfcheck import check_reward
 from rlkit.types import Rollout, Step, Task
 
 MIXTURE = ["task=mixture", "debug=fast", "trainer.accelerator=cpu", "logger=none", "generation.max_new_tokens=40",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlkit.config.compose import compose, experiment
-from rlkit.training.run import load_tasks
+from rlkit.config.problems.rows import load_tasks
 from rlkit.training.run import train as train_in
 
 FAST = ["debug=fast", "trainer.accelerator=cpu", "logger=none", "evaluation.n=0", "optimizer.lr=1e-3", "task.max_samples=64"]

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from rlkit.commands.cli import main
+from rlkit.config.changes import difference
 from rlkit.runs import folder as runs
 from rlkit.runs.sweeps.plan import folder_problems
 from rlkit.system import owner
@@ -301,7 +302,7 @@ def test_takeover_is_no_part_of_the_run(copy, other):
     write(copy, other)
     assert main(["train", f"resume={copy}", "trainer.steps=3", "takeover=true"]) == 0
     assert not [text for text in runs.saved_overrides(copy) if "takeover" in text]
-    assert runs.difference({"takeover": True}, {"takeover": False}) == {}
+    assert difference({"takeover": True}, {"takeover": False}) == {}
     write(copy, other)
     assert main(["train", f"resume={copy}", "trainer.steps=4"]) == 2
 

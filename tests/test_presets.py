@@ -10,8 +10,8 @@ import yaml
 
 from rlkit.commands import check
 from rlkit.config.compose import compose, conf_dir, experiment
-from rlkit.config.problems import first_steps
-from rlkit.training.run import load_tasks
+from rlkit.config.problems.rows import load_tasks
+from rlkit.config.problems.schedules import first_steps
 
 PRESETS = sorted(f.stem for f in (conf_dir() / "experiment").glob("*.yaml"))
 CHEAP = ("quickstart", "vector_reward", "tool_tracking")  # the others take a minute together

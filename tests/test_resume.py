@@ -10,7 +10,8 @@ import pytest
 
 from rlkit.commands.cli import main
 from rlkit.runs import folder as runs
-from rlkit.training.callbacks.rows import lost_steps, read_rows
+from rlkit.runs.folder import lost_steps
+from rlkit.system.rows import read_rows
 
 SMALL = ["debug=fast", "trainer.accelerator=cpu", "task.max_samples=32", "evaluation.n=0", "logger=none", "model.lora.rank=1"]
 LATE = "callbacks.checkpoint.every=5"

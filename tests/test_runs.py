@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rlkit.config.changes import difference, refuse_changes
 from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
 
@@ -126,7 +127,7 @@ def test_a_misspelt_name_inside_a_run_is_refused(tmp_path, monkeypatch):
 def test_a_config_reads_back_as_it_was_written(tmp_path):
     runs.write_config(tmp_path / "a" / "run", CONFIG)
     assert runs.read_config(tmp_path / "a" / "run") == CONFIG
-    assert runs.difference(runs.read_config(tmp_path / "a" / "run"), CONFIG) == {}
+    assert difference(runs.read_config(tmp_path / "a" / "run"), CONFIG) == {}
 
 
 DIFFERENCES = {
@@ -145,18 +146,18 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("new, want", DIFFERENCES.values(), ids=DIFFERENCES)
 def test_difference_by_dotted_key(new, want):
-    assert runs.difference(CONFIG, new) == want
+    assert difference(CONFIG, new) == want
 
 
 @pytest.mark.parametrize("path, value", [("trainer.steps", 50), ("trainer.max_time", 3.0), ("resume", "auto")])
 def test_the_length_of_a_run_is_no_difference(path, value):
-    assert runs.difference(CONFIG, changed(path, value)) == {}
+    assert difference(CONFIG, changed(path, value)) == {}
 
 
 def test_a_key_that_went_away_is_a_difference():
     new = changed("seed", 0)
     del new["task"]["max_samples"]
-    assert runs.difference(CONFIG, new) == {"task.max_samples": (64, None)}
+    assert difference(CONFIG, new) == {"task.max_samples": (64, None)}
 
 
 FIXED = [("model.path", "other"), ("model.lora.rank", 8), ("task.max_samples", 8), ("seed", 1), ("optimizer._target_", "torch.optim.SGD")]
@@ -165,16 +166,16 @@ FIXED = [("model.path", "other"), ("model.lora.rank", 8), ("task.max_samples", 8
 @pytest.mark.parametrize("path, value", FIXED)
 def test_a_run_cannot_continue_as_another(path, value):
     with pytest.raises(ConfigError, match=rf"{path} was .* and is now {value}.*resume=never"):
-        runs.refuse_changes(Path("run"), runs.difference(CONFIG, changed(path, value)))
+        refuse_changes(Path("run"), difference(CONFIG, changed(path, value)))
 
 
 @pytest.mark.parametrize("path, value", [("optimizer.lr", 1e-4), ("trainer.accelerator", "cpu"), ("name", "model")])
 def test_other_changes_are_allowed(path, value):
-    runs.refuse_changes(Path("run"), runs.difference(CONFIG, changed(path, value)))
+    refuse_changes(Path("run"), difference(CONFIG, changed(path, value)))
 
 
 def test_a_key_that_only_begins_like_a_fixed_one_is_free():
-    runs.refuse_changes(Path("run"), {"tasks": (1, 2), "seeds.a": (1, 2), "modelling": (1, 2)})
+    refuse_changes(Path("run"), {"tasks": (1, 2), "seeds.a": (1, 2), "modelling": (1, 2)})
 
 
 # ------------------------------------------------------------------------------------------------ resume=auto
@@ -195,7 +196,7 @@ def test_a_run_is_continued_on_another_number_of_devices(outputs):
     config["trainer"] |= {"strategy": "ddp", "nodes": 2, "timeout": 60}
     wanted = make_run(outputs / "grpo", "1", 50, config)
     assert runs.newest_unfinished("grpo", CONFIG) == wanted
-    assert runs.difference(config, CONFIG)["trainer.devices"] == (4, CONFIG["trainer"].get("devices"))  # it is said
+    assert difference(config, CONFIG)["trainer.devices"] == (4, CONFIG["trainer"].get("devices"))  # it is said
 
 
 @pytest.mark.parametrize("name", ["grpo", "absent"])

@@ -12,6 +12,7 @@ import pytest
 
 from rlkit.config.compose import compose, conf_dir, length_keys
 from rlkit.config.compose import experiment as experiment_of
+from rlkit.config.problems.schedules import schedule_problems, schedule_warnings
 from rlkit.training.schedules import (
     Condition,
     Phase,
@@ -31,8 +32,6 @@ from rlkit.training.schedules import (
     on_metric,
     phases,
     piecewise,
-    schedule_problems,
-    schedule_warnings,
     start,
     streak,
     unmeasured,

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlkit.commands.cli import main
+from rlkit.config.problems.rows import check_tools
 from rlkit.environments import python_tool, tool_use
 from rlkit.environments.tool_parsers import hermes
 from rlkit.errors import ConfigError
@@ -21,7 +22,6 @@ from rlkit.sandbox.level import probe
 from rlkit.system.processors import cores
 from rlkit.training.callbacks import terminal
 from rlkit.training.callbacks.terminal import Countdown, Progress, evaluations_left, time_left
-from rlkit.training.selfcheck import check_tools
 from rlkit.types import Task
 
 ROW = {

@@ -33,7 +33,7 @@ import bench
 import torch
 
 from rlkit.engines import cached, generate
-from rlkit.engines.vllm_process import own_process
+from rlkit.engines.vllm.in_process import own_process
 from rlkit.environments import calculator, tool_schema
 from rlkit.functional import mix
 from rlkit.models import encode_prompt, load_policy

@@ -11,11 +11,14 @@ The loop is rlkit.episodes.collect, the environment rlkit.environments.tool_use:
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlkit.commands.arguments import Arguments, drop, option
+from rlkit.commands.trust import model_of
 from rlkit.engines import Cached
 from rlkit.environments import calculator, execute, get_weather, hermes, python_tool, single_turn, split_thinking, tool_name, tool_use
 from rlkit.environments.tool_parsers import from_payload
@@ -235,10 +238,9 @@ def execute_tool_call(
 
 def validate(x: AgentRun) -> list[str]:
     """Numbers out of range, as sentences."""
-    from rlkit.training.experiment import sampling_problems
+    from rlkit.config.problems.numbers import sampling_problems
 
-    counts = {"max_turns": x.max_turns, "max_calls": x.max_calls, "max_chars": x.max_chars}
-    problems = [f"{path}={value}: must be at least 1" for path, value in counts.items() if value < 1]
+    problems = []
     if x.timeout is not None and not x.timeout > 0:
         problems.append(f"timeout={x.timeout}: must be > 0 seconds, or null for no limit")
     return problems + sampling_problems(x.generation)
@@ -332,3 +334,28 @@ def ending(rollout: Rollout) -> str:
         "context": "the model's context is full",
     }
     return f"cut off: {reasons.get(rollout.truncation, rollout.truncation)} ({counts})" if rollout.status == "truncated" else f"({counts})"
+
+
+def command(arguments: Arguments) -> int:
+    """One question, answered with tools by a model as it is, or by that of a run (run=FOLDER: its newest checkpoint)."""
+    from rlkit.config.compose import compose
+    from rlkit.config.schema import build, check
+    from rlkit.runs import folder as runs
+
+    if arguments.multirun:
+        raise ConfigError("rlkit agent answers one question at a time; -m belongs to rlkit train")
+    if len(arguments.texts) != 1 or not arguments.texts[0].strip():
+        said = f", not {len(arguments.texts)}" if arguments.texts else ""
+        raise ConfigError(f'rlkit agent takes one question in quotes{said}: rlkit agent "How many toys …?" tools=[calculator]')
+    named, overrides = option(arguments.overrides, "run"), drop(arguments.overrides, "run")
+    run = runs.find_run(named, "run") if named else None
+    if run is not None and (other := [o for o in overrides if re.match(r"[+~]*model\b", o)]):
+        raise ConfigError(f"{other[0]}: run={named} brings its own model; take one of the two away")
+    overrides = drop(overrides, "trust") if run is not None else overrides
+    config, checkpoint = compose(overrides, entry="agent", config_dir=arguments.config_dir).config, None
+    if named and run is not None:
+        config["model"], checkpoint = model_of(run, f"run={named}", arguments), runs.checkpoint_source(named, run)
+        if problems := check(config["model"], f"{run}/config.yaml, model"):
+            raise ConfigError("\n".join(problems))
+    show(ask(build(config), arguments.texts[0], checkpoint=checkpoint).rollout)
+    return 0

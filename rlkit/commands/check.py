@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from rlkit.commands.arguments import Arguments
+from rlkit.errors import ConfigError
 from rlkit.rewards import Reward, Term
 from rlkit.rewards import score as score_rollouts
 from rlkit.training.experiment import BatchSize, Experiment
@@ -75,7 +77,7 @@ def run(x: Experiment, tasks: Splits) -> Report:
     """One step of the experiment.
 
     Args:
-      x: the whole run at its first step, without open schedules (rlkit.config.problems.first_steps).
+      x: the whole run at its first step, without open schedules (rlkit.config.problems.schedules.first_steps).
       tasks: at least one training row; the others are only counted.
     Raises: the refusals of a run.
     """
@@ -343,3 +345,25 @@ def _mean(values: Sequence[float | None]) -> str:
 
 def _size(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**29 else f"{count / 2**20:.1f} MiB"
+
+
+def command(arguments: Arguments) -> int:
+    """What `rlkit train` would do with these overrides, in one small step."""
+    from rlkit.config.compose import compose, experiment
+    from rlkit.config.problems.doubts import warnings
+    from rlkit.config.problems.rows import load_tasks
+    from rlkit.config.problems.schedules import first_steps
+    from rlkit.tasks.splits import overlaps
+    from rlkit.training.loggers import check_loggers
+
+    if arguments.multirun:
+        raise ConfigError("rlkit check tries one run at a time; rlkit train -m checks every job of a sweep before the first one starts")
+    x = experiment(compose(arguments.overrides, config_dir=arguments.config_dir))
+    check_loggers(x.logger)
+    tasks = load_tasks(x)
+    for line in (*warnings(x), *overlaps(tasks)):
+        print(f"warning: {line}")
+    firsts = first_steps(x)
+    report = run(next(iter(firsts.values())), tasks)
+    print(show(report, phases=list(firsts)))
+    return 0

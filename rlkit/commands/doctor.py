@@ -11,6 +11,9 @@ from importlib.metadata import Distribution, PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from rlkit.commands.arguments import Arguments
+from rlkit.errors import ConfigError
+
 OLDEST, NEWEST = (3, 11), (3, 13)  # of Python, tested
 LOW_DISK_GB = 10.0  # a checkpoint of Qwen3-1.7B with its optimizer takes some 20 GB, adapters megabytes
 
@@ -174,3 +177,12 @@ def extras() -> list[Finding]:
         text = f"absent: {', '.join(missing)} ({install(name)})" if missing else "there"
         out.append(Finding(f"extra {name}", text, "off" if missing else "ok"))
     return out
+
+
+def command(arguments: Arguments) -> int:
+    """What this machine gives to a run; 1 where nothing can be trained on it."""
+    if arguments.overrides or arguments.multirun:
+        raise ConfigError("rlkit doctor takes no overrides; rlkit check takes those of a run")
+    findings = examine()
+    print(show(findings))
+    return 1 if any(f.state == "bad" for f in findings) else 0

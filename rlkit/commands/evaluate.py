@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlkit.commands.arguments import STARTED, Arguments, added, drop, option
+from rlkit.commands.trust import asker
 from rlkit.episodes.record import failed_rollout_kept, save_rollouts
-from rlkit.errors import DataError
+from rlkit.errors import ConfigError, DataError
 from rlkit.runs import folder as runs
-from rlkit.system.files import lenient, write_json
+from rlkit.system.files import LOST, lenient, write_json
 from rlkit.training.experiment import Experiment
-from rlkit.types import Policy, Split, Task
+from rlkit.types import SPLITS, Policy, Split, Task
 
 
 def evaluate(
@@ -116,3 +118,37 @@ def table(result: Mapping[str, Any], out: Path) -> str:
     lines = [f"{result['split'] + ', n = ' + str(result['n']):<{width}}{'value':>10}{'95 % interval':>20}", "-" * (width + 30)]
     lines += [f"{name:<{width}}{value:>10.3f}{f'{low:.3f} – {high:.3f}':>20}" for name, value, (low, high) in rows]
     return "\n".join([*lines, "", f"written to {out}, {result['wall_seconds']:.0f} s"])
+
+
+def command(arguments: Arguments) -> int:
+    """Accuracy of a run (run=FOLDER: its config and newest checkpoint) or of a model as it is, on test problems unless split= says
+    otherwise."""
+    from rlkit.config.compose import compose, experiment
+    from rlkit.config.problems.rows import check_tools, load_split
+
+    if arguments.multirun:
+        raise ConfigError("rlkit evaluate takes one run or model at a time; -m belongs to rlkit train")
+    named, overrides = option(arguments.overrides, "run"), drop(drop(arguments.overrides, "run"), "split")
+    split = next((known for known in SPLITS if known == (option(arguments.overrides, "split") or "test")), None)
+    if split is None:
+        raise ConfigError(f"split={option(arguments.overrides, 'split')}: there are {', '.join(SPLITS)}")
+    run = runs.find_run(named, "run") if named else None
+    ask = None
+    if named and run is not None:
+        overrides = added(runs.saved_overrides(run), drop(overrides, "trust"))
+        ask = asker(f"run={named}", run, arguments)
+    composed = compose(overrides, entry="evaluate", config_dir=arguments.config_dir, before_import=ask)
+    x = experiment(composed)
+    if x.evaluation.n < 1:
+        raise ConfigError(f"evaluation.n={x.evaluation.n}: there is nothing to evaluate; set it to at least 1")
+    if max(x.evaluation.k) > x.evaluation.samples:
+        raise ConfigError(
+            f"evaluation.k: pass@{max(x.evaluation.k)} needs evaluation.samples of at least that; it is {x.evaluation.samples}"
+        )
+    tasks = load_split(x, split)
+    check_tools(tasks, x.environment)
+    checkpoint = runs.checkpoint_source(named, run) if named and run else None
+    parent = run / "evaluation" if run else runs.OUTPUTS / "evaluation"
+    LOST.clear()
+    print(table(*evaluate(x, tasks, split=split, checkpoint=checkpoint, parent=parent, started=STARTED)))
+    return int(bool(LOST))

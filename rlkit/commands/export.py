@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlkit.commands.arguments import Arguments, option
+from rlkit.commands.trust import model_of
 from rlkit.errors import ConfigError
+from rlkit.runs import folder as runs
 from rlkit.system.files import refusing
 
 
@@ -42,3 +45,23 @@ def export(model: Mapping[str, Any], *, checkpoint: Path, out: Path, merge: bool
     with refusing(out):
         save_policy(out, policy._replace(model=written))
     return path, step
+
+
+def command(arguments: Arguments) -> int:
+    """The policy of a run (run=FOLDER or a checkpoint) in a folder that `from_pretrained` loads."""
+
+    known = ("run", "to", "merge", "trust")
+    if unknown := [o for o in arguments.overrides if o.partition("=")[0] not in known]:
+        raise ConfigError(f"{unknown[0]}: rlkit export takes run=FOLDER, to=FOLDER, merge=true and trust=true")
+    named, place, merge = (option(arguments.overrides, key) for key in known[:3])
+    if not named or arguments.multirun:
+        raise ConfigError("rlkit export takes one run: run=outputs/NAME/TIME, or one of its checkpoints")
+    if merge not in (None, "true", "false"):
+        raise ConfigError(f"merge={merge}: must be true or false")
+    run = runs.find_run(named, "run")
+    out = Path(place).expanduser() if place else run / ("merged" if merge == "true" else "export")
+    path, step = export(
+        model_of(run, f"run={named}", arguments), checkpoint=runs.checkpoint_source(named, run), out=out, merge=merge == "true"
+    )
+    print(f"{path}, step {step}\nwritten to {out}\nload it with AutoModelForCausalLM.from_pretrained({str(out)!r}), or model.path={out}")
+    return 0

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlkit.commands.arguments import Arguments, drop, option
+from rlkit.commands.trust import is_trusted
 from rlkit.errors import ConfigError
 from rlkit.system.redaction import learn
 
@@ -106,3 +108,14 @@ def line(rows: Any, mask: Any, loss: float, norm: float) -> str:
     """One row of the table."""
     names = ", ".join(map(str, rows.tolist()))
     return f"{names if len(names) < 23 else f'{names[:20]}…':<24}{int(mask[rows].sum()):>8}{loss:>14.6g}{norm:>14.6g}"
+
+
+def command(arguments: Arguments) -> int:
+    """The failed update of a debug bundle, done again; 1 where it fails again."""
+
+    named = option(arguments.overrides, "bundle")
+    if named is None or drop(drop(arguments.overrides, "bundle"), "trust"):
+        raise ConfigError("rlkit replay takes one debug bundle: rlkit replay bundle=outputs/NAME/TIME/debug/step_000007")
+    text, fine = replay(Path(named).expanduser(), trusted=is_trusted(arguments.overrides))
+    print(text)
+    return 0 if fine else 1

@@ -10,25 +10,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rlkit.commands.arguments import STARTED, Arguments
+from rlkit.config.problems.numbers import sampling_problems
 from rlkit.environments import environment_of
 from rlkit.episodes.record import append_rollouts, failed_rollout_kept, save_rollouts
 from rlkit.episodes.summary import by_part, failures, summarize
 from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
-from rlkit.system.files import finite, lenient, write_atomic, write_json
-from rlkit.training.experiment import RolloutRun, sampling_problems
+from rlkit.system.files import LOST, finite, lenient, write_atomic, write_json
+from rlkit.training.experiment import RolloutRun
 from rlkit.types import Environment, Rollout, Task
 
 UNSCORED = "unscored.jsonl.gz"  # the episodes that have ended, until all are scored
 SHADED = 256  # episodes whose tokens' texts and log-probs are written, which `rlkit report` shades replies with
-
-
-def validate(x: RolloutRun) -> list[str]:
-    """Numbers out of range, as sentences."""
-    counts = {"n": x.n, "num_return_sequences": x.num_return_sequences}
-    if x.max_steps is not None:
-        counts["max_steps"] = x.max_steps
-    return [f"{path}={value}: must be at least 1" for path, value in counts.items() if value < 1] + sampling_problems(x.generation)
 
 
 def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollout], Path]:
@@ -38,19 +32,20 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     Raises: ConfigError where the settings are out of range or there are no tasks; DataError naming a row whose truth cannot be read;
       RewardError where a reward fails.
     """
-    problems = validate(x)
+    problems = sampling_problems(x.generation)
     if problems:
         raise ConfigError("\n".join(problems))
     tasks = list(x.task(split=x.split))[: x.n]
     if not tasks:
         raise ConfigError(f"split={x.split}: the task has no rows there")
+    from rlkit.config.problems.rows import check_truths
     from rlkit.episodes import collect, transcript
     from rlkit.models.chat import decode
     from rlkit.rewards import score
     from rlkit.system.device import autocast, pick_device, quiet, use_threads, versions
     from rlkit.training.callbacks.conversations import choose
     from rlkit.training.callbacks.token_values import save_tokens
-    from rlkit.training.selfcheck import check_contexts, check_truths
+    from rlkit.training.selfcheck import check_contexts
 
     quiet()
     check_truths(tasks, x.reward)
@@ -166,3 +161,18 @@ class Bar:
         """Leaves the terminal as it was."""
         if self.bar is not None:
             self.bar.stop()
+
+
+def command(arguments: Arguments) -> int:
+    """Plays episodes without training and sums them up."""
+    from rlkit.config.compose import compose
+    from rlkit.config.schema import build
+
+    if arguments.multirun:
+        raise ConfigError("rlkit rollout plays one set of episodes at a time; -m belongs to rlkit train")
+    composed = compose(arguments.overrides, entry="rollout", config_dir=arguments.config_dir)
+    x = build(composed.config)
+    LOST.clear()
+    rollouts, out = roll_out(x, parent=runs.OUTPUTS / x.name, started=STARTED)
+    print(f"{'split':<34}{x.split}\n{table(rollouts)}\n\nwritten to {out}" + (f", but for {', '.join(LOST)}" if LOST else ""))
+    return int(bool(LOST))

@@ -14,7 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlkit.config.problems import dry_run, first_steps, range_problems, run_problems
+from rlkit.config.changes import difference
+from rlkit.config.problems import run_problems
+from rlkit.config.problems.numbers import range_problems
+from rlkit.config.problems.schedules import first_steps, phase_problems
+from rlkit.config.problems.trial import dry_run
 from rlkit.config.schema import build, check, renamed
 from rlkit.errors import ConfigError, nearest
 from rlkit.system.redaction import learn
@@ -88,43 +92,10 @@ def length_keys(composed: Composed) -> tuple[str, ...]:
     """Dotted keys whose values follow the run's length by an interpolation such as ${trainer.steps}: they count as length too."""
     from omegaconf import OmegaConf
 
-    from rlkit.runs.folder import difference
-
     longer = copy.deepcopy(composed.full)
     OmegaConf.update(longer, "trainer.steps", 2 * composed.config["trainer"]["steps"] + 1, force_add=True)
     OmegaConf.update(longer, "trainer.max_time", 2 * (composed.config["trainer"].get("max_time") or 0) + 1, force_add=True)
     return tuple(difference(composed.config, _plain(longer)))
-
-
-def keys(overrides: Sequence[str], *, entry: str = "train", config_dir: str | None = None) -> list[str]:
-    """All dotted keys of a composed config that a command line may set; it is not checked. Raises ConfigError where it does not compose."""
-    from hydra import initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from omegaconf import OmegaConf
-
-    from rlkit.runs.folder import flatten
-
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        full, _ = _load(entry, searchpath(config_dir), overrides)
-    plain: Any = OmegaConf.to_container(full, resolve=False)
-    return [key for key in flatten(plain) if not key.startswith("hydra.") and not key.endswith(("_partial_", "_target_"))]
-
-
-def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Overrides of a group of the whole run that every phase replaces: they would change nothing, silently."""
-    phases = (config.get("schedule") or {}).get("phases") or {}
-    out = []
-    for text in overrides:
-        key, _, value = text.lstrip("+~").partition("=")
-        group = key.partition("/")[0].partition(".")[0]
-        if "@" in key or not phases or not all(isinstance(phase, dict) and phase.get(group) is not None for phase in phases.values()):
-            continue
-        places = [f"schedule.phases.{name}.{key.replace('/', '.')}" for name in phases]
-        is_option = "/" in key or key == group  # an option is chosen at its new place, group@place=option
-        meant = [f"{key}@{place}={value}" if is_option else f"{place}={value}" for place in places]
-        out.append(f"{text}: changes nothing, every phase of the schedule has its own {group}; write {' or '.join(meant)}")
-    return out
 
 
 def searchpath(config_dir: str | None) -> list[str]:

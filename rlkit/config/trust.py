@@ -59,7 +59,9 @@ def outside(node: Any, known: frozenset[str], path: str = "") -> Iterator[str]:
             yield f"{path}.trust_remote_code runs code that comes with the model {node.get('path')!s:.80}"
         if target == "rlkit.tasks.verifiers":
             yield f"{path}.id imports {node.get('id')!s:.80}"
-        if target == "rlkit.engines.VLLM" and (node.get("arguments") or node.get("server") not in (None, "start")):
+        if target == "rlkit.engines.VLLM" and (
+            node.get("arguments") or node.get("addresses") not in (None, [], ["start"]) or node.get("server") not in (None, "start")
+        ):
             yield f"{path} gives vLLM a server or arguments of its own"
         for key, value in node.items():
             yield from outside(value, known, f"{path}.{key}" if path else str(key))

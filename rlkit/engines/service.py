@@ -125,10 +125,11 @@ class Service:
                     self.busy_s += time.perf_counter() - begun
                     await self._hand_out(decoder, replies)
         except BaseException as error:
-            self.failure = error
+            ended = isinstance(error, asyncio.CancelledError)  # with its loop: the decoder is in order
+            self.failure = None if ended else error
             for request in (*self.waiting.values(), *self.running.values()):
                 if not request.reply.done():
-                    request.reply.cancel() if isinstance(error, asyncio.CancelledError) else request.reply.set_exception(error)
+                    request.reply.cancel() if ended else request.reply.set_exception(error)
             if not isinstance(error, Exception):
                 raise
         finally:

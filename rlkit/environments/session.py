@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
+from rlkit.environments.toolbox import closed
 from rlkit.environments.tools import execute, marked, where
 from rlkit.errors import EnvironmentFailed, RLKitError, place
 from rlkit.system.deadline import in_worker
-from rlkit.system.loops import awaited, closing
+from rlkit.system.loops import awaited, closing, together
 from rlkit.types import Environment, Messages, Rollout, Session, Task, Tool, ToolCall, ToolExecutor, ToolResult
 
 Leave = Callable[[type[BaseException] | None, BaseException | None, Any], Any]  # as __exit__; plain or async
@@ -74,7 +74,7 @@ async def _entered(environment: Environment, task: Task) -> tuple[Any, Leave]:
             return await given.__aenter__(), given.__aexit__
         if hasattr(given, "__enter__"):
             return given.__enter__(), given.__exit__
-        return given, lambda *_: getattr(given, "close", lambda: None)()
+        return given, lambda *_: closed(given)
 
 
 class FunctionSession:
@@ -107,7 +107,7 @@ class FunctionSession:
 
     async def close(self) -> None:
         """Closes its tools, where they can be closed."""
-        await awaited(getattr(self.tools, "close", lambda: None)())
+        await closed(self.tools)
 
 
 async def answer_calls(
@@ -135,20 +135,11 @@ async def answer_calls(
 
     known = [tools[call.name] for call in step.tool_calls[:max_calls] if not call.error and call.name in tools]
     if all(marked(tool, "independent") for tool in known) and not all(marked(tool, "bounded") for tool in known):
-        results = await _together([answered(i, call) for i, call in enumerate(step.tool_calls)])
+        results = await together(answered(i, call) for i, call in enumerate(step.tool_calls))
     else:
         results = [await answered(i, call) for i, call in enumerate(step.tool_calls)]
     messages: Messages = [{"role": "tool", "tool_call_id": r.id, "name": r.name, "content": r.content} for r in results]
     return rollout._replace(steps=(*rollout.steps[:-1], step._replace(tool_results=tuple(results)))), messages
-
-
-async def _together(answers: list[Any]) -> list[ToolResult]:
-    """All results. Raises: the first error, once none of the others runs any more."""
-    results = await asyncio.gather(*answers, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
 
 
 async def with_state(rollout: Rollout, session: Session) -> Rollout:

@@ -11,7 +11,7 @@ from rlkit.errors import EnvironmentFailed
 from rlkit.types import FinishReason, Rollout
 
 NAN = float("nan")
-TRUNCATIONS = ("length", "context", "steps", "environment", "error")
+TRUNCATIONS = ("length", "context", "steps", "deadline", "environment", "error")
 STATUSES = ("ok", "wrong", "unparseable", "timeout", "error")  # of a component's score
 
 
@@ -28,8 +28,8 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
     aggregator/*        what the reward's aggregator measured itself
     group/*             shares of prompts whose rewards are all equal (split into all good: > 0, all bad: <= 0) and mixed
     len/*               sampled tokens of an episode, all steps together; what a thinking budget wrote is not among them
-    stop_reason/*       how episodes ended: stop (the policy or the environment), length, context, steps, environment
-                        (a limit of its own) or error (it failed, and why is in the rollout's metadata)
+    stop_reason/*       how episodes ended: stop (the policy or the environment), length, context, steps, deadline (its seconds in
+                        the session), environment (a limit of its own) or error (it failed, and why is in the rollout's metadata)
     finish_reason/*     how replies ended: shares of stop, tool, budget and length, as types.FinishReason has them
     dropped_frac        share of episodes whose context dropped its oldest turns
     think_closed_frac   share of episodes without an unclosed thinking block

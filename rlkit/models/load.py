@@ -13,12 +13,13 @@ from rlkit.errors import ConfigError, TemplateError
 from rlkit.models.chat import make_codec
 from rlkit.models.packing import allow_packing
 from rlkit.system.digest import SUMS, folder_damage
-from rlkit.types import Policy
+from rlkit.types import Policy, ranges
 
 TINY = Path(__file__).parent / "tiny"
 EMBEDDED = {"tiny": None, "tiny_guess": "guess_number"}  # path → variant of the weights in TINY: model.VARIANT.safetensors
 
 
+@ranges(rank=(0, None), alpha=(1, None))
 class LoRA(NamedTuple):
     """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685). Dropout is 0: sampler and trainer must agree.
 

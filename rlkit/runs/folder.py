@@ -14,19 +14,17 @@ from typing import Any
 
 import yaml
 
+from rlkit.config.changes import ONCE, PLACE, difference
 from rlkit.config.schema import renamed
 from rlkit.config.trust import read_yaml
 from rlkit.errors import ConfigError, DataError
-from rlkit.system.files import refusing, write_atomic
+from rlkit.system.files import put_aside, refusing, write_atomic
 from rlkit.system.redaction import FROM_ENVIRONMENT, NUMBER, REDACTED, SECRET, redacted
+from rlkit.system.rows import read_rows
 
 OUTPUTS = Path("outputs")
-ONCE = ("resume", "takeover")  # keys that say how a process begins, and nothing of the run
-LENGTH = ("trainer.steps", "trainer.max_time", *ONCE)  # keys that two configs of one run may differ in
-PLACE = ("trainer.devices", "trainer.nodes", "trainer.strategy", "trainer.timeout")  # and these: the result does not depend on the ranks
 OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=(.*)", re.DOTALL)
 COUNT = re.compile(r"[-+\d.,eE]*|true|false|null|\{.*|\w+\(.*|\$\{.*", re.DOTALL)  # values that are no text
-FIXED = ("model", "optimizer._target_", "task", "seed")  # keys that a continued run may not change
 
 
 def fresh(parent: Path) -> Path:
@@ -132,15 +130,6 @@ def cover_overrides(folder: Path) -> None:
         written = yaml.safe_load(path.read_text())
         if (hidden := without_secrets(written)) != written:
             write_atomic(path, dump(hidden))
-
-
-def put_aside(path: Path, suffix: str) -> Path:
-    """Renames a file to its name with a suffix, and a number where that is taken: nothing is overwritten. Returns the new path."""
-    target, number = path.with_name(path.name + suffix), 2
-    while target.exists():
-        target, number = path.with_name(f"{path.name}{suffix}_{number}"), number + 1
-    path.rename(target)
-    return target
 
 
 def dump(config: Any) -> bytes:
@@ -254,40 +243,42 @@ def _saved(folder: Path) -> list[str]:
     return [str(text) for text in saved]
 
 
-def difference(old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()) -> dict[str, tuple[Any, Any]]:
-    """Dotted key → (old, new) for every value that differs, the run's length and the keys `beside` it left out."""
-    before, after = flatten(redacted(old)), flatten(redacted(new))
-    return {
-        key: (before.get(key), after.get(key))
-        for key in dict.fromkeys((*before, *after))
-        if before.get(key) != after.get(key) and key not in LENGTH + beside
-    }
-
-
-def flatten(node: Any, path: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys."""
-    if not isinstance(node, Mapping) or not node:
-        return {path: node}
-    return {k: v for key, value in node.items() for k, v in flatten(value, f"{path}.{key}" if path else str(key)).items()}
-
-
-def refuse_changes(folder: Path, changed: Mapping[str, tuple[Any, Any]]) -> None:
-    """Raises ConfigError for changes with which a run cannot go on."""
-    fixed = [key for key in changed if any(key == f or key.startswith(f"{f}.") for f in FIXED)]
-    if fixed:
-        was, wanted = changed[fixed[0]]
-        raise ConfigError(
-            f"resume={folder}: {fixed[0]} was {was} and is now {wanted}; a run cannot continue with another {fixed[0].split('.')[0]}. "
-            "Take the override away, or start anew with resume=never"
-        )
-
-
 def quoted(folder: Path) -> str:
     """A folder as a shell takes it."""
     return shlex.quote(str(folder))
 
 
-def clock(seconds: float) -> str:
-    """1:04, or 2:01:04."""
-    minutes, seconds = divmod(max(0, round(seconds)), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
+def refuse_restart(folder: Path) -> None:
+    """Raises DataError where a run has trained and has no checkpoint left: it could only begin again, in place of what it was."""
+    if steps := lost_steps(folder):
+        raise DataError(
+            f"{folder} has trained {steps} steps, but none of its checkpoints is left, so it cannot go on. Start a new run without resume "
+            "(with resume=auto: move this folder away first); nothing in it was changed"
+        )
+
+
+def lost_steps(folder: Path) -> int:
+    """How many steps a run has trained whose checkpoints are gone; 0 where one is left, or where it ended before its first save.
+
+    A run is past its first save where it has rows of steps after callbacks.checkpoint.every, where its summary says that its end was
+    saved, or where something is left that only a save brings about.
+    """
+    saves = folder / "checkpoints"
+    if any(saves.glob("step_*.ckpt")):
+        return 0
+    summary = read_summary(folder) or {}
+    numbers = [int(found[1]) for path in (folder / "rollouts").glob("step_*") if (found := re.match(r"step_(\d+)", path.name))]
+    steps = max([row["step"] for row in read_rows(folder / "metrics.jsonl")] + numbers, default=0)
+    ended = summary.get("ended") in ("finished", "out of time", "interrupted") and summary.get("steps") and not summary.get("unsaved")
+    left = any(any(saves.glob(name)) for name in ("*.superseded", "*.damaged*", "best.json"))
+    parts = None
+    with suppress(DataError):  # a config that cannot be read says nothing of saves
+        parts = read_config(folder).get("callbacks")
+    every = [
+        part["every"]
+        for part in (parts.values() if isinstance(parts, Mapping) else ())
+        if isinstance(part, Mapping)
+        and part.get("_target_") == "rlkit.training.callbacks.checkpoint"
+        and isinstance(part.get("every"), int)
+    ]
+    return steps if ended or left or not every or steps > min(every) else 0

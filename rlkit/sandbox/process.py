@@ -21,6 +21,7 @@ from rlkit.sandbox.files import folder, readable
 from rlkit.sandbox.values import Malformed, decode, records
 from rlkit.system.deadline import ended_by
 from rlkit.system.processors import cores
+from rlkit.types import ranges
 
 CHILD = Path(__file__).with_name("_child.py")
 START_LIMIT = 30.0  # seconds until the interpreter stands: a loaded machine is not the program's fault
@@ -33,6 +34,7 @@ class SandboxError(RLKitError, RuntimeError):
     """The limits could not be put on a child. Its program did not run."""
 
 
+@ranges(time_limit=(0.01, None), memory_mb=(64, None), output_kb=(1, None), workers=(1, None))
 class Sandbox(NamedTuple):
     """How untrusted programs run."""
 

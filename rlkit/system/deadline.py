@@ -61,10 +61,8 @@ def containing(*passing: type[BaseException]) -> Iterator[None]:
     os._exit = _asked  # type: ignore[assignment]  # it stays: outside of user code it is the system's own
     try:
         yield
-    except (Exception, Interrupted, *passing):
-        raise
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and _may_be_typed():
+        if isinstance(error, (Exception, Interrupted, *passing)) or (isinstance(error, KeyboardInterrupt) and _may_be_typed()):
             raise
         raise ProcessEndAsked(raised_at(error, back=2 if isinstance(error, _Exit) else 1)) from error
     finally:

@@ -149,3 +149,12 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def put_aside(path: Path, suffix: str) -> Path:
+    """Renames a file to its name with a suffix, and a number where that is taken: nothing is overwritten. Returns the new path."""
+    target, number = path.with_name(path.name + suffix), 2
+    while target.exists():
+        target, number = path.with_name(f"{path.name}{suffix}_{number}"), number + 1
+    path.rename(target)
+    return target

@@ -13,11 +13,12 @@ from rlkit.environments.thinking import split_thinking
 from rlkit.errors import DataError
 from rlkit.tasks.select import select
 from rlkit.tasks.source import read_split
-from rlkit.types import Message, Task
+from rlkit.types import Message, Task, ranges
 
 ROLES = ("system", "user", "assistant", "tool")
 
 
+@ranges(max_samples=(1, None))
 def conversations(
     *,
     path: str,

@@ -6,11 +6,12 @@ import random
 
 from rlkit.errors import ConfigError
 from rlkit.tasks.splits import check_split
-from rlkit.types import Split, Task
+from rlkit.types import Split, Task, ranges
 
 SEEDS = {"train": (0, 4), "validation": (2, 4), "test": (1, 2)}  # split → first seed and distance of those it may have
 
 
+@ranges(max_samples=(1, None))
 def episodes(
     *,
     split: Split = "train",

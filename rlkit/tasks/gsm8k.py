@@ -8,9 +8,10 @@ from typing import Any
 from rlkit.errors import DataError
 from rlkit.tasks.select import select
 from rlkit.tasks.source import Row, read_split
-from rlkit.types import Task
+from rlkit.types import Task, ranges
 
 
+@ranges(max_samples=(1, None))
 def gsm8k(
     *,
     path: str = "openai/gsm8k",

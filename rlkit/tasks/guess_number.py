@@ -6,9 +6,10 @@ import random
 
 from rlkit.errors import DataError
 from rlkit.tasks.splits import check_shares, check_split, empty_split, split_of
-from rlkit.types import Split, Task
+from rlkit.types import Split, Task, ranges
 
 
+@ranges(max_samples=(1, None))
 def guess_number(
     *,
     split: Split = "train",

@@ -10,12 +10,13 @@ from rlkit.environments.prompts import with_system_prompt
 from rlkit.errors import ConfigError, DataError
 from rlkit.tasks.select import select
 from rlkit.tasks.source import Row, read_split
-from rlkit.types import Message, Task
+from rlkit.types import Message, Task, ranges
 
 FIELDS = ("prompt", "answer", "id", "reward", "environment")
 ROLES = ("system", "user", "assistant", "tool")
 
 
+@ranges(max_samples=(1, None))
 def jsonl(
     *,
     path: str,

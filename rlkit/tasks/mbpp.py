@@ -11,11 +11,12 @@ from rlkit.sandbox import Unsplittable
 from rlkit.sandbox import split as split_test
 from rlkit.tasks.select import select
 from rlkit.tasks.source import Row, read_split
-from rlkit.types import Task
+from rlkit.types import Task, ranges
 
 INSTRUCTION = "Answer with one Python program in a ```python block. It must pass tests like this one:"
 
 
+@ranges(max_samples=(1, None))
 def mbpp(
     *,
     path: str = "google-research-datasets/mbpp",

@@ -10,9 +10,10 @@ from typing import Any
 from rlkit.errors import ConfigError, DataError, install
 from rlkit.tasks.select import select
 from rlkit.tasks.splits import check_shares, check_split, empty_split, split_of
-from rlkit.types import Message, Task
+from rlkit.types import Message, Task, ranges
 
 
+@ranges(max_samples=(1, None))
 def verifiers(
     *,
     id: str,

@@ -10,34 +10,10 @@ from rlkit.functional import automatic_correction, no_correction, token_correcti
 from rlkit.rewards import Reward
 from rlkit.sandbox import Sandbox
 from rlkit.training.schedules import Schedule, phases
-from rlkit.types import Engine, Environment, Policy, Reference, SamplingParams, Split, Task, ToolParser
-
-# The smallest value of numbers whose part is used long after the config is checked, and has nothing to say when it is built.
-LEAST: dict[str, dict[str, float]] = {
-    "rlkit.training.callbacks.checkpoint": {"every": 1, "keep": 1},
-    "rlkit.training.callbacks.samples": {"every": 1, "count": 1},
-    "rlkit.training.callbacks.rollouts": {"every": 0},
-    "rlkit.training.callbacks.tokens": {"every": 0, "count": 1},
-    "rlkit.engines.Cached": {"max_rows": 1, "max_cached_tokens": 1},
-    "rlkit.engines.Transformers": {"max_rows": 1},
-    "rlkit.models.LoRA": {"rank": 0, "alpha": 1},
-    "rlkit.sandbox.Sandbox": {"time_limit": 0.01, "memory_mb": 64, "output_kb": 1, "workers": 1},
-    "rlkit.training.schedules.decay": {"to": 0},
-    "rlkit.training.experiment.Evaluation": {
-        "n": 0, "every": 0, "samples": 0, "temperature": 0, "curve_temperature": 0, "max_new_tokens": 1, "stop_at": 0,
-    },
-    "rlkit.training.experiment.TrainerSettings": {"steps": 1, "micro_batch_tokens": 1, "max_grad_norm": 1e-8, "max_time": 0, "threads": 1},
-    "rlkit.tasks.arithmetic": {"max_samples": 1},
-    "rlkit.tasks.episodes": {"max_samples": 1},
-    "rlkit.tasks.gsm8k": {"max_samples": 1},
-    "rlkit.tasks.guess_number": {"max_samples": 1},
-    "rlkit.tasks.jsonl": {"max_samples": 1},
-    "rlkit.tasks.mbpp": {"max_samples": 1},
-    "rlkit.tasks.mixture": {"max_samples": 1},
-    "rlkit.tasks.verifiers": {"max_samples": 1},
-}  # fmt: skip
+from rlkit.types import Engine, Environment, Policy, Reference, SamplingParams, Split, Task, ToolParser, ranges
 
 
+@ranges(prompts=(1, None), group_size=(1, None))
 class BatchSize(NamedTuple):
     """prompts × group_size rollouts make one RL step."""
 
@@ -45,6 +21,7 @@ class BatchSize(NamedTuple):
     group_size: int
 
 
+@ranges(admission_rounds=(1, None))
 class Sampling(NamedTuple):
     """How replies are sampled. Training samples from the full distribution: it refuses a `top_p` below 1 and a `top_k` above 0."""
 
@@ -63,33 +40,10 @@ class Sampling(NamedTuple):
         return {name: getattr(self, name) for name in SamplingParams._fields}
 
 
-def thinking_problems(sampling: Sampling) -> list[str]:
-    """A thinking budget out of range, or one that no reply can reach, as a sentence."""
-    budget, limit = sampling.max_thinking_tokens, sampling.max_new_tokens
-    if budget is None or 0 <= budget < limit:
-        return []
-    return [
-        f"generation.max_thinking_tokens={budget}: must be at least 0 and below generation.max_new_tokens={limit}, where a reply ends "
-        "anyway; null sets no limit"
-    ]
-
-
-def sampling_problems(sampling: Sampling) -> list[str]:
-    """What no engine can sample, as sentences."""
-    problems = []
-    if sampling.max_new_tokens < 1:
-        problems.append(f"generation.max_new_tokens={sampling.max_new_tokens}: must be at least 1")
-    if sampling.temperature < 0:
-        problems.append(f"generation.temperature={sampling.temperature}: must not be negative; 0 is greedy")
-    if not 0 < sampling.top_p <= 1:
-        problems.append(f"generation.top_p={sampling.top_p}: must be greater than 0 and at most 1; 1 cuts nothing")
-    if sampling.admission_rounds < 1:
-        problems.append(f"generation.admission_rounds={sampling.admission_rounds}: must be at least 1")
-    if sampling.top_k < 0:
-        problems.append(f"generation.top_k={sampling.top_k}: must not be negative; 0 cuts nothing")
-    return problems + thinking_problems(sampling)
-
-
+@ranges(
+    n=(0, None), every=(0, None), samples=(0, None), temperature=(0, None), curve_temperature=(0, None), max_new_tokens=(1, None),
+    stop_at=(0, None),
+)  # fmt: skip
 class Evaluation(NamedTuple):
     """Evaluation with settings and a verifier of its own: of validation tasks on the way, of test tasks before and after."""
 
@@ -106,6 +60,10 @@ class Evaluation(NamedTuple):
     max_time: float | None = None  # minutes of one evaluation; None waits for ever
 
 
+@ranges(
+    steps=(1, None), micro_batch_tokens=(1, None), max_grad_norm=(1e-8, None), max_time=(0, None), threads=(1, None),
+    max_nonfinite=(1, None),
+)  # fmt: skip
 class TrainerSettings(NamedTuple):
     """How long, on what, and in which portions."""
 
@@ -125,6 +83,7 @@ class TrainerSettings(NamedTuple):
     requeue: bool = False  # whether a SLURM job that is signalled asks to be queued again, once it is saved
 
 
+@ranges(n=(1, None), num_return_sequences=(1, None), max_steps=(1, None))
 class RolloutRun(NamedTuple):
     """Episodes without training: the groups that an episode needs, and how many to play."""
 
@@ -144,6 +103,7 @@ class RolloutRun(NamedTuple):
     sandbox: Sandbox = Sandbox()  # named by the parts that run code
 
 
+@ranges(max_turns=(1, None), max_calls=(1, None), max_chars=(1, None))
 class AgentRun(NamedTuple):
     """A question answered with tools: who answers, and within which limits."""
 

@@ -2,72 +2,36 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from rlkit.distributed import launch, ranks
-from rlkit.errors import ConfigError, Interrupted, Refusal, RLKitError, raised_at, visible
-from rlkit.runs import folder as runs
+from rlkit.distributed import ranks
+from rlkit.errors import Interrupted, RLKitError, raised_at
 from rlkit.system import owner
 from rlkit.system.device import autocast, pick_device, precision, quiet, use_threads, versions
-from rlkit.system.files import LOST, lenient, refusing, write_json
+from rlkit.system.files import LOST, lenient, put_aside, refusing, write_json
 from rlkit.system.processors import cores
 from rlkit.system.redaction import redacted
-from rlkit.training.experiment import Experiment, TrainerSettings, correction_in_words
-from rlkit.types import Split, Splits, Task
+from rlkit.training.experiment import Experiment, correction_in_words
+from rlkit.types import Split, Splits
 
 if TYPE_CHECKING:
     from rlkit.training.callbacks.evaluation import Results
 
-SHOWN = 6  # files that were not written, which the end of a run names
 
-
-def load_tasks(x: Experiment) -> Splits:
-    """The problems that a run plays, truths read, verifier and every phase's reward tried on gold answers.
-
-    Test problems are loaded where `evaluation.n` is above 0, validation problems where `evaluation.every` is too.
-    Raises: DataError, ConfigError; of a split without problems with the setting that gives it some.
-    """
-    from rlkit.training.schedules import phases
-    from rlkit.training.selfcheck import check_assumptions, check_reward, check_tools, check_truths, check_verifier
-
-    train = x.task(split="train")
-    check_truths(train, x.evaluation.reward)
-    check_verifier(train, x.evaluation.reward)
-    validation = load_split(x, "validation") if x.evaluation.n and x.evaluation.every else []
-    test = load_split(x, "test") if x.evaluation.n else []
-    for phase in phases(x).values():
-        check_truths(train, phase.reward)
-        check_reward(train, phase.reward)
-        check_assumptions(train, phase)
-    check_tools(train, x.environment)
-    return Splits(train, validation, test)
-
-
-def load_split(x: Experiment, split: Split) -> Sequence[Task]:
-    """The first `evaluation.n` problems of a split, truths read and the verifier tried. Raises DataError, ConfigError."""
-    from rlkit.training.selfcheck import check_truths, check_verifier
-
-    tasks = x.task(split=split)[: x.evaluation.n]
-    if not tasks:
-        instead = {"validation": "set task.validation above 0 or evaluation.every=0", "test": "set task.held_out above 0 or evaluation.n=0"}
-        raise ConfigError(f"the task has no {split} problems; {instead.get(split, 'give it some')}")
-    check_truths(tasks, x.evaluation.reward)
-    check_verifier(tasks, x.evaluation.reward)
-    return tasks
-
-
-def train(x: Experiment, tasks: Splits, folder: Path, *, started: float, resume: Path | None) -> dict[str, Any]:
+def train(
+    x: Experiment, tasks: Splits, folder: Path, *, started: float, resume: Path | None, provenance: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
     """Trains to the end and returns the summary, which is also written to the folder. Its `before` and `after` are of test problems, and
     `validation` is the last evaluation on the way.
 
     Args:
-      x: the experiment. tasks: the problems of its splits (see `load_tasks`).
+      x: the experiment. tasks: the problems of its splits (see `rlkit.config.problems.rows.load_tasks`).
       folder: where everything goes; of the run to continue where there is a `resume`.
+      provenance: config, versions and git state of this process, for checkpoints and loggers.
       resume: a checkpoint, or a folder whose newest one is taken; None starts anew.
       started: time.perf_counter() of the command's start.
     """
@@ -94,11 +58,11 @@ def train(x: Experiment, tasks: Splits, folder: Path, *, started: float, resume:
     if line := correction_in_words(x, exact=exact):
         print(line, flush=True)
     module = RLModule(x, policy, tasks.train, exact=exact)
-    module.provenance = ranks.first(lambda: runs.read_start(folder))
+    module.provenance = dict(provenance)
     results: Results = {}
     with refusing(folder):
         if ranks.rank() == 0 and (folder / FAILED).exists():  # of the process that this one continues
-            runs.put_aside(folder / FAILED, ".earlier")
+            put_aside(folder / FAILED, ".earlier")
     trainer, checkpoint = make_trainer(x, module, tasks, folder, results, device, resume=resume)
     summary = {"ended": "failed", "seed": x.seed, "name": x.name}
     try:
@@ -131,7 +95,7 @@ def conclude(
 ) -> None:
     """Adds a run's figures, and what of it could not be written, to its summary; writes summary.json and metrics.csv."""
     from rlkit.sandbox import seen
-    from rlkit.training.callbacks.metrics import export_csv
+    from rlkit.system.rows import export_csv
     from rlkit.training.metrics import peak_memory
 
     validation, test = results.get("validation", {}), results.get("test", {})
@@ -166,26 +130,6 @@ def missing() -> dict[str, Any]:
     result = {what: why for what, why in LOST.items() if what in RESULT}
     sentence = "; ".join(f"{what} could not be written ({why})" for what, why in result.items())
     return {"unsaved": sentence or None, "lost": {what: why for what, why in LOST.items() if what not in RESULT}}
-
-
-def join_ranks(settings: TrainerSettings) -> None:
-    """Where the settings ask for several ranks, this process becomes one of them. Raises ConfigError where nobody has started them."""
-    import torch
-
-    count = settings.devices * settings.nodes
-    if count == 1 or ranks.size() > 1:
-        return
-    if not launch.started_outside(os.environ, settings.devices, settings.nodes):
-        raise ConfigError(
-            f"trainer.nodes={settings.nodes}: processes on other machines have to be started from outside: srun --ntasks={count} "
-            f"--ntasks-per-node={settings.devices} rlkit train …, or torchrun --nnodes={settings.nodes} "
-            f"--nproc-per-node={settings.devices} … -m rlkit train …"
-        )
-    launch.adopt_slurm()
-    cuda = settings.accelerator != "cpu" and torch.cuda.is_available()
-    if cuda and settings.devices > torch.cuda.device_count():
-        raise ConfigError(f"trainer.devices={settings.devices}: this machine has {torch.cuda.device_count()} GPU(s); lower it")
-    ranks.join(count, cuda=cuda, timeout=settings.timeout)
 
 
 def how_it_ended(module: Any, results: Mapping[Split, Mapping[int, Mapping[str, Any]]]) -> str:
@@ -224,7 +168,7 @@ def make_trainer(
         print(f"resume: {says}", flush=True)
     with refusing(folder):
         loggers = [tolerant(make(folder, step)) for make in x.logger.values()] if ranks.rank() == 0 else []
-    rows = [HeldOut(tasks, metrics, results), MetricsFile(metrics), Tracking(folder), Phases(metrics)]
+    rows = [HeldOut(tasks, metrics, results), MetricsFile(metrics), Tracking(), Phases(metrics)]
     first = [StopOnSignal(), Ownership(folder), DebugBundle(folder), Watchdog(x.trainer.max_step_time), *rows]
     callbacks = [*first, *(make(folder) for make in x.callbacks.values())]
     callbacks.sort(key=lambda callback: isinstance(callback, RLCheckpoint))  # a checkpoint says that all that its step writes is there
@@ -251,12 +195,11 @@ def make_trainer(
 
 def taken_up(resume: Path, folder: Path) -> tuple[Path | None, int, list[dict[str, Any]]]:
     """The checkpoint that a run is continued from, its RL step, and the rows up to it; what came after it is set aside."""
+    from rlkit.system.rows import cut_back, read_rows
     from rlkit.training.callbacks.checkpoints import SUFFIX, checkpoints, load_checkpoint, supersede
-    from rlkit.training.callbacks.rows import cut_back, read_rows, refuse_restart
 
     metrics = folder / "metrics.jsonl"
     if resume.suffix != SUFFIX and not checkpoints(resume):  # killed before its first one
-        refuse_restart(folder)
         cut_back(metrics, -1)
         return None, 0, []
     path, state = load_checkpoint(resume)
@@ -294,75 +237,3 @@ def header(x: Experiment, policy: Any, device: Any, tasks: Splits) -> str:
         + (f"\nphases: {' → '.join(f'{name} ({phase.algorithm.name})' for name, phase in named.items())}" if len(named) > 1 else "")
         + f"\n{seen() or 'sandbox: no reward and no tool asks for one'}"
     )
-
-
-def closing(summary: Mapping[str, Any], folder: Path) -> str:
-    """The before/after table of the test problems, the folder and the commands that come next."""
-    from rlkit.training.callbacks.terminal import how_sampled
-
-    where = runs.quoted(folder)
-    lines = [""]
-    before, after = summary.get("before"), summary.get("after")
-    if before and after:
-        lines += [f"{'test':<22}{'before':>16}{'after':>16}", "-" * 54]
-        shaped = any(r["reward"] != r["accuracy"] for r in (before, after))  # else the reward is the accuracy
-        for name, interval in [("accuracy", "interval"), *([("reward", "reward_interval")] if shaped else [])]:
-            lines.append(f"{name:<22}{before[name]:>16.3f}{after[name]:>16.3f}")
-            spans = [f"{r[interval][0]:.3f} – {r[interval][1]:.3f}" for r in (before, after)]
-            lines.append(f"{'95 % interval':<22}{spans[0]:>16}{spans[1]:>16}")
-        lines.append(f"{'problems':<22}{before['n']:>16}{after['n']:>16}")
-        for part, own in after.get("parts", {}).items():
-            was = before.get("parts", {}).get(part)
-            lines.append(f"{f'accuracy, {part}':<22}" + "".join(f"{r['accuracy']:>16.3f}" if r else f"{'-':>16}" for r in (was, own)))
-        lines.append(f"{'replies':<22}{how_sampled(before['temperature']):>32}")
-        lines.append("")
-    lines.append(f"{summary['ended']} after {summary['steps']} steps, {summary['wall_seconds']:.0f} s, {summary['tokens']:,} tokens")
-    if LOST:
-        named = [f"{what} ({why})" for what, why in LOST.items()]
-        lines.append(f"not written: {'; '.join(named[:SHOWN])}" + (f"; and {len(named) - SHOWN} more" if len(named) > SHOWN else ""))
-    longer = f" trainer.steps={2 * summary['steps']}" if summary["ended"] == "finished" else ""
-    saved = any((folder / "checkpoints").glob("*.ckpt"))
-    lines += [
-        f"run folder       {folder}",
-        "next:",
-        f"  curves         tensorboard --logdir {where}",
-        f"  report         rlkit report {where}",
-        f"  conversations  less {where}/samples/*",
-        f"  resume         rlkit train resume={where}{longer}" if saved else "  (nothing to resume: it ended before its first checkpoint)",
-    ]
-    return "\n".join(lines)
-
-
-def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *, started: float, resume: Path | None) -> int:
-    """Runs in a folder and prints the end; the exit status. A refusal leaves nothing behind that was not there before."""
-    import shutil
-
-    fresh = resume is None
-    try:
-        with refusing(folder):
-            if ranks.rank() == 0:
-                runs.write_config(folder, config) if fresh else runs.cover_overrides(folder)
-            for line in runs.write_start(folder, config, versions()) if ranks.rank() == 0 else ():
-                print(f"resume: {line}", flush=True)
-        summary = train(x, tasks, folder, started=started, resume=resume)
-    except Refusal as error:
-        print(visible(f"rlkit: {error}", kept="\n"), file=sys.stderr)
-        if fresh and not (folder / "metrics.jsonl").exists() and ranks.rank() == 0 and not owner.lost(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-        return 2
-    except RLKitError as error:
-        notes = getattr(error, "__notes__", ())
-        print(visible("\n".join((f"rlkit: {error}", f"run folder: {folder}", *notes)), kept="\n"), file=sys.stderr)
-        return 1
-    if ranks.rank() == 0:
-        with lenient("config.yaml"):
-            runs.write_config(folder, config)  # a resumed run's, once it has gone on with it
-    print(closing(summary, folder), flush=True)
-    if summary["ended"] == "interrupted":
-        if ranks.rank() == 0 and x.trainer.requeue and "signal" in summary and summary["signal"] != "SIGINT":
-            from rlkit.training.callbacks.stopping import requeue
-
-            owner.release(folder)  # SLURM may end this process as soon as it hears of it
-            requeue()
-        return 1 if LOST else summary.get("status", 130)
-    return 1 if LOST else 0

@@ -10,69 +10,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkit.config.assumptions import assumption_problems
 from rlkit.environments import environment_of
 from rlkit.episodes import assemble, collect
 from rlkit.episodes.episode import opening
-from rlkit.episodes.summary import by_part
-from rlkit.errors import ConfigError, DataError, SelfCheckError
+from rlkit.errors import DataError, SelfCheckError
 from rlkit.functional import token_log_probs
 from rlkit.models import check_template, check_vocabulary, encode_prompt, pack, score
-from rlkit.rewards import Reward, RewardError, tests_of
-from rlkit.rewards import score as score_rollouts
-from rlkit.rewards.truths import truth_problems
-from rlkit.sandbox import Sandbox, require
 from rlkit.training.experiment import Experiment
 from rlkit.training.schedules import phases
-from rlkit.types import Environment, Policy, Rollout, Step, Task, declarations
+from rlkit.types import Environment, Policy, Task, declarations
 
 FP32_TOLERANCE = 1e-3  # max |Δ log-prob|: two correct float32 paths differ by rounding alone
 BF16_WARNING = 0.05  # mean |Δ log-prob| in half precision: more than its rounding
 BF16_LIMIT = 0.5  # mean |Δ log-prob| in half precision: other numbers, not other rounding
 FORWARD_ROWS = 4  # rows that the model's own forward reads for the comparison
 ROWS = 32  # of the data that are tried with the verifier
-JUDGED = ("environment", "verifiers")  # rewards of rows without a gold answer
 LONGEST = 4  # rows by characters whose prompts are measured in tokens
-
-
-def check_verifier(tasks: Sequence[Task], reward: Reward) -> None:
-    """The verifier gives gold answers 1 and an empty answer 0, on the first rows. Rows that bring their own judge have no gold answer.
-
-    The tests of programs are read in every row.
-    Raises: DataError naming the row, and the test that cannot be judged outside the program.
-    """
-    for task in tasks:
-        if task.reward == "code_exec":
-            tests_of(task)
-    for task in first_rows([task for task in tasks if task.reward not in JUDGED], ROWS):
-        gold, empty = (_answered(task, text) for text in (task.answer, ""))
-        scores = [r.reward for r in score_rollouts([gold, empty], reward)]
-        if scores[0] is None or scores[0] < 1:
-            raise DataError(f"row {task.id}: the gold answer '{task.answer[:80]}' scores {scores[0]} with reward '{task.reward}', not 1; "
-                            "mend the row's answer, or name a reward that can score it")  # fmt: skip
-        if scores[1] is not None and scores[1] >= 1:
-            raise DataError(f"row {task.id}: an empty answer scores {scores[1]} with reward '{task.reward}'; it must not count as right")
-
-
-def check_truths(tasks: Sequence[Task], reward: Reward) -> None:
-    """Every row's truth can be read by the terms of the reward that compare with it, on all rows: a row that cannot would be left out of
-    every step without a word. A term of weight 0 is only logged, and not asked.
-
-    Raises: DataError naming the row, and how many there are.
-    """
-    asked = [truth_problems(term.fn, tasks) for term in reward.terms.values() if term.weight]
-    problems = [next(filter(None, said), "") for said in zip(*asked, strict=True)] if asked else []
-    found = [(task, problem) for task, problem in zip(tasks, problems, strict=False) if problem]
-    if found:
-        task, problem = found[0]
-        more = f" ({len(found) - 1} more rows are like it)" if len(found) > 1 else ""
-        raise DataError(f"row {task.id}: the gold answer '{task.answer[:80]}' of reward '{task.reward}' {problem}{more}")
-
-
-def check_assumptions(tasks: Sequence[Task], x: Experiment) -> None:
-    """What the parts assume holds with the rewards that the rows name (rlkit.config.assumptions). Raises: ConfigError with all problems."""
-    if problems := assumption_problems(x, tasks):
-        raise ConfigError("\n".join(problems))
 
 
 def check_teacher(x: Experiment) -> None:
@@ -85,35 +38,6 @@ def check_teacher(x: Experiment) -> None:
             check_vocabulary(own["path"], init.keywords["path"], teacher_revision=init.keywords["revision"], **hub)
 
 
-def check_reward(tasks: Sequence[Task], reward: Reward) -> None:
-    """The training reward runs, and can score at least one of the first rows, of every part of a mixture, with their gold answers.
-
-    Raises: ConfigError where a term raises or none can be scored; so a broken reward is found before a model is loaded.
-    """
-    gold = [_answered(task, task.answer) for task in first_rows(tasks, ROWS)]
-    try:
-        scored = score_rollouts(gold, reward)
-    except RewardError as error:
-        raise ConfigError(f"reward={reward.name}: {error}") from error
-    for own in (by_part(scored) or {"": scored}).values():
-        if all(r.reward is None for r in own):
-            raise ConfigError(
-                f"reward={reward.name}: it can score none of the first {len(own)} rows (the first is {own[0].task.id}); "
-                "choose a reward that fits the task, or reward=by_task"
-            )
-
-
-def check_tools(tasks: Sequence[Task], environment: Environment | Callable[[Task], Environment]) -> None:
-    """Tools that run model-written code get the isolation that they ask for, wherever the data's environments have any.
-
-    Raises: ConfigError, before a model is loaded.
-    """
-    for task in {task.environment: task for task in tasks}.values():
-        for tool in opening(task, environment_of(environment, task)).tools.values():
-            if isinstance(sandbox := getattr(tool, "sandbox", None), Sandbox):
-                require(sandbox)
-
-
 def first_rows(tasks: Sequence[Task], n: int) -> list[Task]:
     """The first n tasks; of a mixture the first n of every part."""
     seen: Counter[str] = Counter()
@@ -123,11 +47,6 @@ def first_rows(tasks: Sequence[Task], n: int) -> list[Task]:
         if seen[task.part] <= n:
             out.append(task)
     return out
-
-
-def _answered(task: Task, text: str) -> Rollout:
-    step = Step(prompt=task.messages, prompt_ids=(), response_ids=(), logprobs=(), finish_reason="stop", content=text)
-    return Rollout(task, (step,))
 
 
 def check_contexts(policy: Policy, tasks: Sequence[Task], environment: Environment | Callable[[Task], Environment]) -> None:

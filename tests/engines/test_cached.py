@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import random
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 import torch
-from rlkit.engines.slots import SIDE_BY_SIDE, Slots, parts_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlkit.engines import cached, generate, graphs
-from rlkit.engines.cached import _by_turns, _Decoder, coarse
+from rlkit.engines import Cached, Transformers
+from rlkit.engines.cached import graphs
+from rlkit.engines.cached.attention import SIDE_BY_SIDE, parts_of
+from rlkit.engines.cached.cache import Slots
+from rlkit.engines.cached.sampler import Sampler
+from rlkit.engines.cached.scheduler import Scheduler, bucket
 from rlkit.environments import calculator, tool_schema
 from rlkit.episodes import collect
 from rlkit.functional import mix
 from rlkit.models import encode_prompt
-from rlkit.types import Generation
+from rlkit.types import Generation, SamplingParams
 
 TOOLS = [tool_schema(calculator)]
 QUESTIONS = (
@@ -58,16 +60,16 @@ def count_tokens(model):
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 1.3, "top_p": 0.9, "top_k": 100}], ids=str)
-def test_replies_are_those_of_the_reference_in_any_slots(tiny, contexts, settings):
+def test_replies_are_those_of_the_reference_in_any_slots(tiny, contexts, complete, reference, settings):
     """All at once, three slots for eleven contexts, one, and room for two contexts of the longest."""
-    expected = generate(tiny, contexts, SEEDS, max_new_tokens=24, **settings)
+    expected = reference(tiny, contexts, SEEDS, max_new_tokens=24, **settings)
     assert settings["temperature"] == 0 or (len({g.token_ids for g in expected}) > 4 and len({len(g.token_ids) for g in expected}) > 1)
     for slots in ({}, {"max_rows": 3}, {"max_rows": 1}, {"max_cached_tokens": 600}, {"max_cached_tokens": 1}):
-        assert equal(cached(tiny, contexts, SEEDS, max_new_tokens=24, **settings, **slots), expected)
+        assert equal(complete(Cached(**slots), tiny, contexts, SEEDS, max_new_tokens=24, **settings), expected)
 
 
 @pytest.mark.parametrize("spelled", [False, True])
-def test_a_thinking_budget_is_the_same_in_any_slots(tiny, contexts, spelled):
+def test_a_thinking_budget_is_the_same_in_any_slots(tiny, contexts, complete, reference, spelled):
     """Each slot has the state of its own reply, also where the tags are spelled, and none of the reply before."""
     thinking = tiny.codec.thinking
     if spelled:  # the tags' own tokens are decoded to the same text
@@ -75,10 +77,10 @@ def test_a_thinking_budget_is_the_same_in_any_slots(tiny, contexts, spelled):
     policy = tiny._replace(codec=tiny.codec._replace(thinking=thinking))
     rows = [*contexts, (*contexts[0], tiny.codec.thinking.ids[0])]  # the last begins inside a block
     settings = {"max_new_tokens": 24, "max_thinking_tokens": 3, "temperature": 1.5}
-    expected = generate(policy, rows, [*SEEDS, 5], **settings)
+    expected = reference(policy, rows, [*SEEDS, 5], **settings)
     assert sum(bool(g.forced) for g in expected) > 5
     for slots in ({}, {"max_rows": 3}):
-        found = cached(policy, rows, [*SEEDS, 5], **settings, **slots)
+        found = complete(Cached(**slots), policy, rows, [*SEEDS, 5], **settings)
         assert equal(found, expected) and [g.forced for g in found] == [g.forced for g in expected]
 
 
@@ -101,27 +103,28 @@ def follower(rng_seed: int, rewrites: bool):
     return follow
 
 
+def turns(complete, engine, policy, contexts, rewrites, **params):
+    """All completions of episodes that go on as `follower` says, episode by episode."""
+    follow, seen = follower(7, rewrites), {}
+
+    def note(index, reply):
+        seen.setdefault(index, []).append(reply._replace(versions=()))
+        return follow(index, reply, contexts[index])
+
+    last = complete(engine, policy, contexts, SEEDS[: len(contexts)], note, max_new_tokens=12, **params)
+    assert [replies[-1] for _, replies in sorted(seen.items())] == last
+    return [reply for _, replies in sorted(seen.items()) for reply in replies]
+
+
 @pytest.mark.parametrize("rewrites", [False, True])
 @pytest.mark.parametrize("slots", [{}, pytest.param({"max_rows": 2}, marks=pytest.mark.slow), {"max_cached_tokens": 700}], ids=str)
-def test_what_follows_is_that_of_contexts_read_afresh(tiny, contexts, rewrites, slots):
+def test_what_follows_is_that_of_contexts_read_afresh(tiny, contexts, complete, rewrites, slots):
     """Every reply of every turn, where contexts go on, are cut back and written anew, and outgrow the room that there is."""
-    found = []
-    for engine in (partial(cached, **slots), partial(_by_turns, temperature=1.0)):
-        follow, seen = follower(7, rewrites), {}
-
-        def note(index, reply, follow=follow, seen=seen):
-            seen.setdefault(index, []).append(reply)
-            return follow(index, reply, contexts[index])
-
-        last = engine(tiny, contexts, SEEDS, max_new_tokens=12, follow=note) if engine.func is cached else engine(
-            tiny, contexts, SEEDS, note, max_new_tokens=12
-        )  # fmt: skip
-        assert [replies[-1] for _, replies in sorted(seen.items())] == last
-        found.append([reply for _, replies in sorted(seen.items()) for reply in replies])
+    found = [turns(complete, engine, tiny, contexts, rewrites) for engine in (Cached(**slots), Transformers())]
     assert len(found[0]) > 20 and equal(*found)
 
 
-def test_a_long_conversation_beside_one_that_gets_a_long_message(tiny):
+def test_a_long_conversation_beside_one_that_gets_a_long_message(tiny, complete, reference):
     """Their unread tokens are padded to one width, which from the end of the long one would reach beyond its room."""
     base = tuple(100 + i for i in range(40))
     grown = {0: base * 4, 1: base}
@@ -132,22 +135,22 @@ def test_a_long_conversation_beside_one_that_gets_a_long_message(tiny):
         grown[index] += reply.token_ids + (base[:2] if index == 0 else base * 3)
         return grown[index], 7
 
-    found = cached(tiny, [grown[0], grown[1]], [1, 2], max_new_tokens=4, follow=follow)
-    assert len(grown[0]) < len(grown[1]) + 20 and equal(found, generate(tiny, [grown[0], grown[1]], [7, 7], max_new_tokens=4))
+    found = complete(Cached(), tiny, [grown[0], grown[1]], [1, 2], follow, max_new_tokens=4)
+    assert len(grown[0]) < len(grown[1]) + 20 and equal(found, reference(tiny, [grown[0], grown[1]], [7, 7], max_new_tokens=4))
 
 
-def test_siblings_are_read_once_and_a_conversation_costs_its_new_tokens(tiny, contexts):
+def test_siblings_are_read_once_and_a_conversation_costs_its_new_tokens(tiny, contexts, complete):
     """Turn after turn the same number of new tokens goes through the model, whatever stands before them."""
-    follow, news = {}, 10
+    numbers, news = {}, 10
 
     def same(index, reply):
-        number = follow[index] = follow.get(index, 0) + 1
+        number = numbers[index] = numbers.get(index, 0) + 1
         held[index] = held[index] + reply.token_ids + tuple(range(200, 200 + news))
         return None if number == 6 else (held[index], mix(index, number))
 
     held = {i: contexts[0] for i in range(4)}
     with count_tokens(tiny.model) as read:
-        cached(tiny, [contexts[0]] * 4, SEEDS[:4], max_new_tokens=1, follow=same)
+        complete(Cached(), tiny, [contexts[0]] * 4, SEEDS[:4], same, max_new_tokens=1)
     assert read == [len(contexts[0])] + [4 * (news + 1)] * 5  # the reply's last token, which had only been drawn, and what is new
 
 
@@ -155,15 +158,13 @@ def test_an_episode_with_tools_is_the_same_with_either_engine(tiny, experiment):
     """The default task through the whole loop, episodes in slots of their own pace."""
     tasks = experiment.task(split="train")[:6]
     settings = {"environment": experiment.environment, "group_size": 3, "seed": 5, "max_new_tokens": 48, "temperature": 1.0}
-    ours, theirs = (
-        collect(tiny, tasks, generate=engine, **settings) for engine in (partial(cached, max_rows=5), generate)
-    )  # fmt: skip
+    ours, theirs = (collect(tiny, tasks, engine=engine, **settings) for engine in (Cached(max_rows=5), Transformers()))
     assert [[s.response_ids for s in r.steps] for r in ours] == [[s.response_ids for s in r.steps] for r in theirs]
     assert [(r.status, r.group, r.sample) for r in ours] == [(r.status, r.group, r.sample) for r in theirs]
     assert max(len(r.steps) for r in ours) > 1
 
 
-def test_adapters_are_part_of_the_policy(tiny, contexts):
+def test_adapters_are_part_of_the_policy(tiny, contexts, complete, reference):
     """Under LoRA the cache is that of the adapted model."""
     from rlkit.models import LoRA, load_policy
 
@@ -172,9 +173,9 @@ def test_adapters_are_part_of_the_policy(tiny, contexts):
         for name, weight in policy.model.named_parameters():
             if "lora_B" in name:
                 weight.fill_(0.05)
-    expected = generate(policy, contexts[:4], SEEDS[:4], max_new_tokens=12)
-    assert expected != generate(tiny, contexts[:4], SEEDS[:4], max_new_tokens=12)
-    assert equal(cached(policy, contexts[:4], SEEDS[:4], max_new_tokens=12), expected)
+    expected = reference(policy, contexts[:4], SEEDS[:4], max_new_tokens=12)
+    assert expected != reference(tiny, contexts[:4], SEEDS[:4], max_new_tokens=12)
+    assert equal(complete(Cached(), policy, contexts[:4], SEEDS[:4], max_new_tokens=12), expected)
 
 
 WINDOWS = {  # of some layers, or of all
@@ -184,7 +185,7 @@ WINDOWS = {  # of some layers, or of all
 
 
 @pytest.mark.parametrize("family", WINDOWS)
-def test_layers_with_a_window_are_left_to_the_reference(tiny, family):
+def test_layers_with_a_window_are_left_to_the_reference(tiny, complete, reference, family):
     """Keys of a position are not all that such a layer needs; the replies are right all the same, also those that follow."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -197,48 +198,42 @@ def test_layers_with_a_window_are_left_to_the_reference(tiny, family):
     contexts, replies = [tuple(range(1, 12)), (5, 6)], []
 
     def follow(index, reply):
-        replies.append(reply)
+        replies.append(reply._replace(versions=()))
         return (contexts[index] + reply.token_ids + (7,), 8) if len(replies) <= 2 else None
 
-    last = cached(policy, contexts, [1, 2], max_new_tokens=5, follow=follow)
-    assert replies[:2] == generate(policy, contexts, [1, 2], max_new_tokens=5) and len(replies) == 4
+    last = complete(Cached(), policy, contexts, [1, 2], follow, max_new_tokens=5)
+    assert replies[:2] == reference(policy, contexts, [1, 2], max_new_tokens=5) and len(replies) == 4
     again = [c + r.token_ids + (7,) for c, r in zip(contexts, replies[:2], strict=True)]
-    assert last == replies[2:] == generate(policy, again, [8, 8], max_new_tokens=5)
+    assert last == replies[2:] == reference(policy, again, [8, 8], max_new_tokens=5)
 
 
-def test_mode_and_attention_are_put_back_also_after_an_error(tiny):
+def test_mode_and_attention_are_put_back_also_after_an_error(tiny, complete):
     before = tiny.model.config._attn_implementation
     tiny.model.train()
     try:
         with pytest.raises((IndexError, RuntimeError)):
-            cached(tiny, [[10**6]], [1], max_new_tokens=2)
+            complete(Cached(), tiny, [[10**6]], [1], max_new_tokens=2)
         assert tiny.model.training and tiny.model.config._attn_implementation == before
     finally:
         tiny.model.eval()
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"temperature": -1.0}, {"max_new_tokens": 0}, {"max_rows": 0}, {"max_cached_tokens": 0}, {"check_every": 0}, {"top_p": 0.0},
-        {"max_thinking_tokens": -1},
-    ],
-)  # fmt: skip
-def test_numbers_out_of_range_are_refused(tiny, contexts, wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        cached(tiny, contexts, SEEDS, **wrong)
+@pytest.mark.parametrize("wrong", ["max_rows", "max_cached_tokens", "check_every"])
+def test_numbers_out_of_range_are_refused(wrong):
+    with pytest.raises(ValueError, match=wrong):
+        Cached(**{wrong: 0})
 
 
 # ------------------------------------------------------------------------------------------- stop checks, parts, the bound
 
 
 @pytest.mark.parametrize("every", [2, 8, 100])
-def test_how_often_the_host_looks_changes_no_reply(tiny, contexts, every):
+def test_how_often_the_host_looks_changes_no_reply(tiny, contexts, complete, every):
     """Ends by token and by length in any step, refilled slots, a thinking budget: nothing is drawn behind an end."""
     settings = {"max_new_tokens": 18, "temperature": 1.3, "max_thinking_tokens": 3}
-    expected = cached(tiny, contexts, SEEDS, **settings, max_rows=3, check_every=1)
+    expected = complete(Cached(max_rows=3, check_every=1), tiny, contexts, SEEDS, **settings)
     assert {g.finish_reason for g in expected} == {"stop", "length"} and any(g.forced for g in expected)
-    found = cached(tiny, contexts, SEEDS, **settings, max_rows=3, check_every=every)
+    found = complete(Cached(max_rows=3, check_every=every), tiny, contexts, SEEDS, **settings)
     assert equal(found, expected) and [g.forced for g in found] == [g.forced for g in expected]
 
 
@@ -254,19 +249,19 @@ def test_parts_cover_all_slots_and_read_less():
     assert parts_of(torch.tensor([100] * 31 + [5000])) == [(0, 32 - SIDE_BY_SIDE, 100), (32 - SIDE_BY_SIDE, 32, 5000)]
 
 
-def test_slots_of_very_different_lengths(tiny, monkeypatch):
+def test_slots_of_very_different_lengths(tiny, complete, reference, monkeypatch):
     """Read in parts, the replies are the same: contexts of 20 and of 200 tokens."""
-    monkeypatch.setattr("rlkit.engines.slots.CALL", 64)
+    monkeypatch.setattr("rlkit.engines.cached.attention.CALL", 64)
     rng = random.Random(1)
     contexts = [tuple(rng.randrange(100, 700) for _ in range(20 if i < 8 else 200)) for i in range(10)]
-    parts, measure = [], _Decoder.measure
-    monkeypatch.setattr(_Decoder, "measure", lambda self: (measure(self), parts.append(len(self.parts))))
-    found = cached(tiny, contexts, range(10), max_new_tokens=4)
-    assert max(parts) == 2 and equal(found, generate(tiny, contexts, range(10), max_new_tokens=4))
+    parts, measure = [], Scheduler.measure
+    monkeypatch.setattr(Scheduler, "measure", lambda self: (measure(self), parts.append(len(self.parts))))
+    found = complete(Cached(), tiny, contexts, range(10), max_new_tokens=4)
+    assert max(parts) == 2 and equal(found, reference(tiny, contexts, range(10), max_new_tokens=4))
 
 
 @pytest.mark.parametrize("most", [300, 700])
-def test_the_cache_never_holds_more_than_it_may(tiny, contexts, most):
+def test_the_cache_never_holds_more_than_it_may(tiny, contexts, complete, most):
     """Watched at each pass, while episodes outgrow their room: the youngest wait, and every reply is that of a boundless cache."""
 
     def play(**bound):
@@ -279,20 +274,134 @@ def test_the_cache_never_holds_more_than_it_may(tiny, contexts, most):
             held[index] += reply.token_ids + tuple(range(200, 200 + 15 * (1 + index % 3)))
             return held[index], mix(index, len(seen[index]))
 
-        cached(tiny, contexts[:6], SEEDS[:6], max_new_tokens=8, follow=follow, **bound)
+        complete(Cached(**bound), tiny, contexts[:6], SEEDS[:6], follow, max_new_tokens=8)
         return [reply for _, replies in sorted(seen.items()) for reply in replies]
 
     free, held = play(), []
     with pytest.MonkeyPatch.context() as patch:
-        forward, resize = _Decoder.forward, Slots.resize
+        hidden, resize = Scheduler.hidden, Slots.resize
         watch = lambda cache: held.extend((k.shape[0], k.shape[2], cache.slots, cache.room) for k in (*cache.keys, *cache.values))  # noqa: E731
-        patch.setattr(_Decoder, "forward", lambda self, *a: (forward(self, *a), watch(self.cache))[0])
+        patch.setattr(Scheduler, "hidden", lambda self, *a: (hidden(self, *a), watch(self.cache))[0])
         patch.setattr(Slots, "resize", lambda self, *a: (resize(self, *a), watch(self))[0])
         bounded = play(max_cached_tokens=most)
     assert equal(bounded, free)
     assert all((slots, room) == tuple(told) for slots, room, *told in held)
     assert all(slots * room <= most or slots == 1 for slots, room, _, _ in held)
     assert len({room for _, room, _, _ in held}) > 1  # it did grow
+
+
+# ------------------------------------------------------------------------------------------- episodes that come and go
+
+
+@pytest.fixture(scope="module")
+def small(tiny):
+    """A random model beside the tiny tokenizer, with a context of 160."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(5)
+    config = Qwen3Config(
+        vocab_size=768, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        max_position_embeddings=160, initializer_range=0.3,
+    )  # fmt: skip
+    return tiny._replace(model=Qwen3ForCausalLM(config).eval(), context_length=160)
+
+
+class Day:
+    """Episodes that arrive, wait for something outside, go on, are written anew and are given up, in an order that `seed` says."""
+
+    def __init__(self, seed, decoder, params, opening):
+        self.opening = opening
+        self.rng, self.decoder, self.params = random.Random(seed), decoder, params
+        self.asked, self.found = {}, {}  # (key, turn) → prompt and seed; completion
+        self.turn: dict[int, int] = {}  # of episodes in play
+        self.parked: dict[int, tuple[int, ...]] = {}
+        self.capacities, self.given_up = set(), 0
+
+    def ask(self, key, prompt):
+        at = key, self.turn[key]
+        self.asked[at] = prompt, mix(*at)
+        self.decoder.submit(key, prompt, mix(*at), self.params)
+
+    def words(self, most):
+        """Some end inside a thinking block, as some templates make it."""
+        said = tuple(self.rng.randrange(100, 700) for _ in range(self.rng.randrange(1, most)))
+        return said + self.opening if self.rng.random() < 0.5 else said
+
+    def release(self, key):
+        self.decoder.release(key)
+        del self.turn[key]
+        self.parked.pop(key, None)
+
+    def go_on(self, key):
+        whole = self.parked.pop(key)
+        if self.rng.random() < 0.3:
+            whole = whole[: self.rng.randrange(1, len(whole))]
+        self.turn[key] += 1
+        self.ask(key, (whole + self.words(30))[:150])
+
+    def play(self, episodes):
+        first, arrived = self.words(60), 0
+        while self.turn or arrived < episodes:
+            while arrived < episodes and self.rng.random() < 0.4:
+                self.turn[arrived] = 0
+                self.ask(arrived, first if arrived % 3 == 0 else self.words(60))
+                arrived += 1
+            for key in list(self.turn):
+                chance = self.rng.random()
+                if key in self.parked and chance < 0.2:
+                    self.go_on(key)
+                elif chance > 0.993:
+                    self.given_up += key not in self.parked
+                    self.release(key)
+            if self.decoder.idle:
+                continue
+            for key, reply in self.decoder.advance():
+                self.found[key, self.turn[key]] = reply
+                self.parked[key] = self.asked[key, self.turn[key]][0] + reply.token_ids
+                if self.turn[key] == 3:
+                    self.release(key)
+            self.capacities.add(self.decoder.capacity)
+
+
+@pytest.mark.parametrize("more", [{}, {"max_thinking_tokens": 2}, {"max_thinking_tokens": 2, "spelled": True}], ids=str)
+@pytest.mark.parametrize("slots", [{}, {"max_rows": 3}, {"max_cached_tokens": 400}, {"check_every": 4}], ids=str)
+def test_episodes_may_come_wait_and_go_in_any_order(small, reference, slots, more):
+    """Slots that grow and are given up while their episodes wait outside, growing room, rows released while they draw: every completion
+    is that of the reference engine, which knows of no slots."""
+    more = dict(more)
+    policy = small
+    if more.pop("spelled", False):
+        policy = small._replace(codec=small.codec._replace(thinking=small.codec.thinking._replace(ids=None)))
+    params, capacities, given_up = {"max_new_tokens": 12, "temperature": 1.2} | more, [], 0
+    for seed in range(3):
+        engine = Cached(**slots)
+        engine.decoder = engine.make_decoder(policy)
+        day = Day(seed, engine.decoder, SamplingParams(**params), small.codec.thinking.ids[:1])
+        with engine.serving():
+            day.play(20)
+            assert engine.decoder.idle and not engine.decoder.queue
+        prompts, seeds = zip(*(day.asked[at] for at in day.found), strict=True)
+        expected = reference(policy, prompts, seeds, **params)
+        assert len(expected) > 20 and equal(list(day.found.values()), expected)
+        assert [g.forced for g in day.found.values()] == [g.forced for g in expected] and ("max_thinking_tokens" in params) == any(
+            g.forced for g in expected
+        )
+        capacities.append(len(day.capacities))
+        given_up += day.given_up
+    assert given_up > 0 and (max(capacities) > 1 or "max_cached_tokens" in slots)
+
+
+def test_a_key_may_come_back_after_its_release(small, reference):
+    """Before the slot was given to another: what it held is not taken for what the new one holds."""
+    engine, prompts, found = Cached(), [(200, 300, 400), (200, 300, 500)], []
+    engine.decoder = decoder = engine.make_decoder(small)
+    with engine.serving():
+        for prompt in prompts:
+            decoder.submit(0, prompt, 1, SamplingParams(max_new_tokens=3))
+            while not decoder.idle:
+                found += [reply for _, reply in decoder.advance()]
+            decoder.release(0)
+    assert equal(found, reference(small, prompts, [1, 1], max_new_tokens=3))
 
 
 # --------------------------------------------------------------------------------------------------- the captured step
@@ -346,62 +455,53 @@ def recording(monkeypatch):
         return replay
 
     buffers = []
-    make = _Decoder.__init__
+    make = Sampler.__init__
 
     def init(self, *args, **kwargs):
         make(self, *args, **kwargs)
         budget = () if self.budget is None else (self.budget.inside, self.budget.used, self.budget.written)
         buffers[:] = [*self.state, *budget]
 
-    monkeypatch.setattr(_Decoder, "__init__", init)
-    monkeypatch.setattr(graphs, "CAPTURED", ("cpu",))
+    monkeypatch.setattr(Sampler, "__init__", init)
+    monkeypatch.setattr("rlkit.engines.cached.scheduler.can_capture", lambda device: True)
     monkeypatch.setattr(graphs, "capture", capture)
     monkeypatch.setattr(graphs.Graphs, "refused", set())
     return done
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_thinking_tokens": 3}, {"temperature": 0.0}, {"top_p": 0.9, "top_k": 100}], ids=str)
-def test_a_captured_step_gives_the_same_replies(tiny, contexts, recording, settings):
+def test_a_captured_step_gives_the_same_replies(tiny, contexts, complete, reference, recording, settings):
     """The step asks nothing of the host and depends on buffers alone: recorded and replayed, it draws what the reference draws."""
     settings = {"max_new_tokens": 16, "temperature": 1.3} | settings
-    expected = generate(tiny, contexts, SEEDS, **settings)
-    found = cached(tiny, contexts, SEEDS, **settings, max_rows=4, check_every=8)
+    expected = reference(tiny, contexts, SEEDS, **settings)
+    found = complete(Cached(max_rows=4, check_every=8), tiny, contexts, SEEDS, **settings)
     assert equal(found, expected) and [g.forced for g in found] == [g.forced for g in expected]
     assert 0 < recording["captured"] < recording["replayed"] / 4
 
 
 @pytest.mark.slow
-def test_captured_steps_over_many_turns_in_a_cache_that_moves(tiny, contexts, recording):
+def test_captured_steps_over_many_turns_in_a_cache_that_moves(tiny, contexts, complete, recording):
     """Graphs of the memory before are not replayed into the one after."""
-    found = []
-    for engine in (partial(cached, max_cached_tokens=700, max_new_tokens=12), partial(_by_turns, temperature=1.0, max_new_tokens=12)):
-        follow, seen = follower(7, True), {}
-
-        def note(index, reply, follow=follow, seen=seen):
-            seen.setdefault(index, []).append(reply)
-            return follow(index, reply, contexts[index])
-
-        engine(tiny, contexts[:5], SEEDS[:5], follow=note)
-        found.append([reply for _, replies in sorted(seen.items()) for reply in replies])
+    found = [turns(complete, engine, tiny, contexts[:5], True) for engine in (Cached(max_cached_tokens=700), Transformers())]
     assert equal(*found) and recording["replayed"] > recording["captured"] > 2
 
 
-def test_weights_that_change_between_calls_are_seen(tiny, contexts, recording):
+def test_weights_that_change_between_loads_are_seen(tiny, contexts, complete, reference, recording):
     """In place, as an optimizer's step, and replaced by others."""
     from copy import deepcopy
 
     policy = tiny._replace(model=deepcopy(tiny.model))
-    replies = []
+    engine, replies = Cached(), []
     for change in (lambda w: None, lambda w: w.data.mul_(1.5), lambda w: setattr(w, "data", w.data * 0.5)):
         for weight in policy.model.model.layers[1].mlp.parameters():
             change(weight)
-        replies.append(cached(policy, contexts[:4], SEEDS[:4], max_new_tokens=12))
-        assert equal(replies[-1], generate(policy, contexts[:4], SEEDS[:4], max_new_tokens=12))
+        replies.append(complete(engine, policy, contexts[:4], SEEDS[:4], max_new_tokens=12))
+        assert equal(replies[-1], reference(policy, contexts[:4], SEEDS[:4], max_new_tokens=12))
     assert replies[0] != replies[1] != replies[2] and recording["replayed"] > 3
 
 
 @pytest.mark.parametrize("when", ["capture", "first step"])
-def test_a_step_that_cannot_be_captured_runs_without_and_says_so_once(tiny, contexts, recording, monkeypatch, when):
+def test_a_step_that_cannot_be_captured_runs_without_and_says_so_once(tiny, contexts, complete, reference, recording, monkeypatch, when):
     """Found by the capture, or by the step before it, which breaks off in the model and is done again."""
     failures, watched = [], []
 
@@ -417,22 +517,22 @@ def test_a_step_that_cannot_be_captured_runs_without_and_says_so_once(tiny, cont
         finally:
             watched.clear()
 
-    expected = generate(tiny, contexts, SEEDS, max_new_tokens=8)
+    expected = reference(tiny, contexts, SEEDS, max_new_tokens=8)
     if when == "capture":
         monkeypatch.setattr(graphs, "capture", fail)
     else:
-        attention = _Decoder.attention
+        attention = Scheduler.attention
         monkeypatch.setattr(graphs, "host_looks_refused", watch)
-        monkeypatch.setattr(_Decoder, "attention", lambda self, *given: fail() if watched else attention(self, *given))
+        monkeypatch.setattr(Scheduler, "attention", lambda self, *given: fail() if watched else attention(self, *given))
     with pytest.warns(UserWarning, match="Qwen3ForCausalLM cannot be captured.*cuda_graphs=false .*capturing$") as caught:
-        found = cached(tiny, contexts, SEEDS, max_new_tokens=8)
+        found = complete(Cached(), tiny, contexts, SEEDS, max_new_tokens=8)
     assert equal(found, expected) and len(caught) == len(failures) == 1
-    assert equal(cached(tiny, contexts, SEEDS, max_new_tokens=8), expected) and len(failures) == 1  # the next call does not try
+    assert equal(complete(Cached(), tiny, contexts, SEEDS, max_new_tokens=8), expected) and len(failures) == 1  # the next call does not try
 
 
 def test_shapes_are_few_and_never_too_small():
     for step, most in ((1, 500), (64, 8192)):
-        shapes = [coarse(n, step, most) for n in range(1, most + 1)]
+        shapes = [bucket(n, step, most) for n in range(1, most + 1)]
         assert all(n <= shape <= max(n + step - 1, 1.25 * n) for n, shape in enumerate(shapes, 1))
         assert shapes == sorted(shapes) and len(set(shapes)) < 50
 
@@ -440,9 +540,9 @@ def test_shapes_are_few_and_never_too_small():
 # ---------------------------------------------------------------------------------------------------- the distribution
 
 
-@pytest.mark.parametrize("engine", [cached, generate])
+@pytest.mark.parametrize("engine", [Cached, Transformers])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_replies_of_two_tokens_follow_their_exact_distribution(tiny, engine, temperature):
+def test_replies_of_two_tokens_follow_their_exact_distribution(tiny, complete, engine, temperature):
     """All 36 replies of two tokens over a vocabulary of 6, enumerated: chi-square of 4,000 fixed seeds at 35 degrees of freedom.
 
     75.0 is its 99.99 % quantile: one sound engine in 10,000 sets of seeds would be called wrong.
@@ -456,7 +556,8 @@ def test_replies_of_two_tokens_follow_their_exact_distribution(tiny, engine, tem
     )  # fmt: skip
     policy = tiny._replace(model=Qwen3ForCausalLM(config).eval(), eos_token_ids=(99,), pad_token_id=0, context_length=16)
     n, context = 4000, (1, 4, 2)
-    replies = engine(policy, [context] * n, [mix(11, i) for i in range(n)], max_new_tokens=2, temperature=temperature, max_rows=n)
+    seeds = [mix(11, i) for i in range(n)]
+    replies = complete(engine(max_rows=n), policy, [context] * n, seeds, max_new_tokens=2, temperature=temperature)
     with torch.no_grad():
         logits = policy.model(torch.tensor([[*context, first] for first in range(6)])).logits[:, -2:] / temperature
     expected = (logits[0, 0].log_softmax(-1)[:, None] + logits[:, 1].log_softmax(-1)).exp().flatten() * n

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,18 +13,20 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from rlkit.engines import VLLM, generate
+from rlkit.engines import VLLM, Transformers
 from rlkit.environments import calculator, tool_schema
 from rlkit.episodes import assemble, collect
 from rlkit.errors import EngineError
 from rlkit.functional import mix
 from rlkit.models import LoRA, encode_prompt, load_policy, pack, score
+from rlkit.types import SamplingParams
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: tests/vllm_env.sh"),
     pytest.mark.filterwarnings("ignore"),  # its own, of what it imports
 ]
+REFERENCE = Transformers()
 QUESTIONS = ("Ann has 3 pens. Ann buys 4 more. How many pens does Ann have now?", "Ben has 5 hats.", "Ida has 20 boxes of 9 figs.")
 ROUNDING = 1e-4  # nats: two orders of summation in float32
 
@@ -58,10 +61,26 @@ def move(policy, scale: float) -> None:
                 weight.add_(scale * torch.randn(weight.shape, generator=torch.Generator().manual_seed(int(1000 * scale))))
 
 
+def sample(engine, policy, contexts, seeds, **params):
+    """A load, and one completion of each context, all at once."""
+
+    async def both():
+        await engine.load(policy, 0)
+        given = SamplingParams(admission="free", **params)
+        asked = enumerate(zip(contexts, seeds, strict=True))
+        try:
+            return await asyncio.gather(*(engine.generate(key, ids, seed, given) for key, (ids, seed) in asked))
+        finally:
+            for key in range(len(contexts)):
+                engine.release(key)
+
+    return asyncio.run(both())
+
+
 def agree(engine, policy, contexts, *, temperature: float = 0.0) -> list[tuple[int, ...]]:
     """The greedy replies are those of the reference engine, their log-probs equal up to rounding."""
-    ours = engine(policy, contexts, [1, 2, 3], max_new_tokens=24, temperature=temperature)
-    theirs = generate(policy, contexts, [1, 2, 3], max_new_tokens=24, temperature=temperature)
+    ours = sample(engine, policy, contexts, [1, 2, 3], max_new_tokens=24, temperature=temperature)
+    theirs = sample(REFERENCE, policy, contexts, [1, 2, 3], max_new_tokens=24, temperature=temperature)
     assert [(g.token_ids, g.finish_reason) for g in ours] == [(g.token_ids, g.finish_reason) for g in theirs]
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=ROUNDING)
@@ -86,15 +105,18 @@ def test_greedy_replies_follow_the_weights(policy, engine, contexts):
 
 def test_weights_that_stay_are_not_pushed_again(policy, engine, contexts, monkeypatch):
     agree(engine, policy, contexts)
-    monkeypatch.setattr(engine.backend, "push_weights", None)
+    monkeypatch.setattr(engine.backend.vllm.llm, "collective_rpc", None)
     agree(engine, policy, contexts)
 
 
 def test_sampled_replies_are_those_of_their_seeds_with_log_probs_after_temperature(policy, engine, contexts):
     """Alone, together and in another order; their log-probs are the trainer's at that temperature."""
     settings = {"max_new_tokens": 16, "temperature": 2.0}
-    together = engine(policy, contexts * 2, [7, 8, 9, 10, 11, 12], **settings)
-    assert [g.token_ids for g in engine(policy, contexts[2:] * 2, [12, 9], **settings)] == [together[5].token_ids, together[2].token_ids]
+    together = sample(engine, policy, contexts * 2, [7, 8, 9, 10, 11, 12], **settings)
+    assert [g.token_ids for g in sample(engine, policy, contexts[2:] * 2, [12, 9], **settings)] == [
+        together[5].token_ids,
+        together[2].token_ids,
+    ]
     assert len({g.token_ids for g in together}) > 3
     for context, reply in zip(contexts * 2, together, strict=True):
         ids = torch.tensor([context + reply.token_ids])
@@ -109,7 +131,7 @@ def test_sampled_replies_are_those_of_their_seeds_with_log_probs_after_temperatu
 def test_samples_have_the_distribution_of_the_policy(policy, engine, contexts):
     """First tokens of 2,000 replies at temperature 2: Pearson's χ² over cells of about a sixty-fourth of the probability each."""
     n, cells = 2000, 64
-    replies = engine(policy, contexts[:1] * n, [mix(5, i) for i in range(n)], max_new_tokens=1, temperature=2.0)
+    replies = sample(engine, policy, contexts[:1] * n, [mix(5, i) for i in range(n)], max_new_tokens=1, temperature=2.0)
     with torch.no_grad():
         probabilities = (policy.model(torch.tensor([contexts[0]])).logits[0, -1] / 2.0).softmax(-1)
     order = probabilities.argsort(descending=True)
@@ -126,7 +148,7 @@ def test_episodes_with_tools_are_exact_on_every_token(policy, engine, experiment
     """The default task through the whole loop: turns follow at once, and the trainer agrees with every sampled token."""
     tasks = experiment.task(split="train")[:4]
     rollouts = collect(
-        policy, tasks, generate=engine, environment=experiment.environment, group_size=4, seed=5, max_new_tokens=48, temperature=1.0
+        policy, tasks, engine=engine, environment=experiment.environment, group_size=4, seed=5, max_new_tokens=48, temperature=1.0
     )
     assert max(len(r.steps) for r in rollouts) > 1
     batch = assemble(rollouts, pad_token_id=policy.pad_token_id)
@@ -148,23 +170,34 @@ def test_an_adapter_goes_alone_or_merged(contexts, merge):
     engine.backend.close()
 
 
-def test_a_server_gets_adapters_and_weights_and_is_missed(contexts, capfd):
-    """Started by rlkit; a second engine speaks to it as to a foreign one. Killed, its last lines are told."""
+def test_servers_get_adapters_and_weights_and_are_missed(contexts, capfd):
+    """Two, started by rlkit; further engines speak to them as to foreign ones. One is killed in the middle, then the other."""
     adapted = adapter()
-    engine = VLLM(server="start", max_rows=16, restart_wait=600.0, arguments={"kv_cache_memory_bytes": 1 << 28})
-    move(adapted, 0.05)
-    first = agree(engine, adapted, contexts)
-    move(adapted, 0.08)
-    assert agree(engine, adapted, contexts) != first
-    foreign = VLLM(server=engine.backend.url, merge=True)
-    agree(foreign, adapted, contexts)
-    move(adapted, 0.06)
-    agree(foreign, adapted, contexts)
-    os.killpg(engine.backend.process.pid, signal.SIGKILL)
-    engine.backend.process.wait()
-    with pytest.raises(EngineError, match=r"no longer answers; the last lines of its log:\n  "):
-        agree(engine, adapted, contexts)
-    engine.backend.close()
+    started = [VLLM(addresses=["start"], max_rows=16, restart_wait=600.0, arguments={"kv_cache_memory_bytes": 1 << 28}) for _ in range(2)]
+    seen = []
+    for engine, scale in zip((*started, started[0]), (0.05, 0.08, 0.06), strict=True):
+        move(adapted, scale)
+        seen.append(agree(engine, adapted, contexts))
+    assert seen[0] != seen[1] != seen[2]
+    servers = [engine.backend.servers[0] for engine in started]
+    several = VLLM(addresses=[server.url for server in servers])
+    agree(several, adapted, contexts)
+    complete = several.backend.servers[0].complete
+
+    async def killed(*asked):
+        running = asyncio.create_task(complete(*asked))
+        await asyncio.sleep(0)
+        os.killpg(servers[0].process.pid, signal.SIGKILL)
+        return await running
+
+    several.backend.servers[0].complete = killed
+    agree(several, adapted, contexts)
+    assert f"the vLLM server {servers[0].url} no longer answers" in capfd.readouterr().err
+    agree(VLLM(addresses=[servers[1].url], merge=True), adapted, contexts)
+    with pytest.raises(EngineError, match=r"ended with status -9; the last lines of its log:\n  "):
+        agree(started[0], adapted, contexts)
+    for engine in started:
+        engine.backend.close()
 
 
 def test_a_training_run_learns_nothing_wrong(tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rlkit.config.problems.rows import check_verifier
 from rlkit.engines import Batched
 from rlkit.environments import gymnasium, single_turn
 from rlkit.episodes import collect, failures, summarize
@@ -16,7 +17,6 @@ from rlkit.models import decode
 from rlkit.models.chat import encode_scaffold
 from rlkit.rewards import Reward, Term, environment, score
 from rlkit.tasks import episodes
-from rlkit.training.selfcheck import check_verifier
 from rlkit.types import Generation, Task
 
 REWARD = Reward("environment", {"task": Term(1.0, environment)})

@@ -7,12 +7,12 @@ from functools import partial
 
 import pytest
 
+from rlkit.config.problems.rows import check_verifier
 from rlkit.errors import ConfigError, DataError
 from rlkit.rewards import Reward, RewardError, Term, by_task, code_exec, judgements, numeric, score, weighted_sum
 from rlkit.sandbox import Sandbox, SandboxError, level, process, run_many
 from rlkit.sandbox.level import Level
 from rlkit.tasks import mbpp
-from rlkit.training.selfcheck import check_verifier
 from rlkit.types import Rollout, Step, Task
 
 TASK = Task("t/0", (), reward="code_exec", metadata={"tests": ("assert f(1) == 2", "assert f(2) == 3"), "setup": ""})

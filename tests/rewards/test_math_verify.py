@@ -12,9 +12,9 @@ from functools import partial
 
 import pytest
 
+from rlkit.config.problems.rows import check_truths
 from rlkit.errors import ConfigError, DataError, install
 from rlkit.rewards import Reward, RewardError, Term, by_task, math_verify, score
-from rlkit.training.selfcheck import check_truths
 from rlkit.types import Rollout, Step, Task
 
 module = sys.modules["rlkit.rewards.math_verify"]  # the name of the module is the function's

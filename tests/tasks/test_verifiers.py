@@ -9,13 +9,13 @@ import asyncio
 
 import pytest
 
+from rlkit.config.problems.rows import check_reward, check_verifier
 from rlkit.episodes.record import from_row, to_row
 from rlkit.errors import ConfigError, DataError
 from rlkit.rewards import Reward, Term, by_task, score
 from rlkit.rewards import verifiers as verifiers_reward
 from rlkit.rewards.verifiers import task_of, trace_of
 from rlkit.tasks import verifiers
-from rlkit.training.selfcheck import check_reward, check_verifier
 from rlkit.types import SPLITS, Rollout, Step, Task, ToolCall, ToolResult
 
 SOURCE = """

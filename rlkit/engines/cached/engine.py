@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rlkit.engines.cached.attention import attention_kernels, full_attention, grouped_attention
@@ -38,15 +39,17 @@ class Cached(Service):
                 f"generation.engine: max_rows, max_cached_tokens and check_every must be >= 1 "
                 f"(are {max_rows}, {max_cached_tokens}, {check_every})"
             )
-        self.max_rows, self.options = max_rows, {"max_rows": max_rows, "max_cached_tokens": max_cached_tokens}
-        self.options |= {"check_every": check_every, "cuda_graphs": cuda_graphs}
+        self.max_rows = max_rows
+        self.make_scheduler = partial(
+            Scheduler, max_rows=max_rows, max_cached_tokens=max_cached_tokens, check_every=check_every, cuda_graphs=cuda_graphs
+        )
 
     def make_decoder(self, policy: Policy) -> Decoder:
         model: Any = policy.model
         causal = model.get_base_model() if hasattr(model, "disable_adapter") else model
         if not full_attention(causal.config, policy.context_length):
             return Transformers(max_rows=self.max_rows).make_decoder(policy)
-        return Scheduler(policy, causal, **self.options)
+        return self.make_scheduler(policy, causal)
 
     @contextmanager
     def serving(self) -> Iterator[None]:

@@ -106,7 +106,7 @@ def forward_of(trunk: Any) -> Trunk | None:
 
     A known family counts where its layers are as Hugging Face wrote them, adapters in their projections or not.
     """
-    family = getattr(trunk.config, "model_type", None)
+    family = getattr(trunk.config, "model_type", "")
     home = sys.modules.get(f"transformers.models.{family}.modeling_{family}") if family in FORWARDS else None
     if home is None:
         return None

@@ -51,6 +51,11 @@ class Scheduler:
       max_rows, max_cached_tokens, check_every, cuda_graphs: see `Cached`.
     """
 
+    cache: Slots  # these four are made by `reserve` and last until `clear`
+    sampler: Sampler
+    graphs: Graphs
+    captures: bool
+
     def __init__(self, policy: Policy, causal: Any, *, max_rows: int, max_cached_tokens: int, check_every: int | None, cuda_graphs: bool):
         self.policy, self.causal, (self.trunk, self.head) = policy, causal, trunk_and_head(causal)
         self.device = device = next(causal.parameters()).device
@@ -80,11 +85,10 @@ class Scheduler:
     def submit(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> None:
         prompt = tuple(prompt_ids)
         if params != self.params:  # nothing is sampled now
-            if self.capacity:
-                self.clear()
+            self.clear()
             self.params = params
         for row in self.rows:
-            if row.key == key and row.held is not None:
+            if row.key == key and row.held is not None and not row.released:
                 row.known, row.held = min(_common(row.held, prompt), len(prompt) - 1), None
                 row.prompt, row.seed, row.reads = prompt, seed, True
                 self.resumed.append(row)
@@ -118,8 +122,9 @@ class Scheduler:
     def clear(self) -> None:
         """Forgets every slot and frees their memory."""
         self.rows, self.reading, self.resumed, self.parts = [], [], [], []
+        if self.capacity:
+            del self.cache, self.sampler, self.graphs
         self.capacity = self.room = 0
-        self.cache = self.sampler = self.graphs = None  # type: ignore[assignment]
 
     # ------------------------------------------------------------------------------------------------------- slots
 
@@ -134,6 +139,8 @@ class Scheduler:
         self.queue.sort(key=lambda row: (len(row.prompt), row.prompt, -row.key), reverse=True)
         closed = [slot for slot, row in enumerate(self.rows) if row.released]
         self.reserve(len(self.rows) - len(closed) + len(self.queue))
+        if not closed and len(self.rows) >= self.slots and all(row.held is not None for row in self.rows):
+            closed = self.cheapest(len(self.queue))  # all slots wait for something outside: some give theirs up, and read again
         refilled = closed[: len(self.queue)]
         for slot in refilled:
             self.rows[slot] = self.queue.pop()
@@ -173,16 +180,15 @@ class Scheduler:
         return -(-max(most, length) // BLOCK) * BLOCK
 
     def make_room(self, room: int) -> None:
-        """Longer slots. Where as many of them would hold too much, some lose what they hold: those that wait for their episode, then
-        those that lose least, which go back to the queue and draw again, from their own seeds.
+        """Longer slots. Where as many of them would hold too much, the cheapest lose what they hold; those that draw go back to the queue
+        and draw again, from their own seeds.
 
         Room that no one needs yet is taken along, so that long episodes do not move the cache every few turns.
         """
         before, self.room = self.room, room
         surplus = len(self.rows) - self.slots
         if surplus > 0:
-            held = self.sampler.position[: len(self.rows)].tolist()
-            back = sorted(range(len(self.rows)), key=lambda slot: (self.rows[slot].held is None, held[slot], -slot))[:surplus]
+            back = self.cheapest(surplus)
             self.queue += [Row(row.key, row.prompt, row.seed) for row in (self.rows[slot] for slot in back) if row.held is None]
             self.vacate(back)
         used = min(self.slots, max(len(self.rows), self.capacity))
@@ -192,6 +198,11 @@ class Scheduler:
         self.capacity = min(self.capacity, self.slots)
         self.cache.resize(self.capacity, self.room)
         self.sampler.resize(self.capacity)
+
+    def cheapest(self, number: int) -> list[int]:
+        """The slots that lose least: first those that wait for their episode, then those that hold least."""
+        held = self.sampler.position[: len(self.rows)].tolist()
+        return sorted(range(len(self.rows)), key=lambda slot: (self.rows[slot].held is None, held[slot], -slot))[:number]
 
     def vacate(self, slots: list[int]) -> None:
         """Closes slots; the last ones move into the holes, so that those in use are the first."""
@@ -280,7 +291,8 @@ class Scheduler:
 
     def attention(self, mask: Tensor, query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
         """To all that these rows may see, [R, m, Hq, D]; the new keys and values are kept."""
-        return attend(None, query, *self.cache.update(key, value, layer), mask)[0]
+        keys, values = self.cache.update(key, value, layer)
+        return attend(None, query, keys, values, mask)[0]
 
     # ---------------------------------------------------------------------------------------------------- decoding
 

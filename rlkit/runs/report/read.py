@@ -7,14 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlkit.config.changes import ONCE
 from rlkit.episodes.record import FORMATS
 from rlkit.errors import ConfigError, DataError
 from rlkit.runs import folder as runs
 from rlkit.system.redaction import redacted
+from rlkit.training.schedules.paths import flat
 
 SWITCH = "schedule/switch"
 LARGEST = 1e100
-SAME = (*runs.ONCE, "trainer.max_time")  # settings that change nothing a run computes, beside its seeds
+SAME = (*ONCE, "trainer.max_time")  # settings that change nothing a run computes, beside its seeds
 
 
 class Run(NamedTuple):
@@ -72,7 +74,7 @@ def read_run(folder: Path) -> Run:
     settings: dict[str, Any] = {}
     if runs.is_run(folder):
         try:
-            settings = runs.flatten(redacted(runs.read_config(folder)))
+            settings = flat(redacted(runs.read_config(folder)))
         except (DataError, RecursionError) as error:
             notes.append(f"{error}; the settings are left out" if str(error) else f"{folder}/config.yaml: the settings are left out")
     summary = redacted(runs.read_summary(folder) or {})

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
+from rlkit.config.changes import ONCE, PLACE, difference
 from rlkit.distributed.launch import sweep_problem
 from rlkit.errors import ConfigError, Refusal, install
 from rlkit.runs import folder as runs
@@ -181,7 +182,7 @@ def quoted(text: str) -> str:
 
 def dirname(overrides: Sequence[str]) -> str:
     """Hydra's override_dirname: the overrides that make a job this one, in order of the alphabet."""
-    return ",".join(sorted(text for text in overrides if text.partition("=")[0].lstrip("+") not in runs.ONCE))
+    return ",".join(sorted(text for text in overrides if text.partition("=")[0].lstrip("+") not in ONCE))
 
 
 def folder_name(text: str) -> str:
@@ -203,6 +204,6 @@ def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> li
         return [f"{root} holds runs of these jobs already, which are never overwritten; resume=auto goes on with them, {other}"]
     if not config.get("takeover") and (living := owner.occupied(folder)):
         return [living]
-    changed = runs.difference(runs.read_config(folder), config, beside=runs.PLACE)
+    changed = difference(runs.read_config(folder), config, beside=PLACE)
     said = ", ".join(f"{key} was {was} and is now {now}" for key, (was, now) in list(changed.items())[:3])
     return [f"{folder} holds a run of another config ({said}); {other}"] if changed else []

@@ -19,16 +19,17 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from rlkit.config.changes import ONCE
 from rlkit.distributed.launch import own_gpus
 from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
-from rlkit.runs.folder import clock
 from rlkit.runs.sweeps.compare import comparison, report, table_csv
 from rlkit.runs.sweeps.jobs import STOP, Job, alive, read_jobs, rows, save
 from rlkit.runs.sweeps.plan import BASIC, Plan, make_plan
 from rlkit.runs.sweeps.watch import watching
 from rlkit.system import owner
 from rlkit.system.files import write_atomic
+from rlkit.system.output import clock
 from rlkit.system.processors import cores
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -59,7 +60,7 @@ def sweep(arguments: Sequence[str], *, config_dir: str | None = None) -> int:
     missing = plan.total - sum(job.status == "finished" for job in done)
     print(f"{plan.total - missing} of {plan.total} jobs finished, {len(failed)} failed, {clock(time.time() - began)}")
     if missing:
-        again = [*(text for text in arguments if text.partition("=")[0] not in runs.ONCE), "resume=auto"]
+        again = [*(text for text in arguments if text.partition("=")[0] not in ONCE), "resume=auto"]
         folder = f" --config-dir {shlex.quote(config_dir)}" if config_dir else ""
         print(f"to go on         rlkit train -m {shlex.join(again)}{folder}")
     sys.stdout.flush()

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from rlkit.errors import DataError
 from rlkit.runs import folder as runs
-from rlkit.runs.folder import clock
 from rlkit.runs.sweeps.jobs import Job, read_jobs, rows
 from rlkit.runs.sweeps.plan import Plan, is_sweep
+from rlkit.system.output import clock
 
 
 @contextlib.contextmanager

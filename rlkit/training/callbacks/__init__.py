@@ -8,7 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+from rlkit.types import ranges
 
+
+@ranges(every=(1, None), keep=(1, None))
 def checkpoint(
     run: Path, /, *, every: int = 10, keep: int = 2, best: str | None = None, mode: Literal["max", "min"] = "max", model: bool = True
 ) -> Any:
@@ -26,6 +29,7 @@ def checkpoint(
     return RLCheckpoint(run, every=every, keep=keep, best=best, mode=mode, model=model)
 
 
+@ranges(every=(1, None), count=(1, None))
 def samples(run: Path, /, *, every: int = 5, count: int = 6) -> Any:
     """Writes sample conversations to samples/ and to the loggers, after the first, every `every`-th and the last RL step."""
     from rlkit.training.callbacks.conversations import Samples
@@ -33,6 +37,7 @@ def samples(run: Path, /, *, every: int = 5, count: int = 6) -> Any:
     return Samples(run / "samples", every=every, count=count)
 
 
+@ranges(every=(0, None))
 def rollouts(run: Path, /, *, every: int = 1) -> Any:
     """Writes all rollouts of every `every`-th RL step to rollouts/; 0 writes none."""
     from rlkit.training.callbacks.conversations import Rollouts
@@ -40,6 +45,7 @@ def rollouts(run: Path, /, *, every: int = 1) -> Any:
     return Rollouts(run / "rollouts", every=every)
 
 
+@ranges(every=(0, None), count=(1, None))
 def tokens(run: Path, /, *, every: int = 1, count: int = 8) -> Any:
     """Writes token texts, log-probs, advantages and loss mask of `count` rollouts of every `every`-th RL step to tokens/; 0 writes none."""
     from rlkit.training.callbacks.token_values import Tokens

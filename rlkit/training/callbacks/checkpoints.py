@@ -20,11 +20,10 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from rlkit.distributed import ranks
 from rlkit.errors import DataError, Interrupted
 from rlkit.models.save import save_policy
-from rlkit.runs.folder import put_aside
 from rlkit.system import owner
 from rlkit.system.digest import damage, seal
-from rlkit.system.files import LOST, as_oserror, atomic, lenient, reason, sync, write_json
-from rlkit.training.callbacks.metrics import unwritten
+from rlkit.system.files import LOST, as_oserror, atomic, lenient, put_aside, reason, sync, write_json
+from rlkit.system.rows import unwritten
 from rlkit.training.callbacks.ownership import still_owned
 
 PREFIX, SUFFIX, SUPERSEDED, DAMAGED = "step_", ".ckpt", ".superseded", ".damaged"

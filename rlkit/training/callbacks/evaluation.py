@@ -18,7 +18,7 @@ from rlkit.models.chat import decode
 from rlkit.system import rng
 from rlkit.system.deadline import process_ends_after
 from rlkit.system.files import lenient
-from rlkit.training.callbacks.metrics import append_row
+from rlkit.system.rows import append_row
 from rlkit.training.callbacks.terminal import held_out, how_sampled
 from rlkit.training.callbacks.token_values import save_tokens
 from rlkit.training.experiment import Evaluation
@@ -44,7 +44,8 @@ class HeldOut(L.Callback):
         if module.rl_step or any(self.results.values()) or not (self.tasks.validation or self.tasks.test):
             return  # a resumed run has nothing to add to the rows before it
         module.metrics = row = self.evaluate(trainer, module, "validation") | self.evaluate(trainer, module, "test")
-        append_row(self.metrics, module.rl_step, row)
+        if ranks.rank() == 0:
+            append_row(self.metrics, module.rl_step, row)
         for logger in trainer.loggers:
             logger.log_metrics(row, step=module.rl_step)
         temperature = module.experiment.evaluation.curve_temperature

@@ -7,7 +7,8 @@ from typing import Any
 
 import lightning as L
 
-from rlkit.training.callbacks.metrics import append_row
+from rlkit.distributed import ranks
+from rlkit.system.rows import append_row
 from rlkit.training.loggers import log_text
 
 
@@ -21,7 +22,8 @@ class Phases(L.Callback):
         self.line = line = module.learner.advance()
         if not line:
             return
-        append_row(self.metrics, module.rl_step, {"schedule/switch": line})
+        if ranks.rank() == 0:
+            append_row(self.metrics, module.rl_step, {"schedule/switch": line})
         for logger in trainer.loggers:
             log_text(logger, "schedule/switch", line, module.rl_step)
 

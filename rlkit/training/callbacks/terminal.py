@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning as L
 
-from rlkit.runs.folder import clock
+from rlkit.system.output import clock
 
 RECENT = 8  # steps that the time left is worked out from
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 
-from rlkit.runs import folder as runs
 from rlkit.training.loggers import log_final, log_histogram, log_settings
+from rlkit.training.schedules.paths import flat
 
 FINAL = (  # by which runs are compared
     "test/accuracy", "test/reward", "eval/accuracy", "eval/reward", "reward/mean", "kl/ref_k3", "policy/entropy", "len/mean",
@@ -19,12 +18,9 @@ FINAL = (  # by which runs are compared
 class Tracking(L.Callback):
     """Says to each logger of a run what is no row. Runs after whatever adds to the row."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         for logger in trainer.loggers:
-            log_settings(logger, settings(self.folder))
+            log_settings(logger, settings(module))
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         if not trainer.loggers:
@@ -38,9 +34,9 @@ class Tracking(L.Callback):
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         figures = {name: value for name in FINAL if math.isfinite(value := module.metrics.get(name, math.nan))}
         for logger in trainer.loggers:
-            log_final(logger, settings(self.folder), figures, module.rl_step)
+            log_final(logger, settings(module), figures, module.rl_step)
 
 
-def settings(folder: Path) -> dict[str, Any]:
+def settings(module: Any) -> dict[str, Any]:
     """Dotted key → value of the run's config, Hydra's own words left out."""
-    return {k: v for k, v in runs.flatten(runs.read_config(folder)).items() if not k.endswith(("_partial_", "_convert_"))}
+    return {k: v for k, v in flat(module.provenance.get("config", {})).items() if not k.endswith(("_partial_", "_convert_"))}

@@ -3,7 +3,6 @@
 from rlkit.training.schedules.conditions import Condition, condition, streak
 from rlkit.training.schedules.controllers import adaptive, adaptive_entropy, on_metric
 from rlkit.training.schedules.functions import constant, cosine, decay, exponential, linear, piecewise
-from rlkit.training.schedules.problems import schedule_problems, schedule_warnings
 from rlkit.training.schedules.progress import Phase, Progress, Schedule, advance, at, lengthened, phases, start, unmeasured, values
 
 __all__ = [
@@ -25,8 +24,6 @@ __all__ = [
     "on_metric",
     "phases",
     "piecewise",
-    "schedule_problems",
-    "schedule_warnings",
     "start",
     "streak",
     "unmeasured",

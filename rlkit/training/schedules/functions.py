@@ -10,6 +10,8 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
+from rlkit.types import ranges
+
 
 def constant(step: int, *, value: float) -> float:
     """The same at every step: in a phase, a number that differs from that of the whole run.
@@ -71,6 +73,7 @@ def piecewise(step: int, *, points: Mapping[int, float] | Sequence[Sequence[floa
     return value + (after[0][1] - value) * (step - begun) / (after[0][0] - begun)
 
 
+@ranges(to=(0, None))
 def decay(step: int, value: float, *, to: float, steps: int | None = None) -> float:
     """The configured value, falling along a line to `to` of itself: value · (1 - (1 - to) · min(1, step / steps)); `steps` > 0.
 

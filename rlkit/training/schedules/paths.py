@@ -11,10 +11,10 @@ from rlkit.types import Controller
 
 
 def flat(numbers: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys."""
+    """Nested mappings as one, with dotted keys; an empty one within stays."""
     paths: dict[str, Any] = {}
     for key, value in numbers.items():
-        paths |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        paths |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
     return paths
 
 

@@ -1,20 +1,23 @@
-"""The rows of metrics.jsonl as they are read back, and what a resumed run does with those that it cannot keep."""
+"""metrics.jsonl, the truth of a run: rows appended, read back, cut back by a resumed run, and repeated in metrics.csv."""
 
 from __future__ import annotations
 
+import csv
+import errno
+import io
 import json
 import os
-import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rlkit.errors import DataError
-from rlkit.runs import folder as runs
-from rlkit.system.files import reason, write_atomic
+from rlkit.system.files import LOST, finite, reason, write_atomic
 
 DISCARDED, UNREADABLE = "metrics.discarded.jsonl", "metrics.unreadable"  # beside metrics.jsonl
+WAITING: dict[Path, bytes] = {}  # file → rows that found no room; a checkpoint is not written before they are
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -84,37 +87,40 @@ def _are(lines: Sequence[bytes]) -> str:
     return "is" if len(lines) == 1 else "are"
 
 
-def refuse_restart(folder: Path) -> None:
-    """Raises DataError where a run has trained and has no checkpoint left: it could only begin again, in place of what it was."""
-    if steps := lost_steps(folder):
-        raise DataError(
-            f"{folder} has trained {steps} steps, but none of its checkpoints is left, so it cannot go on. Start a new run without resume "
-            "(with resume=auto: move this folder away first); nothing in it was changed"
-        )
+def append_row(path: Path, step: int, row: dict[str, Any]) -> None:
+    """One more line; nan becomes null. Where the disk is full it waits for the next one; the file ends with a whole line."""
+    waiting = WAITING.get(path, b"") + (json.dumps(finite({"step": step, **row})) + "\n").encode()
+    size = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab", buffering=0) as file:
+            size = file.tell()
+            written = file.write(waiting)
+            if written < len(waiting):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        WAITING.pop(path, None)
+        LOST.pop(path.name, None)
+    except OSError as error:
+        if size is not None:
+            with suppress(OSError):  # a folder that became read-only in between
+                os.truncate(path, size)
+        if path not in WAITING:
+            print(f"warning: {path.name} cannot grow ({reason(error)}); the run goes on, and rows wait for room", file=sys.stderr)
+        WAITING[path], LOST[path.name] = waiting, reason(error)
 
 
-def lost_steps(folder: Path) -> int:
-    """How many steps a run has trained whose checkpoints are gone; 0 where one is left, or where it ended before its first save.
+def unwritten(path: Path) -> bool:
+    """Whether rows of the file wait for room."""
+    return path in WAITING
 
-    A run is past its first save where it has rows of steps after callbacks.checkpoint.every, where its summary says that its end was
-    saved, or where something is left that only a save brings about.
-    """
-    saves = folder / "checkpoints"
-    if any(saves.glob("step_*.ckpt")):
-        return 0
-    summary = runs.read_summary(folder) or {}
-    numbers = [int(found[1]) for path in (folder / "rollouts").glob("step_*") if (found := re.match(r"step_(\d+)", path.name))]
-    steps = max([row["step"] for row in read_rows(folder / "metrics.jsonl")] + numbers, default=0)
-    ended = summary.get("ended") in ("finished", "out of time", "interrupted") and summary.get("steps") and not summary.get("unsaved")
-    left = any(any(saves.glob(name)) for name in ("*.superseded", "*.damaged*", "best.json"))
-    parts = None
-    with suppress(DataError):  # a config that cannot be read says nothing of saves
-        parts = runs.read_config(folder).get("callbacks")
-    every = [
-        part["every"]
-        for part in (parts.values() if isinstance(parts, Mapping) else ())
-        if isinstance(part, Mapping)
-        and part.get("_target_") == "rlkit.training.callbacks.checkpoint"
-        and isinstance(part.get("every"), int)
-    ]
-    return steps if ended or left or not every or steps > min(every) else 0
+
+def export_csv(path: Path) -> Path:
+    """metrics.csv beside metrics.jsonl, all columns of all rows, blank where a row has none."""
+    rows = read_rows(path)
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    target, text = path.with_suffix(".csv"), io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomic(target, text.getvalue().encode(errors="backslashreplace"))
+    return target

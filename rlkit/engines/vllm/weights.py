@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,13 @@ import torch
 from torch import Tensor
 
 from rlkit.types import Policy
+
+
+@contextmanager
+def plain_numerics() -> Iterator[None]:
+    """vLLM, and what it is given, in their own precision and not under the trainer's autocast. Also a decorator."""
+    with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False), torch.no_grad():
+        yield
 
 
 def fingerprint(tensors: Iterator[Tensor] | Sequence[Tensor]) -> tuple[tuple[float, ...], ...]:
@@ -26,6 +34,18 @@ def fingerprint(tensors: Iterator[Tensor] | Sequence[Tensor]) -> tuple[tuple[flo
         bits = [torch.hash_tensor(t).view(torch.int64) for t in given]
         sums = [t.sum(dtype=torch.float64) for t in given]
     return (tuple(torch.stack(bits).tolist()), tuple(torch.stack(sums).tolist())) if given else ()
+
+
+def base_mark(model: Any, *, merge: bool) -> Any:
+    """The fingerprint of what is pushed as whole weights: of the base alone where an adapter goes its own way."""
+    adapted = not merge and lora_rank(model) is not None
+    return fingerprint(t for name, t in model.named_parameters() if not (adapted and "lora_" in name))
+
+
+def adapter_mark(model: Any) -> Any:
+    """The fingerprint of the adapter that is switched on."""
+    active = adapter_name(model)
+    return fingerprint(t for name, t in model.named_parameters() if f".{active}." in name)
 
 
 def whole_weights(model: Any, *, merge: bool) -> Iterator[tuple[str, Tensor]]:
@@ -65,23 +85,30 @@ def save_adapter(model: Any, folder: Path) -> None:
             file.rename(folder / file.name)
 
 
-def temporary_folder(owner: Any) -> Path:
+def temporary_folder(owner: Any, where: str | None = None) -> Path:
     """Gone with its owner, or at the end of the process."""
-    folder = Path(tempfile.mkdtemp(prefix="rlkit-vllm-"))
+    folder = Path(tempfile.mkdtemp(prefix="rlkit-vllm-", dir=where))
     weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def saved_model(policy: Policy) -> Path:
     """A folder with all that `vllm serve` reads: config, tokenizer and weights, of the base under LoRA."""
-    from safetensors.torch import save_file
-
     folder = temporary_folder(policy.model)
     save_config(policy.model, folder)
     policy.codec.tokenizer.save_pretrained(folder)
-    weights = {name: weight.cpu().contiguous().clone() for name, weight in whole_weights(policy.model, merge=False)}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_weights(policy.model, folder, merge=False)
     return folder
+
+
+@plain_numerics()
+def save_weights(model: Any, folder: Path, *, merge: bool) -> None:
+    """Whole weights, where a server reads them."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(exist_ok=True)
+    weights = {name: weight.cpu().contiguous().clone() for name, weight in whole_weights(model, merge=merge)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def save_config(model: Any, folder: Path) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from rlkit.errors import ConfigError
 from rlkit.training.schedules.conditions import condition
 from rlkit.training.schedules.paths import flat
-from rlkit.training.schedules.progress import PHASED, Phase, Progress, inline_controllers, phase_steps, phases, watched
+from rlkit.training.schedules.progress import PHASED, Phase, Progress, at, inline_controllers, phase_steps, phases, start, watched
 from rlkit.types import Controller
+
+if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
+    from rlkit.training.experiment import Experiment
 
 RESETS = ("optimizer", "reference")
 
@@ -82,4 +86,35 @@ def schedule_warnings(experiment: Any) -> list[str]:
         if steps >= experiment.trainer.steps:
             out.append(f"{where}: ends at step {steps} or later, and trainer.steps={experiment.trainer.steps}: no later phase begins")
             break
+    return out
+
+
+def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Overrides of a group of the whole run that every phase replaces: they would change nothing, silently."""
+    phases = (config.get("schedule") or {}).get("phases") or {}
+    out = []
+    for text in overrides:
+        key, _, value = text.lstrip("+~").partition("=")
+        group = key.partition("/")[0].partition(".")[0]
+        if "@" in key or not phases or not all(isinstance(phase, dict) and phase.get(group) is not None for phase in phases.values()):
+            continue
+        places = [f"schedule.phases.{name}.{key.replace('/', '.')}" for name in phases]
+        is_option = "/" in key or key == group  # an option is chosen at its new place, group@place=option
+        meant = [f"{key}@{place}={value}" if is_option else f"{place}={value}" for place in places]
+        out.append(f"{text}: changes nothing, every phase of the schedule has its own {group}; write {' or '.join(meant)}")
+    return out
+
+
+def first_steps(x: Experiment) -> dict[str, Experiment]:
+    """Phase → its experiment at its first step, every number a plain number; each finds its place at the first and the last step.
+
+    Raises: ConfigError naming the path that does not.
+    """
+    out = {}
+    for name, phase in phases(x).items():
+        try:
+            at(phase, start(phase)._replace(step=x.trainer.steps - 1))
+            out[name] = at(phase, start(phase))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ConfigError(f"{f'schedule.phases.{name}, ' if name else ''}schedule.numbers: {error.args[0]}") from error
     return out

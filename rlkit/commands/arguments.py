@@ -1,0 +1,77 @@
+"""A command line taken apart, and questions to its overrides."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rlkit.errors import ConfigError
+
+STARTED = time.perf_counter()
+
+
+class Arguments(NamedTuple):
+    """A command line, taken apart."""
+
+    overrides: list[str]
+    multirun: bool = False
+    config_dir: str | None = None
+    help: bool = False
+    words: tuple[str, ...] = ()  # all of it, as it was given
+    texts: tuple[str, ...] = ()  # words that are no override, for a command that takes such
+
+
+def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
+    """Flags and overrides; with `texts` also words that are neither. Raises ConfigError for a flag that does not exist."""
+    arguments = Arguments([], words=tuple(words))
+    rest = iter(words)
+    for word in rest:
+        if word in ("-m", "--multirun"):
+            arguments = arguments._replace(multirun=True)
+        elif word in ("-h", "--help"):
+            arguments = arguments._replace(help=True)
+        elif word == "--config-dir" or word.startswith("--config-dir="):
+            folder = word.partition("=")[2] or next(rest, "")
+            if not Path(folder).is_dir():
+                raise ConfigError(f"--config-dir {folder}: no such folder")
+            arguments = arguments._replace(config_dir=folder)
+        elif texts and (" " in word.partition("=")[0].strip() or not re.match(r"[-~]|[^=]+=", word)):
+            arguments = arguments._replace(texts=(*arguments.texts, word))
+        elif word.startswith("-"):
+            raise ConfigError(f"there is no flag '{word}'; there are -m, --config-dir DIR and --help")
+        elif "=" not in word and not word.startswith("~"):
+            raise ConfigError(f"'{word}' is no override; write KEY=VALUE or GROUP=OPTION")
+        else:
+            arguments.overrides.append(word)
+    return arguments
+
+
+def option(overrides: Sequence[str], key: str) -> str | None:
+    """The value that the command line gives a key, or None."""
+    values = [o.partition("=")[2] for o in overrides if o.partition("=")[0].lstrip("+") == key]
+    return unquote(values[-1]) if values else None
+
+
+def added(saved: list[str], overrides: list[str]) -> list[str]:
+    """Overrides after those of a run; what is said again word for word is said once, since `+group=option` can stand only once."""
+    return [text for text in saved if text not in overrides] + overrides
+
+
+def drop(overrides: Sequence[str], key: str) -> list[str]:
+    """The overrides without those of a key."""
+    return [o for o in overrides if o.partition("=")[0].lstrip("+") != key]
+
+
+def quote(text: str) -> str:
+    """A value as Hydra's override grammar takes it."""
+    return "'" + text.replace("'", "\\'") + "'"
+
+
+def unquote(text: str) -> str:
+    """The inverse of `quote`; a text without quotes stays as it is, whatever Hydra's grammar would make of it."""
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1].replace("\\" + text[0], text[0])
+    return text

@@ -1,0 +1,229 @@
+"""`rlkit train`: a run composed and checked, then trained in its folder under Hydra's state, and its end printed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlkit.commands.arguments import STARTED, Arguments, added, drop, option, quote
+from rlkit.commands.trust import announcer
+from rlkit.config.changes import difference, refuse_changes
+from rlkit.distributed import launch, ranks
+from rlkit.errors import ConfigError, Refusal, RLKitError, visible
+from rlkit.runs import folder as runs
+from rlkit.system import owner
+from rlkit.system.device import versions
+from rlkit.system.files import LOST, lenient, refusing
+from rlkit.training.run import train
+
+if TYPE_CHECKING:
+    from rlkit.config.compose import Composed
+    from rlkit.training.experiment import Experiment, TrainerSettings
+
+SHOWN = 6  # files that were not written, which the end of a run names
+
+
+def command(arguments: Arguments) -> int:
+    """Checks everything that can be checked without a model, then trains inside Hydra's main."""
+    if arguments.multirun:
+        from rlkit.runs.sweeps import sweep
+
+        return sweep(arguments.overrides, config_dir=arguments.config_dir)
+    from rlkit.config.compose import compose, experiment, length_keys
+    from rlkit.config.problems.doubts import warnings
+    from rlkit.config.problems.rows import load_tasks
+    from rlkit.tasks.splits import overlaps
+    from rlkit.training.loggers import check_loggers
+
+    overrides, named, place = list(arguments.overrides), option(arguments.overrides, "resume"), option(arguments.overrides, "hydra.run.dir")
+    folder = Path(place) if place else None
+    resume: Path | None = None
+    if named and named not in ("never", "auto"):
+        folder = runs.find_run(named, "resume")
+        resume = runs.checkpoint_source(named, folder)
+        require_secrets(named, folder, overrides)
+        overrides = [*added(runs.saved_overrides(folder), drop(overrides, "resume")), f"resume={quote(named)}"]
+    composed = compose(overrides, config_dir=arguments.config_dir, before_import=announcer(folder if resume else None))
+    x = experiment(composed)
+    check_loggers(x.logger)
+    if launch.needed(x.trainer.devices, x.trainer.nodes):
+        return launch.start([sys.executable, "-m", "rlkit", "train", *arguments.words], x.trainer.devices)
+    join_ranks(x.trainer)
+
+    if named == "auto":
+        folder = ranks.first(lambda: folder or runs.newest_unfinished(x.name, composed.config, beside=length_keys(composed)))
+        if folder is not None and runs.is_finished(folder):
+            print(f"{folder}: finished already; nothing to do")
+            ranks.leave()
+            return 0
+        resume = folder / "checkpoints" if folder is not None and runs.is_run(folder) else None
+    with ExitStack() as owning:
+
+        def own(run: Path) -> Path:
+            return ranks.first(lambda: owning.enter_context(owner.owned(run, takeover=x.takeover)) or run)
+
+        if known := folder is not None and runs.is_run(folder):
+            check_continues(own(folder), composed.config, x.trainer.steps, resume)
+        tasks = load_tasks(x)
+        for line in (*warnings(x), *overlaps(tasks)):
+            print(f"warning: {line}")
+        target = ranks.first(lambda: folder or runs.fresh(runs.OUTPUTS / x.name))  # one for all ranks, which by now have read what is there
+        ranks.first(lambda: runs.require_writable(target))
+        if not known:
+            own(target)
+
+        def job() -> int:
+            return start(x, composed.config, tasks, target, started=STARTED, resume=resume)
+
+        status = in_hydra(composed, target, job) if ranks.rank() == 0 else job()
+    if status == 0:
+        ranks.leave()
+    return status
+
+
+def require_secrets(named: str, folder: Path, overrides: Sequence[str]) -> None:
+    """Raises ConfigError where an override of the run held a secret, which no run folder keeps, and is not given again."""
+    if missing := [key for key in runs.withheld(folder) if option(overrides, key) is None]:
+        raise ConfigError(
+            f"resume={named}: {missing[0]} held a secret, which no run folder keeps; give it again, as {missing[0]}=VALUE or better "
+            f"as {missing[0]}='${{oc.env:NAME}}'"
+        )
+
+
+def check_continues(folder: Path, config: dict, steps: int, resume: Path | None) -> None:
+    """Prints what changed since the run in `folder` was started.
+
+    Raises: ConfigError where it cannot go on with that; DataError where it has trained and no checkpoint of it is left.
+    """
+    if resume is None:
+        raise ConfigError(
+            f"{folder} already holds a run, which is never overwritten; continue it with resume={folder}, or choose another folder"
+        )
+    if not resume.name.endswith(".ckpt"):
+        runs.refuse_restart(folder)
+    changed = difference(runs.read_config(folder), config)
+    refuse_changes(folder, changed)
+    for key, (was, now) in changed.items():
+        print(f"resume: {key} was {was}, is {now}")
+    summary = runs.read_summary(folder) or {}
+    done = 0 if summary.get("unsaved") else summary.get("steps") or 0
+    if resume.is_dir() and done >= steps:
+        raise ConfigError(f"{folder} has done all of its {done} steps; to go on, raise trainer.steps, as in trainer.steps={2 * done}")
+
+
+def in_hydra(composed: Composed, folder: Path, job: Callable[[], int]) -> int:
+    """Runs a job as Hydra's main does, with the config that is composed already: .hydra/ in its folder, Hydra's state, its callbacks."""
+    from hydra import initialize_config_dir
+    from hydra._internal.callbacks import Callbacks
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.utils import run_job
+    from hydra.types import HydraContext, RunMode
+
+    from rlkit.config.compose import conf_dir
+
+    config = composed.full
+    config.hydra.run.dir, config.hydra.mode = str(folder), RunMode.RUN
+    with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="train"):
+        callbacks = Callbacks(config)
+        callbacks.on_run_start(config=config, config_name="train")
+        context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=callbacks)
+        done = run_job(lambda _: job(), config, "hydra.run.dir", None, hydra_context=context)
+        callbacks.on_run_end(config=config, config_name="train", job_return=done)
+        return done.return_value
+
+
+def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *, started: float, resume: Path | None) -> int:
+    """Runs in a folder and prints the end; the exit status. A refusal leaves nothing behind that was not there before."""
+    fresh = resume is None
+    try:
+        with refusing(folder):
+            if ranks.rank() == 0:
+                runs.write_config(folder, config) if fresh else runs.cover_overrides(folder)
+            for line in runs.write_start(folder, config, versions()) if ranks.rank() == 0 else ():
+                print(f"resume: {line}", flush=True)
+        with refusing(folder):
+            provenance = ranks.first(lambda: runs.read_start(folder))
+        summary = train(x, tasks, folder, started=started, resume=resume, provenance=provenance)
+    except Refusal as error:
+        print(visible(f"rlkit: {error}", kept="\n"), file=sys.stderr)
+        if fresh and not (folder / "metrics.jsonl").exists() and ranks.rank() == 0 and not owner.lost(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        return 2
+    except RLKitError as error:
+        notes = getattr(error, "__notes__", ())
+        print(visible("\n".join((f"rlkit: {error}", f"run folder: {folder}", *notes)), kept="\n"), file=sys.stderr)
+        return 1
+    if ranks.rank() == 0:
+        with lenient("config.yaml"):
+            runs.write_config(folder, config)  # a resumed run's, once it has gone on with it
+    print(closing(summary, folder), flush=True)
+    if summary["ended"] == "interrupted":
+        if ranks.rank() == 0 and x.trainer.requeue and "signal" in summary and summary["signal"] != "SIGINT":
+            from rlkit.training.callbacks.stopping import requeue
+
+            owner.release(folder)  # SLURM may end this process as soon as it hears of it
+            requeue()
+        return 1 if LOST else summary.get("status", 130)
+    return 1 if LOST else 0
+
+
+def closing(summary: Mapping[str, Any], folder: Path) -> str:
+    """The before/after table of the test problems, the folder and the commands that come next."""
+    from rlkit.training.callbacks.terminal import how_sampled
+
+    where = runs.quoted(folder)
+    lines = [""]
+    before, after = summary.get("before"), summary.get("after")
+    if before and after:
+        lines += [f"{'test':<22}{'before':>16}{'after':>16}", "-" * 54]
+        shaped = any(r["reward"] != r["accuracy"] for r in (before, after))  # else the reward is the accuracy
+        for name, interval in [("accuracy", "interval"), *([("reward", "reward_interval")] if shaped else [])]:
+            lines.append(f"{name:<22}{before[name]:>16.3f}{after[name]:>16.3f}")
+            spans = [f"{r[interval][0]:.3f} – {r[interval][1]:.3f}" for r in (before, after)]
+            lines.append(f"{'95 % interval':<22}{spans[0]:>16}{spans[1]:>16}")
+        lines.append(f"{'problems':<22}{before['n']:>16}{after['n']:>16}")
+        for part, own in after.get("parts", {}).items():
+            was = before.get("parts", {}).get(part)
+            lines.append(f"{f'accuracy, {part}':<22}" + "".join(f"{r['accuracy']:>16.3f}" if r else f"{'-':>16}" for r in (was, own)))
+        lines.append(f"{'replies':<22}{how_sampled(before['temperature']):>32}")
+        lines.append("")
+    lines.append(f"{summary['ended']} after {summary['steps']} steps, {summary['wall_seconds']:.0f} s, {summary['tokens']:,} tokens")
+    if LOST:
+        named = [f"{what} ({why})" for what, why in LOST.items()]
+        lines.append(f"not written: {'; '.join(named[:SHOWN])}" + (f"; and {len(named) - SHOWN} more" if len(named) > SHOWN else ""))
+    longer = f" trainer.steps={2 * summary['steps']}" if summary["ended"] == "finished" else ""
+    saved = any((folder / "checkpoints").glob("*.ckpt"))
+    lines += [
+        f"run folder       {folder}",
+        "next:",
+        f"  curves         tensorboard --logdir {where}",
+        f"  report         rlkit report {where}",
+        f"  conversations  less {where}/samples/*",
+        f"  resume         rlkit train resume={where}{longer}" if saved else "  (nothing to resume: it ended before its first checkpoint)",
+    ]
+    return "\n".join(lines)
+
+
+def join_ranks(settings: TrainerSettings) -> None:
+    """Where the settings ask for several ranks, this process becomes one of them. Raises ConfigError where nobody has started them."""
+    import torch
+
+    count = settings.devices * settings.nodes
+    if count == 1 or ranks.size() > 1:
+        return
+    if not launch.started_outside(os.environ, settings.devices, settings.nodes):
+        raise ConfigError(
+            f"trainer.nodes={settings.nodes}: processes on other machines have to be started from outside: srun --ntasks={count} "
+            f"--ntasks-per-node={settings.devices} rlkit train …, or torchrun --nnodes={settings.nodes} "
+            f"--nproc-per-node={settings.devices} … -m rlkit train …"
+        )
+    launch.adopt_slurm()
+    cuda = settings.accelerator != "cpu" and torch.cuda.is_available()
+    if cuda and settings.devices > torch.cuda.device_count():
+        raise ConfigError(f"trainer.devices={settings.devices}: this machine has {torch.cuda.device_count()} GPU(s); lower it")
+    ranks.join(count, cuda=cuda, timeout=settings.timeout)

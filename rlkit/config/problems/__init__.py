@@ -1,0 +1,42 @@
+"""Everything that finds what of an experiment cannot run, or would silently do nothing, before a model is loaded.
+
+Keys and types are checked against the signatures of functions (rlkit.config.schema); here numbers (numbers.py), combinations of
+parts (combinations.py, schedules.py), what parts assume of one another (assumptions.py), their maths on fake data (trial.py) and the
+rows of the data (rows.py). doubts.py has what is legal but probably not meant.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlkit.config.problems.assumptions import assumption_problems
+from rlkit.config.problems.combinations import combination_problems, rank_problems
+from rlkit.config.problems.numbers import negative, number_problems
+from rlkit.config.problems.schedules import first_steps, schedule_problems
+from rlkit.config.problems.trial import optimizer_problems
+
+if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
+    from rlkit.training.experiment import Experiment
+
+
+def run_problems(x: Experiment) -> list[str]:
+    """All problems of a run with its phases, each at its first step."""
+    problems = schedule_problems(x) + rank_problems(x)
+    firsts = {} if problems else first_steps(x)
+    problems += [f"schedule.phases.{name}: {problem}" if name else problem for name, first in firsts.items() for problem in validate(first)]
+    problems += [problem for problem in negative(x) if problem not in problems]
+    if firsts and not x.needs_reference and x.reference.name not in ("none", "frozen"):
+        problems.append(
+            f"reference={x.reference.name}: it would be updated and never used, since no KL compares with it (kl={x.kl.name}, "
+            f"kl.coef={x.kl.coef}); choose a kl, or reference=frozen"
+        )
+    critics = {name: first.algorithm.critic.model for name, first in firsts.items() if first.algorithm.critic.active}
+    if len(set(critics.values())) > 1:
+        kinds = ", ".join(f"{name}: {model}" for name, model in critics.items())
+        problems.append(f"schedule.phases: a run has one critic, and its phases ask for several ({kinds}); choose one for all of them")
+    return problems + optimizer_problems(x)
+
+
+def validate(x: Experiment) -> list[str]:
+    """Combinations that cannot run, or that would silently do nothing, as sentences."""
+    return number_problems(x) + combination_problems(x) + assumption_problems(x)

@@ -1,0 +1,145 @@
+"""Parts that do not go together, or of which one would do nothing, as sentences."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING
+
+from rlkit.errors import nearest
+
+if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
+    from rlkit.training.experiment import Experiment
+
+
+def combination_problems(x: Experiment) -> list[str]:
+    """Combinations that cannot run, or that would silently do nothing."""
+    checks = (_check_evaluation, _check_groups, _check_kl, _check_critic, _check_quantities)
+    return [problem for check in checks for problem in check(x)]
+
+
+def _check_evaluation(x: Experiment) -> list[str]:
+    e, problems = x.evaluation, []
+    if e.every > 0 and e.n == 0:
+        problems.append(f"evaluation.every={e.every}: evaluation.n=0 leaves nothing to evaluate; raise it, or set evaluation.every=0")
+    if e.stop_at is not None and (e.every == 0 or e.n == 0):
+        problems.append(f"evaluation.stop_at={e.stop_at}: nothing is evaluated during training; set evaluation.every and evaluation.n")
+    for name, callback in x.callbacks.items():
+        best = getattr(callback, "keywords", {}).get("best")
+        if isinstance(best, str) and best.startswith("test/"):
+            problems.append(
+                f"callbacks.{name}.best={best}: test problems must not decide which checkpoint is kept; choose eval/{best[5:]} (validation)"
+            )
+        if isinstance(best, str) and best.startswith("eval/") and (e.every == 0 or e.n == 0):
+            problems.append(f"callbacks.{name}.best={best}: no validation problem is played; set evaluation.every and evaluation.n")
+    if any(k < 1 for k in e.k):
+        problems.append(f"evaluation.k={list(e.k)}: pass@k needs k of at least 1")
+    return problems
+
+
+def rank_problems(x: Experiment) -> list[str]:
+    """Numbers of devices that cannot be, and what several ranks cannot do, as sentences."""
+    t, problems = x.trainer, []
+    count = t.devices * t.nodes
+    for name, value in {"devices": t.devices, "nodes": t.nodes}.items():
+        if value < 1:
+            problems.append(f"trainer.{name}={value}: must be at least 1")
+    if not t.timeout > 0:
+        problems.append(f"trainer.timeout={t.timeout}: must be greater than 0 seconds")
+    if count > 1 and t.strategy == "single":
+        problems.append(
+            f"trainer.devices={t.devices}, trainer.nodes={t.nodes}: one process uses one device; choose trainer=ddp, or trainer=fsdp for a "
+            "model that one device does not hold"
+        )
+    if count > 1 and x.batch.prompts < count:
+        problems.append(
+            f"batch.prompts={x.batch.prompts}: the samples of a prompt stay on one rank, so {count} ranks need at least as many prompts; "
+            "raise it, or lower trainer.devices"
+        )
+    if t.strategy == "fsdp" and count > 1:
+        lora = x.model.keywords.get("lora") if hasattr(x.model, "keywords") else None
+        own = [name for name, phase in x.schedule.phases.items() if phase.reference is not None or "reference" in phase.reset]
+        if lora and lora.rank and own:
+            problems.append(
+                f"trainer=fsdp model.lora.rank={lora.rank} schedule.phases.{own[0]}: a phase cannot add a reference of its own "
+                "to sharded adapters; choose trainer=ddp, or let the phases share the reference of the run"
+            )
+    return problems
+
+
+def _check_groups(x: Experiment) -> list[str]:
+    from rlkit.algorithm import asks
+    from rlkit.functional import keep_all
+
+    problems = []
+    if x.algorithm.episodes is not None and x.batch.group_size != 1:
+        problems.append(
+            f"batch.group_size={x.batch.group_size}: algorithm={x.algorithm.name} samples nothing, so a row is one episode; set it to 1"
+        )
+    numbers = inspect.signature(x.algorithm.advantage).parameters  # a partial's defaults are what the config has bound
+    if x.batch.group_size == 1 and (asks(x.algorithm.advantage, "group_ids") or asks(x.algorithm.normalization, "group_ids")):
+        problems.append(
+            f"batch.group_size=1: algorithm={x.algorithm.name} compares the samples of a prompt with one another and needs at "
+            "least 2; raise it, or choose algorithm=reinforce"
+        )
+    k = numbers["k"].default if "k" in numbers else None
+    if isinstance(k, int) and "group_ids" in numbers and k >= x.batch.group_size > 1:
+        problems.append(
+            f"algorithm.advantage.k={k}: with batch.group_size={x.batch.group_size} there is one subset of that many samples and "
+            "nothing to compare it with, so every advantage is 0; lower it, or raise batch.group_size"
+        )
+    if x.algorithm.max_refills > 0 and getattr(x.algorithm.group_filter, "func", x.algorithm.group_filter) is keep_all:
+        problems.append(
+            f"algorithm.max_refills={x.algorithm.max_refills}: the group filter accepts every prompt, so none is ever replaced; "
+            "choose algorithm/group_filter=mixed, or set it to 0"
+        )
+    return problems
+
+
+def _check_kl(x: Experiment) -> list[str]:
+    from rlkit.algorithm import asks
+
+    kl, problems = x.kl, []
+    if x.needs_reference and x.reference.name == "none":
+        problems.append(f"kl={kl.name} needs a reference to compare with, but reference=none; choose reference=frozen or kl=none")
+    if kl.importance_weight and kl.placement != "loss":
+        problems.append(f"kl.importance_weight: there is no ratio in the reward (kl.placement={kl.placement}); set it to false")
+    if kl.importance_weight and asks(kl.estimator, "logprobs_old"):
+        problems.append(f"kl.importance_weight: kl={kl.name} carries the ratio already; set it to false")
+    if kl.in_baseline and kl.placement == "loss":
+        problems.append(
+            "kl.in_baseline: with kl.placement=loss nothing of the KL is in the reward; set it to false, or choose another placement"
+        )
+    if asks(kl.estimator, "full_kl") and kl.placement != "loss":
+        problems.append(
+            f"kl={kl.name} kl.placement={kl.placement}: the exact KL of a position is the same whatever token was drawn there, so as a "
+            "reward it cannot teach that token; choose kl.placement=loss, or kl=k1"
+        )
+    return problems
+
+
+def _check_critic(x: Experiment) -> list[str]:
+    a, problems = x.algorithm, []
+    if a.critic.active and a.critic.optimizer is None:
+        problems.append("algorithm.critic.optimizer: the critic needs an optimizer of its own")
+    for name, function in a.parts.items():
+        if "values" in inspect.signature(function).parameters and not a.critic.active:
+            problems.append(
+                f"algorithm.{name} asks for the values of a critic, but there is none; choose algorithm/critic=head (or separate), "
+                "or a part without values"
+            )
+    return problems
+
+
+def _check_quantities(x: Experiment) -> list[str]:
+    from rlkit.algorithm import inputs
+    from rlkit.types import QUANTITIES
+
+    parts = {f"algorithm.{name}": function for name, function in x.algorithm.parts.items()}
+    if x.kl.estimator is not None:
+        parts["kl.estimator"] = x.kl.estimator
+    return [
+        f"{path}: asks for a quantity '{name}' that does not exist.{nearest(name, QUANTITIES)} There are: {', '.join(QUANTITIES)}"
+        for path, function in parts.items()
+        for name in inputs(function)
+        if name not in QUANTITIES
+    ]

@@ -1,0 +1,79 @@
+"""What is tried without a model: the maths on fake data, the optimizer on one parameter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlkit.errors import ConfigError
+from rlkit.training.schedules import phases
+
+if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
+    from rlkit.training.experiment import Experiment
+
+
+def dry_run(x: Experiment) -> None:
+    """One update on fake data through advantage, weights, loss and backward, in milliseconds and without a model.
+
+    Not where a part asks for `metadata`: what stands in the user's rows cannot be made up.
+
+    Raises: ConfigError where a part fails, or where the gradient is not finite or zero.
+    """
+    import torch
+
+    from rlkit.algorithm import asks, choose, estimate_advantages, scale_tokens, surrogate, value_surrogate, weigh
+    from rlkit.training.metrics import UpdateTerms, update_metrics
+    from rlkit.types import Batch, Scores
+
+    if any(asks(function, "metadata") for function in (*x.algorithm.parts.values(), x.kl.estimator)):
+        return
+    groups, size, width, vocabulary = 2, max(2, min(x.batch.group_size, 64)), 6, 7
+    n = groups * size
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (n, width), generator=generator)
+    mask = (torch.arange(width) >= 2).expand(n, width).clone()
+    logits = torch.randn(n, width, vocabulary, generator=generator).requires_grad_()
+    logprobs = logits.log_softmax(-1).gather(2, ids[:, :, None])[:, :, 0]
+    fixed = logprobs.detach()
+    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    rewards = (torch.arange(n) % size == 0).float()
+    values = torch.zeros(n, width).requires_grad_()
+    batch = Batch(
+        ids=ids, attention_mask=torch.ones_like(mask), response_mask=mask, rollout_ids=torch.arange(n),
+        step_ids=torch.zeros_like(ids), rewards=rewards, group_ids=torch.arange(n) // size,
+        truncated=torch.zeros(n, dtype=torch.bool), lengths=mask.sum(1), reply_lengths=mask.sum(1),
+        token_rewards=torch.zeros(n, width).index_fill(1, torch.tensor([width - 1]), 1.0) * rewards[:, None],
+        logprobs_sampler=fixed, logprobs_old=fixed, entropy_old=entropy.detach(), logprobs_ref=fixed - 0.1,
+        full_kl=torch.full_like(fixed, 0.1), values=values.detach(), versions=torch.zeros_like(ids),
+        components={name: rewards.clone() for name in x.reward.terms}, metadata=tuple({} for _ in range(n)),
+    )  # fmt: skip
+    try:
+        batch = estimate_advantages(scale_tokens(choose(batch, x.algorithm), x.algorithm), x.algorithm, x.kl)
+        batch = weigh(batch, x.algorithm)
+        scores = Scores(logprobs, entropy, values, full_kl=logprobs - fixed + 0.1)
+        loss, terms = surrogate(batch, scores, x.algorithm, x.kl)
+        if x.algorithm.critic.active:
+            value_loss, more = value_surrogate(batch, scores, x.algorithm.critic)
+            loss, terms = loss + value_loss, terms | more
+        loss.backward()
+        update_metrics(batch._replace(metrics={name: term for name, term in terms.items() if "/" in name}), UpdateTerms(), x)
+    except (TypeError, ValueError, RuntimeError, KeyError, IndexError) as error:
+        raise ConfigError(f"algorithm={x.algorithm.name}, kl={x.kl.name}: the dry run on fake data fails: {error}") from error
+    if logits.grad is None or not torch.isfinite(logits.grad).all() or not logits.grad.any():
+        made = {"advantage": batch.advantages, "correction": batch.scale, "aggregation": batch.weights} | terms
+        bad = [name for name, value in made.items() if value is not None and value.shape == mask.shape and not value[mask].isfinite().all()]
+        why = f": {bad[0]} gave nan or inf" if bad else ""
+        raise ConfigError(f"algorithm={x.algorithm.name}: the dry run's gradient is zero or not finite{why}; check its numbers")
+
+
+def optimizer_problems(x: Experiment) -> list[str]:
+    """What an optimizer says to its numbers, tried on one parameter: with the model it would be too late."""
+    import torch
+
+    critics = {id(p.algorithm.critic): p.algorithm.critic.optimizer for p in phases(x).values() if p.algorithm.critic.active}
+    problems = []
+    for path, make in [("optimizer", x.optimizer), *(("algorithm.critic.optimizer", make) for make in critics.values() if make)]:
+        try:
+            make([torch.nn.Parameter(torch.zeros(1))])
+        except (TypeError, ValueError, RuntimeError) as error:
+            problems.append(f"{path}: {error}; its numbers are {', '.join(f'{k}={v}' for k, v in getattr(make, 'keywords', {}).items())}")
+    return problems

@@ -1,0 +1,175 @@
+"""The engine of `generation=vllm`: vLLM in this process, or servers.
+
+    load ── the weights moved? ──▶ push (LoRA: the adapter alone) ──▶ vLLM
+    generate ──▶ in this process: the service's next step │ servers: one HTTP request ──▶ completion
+
+Whether the weights moved is read off the weights themselves, at every load: training, evaluation, rollouts and the start-up check all
+get the policy as it is, and none of them has to say that it changed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from rlkit.engines.vllm.in_process import InProcess
+from rlkit.engines.vllm.pool import ServerPool
+from rlkit.engines.vllm.request import check
+from rlkit.engines.vllm.server import Server, start
+from rlkit.engines.vllm.weights import lora_rank, saved_model
+from rlkit.errors import ConfigError, EngineError
+from rlkit.types import Generation, Policy, SamplingParams
+
+INSTALL = "pip install -e '.[vllm]' where there is a GPU; for a CPU tests/vllm_env.sh FOLDER makes an environment with it"
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+
+
+class VLLM:
+    """The contract `rlkit.types.Engine` with vLLM. It starts at the first load and keeps what it has told vLLM of the policy.
+
+    Args:
+      addresses: of running `vllm serve`, to which episodes are dealt by position. Empty runs vLLM in this process, on the training
+        device; [start] has rlkit start one server.
+      max_rows: completions sampled at once, of each server, > 0.
+      gpu_memory_utilization: share of the GPU that it may take, in (0, 1], weights and cache together. Not for a foreign server.
+      sleep: while no episode is played it leaves the training GPU to the trainer. In this process and on a GPU only.
+      merge: under LoRA, push base + adapter as whole weights: for models whose adapters vLLM does not take.
+      restart_wait: seconds that a server may take to start, or to come back where no other is left, >= 0.
+      devices: CUDA_VISIBLE_DEVICES of the server that rlkit starts; null leaves it as it is.
+      folder: where weights are written for servers, seen by all; null is a temporary folder of this machine.
+      arguments: further ones of vLLM, by the names of its LLM class; not for a foreign server.
+      server: the old name of `addresses`: null, start, or one address.
+    Raises: ConfigError where vLLM is not installed and needed; ValueError for arguments out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        addresses: Sequence[str] = (),
+        max_rows: int = 256,
+        gpu_memory_utilization: float = 0.4,
+        sleep: bool = True,
+        merge: bool = False,
+        restart_wait: float = 300.0,
+        devices: str | None = None,
+        folder: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        server: str | None = None,
+    ):
+        if max_rows < 1 or restart_wait < 0 or not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"max_rows must be >= 1 (is {max_rows}), restart_wait >= 0 (is {restart_wait}), "
+                f"gpu_memory_utilization in (0, 1] (is {gpu_memory_utilization})"
+            )
+        self.addresses = _addresses(addresses, server)
+        if self.addresses in ([], ["start"]) and find_spec("vllm") is None:
+            raise ConfigError(f"vLLM is not installed: {INSTALL}; or name servers with generation.engine.addresses=[http://HOST:8000]")
+        self.max_rows, self.share, self.sleeps, self.merge = max_rows, gpu_memory_utilization, sleep, merge
+        self.restart_wait, self.devices, self.folder = restart_wait, devices, folder
+        self.arguments = dict(arguments or {})
+        self.backend: InProcess | ServerPool | None = None
+        self.model: Any = None  # that it was started for
+        self.busy_s = 0.0
+        self.running, self.since = 0, 0.0  # completions, and since when there are any
+        self.told = False  # how answers join
+
+    async def load(self, weights: Policy, version: int) -> None:
+        """Sample from this policy's weights as they are now. What has not moved since the last load is not pushed again.
+
+        Raises: EngineError where a server does not answer or refuses, or while completions are being sampled.
+        """
+        if self.running:
+            raise EngineError(f"VLLM.load: {self.running} completions are being sampled; await them")
+        if self.backend is not None and self.model is not weights.model:
+            self.backend.close()
+            self.backend = None
+        if self.backend is None:
+            self.backend, self.model = self._started(weights), weights.model
+        await self.backend.load(weights, version)
+
+    async def generate(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> Generation:
+        """One completion.
+
+        Args: as in `rlkit.types.Engine`. Temperatures are 0, or 0.01 … 2; there is no thinking budget. Log-probs are those after
+          temperature and cut. The context limits of the model and of vLLM cut a completion further.
+        Raises: ConfigError for what vLLM cannot sample; EngineError before the first load, and where no server answers.
+        """
+        check(params)
+        if self.backend is None:
+            raise EngineError("VLLM.generate: there are no weights yet; await load(policy, version) first")
+        if params.admission != "free" and not self.told:
+            print(f"rlkit: generation.admission={params.admission}: vLLM lets answers join as they come, as with free", file=sys.stderr)
+            self.told = True
+        self.since = self.since if self.running else time.perf_counter()
+        self.running += 1
+        try:
+            return await self.backend.generate(key, prompt_ids, seed, params._replace(admission="free"))
+        finally:
+            self.running -= 1
+            self.busy_s += 0.0 if self.running else time.perf_counter() - self.since
+
+    def release(self, key: int) -> None:
+        """The episode is over. After the last one, vLLM in this process sleeps."""
+        if self.backend is not None:
+            self.backend.release(key)
+
+    def _started(self, policy: Policy) -> InProcess | ServerPool:
+        """A vLLM for this policy's model."""
+        if not self.addresses:
+            return InProcess(policy, self._arguments(policy), merge=self.merge, sleeps=self.sleeps)
+        if self.addresses == ["start"]:
+            servers = [start(saved_model(policy), flags(self._arguments(policy)), max_rows=self.max_rows, devices=self.devices)]
+        else:
+            servers = [Server(address, max_rows=self.max_rows) for address in self.addresses]
+        return ServerPool(servers, merge=self.merge, restart_wait=self.restart_wait, folder=self.folder)
+
+    def _arguments(self, policy: Policy) -> dict[str, Any]:
+        """The arguments of vLLM, in this process or as a server, the user's own last."""
+        lora = None if self.merge else lora_rank(policy.model)
+        arguments: dict[str, Any] = {
+            "dtype": dtype_name(policy.model),
+            "max_model_len": policy.context_length,
+            "max_num_seqs": self.max_rows,
+            "logprobs_mode": "processed_logprobs",  # after temperature
+            "generation_config": "vllm",  # none of the model's own defaults
+            "enable_prefix_caching": True,  # a turn costs its new tokens
+        }
+        if next(policy.model.parameters()).device.type == "cpu":
+            arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}  # seconds to start, and not most of the memory
+        else:
+            arguments["gpu_memory_utilization"] = self.share
+        if lora is not None:
+            arguments |= {"enable_lora": True, "max_lora_rank": next((r for r in RANKS if r >= lora), lora), "max_loras": 1}
+        return arguments | self.arguments
+
+
+def _addresses(addresses: Sequence[str], server: str | None) -> list[str]:
+    """The addresses, and the one under the old name. Raises: ValueError where they are none."""
+    given = [addresses] if isinstance(addresses, str) else list(addresses)
+    if server is not None:
+        print(f"rlkit: warning: generation.engine.server is now generation.engine.addresses=[{server}]", file=sys.stderr)
+        given.append(server)
+    if given != ["start"] and (len({*given}) < len(given) or not all(a.startswith(("http://", "https://")) for a in given)):
+        raise ValueError(f"addresses={given}: must be [], [start], or different URLs of running `vllm serve`, as [http://localhost:8000]")
+    return given
+
+
+def flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments of vLLM's LLM class as flags of `vllm serve`."""
+    out = []
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        out += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return out
+
+
+def dtype_name(model: Any) -> str:
+    """bfloat16 where the trainer computes in it: by its weights, or under autocast."""
+    weight = next(model.parameters())
+    half = weight.dtype == torch.bfloat16 or torch.is_autocast_enabled(weight.device.type)
+    return "bfloat16" if half else "float32"

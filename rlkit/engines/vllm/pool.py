@@ -1,0 +1,159 @@
+"""Several `vllm serve` as one engine.
+
+    key ── its position ──▶ a server, always the same one ──▶ completion
+    load ── the weights moved? ──▶ written once ──▶ every server reads them
+
+The rule for a server that is lost: what it was sampling is sampled again by the others, whole and from the same seeds. It stays out until
+a later `load` finds that it answers, and is then given the weights. Where none is left, the completions wait for any of them to come
+back, at most `restart_wait` seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlkit.engines.vllm.server import Lost, Server, end
+from rlkit.engines.vllm.weights import adapter_mark, base_mark, lora_rank, save_adapter, save_weights, temporary_folder
+from rlkit.errors import EngineError
+from rlkit.types import Generation, Policy, SamplingParams
+
+POLL = 0.5  # seconds between two looks at servers that are to come
+MOST_WAITS = 5  # for all servers, between two loads
+
+
+class ServerPool:
+    """The engine on top of servers.
+
+    Args:
+      merge: under LoRA, push base + adapter as whole weights; a server has the base of an adapter from where it was started.
+      restart_wait: seconds that servers may take to come (back) where none is left.
+      folder: where weights are written for them; None is a temporary folder of this machine.
+    """
+
+    def __init__(self, servers: Sequence[Server], *, merge: bool, restart_wait: float, folder: str | None):
+        self.servers, self.merge, self.restart_wait = servers, merge, restart_wait
+        self.folder = temporary_folder(self, folder)
+        self.due: Any = None  # mark of the weights that completions are sampled from
+        self.bringing: asyncio.Task[None] | None = None  # gives them to the servers
+        self.pushed = self.waits = 0
+        self.kept = self.folder / "none"  # the adapter that the servers have
+
+    async def load(self, policy: Policy, version: int) -> None:
+        """Give every server that answers the weights, where they have moved.
+
+        Raises: EngineError where an address has never answered, a server refuses, or none comes back.
+        """
+        if self.bringing is not None:
+            self.bringing.cancel()  # of completions that were given up
+        self.policy, self.version, self.waits = policy, version, 0
+        self.adapted = not self.merge and lora_rank(policy.model) is not None
+        self.due = self.adapted, adapter_mark(policy.model) if self.adapted else base_mark(policy.model, merge=self.merge)
+        self.bringing = asyncio.create_task(self._bring())
+        await self.bringing
+
+    async def generate(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> Generation:
+        """One completion, by the server of this key."""
+        while True:
+            server = await self._server_of(key)
+            losses, version = server.losses, self.version
+            try:
+                reply = await server.complete(self.policy, prompt_ids, seed, params)
+            except Lost as error:
+                self._lose(server, losses, error)
+            else:
+                return reply._replace(versions=((0, version),))
+
+    def release(self, key: int) -> None:
+        return  # nothing is kept here
+
+    def close(self) -> None:
+        for server in self.servers:
+            if server.process is not None:
+                end(server.process)
+
+    # -------------------------------------------------------------------------------------------- who samples, who has what
+
+    def _able(self) -> list[Server]:
+        return [server for server in self.servers if server.has == self.due]
+
+    async def _server_of(self, key: int) -> Server:
+        """The server at the key's position, so that all turns of an episode find their prefix in its cache; else one that is left."""
+        while not (able := self._able()):
+            if self.bringing is None or self.bringing.done():
+                self.bringing = asyncio.create_task(self._bring())
+            await asyncio.shield(self.bringing)
+        home = self.servers[key % len(self.servers)]
+        return home if home in able else able[key // len(self.servers) % len(able)]
+
+    def _lose(self, server: Server, losses: int, why: Lost) -> None:
+        """Leave a server out. Of all completions that were running there, the first that notices says so."""
+        if server.losses == losses:
+            server.forget()
+            print(
+                f"rlkit: warning: the vLLM server {server.url} no longer answers ({why}); what it was sampling is sampled again, from the "
+                "same seeds, and it is left out until it answers when weights are loaded",
+                file=sys.stderr,
+            )
+
+    async def _bring(self) -> None:
+        """Give the servers the weights that are due, and wait for a server where none is left."""
+        await self._push()
+        if self._able():
+            return
+        self.waits += 1
+        where = f"generation.engine.addresses: {', '.join(server.url for server in self.servers)}"
+        if self.waits > MOST_WAITS:
+            raise EngineError(f"{where}: all were lost {self.waits} times in one rollout; look into their logs")
+        print(f"rlkit: {where}: none answers; waiting up to {self.restart_wait:g} s", file=sys.stderr)
+        until = time.monotonic() + self.restart_wait
+        while not self._able():
+            for server in self.servers:
+                if server.process is not None and (status := server.process.poll()) is not None:
+                    raise EngineError(f"the vLLM server that rlkit started ended with status {status}{server.obituary()}")
+            if time.monotonic() >= until:
+                waited = f"{where}: no answer for {self.restart_wait:g} s (generation.engine.restart_wait)"
+                raise EngineError(waited + self.servers[0].obituary())
+            await asyncio.sleep(POLL)
+            await self._push()
+
+    async def _push(self) -> None:
+        """Write what is due once, and have every server read it that answers and does not have it."""
+        due, adapted, model = self.due, self.adapted, self.policy.model
+        lacking = [server for server in self.servers if server.has != due and await self._met(server)]
+        if not lacking:
+            return
+        self.pushed += 1
+        folder = self.folder / f"{self.folder.name}-{self.pushed}"  # a name that no other run has: an adapter is called so
+        save_adapter(model, folder) if adapted else save_weights(model, folder, merge=self.merge)
+        try:
+            await asyncio.gather(*(self._give(server, folder, due, adapted=adapted) for server in lacking))
+        finally:
+            shutil.rmtree(self.kept if adapted else folder, ignore_errors=True)
+            self.kept = folder if adapted else self.kept
+
+    async def _met(self, server: Server) -> bool:
+        """Whether it answers. Raises: EngineError where an address that is not rlkit's own never has."""
+        try:
+            if not server.name:
+                await server.meet()
+        except Lost as error:
+            if not server.losses and server.process is None:
+                raise EngineError(
+                    f"generation.engine.addresses={server.url}: nothing answers there ({error}); start it with `vllm serve`, or have one "
+                    "started with generation.engine.addresses=[start]"
+                ) from error
+        return bool(server.name)
+
+    async def _give(self, server: Server, folder: Path, due: Any, *, adapted: bool) -> None:
+        losses, server.has = server.losses, None
+        try:
+            await (server.push_adapter if adapted else server.push_weights)(folder)
+            server.has = due
+        except Lost as error:
+            self._lose(server, losses, error)

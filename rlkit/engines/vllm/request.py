@@ -1,0 +1,44 @@
+"""What vLLM is asked for one completion, and what it gives. The same in this process and over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlkit.errors import ConfigError
+from rlkit.types import Generation, Policy, SamplingParams
+
+COLDEST, HOTTEST = 0.01, 2.0  # vLLM raises lower temperatures, except 0, and refuses higher ones
+UNUSED = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+def check(params: SamplingParams) -> None:
+    """Raises ConfigError for what vLLM cannot sample."""
+    if params.temperature and not COLDEST <= params.temperature <= HOTTEST:
+        raise ConfigError(f"generation.temperature={params.temperature}: vLLM takes 0 or from {COLDEST} to {HOTTEST}")
+    if params.max_thinking_tokens is not None:
+        raise ConfigError("generation.max_thinking_tokens: vLLM keeps no such budget; use generation=cached, or set it to null")
+
+
+def request(policy: Policy, max_length: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> dict[str, Any]:
+    """The arguments of vLLM's SamplingParams. All are set: no default of vLLM or of the model decides anything.
+
+    Args:
+      max_length: tokens of a prompt and its completion together that vLLM was started for.
+    Raises: ConfigError where the prompt leaves no room for a token.
+    """
+    room = min(policy.context_length, max_length) - len(prompt_ids)
+    if room < 1:
+        raise ConfigError(
+            f"generation=vllm: a context has {len(prompt_ids)} tokens, and vLLM was started for {max_length} with the reply; "
+            "raise its max_model_len"
+        )
+    given = {"temperature": float(params.temperature), "top_p": float(params.top_p), "top_k": params.top_k, "seed": seed}
+    ends = {"ignore_eos": True, "stop_token_ids": list(policy.eos_token_ids), "max_tokens": min(params.max_new_tokens, room)}
+    return given | ends | UNUSED
+
+
+def generation(policy: Policy, token_ids: Sequence[int], logprobs: Sequence[float]) -> Generation:
+    """A completion as vLLM gave it: it ends with an end-of-sequence id ("stop") or was cut ("length")."""
+    ended = bool(token_ids) and token_ids[-1] in policy.eos_token_ids
+    return Generation(tuple(token_ids), tuple(logprobs), "stop" if ended else "length")

@@ -1,0 +1,173 @@
+"""One `vllm serve`, spoken to over HTTP: token ids as prompts, weights through a folder that both see.
+
+It needs `--logprobs-mode processed_logprobs --generation-config vllm` and, in its environment, VLLM_SERVER_DEV_MODE=1 for whole weights or
+VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 with `--enable-lora --max-lora-rank RANK` for adapters. One that rlkit starts has all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+from rlkit.engines.vllm.request import generation, request
+from rlkit.errors import EngineError
+from rlkit.types import Generation, Policy, SamplingParams
+
+LONGEST = 3600.0  # seconds that one answer may take
+SOON = 10.0  # the same where nothing has to be computed
+LAST_LINES = 15  # of the log of a server that ended
+
+
+class Lost(Exception):
+    """The server no longer answers. It may come back."""
+
+
+class Server:
+    """A server at an address.
+
+    Args:
+      url: its address.
+      max_rows: requests at once, > 0.
+      process, log: of a server that rlkit started.
+    """
+
+    def __init__(self, url: str, *, max_rows: int, process: subprocess.Popen[bytes] | None = None, log: Path | None = None):
+        self.url, self.max_rows, self.process, self.log = url.rstrip("/"), max_rows, process, log
+        self.losses = -1
+        self.forget()
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def forget(self) -> None:
+        """It is lost. One that comes back has the weights that it was started with."""
+        self.losses += 1
+        self.has: Any = None  # mark of the weights that it was given
+        self.name, self.adapter = "", ""  # of the model that it serves, and of the adapter on top
+
+    async def meet(self) -> None:
+        """Learn what it serves. Raises: Lost."""
+        models = json.loads(await self.ask("/v1/models", limit=SOON))["data"]
+        model = next(m for m in models if not m.get("parent"))
+        self.name, self.max_length = model["id"], int(model["max_model_len"])
+
+    async def push_weights(self, folder: Path) -> None:
+        """Have it read whole weights. Raises: Lost; EngineError where it refuses."""
+        hint = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and let it see generation.engine.folder"
+        await self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}, hint=hint)
+        await self.ask("/reset_prefix_cache", {}, hint=hint)
+        self.adapter = ""
+
+    async def push_adapter(self, folder: Path) -> None:
+        """Have it read an adapter, whose name is that of the folder, and forget the one before. Raises: as `push_weights`."""
+        hint = (
+            "start it with --enable-lora --max-lora-rank RANK and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and let it see "
+            "generation.engine.folder; or push whole weights with generation.engine.merge=true"
+        )
+        await self.ask("/v1/load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)}, hint=hint)
+        before, self.adapter = self.adapter, folder.name
+        if before:
+            await self.ask("/v1/unload_lora_adapter", {"lora_name": before}, hint=hint)
+
+    async def complete(self, policy: Policy, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> Generation:
+        """One completion. A caller that stops waiting closes the connection, and the server gives the completion up. Raises: Lost."""
+        body = request(policy, self.max_length, prompt_ids, seed, params)
+        body |= {"model": self.adapter or self.name, "prompt": list(prompt_ids), "logprobs": 0, "return_token_ids": True}
+        losses = self.losses
+        async with self.slots():
+            if self.losses != losses:  # while this waited: it may be back already, without the weights
+                raise Lost
+            choice = json.loads(await self.ask("/v1/completions", body))["choices"][0]
+        return generation(policy, choice["token_ids"], choice["logprobs"]["token_logprobs"])
+
+    def slots(self) -> asyncio.Semaphore:
+        """As many as requests at once. A semaphore belongs to one event loop, and a collect may run in a loop of its own."""
+        if self.loop is not asyncio.get_running_loop():
+            self.loop, self.free = asyncio.get_running_loop(), asyncio.Semaphore(self.max_rows)
+        return self.free
+
+    async def ask(self, path: str, body: Mapping[str, Any] | None = None, *, hint: str = "", limit: float = LONGEST) -> bytes:
+        """POST a body, or GET. Raises: Lost; EngineError where the server refuses, with the hint."""
+        try:
+            async with asyncio.timeout(limit):
+                status, text = await fetch(self.url + path, body)
+        except (OSError, HTTPException) as error:  # refused, reset, or closed in the middle
+            raise Lost(str(error) or type(error).__name__) from error
+        if status >= 500 and not await self.healthy():
+            raise Lost(f"it answers {status}")
+        if status >= 400:
+            said = text.decode(errors="replace")[:500]
+            raise EngineError(f"{self.url}{path} answers {status}: {said}" + (f"; {hint}" if hint else ""))
+        return text
+
+    async def healthy(self) -> bool:
+        """Whether it says that it is."""
+        try:
+            async with asyncio.timeout(SOON):
+                return (await fetch(self.url + "/health"))[0] < 400
+        except (OSError, HTTPException):
+            return False
+
+    def obituary(self) -> str:
+        """The last lines of its log, where rlkit started it."""
+        lines = self.log.read_text(errors="replace").splitlines()[-LAST_LINES:] if self.log else ()
+        return "\n".join(["; the last lines of its log:", *(f"  {line}" for line in lines)]) if lines else ""
+
+
+async def fetch(url: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
+    """Status and content of a URL, asked with POST where there is a body. Raises: OSError and HTTPException."""
+    parts = urlsplit(url)
+    secure = parts.scheme == "https"
+    data = b"" if body is None else json.dumps(body).encode()
+    head = f"{'GET' if body is None else 'POST'} {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port or (443 if secure else 80), ssl=secure or None)
+    try:
+        writer.write(head.encode() + data)
+        received = io.BytesIO(await reader.read())
+        response = HTTPResponse(SimpleNamespace(makefile=lambda mode: received))  # type: ignore[arg-type]
+        response.begin()
+        return response.status, response.read()
+    finally:
+        writer.close()
+
+
+def start(model: Path, flags: Sequence[str], *, max_rows: int, devices: str | None) -> Server:
+    """Start `vllm serve` of a saved model on a free port of this machine. It ends with this process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = model / "serve.log"
+    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # set where vLLM has run in this process
+    environment |= {"CUDA_VISIBLE_DEVICES": devices} if devices is not None else {}
+    server = "vllm.entrypoints.openai.api_server"  # `vllm serve` asks for the package vllm, which on a CPU has another name
+    command = [sys.executable, "-m", server, "--model", str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+        )
+    atexit.register(end, process)
+    print(f"rlkit: started vllm serve on port {port}, its log is {log}", file=sys.stderr)
+    return Server(f"http://127.0.0.1:{port}", max_rows=max_rows, process=process, log=log)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a server and the processes that it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
