@@ -514,9 +514,7 @@ class RewardFn(Protocol[Q]):
 class AggregatorFn(Protocol[Q]):
     """(component → score, component → weight) → reward. Marked `batched`: (rollouts, component → weight) → a list of rewards."""
 
-    def __call__(
-        self, given: Any, weights: Mapping[str, float], /, *none: Q.args, **numbers: Q.kwargs
-    ) -> OrMeasured[float] | OrMeasured[Sequence[float]]: ...
+    def __call__(self, given: Any, weights: Mapping[str, float], /, *_: Q.args, **__: Q.kwargs) -> OrMeasured[float | Sequence[float]]: ...
 
 
 class ToolParser(Protocol):

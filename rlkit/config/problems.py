@@ -224,9 +224,8 @@ def _check_quantities(x: Experiment) -> list[str]:
     from rlkit.algorithm import inputs
     from rlkit.types import QUANTITIES
 
-    parts = {f"algorithm.{name}": function for name, function in x.algorithm.parts.items()}
-    if x.kl.estimator is not None:
-        parts["kl.estimator"] = x.kl.estimator
+    own = {} if x.kl.estimator is None else {"kl.estimator": x.kl.estimator}
+    parts = {f"algorithm.{name}": function for name, function in x.algorithm.parts.items()} | own
     return [
         f"{path}: asks for a quantity '{name}' that does not exist.{nearest(name, QUANTITIES)} There are: {', '.join(QUANTITIES)}"
         for path, function in parts.items()

@@ -410,8 +410,8 @@ class RLModule(L.LightningModule):
         """Moves the reference in use, after the updates of a step."""
         if self.reference_key in self.references:
             state = self.references[self.reference_key]
-            after, terms.reference = moved(self.x.reference, state, self.model, step=self.rl_step + 1, kl=terms.mean("kl"))
-            self.references[self.reference_key] = after
+            now, kl = self.rl_step + 1, terms.mean("kl")
+            self.references[self.reference_key], terms.reference = moved(self.x.reference, state, self.model, step=now, kl=kl)
 
     def exact_reference(self, packed: Packed) -> tuple[Tensor, Head] | None:
         """Hidden states and head of the reference, where the KL is exact over the vocabulary."""
