@@ -123,9 +123,8 @@ class KL(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def inputs(function: Callable[..., Any]) -> tuple[str, ...]:
     """The quantities that a part asks for: its parameters that can be positional and have no default."""
-    return tuple(
-        p.name for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty
-    )
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty)
 
 
 def asks(function: Callable[..., Any] | None, name: str) -> bool:
@@ -403,9 +402,7 @@ def value_surrogate(batch: Batch, scores: Scores, critic: Critic) -> tuple[Tenso
 def number(coefficient: float | Controller) -> float:
     """A coefficient in an experiment of a step, where every controller has become a number (rlkit.training.schedules.at)."""
     if isinstance(coefficient, Controller):
-        raise TypeError(
-            "a controller stands where a number is needed; take the experiment of a step, rlkit.training.schedules.at(experiment, progress)"
-        )
+        raise TypeError("a controller is no number; take the experiment of a step, rlkit.training.schedules.at(experiment, progress)")
     return coefficient
 
 
