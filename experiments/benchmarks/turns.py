@@ -4,8 +4,8 @@
 
 Every turn adds 16 tokens and draws 8, with the embedded model, so a context is about 150 tokens long at turn 5 and 1,250 at turn 50. Turns
 of all episodes keep pace, since no reply ends before its limit. turns.csv has, for each engine, the seconds and the tokens that went
-through the model at both turns; the last column is the ratio of one decode step alone at both lengths of context, written by hand. `--once` prints the processor seconds of one round of
-`cached` instead, to be compared with another checkout's (served.py).
+through the model at both turns; the last column is the ratio of one decode step alone at both lengths of context, written by hand.
+`--once` prints the processor seconds of one round of `cached` instead, to be compared with another checkout's (served.py).
 """
 
 from __future__ import annotations
