@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # this page costs nothing to import
     PerToken: TypeAlias = Tensor  # [B, T], floating point
     RolloutMask: TypeAlias = Tensor  # [N], bool
     TokenMask: TypeAlias = Tensor  # [B, T], bool
+    Value = TypeVar("Value")
+    OrMeasured: TypeAlias = "Value | tuple[Value, Metrics]"  # alone, or with metrics
 
 # ------------------------------------------------------------------------------------------------ conversations
 
@@ -157,7 +159,7 @@ class Rollout(NamedTuple):
     task: Task
     steps: tuple[Step, ...]
     status: Status = "terminated"
-    truncation: str = ""  # why it was truncated: length, context, steps, environment (a limit of its own) or error (it failed)
+    truncation: str = ""  # why it was truncated: length, context, steps, deadline, environment (a limit of its own) or error (it failed)
     group: int = 0  # position of the prompt in the batch: rollouts of one group share it
     sample: int = 0  # which of the group's samples this is
     reward: float | None = None
@@ -488,35 +490,31 @@ class AdvantageFn(Protocol[Q]):
     subtracted from the normalised advantage.
     """
 
-    def __call__(
-        self, *quantities: Q.args, **numbers: Q.kwargs
-    ) -> PerRollout | PerToken | Estimate | tuple[PerRollout | PerToken | Estimate, Metrics]: ...
+    def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> OrMeasured[PerRollout | PerToken | Estimate]: ...
 
 
 class OverlongFn(Protocol[Q]):
     """(rewards [N], lengths [N], truncated [N], …) → (rewards [N] as the advantage sees them, [N] bool: trained on)."""
 
-    def __call__(
-        self, *quantities: Q.args, **numbers: Q.kwargs
-    ) -> tuple[PerRollout, RolloutMask] | tuple[tuple[PerRollout, RolloutMask], Metrics]: ...
+    def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> OrMeasured[tuple[PerRollout, RolloutMask]]: ...
 
 
 class GroupFilterFn(Protocol[Q]):
     """(rewards [N], group_ids [N]) → [N] bool, True for rollouts that are kept."""
 
-    def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> RolloutMask | tuple[RolloutMask, Metrics]: ...
+    def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> OrMeasured[RolloutMask]: ...
 
 
 class TokenFilterFn(Protocol[Q]):
     """(entropy_old, response_mask, …) → [B, T] bool, True for tokens whose policy loss counts."""
 
-    def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> TokenMask | tuple[TokenMask, Metrics]: ...
+    def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> OrMeasured[TokenMask]: ...
 
 
 class PerTokenFn(Protocol[Q]):
     """(quantities) → [B, T]: what the functions below have in common."""
 
-    def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> PerToken | tuple[PerToken, Metrics]: ...
+    def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> OrMeasured[PerToken]: ...
 
 
 class NormalizationFn(PerTokenFn[Q], Protocol[Q]):
@@ -550,18 +548,18 @@ class AggregationFn(PerTokenFn[Q], Protocol[Q]):
     """
 
 
-class RewardFn(Protocol):
+class RewardFn(Protocol[Q]):
     """(rollout) → score, or None where it cannot be scored. Marked `batched`, it takes and returns a list."""
 
-    def __call__(self, rollout: Rollout, /) -> float | None: ...
+    def __call__(self, rollout: Rollout, /, *none: Q.args, **numbers: Q.kwargs) -> float | Awaitable[float | None] | None: ...
 
 
 class AggregatorFn(Protocol[Q]):
     """(component → score, component → weight) → reward. Marked `batched`: (rollouts, component → weight) → a list of rewards."""
 
     def __call__(
-        self, *given: Q.args, **numbers: Q.kwargs
-    ) -> float | Sequence[float] | tuple[float, Metrics] | tuple[Sequence[float], Metrics]: ...
+        self, given: Any, weights: Mapping[str, float], /, *none: Q.args, **numbers: Q.kwargs
+    ) -> OrMeasured[float] | OrMeasured[Sequence[float]]: ...
 
 
 class ToolParser(Protocol):

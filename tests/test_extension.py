@@ -23,6 +23,7 @@ CHOICES = [
 PARTS = {"algorithm", "reward", "kl", "reference", "task", "environment", "parser", "schedule"}
 # The tool is called as the environment would: the embedded model has never seen calls in brackets.
 PROGRAM = """
+import asyncio
 import sys
 from rlkit.commands.cli import main
 import rlkit
@@ -30,7 +31,7 @@ from my_package import parts
 from rlkit.environments import execute
 assert main(sys.argv[1:]) == 0
 _, [call] = parts.brackets("[[double 21]]")
-assert execute(call, {"double": parts.double}).content == "42"
+assert asyncio.run(execute(call, {"double": parts.double})).content == "42"
 print("CALLED", *sorted(parts.CALLS))
 print("FROM", rlkit.__file__)
 """

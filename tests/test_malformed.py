@@ -32,6 +32,7 @@ from rlkit.rewards import (
     tool_usage,
 )
 from rlkit.sandbox import Sandbox
+from rlkit.system.loops import run
 from rlkit.types import Generation, Rollout, Step, Task
 
 TOOLS = {"calculator": calculator, "get_weather": get_weather}
@@ -115,7 +116,7 @@ def played(text: str, parser: str) -> tuple[Rollout, Counter]:
     thinking, content, closed = split_thinking(text)
     assert "<think>" not in content and "</think>" not in content
     content, calls = PARSERS[parser](content)
-    results = tuple(execute(call, TOOLS, timeout=None) for call in calls[:8])
+    results = tuple(run(execute(call, TOOLS, timeout=None)) for call in calls[:8])
     classes: Counter = Counter()
     classes["calls" if calls else "unclosed" if not closed else "answer" if content.strip() else "empty"] += 1
     for call, result in zip(calls, results, strict=False):
@@ -215,7 +216,7 @@ def test_malformed_code_is_a_result_or_a_sentence(count):
     kinds = Counter()
     for text in itertools.chain(["print(7)", "1 / 0", "x" * 10**6], (code(rng) for _ in range(count - 3))):
         (call,) = xml(f'<tool name="python">{text.replace("</tool>", "")}</tool>', tools=tools)[1]
-        result = execute(call, tools)
+        result = run(execute(call, tools))
         result.content.encode("utf-8")
         kinds["ok" if result.ok else "failed"] += 1
     assert min(kinds["ok"], kinds["failed"]) > 0 and sum(kinds.values()) == count

@@ -1,38 +1,8 @@
-"""Tools with state: a class of the user's, made anew for each episode, whose documented methods are tools.
+"""Tools with state: a class of the user's, made again for each episode, whose documented public methods are its tools.
 
-    class Notes:
-        '''What the policy writes down in this episode.'''
-
-        bounded = True  # every method returns quickly, so none needs a thread
-
-        def __init__(self, *, limit: int = 100):
-            self.notes, self.limit = [], limit
-
-        def note(self, text: str) -> str:
-            '''Keeps a note.
-
-            Args:
-                text: The note.
-            '''
-            self.notes.append(text[: self.limit])
-            return f"{len(self.notes)} notes"
-
-        def state(self):  # optional: a reward reads it as rollout.state["notes"]
-            return {"notes": self.notes}
-
-        def close(self):  # optional, plain or async: called once, however the episode ends
-            ...
-
-In the config, under the name that the end state gets:
-
-    environment:
-      tools:
-        notes:
-          _target_: my_tools.Notes
-          _partial_: true
-          limit: 40
-
-An argument `task` of the class is given the episode's Task.
+An argument `task` of the class is given the episode's Task. `state()`, where there is one, gives the end state: a reward reads it as
+rollout.state[NAME], by the name that the class has in the config. `close()` is called once, however the episode ends. Both may be
+async, and so may the methods. README.md has an example with its config.
 """
 
 from __future__ import annotations
@@ -73,8 +43,12 @@ class Toolbox(dict[str, Tool]):
         """Closes every instance that can be closed. Raises: an error of one of them, after all of them."""
         async with AsyncExitStack() as stack:
             for instance in self.instances.values():
-                if callable(close := getattr(instance, "close", None)):
-                    stack.push_async_callback(lambda close=close: awaited(close()))
+                stack.push_async_callback(closed, instance)
+
+
+async def closed(instance: Any) -> None:
+    """Closes what has a `close()`, plain or async."""
+    await awaited(getattr(instance, "close", lambda: None)())
 
 
 def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:

@@ -155,6 +155,20 @@ def test_an_episode_without_steps_has_no_row_but_keeps_its_number():
     assert batch.rollout_ids.tolist() == [1] and batch.rewards.tolist() == [0.5, 1.0] and batch.group_ids.tolist() == [2, 0]
 
 
+def test_versions_components_and_metadata_of_rollouts_stand_beside_their_tokens():
+    """Spans count from the reply's first token; what a budget wrote, and what was not sampled, is of no version."""
+    one = rollout(([1, 2, 3], [4, 5]), ([1, 2, 3, 4, 5, 6, 7], [8, 9, 10]))
+    steps = (one.steps[0]._replace(versions=((0, 3),)), one.steps[1]._replace(versions=((0, 3), (1, 4)), forced=(2,)))
+    one = one._replace(steps=steps, task=TASK._replace(metadata={"level": 1, "kind": "row"}), metadata={"kind": "own"}, rewards={"a": 0.5})
+    batch = assemble([one, APPENDED._replace(rewards={"a": None, "b": 1.0})], pad_token_id=0)
+    assert batch.versions.tolist() == [[0, 0, 0, 3, 3, 0, 0, 3, 4, 0], [0] * 10]
+    assert {name: [str(v) for v in scores.tolist()] for name, scores in batch.components.items()} == {
+        "a": ["0.5", "nan"],
+        "b": ["nan", "1.0"],
+    }
+    assert batch.metadata == ({"level": 1, "kind": "own"}, {})
+
+
 @pytest.mark.parametrize("nothing", [[], [rollout()]])
 def test_nothing_to_train_on_is_refused(nothing):
     with pytest.raises(ValueError, match="no rollout has a step"):

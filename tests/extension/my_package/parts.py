@@ -91,6 +91,80 @@ def workshop(*, parse_calls: Any, tools: Any, max_turns: int) -> Environment:
     )
 
 
+class Shelf:
+    """Books by name, for one episode. Both methods are quick, so neither needs a thread."""
+
+    bounded = True
+
+    def __init__(self, *, size: int) -> None:
+        self.books: dict[str, str] = {}
+        self.size = size
+
+    def put(self, name: str, text: str) -> str:
+        """Puts a book on the shelf.
+
+        Args:
+            name: its name.
+            text: what it says.
+        """
+        if len(self.books) == self.size:
+            raise ValueError("the shelf is full")
+        self.books[name] = text
+        return f"{len(self.books)} books"
+
+    def read(self, name: str) -> str:
+        """Reads a book.
+
+        Args:
+            name: its name.
+        """
+        return self.books[name]
+
+    def state(self) -> dict[str, Any]:
+        return {"books": self.books}
+
+
+def shelved(rollout: Rollout) -> float:
+    """1 where a book on the shelf says the answer at the end."""
+    return float(rollout.task.answer in rollout.state["shelf"]["books"].values())
+
+
+class Nim:
+    """A game of two players who are both the policy: take 1 to 3 stones in turn; who takes the last one wins.
+
+    The replies of the winner get 1, those of the loser -1. A reply that takes none loses.
+    """
+
+    def __init__(self, stones: int) -> None:
+        self.tools: dict[str, Any] = {}
+        self.stones, self.players = stones, ("Ann", "Bob")
+
+    def first_prompt(self) -> list[dict[str, str]]:
+        return [self.asked("Ann")]
+
+    def asked(self, player: str) -> dict[str, str]:
+        return {"role": "user", "content": f"You are {player}. {self.stones} stones are left. How many do you take?"}
+
+    def answer(self, rollout: Rollout) -> tuple[Rollout, list[dict[str, str]] | None]:
+        turn = len(rollout.steps) - 1
+        said = rollout.final_content.strip()
+        taken = int(said) if said in ("1", "2", "3") and int(said) <= self.stones else 0
+        self.stones -= taken
+        if taken and self.stones:
+            return rollout, [self.asked(self.players[(turn + 1) % 2])]
+        winner = turn % 2 if taken else (turn + 1) % 2
+        steps = tuple(step._replace(reward=1.0 if i % 2 == winner else -1.0) for i, step in enumerate(rollout.steps))
+        return rollout._replace(steps=steps, metadata={**rollout.metadata, "winner": self.players[winner]}), None
+
+    def state(self) -> dict[str, Any]:
+        return {"stones": self.stones}
+
+
+def nim(*, stones: int) -> Environment:
+    """The game of both players, as an environment."""
+    return Environment(session=lambda task: Nim(stones), max_steps=stones)
+
+
 def sawtooth(step: int, *, low: float, high: float) -> float:
     """high, low, high, low: step → number."""
     CALLS["schedule"] += 1

@@ -1,0 +1,209 @@
+"""Calls of user code that end neither the process nor the run, in threads and in coroutines, and what becomes of those given up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+
+import pytest
+
+from rlkit.environments import python_tool
+from rlkit.sandbox import Sandbox, process
+from rlkit.system import deadline
+from rlkit.system.deadline import DeadlinePassed, ProcessEndAsked, abandoned, contained, containing, ended_by, in_thread, in_worker, within
+from rlkit.system.loops import run
+
+
+def test_a_call_that_ends_leaves_the_others_contained():
+    """os._exit is one name of the process: the first call to end must not give it back while another one runs."""
+    first, second = threading.Event(), threading.Event()
+
+    def late():
+        first.set()
+        second.wait(20)
+        os._exit(3)
+
+    def contained_late():
+        with pytest.raises(ProcessEndAsked):
+            contained(late)
+        raised.append(True)
+
+    raised = []
+    thread = threading.Thread(target=contained_late)
+    thread.start()
+    first.wait(20)
+    with pytest.raises(ProcessEndAsked, match=r"os._exit\(4\) at .*test_deadline.py"):
+        contained(lambda: os._exit(4))
+    second.set()
+    thread.join(20)
+    assert raised == [True]
+
+
+def test_a_coroutine_that_waits_contains_no_other(monkeypatch):
+    """Coroutines take turns in one thread: what rlkit's own code does meanwhile is the process's business."""
+    ended = []
+    monkeypatch.setattr(deadline, "end_process", ended.append)
+    go = asyncio.Event()
+
+    async def tool():
+        with containing():
+            await go.wait()
+            os._exit(3)
+
+    async def main():
+        playing = asyncio.create_task(tool())
+        await asyncio.sleep(0)
+        os._exit(5)
+        go.set()
+        with pytest.raises(ProcessEndAsked):
+            await playing
+
+    run(main())
+    assert ended == [5]
+
+
+def test_a_thread_that_goes_on_is_counted_and_named_once(capsys):
+    deadline._warn_of_thread.cache_clear()
+    release, before = threading.Event(), abandoned()
+
+    async def main():
+        for _ in range(2):
+            with pytest.raises(DeadlinePassed):
+                await in_worker(lambda: release.wait(20), 0.01, "the tool slow")
+        waiting = asyncio.create_task(in_worker(lambda: release.wait(20), None, "the tool slow"))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+
+    run(main())
+    assert abandoned() == before + 3
+    threads = deadline.ABANDONED[-3:]
+    release.set()
+    for thread in threads:
+        thread.join(20)
+    assert abandoned() == before
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: the tool slow was given up and goes on in a thread")
+
+
+@pytest.mark.parametrize("worker", [False, True])
+def test_a_call_that_says_how_it_is_ended_is_ended(worker, capsys):
+    ended, over = threading.Event(), threading.Event()
+
+    def call():
+        with ended_by(ended.set):
+            ended.wait(20)
+        over.set()
+
+    before = abandoned()
+    with pytest.raises(DeadlinePassed):
+        run(in_worker(call, 0.01, "the tool x")) if worker else in_thread(call, 0.01)
+    assert over.wait(20) and abandoned() == before and capsys.readouterr().err == ""
+
+
+def test_a_call_given_up_before_it_says_how_is_ended_when_it_does():
+    entered, ended = threading.Event(), threading.Event()
+
+    def call():
+        entered.wait(20)
+        with ended_by(ended.set):
+            assert ended.wait(20)
+
+    with pytest.raises(DeadlinePassed):
+        in_thread(call, 0.01)
+    entered.set()
+    assert ended.wait(20)
+
+
+def test_the_program_of_a_call_given_up_is_killed(monkeypatch):
+    """It went on beside the training until its own limit."""
+    children = []
+
+    class Popen(process.subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            children.append(self)
+
+    tool = python_tool(sandbox=Sandbox(time_limit=100.0, min_level="basic"))
+    tool("1")  # the level is probed
+    monkeypatch.setattr(process.subprocess, "Popen", Popen)
+
+    async def main():
+        playing = asyncio.create_task(in_worker(lambda: tool("while True: pass"), None, "the tool python"))
+        while not children:
+            await asyncio.sleep(0.001)
+        playing.cancel()
+        await asyncio.wait([playing])
+
+    run(main())
+    assert children[0].wait(20) == -9
+
+
+def test_a_call_that_raises_what_no_future_takes_is_told():
+    def stop():
+        raise StopIteration(3)
+
+    with pytest.raises(RuntimeError, match="StopIteration 3"):
+        run(in_worker(stop, None, "the tool stop"))
+
+
+def test_more_calls_than_threads_wait_for_a_place_and_one_given_up_leaves_its_own(monkeypatch):
+    monkeypatch.setattr(deadline, "MOST_THREADS", 1)
+    release, running = threading.Event(), []
+
+    def hang():
+        release.wait(20)
+
+    def short(i):
+        running.append(i)
+        assert len(running) == 1
+        running.pop()
+        return i
+
+    async def main():
+        hung = asyncio.create_task(in_worker(hang, 0.01, "the tool hang"))
+        await asyncio.sleep(0)
+        assert await asyncio.gather(*(in_worker(lambda i=i: short(i), None, "short") for i in range(4))) == [0, 1, 2, 3]
+        with pytest.raises(DeadlinePassed):
+            await hung
+
+    run(main())
+    release.set()
+
+
+@pytest.mark.parametrize("kind", ["async", "thread"])
+@pytest.mark.parametrize(("busy", "passes"), [(1, True), (20, False)])
+def test_time_in_which_the_loop_is_busy_does_not_count(monkeypatch, kind, busy, passes):
+    """A decoder that blocks the loop for longer than a tool's limit had the tool given up although it was quick."""
+    release = threading.Event()
+
+    async def main():
+        loop, ahead = asyncio.get_running_loop(), 0.0
+        real = loop.time
+        monkeypatch.setattr(loop, "time", lambda: real() + ahead)
+        answer = asyncio.Event()
+
+        async def tool():
+            await answer.wait()
+            await asyncio.sleep(0)
+
+        async def call():
+            async with within(1.0):
+                await (tool() if kind == "async" else in_worker(lambda: release.wait(20), None, "a tool"))
+
+        playing = asyncio.create_task(call())
+        await asyncio.sleep(0)
+        for _ in range(busy):
+            ahead += 100.0
+            await asyncio.sleep(0)
+        answer.set()
+        release.set()
+        await playing
+
+    if passes:
+        run(main())
+    else:
+        with pytest.raises(DeadlinePassed):
+            run(main())
