@@ -550,17 +550,17 @@ class AggregationFn(PerTokenFn[Q], Protocol[Q]):
     """
 
 
-class RewardFn(Protocol):
+class RewardFn(Protocol[Q]):
     """(rollout) → score, or None where it cannot be scored. Marked `batched`, it takes and returns a list."""
 
-    def __call__(self, rollout: Rollout, /) -> float | None: ...
+    def __call__(self, rollout: Rollout, /, *none: Q.args, **numbers: Q.kwargs) -> float | Awaitable[float | None] | None: ...
 
 
 class AggregatorFn(Protocol[Q]):
     """(component → score, component → weight) → reward. Marked `batched`: (rollouts, component → weight) → a list of rewards."""
 
     def __call__(
-        self, *given: Q.args, **numbers: Q.kwargs
+        self, given: Any, weights: Mapping[str, float], /, *none: Q.args, **numbers: Q.kwargs
     ) -> float | Sequence[float] | tuple[float, Metrics] | tuple[Sequence[float], Metrics]: ...
 
 

@@ -48,9 +48,7 @@ def complete():
 
     `follow(index, reply)` gives the next prompt of the same episode and its seed, or None; without it each has one completion.
     """
-    import asyncio
-
-    from rlkit.system.loops import first_error, run
+    from rlkit.system.loops import run, together
     from rlkit.types import SamplingParams
 
     def complete(engine, policy, prompts, seeds, follow=lambda index, reply: None, **params):
@@ -67,10 +65,7 @@ def complete():
 
         async def all_of_them():
             await engine.load(policy, 0)
-            with first_error():
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(episode(i, p, s)) for i, (p, s) in enumerate(zip(prompts, seeds, strict=True))]
-            return [task.result() for task in tasks]
+            return await together(episode(i, p, s) for i, (p, s) in enumerate(zip(prompts, seeds, strict=True)))
 
         return run(all_of_them())
 

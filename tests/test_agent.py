@@ -21,6 +21,7 @@ from rlkit.commands.arguments import parse
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose
 from rlkit.config.schema import build
+from rlkit.engines import Batched
 from rlkit.environments import calculator
 from rlkit.models.chat import encode_scaffold
 from rlkit.types import Generation, ToolCall
@@ -44,16 +45,16 @@ def scripted(*texts, cut=()):
     """An engine without a model: it says the texts in turn; those in `cut` lack their end."""
     replies = iter(enumerate(texts))
 
-    def generate(policy, contexts, seeds, /, **settings):
+    def say(policy, prompts, seeds, params):
         i, text = next(replies)
         ids = tuple(encode_scaffold(policy.codec, text + ("" if i in cut else "<|im_end|>")))
         return [Generation(ids, (-1.0,) * len(ids), "length" if i in cut else "stop")]
 
-    return generate
+    return Batched(say)
 
 
 def run(tiny, *texts, tools=(calculator, get_weather), cut=(), messages=QUESTION, **more):
-    return run_agent(messages, tools, policy=tiny, generate=scripted(*texts, cut=cut), **more)
+    return run_agent(messages, tools, policy=tiny, engine=scripted(*texts, cut=cut), **more)
 
 
 # ------------------------------------------------------------------------------------------------------- run_agent
@@ -171,7 +172,7 @@ def test_control_tokens_in_a_question_or_a_result_are_text(tiny):
 )
 def test_refused_with_what_is_wrong(tiny, given, words):
     with pytest.raises(ConfigError, match=words):
-        run_agent(QUESTION, **({"tools": [calculator], "policy": tiny, "generate": scripted("x")} | given))
+        run_agent(QUESTION, **({"tools": [calculator], "policy": tiny, "engine": scripted("x")} | given))
 
 
 # --------------------------------------------------------------------------------------------------- calls as dicts

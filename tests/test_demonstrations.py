@@ -8,8 +8,9 @@ import json
 import pytest
 import torch
 
-from rlkit import collect, demonstrations, generate
+from rlkit import collect, demonstrations
 from rlkit.commands.cli import main
+from rlkit.engines import Cached
 from rlkit.environments import single_turn
 from rlkit.episodes import assemble
 from rlkit.episodes.demonstrate import demonstrated
@@ -38,7 +39,7 @@ def test_a_played_episode_read_back_is_the_same_tokens(tiny, experiment):
     """Thinking, tool calls and results included: what is learned from is what would have been sampled."""
     environment = experiment.environment
     tasks = arithmetic(split="train", seed=0, max_samples=12)
-    played = collect(tiny, tasks, generate=generate, environment=environment, temperature=0.0, max_new_tokens=64)
+    played = collect(tiny, tasks, engine=Cached(), environment=environment, temperature=0.0, max_new_tokens=64)
     usual = [r for r in played if r.status == "terminated" and len(r.steps) > 1 and not any(c.error for s in r.steps for c in s.tool_calls)]
     assert len(usual) > 4 and any(s.thinking for r in usual for s in r.steps)
     again = demonstrations(tiny, [r.task._replace(metadata={"messages": r.conversation}) for r in usual], environment=environment)
@@ -128,7 +129,7 @@ def test_a_warm_up_teaches_the_reply_and_can_be_taken_on(tmp_path, monkeypatch, 
     warm = load_policy(path="warm")
     tasks = loaded(path)[:1]
     with torch.random.fork_rng():
-        [said] = collect(warm, tasks, generate=generate, environment=single_turn(), temperature=0.0, max_new_tokens=32)
+        [said] = collect(warm, tasks, engine=Cached(), environment=single_turn(), temperature=0.0, max_new_tokens=32)
     assert said.final_content == "#### 7"
 
 

@@ -362,7 +362,7 @@ def at(place: str, action):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["rlkit.episodes.collect.after_reply", "rlkit.training.update.surrogate"], ids=["rollouts", "update"])
+@pytest.mark.parametrize("place", ["rlkit.episodes.replies.read_reply", "rlkit.training.update.surrogate"], ids=["rollouts", "update"])
 @pytest.mark.parametrize("signum, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_ends_a_run_saved_and_it_goes_on_as_if_nothing_had_happened(tmp_path, forked, place, signum, status):
     """Rollouts are dropped, an update is finished; no step is done twice or left out, though no checkpoint was due."""
@@ -372,7 +372,7 @@ def test_a_signal_ends_a_run_saved_and_it_goes_on_as_if_nothing_had_happened(tmp
     stop = lambda: at(place, lambda: os.kill(os.getpid(), signum))  # noqa: E731
     assert wait(forked([*words, f"hydra.run.dir={folder}"], log, stop)) == status, log.read_text()
     assert json.loads((folder / "summary.json").read_text())["ended"] == "interrupted"
-    done = 1 if "collect" in place else 2
+    done = 1 if "episodes" in place else 2
     assert [p.name for p in checkpoints(folder / "checkpoints")] == [f"step_{done:06d}.ckpt"]
     assert wait(forked(["train", f"resume={folder}"], log)) == 0, log.read_text()
     a, b = (torch.load(f / "checkpoints" / "step_000003.ckpt", weights_only=True)["state_dict"] for f in (whole, folder))
@@ -453,7 +453,7 @@ def test_a_job_that_is_signalled_is_queued_again_once_it_is_saved(tmp_path, fork
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.chdir(tmp_path)
     words = ["train", *FAST, "trainer.steps=3", "callbacks.checkpoint.every=9", "trainer.requeue=true", "resume=auto"]
-    stop = lambda: at("rlkit.episodes.collect.after_reply", lambda: os.kill(os.getpid(), signal.SIGUSR1))  # noqa: E731
+    stop = lambda: at("rlkit.episodes.replies.read_reply", lambda: os.kill(os.getpid(), signal.SIGUSR1))  # noqa: E731
     assert wait(forked(words, tmp_path / "log", stop)) == 128 + signal.SIGUSR1
     assert (tmp_path / "asked").read_text() == "requeue 17 step_000001.ckpt\n"
     assert wait(forked(words, tmp_path / "log")) == 0

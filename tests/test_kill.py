@@ -45,7 +45,7 @@ def uneven(r):
     return float(sum(r.steps[-1].response_ids) % 4 == 0)
 """
 MOMENTS = {  # kind of moment → functions that are in the middle of it
-    "generate": ["rlkit.episodes.collect.after_reply"],
+    "generate": ["rlkit.episodes.replies.read_reply"],
     "reward": ["rlkit.rewards.score._cell"],
     "update": [
         "rlkit.training.update.surrogate",

@@ -181,22 +181,25 @@ def test_replies_of_a_real_tokenizer_go_through_the_loop(tiny, count):
     """Ids of any kind, control tokens too: each reply ends the episode or gives a next context that its ids stand in."""
     rng = random.Random(1)
     environment = tool_use(tools=TOOLS, parse_calls=xml, max_turns=2, timeout=None)
-    vocabulary, replies = len(tiny.codec.tokenizer), []
-    for i in range(count // 10):
+    vocabulary, ended = len(tiny.codec.tokenizer), Counter()
+
+    def reply(number):
         text = malformed(rng)[:400].encode("utf-8", "replace").decode()
-        ids = tiny.codec.tokenizer.encode(text, add_special_tokens=False) if i % 2 else rng.choices(range(vocabulary), k=rng.randrange(40))
-        ids = (*ids[:200], *tiny.eos_token_ids[:1])
-        replies.append(Generation(ids, (-1.0,) * len(ids), rng.choice(("stop", "stop", "length"))))
-    last = Generation(tiny.eos_token_ids[:1], (-1.0,), "stop")
+        words = (
+            tiny.codec.tokenizer.encode(text, add_special_tokens=False)
+            if number % 2
+            else rng.choices(range(vocabulary), k=rng.randrange(40))
+        )
+        ids = (*words[:200], *tiny.eos_token_ids[:1])
+        return Generation(ids, (-1.0,) * len(ids), rng.choice(("stop", "stop", "length")))
 
-    def complete(policy, prompts, seeds, params):
-        return [replies.pop() if replies else last for _ in prompts]
-
-    ended = Counter()
-    for rollout in collect(tiny, [TASK], engine=Batched(complete), environment=environment, group_size=len(replies)):
-        first, *rest = rollout.steps
-        assert all(step.prompt_ids[: len(first.prompt_ids + first.response_ids)] == first.prompt_ids + first.response_ids for step in rest)
-        ended["next" if rest else rollout.truncation or rollout.status] += 1
+    engine = Batched(lambda policy, prompts, seeds, params: [reply(i) for i in range(len(prompts))])
+    for rollout in collect(tiny, [TASK] * (count // 10), engine=engine, environment=environment):
+        first, *more = rollout.steps
+        for step in more:
+            said = first.prompt_ids + first.response_ids
+            assert step.prompt_ids[: len(said)] == said
+        ended["next" if more else rollout.truncation or rollout.status] += 1
     assert set(ended) == {"next", "length", "terminated"}, ended
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,33 +21,14 @@ def passing(monkeypatch):
     return wait
 
 
-def test_what_environments_do_between_replies_is_not_the_engines(passing):
-    def generate(policy, contexts, seeds, /, *, follow=None):
-        passing(3)
-        follow(0, "a reply")
-        passing(2)
-        return [follow(0, "another")]
-
-    def follow(index, reply):
-        passing(0.5)
-        return index, reply
-
-    clock = monitor.Clock()
-    engine = clock.engine(generate)
-    assert "follow" in inspect.signature(engine).parameters  # the loop asks for it
-    with clock.part("generate"):
-        assert engine(None, [()], [0], follow=follow) == [(0, "another")]
-    assert clock.parts == {"generate": 6.0, "environment": 1.0, "reward": 0.0, "update": 0.0, "model": 5.0}
-
-
-def test_an_engine_without_turns_of_its_own_is_called_without(passing):
-    def generate(policy, contexts, seeds, /, *, temperature):
-        passing(temperature)
-        return contexts
-
-    clock = monitor.Clock()
-    assert clock.engine(generate)(None, [1, 2], [0, 0], temperature=4) == [1, 2]
-    assert clock.parts["model"] == 4.0 and "follow" not in inspect.signature(clock.engine(generate)).parameters
+def test_what_sessions_do_between_replies_is_not_the_models(passing):
+    """The engine says how long it was busy, and how long it stood still for an answer; the rest of a collect is the environment's."""
+    engine, clock = SimpleNamespace(busy_s=10.0, late_s=1.0), monitor.Clock()
+    with clock.sampling(engine):
+        passing(6)
+        engine.busy_s += 4.5
+        engine.late_s += 0.5
+    assert clock.parts == {"generate": 6.0, "environment": 1.5, "reward": 0.0, "update": 0.0, "model": 4.5} and clock.late == 0.5
 
 
 def test_the_time_between_steps_is_that_of_callbacks_without_evaluations(passing):

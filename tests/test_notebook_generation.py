@@ -38,6 +38,7 @@ from rlkit.errors import ConfigError
 from rlkit.models import encode_prompt
 from rlkit.models.load import TINY
 from rlkit.notebook.data import TRAINING
+from rlkit.types import SamplingParams
 
 SHORT = TRAINING._replace(max_new_tokens=6)
 QUESTION = "Ann has 3 pens. Ann buys 4 more. How many pens does Ann have now?"
@@ -56,13 +57,12 @@ def tokenizer(tiny):
 # ------------------------------------------------------------------------------------------------------------- data
 
 
-def test_a_config_is_immutable_and_leaves_out_what_cuts_nothing():
-    """The notebooks share mutable defaults. An engine of one's own need not know of top_p and top_k."""
+def test_a_config_is_immutable_and_says_how_an_engine_samples():
+    """The notebooks share mutable defaults."""
     with pytest.raises(AttributeError):
         GenerationConfig().temperature = 1.0  # type: ignore[misc]
-    assert GenerationConfig().sampler == {"max_new_tokens": 512, "temperature": 0.7, "top_p": 0.9, "top_k": 50}
-    assert TRAINING.sampler == {"max_new_tokens": 256, "temperature": 1.0}
-    assert TRAINING._replace(do_sample=False, use_cache=False).sampler == {"max_new_tokens": 256, "temperature": 0.0, "use_cache": False}
+    assert GenerationConfig().params == SamplingParams(512, 0.7, 0.9, 50) and TRAINING.params == SamplingParams(256, 1.0, 1.0, 0)
+    assert TRAINING._replace(do_sample=False).params.temperature == 0.0
 
 
 def two_steps(**more) -> Rollout:

@@ -54,7 +54,7 @@ def says(tiny, *texts, end=True):
     """An engine that says the texts in turn, each to every episode that waits, and keeps the sizes of its batches."""
     sizes = []
 
-    def engine(policy, contexts, seeds, **settings):
+    def engine(policy, contexts, seeds, params):
         text = texts[min(len(sizes), len(texts) - 1)]
         sizes.append(len(contexts))
         ids = tiny.codec.tokenizer.encode(text + "<|im_end|>" * end, add_special_tokens=False)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rlkit.config.problems.rows import check_truths, check_verifier
-from rlkit.engines import cached, generate
+from rlkit.engines import Batched, Cached, Transformers
+from rlkit.engines.transformers import complete
 from rlkit.errors import DataError, SelfCheckError, TemplateError
 from rlkit.models import make_codec
 from rlkit.rewards import Reward, Term, by_task, exact_match, few_turns, numeric, weighted_sum
@@ -89,6 +90,8 @@ def tasks():
 
 
 def with_engine(experiment, engine, **more):
+    """`engine`: one, or a function that is one."""
+    engine = engine if hasattr(engine, "load") else Batched(engine)
     return experiment._replace(generation=experiment.generation._replace(engine=engine, max_new_tokens=12, **more))
 
 
@@ -98,14 +101,14 @@ def copied(policy):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_a_right_scorer_passes_at_any_temperature(tiny, tasks, experiment, temperature):
-    assert check_policy(tiny, tasks, with_engine(experiment, generate, temperature=temperature)) == ([], True)
+    assert check_policy(tiny, tasks, with_engine(experiment, complete, temperature=temperature)) == ([], True)
 
 
 def test_a_sampler_at_another_temperature_is_refused(tiny, tasks, experiment):
     """The most common silent bug: log-probs before temperature on one side, after it on the other."""
 
-    def hotter(policy, contexts, seeds, /, *, temperature, **settings):
-        return generate(policy, contexts, seeds, temperature=temperature * 1.2, **settings)
+    def hotter(policy, contexts, seeds, params):
+        return complete(policy, contexts, seeds, params._replace(temperature=params.temperature * 1.2))
 
     with pytest.raises(SelfCheckError, match="log-probs of sampler and trainer differ by up to"):
         check_policy(tiny, tasks, with_engine(experiment, hotter))
@@ -115,8 +118,8 @@ def test_weights_that_change_between_sampling_and_scoring_are_refused(tiny, task
     """A norm in another precision, a stale copy in the engine: the smallest change of the model shows."""
     policy = copied(tiny)
 
-    def stale(policy, contexts, seeds, /, **settings):
-        replies = generate(policy, contexts, seeds, **settings)
+    def stale(policy, contexts, seeds, params):
+        replies = complete(policy, contexts, seeds, params)
         with torch.no_grad():
             policy.model.model.norm.weight *= 1.05
         return replies
@@ -128,8 +131,8 @@ def test_weights_that_change_between_sampling_and_scoring_are_refused(tiny, task
 def test_log_probs_of_other_tokens_are_refused(tiny, tasks, experiment):
     """Off by one position."""
 
-    def shifted(policy, contexts, seeds, /, **settings):
-        replies = generate(policy, contexts, seeds, **settings)
+    def shifted(policy, contexts, seeds, params):
+        replies = complete(policy, contexts, seeds, params)
         return [r._replace(logprobs=(*r.logprobs[1:], r.logprobs[0])) for r in replies]
 
     with pytest.raises(SelfCheckError):
@@ -140,8 +143,8 @@ def test_tokens_that_a_thinking_budget_wrote_are_no_difference(tiny, tasks, expe
     """The policy's own log-prob of a tag that was forced is far from the engine's 0."""
     seen = []
 
-    def engine(policy, contexts, seeds, /, **settings):
-        seen.extend(generate(policy, contexts, seeds, **settings))
+    def engine(policy, contexts, seeds, params):
+        seen.extend(complete(policy, contexts, seeds, params))
         return seen[-len(contexts) :]
 
     limited = with_engine(experiment, engine)
@@ -150,7 +153,7 @@ def test_tokens_that_a_thinking_budget_wrote_are_no_difference(tiny, tasks, expe
     assert any(reply.forced for reply in seen)
 
 
-@pytest.mark.parametrize("engine", [generate, cached])
+@pytest.mark.parametrize("engine", [Transformers, Cached])
 def test_logits_that_change_behind_the_trainers_back_are_refused(tiny, tasks, experiment, engine):
     """A forward put in the place of the model's own is not what the trainer applies. An engine may leave it out too, and agree."""
     policy = copied(tiny)
@@ -163,12 +166,12 @@ def test_logits_that_change_behind_the_trainers_back_are_refused(tiny, tasks, ex
 
     policy.model.forward = capped
     with pytest.raises(SelfCheckError, match="the trainer and the model's own forward differ"):
-        check_policy(policy, tasks, with_engine(experiment, engine))
+        check_policy(policy, tasks, with_engine(experiment, engine()))
 
 
-def unknown(policy, contexts, seeds, /, **settings):
+def unknown(policy, contexts, seeds, params):
     """An engine that does not give log-probs."""
-    return [r._replace(logprobs=(float("nan"),) * len(r.token_ids)) for r in generate(policy, contexts, seeds, **settings)]
+    return [r._replace(logprobs=(float("nan"),) * len(r.token_ids)) for r in complete(policy, contexts, seeds, params)]
 
 
 def test_log_probs_that_are_not_numbers_are_refused(tiny, tasks, experiment):
@@ -186,8 +189,8 @@ def test_half_precision_may_differ_a_little_warns_of_more_and_refuses_much(tiny,
     """bfloat16 rounds at 0.4 %: a mean gap above 0.05 nats is no rounding, and one above 0.5 is another policy."""
     policy = half(tiny)
 
-    def off(policy, contexts, seeds, /, **settings):
-        return [r._replace(logprobs=tuple(p - gap for p in r.logprobs)) for r in generate(policy, contexts, seeds, **settings)]
+    def off(policy, contexts, seeds, params):
+        return [r._replace(logprobs=tuple(p - gap for p in r.logprobs)) for r in complete(policy, contexts, seeds, params)]
 
     if says == "refused":
         with pytest.raises(SelfCheckError, match=r"sampler and trainer differ by 0.7.* a token on average, more than 0.5"):
@@ -206,15 +209,15 @@ def test_a_prompt_that_does_not_fit_is_the_rows_fault(tiny, tasks, experiment):
     """Also where it is not among the first: the longest rows are measured, and the one that is too long is named."""
     long = tasks[0]._replace(id="rows.jsonl:9", messages=({"role": "user", "content": "How many? " * 99},))
     with pytest.raises(DataError, match=r"row rows.jsonl:9: its prompt has \d+ tokens, and the model's context is 200"):
-        check_policy(tiny._replace(context_length=200), [*arithmetic(max_samples=8), long], with_engine(experiment, generate))
+        check_policy(tiny._replace(context_length=200), [*arithmetic(max_samples=8), long], with_engine(experiment, complete))
 
 
 def test_a_template_that_cannot_carry_the_tools_is_refused(tiny, tasks, experiment):
     tokenizer = copy.deepcopy(tiny.codec.tokenizer)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(TemplateError, match="does not write the tools"):
-        check_policy(tiny._replace(codec=make_codec(tokenizer)), tasks, with_engine(experiment, generate))
+        check_policy(tiny._replace(codec=make_codec(tokenizer)), tasks, with_engine(experiment, complete))
 
 
 def test_one_row_is_enough_to_check(tiny, tasks, experiment):
-    assert check_policy(tiny, tasks[:1], with_engine(experiment, generate)).warnings == []
+    assert check_policy(tiny, tasks[:1], with_engine(experiment, complete)).warnings == []

@@ -92,7 +92,7 @@ def assemble(rollouts: Sequence[Rollout], *, pad_token_id: int, device: torch.de
         reply_lengths=torch.tensor([max((len(s.sampled) for s in r.steps), default=0) for r in rollouts], device=device),
         token_rewards=tensor([r.rewards for r in lists], torch.float32, 0.0),
         logprobs_sampler=tensor([r.logprobs for r in lists], torch.float32, 0.0),
-        versions=tensor([r.versions for r in lists], torch.int64, 0),
+        versions=tensor([[v * s for v, s in zip(r.versions, r.sampled, strict=True)] for r in lists], torch.int64, 0),
         components={name: scores(r.rewards.get(name) for r in rollouts) for name in dict.fromkeys(n for r in rollouts for n in r.rewards)},
         metadata=tuple({**r.task.metadata, **r.metadata} for r in rollouts),
     )

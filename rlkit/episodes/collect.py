@@ -124,8 +124,7 @@ async def collected(
         finally:
             engine.release(key)
             place.arrive()
-        if rollout.truncation == "length" and _fills(policy, rollout.steps[-1]):
-            rollout = rollout._replace(truncation="context")
+        rollout = named_limit(policy, rollout)
         if on_done is not None:
             on_done(rollout)
         return rollout
@@ -135,5 +134,10 @@ async def collected(
     )
 
 
-def _fills(policy: Policy, step: Step) -> bool:
-    return len(step.prompt_ids) + len(step.response_ids) >= policy.context_length
+def named_limit(policy: Policy, rollout: Rollout) -> Rollout:
+    """The episode, truncated by "context" instead of "length" where its last reply was cut by the end of the context."""
+    if rollout.truncation != "length":
+        return rollout
+    last = rollout.steps[-1]
+    full = len(last.prompt_ids) + len(last.response_ids) >= policy.context_length
+    return rollout._replace(truncation="context") if full else rollout

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from rlkit.errors import DataError
@@ -38,7 +39,10 @@ def save_checkpoint(model: Any, tokenizer: Any, step: int, output_dir: str | Pat
         shutil.rmtree(old, ignore_errors=True)
     model.save_pretrained(part)
     tokenizer.save_pretrained(part)
-    write_json(part / "training_state.json", (state or TrainingState(step))._asdict())
+    kept = (state or TrainingState(step))._asdict()
+    if learner := kept.pop("learner"):
+        torch.save(dict(learner), part / "learner.pt")
+    write_json(part / "training_state.json", kept)
     write_sums(part)
     os.replace(part, folder)
 
@@ -64,6 +68,8 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
         model = AutoModelForCausalLM.from_pretrained(folder)
     saved = json.loads((folder / "training_state.json").read_text())
     saved["metrics"] = {name: NAN if value is None else value for name, value in saved["metrics"].items()}  # JSON knows no nan
+    if (folder / "learner.pt").exists():
+        saved["learner"] = torch.load(folder / "learner.pt", weights_only=True)
     return Checkpoint(model, AutoTokenizer.from_pretrained(folder), TrainingState(**saved))
 
 

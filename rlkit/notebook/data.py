@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlkit.rewards import Moments
-from rlkit.types import FinishReason, Message, Rollout, Task
+from rlkit.types import FinishReason, Message, Rollout, SamplingParams, Task
 
 Conversation = list[Message]
 Prompt = str | Sequence[Message] | Task
@@ -26,11 +26,9 @@ class GenerationConfig(NamedTuple):
     use_cache: bool = True
 
     @property
-    def sampler(self) -> dict[str, Any]:
-        """The settings of an engine; those that cut nothing are left out, so that an engine need not know of them."""
-        whole = {"top_p": 1.0, "top_k": 0, "use_cache": True}
-        extra = {name: value for name, usual in whole.items() if (value := getattr(self, name)) != usual}
-        return {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature if self.do_sample else 0.0, **extra}
+    def params(self) -> SamplingParams:
+        """How an engine samples by it."""
+        return SamplingParams(self.max_new_tokens, self.temperature if self.do_sample else 0.0, self.top_p, self.top_k)
 
 
 TRAINING = GenerationConfig(max_new_tokens=256, temperature=1.0, top_p=1.0, top_k=0)  # the full distribution
@@ -106,13 +104,15 @@ def view_steps(
 
 
 class TrainingState(NamedTuple):
-    """Where a run stands: plain numbers, for the next iteration and for the checkpoint."""
+    """Where a run stands, for the next iteration and for the checkpoint."""
 
     step: int = 0  # RL steps done
-    total_tokens: int = 0  # of all rollouts, prompts included
+    total_tokens: int = 0  # of all rollouts trained on, prompts included
     metrics: Mapping[str, float] = {}  # of the last step
     ema_metrics: Mapping[str, float] = {}
     moments: Sequence[float] = Moments()  # of all rewards so far, for normalize_rewards
+    stream: Sequence[int] = ()  # where `train_model` stands in the order of its prompts
+    learner: Mapping[str, Any] = {}  # what else decides the steps to come (rlkit.training.learner.Learner.saved)
 
 
 def update_ema_metrics(ema_metrics: Mapping[str, float], metrics: Mapping[str, float], decay: float = 0.9) -> dict[str, float]:

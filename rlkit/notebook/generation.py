@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import rlkit.functional as F
-from rlkit.engines import generate as sample
+from rlkit.engines import Batched, Transformers
+from rlkit.engines.transformers import complete
 from rlkit.environments import split_thinking
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.models import (
@@ -25,7 +26,7 @@ from rlkit.models import (
     score,
 )
 from rlkit.notebook.data import Conversation, GenerationConfig, Prompt, TextGeneration, as_messages, as_prompt
-from rlkit.types import Generate, Generation, Message, Messages, Policy, Task
+from rlkit.types import Engine, Generation, Message, Messages, Policy, SamplingParams, Task
 
 TemplateFn = Callable[..., str]
 Generator = Callable[..., TextGeneration]
@@ -203,7 +204,7 @@ def generate_text(
             raise ValueError(f"prompt {i} has {len(context)} tokens, the model's context {policy.context_length}; shorten it, none is cut")
     places = [(i, j) for i in range(len(prompts)) for j in range(num_return_sequences)]
     seeds = [F.mix(F.mix(seed, 0, i, j), 0) for i, j in places]  # as the first step of `collect`
-    replies = sample(policy, [contexts[i] for i, _ in places], seeds, **config.sampler)
+    replies = complete(policy, [contexts[i] for i, _ in places], seeds, config.params, use_cache=config.use_cache)
     found = [_in_words(policy, reply, config, compute_logprobs) for reply in replies]
     return found[0] if len(found) == 1 and not _is_many(prompt) else found
 
@@ -225,17 +226,28 @@ def _several(prompt: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompt) if _is_many(prompt) else [prompt]  # type: ignore[arg-type, list-item]
 
 
-def engine_of(generator: Generator, tokenizer: Any, config: GenerationConfig, prompts: Mapping[tuple[int, ...], Prompt]) -> Generate:
-    """A generator as an engine of the core, which knows contexts as ids: `prompts` says what each was made of."""
-
-    def engine(policy: Policy, contexts: Sequence[Sequence[int]], seeds: Sequence[int], /, **settings: Any) -> list[Generation]:
-        given = [generator(policy.model, tokenizer, prompts[tuple(context)], config, True) for context in contexts]
-        return [_sampled(policy, context, g, config) for context, g in zip(contexts, given, strict=True)]
-
-    return engine
+def engine_of(generate: Any, config: GenerationConfig) -> Engine:
+    """The engine that is meant: one that is made, or a plain function as `rlkit.engines.Batched` takes it. None: `Transformers`."""
+    if generate is None:
+        return Transformers(use_cache=config.use_cache)
+    return generate if hasattr(generate, "load") else Batched(generate)
 
 
-def _sampled(policy: Policy, context: Sequence[int], given: TextGeneration, config: GenerationConfig) -> Generation:
+class Asked(NamedTuple):
+    """What a generator is asked for one reply, as the engine of that reply."""
+
+    generator: Generator
+    policy: Policy
+    prompt: Prompt
+    config: GenerationConfig
+
+    async def generate(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> Generation:
+        """The generator's reply. It has a seed of its own, if any."""
+        given = self.generator(self.policy.model, self.policy.codec.tokenizer, self.prompt, self.config, True)
+        return _sampled(self.policy, prompt_ids, given, params.temperature or 1.0)
+
+
+def _sampled(policy: Policy, context: Sequence[int], given: TextGeneration, temperature: float) -> Generation:
     """What a generator gave as the core keeps it: up to the first end token, scored by the model where log-probs are missing."""
     ids = [int(token) for token in given.token_ids]
     valid = [True] * len(ids) if given.valid_mask is None else [bool(v) for v in given.valid_mask]
@@ -244,10 +256,9 @@ def _sampled(policy: Policy, context: Sequence[int], given: TextGeneration, conf
     if length == 0:
         raise ValueError("generator gave a reply without a token; the end token belongs to the reply")
     if given.logprobs is None:
-        row = torch.tensor([ids[:length]])
         with torch.no_grad():
             found = compute_logprobs_for_tokens(
-                policy.model, torch.tensor([list(context)]), None, row, temperature=config.sampler["temperature"] or 1.0
+                policy.model, torch.tensor([list(context)]), None, torch.tensor([ids[:length]]), temperature=temperature
             )
         logprobs = found[0].tolist()
     else:

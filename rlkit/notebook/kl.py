@@ -16,7 +16,7 @@ from rlkit.algorithm import call
 from rlkit.notebook._arguments import accepted, asks_for
 from rlkit.notebook.tensors import mask_like, row_mean, same_shape
 from rlkit.training import references as reference
-from rlkit.types import Reference
+from rlkit.types import Reference, unpacked
 
 KLHook = Callable[..., Tensor]
 UpdateHook = Callable[..., None]
@@ -144,7 +144,7 @@ def lift_update(kept: Reference) -> UpdateHook:
 
     def update_fn(ref_model: torch.nn.Module, policy_model: torch.nn.Module, **progress: Any) -> None:
         calls, state = states.get(ref_model) or (0, reference.track(ref_model)._replace(model=None))
-        states[ref_model] = calls + 1, kept.update(state, policy_model, **({"step": calls + 1} | progress))
+        states[ref_model] = calls + 1, unpacked(kept.update(state, policy_model, **({"step": calls + 1} | progress)))[0]
 
     return update_fn
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import cycle, islice
 from statistics import fmean
 from typing import Any
@@ -12,18 +13,19 @@ from typing import Any
 from torch import nn
 
 import rlkit.functional as F
-from rlkit.engines import generate as sample
-from rlkit.environments import dialogue, hermes, tool_name
-from rlkit.environments.single_turn import no_next_prompt
-from rlkit.episodes import assemble
-from rlkit.episodes.collect import Turn, open_episodes, play_turns
+from rlkit.environments import dialogue, environment_of, execute, hermes, tool_name
+from rlkit.episodes import assemble, collect
+from rlkit.episodes.collect import KEYS, named_limit
+from rlkit.episodes.episode import Say, play
+from rlkit.episodes.replies import encoder, speaker
 from rlkit.notebook.data import GenerationConfig, Prompt, as_prompt, as_task
-from rlkit.notebook.generation import Generator, TemplateFn, engine_of, policy_of
+from rlkit.notebook.generation import Asked, Generator, TemplateFn, engine_of, policy_of
 from rlkit.notebook.kl import KLHook, compute_forward_kl, compute_kl
-from rlkit.notebook.tensors import episodes, plain, score_batch
+from rlkit.notebook.tensors import episodes_of, plain, score_batch
 from rlkit.rewards import Reward, Term, weighted_sum
 from rlkit.rewards import score as score_rollouts
-from rlkit.types import Environment, Message, Policy, Rollout, Step, Task, ToolCall, ToolParser, ToolResult
+from rlkit.system.loops import run
+from rlkit.types import Environment, Message, Messages, Policy, Rollout, Session, Step, Task, Tool, ToolCall, ToolParser, ToolResult
 
 Tools = Mapping[str, Callable[..., Any]] | Sequence[Callable[..., Any]]
 
@@ -59,7 +61,7 @@ def create_environment(
         return check_termination_conditions(rollout, termination_fn, stop_condition)
 
     environment = dialogue(
-        prompt_fn=prompt_generator_fn or no_next_prompt,
+        prompt_fn=prompt_generator_fn,
         termination_fn=stop,
         tools=functions,
         max_turns=max_steps,
@@ -69,6 +71,15 @@ def create_environment(
     if called:
         environment = environment._replace(parse_calls=hermes if tool_parser is None else _parser(tool_parser))
     return environment if tool_executor is None else environment._replace(execute=_executor(tool_executor))
+
+
+def environment_from(
+    environment: Environment | Callable[[Task], Environment] | None, **hooks: Any
+) -> Environment | Callable[[Task], Environment]:
+    """The environment that is given, or one of the hooks."""
+    if environment is not None and (odd := sorted({*hooks} - {"max_steps"})):
+        raise ValueError(f"the environment that is given knows nothing of {', '.join(odd)}; give one or the other")
+    return environment or create_environment(**hooks)
 
 
 def check_termination_conditions(
@@ -104,20 +115,69 @@ def _tool_call(call: Mapping[str, Any]) -> ToolCall:
     return ToolCall(str(call.get("id", "")), str(function.get("name", "")), arguments)
 
 
-def _executor(tool_executor: Callable[[dict[str, Any]], str]) -> Callable[[ToolCall, Mapping[str, Callable[..., Any]]], ToolResult]:
-    def execute(call: ToolCall, tools: Mapping[str, Callable[..., Any]], /) -> ToolResult:
-        if call.error:
-            return ToolResult(call.id, call.name, call.error, ok=False)
+def _executor(tool_executor: Callable[[dict[str, Any]], str]) -> Callable[[ToolCall, Mapping[str, Tool]], Any]:
+    async def execute_hook(call: ToolCall, tools: Mapping[str, Tool], /) -> ToolResult:
         given = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-        try:
-            return ToolResult(call.id, call.name, str(tool_executor(given)), ok=True)
-        except (Exception, SystemExit) as error:  # a tool may do anything, and the episode goes on
-            return ToolResult(call.id, call.name, f"Error: {type(error).__name__}: {error}", ok=False)
+        return await execute(call, {call.name: lambda **_: tool_executor(given)}, timeout=None)
 
-    return execute
+    return execute_hook
 
 
 # ------------------------------------------------------------------------------------------------------- the episodes
+
+
+class Turn:
+    """An episode that waits for the policy: `rollout` is how it stands, `prompt` what it is told next.
+
+    The episode is a coroutine that stands still between two calls, with its session open. So a turn is played on once.
+    """
+
+    def __init__(self, task: Task, environment: Environment, group: int, sample: int, seed: int, stage: Stage):
+        self.environment, self.seed, self.key, self.stage = environment, seed, next(KEYS), stage
+        self.rollout, self.prompt = Rollout(task, (), group=group, sample=sample), list[Message]()
+        self.here, self.granted = asyncio.Event(), asyncio.Queue[Say]()
+        self.playing = asyncio.create_task(play(task, environment, self.say, group=group, sample=sample))
+        self.playing.add_done_callback(lambda _: self.here.set())
+
+    async def say(self, rollout: Rollout, messages: Messages, session: Session) -> Step | None:
+        """Stands still until `execute_step` says who speaks."""
+        self.rollout, self.prompt = rollout, list(messages)
+        self.here.set()
+        speak = await self.granted.get()
+        return await speak(rollout, messages, session)
+
+
+class Stage:
+    """The event loop that episodes live in from one call to the next."""
+
+    def __init__(self) -> None:
+        self.runner, self.turns = asyncio.Runner(), list[Turn]()
+
+    def play(self, policy: Policy, turns: list[Turn], begin: Callable[[], Awaitable[None]]) -> list[Turn | Rollout]:
+        """Begins, then waits until every episode waits for the policy or is over. Each of `turns` as it stands, or its rollout.
+
+        Raises: the first error, after all sessions have been closed.
+        """
+        try:
+            run(self._until_all_wait(begin), self.runner)
+        finally:
+            if all(turn.playing.done() for turn in self.turns):
+                self.runner.close()
+        return [named_limit(policy, turn.playing.result()) if turn.playing.done() else turn for turn in turns]
+
+    async def _until_all_wait(self, begin: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await begin()
+            for turn in self.turns:
+                await turn.here.wait()
+            for turn in self.turns:
+                if turn.playing.done():
+                    turn.playing.result()
+        except BaseException:
+            for turn in self.turns:
+                turn.playing.cancel()
+            await asyncio.gather(*(turn.playing for turn in self.turns), return_exceptions=True)
+            raise
 
 
 def initialize_rollouts(
@@ -129,19 +189,29 @@ def initialize_rollouts(
     num_rollouts: int = 1,
     seed: int = 0,
     step: int = 0,
-) -> list[Turn]:
+) -> list[Turn | Rollout]:
     """The first turns of episodes that wait for the policy.
 
     Args:
       initial_prompts: prompts, or initial_prompts_generator (n) → list. n: how many of them; None: all.
       num_rollouts: episodes of each prompt; no two share a list. seed, step: all the randomness there is.
     """
-    if callable(initial_prompts):
+    tasks, stage = _tasks(initial_prompts, n), Stage()
+
+    async def begin() -> None:
+        for i, task in enumerate(tasks):
+            for j in range(num_rollouts):
+                stage.turns.append(Turn(task, environment_of(environment, task), i, j, F.mix(seed, step, i, j), stage))
+
+    return stage.play(policy, stage.turns, begin)
+
+
+def _tasks(prompts: Sequence[Prompt] | Callable[[int], Sequence[Prompt]], n: int | None) -> list[Task]:
+    if callable(prompts):
         if n is None:
             raise ValueError("an initial_prompts_generator needs n, the number of prompts")
-        initial_prompts = initial_prompts(n)
-    tasks = [as_task(prompt, i) for i, prompt in enumerate(initial_prompts[:n])]
-    return open_episodes(policy, tasks, environment=environment, group_size=num_rollouts, seed=seed, step=step)
+        prompts = prompts(n)
+    return [as_task(prompt, i) for i, prompt in enumerate(prompts[:n])]
 
 
 def execute_step(
@@ -149,23 +219,37 @@ def execute_step(
     turns: Sequence[Turn | Rollout],
     config: GenerationConfig = GenerationConfig(),  # noqa: B008  (immutable)
     *,
-    generate: Any = sample,
+    generate: Any = None,
     generator: Generator | None = None,
 ) -> list[Turn | Rollout]:
     """One reply in every episode that waits, all of them one batch; each becomes its next turn, or the finished Rollout.
 
     Args:
-      turns: in any mixture; finished rollouts stay as they are. generate: the engine.
+      turns: of one `initialize_rollouts`; finished rollouts stay as they are. generate: the engine, or a plain function for
+        `rlkit.engines.Batched`; None: `rlkit.engines.Transformers`.
       generator: (model, tokenizer, prompt, config, compute_logprobs) → TextGeneration in place of the engine, prompt by prompt.
     """
     waiting = [turn for turn in turns if isinstance(turn, Turn)]
-    if generator is not None:
-        generate = engine_of(generator, policy.codec.tokenizer, config, {turn.context: as_prompt(_messages(turn)) for turn in waiting})
-    played = iter(play_turns(policy, waiting, generate=generate, **config.sampler))
+    if not waiting:
+        return list(turns)
+    stage, encode, engine = waiting[0].stage, encoder(policy), engine_of(generate, config)
+
+    async def reply() -> None:
+        if generator is None:
+            await engine.load(policy, 0)
+        for turn in waiting:
+            speaks: Any = engine if generator is None else Asked(generator, policy, as_prompt(_conversation(turn)), config)
+            turn.here.clear()
+            own = speaker(policy, turn.environment, speaks, config.params, key=turn.key, seed=turn.seed, encode=encode)
+            turn.granted.put_nowait(own)
+
+    played = iter(stage.play(policy, waiting, reply))
+    for turn in waiting:
+        engine.release(turn.key)
     return [next(played) if isinstance(turn, Turn) else turn for turn in turns]
 
 
-def _messages(turn: Turn) -> list[Message]:
+def _conversation(turn: Turn) -> list[Message]:
     """The conversation that a reply is asked for."""
     rollout = turn.rollout
     history = rollout.history(len(rollout.steps), thinking=turn.environment.history == "keep_thinking")
@@ -183,7 +267,7 @@ def run_rollouts(
     config: GenerationConfig = GenerationConfig(max_new_tokens=1000),  # noqa: B008  (immutable)
     max_steps: int = 50,
     environment: Environment | Callable[[Task], Environment] | None = None,
-    generate: Any = sample,
+    generate: Any = None,
     generator: Generator | None = None,
     template_fn: TemplateFn | None = None,
     use_chat_template: bool = True,
@@ -207,27 +291,50 @@ def run_rollouts(
     """
     if kl_fn is not None and ref_model is None:
         raise ValueError("kl_fn is given, and no ref_model to measure a KL from; give one, such as create_reference_model(model)")
-    if environment is not None and hooks:
-        raise ValueError(f"the environment that is given knows nothing of {', '.join(sorted(hooks))}; give one or the other")
     template: dict[str, Any] = {"template_fn": template_fn, "use_chat_template": use_chat_template}
     policy = policy_of(model, tokenizer, enable_thinking=config.enable_thinking, **template)
-    environment = environment or create_environment(max_steps=max_steps, **hooks)
-    turns: list[Turn | Rollout] = [
-        *initialize_rollouts(policy, initial_prompts, n, environment=environment, num_rollouts=num_rollouts, seed=seed, step=step)
-    ]
-    while any(isinstance(turn, Turn) for turn in turns):
-        turns = execute_step(policy, turns, config, generate=generate, generator=generator)
-    rollouts = [turn for turn in turns if isinstance(turn, Rollout)]
+    tasks = _tasks(initial_prompts, n)
+    given: dict[str, Any] = {"environment": environment_from(environment, max_steps=max_steps, **hooks)}
+    given |= {"group_size": num_rollouts, "seed": seed, "step": step}
     if generator is None:
-        rollouts = [r._replace(metadata={**r.metadata, "generation": config._asdict()}) for r in rollouts]
+        rollouts = with_config(collect(policy, tasks, engine=engine_of(generate, config), **given, **config.params._asdict()), config)
+    else:
+        rollouts = generated(generator, config, None, policy, tasks, **given)
     if ref_model is not None:
-        rollouts = _with_kl(model, ref_model, rollouts, kl_fn or compute_forward_kl, config.sampler["temperature"] or 1.0)
+        rollouts = _with_kl(model, ref_model, rollouts, kl_fn or compute_forward_kl, config.params.temperature or 1.0)
     return rollouts if reward_fn is None else assign_rewards(rollouts, reward_fn)
+
+
+def with_config(rollouts: Sequence[Rollout], config: GenerationConfig) -> list[Rollout]:
+    """The rollouts with the config that they were sampled by, for whoever trains on them."""
+    return [r._replace(metadata={**r.metadata, "generation": config._asdict()}) for r in rollouts]
+
+
+def generated(
+    generator: Generator,
+    config: GenerationConfig,
+    reward: Reward | None,
+    policy: Policy,
+    tasks: Sequence[Task],
+    *,
+    environment: Environment | Callable[[Task], Environment],
+    group_size: int = 1,
+    seed: int = 0,
+    step: int = 0,
+    first: int = 0,
+    **_: Any,
+) -> list[Rollout]:
+    """`rlkit.collect` with a generator in place of the engine; scored where there is a reward."""
+    turns = initialize_rollouts(policy, tasks, environment=environment, num_rollouts=group_size, seed=seed, step=step)
+    while any(isinstance(turn, Turn) for turn in turns):
+        turns = execute_step(policy, turns, config, generator=generator)
+    rollouts = [turn._replace(group=turn.group + first) for turn in turns if isinstance(turn, Rollout)]
+    return rollouts if reward is None else score_rollouts(rollouts, reward)
 
 
 def _with_kl(model: nn.Module, ref_model: nn.Module, rollouts: Sequence[Rollout], kl_fn: KLHook, temperature: float) -> list[Rollout]:
     batch = assemble([plain(r) for r in rollouts], pad_token_id=0, device=next(model.parameters()).device)
-    positions, mask = episodes(batch)
+    positions, mask = episodes_of(batch)
     policy, ref = (F.to_episodes(score_batch(m, batch, temperature).logprobs, positions, mask) for m in (model, ref_model))
     kl = compute_kl(policy, ref, mask, kl_fn).tolist()
     return [r._replace(metadata={**r.metadata, "kl_penalty": value}) for r, value in zip(rollouts, kl, strict=True)]
@@ -266,8 +373,12 @@ def create_batch_rollouts(
 
 def assign_rewards(rollouts: Sequence[Rollout], reward_fn: Callable[..., Any] | Reward) -> list[Rollout]:
     """The rollouts with their rewards: by (rollout) → number or None, plain, async or `@batched`, or by a Reward of several terms."""
-    reward = reward_fn if isinstance(reward_fn, Reward) else Reward("reward_fn", {"reward_fn": Term(1.0, reward_fn)}, weighted_sum)
-    return score_rollouts(rollouts, reward)
+    return score_rollouts(rollouts, reward_from(reward_fn))
+
+
+def reward_from(reward_fn: Callable[..., Any] | Reward) -> Reward:
+    """A reward_fn as a Reward."""
+    return reward_fn if isinstance(reward_fn, Reward) else Reward("reward_fn", {"reward_fn": Term(1.0, reward_fn)}, weighted_sum)
 
 
 def get_rollout_summary(rollouts: Sequence[Rollout]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def stack_rollouts(rollouts: Sequence[Rollout]) -> Batch:
     device = next((part.device for parts in logprobs for part in parts), torch.device("cpu"))
     stacked = pad_sequence([torch.cat([torch.zeros(0, device=device), *parts]) for parts in logprobs], batch_first=True)
     batch = assemble([plain(r) for r in rollouts], pad_token_id=0, device=device)
-    positions, mask = episodes(batch)
+    positions, mask = episodes_of(batch)
     whole = {name: value for name, value in quantities(batch).items() if isinstance(value, Tensor) and value.dim() == 2}
     moved: dict[str, Any] = {name: F.to_episodes(value, positions, mask) for name, value in whole.items()}
     moved |= {"attention_mask": mask, "response_mask": mask, "rollout_ids": torch.arange(len(mask), device=device)}
@@ -65,11 +65,11 @@ def attach_logprobs(model: nn.Module, rollouts: Sequence[Rollout], *, temperatur
     """
     batch = assemble([plain(r) for r in rollouts], pad_token_id=0, device=next(model.parameters()).device)
     logprobs = score(model, pack(batch.ids, batch.response_mask), temperature=temperature).logprobs
-    return attach(rollouts, batch, logprobs, batch.logprobs_sampler)
+    return attach(rollouts, *episodes_of(batch), logprobs, batch.logprobs_sampler)
 
 
-def attach(rollouts: Sequence[Rollout], batch: Batch, logprobs: Tensor, old: Tensor) -> list[Rollout]:
-    positions, mask = episodes(batch)
+def attach(rollouts: Sequence[Rollout], positions: Tensor, mask: Tensor, logprobs: Tensor, old: Tensor) -> list[Rollout]:
+    """The rollouts with log-probs [B, T] of a batch in their steps."""
     new, old = F.to_episodes(logprobs, positions, mask), F.to_episodes(old, positions, mask)
     attached = []
     for rollout, tokens, before in zip(rollouts, new, old, strict=True):
@@ -84,11 +84,16 @@ def attach(rollouts: Sequence[Rollout], batch: Batch, logprobs: Tensor, old: Ten
     return attached
 
 
-def episodes(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Positions and mask [N, T] of each rollout's sampled tokens, also for rollouts at the end without any."""
-    positions, mask = F.episode_positions(batch.rollout_ids, batch.step_ids, batch.response_mask)
-    padding = (0, 0, 0, len(batch.rewards) - len(mask))
-    return nn.functional.pad(positions, padding), nn.functional.pad(mask, padding)
+def episodes(rollout_ids: Tensor, step_ids: Tensor, mask: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Positions and mask [n, T] of each rollout's sampled tokens, also for rollouts at the end without any."""
+    positions, own = F.episode_positions(rollout_ids, step_ids, mask)
+    padding = (0, 0, 0, n - len(own))
+    return nn.functional.pad(positions, padding), nn.functional.pad(own, padding)
+
+
+def episodes_of(batch: Batch) -> tuple[Tensor, Tensor]:
+    """The same of a batch."""
+    return episodes(batch.rollout_ids, batch.step_ids, batch.response_mask, len(batch.rewards))
 
 
 @torch.no_grad()

@@ -1,49 +1,260 @@
-"""Training from a notebook: updates on rollouts, one RL step, a whole run."""
+"""Training from a notebook: the arguments become a learner, whose step is that of `rlkit train` (rlkit.training.learner)."""
 
 from __future__ import annotations
 
-import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import rlkit.functional as F
-from rlkit.algorithm import (
-    KL,
-    Algorithm,
-    call,
-    choose,
-    estimate_advantages,
-    micro_batches,
-    minibatches,
-    quantities,
-    scale_tokens,
-    select,
-    surrogate,
-    value_surrogate,
-)
-from rlkit.engines import generate as sample
-from rlkit.episodes import assemble
-from rlkit.episodes.stream import StreamState, take
-from rlkit.models import make_critic, pack, score
+from rlkit.algorithm import KL, Algorithm
+from rlkit.episodes.stream import StreamState, order_of_parts
+from rlkit.errors import Refusal
 from rlkit.notebook._arguments import asks_for, named
 from rlkit.notebook.algorithms import core_selector
 from rlkit.notebook.checkpoints import save_checkpoint
 from rlkit.notebook.configs import TrainingConfig, create_grpo_config, create_switch_strategy, get_algorithm_config
 from rlkit.notebook.data import TRAINING, GenerationConfig, Prompt, TrainingState, as_task, update_ema_metrics
-from rlkit.notebook.generation import load_model
+from rlkit.notebook.generation import engine_of, load_model, policy_of
 from rlkit.notebook.kl import KLHook, UpdateHook, compute_kl, create_reference_model, update_reference_model
-from rlkit.notebook.rollouts import create_environment, run_rollouts
-from rlkit.notebook.tensors import attach, episodes, per_token_of, plain, required, score_batch
-from rlkit.rewards import Moments, Reward, normalise, update_moments
-from rlkit.types import Batch, Environment, Rollout, Task
+from rlkit.notebook.rollouts import create_environment, environment_from, generated, reward_from, with_config
+from rlkit.notebook.tensors import attach, episodes, per_token_of, required
+from rlkit.rewards import Moments, Reward
+from rlkit.training.experience import experience
+from rlkit.training.experiment import BatchSize, Evaluation, Experiment, Sampling, TrainerSettings
+from rlkit.training.learner import Learner
+from rlkit.training.update import scored
+from rlkit.types import Environment, Policy, Reference, Rollout, Task
 
 NAN = float("nan")
+WHOLE = 1 << 24  # tokens of a micro-batch, more than any minibatch has
+NAMES = {  # the notebooks' names of metrics
+    "reward": "reward/mean", "loss": "loss/total", "policy_loss": "loss/policy", "value_loss": "value/loss", "kl": "kl/estimate",
+    "kl_coef": "kl/coef", "grad_norm": "optim/grad_norm",
+}  # fmt: skip
+PLAYING = {*named(create_environment), "generator", "template_fn", "use_chat_template"}  # hooks of rollouts; the others are of updates
+
+# ------------------------------------------------------------------------------------------------------ the learner
+
+
+class NotebookLearner(Learner):
+    """A learner made of a notebook's arguments. Model, optimizer, critic and reference stay the notebook's; the state goes in and out.
+
+    Args:
+      optimizer: over the policy's parameters, and over the critic's.
+      config: of the step to come. state: before it.
+      fields: of the Experiment: seed, batch, environment, generation and reward.
+      makes_critic: whether to make one if it is needed and none is given; its parameters join the optimizer.
+      hooks: advantage_fn, loss_fn, kl_fn, pair_selector, normalize.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        config: TrainingConfig,
+        state: TrainingState,
+        fields: Mapping[str, Any],
+        *,
+        ref_model: nn.Module | None = None,
+        ref_update_fn: UpdateHook | None = None,
+        critic: nn.Module | None = None,
+        makes_critic: bool = False,
+        micro_batch_tokens: int = 16384,
+        **hooks: Any,
+    ):
+        algorithm, kl = _hooked(weakref.proxy(self), config, **hooks)  # caches keep parts for longer than a learner
+        if kl.active and ref_model is None:
+            raise ValueError(f"kl_coef={kl.coef} needs a ref_model: create_reference_model(model), or set kl_coef=0")
+        if algorithm.critic.active and critic is None and not makes_critic:
+            raise ValueError(f"'{algorithm.name}' needs a critic: rlkit.models.critic.make_critic(model, model='head')")
+        self.optimizer, self.given_critic = optimizer, critic if algorithm.critic.active else None
+        self.ref_model, self.ref_update_fn = ref_model, ref_update_fn
+        limit = WHOLE if hooks.get("loss_fn") is not None else micro_batch_tokens
+        x = Experiment(
+            name=algorithm.name,
+            task=lambda split: (),
+            model=lambda device: policy,
+            algorithm=algorithm._replace(critic=algorithm.critic._replace(optimizer=_as_it_is)),
+            kl=kl,
+            reference=_reference(ref_model, ref_update_fn),
+            optimizer=_as_it_is,
+            trainer=TrainerSettings(steps=state.step + 1, micro_batch_tokens=limit, max_grad_norm=config.max_grad_norm),
+            evaluation=Evaluation(fields["reward"], n=0),
+            **fields,
+        )
+        super().__init__(x, policy)
+        if state.learner:
+            self.load({"rlkit": state.learner})
+        self.rl_step, self.tokens, self.moments = state.step, state.total_tokens, Moments(*state.moments)
+        same = state.learner.get("algorithm", algorithm.name) == algorithm.name
+        self.progress = self.progress._replace(step=state.step, since=self.progress.since if same else state.step)
+
+    def make_critic(self) -> nn.Module | None:
+        """The notebook's, or a new one, whose parameters join the optimizer."""
+        if self.given_critic is not None:
+            return self.given_critic
+        if (critic := super().make_critic()) is not None:
+            self.optimizer.add_param_group({"params": list(critic.parameters())})
+        return critic
+
+    def make_optimizers(self) -> list[Any]:
+        """The notebook's optimizer, as one for the policy and one for the critic."""
+        self.optimizers = [Share(self.optimizer, net) for net in self.nets.values()]
+        return self.optimizers
+
+    def iterate(self, before: TrainingState, rollouts: Sequence[Rollout], trained: Sequence[Rollout]) -> TrainingState:
+        """One step; the state after it, with the notebooks' names beside those of the metrics."""
+        unseen = self.ref_model if not self.x.kl.active else None  # a reference that the step does not read
+        kl = NAN if unseen is None else _distance(self, unseen, trained)
+        metrics = self.step(rollouts, trained)
+        if unseen is not None and self.ref_update_fn is not None:
+            update_reference_model(unseen, self.model, self.ref_update_fn, step=self.rl_step, kl=kl)
+        row = {short: float(metrics[name]) for short, name in NAMES.items()}
+        row |= {"tokens": float(self.tokens - before.total_tokens)} | ({} if self.x.kl.active else {"kl": kl, "kl_coef": 0.0})
+        kept = self.saved() | {"algorithm": self.x.algorithm.name}
+        ema = update_ema_metrics(before.ema_metrics, row | metrics)
+        return TrainingState(self.rl_step, self.tokens, row | metrics, ema, tuple(self.moments), before.stream, kept)
+
+
+class Share:
+    """What one network has of an optimizer that may hold several, as an optimizer of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, net: nn.Module):
+        self.optimizer, self.own = optimizer, {id(p) for p in net.parameters()}
+        self.param_groups = [group for group in optimizer.param_groups if any(id(p) in self.own for p in group["params"])]
+
+    def step(self) -> None:
+        """A step of this network's parameters alone."""
+        others = [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"] if id(p) not in self.own]
+        for p, _ in others:
+            p.grad = None
+        self.optimizer.step()
+        for p, grad in others:
+            p.grad = grad
+
+
+def _as_it_is(parameters: Any) -> Any:
+    """In place of a function that makes an optimizer: it has no learning rate, so that the notebook's stays."""
+    raise NotImplementedError("the notebook has an optimizer")
+
+
+def _reference(ref_model: nn.Module | None, update_fn: UpdateHook | None) -> Reference:
+    """A model of the notebook's as the core's reference."""
+
+    def update(state: nn.Module, policy: nn.Module, **progress: Any) -> nn.Module:
+        if update_fn is not None:
+            update_reference_model(state, policy, update_fn, **progress)
+        return state
+
+    return Reference(
+        "notebook",
+        init=lambda policy, step: ref_model,
+        update=update,
+        model=lambda state, policy: nullcontext(state),
+        save=lambda state: {},
+        load=lambda state, policy, saved: state,
+    )
+
+
+def _distance(learner: Learner, ref_model: nn.Module, rollouts: Sequence[Rollout]) -> float:
+    """KL(policy‖reference) on the policy's tokens, k3, in nats per token."""
+    batch = learner.assembled(rollouts)
+    policy, reference = (scored(learner, model, batch).logprobs for model in (learner.model, ref_model))
+    return float(F.approximate_kl(reference, policy, batch.response_mask))
+
+
+# -------------------------------------------------------------------------------------------- hooks as parts of the core
+
+
+def _hooked(
+    learner: Learner,
+    config: TrainingConfig,
+    *,
+    advantage_fn: Callable[..., Tensor] | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    kl_fn: Callable[..., Tensor] | None = None,
+    pair_selector: Callable[..., Any] | None = None,
+    normalize: bool = True,
+) -> tuple[Algorithm, KL]:
+    """Algorithm and KL with the hooks in them. Raises: ValueError for a hook that would do nothing."""
+    algorithm, kl = config.algorithm, config.kl
+    if kl_fn is not None:
+        if not kl.coef:
+            raise ValueError(f"kl_fn is given, and the coefficient of the KL in '{algorithm.name}' is 0; set kl_coef")
+        core = asks_for(kl_fn, "logprobs")
+        kl = kl._replace(estimator=kl_fn) if core else kl._replace(estimator=_per_rollout(kl_fn), placement="reward_sequence")
+    if pair_selector is not None:
+        if not takes_pairs(config):
+            raise ValueError(f"pair_selector is given, and '{algorithm.name}' compares no pairs; use create_pairwise_config()")
+
+        def selector(rewards: Tensor, group_ids: Tensor) -> Tensor:
+            return core_selector(pair_selector, learner.trained)(rewards, group_ids)
+
+        algorithm = algorithm._replace(advantage=partial(algorithm.advantage, pair_selector=selector))  # type: ignore[call-arg]
+    if advantage_fn is not None:
+        advantage = _advantage(learner, advantage_fn, normalize)
+        algorithm = algorithm._replace(advantage=advantage, normalization=F.no_normalization)
+    if loss_fn is not None:
+        algorithm = algorithm._replace(policy_loss=_policy_loss(learner, loss_fn))
+    return algorithm, kl
+
+
+def takes_pairs(config: TrainingConfig) -> bool:
+    """Whether an algorithm compares pairs."""
+    return "pair_selector" in named(config.algorithm.advantage)
+
+
+def _per_rollout(kl_fn: KLHook) -> Callable[..., Tensor]:
+    """A kl_fn that gives [B] as an estimator: each rollout's number on all of its tokens."""
+
+    def estimator(logprobs: Tensor, logprobs_ref: Tensor, response_mask: Tensor, rollout_ids: Tensor, step_ids: Tensor) -> Tensor:
+        positions, mask = F.episode_positions(rollout_ids, step_ids, response_mask)
+        policy, ref = (F.to_episodes(x, positions, mask) for x in (logprobs, logprobs_ref))
+        return compute_kl(policy, ref, mask, kl_fn)[rollout_ids][:, None].expand(response_mask.shape)
+
+    return estimator
+
+
+def _advantage(learner: Learner, advantage_fn: Callable[..., Tensor], normalize: bool) -> Any:
+    """An advantage_fn, which takes rollouts, as an advantage."""
+
+    def advantage(rewards: Tensor, rollout_ids: Tensor, step_ids: Tensor, sampled_mask: Tensor, logprobs_sampler: Tensor) -> Tensor:
+        positions, mask = episodes(rollout_ids, step_ids, sampled_mask, len(rewards))
+        given = per_token_of(advantage_fn(learner.trained, normalize).float(), mask)
+        return F.from_episodes(given, positions, mask, logprobs_sampler)
+
+    return advantage
+
+
+def _policy_loss(learner: Learner, loss_fn: Callable[..., Tensor]) -> Any:
+    """A loss_fn, which gives a number for a whole minibatch, as a loss per token whose weighted sum is that number."""
+
+    def policy_loss(
+        logprobs: Tensor, logprobs_old: Tensor, rollout_ids: Tensor, step_ids: Tensor, response_mask: Tensor, weights: Tensor, scale: Tensor
+    ) -> Tensor:
+        whole, n = learner.minibatch, len(learner.trained)
+        assert whole is not None
+        positions, mask = episodes(rollout_ids, step_ids, response_mask, n)
+        own, full = episodes(whole.rollout_ids, whole.step_ids, whole.response_mask, n)
+        if not torch.equal(mask.any(1), full.any(1)):
+            raise Refusal("memory ran out, and a loss_fn needs its whole minibatch at once: shorten replies, or set algorithm.minibatches")
+        chosen = [r if kept else r._replace(steps=()) for r, kept in zip(learner.trained, mask.any(1).tolist(), strict=True)]
+        attached = [r for r in attach(chosen, positions, mask, logprobs, logprobs_old) if r.steps]
+        loss = loss_fn(attached, F.to_episodes(required(whole.advantages), own, full)[full.any(1)])
+        share = F.fill_masked(weights * scale, response_mask, 0.0).sum()
+        return (loss / share if share else 0.0 * loss).expand(response_mask.shape)
+
+    return policy_loss
+
+
+# --------------------------------------------------------------------------------------------------- update and step
 
 
 def update_policy(
@@ -72,155 +283,36 @@ def update_policy(
         policy loss, on a whole minibatch at once; the rollouts are those of `attach_logprobs`.
       kl_fn: in place of the config's estimator; one that gives [B] is subtracted from the reward: reward - coef · KL.
       pair_selector: of an algorithm of pairs. temperature: > 0, the sampler's. micro_batch_tokens: padded tokens at once, for the memory.
-    Returns: loss, policy_loss, value_loss, kl (nats per token, before the update), kl_coef, grad_norm; nan for what there is none of.
+    Returns: loss, policy_loss, value_loss, kl (nats per token, before the update), kl_coef, grad_norm, and the metrics of a step of
+      `rlkit train`; nan for what there is none of.
     Raises: ValueError where a part of the config has no reference, critic or pairs to work on.
     """
     _refuse_another_distribution(rollouts, temperature)
-    config = _hooked(config, rollouts, ref_model, critic, kl_fn, pair_selector)
-    algorithm, kl = config.algorithm, config.kl
-    sampled = assemble([plain(r) for r in rollouts], pad_token_id=0, device=next(model.parameters()).device)
-    batch = choose(sampled, algorithm)
-    old = score_batch(model, batch, temperature, micro_batch_tokens, critic)
-    batch = batch._replace(logprobs_old=old.logprobs, entropy_old=old.entropy, values=old.values)
-    divergence = NAN
-    if ref_model is not None:
-        batch = batch._replace(logprobs_ref=score_batch(ref_model, batch, temperature, micro_batch_tokens).logprobs)
-        given = quantities(batch) | {"logprobs": batch.logprobs_old}
-        divergence = float(F.masked_mean(call(kl.estimator or F.k3, given), batch.response_mask))
-    if advantage_fn is not None:
-        positions, mask = episodes(sampled)
-        advantages = per_token_of(advantage_fn(rollouts, normalize).to(mask.device), mask)
-        batch = batch._replace(advantages=F.from_episodes(advantages, positions, mask, sampled.token_rewards))
-        algorithm = algorithm._replace(advantage=_as_given, normalization=F.no_normalization)
-    batch = estimate_advantages(scale_tokens(batch, algorithm), algorithm, kl)
-    rows: list[dict[str, float]] = []
-    for minibatch in minibatches(batch, algorithm, seed=seed):
-        if required(minibatch.advantages).any() or kl.in_loss or algorithm.critic.active or loss_fn is not None:
-            optimizer.zero_grad()
-            row = _accumulate(model, minibatch, algorithm, kl, rollouts, critic, loss_fn, temperature, micro_batch_tokens)
-            rows.append(row | {"grad_norm": _step(optimizer, model, critic, config.max_grad_norm)})
-    means = {name: fmean(row[name] for row in rows) if rows else NAN for name in ("loss", "policy_loss", "value_loss", "grad_norm")}
-    return means | {"kl": divergence, "kl_coef": float(kl.coef) if kl.active else 0.0}  # type: ignore[arg-type]
-
-
-def _accumulate(
-    model: nn.Module,
-    minibatch: Batch,
-    algorithm: Algorithm,
-    kl: KL,
-    rollouts: Sequence[Rollout],
-    critic: nn.Module | None,
-    loss_fn: Callable[..., Tensor] | None,
-    temperature: float,
-    micro_batch_tokens: int,
-) -> dict[str, float]:
-    """The gradient of one update, over portions that only sum, and the losses."""
-    totals = {"loss": 0.0, "policy_loss": 0.0, "value_loss": 0.0 if algorithm.critic.active else NAN}
-    own = algorithm if loss_fn is None else algorithm._replace(policy_loss=_nothing)
-    for rows in micro_batches(minibatch, micro_batch_tokens if loss_fn is None else 1 << 62):
-        part = select(minibatch, rows)
-        packed = pack(part.ids, part.response_mask)
-        scores = score(model, packed, temperature=temperature, critic=critic, entropy_gradient=bool(algorithm.entropy_coef))
-        loss, terms = surrogate(part, scores, own, kl)
-        policy_loss = (required(part.weights) * F.fill_masked(terms["policy_loss"], part.response_mask, 0.0)).sum()
-        if loss_fn is not None:
-            policy_loss = loss_fn(*_hook_inputs(part, scores.logprobs, rollouts))
-            loss = loss + policy_loss
-        if algorithm.critic.active:
-            value_loss, _ = value_surrogate(part, scores, algorithm.critic)
-            totals["value_loss"] += float(value_loss.detach()) / algorithm.critic.coef
-            loss = loss + value_loss
-        loss.backward()
-        totals["loss"] += float(loss.detach())
-        totals["policy_loss"] += float(policy_loss.detach())
-    return totals
-
-
-def _hook_inputs(part: Batch, logprobs: Tensor, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], Tensor]:
-    """What a loss_fn gets: the rollouts that are trained on, with their log-probs, and their advantages [B, T]."""
-    positions, mask = episodes(part)
-    trained = mask.any(1)
-    chosen = [r if kept else r._replace(steps=()) for r, kept in zip(rollouts, trained.tolist(), strict=True)]
-    attached = [r for r in attach(chosen, part, logprobs, required(part.logprobs_old)) if r.steps]
-    return attached, F.to_episodes(required(part.advantages), positions, mask)[trained]
-
-
-def _step(optimizer: torch.optim.Optimizer, model: nn.Module, critic: nn.Module | None, max_grad_norm: float) -> float:
-    """One optimiser step with the gradients of policy and critic clipped apart; none where one is not finite. The policy's norm."""
-    norms = [nn.utils.clip_grad_norm_(m.parameters(), max_grad_norm) for m in (model, critic) if m is not None]
-    if all(map(math.isfinite, norms)):
-        optimizer.step()
-    return float(norms[0])
+    hooks = {"advantage_fn": advantage_fn, "loss_fn": loss_fn, "kl_fn": kl_fn, "pair_selector": pair_selector, "normalize": normalize}
+    nets: dict[str, Any] = {"ref_model": ref_model, "critic": critic, "micro_batch_tokens": micro_batch_tokens}
+    fields = {
+        "seed": seed,
+        "batch": BatchSize(len({r.group for r in rollouts}), config.group_size),
+        "environment": Environment(),
+        "generation": Sampling(engine_of(None, TRAINING), temperature),
+        "reward": Reward("given", {}),
+    }
+    learner = NotebookLearner(Policy(model, None, (), 0, 0), optimizer, config, TrainingState(), fields, **nets, **hooks)
+    return dict(learner.iterate(TrainingState(), rollouts, rollouts).metrics)
 
 
 def _refuse_another_distribution(rollouts: Sequence[Rollout], temperature: float) -> None:
     """Ratios and KL compare the distribution that is scored, so it has to be the one that was sampled."""
     for rollout in rollouts:
-        sampler = GenerationConfig(**rollout.metadata.get("generation", TRAINING._asdict())).sampler
-        if "top_p" in sampler or "top_k" in sampler:
+        params = GenerationConfig(**rollout.metadata.get("generation", TRAINING._asdict())).params
+        if params.top_p < 1 or params.top_k:
             raise ValueError(
-                f"rollout {rollout.task.id!r} was sampled from a cut distribution (top_p {sampler.get('top_p', 1.0)}, top_k "
-                f"{sampler.get('top_k', 0)}), which no loss can score; sample with GenerationConfig(temperature=1.0, top_p=1.0, top_k=0)"
+                f"rollout {rollout.task.id!r} was sampled from a cut distribution (top_p {params.top_p}, top_k {params.top_k}), which "
+                "no loss can score; sample with GenerationConfig(temperature=1.0, top_p=1.0, top_k=0)"
             )
-        sampled = sampler["temperature"] or 1.0
+        sampled = params.temperature or 1.0
         if "generation" in rollout.metadata and sampled != temperature:
             raise ValueError(f"rollout {rollout.task.id!r} was sampled at temperature {sampled}; give temperature={sampled} here too")
-
-
-def _hooked(
-    config: TrainingConfig,
-    rollouts: Sequence[Rollout],
-    ref_model: nn.Module | None,
-    critic: nn.Module | None,
-    kl_fn: Callable[..., Tensor] | None,
-    pair_selector: Callable[..., Any] | None,
-) -> TrainingConfig:
-    """The config with the hooks in it; refuses what would silently do nothing."""
-    algorithm, kl = config.algorithm, config.kl
-    if algorithm.target_kl is not None or algorithm.max_refills or algorithm.critic.warmup:
-        raise ValueError(f"'{algorithm.name}' has target_kl, max_refills or critic.warmup, which only `rlkit train` knows; leave them out")
-    if kl_fn is not None:
-        if not kl.coef:
-            raise ValueError(f"kl_fn is given, and the coefficient of the KL in '{algorithm.name}' is 0; set kl_coef")
-        core = asks_for(kl_fn, "logprobs")
-        kl = kl._replace(estimator=kl_fn) if core else kl._replace(estimator=_per_rollout(kl_fn), placement="reward_sequence")
-    if kl.active and ref_model is None:
-        raise ValueError(f"kl_coef={kl.coef} needs a ref_model: create_reference_model(model), or set kl_coef=0")
-    if algorithm.critic.active and critic is None:
-        raise ValueError(f"'{algorithm.name}' needs a critic: rlkit.models.critic.make_critic(model, model='head')")
-    if pair_selector is not None:
-        if not _takes_pairs(config):
-            raise ValueError(f"pair_selector is given, and '{algorithm.name}' compares no pairs; use create_pairwise_config()")
-        selector = core_selector(pair_selector, rollouts)
-        advantage: Any = algorithm.advantage
-        algorithm = algorithm._replace(advantage=partial(advantage, pair_selector=selector))
-    return config._replace(algorithm=algorithm, kl=kl)
-
-
-def _takes_pairs(config: TrainingConfig) -> bool:
-    return "pair_selector" in named(config.algorithm.advantage)
-
-
-def _per_rollout(kl_fn: KLHook) -> Callable[..., Tensor]:
-    """A kl_fn as an estimator of the core: each rollout's number on all of its tokens."""
-
-    def estimator(logprobs: Tensor, logprobs_ref: Tensor, response_mask: Tensor, rollout_ids: Tensor, step_ids: Tensor) -> Tensor:
-        positions, mask = F.episode_positions(rollout_ids, step_ids, response_mask)
-        policy, ref = (F.to_episodes(x, positions, mask) for x in (logprobs, logprobs_ref))
-        return compute_kl(policy, ref, mask, kl_fn)[rollout_ids][:, None].expand(response_mask.shape)
-
-    return estimator
-
-
-def _as_given(advantages: Tensor) -> Tensor:
-    return advantages
-
-
-def _nothing(ratio: Tensor) -> Tensor:
-    return torch.zeros_like(ratio)
-
-
-PLAYING = {*named(create_environment), "generator", "template_fn", "use_chat_template"}  # hooks of rollouts; the others are of updates
 
 
 def training_iteration(
@@ -235,55 +327,90 @@ def training_iteration(
     ref_model: nn.Module | None = None,
     ref_update_fn: UpdateHook | None = None,
     environment: Environment | Callable[[Task], Environment] | None = None,
-    generate: Any = sample,
+    generate: Any = None,
     max_new_tokens: int = 256,
     temperature: float = 1.0,
     seed: int = 0,
     **hooks: Any,
 ) -> tuple[TrainingState, list[Rollout]]:
-    """One RL step: rollouts, rewards, updates, then the reference.
+    """One RL step: rollouts, rewards, updates, then the reference. The step is that of `rlkit train`.
 
     Args:
       model, tokenizer: a causal LM in evaluation mode (also under PEFT), and its fast tokenizer with a chat template.
-      prompts: texts, message lists or Tasks, each a group of `config.group_size` rollouts.
+      prompts: texts, message lists or Tasks, each a group of `config.group_size` rollouts. Refills play them again, with other seeds.
       optimizer: over the model's parameters, and over the critic's.
       state: of the iteration before. reward_fn: (rollout) → number or None, also `@batched`, or a Reward of several terms.
       config: None is `create_grpo_config()`. ref_model: needed where its KL is on.
       ref_update_fn: (ref_model, policy_model, step, kl) → None after the updates; two arguments do. step counts from 1.
-      environment: None is made of the hooks; without any, one reply to each prompt. generate: the engine.
+      environment: None is made of the hooks; without any, one reply to each prompt. generate: of `run_rollouts`.
       temperature: ≥ 0; 0 is greedy.
       hooks: for `run_rollouts`: generator, template_fn, use_chat_template, prompt_generator_fn, termination_fn, stop_condition, tools,
         tool_parser, tool_executor, system_prompt, max_steps. For `update_policy`: advantage_fn, loss_fn, kl_fn, pair_selector, critic,
         normalize, micro_batch_tokens.
-    Returns: the next state and the scored rollouts. Its metrics: reward (raw, mean), kl and kl_coef apart, the losses, tokens.
+    Returns: the next state and the scored rollouts. Its metrics: reward (raw, mean), kl and kl_coef apart, the losses, tokens, and
+      those of a step of `rlkit train`.
     """
     if ref_update_fn is not None and ref_model is None:
         raise ValueError("ref_update_fn has no ref_model to move; give one, such as create_reference_model(model)")
+    tasks = [as_task(prompt, i) for i, prompt in enumerate(prompts)]
+    places = order_of_parts(tasks, seed, 0)
+    drawn_in_order = [task for _, task in sorted(zip(places, tasks, strict=True), key=lambda pair: pair[0])]
+    reach: dict[str, Any] = {"environment": environment, "generate": generate, "max_new_tokens": max_new_tokens, "temperature": temperature}
+    references: dict[str, Any] = {"ref_model": ref_model, "ref_update_fn": ref_update_fn}
     config = config or create_grpo_config()
-    rollouts = run_rollouts(
-        model,
-        tokenizer,
-        prompts,
-        num_rollouts=config.group_size,
-        reward_fn=reward_fn,
-        config=TRAINING._replace(max_new_tokens=max_new_tokens, temperature=temperature),
-        environment=environment,
-        generate=generate,
-        seed=seed,
-        step=state.step,
-        **{name: hooks.pop(name) for name in PLAYING & hooks.keys()},
-    )
-    settings: dict[str, Any] = {"ref_model": ref_model, "temperature": temperature or 1.0, "seed": F.mix(seed, state.step)}
-    moments = update_moments(Moments(*state.moments), rollouts)
-    trained = normalise(rollouts, moments) if config.normalize_rewards else rollouts
-    metrics = update_policy(model, trained, optimizer, config, **settings | hooks)
-    step = state.step + 1
-    if ref_update_fn is not None and ref_model is not None:
-        update_reference_model(ref_model, model, ref_update_fn, step=step, kl=metrics["kl"])
-    scores = [r.reward for r in rollouts if r.reward is not None]
-    tokens = sum(len(s.prompt_ids) + len(s.response_ids) for r in rollouts for s in r.steps)
-    metrics = {"reward": fmean(scores) if scores else NAN, **metrics, "tokens": float(tokens)}
-    return TrainingState(step, state.total_tokens + tokens, metrics, update_ema_metrics(state.ema_metrics, metrics), moments), rollouts
+    learner = _learner(model, tokenizer, optimizer, config, state, reward_fn, len(tasks), seed, **reach, **references, **hooks)
+    after, rollouts, _ = _iteration(learner, drawn_in_order, StreamState(), state)
+    return after, rollouts
+
+
+def _learner(
+    model: Any,
+    tokenizer: Any,
+    optimizer: torch.optim.Optimizer,
+    config: TrainingConfig,
+    state: TrainingState,
+    reward_fn: Any,
+    prompts: int,
+    seed: int,
+    *,
+    environment: Any = None,
+    generate: Any = None,
+    max_new_tokens: int = 256,
+    temperature: float = 1.0,
+    generator: Any = None,
+    template_fn: Any = None,
+    use_chat_template: bool = True,
+    **hooks: Any,
+) -> NotebookLearner:
+    """The learner of an iteration, with all that its rollouts need."""
+    playing = {name: hooks.pop(name) for name in PLAYING & hooks.keys()}
+    sampling = TRAINING._replace(max_new_tokens=max_new_tokens, temperature=temperature)
+    reward = reward_from(reward_fn)
+    reward = reward._replace(normalize=reward.normalize or config.normalize_rewards)
+    if generator is not None:
+        config = config._replace(algorithm=config.algorithm._replace(episodes=partial(generated, generator, sampling, reward)))
+    fields = {
+        "seed": seed,
+        "batch": BatchSize(prompts, config.group_size),
+        "environment": environment_from(environment, **playing),
+        "generation": Sampling(engine_of(generate, sampling), temperature, max_new_tokens),
+        "reward": reward,
+    }
+    policy = policy_of(model, tokenizer, template_fn=template_fn, use_chat_template=use_chat_template)
+    return NotebookLearner(policy, optimizer, config, state, fields, **hooks)
+
+
+def _iteration(
+    learner: NotebookLearner, tasks: Sequence[Task], stream: StreamState, state: TrainingState
+) -> tuple[TrainingState, list[Rollout], StreamState]:
+    x = learner.begin()
+    sampled, trained, stream = experience(x, learner.policy, tasks, stream, step=learner.rl_step, clock=learner.clock)
+    after = learner.iterate(state, sampled, trained)
+    config = TRAINING._replace(max_new_tokens=x.generation.max_new_tokens, temperature=x.generation.temperature)
+    return after, sampled if x.algorithm.episodes else with_config(sampled, config), stream
+
+
+# ------------------------------------------------------------------------------------------------------------ a run
 
 
 def train_model(
@@ -308,11 +435,11 @@ def train_model(
     seed: int = 0,
     **hooks: Any,
 ) -> tuple[nn.Module, list[dict[str, Any]]]:
-    """Trains a model from a notebook, with AdamW. Runs that log, evaluate and resume bit for bit are those of `rlkit train`.
+    """Trains a model from a notebook, with AdamW. The steps are those of `rlkit train`, which also logs, evaluates and resumes.
 
     Args:
       model: one that is built, or a model_id for the model_loader: (model_id, dtype, device_map, use_lora, lora_rank, lora_alpha) → model.
-      prompts: all of them; every step draws the next `batch_size` of an order that the seed fixes.
+      prompts: all of them; every step draws the next `batch_size` of an order that the seed fixes, and what refills need.
       steps: RL steps until the end, those of `state` included. save_every: steps between checkpoints; the last step is saved too.
       output_dir: where checkpoints go; None writes none.
       config: of every step. Without one: `get_algorithm_config(step, switch_strategy, **numbers)`, GRPO where there is no strategy.
@@ -321,7 +448,8 @@ def train_model(
       state: of `load_checkpoint`, to go on.
       progress: gets a line a step: loss and reward as moving averages, and the tokens so far. None is silent.
       hooks: for `training_iteration` and `update_policy`; kl_fn and pair_selector act while the algorithm has a KL, or pairs.
-    Returns: the model, and a row of metrics a step: step, algorithm, reward, kl, kl_coef, loss, policy_loss, value_loss, grad_norm, tokens.
+    Returns: the model, and a row of metrics a step: step, algorithm, reward, kl, kl_coef, loss, policy_loss, value_loss, grad_norm,
+      tokens, and those of `rlkit train`.
     Raises: ValueError where both a config and a strategy or numbers are given.
     """
     if config is not None and (switch_strategy is not None or numbers):
@@ -330,29 +458,25 @@ def train_model(
     if isinstance(model, str):
         model = model_loader(model, "float32", None, False, 16, 32)
     assert isinstance(model, nn.Module)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW([{"params": trained}], lr=1e-4, weight_decay=0.0)
-    ref_model: nn.Module | None = None
-    critic: nn.Module | None = None
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.0)
+    stream = StreamState(*state.stream) if state.stream else StreamState(*divmod(state.step * batch_size, max(1, len(tasks))))
+    nets: dict[str, Any] = {"ref_model": None, "critic": hooks.pop("critic", None), "makes_critic": True}
     statistics: list[dict[str, Any]] = []
     was_training = model.training
     model.eval()  # no dropout: sampler and trainer are to see one policy
     try:
         for step in range(state.step, steps):
             now = config or get_algorithm_config(step, switch_strategy or create_switch_strategy("grpo", "grpo"), **numbers)
-            if ref_model is None and ref_model_fn is not None and (now.kl.active or hooks.get("ref_update_fn")):
-                ref_model = ref_model_fn(model)
-            if critic is None and now.algorithm.critic.active:
-                critic = make_critic(model, model=now.algorithm.critic.model, trunk_gradient=now.algorithm.critic.trunk_gradient)
-                optimizer.add_param_group({"params": list(critic.parameters())})
+            if nets["ref_model"] is None and ref_model_fn is not None and (now.kl.active or hooks.get("ref_update_fn")):
+                nets["ref_model"] = ref_model_fn(model)
+            idle = {"kl_fn": not now.kl.coef, "pair_selector": not takes_pairs(now)} if switch_strategy else {}
+            own = {name: hook for name, hook in hooks.items() if not idle.get(name)} | {"max_new_tokens": max_new_tokens}
+            learner = _learner(model, tokenizer, optimizer, now, state, reward_fn, batch_size, seed, **nets, **own)
+            nets["critic"] = nets["critic"] if learner.critic is None else learner.critic
             for group, rate in zip(optimizer.param_groups, (now.learning_rate, now.value_learning_rate), strict=False):
                 group["lr"] = rate
-            idle = {"kl_fn": not now.kl.coef, "pair_selector": not _takes_pairs(now)} if switch_strategy else {}
-            settings: dict[str, Any] = {"config": now, "ref_model": ref_model, "max_new_tokens": max_new_tokens, "seed": seed}
-            settings |= {"critic": critic if now.algorithm.critic.active else None}
-            settings |= {name: hook for name, hook in hooks.items() if not idle.get(name)}
-            drawn, _ = take(tasks, StreamState(*divmod(step * batch_size, max(1, len(tasks)))), batch_size, seed=seed)
-            state, _ = training_iteration(model, tokenizer, drawn, optimizer, state, reward_fn=reward_fn, **settings)
+            state, _, stream = _iteration(learner, tasks, stream, state)
+            state = state._replace(stream=tuple(stream))
             statistics.append({"step": state.step, "algorithm": now.algorithm.name, **state.metrics})
             if progress is not None:
                 progress(_progress_line(state, steps))

@@ -16,6 +16,11 @@ from rlkit.rewards.text import contains, exact_match, format_match
 from rlkit.rewards.tool_usage import tool_usage
 from rlkit.rewards.truths import reads_truth, reads_truths
 from rlkit.rewards.verifiers import verifiers
+from rlkit.types import RewardFn
+
+# mypy fails where one of these is no reward of a rollout; those that are marked `batched` take a list.
+_CHECKED: tuple[RewardFn, ...] = (contains, environment, exact_match, few_turns, format_match, length, numeric, repetition, soft_length)
+_CHECKED_TOO: tuple[RewardFn, ...] = (tool_usage, verifiers)
 
 __all__ = [
     "Judgement",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, TypeVar
 
-from rlkit.types import Rollout, keeps
+from rlkit.types import AggregatorFn, Rollout, keeps
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -97,3 +97,6 @@ def group_normalised(rollouts: Sequence[Rollout], weights: Mapping[str, float], 
             for i, x in zip(members, column, strict=True):
                 out[i] += weight * (x - centre) / (spread + eps)
     return out
+
+
+_CHECKED: tuple[AggregatorFn, ...] = (weighted_sum, smallest, largest, mean, product, group_normalised)  # mypy fails where one is none

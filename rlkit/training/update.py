@@ -167,8 +167,10 @@ def exact_reference(learner: Learner, packed: Packed) -> tuple[Tensor, Head] | N
 
 def has_signal(learner: Learner, batch: Batch) -> bool:
     """False if every term of the policy's loss is constant. A step would only repeat old momentum."""
-    x = learner.x
-    return x.kl.in_loss or bool(x.algorithm.entropy_coef) or batch.advantages is None or bool(batch.advantages.any())
+    a = learner.x.algorithm
+    if learner.x.kl.in_loss or a.entropy_coef or not asks(a.policy_loss, "advantages"):
+        return True
+    return batch.advantages is None or bool(batch.advantages.any())
 
 
 def step_optimizer(

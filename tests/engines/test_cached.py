@@ -350,7 +350,7 @@ class Day:
                 chance = self.rng.random()
                 if key in self.parked and chance < 0.2:
                     self.go_on(key)
-                elif chance > 0.99:
+                elif chance > 0.993:
                     self.given_up += key not in self.parked
                     self.release(key)
             if self.decoder.idle:
@@ -382,7 +382,7 @@ def test_episodes_may_come_wait_and_go_in_any_order(small, reference, slots, mor
             assert engine.decoder.idle and not engine.decoder.queue
         prompts, seeds = zip(*(day.asked[at] for at in day.found), strict=True)
         expected = reference(policy, prompts, seeds, **params)
-        assert len(expected) > 25 and equal(list(day.found.values()), expected)
+        assert len(expected) > 20 and equal(list(day.found.values()), expected)
         assert [g.forced for g in day.found.values()] == [g.forced for g in expected] and ("max_thinking_tokens" in params) == any(
             g.forced for g in expected
         )
@@ -393,17 +393,15 @@ def test_episodes_may_come_wait_and_go_in_any_order(small, reference, slots, mor
 
 def test_a_key_may_come_back_after_its_release(small, reference):
     """Before the slot was given to another: what it held is not taken for what the new one holds."""
-    engine = Cached()
+    engine, prompts, found = Cached(), [(200, 300, 400), (200, 300, 500)], []
     engine.decoder = decoder = engine.make_decoder(small)
-    params = SamplingParams(max_new_tokens=3)
     with engine.serving():
-        for prompt in ((200, 300, 400), (200, 300, 500)):
-            decoder.submit(0, prompt, 1, params)
-            found = []
+        for prompt in prompts:
+            decoder.submit(0, prompt, 1, SamplingParams(max_new_tokens=3))
             while not decoder.idle:
-                found += decoder.advance()
+                found += [reply for _, reply in decoder.advance()]
             decoder.release(0)
-            assert equal([g for _, g in found], reference(small, [prompt], [1], max_new_tokens=3))
+    assert equal(found, reference(small, prompts, [1, 1], max_new_tokens=3))
 
 
 # --------------------------------------------------------------------------------------------------- the captured step

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import random
 import signal
 import threading
@@ -17,7 +18,7 @@ import pytest
 from rlkit.engines import Batched, Cached
 from rlkit.engines.service import Service
 from rlkit.errors import EngineError, Interrupted
-from rlkit.system.loops import first_error, run
+from rlkit.system.loops import run, together
 from rlkit.types import Generation, SamplingParams
 
 RULES = ("rounds", "barrier", "free")
@@ -101,10 +102,7 @@ def play(service, keys, turns=3, pause=at_once, version=0, rule="rounds", rounds
 
     async def all_of_them():
         await service.load(None, version)
-        with first_error():
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(episode(key)) for key in keys]
-        return [task.result() for task in tasks]
+        return await together(map(episode, keys))
 
     return run(all_of_them())
 
@@ -159,7 +157,7 @@ def test_an_answer_from_outside_joins_so_many_rounds_after_its_reply(rounds):
             for key in keys:
                 joined.setdefault(key, []).append(at)
         for key, ats in joined.items():
-            assert [b - a for a, b in zip(ats, ats[1:], strict=False)] == [uneven(key, turn) + rounds for turn in (1, 2, 3)]
+            assert [b - a for a, b in itertools.pairwise(ats)] == [uneven(key, turn) + rounds for turn in (1, 2, 3)]
     assert all(seen == found[0] for seen in found)
 
 
@@ -329,7 +327,7 @@ def test_an_error_ends_all_and_comes_out_as_it_was_raised(where, error, capfd):
         play(service, range(4), 4, watched)
     assert caught.value is error and not service.kept and all(task.done() for task in tasks)
     assert service.own.left == {} and set(service.own.released) == {0, 1, 2, 3}
-    del tasks, caught
+    del caught
     gc.collect()
     assert capfd.readouterr().err == "" and threading.active_count() == threads
     service.own.before, service.own.lengths = lambda at: None, lambda key, turn: 3

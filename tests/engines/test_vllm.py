@@ -254,15 +254,14 @@ def test_asleep_it_leaves_the_gpu_to_the_trainer(fakes, monkeypatch, lora):
     assert told == [*first, *wake, "request", "request", first[-2], ("training",), *wake, "request", first[-2]]
 
 
-def test_whole_episodes_and_how_answers_join_is_said_once(fakes, policy, capsys):
-    def next_prompt(rollout, index):
-        return "again" if index < 2 else None
+THREE_TURNS = Environment(next_prompt=lambda rollout, index: "again" if index < 2 else None, max_steps=5)
+TASKS = [Task(id=str(i), messages=({"role": "user", "content": f"go {i}"},)) for i in range(6)]
 
-    environment = Environment(next_prompt=next_prompt, max_steps=5)
-    tasks = [Task(id=str(i), messages=({"role": "user", "content": "go"},)) for i in range(2)]
+
+def test_whole_episodes_and_how_answers_join_is_said_once(fakes, policy, capsys):
     engine, keys = VLLM(), []
     for version in range(2):
-        rollouts = collect(policy, tasks, engine=engine, environment=environment, group_size=2, version=version, max_new_tokens=4)
+        rollouts = collect(policy, TASKS[:2], engine=engine, environment=THREE_TURNS, group_size=2, version=version, max_new_tokens=4)
         assert [len(r.steps) for r in rollouts] == [3] * 4
         assert {s.versions for r in rollouts for s in r.steps} == {((0, version),)}
         keys.append([call[1] for call in fakes[0].calls if call[0] == "request"])
@@ -412,6 +411,32 @@ def test_one_that_dies_is_named_and_its_completions_are_sampled_elsewhere_from_t
     sample(engine, policy, PROMPTS)
     assert [path for path, _ in servers[1].asked[asked:]] == ["/collective_rpc", "/reset_prefix_cache", *["/v1/completions"] * 2]
     assert [s.count("/collective_rpc") for s in servers] == [1, 2, 1]
+
+
+def test_the_turns_of_an_episode_stay_on_one_server_until_it_dies(servers, policy):
+    def played():
+        """Tokens, and for each server the first prompts of the episodes that it sampled in, with the number of completions."""
+        rollouts = collect(policy, TASKS, engine=VLLM(addresses=[s.url for s in servers]), environment=THREE_TURNS, max_new_tokens=4)
+        firsts = [list(r.steps[0].prompt_ids) for r in rollouts]
+        asked = [[body["prompt"] for path, body in s.asked if path == "/v1/completions"] for s in servers]
+        at = [[sum(ids[: len(first)] == first for ids in prompts) for first in firsts] for prompts in asked]
+        return [[(s.prompt_ids, s.response_ids) for s in r.steps] for r in rollouts], at
+
+    tokens, at = played()
+    assert [sorted(counts) for counts in at] == [[0, 0, 0, 0, 3, 3]] * 3
+
+    def die_at_the_third(handler):
+        if servers[1].count("/v1/completions") == 3:
+            servers[1].absences = servers[1].away
+
+    for s in servers:
+        s.asked.clear()
+    servers[1].holds = die_at_the_third
+    again, then = played()
+    assert again == tokens and 3 <= sum(then[1]) <= 4
+    for before, after in zip(zip(*at, strict=True), zip(*then, strict=True), strict=True):
+        moved = before[1] > 0
+        assert max(after[0], after[2]) >= 2 if moved else before == after
 
 
 def test_one_that_dies_while_it_is_given_weights_is_left_out(servers, policy, capsys):

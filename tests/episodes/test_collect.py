@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from rlkit.engines import generate
+from rlkit.engines import Batched, Transformers
 from rlkit.environments import by_task, calculator, hermes, single_turn, tool_use
 from rlkit.episodes import collect
 from rlkit.episodes.assemble import rows
@@ -15,7 +15,7 @@ from rlkit.functional import mix
 from rlkit.models import decode, encode_text, make_codec
 from rlkit.models.chat import encode_scaffold
 from rlkit.tasks import arithmetic
-from rlkit.types import Environment, Generation, Task
+from rlkit.types import Environment, Generation, SamplingParams, Task
 
 END = "<|im_end|>"
 RUNS: list[str] = []  # what the tools below were called with
@@ -64,8 +64,8 @@ class Scripted:
     def __init__(self, *texts, say=None, cut=()):
         self.say, self.cut, self.seen = say or (lambda context, turn, seed: texts[turn]), cut, []
 
-    def __call__(self, policy, contexts, seeds, /, **settings):
-        self.seen += [(tuple(c), s, settings) for c, s in zip(contexts, seeds, strict=True)]
+    def __call__(self, policy, contexts, seeds, params):
+        self.seen += [(tuple(c), s, params) for c, s in zip(contexts, seeds, strict=True)]
         return [self.reply(policy, c, s) for c, s in zip(contexts, seeds, strict=True)]
 
     def reply(self, policy, context, seed):
@@ -97,8 +97,13 @@ def environment(**changes) -> Environment:
 
 
 def one(policy, engine, env=None, **settings):
-    (rollout,) = collect(policy, [task()], generate=engine, environment=env or environment(), **settings)
+    (rollout,) = play(policy, [task()], engine, env or environment(), **settings)
     return rollout
+
+
+def play(policy, tasks, function, env, **settings):
+    """Episodes with an engine that is a function."""
+    return collect(policy, tasks, engine=Batched(function), environment=env, **settings)
 
 
 # ------------------------------------------------------------------------------------------------------- tools
@@ -230,7 +235,7 @@ def test_a_context_that_overflows_truncates_and_keeps_the_steps(tiny):
 def test_a_prompt_that_overflows_gives_an_episode_without_steps_beside_its_neighbours(tiny):
     tasks = [task("short"), task("long " * 200, 1), task("short", 2)]
     engine = Scripted("done")
-    rollouts = collect(tiny._replace(context_length=400), tasks, generate=engine, environment=environment())
+    rollouts = play(tiny._replace(context_length=400), tasks, engine, environment())
     assert [(r.truncation, len(r.steps)) for r in rollouts] == [("", 1), ("context", 0), ("", 1)]
     assert all(len(context) < 400 for context, _, _ in engine.seen)
 
@@ -277,7 +282,7 @@ def test_siblings_share_no_history(tiny):
     """Every sample's second context continues its own reply and holds nobody else's."""
     engine = Scripted(say=lambda context, turn, seed: f"{seed % 10**6}")
     env = environment(next_prompt=lambda r, i: "again" if i == 0 else None)
-    rollouts = collect(tiny, [task("a"), task("b", 1)], generate=engine, environment=env, group_size=3)
+    rollouts = play(tiny, [task("a"), task("b", 1)], engine, env, group_size=3)
     names = [r.steps[0].content for r in rollouts]
     assert len(set(names)) == 6
     for rollout, name in zip(rollouts, names, strict=True):
@@ -288,7 +293,7 @@ def test_siblings_share_no_history(tiny):
 def test_order_is_task_by_task_however_long_each_episode_lasts(tiny):
     tasks = [task(str(i), i) for i in range(4)]
     env = environment(next_prompt=lambda r, i: "more" if i < (r.group * 2 + r.sample) % 3 else None)
-    rollouts = collect(tiny, tasks, generate=Scripted("a", "b", "c"), environment=env, group_size=2)
+    rollouts = play(tiny, tasks, Scripted("a", "b", "c"), env, group_size=2)
     assert [(r.group, r.sample, r.task.id) for r in rollouts] == [(i, j, f"row/{i}") for i in range(4) for j in range(2)]
     assert [len(r.steps) for r in rollouts] == [(2 * i + j) % 3 + 1 for i in range(4) for j in range(2)]
 
@@ -296,11 +301,11 @@ def test_order_is_task_by_task_however_long_each_episode_lasts(tiny):
 def test_all_waiting_episodes_are_one_call_of_the_engine(tiny):
     sizes = []
 
-    def engine(policy, contexts, seeds, /, **settings):
+    def engine(policy, contexts, seeds, params):
         sizes.append(len(contexts))
-        return Scripted(call("note", text="a"), "done")(policy, contexts, seeds)
+        return Scripted(call("note", text="a"), "done")(policy, contexts, seeds, params)
 
-    collect(tiny, [task(), task("b", 1)], generate=engine, environment=environment(), group_size=3)
+    play(tiny, [task(), task("b", 1)], engine, environment(), group_size=3)
     assert sizes == [6, 6]
 
 
@@ -309,7 +314,7 @@ def test_the_same_call_gives_the_same_rollouts_and_so_does_a_part_of_it(tiny):
 
     def run(tasks, **settings):
         engine = Scripted(say=lambda context, turn, seed: call("note", text=f"{seed % 1000}") if turn == 0 else f"{seed % 997}")
-        return collect(tiny, tasks, generate=engine, environment=environment(), **settings)
+        return play(tiny, tasks, engine, environment(), **settings)
 
     def ids(rollouts):
         return {(r.group, r.sample): [(s.prompt_ids, s.response_ids) for s in r.steps] for r in rollouts}
@@ -326,7 +331,7 @@ def test_the_same_call_gives_the_same_rollouts_and_so_does_a_part_of_it(tiny):
 def test_further_prompts_of_a_step_are_those_of_one_larger_step(tiny):
     """Refilling samples what a batch with more prompts would have: nothing is sampled twice with one seed."""
     tasks = [task(str(i), i) for i in range(4)]
-    settings = {"generate": generate, "environment": single_turn(), "group_size": 2, "seed": 1, "temperature": 1.0, "max_new_tokens": 4}
+    settings = {"engine": Transformers(), "environment": single_turn(), "group_size": 2, "seed": 1, "temperature": 1.0, "max_new_tokens": 4}
     whole = collect(tiny, tasks, **settings)
     parts = collect(tiny, tasks[:1], **settings) + collect(tiny, tasks[1:], first=1, **settings)
     assert [[s.response_ids for s in r.steps] for r in parts] == [[s.response_ids for s in r.steps] for r in whole]
@@ -335,8 +340,8 @@ def test_further_prompts_of_a_step_are_those_of_one_larger_step(tiny):
 
 def test_no_two_replies_share_a_seed(tiny):
     engine = Scripted("a", "b")
-    collect(tiny, [task(), task("b", 1)], generate=engine, environment=environment(next_prompt=lambda r, i: "go" if i == 0 else None),
-            group_size=4, seed=3, step=7)  # fmt: skip
+    env = environment(next_prompt=lambda r, i: "go" if i == 0 else None)
+    play(tiny, [task(), task("b", 1)], engine, env, group_size=4, seed=3, step=7)
     seeds = [seed for _, seed, _ in engine.seen]
     assert len(set(seeds)) == 16
     assert seeds[:4] == [mix(mix(3, 7, 0, j), 0) for j in range(4)]  # pinned: a change of the scheme changes every run
@@ -345,13 +350,13 @@ def test_no_two_replies_share_a_seed(tiny):
 def test_settings_reach_the_engine(tiny):
     engine = Scripted("a")
     one(tiny, engine, temperature=0.7, max_new_tokens=9)
-    assert engine.seen[0][2] == {"temperature": 0.7, "max_new_tokens": 9}
+    assert engine.seen[0][2] == SamplingParams(temperature=0.7, max_new_tokens=9)
 
 
 def test_each_task_brings_its_environment(tiny):
     lookup = by_task(environments={"tool_use": environment(), "plain": single_turn(system_prompt="Be brief.")})
     tasks = [task(), task("b", 1)._replace(environment="plain")]
-    rollouts = collect(tiny, tasks, generate=Scripted(call("note", text="a"), "done"), environment=lookup)
+    rollouts = play(tiny, tasks, Scripted(call("note", text="a"), "done"), lookup)
     assert [len(r.steps) for r in rollouts] == [2, 1] and rollouts[1].steps[0].tool_calls == ()
     assert ["<tools>" in decode(tiny.codec, r.steps[0].prompt_ids) for r in rollouts] == [True, False]
 
@@ -426,7 +431,7 @@ def test_qwen3s_own_template_strips_what_is_stripped_here(tiny, shared):
 def test_a_quoted_tag_is_content(tiny):
     """The policy spells the tag in ordinary tokens: by text, its answer would be thinking."""
 
-    def engine(policy, contexts, seeds, /, **settings):
+    def engine(policy, contexts, seeds, params):
         ids = (
             encode_scaffold(policy.codec, "<think>a</think>") + encode_text(policy.codec, "write </think> last") + [policy.eos_token_ids[0]]
         )
@@ -447,8 +452,8 @@ def test_a_block_that_the_template_opened_is_read_as_thinking(tiny):
 
 def test_the_finish_reason_is_the_first_that_holds(tiny):
     def steps(text, **changes):
-        def engine(policy, contexts, seeds, /, **settings):
-            return [g._replace(**changes) for g in Scripted(text)(policy, contexts, seeds)]
+        def engine(policy, contexts, seeds, params):
+            return [g._replace(**changes) for g in Scripted(text)(policy, contexts, seeds, params)]
 
         return one(tiny, engine, environment(max_steps=1)).steps[0]
 
@@ -517,7 +522,7 @@ def test_the_tiny_model_through_the_real_engine(tiny):
     """Whole episodes of the embedded model, tool calls among them: complete and append-only."""
     tasks = arithmetic(max_samples=4)
     environment = tool_use(tools={"calculator": calculator})
-    settings = {"generate": generate, "environment": environment, "group_size": 2, "seed": 1, "max_new_tokens": 64}
+    settings = {"engine": Transformers(), "environment": environment, "group_size": 2, "seed": 1, "max_new_tokens": 64}
     rollouts = collect(tiny, tasks, **settings)
     assert [(r.group, r.sample) for r in rollouts] == [(i, j) for i in range(4) for j in range(2)]
     assert any(s.tool_results for r in rollouts for s in r.steps)  # it was warmed up to call the calculator
@@ -532,7 +537,12 @@ def test_the_tiny_model_through_the_real_engine(tiny):
 
 def test_the_real_engine_gives_a_part_of_a_batch_what_it_gives_the_whole(tiny):
     """Hot, so that noise decides every token: an episode's replies are its own, whoever is sampled beside it."""
-    settings = {"generate": generate, "environment": tool_use(tools={"calculator": calculator}), "max_new_tokens": 16, "temperature": 2.0}
+    settings = {
+        "engine": Transformers(),
+        "environment": tool_use(tools={"calculator": calculator}),
+        "max_new_tokens": 16,
+        "temperature": 2.0,
+    }
 
     def ids(tasks, group_size):
         rollouts = collect(tiny, tasks, group_size=group_size, **settings)

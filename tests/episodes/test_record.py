@@ -41,7 +41,7 @@ def rollout(text: str = ODD, reward: float | None = 0.1 + 0.2) -> Rollout:
         tool_results=(ToolResult("call_0", "calculator", "2", True, 1 / 3), ToolResult("call_1", "", "Error", False)),
         reward=None,
     )
-    last = Step((), (1,), (5, 6), (0.0, -1.0), "length", reward=-0.0, forced=(0,), dropped=1)
+    last = Step((), (1,), (5, 6), (0.0, -1.0), "length", reward=-0.0, forced=(0,), dropped=1, versions=((0, 2), (1, 3)))
     task = Task("row/0", ({"role": "system", "content": text}, {"role": "user", "content": "?"}), text, metadata={"a": [1.5, None, text]})
     rewards = {"numeric": 1e22, "format": None}
     return Rollout(task, (first, last), "truncated", "length", 3, 1, reward, rewards, {"note": text})

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from rlkit.engines import cached, generate
+from rlkit.engines import Cached, Transformers
 from rlkit.functional import mix
 from rlkit.models import LoRA, add_lora, make_policy, pack, score
 from rlkit.models.head import PLAIN, Head, trunk_and_head
@@ -114,11 +114,11 @@ def test_the_exact_divergence_and_the_entropy_are_those_of_the_models_own_forwar
 
 
 @every
-def test_every_engine_gives_the_log_probs_that_the_trainer_gives(family):
+def test_every_engine_gives_the_log_probs_that_the_trainer_gives(family, complete):
     """And both engines the same tokens; a model with a state of its own is left to the reference engine."""
     policy = family.policy
     contexts = [row[:length].tolist() for row, length in zip(family.ids, (5, 9, 12), strict=True)]
-    ours, theirs = (engine(policy, contexts, SEEDS, max_new_tokens=8) for engine in (cached, generate))
+    ours, theirs = (complete(engine(), policy, contexts, SEEDS[: len(contexts)], max_new_tokens=8) for engine in (Cached, Transformers))
     assert [g.token_ids for g in ours] == [g.token_ids for g in theirs]
     for replies in (ours, theirs):
         for context, reply in zip(contexts, replies, strict=True):

@@ -25,7 +25,7 @@ def test_control_tokens_are_one_id_each(tiny, token):
 
 def test_the_warm_start_of_guess_number_plays_in_the_right_form():
     """Every reply a number of the range that ends by itself, also deep in a game: what PPO needs to begin with."""
-    from rlkit.engines import generate
+    from rlkit.engines import Cached
     from rlkit.environments import guess_number
     from rlkit.episodes import collect
     from rlkit.models import load_policy
@@ -33,7 +33,7 @@ def test_the_warm_start_of_guess_number_plays_in_the_right_form():
 
     policy = load_policy(path="tiny_guess")
     assert next(policy.model.parameters()).dtype == torch.float32
-    rollouts = collect(policy, games(max_samples=6, high=20), generate=generate, environment=guess_number(max_turns=12), max_new_tokens=8)
+    rollouts = collect(policy, games(max_samples=6, high=20), engine=Cached(), environment=guess_number(max_turns=12), max_new_tokens=8)
     replies = [step for r in rollouts for step in r.steps]
     legal = [s.finish_reason == "stop" and s.content.isdigit() and 1 <= int(s.content) <= 20 for s in replies]
     assert sum(legal) >= 0.95 * len(legal) and len(legal) > 20
@@ -63,7 +63,7 @@ def test_the_weights_are_those_that_were_measured(tiny, experiment):
     measured = json.loads((BUILD / "accuracy.json").read_text())["greedy"]["accuracy"]
     tasks = experiment.task(split="test", max_samples=100)
     result, _ = greedy_accuracy(
-        tiny, tasks, reward=experiment.evaluation.reward, generate=experiment.generation.engine,
+        tiny, tasks, reward=experiment.evaluation.reward, engine=experiment.generation.engine,
         environment=experiment.environment, max_new_tokens=64,
     )  # fmt: skip
     assert abs(result["accuracy"] - measured) < 4 * (0.25 / 100) ** 0.5

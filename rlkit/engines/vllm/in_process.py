@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+import rlkit.engines.vllm.weights as weights
 from rlkit.engines.service import Service
-from rlkit.engines.vllm import weights
 from rlkit.engines.vllm.request import generation, request
 from rlkit.types import Generation, Policy, SamplingParams
 

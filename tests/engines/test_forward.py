@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from rlkit.engines.trunk import FAMILIES, is_known
 from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from rlkit.engines import cached, generate
+from rlkit.engines import Cached
+from rlkit.engines.cached.forward import FORWARDS, forward_of
 from rlkit.functional import mix
 
 CONTEXTS = [(5, 9, 2, 7), (5, 9, 2, 7), (11, 3), (4, 4, 8, 1, 30, 2)]
@@ -45,14 +45,15 @@ def adapted(model):
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["plain", "adapter"])
-@pytest.mark.parametrize(("family", "variant"), [*((family, "as it is") for family in FAMILIES), *(("qwen3", v) for v in [*VARIANTS][1:])])
-def test_a_step_draws_what_the_reference_engine_draws(tiny, family, variant, adapter, monkeypatch):
+@pytest.mark.parametrize(("family", "variant"), [*((family, "as it is") for family in FORWARDS), *(("qwen3", v) for v in [*VARIANTS][1:])])
+def test_a_step_draws_what_the_reference_engine_draws(tiny, complete, reference, family, variant, adapter):
     model = model_of(family, **VARIANTS[variant])
     model = adapted(model) if adapter else model
     policy = tiny._replace(model=model, eos_token_ids=(63,), pad_token_id=62, context_length=64)
-    assert is_known(model.get_base_model().base_model if adapter else model.base_model)
+    assert forward_of(model.get_base_model().base_model if adapter else model.base_model)
     seeds = [mix(1, i) for i in range(len(CONTEXTS))]
-    ours, theirs = (engine(policy, CONTEXTS, seeds, max_new_tokens=24) for engine in (cached, generate))
+    ours = complete(Cached(), policy, CONTEXTS, seeds, max_new_tokens=24)
+    theirs = reference(policy, CONTEXTS, seeds, max_new_tokens=24)
     assert [g.token_ids for g in ours] == [g.token_ids for g in theirs]
     assert sum(len(g.token_ids) for g in ours) > 40
     for a, b in zip(ours, theirs, strict=True):  # float32, sums in another order
@@ -60,23 +61,23 @@ def test_a_step_draws_what_the_reference_engine_draws(tiny, family, variant, ada
 
 
 def test_a_step_is_left_to_layers_that_are_not_known(tiny):
-    assert is_known(tiny.model.base_model)
-    assert not is_known(GemmaForCausalLM(GemmaConfig(**SIZES, num_key_value_heads=2, head_dim=8)).base_model)
+    assert forward_of(tiny.model.base_model)
+    assert not forward_of(GemmaForCausalLM(GemmaConfig(**SIZES, num_key_value_heads=2, head_dim=8)).base_model)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2))
-    assert is_known(model.base_model)
+    assert forward_of(model.base_model)
 
     class Mine(type(model.base_model.layers[1].mlp)):  # type: ignore[misc]
         """A part that a user has changed."""
 
     model.base_model.layers[1].mlp.__class__ = Mine
-    assert not is_known(model.base_model)
+    assert not forward_of(model.base_model)
 
 
-def test_what_hangs_on_the_call_of_a_layer_is_not_passed_by(tiny):
+def test_what_hangs_on_the_call_of_a_layer_is_not_passed_by(tiny, complete):
     layer, seen = tiny.model.base_model.layers[0], []
     hook = layer.self_attn.register_forward_hook(lambda *_: seen.append(1))
     try:
-        cached(tiny, [(760, 590, 764)], [1], max_new_tokens=4)
+        complete(Cached(), tiny, [(760, 590, 764)], [1], max_new_tokens=4)
     finally:
         hook.remove()
     assert len(seen) >= 2
