@@ -140,6 +140,14 @@ async def waits(rollout):
     await asyncio.Event().wait()
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C as in a terminal: a process in the background may have been started to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def says(tiny, error=None):
     def complete(policy, prompts, seeds, params):
         if isinstance(error, signal.Signals):
@@ -175,7 +183,7 @@ def says(tiny, error=None):
         "its deadline",
     ],
 )
-def test_every_session_is_closed_exactly_once(tiny, do, engine, deadline, raised, form, inside):
+def test_every_session_is_closed_exactly_once(tiny, interruptible, do, engine, deadline, raised, form, inside):
     """An environment that raised, or Ctrl-C, left the other sessions open."""
     Counted.opened = Counted.ended = 0
     environment = Environment(session=lambda task: form(do), deadline=deadline)
