@@ -18,7 +18,14 @@ Say = Callable[[Rollout, Messages, Session], Awaitable[Step | None]]
 
 
 async def play(
-    task: Task, environment: Environment, say: Say, *, group: int = 0, sample: int = 0, spent: Callable[[float], None] | None = None
+    task: Task,
+    environment: Environment,
+    say: Say,
+    *,
+    group: int = 0,
+    sample: int = 0,
+    said: Callable[[], None] = lambda: None,
+    spent: Callable[[float], None] = lambda seconds: None,
 ) -> Rollout:
     """Play one episode: prompt, reply, answer, reply, …, until the session has nothing more to say or a limit is reached.
 
@@ -28,39 +35,38 @@ async def play(
     Args:
       say: the only place that knows tokens (`rlkit.episodes.replies.speaker`).
       group, sample: position of the prompt in the batch, and which of its samples this is.
+      said: called once nothing more is said, before the session tells its state and closes, which may take its time.
       spent: called at the end with the seconds that the episode spent in its session.
     Returns: the unscored rollout. `truncation` is "context" (no room for a reply), "length", "steps",
       "deadline", or what the session says.
     Raises: EnvironmentFailed where the environment's code raises; what `say` raises.
     """
     rollout, limit, session = Rollout(task, (), group=group, sample=sample), Deadline(environment.deadline), None
-    try:
-        async with AsyncExitStack() as stack:
-            try:
+    async with AsyncExitStack() as stack:
+        stack.callback(lambda: spent(limit.spent))
+        try:
+            async with limit.running():
+                session = await stack.enter_async_context(opened(environment, task))
+                with blamed("first prompt", task):
+                    prompt = await awaited(session.first_prompt())
+            while prompt is not None:
+                step = await say(rollout, prompt, session)
+                if step is None:
+                    rollout = truncated(rollout, "context")
+                    break
+                rollout = rollout.add(step)
+                if step.finish_reason == "length":
+                    rollout = truncated(rollout, "length")
+                    break
                 async with limit.running():
-                    session = await stack.enter_async_context(opened(environment, task))
-                    with blamed("first prompt", task):
-                        prompt = await awaited(session.first_prompt())
-                while prompt is not None:
-                    step = await say(rollout, prompt, session)
-                    if step is None:
-                        rollout = truncated(rollout, "context")
-                        break
-                    rollout = rollout.add(step)
-                    if step.finish_reason == "length":
-                        rollout = truncated(rollout, "length")
-                        break
-                    async with limit.running():
-                        with blamed("answer", task):
-                            rollout, prompt = _checked(await awaited(session.answer(rollout)))
-                    if prompt is not None and len(rollout.steps) >= environment.max_steps:
-                        rollout, prompt = truncated(rollout, "steps"), None
-            except DeadlinePassed:
-                rollout = truncated(rollout, "deadline")
-            return rollout if session is None else await with_state(rollout, session)
-    finally:
-        if spent is not None:
-            spent(limit.spent)
+                    with blamed("answer", task):
+                        rollout, prompt = _checked(await awaited(session.answer(rollout)))
+                if prompt is not None and len(rollout.steps) >= environment.max_steps:
+                    rollout, prompt = truncated(rollout, "steps"), None
+        except DeadlinePassed:
+            rollout = truncated(rollout, "deadline")
+        said()
+        return rollout if session is None else await with_state(rollout, session)
 
 
 class Opening(NamedTuple):

@@ -31,7 +31,8 @@ class Checkpoint(NamedTuple):
 def save_checkpoint(model: Any, tokenizer: Any, step: int, output_dir: str | Path, *, state: TrainingState | None = None) -> None:
     """Writes output_dir/step_NNNNNN: model and tokenizer in the format of Hugging Face, and the state. Whole, or not there.
 
-    Under PEFT the adapters alone are written. Optimiser moments, critic and reference are not in it.
+    Under PEFT the adapters alone are written. The state of `train_model` brings optimizer, critic and reference with it; what a
+    ref_update_fn keeps for itself, such as a KL that adds up, is not in it.
     """
     folder = Path(output_dir) / f"step_{step:06d}"
     part = folder.with_name(folder.name + ".tmp")

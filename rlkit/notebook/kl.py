@@ -13,7 +13,7 @@ from torch import Tensor
 
 import rlkit.functional as F
 from rlkit.algorithm import call
-from rlkit.notebook._arguments import accepted, asks_for
+from rlkit.notebook.configs import accepted, asks_for
 from rlkit.notebook.tensors import mask_like, row_mean, same_shape
 from rlkit.training import references as reference
 from rlkit.types import Reference, unpacked

@@ -16,13 +16,12 @@ import rlkit.functional as F
 from rlkit.algorithm import KL, Algorithm
 from rlkit.episodes.stream import StreamState, order_of_parts
 from rlkit.errors import Refusal
-from rlkit.notebook._arguments import asks_for, named
 from rlkit.notebook.algorithms import core_selector
 from rlkit.notebook.checkpoints import save_checkpoint
-from rlkit.notebook.configs import TrainingConfig, create_grpo_config, create_switch_strategy, get_algorithm_config
+from rlkit.notebook.configs import TrainingConfig, asks_for, create_grpo_config, create_switch_strategy, get_algorithm_config, named
 from rlkit.notebook.data import TRAINING, GenerationConfig, Prompt, TrainingState, as_task, update_ema_metrics
 from rlkit.notebook.generation import engine_of, load_model, policy_of
-from rlkit.notebook.kl import KLHook, UpdateHook, compute_kl, create_reference_model, update_reference_model
+from rlkit.notebook.kl import UpdateHook, compute_kl, create_reference_model, update_reference_model
 from rlkit.notebook.rollouts import create_environment, environment_from, generated, reward_from, with_config
 from rlkit.notebook.tensors import attach, episodes, per_token_of, required
 from rlkit.rewards import Moments, Reward
@@ -38,19 +37,17 @@ NAMES = {  # the notebooks' names of metrics
     "reward": "reward/mean", "loss": "loss/total", "policy_loss": "loss/policy", "value_loss": "value/loss", "kl": "kl/estimate",
     "kl_coef": "kl/coef", "grad_norm": "optim/grad_norm",
 }  # fmt: skip
-PLAYING = {*named(create_environment), "generator", "template_fn", "use_chat_template"}  # hooks of rollouts; the others are of updates
-
-# ------------------------------------------------------------------------------------------------------ the learner
+PLAYING = named(create_environment)  # hooks of the environment
 
 
 class NotebookLearner(Learner):
-    """A learner made of a notebook's arguments. Model, optimizer, critic and reference stay the notebook's; the state goes in and out.
+    """A learner of a notebook's arguments. Model, optimizer, critic and reference stay the notebook's; the state goes in and comes out.
 
     Args:
-      optimizer: over the policy's parameters, and over the critic's.
-      config: of the step to come. state: before it.
-      fields: of the Experiment: seed, batch, environment, generation and reward.
-      makes_critic: whether to make one if it is needed and none is given; its parameters join the optimizer.
+      optimizer: over the policy's parameters, and over the critic's. config: of this step. state: before it.
+      parts: seed, batch, environment, generation and reward of the Experiment.
+      makes_critic: whether one that is needed and not given is made; its parameters join the optimizer. Such a learner also takes back
+        what `held` has added to the state.
       hooks: advantage_fn, loss_fn, kl_fn, pair_selector, normalize.
     """
 
@@ -60,7 +57,7 @@ class NotebookLearner(Learner):
         optimizer: torch.optim.Optimizer,
         config: TrainingConfig,
         state: TrainingState,
-        fields: Mapping[str, Any],
+        parts: Mapping[str, Any],
         *,
         ref_model: nn.Module | None = None,
         ref_update_fn: UpdateHook | None = None,
@@ -81,46 +78,71 @@ class NotebookLearner(Learner):
             name=algorithm.name,
             task=lambda split: (),
             model=lambda device: policy,
-            algorithm=algorithm._replace(critic=algorithm.critic._replace(optimizer=_as_it_is)),
+            algorithm=algorithm._replace(critic=algorithm.critic._replace(optimizer=_no_optimizer)),
             kl=kl,
             reference=_reference(ref_model, ref_update_fn),
-            optimizer=_as_it_is,
+            optimizer=_no_optimizer,
             trainer=TrainerSettings(steps=state.step + 1, micro_batch_tokens=limit, max_grad_norm=config.max_grad_norm),
-            evaluation=Evaluation(fields["reward"], n=0),
-            **fields,
+            evaluation=Evaluation(parts["reward"], n=0),
+            **parts,
         )
         super().__init__(x, policy)
         if state.learner:
             self.load({"rlkit": state.learner})
+        if makes_critic and "optimizer" in state.learner:
+            self.take_back(state.learner)
         self.rl_step, self.tokens, self.moments = state.step, state.total_tokens, Moments(*state.moments)
         same = state.learner.get("algorithm", algorithm.name) == algorithm.name
         self.progress = self.progress._replace(step=state.step, since=self.progress.since if same else state.step)
 
     def make_critic(self) -> nn.Module | None:
         """The notebook's, or a new one, whose parameters join the optimizer."""
-        if self.given_critic is not None:
-            return self.given_critic
-        if (critic := super().make_critic()) is not None:
+        if self.given_critic is None and (critic := super().make_critic()) is not None:
             self.optimizer.add_param_group({"params": list(critic.parameters())})
-        return critic
+            return critic
+        return self.given_critic
 
     def make_optimizers(self) -> list[Any]:
         """The notebook's optimizer, as one for the policy and one for the critic."""
-        self.optimizers = [Share(self.optimizer, net) for net in self.nets.values()]
-        return self.optimizers
+        shares: list[Any] = [Share(self.optimizer, net) for net in self.nets.values()]
+        self.optimizers = shares
+        return shares
 
     def iterate(self, before: TrainingState, rollouts: Sequence[Rollout], trained: Sequence[Rollout]) -> TrainingState:
         """One step; the state after it, with the notebooks' names beside those of the metrics."""
-        unseen = self.ref_model if not self.x.kl.active else None  # a reference that the step does not read
-        kl = NAN if unseen is None else _distance(self, unseen, trained)
+        unread = self.ref_model if not self.x.kl.active else None  # a reference that no part of the step reads
+        kl = NAN if unread is None else self.distance(unread, trained)
         metrics = self.step(rollouts, trained)
-        if unseen is not None and self.ref_update_fn is not None:
-            update_reference_model(unseen, self.model, self.ref_update_fn, step=self.rl_step, kl=kl)
-        row = {short: float(metrics[name]) for short, name in NAMES.items()}
-        row |= {"tokens": float(self.tokens - before.total_tokens)} | ({} if self.x.kl.active else {"kl": kl, "kl_coef": 0.0})
+        if unread is not None and self.ref_update_fn is not None:
+            update_reference_model(unread, self.model, self.ref_update_fn, step=self.rl_step, kl=kl)
+        row = {short: float(metrics[name]) for short, name in NAMES.items()} | {"tokens": float(self.tokens - before.total_tokens)}
+        row |= metrics if self.x.kl.active else metrics | {"kl": kl, "kl_coef": 0.0}
         kept = self.saved() | {"algorithm": self.x.algorithm.name}
-        ema = update_ema_metrics(before.ema_metrics, row | metrics)
-        return TrainingState(self.rl_step, self.tokens, row | metrics, ema, tuple(self.moments), before.stream, kept)
+        return TrainingState(
+            self.rl_step, self.tokens, row, update_ema_metrics(before.ema_metrics, row), tuple(self.moments), before.stream, kept
+        )
+
+    def held(self, state: TrainingState) -> TrainingState:
+        """The state with what a checkpoint needs of optimizer, critic and reference."""
+        reference = {} if self.ref_model is None else self.ref_model.state_dict()
+        kept = {"optimizer": self.optimizer.state_dict(), "critic": {} if self.critic is None else self.critic.state_dict()}
+        kept["reference"] = self.without_frozen({f"model.{name}": value for name, value in reference.items()})
+        return state._replace(learner={**state.learner, **kept})
+
+    def take_back(self, kept: Mapping[str, Any]) -> None:
+        """Puts that back."""
+        self.optimizer.load_state_dict(kept["optimizer"])
+        if self.critic is not None:
+            self.critic.load_state_dict(kept["critic"])
+        if self.ref_model is not None:
+            reference = {name.removeprefix("model."): value for name, value in kept["reference"].items()}
+            self.ref_model.load_state_dict(reference, strict=False)
+
+    def distance(self, model: nn.Module, rollouts: Sequence[Rollout]) -> float:
+        """KL(policy‖model) on the policy's tokens, k3, in nats per token."""
+        batch = self.assembled(rollouts)
+        own, other = (scored(self, m, batch).logprobs for m in (self.model, model))
+        return float(F.approximate_kl(other, own, batch.response_mask))
 
 
 class Share:
@@ -140,34 +162,23 @@ class Share:
             p.grad = grad
 
 
-def _as_it_is(parameters: Any) -> Any:
-    """In place of a function that makes an optimizer: it has no learning rate, so that the notebook's stays."""
-    raise NotImplementedError("the notebook has an optimizer")
+def _no_optimizer(parameters: Any) -> Any:
+    """Stands where an experiment names its optimizer. It has no learning rate, so the one in the notebook's optimizer stays."""
+    raise NotImplementedError("the notebook's optimizer is used")
 
 
 def _reference(ref_model: nn.Module | None, update_fn: UpdateHook | None) -> Reference:
-    """A model of the notebook's as the core's reference."""
+    """The notebook's reference model as a reference of the core."""
 
     def update(state: nn.Module, policy: nn.Module, **progress: Any) -> nn.Module:
         if update_fn is not None:
             update_reference_model(state, policy, update_fn, **progress)
         return state
 
-    return Reference(
-        "notebook",
-        init=lambda policy, step: ref_model,
-        update=update,
-        model=lambda state, policy: nullcontext(state),
-        save=lambda state: {},
-        load=lambda state, policy, saved: state,
-    )
+    def same(state: nn.Module, *_: Any) -> nn.Module:
+        return state
 
-
-def _distance(learner: Learner, ref_model: nn.Module, rollouts: Sequence[Rollout]) -> float:
-    """KL(policy‖reference) on the policy's tokens, k3, in nats per token."""
-    batch = learner.assembled(rollouts)
-    policy, reference = (scored(learner, model, batch).logprobs for model in (learner.model, ref_model))
-    return float(F.approximate_kl(reference, policy, batch.response_mask))
+    return Reference("notebook", lambda policy, step: ref_model, update, lambda state, _: nullcontext(state), lambda state: {}, same)
 
 
 # -------------------------------------------------------------------------------------------- hooks as parts of the core
@@ -197,13 +208,10 @@ def _hooked(
         def selector(rewards: Tensor, group_ids: Tensor) -> Tensor:
             return core_selector(pair_selector, learner.trained)(rewards, group_ids)
 
-        algorithm = algorithm._replace(advantage=partial(algorithm.advantage, pair_selector=selector))  # type: ignore[call-arg]
+        algorithm = algorithm._replace(advantage=partial(algorithm.advantage, pair_selector=selector))
     if advantage_fn is not None:
-        advantage = _advantage(learner, advantage_fn, normalize)
-        algorithm = algorithm._replace(advantage=advantage, normalization=F.no_normalization)
-    if loss_fn is not None:
-        algorithm = algorithm._replace(policy_loss=_policy_loss(learner, loss_fn))
-    return algorithm, kl
+        algorithm = algorithm._replace(advantage=_advantage(learner, advantage_fn, normalize), normalization=F.no_normalization)
+    return algorithm if loss_fn is None else algorithm._replace(policy_loss=_policy_loss(learner, loss_fn)), kl
 
 
 def takes_pairs(config: TrainingConfig) -> bool:
@@ -211,7 +219,7 @@ def takes_pairs(config: TrainingConfig) -> bool:
     return "pair_selector" in named(config.algorithm.advantage)
 
 
-def _per_rollout(kl_fn: KLHook) -> Callable[..., Tensor]:
+def _per_rollout(kl_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A kl_fn that gives [B] as an estimator: each rollout's number on all of its tokens."""
 
     def estimator(logprobs: Tensor, logprobs_ref: Tensor, response_mask: Tensor, rollout_ids: Tensor, step_ids: Tensor) -> Tensor:
@@ -242,12 +250,12 @@ def _policy_loss(learner: Learner, loss_fn: Callable[..., Tensor]) -> Any:
         whole, n = learner.minibatch, len(learner.trained)
         assert whole is not None
         positions, mask = episodes(rollout_ids, step_ids, response_mask, n)
-        own, full = episodes(whole.rollout_ids, whole.step_ids, whole.response_mask, n)
+        every, full = episodes(whole.rollout_ids, whole.step_ids, whole.response_mask, n)
         if not torch.equal(mask.any(1), full.any(1)):
             raise Refusal("memory ran out, and a loss_fn needs its whole minibatch at once: shorten replies, or set algorithm.minibatches")
         chosen = [r if kept else r._replace(steps=()) for r, kept in zip(learner.trained, mask.any(1).tolist(), strict=True)]
         attached = [r for r in attach(chosen, positions, mask, logprobs, logprobs_old) if r.steps]
-        loss = loss_fn(attached, F.to_episodes(required(whole.advantages), own, full)[full.any(1)])
+        loss = loss_fn(attached, F.to_episodes(required(whole.advantages), every, full)[full.any(1)])
         share = F.fill_masked(weights * scale, response_mask, 0.0).sum()
         return (loss / share if share else 0.0 * loss).expand(response_mask.shape)
 
@@ -274,30 +282,26 @@ def update_policy(
     micro_batch_tokens: int = 16384,
     seed: int = 0,
 ) -> dict[str, float]:
-    """One RL step's updates on scored rollouts: old, reference and value passes, advantages, then every minibatch of every epoch.
+    """One RL step's updates on scored rollouts: `Learner.step`.
 
     Args:
-      model: in evaluation mode, so that no dropout parts sampler and trainer. rollouts: scored, by the model as it is.
-      config: what is optimised. ref_model: needed by its KL. critic: needed by its advantage (`rlkit.models.critic`).
+      model: in evaluation mode, so that no dropout parts sampler and trainer. rollouts: by the model as it is.
+      ref_model: needed by the config's KL. critic: needed by its advantage (`rlkit.make_critic`).
       advantage_fn: (rollouts, normalize) → [B, T] in place of the config's. loss_fn: (rollouts, advantages) → scalar in place of the
         policy loss, on a whole minibatch at once; the rollouts are those of `attach_logprobs`.
       kl_fn: in place of the config's estimator; one that gives [B] is subtracted from the reward: reward - coef · KL.
       pair_selector: of an algorithm of pairs. temperature: > 0, the sampler's. micro_batch_tokens: padded tokens at once, for the memory.
-    Returns: loss, policy_loss, value_loss, kl (nats per token, before the update), kl_coef, grad_norm, and the metrics of a step of
+    Returns: loss, policy_loss, value_loss, kl (nats per token, before the update), kl_coef, grad_norm, and all metrics of a step of
       `rlkit train`; nan for what there is none of.
-    Raises: ValueError where a part of the config has no reference, critic or pairs to work on.
+    Raises: ValueError for a config without the reference, critic or pairs that it needs, and for rollouts of another distribution.
     """
     _refuse_another_distribution(rollouts, temperature)
-    hooks = {"advantage_fn": advantage_fn, "loss_fn": loss_fn, "kl_fn": kl_fn, "pair_selector": pair_selector, "normalize": normalize}
-    nets: dict[str, Any] = {"ref_model": ref_model, "critic": critic, "micro_batch_tokens": micro_batch_tokens}
-    fields = {
-        "seed": seed,
-        "batch": BatchSize(len({r.group for r in rollouts}), config.group_size),
-        "environment": Environment(),
-        "generation": Sampling(engine_of(None, TRAINING), temperature),
-        "reward": Reward("given", {}),
-    }
-    learner = NotebookLearner(Policy(model, None, (), 0, 0), optimizer, config, TrainingState(), fields, **nets, **hooks)
+    given: dict[str, Any] = {"ref_model": ref_model, "critic": critic, "micro_batch_tokens": micro_batch_tokens, "normalize": normalize}
+    given |= {"advantage_fn": advantage_fn, "loss_fn": loss_fn, "kl_fn": kl_fn, "pair_selector": pair_selector}
+    sampling = Sampling(engine_of(None, TRAINING), temperature)
+    parts = {"seed": seed, "batch": BatchSize(1, config.group_size), "environment": Environment(), "generation": sampling}
+    parts["reward"] = Reward("given", {})
+    learner = NotebookLearner(Policy(model, None, (), 0, 0), optimizer, config, TrainingState(), parts, **given)
     return dict(learner.iterate(TrainingState(), rollouts, rollouts).metrics)
 
 
@@ -333,34 +337,28 @@ def training_iteration(
     seed: int = 0,
     **hooks: Any,
 ) -> tuple[TrainingState, list[Rollout]]:
-    """One RL step: rollouts, rewards, updates, then the reference. The step is that of `rlkit train`.
+    """One RL step, as `rlkit train` takes it: rollouts, rewards, updates, then the reference.
 
     Args:
       model, tokenizer: a causal LM in evaluation mode (also under PEFT), and its fast tokenizer with a chat template.
-      prompts: texts, message lists or Tasks, each a group of `config.group_size` rollouts. Refills play them again, with other seeds.
-      optimizer: over the model's parameters, and over the critic's.
-      state: of the iteration before. reward_fn: (rollout) → number or None, also `@batched`, or a Reward of several terms.
-      config: None is `create_grpo_config()`. ref_model: needed where its KL is on.
+      prompts: each a group of `config.group_size` rollouts. Refills play them again, with other seeds.
+      optimizer: over the model's parameters, and over the critic's. state: of the iteration before.
+      config: None is `create_grpo_config()`. ref_model: needed by its KL.
       ref_update_fn: (ref_model, policy_model, step, kl) → None after the updates; two arguments do. step counts from 1.
-      environment: None is made of the hooks; without any, one reply to each prompt. generate: of `run_rollouts`.
-      temperature: ≥ 0; 0 is greedy.
-      hooks: for `run_rollouts`: generator, template_fn, use_chat_template, prompt_generator_fn, termination_fn, stop_condition, tools,
-        tool_parser, tool_executor, system_prompt, max_steps. For `update_policy`: advantage_fn, loss_fn, kl_fn, pair_selector, critic,
-        normalize, micro_batch_tokens.
-    Returns: the next state and the scored rollouts. Its metrics: reward (raw, mean), kl and kl_coef apart, the losses, tokens, and
-      those of a step of `rlkit train`.
+      environment: None is made of the hooks; without any, one reply to each prompt. temperature: ≥ 0; 0 is greedy.
+      hooks: of `run_rollouts` (generator, template_fn, tools, …) and of `update_policy` (loss_fn, kl_fn, critic, …).
+    Returns: the next state, with the metrics of `update_policy`, reward (raw, mean) and tokens; and the scored rollouts.
     """
     if ref_update_fn is not None and ref_model is None:
         raise ValueError("ref_update_fn has no ref_model to move; give one, such as create_reference_model(model)")
     tasks = [as_task(prompt, i) for i, prompt in enumerate(prompts)]
-    places = order_of_parts(tasks, seed, 0)
-    drawn_in_order = [task for _, task in sorted(zip(places, tasks, strict=True), key=lambda pair: pair[0])]
-    reach: dict[str, Any] = {"environment": environment, "generate": generate, "max_new_tokens": max_new_tokens, "temperature": temperature}
-    references: dict[str, Any] = {"ref_model": ref_model, "ref_update_fn": ref_update_fn}
-    config = config or create_grpo_config()
-    learner = _learner(model, tokenizer, optimizer, config, state, reward_fn, len(tasks), seed, **reach, **references, **hooks)
-    after, rollouts, _ = _iteration(learner, drawn_in_order, StreamState(), state)
-    return after, rollouts
+    places = order_of_parts(tasks, seed, 0)  # the stream draws the task at places[i] as its i-th
+    placed = [task for _, task in sorted(zip(places, tasks, strict=True), key=lambda pair: pair[0])]
+    given: dict[str, Any] = {"environment": environment, "generate": generate, "ref_model": ref_model, "ref_update_fn": ref_update_fn}
+    given |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, **hooks}
+    learner = _learner(model, tokenizer, optimizer, config or create_grpo_config(), state, reward_fn, len(tasks), **given)
+    after, rollouts = _iteration(learner, placed, state._replace(stream=StreamState()))
+    return after._replace(stream=state.stream), rollouts
 
 
 def _learner(
@@ -371,8 +369,8 @@ def _learner(
     state: TrainingState,
     reward_fn: Any,
     prompts: int,
-    seed: int,
     *,
+    seed: int,
     environment: Any = None,
     generate: Any = None,
     max_new_tokens: int = 256,
@@ -389,7 +387,7 @@ def _learner(
     reward = reward._replace(normalize=reward.normalize or config.normalize_rewards)
     if generator is not None:
         config = config._replace(algorithm=config.algorithm._replace(episodes=partial(generated, generator, sampling, reward)))
-    fields = {
+    parts = {
         "seed": seed,
         "batch": BatchSize(prompts, config.group_size),
         "environment": environment_from(environment, **playing),
@@ -397,20 +395,16 @@ def _learner(
         "reward": reward,
     }
     policy = policy_of(model, tokenizer, template_fn=template_fn, use_chat_template=use_chat_template)
-    return NotebookLearner(policy, optimizer, config, state, fields, **hooks)
+    return NotebookLearner(policy, optimizer, config, state, parts, **hooks)
 
 
-def _iteration(
-    learner: NotebookLearner, tasks: Sequence[Task], stream: StreamState, state: TrainingState
-) -> tuple[TrainingState, list[Rollout], StreamState]:
-    x = learner.begin()
+def _iteration(learner: NotebookLearner, tasks: Sequence[Task], state: TrainingState) -> tuple[TrainingState, list[Rollout]]:
+    """Rollouts of the prompts that the state's stream comes to next, and the step."""
+    x, stream = learner.begin(), StreamState(*state.stream)
     sampled, trained, stream = experience(x, learner.policy, tasks, stream, step=learner.rl_step, clock=learner.clock)
-    after = learner.iterate(state, sampled, trained)
+    after = learner.iterate(state, sampled, trained)._replace(stream=tuple(stream))
     config = TRAINING._replace(max_new_tokens=x.generation.max_new_tokens, temperature=x.generation.temperature)
-    return after, sampled if x.algorithm.episodes else with_config(sampled, config), stream
-
-
-# ------------------------------------------------------------------------------------------------------------ a run
+    return after, sampled if x.algorithm.episodes else with_config(sampled, config)
 
 
 def train_model(
@@ -435,32 +429,31 @@ def train_model(
     seed: int = 0,
     **hooks: Any,
 ) -> tuple[nn.Module, list[dict[str, Any]]]:
-    """Trains a model from a notebook, with AdamW. The steps are those of `rlkit train`, which also logs, evaluates and resumes.
+    """Trains a model from a notebook, with AdamW. The steps are those of `rlkit train`, which also logs and evaluates.
 
     Args:
       model: one that is built, or a model_id for the model_loader: (model_id, dtype, device_map, use_lora, lora_rank, lora_alpha) → model.
       prompts: all of them; every step draws the next `batch_size` of an order that the seed fixes, and what refills need.
       steps: RL steps until the end, those of `state` included. save_every: steps between checkpoints; the last step is saved too.
-      output_dir: where checkpoints go; None writes none.
+      output_dir: where checkpoints go; None writes none. state: of `load_checkpoint`, to go on.
       config: of every step. Without one: `get_algorithm_config(step, switch_strategy, **numbers)`, GRPO where there is no strategy.
       ref_model_fn: (policy_model) → reference, called once where a KL needs it or a ref_update_fn moves it.
       checkpoint_fn: (model, tokenizer, step, output_dir) → None in place of `save_checkpoint`.
-      state: of `load_checkpoint`, to go on.
       progress: gets a line a step: loss and reward as moving averages, and the tokens so far. None is silent.
-      hooks: for `training_iteration` and `update_policy`; kl_fn and pair_selector act while the algorithm has a KL, or pairs.
-    Returns: the model, and a row of metrics a step: step, algorithm, reward, kl, kl_coef, loss, policy_loss, value_loss, grad_norm,
-      tokens, and those of `rlkit train`.
+      hooks: of `training_iteration`; kl_fn and pair_selector act while the algorithm has a KL, or pairs.
+    Returns: the model, and a row a step: step, algorithm and the metrics of `training_iteration`.
     Raises: ValueError where both a config and a strategy or numbers are given.
     """
     if config is not None and (switch_strategy is not None or numbers):
         raise ValueError("give a config, or a switch_strategy and numbers, not both: a config holds for every step")
     tasks = [as_task(prompt, i) for i, prompt in enumerate(prompts)]
-    if isinstance(model, str):
-        model = model_loader(model, "float32", None, False, 16, 32)
+    model = model_loader(model, "float32", None, False, 16, 32) if isinstance(model, str) else model
     assert isinstance(model, nn.Module)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.0)
-    stream = StreamState(*state.stream) if state.stream else StreamState(*divmod(state.step * batch_size, max(1, len(tasks))))
+    state = state._replace(stream=state.stream or divmod(state.step * batch_size, max(1, len(tasks))))
     nets: dict[str, Any] = {"ref_model": None, "critic": hooks.pop("critic", None), "makes_critic": True}
+    if nets["critic"] is not None:
+        optimizer.add_param_group({"params": list(nets["critic"].parameters())})
     statistics: list[dict[str, Any]] = []
     was_training = model.training
     model.eval()  # no dropout: sampler and trainer are to see one policy
@@ -470,18 +463,17 @@ def train_model(
             if nets["ref_model"] is None and ref_model_fn is not None and (now.kl.active or hooks.get("ref_update_fn")):
                 nets["ref_model"] = ref_model_fn(model)
             idle = {"kl_fn": not now.kl.coef, "pair_selector": not takes_pairs(now)} if switch_strategy else {}
-            own = {name: hook for name, hook in hooks.items() if not idle.get(name)} | {"max_new_tokens": max_new_tokens}
-            learner = _learner(model, tokenizer, optimizer, now, state, reward_fn, batch_size, seed, **nets, **own)
+            own = {"seed": seed, "max_new_tokens": max_new_tokens} | {name: hook for name, hook in hooks.items() if not idle.get(name)}
+            learner = _learner(model, tokenizer, optimizer, now, state, reward_fn, batch_size, **nets, **own)
             nets["critic"] = nets["critic"] if learner.critic is None else learner.critic
             for group, rate in zip(optimizer.param_groups, (now.learning_rate, now.value_learning_rate), strict=False):
                 group["lr"] = rate
-            state, _, stream = _iteration(learner, tasks, stream, state)
-            state = state._replace(stream=tuple(stream))
+            state, _ = _iteration(learner, tasks, state)
             statistics.append({"step": state.step, "algorithm": now.algorithm.name, **state.metrics})
             if progress is not None:
                 progress(_progress_line(state, steps))
             if output_dir is not None and (state.step % save_every == 0 or state.step == steps):
-                save = checkpoint_fn or partial(save_checkpoint, state=state)
+                save = checkpoint_fn or partial(save_checkpoint, state=learner.held(state))
                 save(model, tokenizer, state.step, str(output_dir))
     finally:
         model.train(was_training)
