@@ -81,7 +81,6 @@ BY_HAND = {
     "finish_reason/budget": 1 / 9,
     "finish_reason/length": 1 / 9,
     "dropped_frac": 1 / 8,
-    "stop_reason/deadline": 0.0,
     "stop_reason/environment": 0.0,
     "stop_reason/error": 0.0,
     "stop_reason/deadline": 0.0,
