@@ -583,8 +583,8 @@ class ToolExecutor(Protocol):
 class Session(Protocol):
     """One episode's side of the conversation: opened for it, closed exactly once, however it ends. Methods may be plain or async.
 
-    A session may also have `state()` → plain values: what it is like at the end, before it closes. A reward reads them as
-    `rollout.state`.
+    A session may also have `state()` → plain values by name: what it is like at the end, before it closes. A reward reads them as
+    `rollout.state`. One that does not come in a context manager may have `close()`.
     """
 
     @property
