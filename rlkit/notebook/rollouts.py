@@ -24,7 +24,7 @@ from rlkit.notebook.kl import KLHook, compute_forward_kl, compute_kl
 from rlkit.notebook.tensors import episodes_of, plain, score_batch
 from rlkit.rewards import Reward, Term, weighted_sum
 from rlkit.rewards import score as score_rollouts
-from rlkit.system.loops import run
+from rlkit.system.loops import CLOSING, outside_loops
 from rlkit.types import Environment, Message, Messages, Policy, Rollout, Session, Step, Task, Tool, ToolCall, ToolParser, ToolResult
 
 Tools = Mapping[str, Callable[..., Any]] | Sequence[Callable[..., Any]]
@@ -132,19 +132,25 @@ class Turn:
     The episode is a coroutine that stands still between two calls, with its session open. So a turn is played on once.
     """
 
-    def __init__(self, task: Task, environment: Environment, group: int, sample: int, seed: int, stage: Stage):
-        self.environment, self.seed, self.key, self.stage = environment, seed, next(KEYS), stage
+    def __init__(self, stage: Stage, task: Task, environment: Environment, group: int, sample: int, seed: int):
+        self.stage, self.environment, self.seed, self.key = stage, environment, seed, next(KEYS)
         self.rollout, self.prompt = Rollout(task, (), group=group, sample=sample), list[Message]()
         self.here, self.granted = asyncio.Event(), asyncio.Queue[Say]()
         self.playing = asyncio.create_task(play(task, environment, self.say, group=group, sample=sample))
         self.playing.add_done_callback(lambda _: self.here.set())
 
     async def say(self, rollout: Rollout, messages: Messages, session: Session) -> Step | None:
-        """Stands still until `execute_step` says who speaks."""
+        """Stands still until it is told who speaks."""
         self.rollout, self.prompt = rollout, list(messages)
         self.here.set()
         speak = await self.granted.get()
         return await speak(rollout, messages, session)
+
+    @property
+    def conversation(self) -> list[Message]:
+        """What a reply is asked for."""
+        history = self.rollout.history(len(self.rollout.steps), thinking=self.environment.history == "keep_thinking")
+        return [*history, *(m for m in self.prompt if not (self.rollout.steps and m["role"] == "tool"))]  # results are part of the history
 
 
 class Stage:
@@ -158,11 +164,12 @@ class Stage:
 
         Raises: the first error, after all sessions have been closed.
         """
-        try:
-            run(self._until_all_wait(begin), self.runner)
-        finally:
-            if all(turn.playing.done() for turn in self.turns):
-                self.runner.close()
+        with outside_loops():
+            try:
+                self.runner.run(self._until_all_wait(begin))
+            finally:
+                if all(turn.playing.done() for turn in self.turns):
+                    self.runner.close()
         return [named_limit(policy, turn.playing.result()) if turn.playing.done() else turn for turn in turns]
 
     async def _until_all_wait(self, begin: Callable[[], Awaitable[None]]) -> None:
@@ -175,7 +182,8 @@ class Stage:
                     turn.playing.result()
         except BaseException:
             for turn in self.turns:
-                turn.playing.cancel()
+                if turn.playing not in CLOSING:
+                    turn.playing.cancel()
             await asyncio.gather(*(turn.playing for turn in self.turns), return_exceptions=True)
             raise
 
@@ -201,7 +209,7 @@ def initialize_rollouts(
     async def begin() -> None:
         for i, task in enumerate(tasks):
             for j in range(num_rollouts):
-                stage.turns.append(Turn(task, environment_of(environment, task), i, j, F.mix(seed, step, i, j), stage))
+                stage.turns.append(Turn(stage, task, environment_of(environment, task), i, j, F.mix(seed, step, i, j)))
 
     return stage.play(policy, stage.turns, begin)
 
@@ -232,28 +240,29 @@ def execute_step(
     waiting = [turn for turn in turns if isinstance(turn, Turn)]
     if not waiting:
         return list(turns)
-    stage, encode, engine = waiting[0].stage, encoder(policy), engine_of(generate, config)
+    encode, engine = encoder(policy), engine_of(generate, config)
+
+    def speaks(turn: Turn) -> Say:
+        own: Any = engine if generator is None else Asked(generator, policy, as_prompt(turn.conversation), config)
+        speak = speaker(policy, turn.environment, own, config.params, key=turn.key, seed=turn.seed, encode=encode)
+
+        async def say(rollout: Rollout, messages: Messages, session: Session) -> Step | None:
+            try:
+                return await speak(rollout, messages, session)
+            finally:
+                engine.release(turn.key)
+
+        return say
 
     async def reply() -> None:
         if generator is None:
             await engine.load(policy, 0)
         for turn in waiting:
-            speaks: Any = engine if generator is None else Asked(generator, policy, as_prompt(_conversation(turn)), config)
             turn.here.clear()
-            own = speaker(policy, turn.environment, speaks, config.params, key=turn.key, seed=turn.seed, encode=encode)
-            turn.granted.put_nowait(own)
+            turn.granted.put_nowait(speaks(turn))
 
-    played = iter(stage.play(policy, waiting, reply))
-    for turn in waiting:
-        engine.release(turn.key)
+    played = iter(waiting[0].stage.play(policy, waiting, reply))
     return [next(played) if isinstance(turn, Turn) else turn for turn in turns]
-
-
-def _conversation(turn: Turn) -> list[Message]:
-    """The conversation that a reply is asked for."""
-    rollout = turn.rollout
-    history = rollout.history(len(rollout.steps), thinking=turn.environment.history == "keep_thinking")
-    return [*history, *(m for m in turn.prompt if not (rollout.steps and m["role"] == "tool"))]  # results are part of the history
 
 
 def run_rollouts(
