@@ -13,18 +13,7 @@ from rlkit.engines import Batched, Transformers
 from rlkit.engines.transformers import complete
 from rlkit.environments import split_thinking
 from rlkit.environments.prompts import with_system_prompt
-from rlkit.models import (
-    LoRA,
-    ValueHead,
-    add_lora,
-    decode,
-    encode_prompt,
-    make_policy,
-    pack,
-    pretrained_model,
-    pretrained_tokenizer,
-    score,
-)
+from rlkit.models import LoRA, ValueHead, add_lora, decode, encode_prompt, make_policy, pack, pretrained_model, pretrained_tokenizer, score
 from rlkit.notebook.data import Conversation, GenerationConfig, Prompt, TextGeneration, as_messages, as_prompt
 from rlkit.types import Engine, Generation, Message, Messages, Policy, SamplingParams, Task
 
@@ -73,11 +62,7 @@ def load_tokenizer(model_id: str) -> Any:
 
 
 def format_prompt(
-    prompt: Prompt,
-    tokenizer: Any,
-    use_chat_template: bool = True,
-    system_prompt: str | None = None,
-    enable_thinking: bool | None = None,
+    prompt: Prompt, tokenizer: Any, use_chat_template: bool = True, system_prompt: str | None = None, enable_thinking: bool | None = None
 ) -> str:
     """A prompt as the text that a model reads; the default template_fn.
 
@@ -245,6 +230,9 @@ class Asked(NamedTuple):
         """The generator's reply. It has a seed of its own, if any."""
         given = self.generator(self.policy.model, self.policy.codec.tokenizer, self.prompt, self.config, True)
         return _sampled(self.policy, prompt_ids, given, params.temperature or 1.0)
+
+    def release(self, key: int) -> None:
+        """Nothing is kept."""
 
 
 def _sampled(policy: Policy, context: Sequence[int], given: TextGeneration, temperature: float) -> Generation:
