@@ -40,7 +40,7 @@ def create_environment(
     system_prompt: str | None = None,
     max_steps: int = 50,
 ) -> Environment:
-    """What a policy talks to, of hooks.
+    """What a policy talks to, made of hooks.
 
     Args:
       prompt_generator_fn: (rollout, step) → the next user message, or messages, or None, which ends the episode; `step` counts replies
