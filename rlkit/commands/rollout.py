@@ -40,11 +40,11 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
         raise ConfigError(f"split={x.split}: the task has no rows there")
     from rlkit.config.problems.rows import check_truths
     from rlkit.episodes import collect, transcript
+    from rlkit.episodes.tokens import save_tokens
     from rlkit.models.chat import decode
     from rlkit.rewards import score
     from rlkit.system.device import autocast, pick_device, quiet, use_threads, versions
     from rlkit.training.callbacks.conversations import choose
-    from rlkit.training.callbacks.token_values import save_tokens
     from rlkit.training.selfcheck import check_contexts
 
     quiet()
