@@ -8,7 +8,7 @@ import json
 import torch
 
 from rlkit.episodes import assemble
-from rlkit.training.callbacks.token_values import learned_from, pieces, save_tokens
+from rlkit.training.callbacks.conversations import learned_from, pieces, save_tokens
 from rlkit.types import Rollout, Step, Task
 
 

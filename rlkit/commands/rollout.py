@@ -43,8 +43,7 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     from rlkit.models.chat import decode
     from rlkit.rewards import score
     from rlkit.system.device import autocast, pick_device, quiet, use_threads, versions
-    from rlkit.training.callbacks.conversations import choose
-    from rlkit.training.callbacks.token_values import save_tokens
+    from rlkit.training.callbacks.conversations import choose, save_tokens
     from rlkit.training.selfcheck import check_contexts
 
     quiet()

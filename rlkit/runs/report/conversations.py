@@ -115,7 +115,7 @@ def choose(rollouts: Sequence[Rollout], tokens: Tokens, limit: int, *, seed: int
 
 
 def load_tokens(path: Path) -> Tokens:
-    """What rlkit.training.callbacks.token_values wrote; nothing where the file is missing or damaged."""
+    """What rlkit.training.callbacks.conversations wrote; nothing where the file is missing or damaged."""
     if not path.is_file():
         return {}
     try:
