@@ -358,7 +358,7 @@ def test_metrics_of_parts_reach_the_row_of_a_run(tmp_path):
     for row in rows:
         assert row["advantage/task"] == pytest.approx(row["reward/task/mean"]) and row["advantage/one"] == row["aggregator/terms"] == 1
         assert row["policy_loss/ratio"] == pytest.approx(row["ratio/mean"]) and row["policy_loss/components"] == 1
-        assert row["advantage/versions"] == 0
+        assert row["advantage/versions"] == row["step"] - 1
 
 
 # ------------------------------------------------------------------------------------------------- types
