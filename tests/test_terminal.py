@@ -87,14 +87,14 @@ def test_a_tool_that_runs_code_gets_its_sandbox_before_the_model_is_loaded(monke
     """A machine without isolation was found out in the middle of the first episode, and the header said nothing of it."""
     environment = tool_use(tools={"python": python_tool(sandbox=Sandbox(min_level="kernel+ns"))}, parse_calls=hermes)
     asked = []
-    monkeypatch.setattr("rlkit.training.selfcheck.require", asked.append)
+    monkeypatch.setattr("rlkit.config.problems.rows.require", asked.append)
     check_tools([Task("a", (), "1")], environment)
     assert asked == [Sandbox(min_level="kernel+ns")]
 
     def refuse(sandbox):
         raise ConfigError("sandbox.min_level")
 
-    monkeypatch.setattr("rlkit.training.selfcheck.require", refuse)
+    monkeypatch.setattr("rlkit.config.problems.rows.require", refuse)
     with pytest.raises(ConfigError, match=r"sandbox\.min_level"):
         check_tools([Task("a", (), "1")], environment)
 

@@ -205,10 +205,9 @@ def _awaited(awaitables: Sequence[Awaitable[Any]], timeout: float | None) -> lis
 
 def _spread(values: Any, count: int) -> Sequence[Any]:
     """A batched function's list, or its failure as that of every rollout."""
-    if isinstance(values, Exception):
-        return [values] * count
-    wrong = _misshapen(values, count, "rollouts; a batched term returns a list, one for each")
-    return [wrong] * count if wrong else values
+    what = "rollouts; a batched term returns a list, one for each"
+    failure = values if isinstance(values, Exception) else _misshapen(values, count, what)
+    return [failure] * count if failure else values
 
 
 def _misshapen(values: Any, count: int, what: str) -> _Misshapen | None:
@@ -308,10 +307,6 @@ def _aggregated(rollouts: list[Rollout], reward: Reward) -> list[Rollout]:
 
 def is_batched(fn: Callable[..., Any]) -> bool:
     """Whether a function, or the one inside a `functools.partial`, is marked `@batched`."""
-    return bool(getattr(_innermost(fn), "batched", False))
-
-
-def _innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(fn, partial):
         fn = fn.func
-    return fn
+    return bool(getattr(fn, "batched", False))
