@@ -206,8 +206,6 @@ def shard(model: Any, mesh: Any) -> None:
 
     Gradients are summed, not averaged. `inside` calls functions of the model.
     """
-    import types
-
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     model = _root(model)
@@ -219,7 +217,7 @@ def shard(model: Any, mesh: Any) -> None:
     for part in sharded(model):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # Gloo knows no scaled sum
-    model.call_inside = types.MethodType(_call_inside, model)
+    model.call_inside = lambda function, *arguments, **settings: function(*arguments, **settings)
     register_fsdp_forward_method(model, "call_inside")
     with torch.no_grad():
         inside(model, lambda _: None)  # the model becomes the root of its layers
@@ -234,10 +232,6 @@ def twin(model: Any) -> Any:
     reshard(model)
     weights = whole(dict(_root(model).named_parameters()))
     return copy.deepcopy(empty, {id(p): nn.Parameter(weights[name].clone(), False) for name, p in empty.named_parameters()}).eval()
-
-
-def _call_inside(_: Any, function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
-    return function(*arguments, **settings)
 
 
 def _root(model: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,7 +61,7 @@ def load_policy(
       device: where the weights go.
     Raises: ConfigError or TemplateError that name the key to change.
     """
-    if trust_remote_code and not _is_commit(revision):
+    if trust_remote_code and not re.fullmatch("[0-9a-f]{40}", revision or ""):
         raise ConfigError("model.trust_remote_code=true runs code from the hub: pin model.revision to a 40-digit commit")
     if dtype == "bfloat16" and lora.rank == 0:
         raise ConfigError("model.dtype=bfloat16 trains bfloat16 weights, which do not move at these rates; use float32, or LoRA")
@@ -211,10 +212,6 @@ def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     if not ids:
         raise TemplateError("model.path: the model names no end-of-sequence token; set eos_token_id in its generation_config.json")
     return tuple(dict.fromkeys(ids))
-
-
-def _is_commit(revision: str | None) -> bool:
-    return revision is not None and len(revision) == 40 and all(c in "0123456789abcdef" for c in revision)
 
 
 def _read_template(file: str) -> str:

@@ -82,12 +82,8 @@ def math_verify(rollouts: Sequence[Rollout], *, correct: float = 1.0, wrong: flo
     verdicts = [said.get(pair, "unparseable") for pair in answers]
     for rollout, verdict in zip(rollouts, verdicts, strict=True):
         if verdict not in value:
-            raise _refused(rollout.task, verdict)
+            raise DataError(f"row {rollout.task.id}: the gold answer '{rollout.task.answer[:80]}' {_unread(verdict)}")
     return [value[verdict] for verdict in verdicts]
-
-
-def _refused(task: Task, reason: str) -> DataError:
-    return DataError(f"row {task.id}: the gold answer '{task.answer[:80]}' {_unread(reason)}")
 
 
 def _unread(reason: str) -> str:
@@ -193,11 +189,9 @@ def _end(child: subprocess.Popen[str]) -> int:
 
 def stop() -> None:
     """End the idle children; the next call starts others."""
-    while True:
-        with _LOCK:
-            if not _idle:
-                return
-            child = _idle.pop()
+    with _LOCK:
+        ended, _idle[:] = list(_idle), []
+    for child in ended:
         _end(child)
 
 

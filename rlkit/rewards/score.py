@@ -205,10 +205,9 @@ def _awaited(awaitables: Sequence[Awaitable[Any]], timeout: float | None) -> lis
 
 def _spread(values: Any, count: int) -> Sequence[Any]:
     """A batched function's list, or its failure as that of every rollout."""
-    if isinstance(values, Exception):
-        return [values] * count
-    wrong = _misshapen(values, count, "rollouts; a batched term returns a list, one for each")
-    return [wrong] * count if wrong else values
+    what = "rollouts; a batched term returns a list, one for each"
+    failure = values if isinstance(values, Exception) else _misshapen(values, count, what)
+    return [failure] * count if failure else values
 
 
 def _misshapen(values: Any, count: int, what: str) -> _Misshapen | None:

@@ -109,6 +109,9 @@ ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod, ast.Pow: operator.pow, ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
 }  # fmt: skip
+UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
+    ast.Not: lambda value: not truth(value), ast.USub: operator.neg, ast.UAdd: operator.pos,
+}  # fmt: skip
 ORDER: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
 }  # fmt: skip
@@ -135,12 +138,8 @@ def evaluate(node: ast.expr, names: Mapping[str, Any], work: Work) -> Any:
             return {ast.List: list, ast.Tuple: tuple, ast.Set: set}[type(node)](map(of, node.elts))
         case ast.Dict(keys=keys, values=values) if None not in keys:
             return {of(k): of(v) for k, v in zip(keys, values, strict=True) if k is not None}
-        case ast.UnaryOp(op=ast.Not()):
-            return not truth(of(node.operand))
-        case ast.UnaryOp(op=ast.USub()):
-            return -of(node.operand)
-        case ast.UnaryOp(op=ast.UAdd()):
-            return +of(node.operand)
+        case ast.UnaryOp():
+            return UNARY[type(node.op)](of(node.operand))
         case ast.BinOp():
             return _arithmetic(type(node.op), of(node.left), of(node.right))
         case ast.BoolOp():
@@ -149,7 +148,9 @@ def evaluate(node: ast.expr, names: Mapping[str, Any], work: Work) -> Any:
             sides = [of(part) for part in (node.left, *node.comparators)]
             return all(_compare(type(op), a, b, work) for op, a, b in zip(node.ops, sides[:-1], sides[1:], strict=True))
         case ast.Subscript():
-            return _item(of(node.value), node.slice, of)
+            return of(node.value)[of(node.slice)]
+        case ast.Slice():
+            return slice(*(None if bound is None else of(bound) for bound in (node.lower, node.upper, node.step)))
         case ast.GeneratorExp() | ast.ListComp():
             return list(_each(node.elt, node.generators, names, work))
         case ast.SetComp():
@@ -183,12 +184,6 @@ def _compare(kind: type[ast.cmpop], a: Any, b: Any, work: Work) -> bool:
     return bool(ORDER[kind](a, b))
 
 
-def _item(value: Any, index: ast.expr, of: Callable[[ast.expr], Any]) -> Any:
-    if isinstance(index, ast.Slice):
-        return value[slice(*(None if bound is None else of(bound) for bound in (index.lower, index.upper, index.step)))]
-    return value[of(index)]
-
-
 def _each(element: ast.expr, generators: list[ast.comprehension], names: Mapping[str, Any], work: Work) -> Iterable[Any]:
     if not generators:
         yield evaluate(element, names, work)
@@ -215,10 +210,7 @@ def _call(node: ast.Call, names: Mapping[str, Any], work: Work) -> Any:
     name = ast.unparse(node.func)
     if name == "isinstance":
         return isinstance(evaluate(node.args[0], names, work), TYPES[ast.unparse(node.args[1])])
-    keywords = {str(k.arg): evaluate(k.value, names, work) for k in node.keywords if k.arg != "key"}
-    for keyword in node.keywords:
-        if keyword.arg == "key":
-            keywords["key"] = _key(keyword.value, names, work)
+    keywords = {str(k.arg): (_key if k.arg == "key" else evaluate)(k.value, names, work) for k in node.keywords}
     arguments = [evaluate(part, names, work) for part in node.args[name in APPLY :]]
     work.spend(sum(len(a) for a in arguments if hasattr(a, "__len__")))
     if name in APPLY:

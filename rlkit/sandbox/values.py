@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,23 @@ class Opaque:
     """A value that is of no literal type. It equals nothing expected, has no items and no order, and is no tuple."""
 
     type: str
+
+
+SCALARS: dict[bytes, Callable[[bytes], Any]] = {  # tag → payload → value
+    b"i": lambda payload: int(payload, 16),
+    b"f": lambda payload: float.fromhex(payload.decode()),
+    b"c": lambda payload: complex(*map(float.fromhex, payload.decode().split(","))),
+    b"s": lambda payload: payload.decode("utf-8", "surrogatepass"),
+    b"b": bytes,
+    b"o": lambda payload: Opaque(payload.decode("utf-8", "replace")),
+}
+COLLECTIONS: dict[bytes, Callable[[list[Any]], Any]] = {  # tag → items → value; of a dict keys and values in turn
+    b"l": list,
+    b"t": tuple,
+    b"S": set,
+    b"Z": frozenset,
+    b"d": lambda items: dict(zip(items[::2], items[1::2], strict=True)),
+}
 
 
 class Malformed(ValueError):
@@ -42,7 +59,7 @@ def decode(data: bytes) -> Any:
     """
     try:
         value, end = _decode(data, 0, 0)
-    except (ValueError, IndexError, TypeError, OverflowError) as error:  # TypeError: a list in a set
+    except (ValueError, LookupError, TypeError, OverflowError) as error:  # KeyError: an unknown tag; TypeError: a list in a set
         raise Malformed(str(error)) from error
     if end != len(data):
         raise Malformed("bytes after the value")
@@ -59,39 +76,16 @@ def _decode(data: bytes, position: int, depth: int) -> tuple[Any, int]:
     size, start = int(data[position + 1 : colon]), colon + 1
     if size < 0 or size > len(data):
         raise ValueError("impossible size")
-    if tag in (b"l", b"t", b"S", b"Z", b"d"):
-        return _collection(data, tag, size, start, depth)
+    if tag in COLLECTIONS:
+        items = []
+        for _ in range(2 * size if tag == b"d" else size):
+            item, start = _decode(data, start, depth + 1)
+            items.append(item)
+        return COLLECTIONS[tag](items), start
     payload = data[start : start + size]
     if len(payload) != size:
         raise ValueError("cut off")
-    return _scalar(tag, payload), start + size
-
-
-def _scalar(tag: bytes, payload: bytes) -> Any:
-    if tag == b"i":
-        return int(payload, 16)
-    if tag == b"f":
-        return float.fromhex(payload.decode())
-    if tag == b"c":
-        return complex(*map(float.fromhex, payload.decode().split(",")))
-    if tag == b"s":
-        return payload.decode("utf-8", "surrogatepass")
-    if tag == b"b":
-        return payload
-    if tag == b"o":
-        return Opaque(payload.decode("utf-8", "replace"))
-    raise ValueError("unknown tag")
-
-
-def _collection(data: bytes, tag: bytes, size: int, position: int, depth: int) -> tuple[Any, int]:
-    items = []
-    for _ in range(2 * size if tag == b"d" else size):
-        item, position = _decode(data, position, depth + 1)
-        items.append(item)
-    if tag == b"d":
-        return dict(zip(items[::2], items[1::2], strict=True)), position
-    kind: Any = {b"l": list, b"t": tuple, b"S": set, b"Z": frozenset}[tag]
-    return kind(items), position
+    return SCALARS[tag](payload), start + size
 
 
 def same(value: Any, expected: Any) -> bool:

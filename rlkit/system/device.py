@@ -8,7 +8,7 @@ import sys
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from typing import Any
 
 from rlkit.errors import ConfigError, distribution
 from rlkit.system.processors import cores, threads_for
@@ -16,17 +16,8 @@ from rlkit.system.processors import cores, threads_for
 PACKAGES = ("torch", "transformers", "peft", "lightning", "hydra-core", "numpy")
 
 
-class Equipped(Protocol):
-    """What of a run's settings decides on the device: those of the trainer, and the model."""
-
-    @property
-    def trainer(self) -> Any: ...
-    @property
-    def model(self) -> Any: ...
-
-
-def pick_device(x: Equipped) -> Any:
-    """The device that the trainer's settings name. Raises ConfigError where there is no GPU."""
+def pick_device(x: Any) -> Any:
+    """The device that the settings of an experiment's trainer name. Raises ConfigError where there is no GPU."""
     import torch
 
     if x.trainer.accelerator == "gpu" and not torch.cuda.is_available():
@@ -48,7 +39,7 @@ def use_threads(settings: Any, model: Any, device: Any) -> None:
         torch.set_num_threads(threads_for(parameters, max(1, cores() // settings.devices)))
 
 
-def precision(x: Equipped, device: Any) -> str:
+def precision(x: Any, device: Any) -> str:
     """auto: bf16-mixed where all weights are trained on a GPU; else nothing is cast (under LoRA the base is bfloat16 already)."""
     if x.trainer.precision != "auto":
         return x.trainer.precision
@@ -56,7 +47,7 @@ def precision(x: Equipped, device: Any) -> str:
     return "bf16-mixed" if device.type == "cuda" and not (lora and lora.rank) else "32-true"
 
 
-def autocast(x: Equipped, device: Any, *, updates: bool = False) -> AbstractContextManager[Any]:
+def autocast(x: Any, device: Any, *, updates: bool = False) -> AbstractContextManager[Any]:
     """The numerics of training: bfloat16 autocast under bf16-mixed, none otherwise. `updates`: weights move inside, so none stays cast."""
     import torch
 

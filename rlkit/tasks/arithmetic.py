@@ -8,9 +8,10 @@ seed. The warm-up of the embedded model has seen train and validation expression
 
 from __future__ import annotations
 
+import itertools
 import random
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from rlkit.tasks.splits import check_split
@@ -118,16 +119,10 @@ def _draw(rng: random.Random) -> Problem | None:
     return Problem(" ".join([*sentences, question.format(**words)]), start, tuple(operations), tuple(kinds), distractor)
 
 
-def _fits(start: int, operations: list[tuple[str, int]]) -> bool:
+def _fits(start: int, operations: Sequence[tuple[str, int]]) -> bool:
     """True where every intermediate total is a positive integer."""
-    total = start
-    for operator, x in operations:
-        if operator == "/" and total % x:
-            return False
-        total = evaluate(total, ((operator, x),))
-        if total <= 0:
-            return False
-    return True
+    totals = list(itertools.accumulate(operations, lambda total, one: evaluate(total, (one,)), initial=start))
+    return min(totals) > 0 and not any(operator == "/" and total % x for total, (operator, x) in zip(totals, operations, strict=False))
 
 
 @ranges(max_samples=(1, None))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from rlkit.errors import DataError
-from rlkit.tasks.source import Row, read_split
+from rlkit.tasks.source import read_split
 from rlkit.tasks.splits import select
 from rlkit.types import Task, ranges
 
@@ -36,10 +37,7 @@ def gsm8k(
     Raises: DataError naming the row without a question or an answer; see also `read_rows`.
     Source: Cobbe et al. 2021, arXiv:2110.14168.
     """
-
-    def question(where: str, row: Row) -> str:
-        return _text(where, row, "question")
-
+    question = partial(_text, field="question")
     _, rows = read_split(path, split=split, content=question, validation=validation, held_out=held_out, name="main")
     tasks = [_task(f"gsm8k/{split}/{i}", where, row, environment) for i, where, row in rows]
     return select(tasks, seed=seed, max_samples=max_samples, source=path)

@@ -46,11 +46,8 @@ def mbpp(
     Raises: DataError naming the row that lacks a field, or where nothing is left; see also `read_rows`.
     Source: Austin et al. 2021, arXiv:2108.07732.
     """
-
-    def text(where: str, row: Row) -> str | None:
-        return row.get("text") or row.get("prompt")
-
-    _, rows = read_split(path, split=split, content=text, validation=validation, held_out=held_out, name=_config(path))
+    name = "full" if path == "google-research-datasets/mbpp" else None
+    _, rows = read_split(path, split=split, content=_problem, validation=validation, held_out=held_out, name=name)
     tasks: list[Task] = []
     dropped: list[Task] = []
     for i, where, row in rows:
@@ -64,13 +61,12 @@ def mbpp(
     return select(tasks, seed=seed, max_samples=max_samples, source=path)
 
 
-def _config(path: str) -> str | None:
-    return "full" if path == "google-research-datasets/mbpp" else None
+def _problem(_: str, row: Row) -> Any:
+    return row.get("text") or row.get("prompt")
 
 
 def _task(id: str, where: str, row: Row, environment: str) -> Task:
-    text = row.get("text") or row.get("prompt")
-    code, tests = row.get("code"), row.get("test_list")
+    text, code, tests = _problem(where, row), row.get("code"), row.get("test_list")
     if not isinstance(text, str) or not isinstance(code, str) or not isinstance(tests, list):
         raise DataError(f"{where}: task=mbpp needs `text` (or `prompt`) and `code` as text, and `test_list` as a list; correct the row")
     setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or ())

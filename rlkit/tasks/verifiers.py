@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rlkit.errors import ConfigError, DataError, install
@@ -93,7 +93,7 @@ def _beyond(row: Any) -> list[str]:
     from verifiers.v1 import Task as Base
 
     hooks = [*row.hooks("reward"), *row.hooks("metric")]
-    asking = [fn.__name__ for fn in hooks if _is_required(inspect.signature(fn).parameters.get("runtime"))]
+    asking = [fn.__name__ for fn in hooks for p in inspect.signature(fn).parameters.values() if (p.name, p.default) == ("runtime", p.empty)]
     needs = {
         "a container": row.NEEDS_CONTAINER or row.data.image is not None,
         "tool servers": bool(type(row).toolsets(row.config)),
@@ -106,18 +106,10 @@ def _beyond(row: Any) -> list[str]:
     return [what for what, needed in needs.items() if needed]
 
 
-def _is_required(parameter: inspect.Parameter | None) -> bool:
-    return parameter is not None and parameter.default is parameter.empty
-
-
 def _messages(where: str, data: Any) -> tuple[Message, ...]:
     """The system prompt and the prompt as chat messages."""
-    given: Iterable[Any] = () if isinstance(data.prompt, str) else data.prompt
-    messages: list[Message] = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-    if isinstance(data.prompt, str):
-        messages.append({"role": "user", "content": data.prompt})
-    for message in given:
-        if not isinstance(message.content, str) or message.role == "tool":
-            raise DataError(f"{where}: a message of its prompt is no text of system, user or assistant; choose another task set")
-        messages.append({"role": message.role, "content": message.content})
-    return tuple(messages)
+    said = [("system", data.system_prompt)] if data.system_prompt else []
+    said += [("user", data.prompt)] if isinstance(data.prompt, str) else [(message.role, message.content) for message in data.prompt]
+    if any(role == "tool" or not isinstance(content, str) for role, content in said):
+        raise DataError(f"{where}: a message of its prompt is no text of system, user or assistant; choose another task set")
+    return tuple({"role": role, "content": content} for role, content in said)

@@ -83,7 +83,7 @@ def mlflow(run: Path, step: int, /, *, experiment: str = "rlkit", tracking_uri: 
         `mlflow ui --backend-store-uri mlruns` shows.
     Raises: ConfigError where the package is missing.
     """
-    _check_mlflow()
+    _installed("mlflow")
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     if uri is None:
         uri = Path("mlruns").absolute().as_uri()
@@ -107,20 +107,16 @@ def check_loggers(loggers: Mapping[str, Callable[..., Any]]) -> None:
 def _check_wandb(*, mode: str = "offline", **_: Any) -> None:
     if mode not in ("offline", "online", "disabled"):
         raise ConfigError(f"logger.wandb.mode={mode}: it is offline, online or disabled")
-    _installed("wandb", "wandb")
+    _installed("wandb")
 
 
-def _check_mlflow(**_: Any) -> None:
-    _installed("mlflow", "mlflow")
-
-
-CHECKS = {wandb: _check_wandb, mlflow: _check_mlflow}
-
-
-def _installed(package: str, option: str) -> None:
-    """Raises ConfigError where an optional package is missing."""
+def _installed(package: str, **_: Any) -> None:
+    """Raises ConfigError where an optional package, which has the name of its option, is missing."""
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"logger={option}: the package {package} is not installed; {install(option)}, or leave it out")
+        raise ConfigError(f"logger={package}: the package {package} is not installed; {install(package)}, or leave it out")
+
+
+CHECKS: dict[Callable[..., Any], Callable[..., None]] = {wandb: _check_wandb, mlflow: partial(_installed, "mlflow")}
 
 
 # ------------------------------------------------------------------------------------------ a logger that fails

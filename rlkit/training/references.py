@@ -240,16 +240,14 @@ def _load_moving(state: Moving, policy: nn.Module, saved: Mapping[str, Any]) -> 
 
 def _second_adapter(policy: Any) -> dict[str, Tensor]:
     """Adds the reference's adapter, equal to the active one, and gives its tensors by the names of the policy's."""
-    active, grads = policy.active_adapter, _gradients(policy)
     if ADAPTER not in policy.peft_config:
         on = {p.device for p in policy.parameters() if p.device.type == "cuda"}
-        with torch.random.fork_rng(devices=on):  # its random start is overwritten: nobody else's numbers change
-            policy.add_adapter(ADAPTER, copy.deepcopy(policy.peft_config[active]))
+        with _gradients_kept(policy), torch.random.fork_rng(devices=on):  # its random start is overwritten: nobody else's numbers change
+            policy.add_adapter(ADAPTER, copy.deepcopy(policy.peft_config[policy.active_adapter]))
     parameters, pairs = dict(policy.named_parameters()), _twins(policy)
     with torch.no_grad():
         for name, tensor in pairs.items():
             tensor.copy_(parameters[name])
-    _restore(grads)
     return pairs
 
 
@@ -263,17 +261,15 @@ def _twins(policy: Any) -> dict[str, Tensor]:
 
 def _activate(policy: Any, adapter: str) -> None:
     """Switches adapters. PEFT's own switch also decides what is trained, which here stays as it is."""
-    grads = _gradients(policy)
-    policy.set_adapter(adapter)
-    _restore(grads)
+    with _gradients_kept(policy):
+        policy.set_adapter(adapter)
 
 
-def _gradients(policy: nn.Module) -> list[tuple[nn.Parameter, bool]]:
-    return [(p, p.requires_grad) for p in policy.parameters()]
-
-
-def _restore(grads: list[tuple[nn.Parameter, bool]]) -> None:
-    for parameter, wanted in grads:
+@contextmanager
+def _gradients_kept(policy: nn.Module) -> Iterator[None]:
+    before = [(p, p.requires_grad) for p in policy.parameters()]
+    yield
+    for parameter, wanted in before:
         parameter.requires_grad_(wanted)
 
 

@@ -22,7 +22,7 @@ def on_metric(*, when: str, before: float, after: float, steps: int = 0) -> Cont
     if steps < 0:
         raise ValueError(f"steps={steps}: must not be negative")
     return Controller(
-        init=functools.partial(_state, value=before, streak=0, since=0),
+        init=functools.partial(dict, value=before, streak=0, since=0),
         update=functools.partial(_on_metric, when=condition(when), before=before, after=after, steps=steps),
     )
 
@@ -62,7 +62,7 @@ def adaptive(
     if not 0 < limit < 1:
         raise ValueError(f"limit={limit}: must be greater than 0 and less than 1")
     update = functools.partial(_adaptive, target=target, horizon=horizon, limit=limit, metric=metric, steps=steps)
-    return Controller(init=functools.partial(_state, value=start), update=update)
+    return Controller(init=functools.partial(dict, value=start), update=update)
 
 
 def _adaptive(
@@ -102,7 +102,7 @@ def adaptive_entropy(
     if not low <= start <= high:
         raise ValueError(f"low={low}, start={start}, high={high}: must ascend")
     update = functools.partial(_adaptive_entropy, target=target, step=step, low=low, high=high, metric=metric)
-    return Controller(init=functools.partial(_state, value=start), update=update)
+    return Controller(init=functools.partial(dict, value=start), update=update)
 
 
 def _adaptive_entropy(
@@ -111,7 +111,3 @@ def _adaptive_entropy(
     entropy = metrics.get(metric, math.nan)
     change = step * ((entropy < target) - (entropy > target))  # nan is neither
     return {"value": max(low, min(high, state["value"] + change))}
-
-
-def _state(**numbers: float) -> dict[str, float]:
-    return dict(numbers)
