@@ -271,12 +271,9 @@ def ask(x: AgentRun, question: str, *, checkpoint: Path | None = None) -> AgentR
         raise ConfigError("\n".join(problems))
     tools = find_tools(x)
     from rlkit.commands.evaluate import restore
-    from rlkit.system.device import autocast, pick_device, quiet, use_threads
+    from rlkit.system.device import autocast, on_device
 
-    quiet()
-    device = pick_device(x)
-    policy = x.model(device=device)
-    use_threads(x.trainer, policy.model, device)
+    policy, device = on_device(x)
     if checkpoint is not None:
         restore(policy, checkpoint)
     with autocast(x, device):
@@ -343,8 +340,6 @@ def command(arguments: Arguments) -> int:
     from rlkit.config.schema import build, check
     from rlkit.runs import folder as runs
 
-    if arguments.multirun:
-        raise ConfigError("rlkit agent answers one question at a time; -m belongs to rlkit train")
     if len(arguments.texts) != 1 or not arguments.texts[0].strip():
         said = f", not {len(arguments.texts)}" if arguments.texts else ""
         raise ConfigError(f'rlkit agent takes one question in quotes{said}: rlkit agent "How many toys …?" tools=[calculator]')
