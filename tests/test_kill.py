@@ -55,7 +55,7 @@ MOMENTS = {  # kind of moment → functions that are in the middle of it
     "save": [
         "os.fsync",
         "os.replace",
-        "rlkit.training.callbacks.metrics.finite",
+        "rlkit.system.rows.finite",
         "torch.save",
         "rlkit.training.callbacks.conversations.save_rollouts",
     ],

@@ -574,6 +574,19 @@ def test_equal_rewards_give_no_advantage_but_the_kl(model, tokenizer):
     assert state.metrics["reward"] == 1.0 and state.metrics["kl_coef"] == 0.1
 
 
+def test_a_loss_that_needs_no_advantages_is_trained_without_any(model, tokenizer):
+    """Equal rewards leave a loss_fn its gradient, since it may be made of anything."""
+    before = weights(model)
+    seen: list = []
+
+    def loss_fn(rollouts, advantages):
+        seen.append(advantages)
+        return -torch.cat([step.logprobs for r in rollouts for step in r.steps]).mean()
+
+    state, _ = iterate(model, tokenizer, create_grpo_config(kl_coef=0.0), reward_fn=lambda r: 1.0, loss_fn=loss_fn)
+    assert not seen[0].any() and not torch.equal(weights(model), before) and state.metrics["optim/updates"] == 1
+
+
 def test_ppo_freezes_what_is_old_and_computes_the_rest_anew(model, tokenizer):
     """The slips of the PPO trainer: log-probs never recomputed, clip_value ignored, whitening over the minibatch."""
     seen = []

@@ -181,10 +181,8 @@ def test_a_metric_that_is_taken_or_is_no_number_is_refused():
 
     with pytest.raises(PartError, match="ratio/mean, which rlkit has already; give it another name"):
         updated(*built(PLAIN | {"ratio": ratio}), budget=20)
-    for value, said in ((torch.zeros(5), r"shape \(5,\)"), ("high", "'high'"), (None, "None")):
-        with pytest.raises(
-            PartError, match=rf"algorithm.ratio .*metric 'mine' is {said}; give a number, or a tensor of shape \[N\] = \(9,\)"
-        ):
+    for value, said in ((torch.zeros(5), r"shape \(5,\)"), ("high", r"'high' \(str\)"), (None, "None")):
+        with pytest.raises(PartError, match=rf"algorithm.ratio .*metric 'mine' is {said}; give a number, or a tensor of shape \[N\] or"):
             part("ratio", lambda logprobs, value=value: (logprobs, {"mine": value}), given())
 
 

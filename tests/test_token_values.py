@@ -9,7 +9,7 @@ import torch
 
 from rlkit.episodes import assemble
 from rlkit.episodes.tokens import pieces, save_tokens
-from rlkit.training.callbacks.token_values import learned_from
+from rlkit.training.callbacks.conversations import learned_from
 from rlkit.types import Rollout, Step, Task
 
 

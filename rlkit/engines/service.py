@@ -88,7 +88,7 @@ class Service:
         self.decoder, self.version, self.failure = self.make_decoder(weights), version, None
 
     def _in_play(self) -> int:
-        return len(self.running) + len(self.waiting) + len(self.due.keys() - self.waiting.keys() - self.over)
+        return len({*self.running, *self.waiting, *self.answered, *self.due} - self.over)
 
     async def generate(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> Generation:
         """One completion; see `rlkit.types.Engine`."""

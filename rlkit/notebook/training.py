@@ -381,19 +381,15 @@ def _learner(
     **hooks: Any,
 ) -> NotebookLearner:
     """The learner of an iteration, with all that its rollouts need."""
-    playing = {name: hooks.pop(name) for name in PLAYING & hooks.keys()}
+    environment = environment_from(environment, **{name: hooks.pop(name) for name in PLAYING & hooks.keys()})
     sampling = TRAINING._replace(max_new_tokens=max_new_tokens, temperature=temperature)
     reward = reward_from(reward_fn)
     reward = reward._replace(normalize=reward.normalize or config.normalize_rewards)
     if generator is not None:
         config = config._replace(algorithm=config.algorithm._replace(episodes=partial(generated, generator, sampling, reward)))
-    parts = {
-        "seed": seed,
-        "batch": BatchSize(prompts, config.group_size),
-        "environment": environment_from(environment, **playing),
-        "generation": Sampling(engine_of(generate, sampling), temperature, max_new_tokens),
-        "reward": reward,
-    }
+    generation = Sampling(engine_of(generate, sampling), temperature, max_new_tokens)
+    parts = {"seed": seed, "batch": BatchSize(prompts, config.group_size), "environment": environment, "generation": generation}
+    parts["reward"] = reward
     policy = policy_of(model, tokenizer, template_fn=template_fn, use_chat_template=use_chat_template)
     return NotebookLearner(policy, optimizer, config, state, parts, **hooks)
 

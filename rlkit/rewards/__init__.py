@@ -1,19 +1,14 @@
 """Verifiable rewards: functions of a rollout that give a score, or None where it cannot be scored."""
 
 from rlkit.rewards.aggregators import batched, group_normalised, largest, mean, product, smallest, weighted_sum
-from rlkit.rewards.answers import final_answer
+from rlkit.rewards.behaviour import environment, few_turns, length, repetition, soft_length, tool_usage
 from rlkit.rewards.by_task import by_task
 from rlkit.rewards.code_exec import Judgement, code_exec, extract_code, judgements, tests_of
-from rlkit.rewards.environment import environment
-from rlkit.rewards.few_turns import few_turns
-from rlkit.rewards.length import length, soft_length
 from rlkit.rewards.math_verify import math_verify
 from rlkit.rewards.normalise import Moments, normalise, update_moments
 from rlkit.rewards.numeric import extract_answer, numeric, parse_number
-from rlkit.rewards.repetition import repetition
-from rlkit.rewards.score import Reward, RewardError, Term, Verdict, score, score_spread
+from rlkit.rewards.score import Reward, RewardError, Term, Verdict, final_answer, score, score_spread
 from rlkit.rewards.text import contains, exact_match, format_match
-from rlkit.rewards.tool_usage import tool_usage
 from rlkit.rewards.truths import reads_truth, reads_truths
 from rlkit.rewards.verifiers import verifiers
 from rlkit.types import RewardFn

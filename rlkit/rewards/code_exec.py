@@ -11,9 +11,8 @@ from typing import Literal, NamedTuple
 
 from rlkit.errors import DataError
 from rlkit.rewards.aggregators import batched
-from rlkit.rewards.answers import final_answer
 from rlkit.rewards.fences import code_blocks
-from rlkit.rewards.score import Verdict
+from rlkit.rewards.score import Verdict, final_answer
 from rlkit.sandbox import Check, Job, Outcome, Result, Sandbox, SandboxError, Unsplittable, passes, run_many, split
 from rlkit.types import Rollout, Task, gives
 

@@ -39,6 +39,18 @@ class Verdict(float):
         return verdict
 
 
+def final_answer(rollout: Rollout) -> str | None:
+    """Content of the last reply, thinking excluded, or None where the episode ended without a final answer.
+
+    There is none in an episode without a reply, in one that was truncated, in a reply cut off by the length limit (what
+    it would have said next is unknown), and in a reply that still calls tools.
+    """
+    if not rollout.steps or rollout.status == "truncated":
+        return None
+    last = rollout.steps[-1]
+    return None if last.finish_reason == "length" or last.tool_calls else rollout.final_content
+
+
 class Term(NamedTuple):
     """A component of a reward: a function of one rollout, plain or async.
 
@@ -278,7 +290,8 @@ def _aggregated(rollouts: list[Rollout], reward: Reward) -> list[Rollout]:
         given: list[tuple[Any, Metrics]] = [(0.0, {})] * len(chosen)
     elif is_batched(reward.aggregator):
         values, metrics = unpacked(_called(partial(reward.aggregator, chosen, weights), None))
-        each = [{n: v[i] if isinstance(v, Sequence) else v for n, v in metrics.items()} for i in range(len(chosen))]
+        lists = {n: _spread(v, len(chosen)) if isinstance(v, Sequence) else [v] * len(chosen) for n, v in metrics.items()}
+        each = [{name: column[i] for name, column in lists.items()} for i in range(len(chosen))]
         given = list(zip(_spread(values, len(chosen)), each, strict=True))
     else:
         own = [{name: r.rewards[name] for name in weights} for r in chosen]
@@ -296,10 +309,6 @@ def _aggregated(rollouts: list[Rollout], reward: Reward) -> list[Rollout]:
 
 def is_batched(fn: Callable[..., Any]) -> bool:
     """Whether a function, or the one inside a `functools.partial`, is marked `@batched`."""
-    return bool(getattr(_innermost(fn), "batched", False))
-
-
-def _innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(fn, partial):
         fn = fn.func
-    return fn
+    return bool(getattr(fn, "batched", False))

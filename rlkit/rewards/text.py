@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlkit.errors import ConfigError
-from rlkit.rewards.answers import final_answer
-from rlkit.rewards.score import Verdict
+from rlkit.rewards.score import Verdict, final_answer
 from rlkit.types import Rollout, gives
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.environments.thinking import split_thinking
 from rlkit.errors import DataError
-from rlkit.tasks.select import select
 from rlkit.tasks.source import read_split
+from rlkit.tasks.splits import select
 from rlkit.types import Message, Task, ranges
 
 ROLES = ("system", "user", "assistant", "tool")

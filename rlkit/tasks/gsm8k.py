@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlkit.errors import DataError
-from rlkit.tasks.select import select
 from rlkit.tasks.source import Row, read_split
+from rlkit.tasks.splits import select
 from rlkit.types import Task, ranges
 
 

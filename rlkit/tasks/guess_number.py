@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from rlkit.errors import DataError
-from rlkit.tasks.splits import check_shares, check_split, empty_split, split_of
+from rlkit.tasks.splits import check_split, cut
 from rlkit.types import Split, Task, ranges
 
 
@@ -40,11 +41,10 @@ def guess_number(
     """
     if not 0 <= low < high:
         raise DataError(f"task.low={low}, task.high={high}: the range of numbers needs 0 <= low < high")
-    check_split(split)
-    check_shares(validation, held_out)
-    numbers = hidden(split, low, high, validation, held_out)
-    if not numbers:
-        raise DataError(empty_split(f"none of the numbers {low} to {high}", split, validation=validation, held_out=held_out))
+    check_split(split, validation, held_out)
+    numbers: Sequence[int] = range(low, high + 1)
+    if validation or held_out:
+        numbers = cut(numbers, lambda n: [low, high, n], split, f"numbers from {low} to {high}", validation=validation, held_out=held_out)
     count = 1024 if max_samples is None else max_samples
     rng = random.Random(f"guess_number/{seed}/{split}")
     drawn: list[int] = []
@@ -61,11 +61,3 @@ def guess_number(
         )
         for i, number in enumerate(drawn[:count])
     ]
-
-
-def hidden(split: Split, low: int, high: int, validation: float, held_out: float) -> list[int]:
-    """The numbers that the games of a split hide, in order."""
-    numbers = list(range(low, high + 1))
-    if validation == held_out == 0:
-        return numbers
-    return [n for n in numbers if split_of([low, high, n], validation=validation, held_out=held_out) == split]

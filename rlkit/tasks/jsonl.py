@@ -8,8 +8,8 @@ from typing import Any
 
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.errors import ConfigError, DataError
-from rlkit.tasks.select import select
 from rlkit.tasks.source import Row, read_split
+from rlkit.tasks.splits import select
 from rlkit.types import Message, Task, ranges
 
 FIELDS = ("prompt", "answer", "id", "reward", "environment")

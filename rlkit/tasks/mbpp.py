@@ -9,8 +9,8 @@ from typing import Any
 from rlkit.errors import DataError
 from rlkit.sandbox import Unsplittable
 from rlkit.sandbox import split as split_test
-from rlkit.tasks.select import select
 from rlkit.tasks.source import Row, read_split
+from rlkit.tasks.splits import select
 from rlkit.types import Task, ranges
 
 INSTRUCTION = "Answer with one Python program in a ```python block. It must pass tests like this one:"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlkit.errors import DataError
-from rlkit.tasks.splits import check_shares, check_split, empty_split, split_of
+from rlkit.tasks.splits import check_split, cut
 
 SUFFIXES = (".jsonl", ".parquet")
 Row = dict[str, Any]
@@ -44,7 +44,7 @@ def read_split(
     validation_path: str | None = None,
     test_path: str | None = None,
     name: str | None = None,
-) -> tuple[str, list[Place]]:
+) -> tuple[str, Sequence[Place]]:
     """The source of a split's rows, and the rows: a source or a split of their own where there is one, else a share of the training rows.
 
     Args:
@@ -55,21 +55,17 @@ def read_split(
       validation_path, test_path: sources of their own.
     Raises: ConfigError for shares that leave nothing; DataError where the split has no rows; see also `read_rows`.
     """
-    check_split(split)
-    check_shares(validation, held_out)
+    check_split(split, validation, held_out)
     own = {"validation": validation_path, "test": test_path}
     if source := own.get(split):
         return source, _numbered(read_rows(source, split=split))
     found = _sources(path, name)
-    cut = {key: 0.0 if own[key] or key in found else share for key, share in (("validation", validation), ("test", held_out))}
     if split != "train" and split in found:
         return path, _numbered(found[split]())
     rows = _numbered(_of(found, "train", path))
-    kept = [r for r in rows if split_of(content(*r[1:]), validation=cut["validation"], held_out=cut["test"]) == split]
-    if rows and not kept:
-        none = f"none of the {len(rows)} rows of task.path={path}"
-        raise DataError(empty_split(none, split, validation=cut["validation"], held_out=cut["test"]))
-    return path, kept
+    shares = (0.0 if own[key] or key in found else share for key, share in (("validation", validation), ("test", held_out)))
+    names = dict(zip(("validation", "held_out"), shares, strict=True))
+    return path, cut(rows, lambda row: content(*row[1:]), split, f"rows of task.path={path}", **names)
 
 
 def _of(found: Readers, split: str, path: str) -> Iterator[tuple[str, Row]]:

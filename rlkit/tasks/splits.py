@@ -1,14 +1,18 @@
-"""Which split a problem belongs to, told by what it asks and by nothing around it."""
+"""Which split a problem belongs to, told by what it asks and by nothing around it; and the order of the rows of a split."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import json
-from typing import Any
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from rlkit.errors import ConfigError, DataError
 from rlkit.types import SPLITS, Split, Splits, Task
+
+Row = TypeVar("Row")
 
 
 def split_of(content: Any, *, validation: float, held_out: float) -> Split:
@@ -21,15 +25,17 @@ def split_of(content: Any, *, validation: float, held_out: float) -> Split:
 
     Args:
       content: what makes the problem, such as its prompt: text, or lists and mappings that JSON can hold.
-      validation, held_out: shares, ≥ 0, with a sum below 1 (see `check_shares`).
+      validation, held_out: shares, ≥ 0, with a sum below 1 (see `check_split`).
     """
     text = json.dumps(content, sort_keys=True, default=str)
     u = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) / 2**48
     return "test" if u < held_out else "validation" if u >= 1 - validation else "train"
 
 
-def check_shares(validation: float, held_out: float) -> None:
-    """Raises ConfigError for shares that are below 0 or leave nothing to train on."""
+def check_split(split: str, validation: float = 0.0, held_out: float = 0.0) -> None:
+    """Raises DataError for a name that is no split; ConfigError for shares that are below 0 or leave nothing to train on."""
+    if split not in SPLITS:
+        raise DataError(f"there is no split {split!r}; use train, validation or test")
     for name, share in (("validation", validation), ("held_out", held_out)):
         if not 0 <= share < 1:
             raise ConfigError(f"task.{name} is {share}; it must be at least 0 and below 1")
@@ -37,24 +43,40 @@ def check_shares(validation: float, held_out: float) -> None:
         raise ConfigError(f"task.validation={validation} and task.held_out={held_out} leave nothing to train on; lower one of them")
 
 
-def check_split(split: str) -> None:
-    """Raises DataError for a name that is no split."""
-    if split not in SPLITS:
-        raise DataError(f"there is no split {split!r}; use train, validation or test")
-
-
-def empty_split(what: str, split: str, *, validation: float, held_out: float) -> str:
-    """The sentence for a split that the shares leave without rows.
+def cut(rows: Sequence[Row], content: Callable[[Row], Any], split: str, what: str, *, validation: float, held_out: float) -> Sequence[Row]:
+    """The rows that belong to a split, in their order.
 
     Args:
-      what: of which there are some, such as "task.path=rows.jsonl: none of the 8 rows".
+      content: row → what makes the problem. Shares as in `split_of`.
+      what: which rows they are, for the message, such as "rows of task.path=rows.jsonl".
+    Raises: DataError where the shares leave the split without rows.
     """
-    name, share, instead = {
-        "validation": ("validation", validation, "raise it, or set evaluation.every=0"),
-        "test": ("held_out", held_out, "raise it, or set evaluation.n=0"),
-        "train": ("held_out", held_out, f"lower it or task.validation={validation}"),
-    }[split]
-    return f"task.{name}={share} leaves no {split} rows ({what} falls there); {instead}, or add rows"
+    kept = [row for row in rows if split_of(content(row), validation=validation, held_out=held_out) == split]
+    if rows and not kept:
+        name, share, instead = {
+            "validation": ("validation", validation, "raise it, or set evaluation.every=0"),
+            "test": ("held_out", held_out, "raise it, or set evaluation.n=0"),
+            "train": ("held_out", held_out, f"lower it or task.validation={validation}"),
+        }[split]
+        none = f"none of the {len(rows)} {what} falls there"
+        raise DataError(f"task.{name}={share} leaves no {split} rows ({none}); {instead}, or add rows")
+    return kept
+
+
+def select(tasks: Sequence[Task], *, seed: int, max_samples: int | None, source: str) -> list[Task]:
+    """The tasks in an order that the seed fixes, cut to `max_samples` after the shuffle.
+
+    Args:
+      source: where the tasks come from, for the message.
+    Raises: DataError where there is no task; ConfigError for max_samples below 1.
+    """
+    if max_samples is not None and max_samples < 1:
+        raise ConfigError(f"task.max_samples is {max_samples}; it must be at least 1, or null for all rows")
+    if not tasks:
+        raise DataError(f"task.path={source} holds no rows; give a source with at least one")
+    shuffled = list(tasks)
+    random.Random(seed).shuffle(shuffled)
+    return shuffled[:max_samples]
 
 
 def overlaps(splits: Splits) -> list[str]:

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rlkit.errors import ConfigError, DataError, install
-from rlkit.tasks.select import select
-from rlkit.tasks.splits import check_shares, check_split, empty_split, split_of
+from rlkit.tasks.splits import check_split, cut, select
 from rlkit.types import Message, Task, ranges
 
 
@@ -42,15 +41,12 @@ def verifiers(
     Raises: ConfigError where the package, the task set or a value of its config is not there; DataError where the task set needs what
       only a harness of `verifiers` gives: a container, tool servers, hooks or rewards that ask for a runtime, a user of its own, images.
     """
-    check_split(split)
-    check_shares(validation, held_out)
+    check_split(split, validation, held_out)
     taskset = _taskset(id, config)
     if not taskset.bounded and limit is None:
         raise ConfigError(f"task.id={id} never ends; say with task.limit how many of its rows are read")
     rows = list(itertools.islice(taskset, limit))
-    kept = [row for row in rows if split_of(_content(row), validation=validation, held_out=held_out) == split]
-    if rows and not kept:
-        raise DataError(empty_split(f"none of the {len(rows)} rows of task.id={id}", split, validation=validation, held_out=held_out))
+    kept = cut(rows, _content, split, f"rows of task.id={id}", validation=validation, held_out=held_out)
     tasks = [_task(id, config, split, environment, row) for row in kept]
     return select(tasks, seed=seed, max_samples=max_samples, source=id)
 

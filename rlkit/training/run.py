@@ -149,11 +149,8 @@ def make_trainer(
     from rlkit.training.callbacks.checkpoints import AtomicCheckpointIO, RLCheckpoint
     from rlkit.training.callbacks.evaluation import HeldOut, results_of
     from rlkit.training.callbacks.faults import DebugBundle, Watchdog
-    from rlkit.training.callbacks.metrics import MetricsFile
-    from rlkit.training.callbacks.ownership import Ownership
-    from rlkit.training.callbacks.phases import Phases
+    from rlkit.training.callbacks.metrics import MetricsFile, Ownership, Phases, Tracking
     from rlkit.training.callbacks.stopping import StopOnSignal
-    from rlkit.training.callbacks.tracking import Tracking
     from rlkit.training.loggers import tolerant
 
     metrics = folder / "metrics.jsonl"

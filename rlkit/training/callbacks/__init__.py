@@ -48,7 +48,7 @@ def rollouts(run: Path, /, *, every: int = 1) -> Any:
 @ranges(every=(0, None), count=(1, None))
 def tokens(run: Path, /, *, every: int = 1, count: int = 8) -> Any:
     """Writes token texts, log-probs, advantages and loss mask of `count` rollouts of every `every`-th RL step to tokens/; 0 writes none."""
-    from rlkit.training.callbacks.token_values import Tokens
+    from rlkit.training.callbacks.conversations import Tokens
 
     return Tokens(run / "tokens", every=every, count=count)
 

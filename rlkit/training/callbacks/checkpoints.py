@@ -24,7 +24,7 @@ from rlkit.system import owner
 from rlkit.system.digest import damage, seal
 from rlkit.system.files import LOST, as_oserror, atomic, lenient, put_aside, reason, sync, write_json
 from rlkit.system.rows import unwritten
-from rlkit.training.callbacks.ownership import still_owned
+from rlkit.training.callbacks.metrics import still_owned
 
 PREFIX, SUFFIX, SUPERSEDED, DAMAGED = "step_", ".ckpt", ".superseded", ".damaged"
 BEST = "best.ckpt"  # a link to the checkpoint with the best metric

@@ -1,15 +1,43 @@
-"""One row per RL step into metrics.jsonl, and into the loggers."""
+"""What a step's row becomes: a line of metrics.jsonl, and what loggers show of it and beside it."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 
 from rlkit.distributed import ranks
+from rlkit.system import owner
 from rlkit.system.rows import append_row
-from rlkit.training.callbacks.ownership import still_owned
+from rlkit.training.loggers import log_final, log_histogram, log_settings, log_text
+from rlkit.training.schedules.paths import flat
+
+FINAL = (  # by which runs are compared
+    "test/accuracy", "test/reward", "eval/accuracy", "eval/reward", "reward/mean", "kl/ref_k3", "policy/entropy", "len/mean",
+)  # fmt: skip
+
+
+class Ownership(L.Callback):
+    """Looks at owner.json where a step begins and where it ends; rows and checkpoints look once more before they are written."""
+
+    def __init__(self, run: Path):
+        self.run = run
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        still_owned(self.run)
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        still_owned(self.run)
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        still_owned(self.run)
+
+
+def still_owned(run: Path) -> None:
+    """Of several ranks the first one looks; all of them end. Raises TakenOver, on the others RankError."""
+    ranks.first(lambda: owner.check(run))
 
 
 class MetricsFile(L.Callback):
@@ -25,3 +53,51 @@ class MetricsFile(L.Callback):
         numbers = {k: v for k, v in module.metrics.items() if isinstance(v, int | float) and v == v}
         for logger in trainer.loggers:
             logger.log_metrics(numbers, step=module.rl_step)
+
+
+class Tracking(L.Callback):
+    """Says to each logger of a run what is no row. Runs after whatever adds to the row."""
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        for logger in trainer.loggers:
+            log_settings(logger, settings(module))
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        if not trainer.loggers:
+            return
+        rewards = [total for r in module.rollouts if (total := r.total_reward) is not None]
+        advantages = module.batch.advantages[module.batch.response_mask].float().cpu().tolist()
+        for logger in trainer.loggers:
+            log_histogram(logger, "reward/histogram", rewards, module.rl_step)
+            log_histogram(logger, "adv/histogram", advantages, module.rl_step)
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        figures = {name: value for name in FINAL if math.isfinite(value := module.metrics.get(name, math.nan))}
+        for logger in trainer.loggers:
+            log_final(logger, settings(module), figures, module.rl_step)
+
+
+def settings(module: Any) -> dict[str, Any]:
+    """Dotted key → value of the run's config, Hydra's own words left out."""
+    return {k: v for k, v in flat(module.provenance.get("config", {})).items() if not k.endswith(("_partial_", "_convert_"))}
+
+
+class Phases(L.Callback):
+    """Lets the module draw its conclusions from a step's metrics, `eval/*` included. Runs after whatever adds to the row."""
+
+    def __init__(self, metrics: Path):
+        self.metrics, self.line = metrics, ""
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        self.line = line = module.learner.advance()
+        if not line:
+            return
+        if ranks.rank() == 0:
+            append_row(self.metrics, module.rl_step, {"schedule/switch": line})
+        for logger in trainer.loggers:
+            log_text(logger, "schedule/switch", line, module.rl_step)
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        if self.line:  # below the line of the step that ended the phase
+            trainer.print(self.line)
+            self.line = ""
