@@ -20,7 +20,6 @@ from rlkit.system import rng
 from rlkit.system.deadline import process_ends_after
 from rlkit.system.files import lenient
 from rlkit.system.rows import append_row
-from rlkit.training.callbacks.conversations import save_tokens
 from rlkit.training.callbacks.terminal import held_out, how_sampled
 from rlkit.training.experiment import Evaluation
 from rlkit.types import Split, Splits
