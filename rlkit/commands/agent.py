@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.commands.arguments import Arguments, drop, option
 from rlkit.commands.trust import model_of
+from rlkit.config.problems.numbers import agent_problems
 from rlkit.engines import Cached
 from rlkit.environments import calculator, execute, get_weather, hermes, python_tool, single_turn, split_thinking, tool_name, tool_use
 from rlkit.environments.tool_parsers import from_payload
@@ -237,16 +238,6 @@ def execute_tool_call(
 # ------------------------------------------------------------------------------------------------------ the command
 
 
-def validate(x: AgentRun) -> list[str]:
-    """Numbers out of range, as sentences."""
-    from rlkit.config.problems.numbers import sampling_problems
-
-    problems = []
-    if x.timeout is not None and not x.timeout > 0:
-        problems.append(f"timeout={x.timeout}: must be > 0 seconds, or null for no limit")
-    return problems + sampling_problems(x.generation)
-
-
 def find_tools(x: AgentRun) -> list[Callable[..., Any]]:
     """The tools that `tools=[…]` names: shipped ones by name, a user's own as module.function. Raises ConfigError."""
     from rlkit.config.schema import nearest, resolve
@@ -267,7 +258,7 @@ def find_tools(x: AgentRun) -> list[Callable[..., Any]]:
 
 def ask(x: AgentRun, question: str, *, checkpoint: Path | None = None) -> AgentResult:
     """Loads the model, or a run's newest checkpoint, and lets it answer. Raises ConfigError where the settings are out of range."""
-    if problems := validate(x):
+    if problems := agent_problems(x):
         raise ConfigError("\n".join(problems))
     tools = find_tools(x)
     from rlkit.commands.evaluate import restore
