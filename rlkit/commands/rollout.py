@@ -43,15 +43,12 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     from rlkit.episodes.tokens import save_tokens
     from rlkit.models.chat import decode
     from rlkit.rewards import score
-    from rlkit.system.device import autocast, pick_device, quiet, use_threads, versions
+    from rlkit.system.device import autocast, on_device, versions
     from rlkit.training.callbacks.conversations import choose
     from rlkit.training.selfcheck import check_contexts
 
-    quiet()
     check_truths(tasks, x.reward)
-    device = pick_device(x)
-    policy = x.model(device=device)
-    use_threads(x.trainer, policy.model, device)
+    policy, device = on_device(x)
     environment = limited(x.environment, x.max_steps)
     with autocast(x, device):
         check_contexts(policy, tasks, environment)
@@ -168,8 +165,6 @@ def command(arguments: Arguments) -> int:
     from rlkit.config.compose import compose
     from rlkit.config.schema import build
 
-    if arguments.multirun:
-        raise ConfigError("rlkit rollout plays one set of episodes at a time; -m belongs to rlkit train")
     composed = compose(arguments.overrides, entry="rollout", config_dir=arguments.config_dir)
     x = build(composed.config)
     LOST.clear()

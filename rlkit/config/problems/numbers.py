@@ -10,7 +10,7 @@ from rlkit.training.schedules import Schedule
 from rlkit.training.schedules.paths import fields
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
-    from rlkit.training.experiment import Experiment, Sampling
+    from rlkit.training.experiment import AgentRun, Experiment, Sampling
 
 
 def range_problems(node: Any, path: str = "") -> list[str]:
@@ -100,3 +100,11 @@ def thinking_problems(sampling: Sampling) -> list[str]:
         f"generation.max_thinking_tokens={budget}: must be at least 0 and below generation.max_new_tokens={limit}, where a reply ends "
         "anyway; null sets no limit"
     ]
+
+
+def agent_problems(x: AgentRun) -> list[str]:
+    """What of `rlkit agent` is out of range besides what its settings declare."""
+    problems = []
+    if x.timeout is not None and not x.timeout > 0:
+        problems.append(f"timeout={x.timeout}: must be > 0 seconds, or null for no limit")
+    return problems + sampling_problems(x.generation)
