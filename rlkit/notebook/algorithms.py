@@ -18,22 +18,19 @@ from rlkit.types import Estimate, Rollout, Scores
 
 
 def compute_advantages(rollouts: Sequence[Rollout], normalize: bool = True) -> Tensor:
-    """GRPO's advantages: the reward above the mean of its group, over the group's standard deviation where `normalize`.
+    """GRPO's advantages [B, T]: the reward above the mean of its prompt's group, over the group's standard deviation if `normalize`.
 
-    A group is the rollouts of one prompt (`rollout.group`). Equal rewards, a group of one and what cannot be scored give 0.
-
-    Returns: [B, T], the same on all tokens of a rollout, 0 beyond its last.
+    The same on all tokens of a rollout, 0 beyond its last. Equal rewards, a group of one and what cannot be scored give 0.
     """
     algorithm = create_grpo_config(normalize_advantages=normalize).algorithm
     return required(estimate_advantages(stack_rollouts(rollouts), algorithm).advantages)
 
 
 def compute_policy_gradient_loss(rollouts: Sequence[Rollout], advantages: Tensor) -> Tensor:
-    """REINFORCE: Σ_t -A_t log π_t, averaged over each rollout's tokens and then over rollouts.
+    """REINFORCE: Σ_t -A_t log π_t, averaged over each rollout's tokens and then over rollouts; only the gradient means anything.
 
     Args:
       rollouts: of `attach_logprobs`. advantages: [B, T] or [B], a constant, on any device.
-    Returns: scalar; only its gradient means anything.
     """
     return _policy_loss(rollouts, advantages, algorithm_of("reinforce", policy_loss=F.reinforce))
 
@@ -43,7 +40,6 @@ def compute_grpo_loss(rollouts: Sequence[Rollout], advantages: Tensor, *, clip_r
 
     Args:
       rollouts: of `attach_logprobs`. advantages: [B, T] or [B], a constant, on any device. clip_range: 0 < clip_range ≤ 1.
-    Returns: scalar, carries the gradient.
     """
     return _policy_loss(rollouts, advantages, create_grpo_config(clip_range=clip_range).algorithm)
 

@@ -41,10 +41,10 @@ PLAYING = named(create_environment)  # hooks of the environment
 
 
 class NotebookLearner(Learner):
-    """A learner of a notebook's arguments. Model, optimizer, critic and reference stay the notebook's; the state goes in and comes out.
+    """A learner of a notebook's arguments for one step. Model, optimizer, critic and reference stay the notebook's.
 
     Args:
-      optimizer: over the policy's parameters, and over the critic's. config: of this step. state: before it.
+      optimizer: over the policy's parameters, and over the critic's. state: before the step.
       parts: seed, batch, environment, generation and reward of the Experiment.
       makes_critic: whether one that is needed and not given is made; its parameters join the optimizer. Such a learner also takes back
         what `held` has added to the state.
@@ -467,15 +467,11 @@ def train_model(
             state, _ = _iteration(learner, tasks, state)
             statistics.append({"step": state.step, "algorithm": now.algorithm.name, **state.metrics})
             if progress is not None:
-                progress(_progress_line(state, steps))
+                loss, reward = (state.ema_metrics.get(name, NAN) for name in ("loss", "reward"))
+                progress(f"step {state.step}/{steps}  loss {loss:.4f}  reward {reward:.3f}  tokens {state.total_tokens:,}")
             if output_dir is not None and (state.step % save_every == 0 or state.step == steps):
                 save = checkpoint_fn or partial(save_checkpoint, state=learner.held(state))
                 save(model, tokenizer, state.step, str(output_dir))
     finally:
         model.train(was_training)
     return model, statistics
-
-
-def _progress_line(state: TrainingState, steps: int) -> str:
-    ema = state.ema_metrics
-    return f"step {state.step}/{steps}  loss {ema.get('loss', NAN):.4f}  reward {ema.get('reward', NAN):.3f}  tokens {state.total_tokens:,}"
