@@ -261,8 +261,7 @@ def extension_points() -> str:
     lines += [f"| `{p.place}` | `{cell(p.signature)}` | {cell(p.meaning)} |" for p in found]
     lines += ["", "## Protocols", ""]
     for name, protocol in protocols().items():
-        signature = str(inspect.signature(protocol.__call__)).replace("(self, ", "(").replace("'", "")
-        lines += [f"### {name}", "", f"`{signature}`", "", inspect.getdoc(protocol) or "", ""]
+        lines += [f"### {name}", "", *(f"`{signature}`" for signature in signatures(protocol)), "", inspect.getdoc(protocol) or "", ""]
         lines += [f"Shipped: {', '.join(f'`{s}`' for s in shipped(name))}.", ""] if shipped(name) else []
     lines += ["## Quantities", "", "What a part of an algorithm or a KL may ask for, by the name of a positional parameter:", ""]
     lines += [f"- `{name}` {meaning}" for name, meaning in rlkit.types.QUANTITIES.items()]
@@ -308,6 +307,16 @@ def declarations_page() -> list[str]:
         if any(found is not None for found in words):
             lines.append(f"| `{target}` | " + " | ".join("" if w is None else ", ".join(sorted(w)) or "nothing" for w in words) + " |")
     return lines
+
+
+def signatures(protocol: type) -> list[str]:
+    """How a function of this Protocol is called; of an object, each of its methods."""
+    methods = {n: f for n, f in inspect.getmembers(protocol, inspect.isfunction) if n == "__call__" or not n.startswith("_")}
+    kinds = {name: "async " if inspect.iscoroutinefunction(f) else "" for name, f in methods.items()}
+    shown = {
+        name: str(inspect.signature(f)).replace("(self, ", "(").replace("(self)", "()").replace("'", "") for name, f in methods.items()
+    }
+    return [signature if name == "__call__" else f"{kinds[name]}{name}{signature}  " for name, signature in shown.items()]
 
 
 def shipped(protocol: str) -> list[str]:

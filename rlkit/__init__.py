@@ -11,8 +11,8 @@ from typing import Any
 
 _HOMES = {
     "rlkit.types": (
-        "Batch", "Controller", "Environment", "Generation", "Message", "Policy", "Reference", "Rollout", "Step", "Task", "ToolCall",
-        "ToolResult", "Estimate", "Scores",
+        "Batch", "Controller", "Engine", "Environment", "Estimate", "Generation", "Message", "Policy", "Reference", "Rollout",
+        "SamplingParams", "Scores", "Session", "Step", "Task", "ToolCall", "ToolResult",
     ),
     "rlkit.errors": ("ConfigError", "DataError", "Refusal", "RLKitError", "SelfCheckError", "TemplateError"),
     "rlkit.training.experiment": ("BatchSize", "Evaluation", "Experiment", "Sampling", "TrainerSettings"),
@@ -40,7 +40,7 @@ _HOMES = {
         "tool_schema", "tool_use", "with_schema", "xml",
     ),
     "rlkit.commands.agent": ("AgentResult", "execute_tool_call", "has_tool_call", "parse_tool_calls", "run_agent"),
-    "rlkit.engines": ("generate",),
+    "rlkit.engines": ("Batched", "Cached", "Transformers", "VLLM"),
     "rlkit.models": ("LoRA", "ValueHead", "load_policy", "make_codec", "make_critic", "make_policy", "score"),
     "rlkit.episodes": (
         "append_rollouts", "assemble", "collect", "demonstrations", "load_rollouts",

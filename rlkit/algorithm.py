@@ -14,21 +14,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+import rlkit.functional as F
 from rlkit.errors import PartError, nearest, written
-from rlkit.functional import (
-    episode_positions,
-    every_token,
-    fill_masked,
-    from_episodes,
-    full_precision,
-    keep_overlong,
-    no_correction,
-    no_normalization,
-    rollout_mean,
-    segment_sum,
-    to_episodes,
-    token_ratio,
-)
 from rlkit.types import (
     QUANTITIES,
     AdvantageFn,
@@ -82,10 +69,10 @@ class Algorithm(NamedTuple):
     policy_loss: PolicyLossFn
     aggregation: AggregationFn
     group_filter: GroupFilterFn
-    normalization: NormalizationFn = no_normalization
-    overlong: OverlongFn = keep_overlong
-    token_filter: TokenFilterFn = every_token
-    correction: CorrectionFn = no_correction
+    normalization: NormalizationFn = F.no_normalization
+    overlong: OverlongFn = F.keep_overlong
+    token_filter: TokenFilterFn = F.every_token
+    correction: CorrectionFn = F.no_correction
     critic: Critic = Critic()
     entropy_coef: float | Controller = 0.0  # weight of the entropy bonus, in units of reward per nat
     epochs: int = 1
@@ -97,9 +84,7 @@ class Algorithm(NamedTuple):
     @property
     def parts(self) -> dict[str, Callable[..., Any]]:
         """Name → function, of every slot that is called with quantities."""
-        slots = {
-            name: value for name, value in self._asdict().items() if callable(value) and not isinstance(value, tuple) and name != "episodes"
-        }
+        slots = {name: getattr(self, name) for name in self._fields if name in PARTS}
         return slots | ({"critic.loss": self.critic.loss} if self.critic.loss is not None else {})
 
 
@@ -153,41 +138,19 @@ def call(function: Callable[..., Any], quantities: Mapping[str, Any]) -> Any:
     return unpacked(function(**{name: quantities[name] for name in inputs(function)}))[0]
 
 
-class Gives(NamedTuple):
-    """What a part has to give: a tensor of one of these shapes."""
-
-    shapes: tuple[str, ...]
-    boolean: bool = False
-
-    def fault(self, value: Any, sizes: Mapping[str, torch.Size], device: torch.device) -> str:
-        """What is wrong with a value, in words; nothing where it is as it has to be."""
-        if not isinstance(value, Tensor):
-            return "None" if value is None else f"{value!r:.60} ({type(value).__name__})"
-        if all(value.shape != sizes[name] for name in self.shapes):
-            return f"shape {tuple(value.shape)}"
-        if value.dtype != torch.bool if self.boolean else not value.is_floating_point():
-            return f"{value.dtype}"
-        return "" if value.device == device else f"a tensor on {value.device}, where the batch is on {device}"
-
-    def words(self, sizes: Mapping[str, torch.Size]) -> str:
-        """`[B, T] = (16, 64) floating point`."""
-        return f"{' or '.join(f'{n} = {tuple(sizes[n])}' for n in self.shapes)} {'bool' if self.boolean else 'floating point'}"
-
-
-TOKENS, ROLLOUTS = Gives(("[B, T]",)), Gives(("[N]",))
-# Part, as in the names of its metrics: (where it stands in the config, the Protocol that says in words what it gives, …).
-PARTS: Mapping[str, tuple[str, Any, tuple[Gives, ...]]] = {
-    "group_filter": ("algorithm.group_filter", GroupFilterFn, (ROLLOUTS._replace(boolean=True),)),
-    "overlong": ("algorithm.overlong", OverlongFn, (ROLLOUTS, ROLLOUTS._replace(boolean=True))),
-    "correction": ("algorithm.correction", CorrectionFn, (TOKENS,)),
-    "token_filter": ("algorithm.token_filter", TokenFilterFn, (TOKENS._replace(boolean=True),)),
-    "advantage": ("algorithm.advantage", AdvantageFn, (Gives(("[N]", "[B, T]")),)),
-    "normalization": ("algorithm.normalization", NormalizationFn, (TOKENS,)),
-    "aggregation": ("algorithm.aggregation", AggregationFn, (TOKENS,)),
-    "ratio": ("algorithm.ratio", RatioFn, (TOKENS,)),
-    "policy_loss": ("algorithm.policy_loss", PolicyLossFn, (TOKENS,)),
-    "kl_estimator": ("kl.estimator", KLFn, (TOKENS,)),
-    "value_loss": ("algorithm.critic.loss", ValueLossFn, (TOKENS,)),
+# Part, as in the names of its metrics: (where it stands in the config, the Protocol that says in words what it gives, the tensors).
+PARTS: Mapping[str, tuple[str, Any, tuple[str, ...]]] = {
+    "group_filter": ("algorithm.group_filter", GroupFilterFn, ("[N] bool",)),
+    "overlong": ("algorithm.overlong", OverlongFn, ("[N]", "[N] bool")),
+    "correction": ("algorithm.correction", CorrectionFn, ("[B, T]",)),
+    "token_filter": ("algorithm.token_filter", TokenFilterFn, ("[B, T] bool",)),
+    "advantage": ("algorithm.advantage", AdvantageFn, ("[N] or [B, T]",)),
+    "normalization": ("algorithm.normalization", NormalizationFn, ("[B, T]",)),
+    "aggregation": ("algorithm.aggregation", AggregationFn, ("[B, T]",)),
+    "ratio": ("algorithm.ratio", RatioFn, ("[B, T]",)),
+    "policy_loss": ("algorithm.policy_loss", PolicyLossFn, ("[B, T]",)),
+    "kl_estimator": ("kl.estimator", KLFn, ("[B, T]",)),
+    "value_loss": ("algorithm.critic.loss", ValueLossFn, ("[B, T]",)),
 }
 
 
@@ -199,40 +162,55 @@ def part(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> t
       given: at least `ids` and `rewards`, whose shapes and device decide what is right, and what the part asks for.
     Raises: PartError naming the part where a quantity is not there yet, or what it gives is not what its Protocol says.
     """
-    path, protocol, wanted = PARTS[name]
-    who = f"{path} ({written(function)})"
-    asked = inputs(function)
-    if absent := [quantity for quantity in asked if quantity not in given]:
-        there = ", ".join(quantity for quantity in QUANTITIES if quantity in given)
-        raise PartError(f"{who}: asks for '{absent[0]}', which there is not, or not yet, when it is called; there are: {there}")
+    (path, protocol, wanted), asked = PARTS[name], inputs(function)
+
+    def refused(said: str) -> PartError:
+        return PartError(f"{path} ({written(function)}): {said}")
+
     try:
         value, metrics = unpacked(function(**{quantity: given[quantity] for quantity in asked}))
     except KeyError as error:
-        if "components" in asked and isinstance(key := error.args[0], str) and key not in given["components"]:
-            known = given["components"]
-            raise PartError(f"{who}: there is no reward term '{key}'.{nearest(key, known)} There are: {', '.join(known)}") from error
+        key, terms = str(error.args[0]), given.get("components", {})
+        if key in asked and key not in given:
+            there = ", ".join(quantity for quantity in QUANTITIES if quantity in given)
+            raise refused(f"asks for '{key}', which there is not, or not yet, when it is called; there are: {there}") from error
+        if "components" in asked and key not in terms:
+            raise refused(f"there is no reward term '{key}'.{nearest(key, terms)} There are: {', '.join(terms)}") from error
         raise
-    sizes, device = {"[N]": given["rewards"].shape, "[B, T]": given["ids"].shape, "[]": torch.Size()}, given["ids"].device
-    wanted = (TOKENS, TOKENS) if protocol is AdvantageFn and isinstance(value, Estimate) else wanted
+    sizes, device = {"[N]": given["rewards"].shape, "[B, T]": given["ids"].shape}, given["ids"].device
     values = value if isinstance(value, tuple) else (value,)
-    faults = [gives.fault(one, sizes, device) for gives, one in zip(wanted, values, strict=False)]
+    if protocol is AdvantageFn and isinstance(value, Estimate):
+        wanted = ("[B, T]", "[B, T]")
+    faults = [said for one, spec in zip(values, wanted, strict=False) if (said := _fault(one, spec, sizes, device))]
     if len(values) != len(wanted):
-        faults = [f"a tuple of {len(values)}" if isinstance(value, tuple) else faults[0] or "one tensor"]
-    if said := next(filter(None, faults), ""):
-        expected = ", and ".join(gives.words(sizes) for gives in wanted)
-        raise PartError(f"{who}: gave {said}, expected {expected}. {protocol.__name__}: {protocol.__doc__.splitlines()[0]}")
-    return value, {f"{name}/{key}": _metric(f"{who}: metric {key!r}", number, sizes) for key, number in metrics.items()}
+        faults = [f"a tuple of {len(values)}"] if isinstance(value, tuple) else [*faults, "one tensor"]
+    if faults:
+        expected = ", and ".join(spec if "bool" in spec else f"{spec} floating point" for spec in wanted)
+        for size, shape in sizes.items():
+            expected = expected.replace(size, f"{size} = {tuple(shape)}")
+        raise refused(f"gave {faults[0]}, expected {expected}. {protocol.__name__}: {protocol.__doc__.splitlines()[0]}")
+    return value, {f"{name}/{key}": _metric(key, number, sizes, refused) for key, number in metrics.items()}
 
 
-def _metric(who: str, value: Any, sizes: Mapping[str, torch.Size]) -> Tensor:
+def _fault(value: Any, spec: str, sizes: Mapping[str, torch.Size], device: torch.device) -> str:
+    """What is wrong with a tensor that should be as PARTS has it, in words; nothing where it is right."""
+    if not isinstance(value, Tensor):
+        return "None" if value is None else f"{value!r:.60} ({type(value).__name__})"
+    if all(value.shape != shape for size, shape in sizes.items() if size in spec):
+        return f"shape {tuple(value.shape)}"
+    if value.dtype != torch.bool if "bool" in spec else not value.is_floating_point():
+        return f"{value.dtype}"
+    return "" if value.device == device else f"a tensor on {value.device}, where the batch is on {device}"
+
+
+def _metric(key: str, value: Any, sizes: Mapping[str, torch.Size], refused: Callable[[str], PartError]) -> Tensor:
     """A number or a tensor as one that `counted` takes."""
-    if isinstance(value, Tensor) and value.shape in sizes.values():
-        return value.detach()
-    if isinstance(value, int | float):
-        return torch.tensor(float(value), dtype=torch.float64)
-    shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"
-    shapes = " or ".join(f"{name} = {tuple(size)}" for name, size in sizes.items() if size)
-    raise PartError(f"{who} is {shape}; give a number, or a tensor of shape {shapes}")
+    tensor = torch.tensor(float(value), dtype=torch.float64) if isinstance(value, int | float) else value
+    if isinstance(tensor, Tensor) and (not tensor.dim() or tensor.shape in sizes.values()):
+        return tensor.detach()
+    was = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"
+    shapes = " or ".join(f"{name} = {tuple(size)}" for name, size in sizes.items())
+    raise refused(f"metric {key!r} is {was}; give a number, or a tensor of shape {shapes}")
 
 
 def counted(value: Tensor, batch: Batch) -> Tensor:
@@ -294,9 +272,9 @@ def choose(batch: Batch, algorithm: Algorithm) -> Batch:
 
 def last_tokens(batch: Batch) -> Tensor:
     """[B, T] True at the last sampled token of each rollout."""
-    positions, mask = episode_positions(batch.rollout_ids, batch.step_ids, batch.response_mask)
+    positions, mask = F.episode_positions(batch.rollout_ids, batch.step_ids, batch.response_mask)
     last = mask & (torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, keepdim=True) - 1)
-    return from_episodes(last, positions, mask, batch.response_mask)
+    return F.from_episodes(last, positions, mask, batch.response_mask)
 
 
 def scale_tokens(batch: Batch, algorithm: Algorithm) -> Batch:
@@ -305,7 +283,7 @@ def scale_tokens(batch: Batch, algorithm: Algorithm) -> Batch:
         given = quantities(batch)
         factor, corrected = part("correction", algorithm.correction, given)
         kept, filtered = part("token_filter", algorithm.token_filter, given)
-        scale = fill_masked(factor * kept, batch.response_mask, 0.0)
+        scale = F.fill_masked(factor * kept, batch.response_mask, 0.0)
         return batch._replace(scale=scale, metrics=(batch.metrics or {}) | corrected | filtered)
 
 
@@ -321,9 +299,9 @@ def estimate_advantages(batch: Batch, algorithm: Algorithm, kl: KL = KL("none"))
     with torch.no_grad():
         mask = batch.response_mask
         penalty = penalize(batch, kl)
-        batch = batch._replace(token_rewards=fill_masked(batch.token_rewards - penalty, mask, 0.0))
+        batch = batch._replace(token_rewards=F.fill_masked(batch.token_rewards - penalty, mask, 0.0))
         if kl.in_baseline:
-            of_rollouts = segment_sum(penalize(whole(batch), kl), batch.rollout_ids, n=len(batch.rewards))
+            of_rollouts = F.segment_sum(penalize(whole(batch), kl), batch.rollout_ids, n=len(batch.rewards))
             batch = batch._replace(rewards=batch.rewards - of_rollouts)
         given = quantities(batch)
         estimate, measured = part("advantage", algorithm.advantage, given)
@@ -336,13 +314,13 @@ def estimate_advantages(batch: Batch, algorithm: Algorithm, kl: KL = KL("none"))
         if advantages.dim() == 1:
             advantages = advantages[batch.rollout_ids][:, None].expand_as(batch.ids)
         scored = mask & ~batch.rewards.isnan()[batch.rollout_ids][:, None]  # what cannot be scored teaches neither policy nor critic
-        given["advantages"] = fill_masked(advantages, scored, 0.0)
+        given["advantages"] = F.fill_masked(advantages, scored, 0.0)
         advantages, normalized = part("normalization", algorithm.normalization, given)
         if kl.in_reward and not kl.in_baseline and not asks(algorithm.advantage, "token_rewards"):
             advantages = advantages - to_come(penalty, batch)
-        returns = None if returns is None else fill_masked(torch.where(scored, returns, _required(batch.values, "values")), mask, 0.0)
+        returns = None if returns is None else F.fill_masked(torch.where(scored, returns, _required(batch.values, "values")), mask, 0.0)
         metrics = (batch.metrics or {}) | measured | normalized
-        return batch._replace(advantages=fill_masked(advantages, scored, 0.0), returns=returns, metrics=metrics)
+        return batch._replace(advantages=F.fill_masked(advantages, scored, 0.0), returns=returns, metrics=metrics)
 
 
 def whole(batch: Batch) -> Batch:
@@ -356,19 +334,19 @@ def penalize(batch: Batch, kl: KL) -> Tensor:
         return torch.zeros_like(batch.token_rewards)
     mask = batch.response_mask
     given = quantities(batch)
-    given["logprobs"] = given["logprobs_old"] = fill_masked(_required(batch.logprobs_old, "logprobs_old"), mask, 0.0)
-    given["logprobs_ref"] = fill_masked(_required(batch.logprobs_ref, "logprobs_ref"), mask, 0.0)
-    divergence = fill_masked(part("kl_estimator", _required(kl.estimator, "estimator"), given)[0], mask, 0.0)
+    given["logprobs"] = given["logprobs_old"] = F.fill_masked(_required(batch.logprobs_old, "logprobs_old"), mask, 0.0)
+    given["logprobs_ref"] = F.fill_masked(_required(batch.logprobs_ref, "logprobs_ref"), mask, 0.0)
+    divergence = F.fill_masked(part("kl_estimator", _required(kl.estimator, "estimator"), given)[0], mask, 0.0)
     if kl.placement == "reward_sequence":
-        divergence = rollout_mean(divergence, mask, batch.rollout_ids) * last_tokens(batch)
+        divergence = F.rollout_mean(divergence, mask, batch.rollout_ids) * last_tokens(batch)
     return number(kl.coef) * divergence.to(batch.token_rewards.dtype)
 
 
 def to_come(values: Tensor, batch: Batch) -> Tensor:
     """Sum over a token and all trained tokens of its rollout after it [B, T]: tools and users are passed over."""
-    positions, mask = episode_positions(batch.rollout_ids, batch.step_ids, batch.response_mask)
-    later = to_episodes(values, positions, mask).flip(1).cumsum(1).flip(1)
-    return from_episodes(later, positions, mask, values)
+    positions, mask = F.episode_positions(batch.rollout_ids, batch.step_ids, batch.response_mask)
+    later = F.to_episodes(values, positions, mask).flip(1).cumsum(1).flip(1)
+    return F.from_episodes(later, positions, mask, values)
 
 
 def weigh(batch: Batch, algorithm: Algorithm) -> Batch:
@@ -392,25 +370,25 @@ def surrogate(batch: Batch, scores: Scores, algorithm: Algorithm, kl: KL) -> tup
     Returns: the loss, and the terms that the metrics are made of, detached: [B, T] per token, and what parts measure as PART/NAME.
     """
     mask = batch.response_mask
-    given = quantities(batch) | {name: fill_masked(value, mask, 0.0) for name, value in scores._asdict().items() if value is not None}
+    given = quantities(batch) | {name: F.fill_masked(value, mask, 0.0) for name, value in scores._asdict().items() if value is not None}
     old = scores.logprobs.detach() if batch.logprobs_old is None else batch.logprobs_old
-    given["logprobs_old"] = fill_masked(old, mask, 0.0)
+    given["logprobs_old"] = F.fill_masked(old, mask, 0.0)
     given["ratio"], measured = part("ratio", algorithm.ratio, given)
     loss, of_loss = part("policy_loss", algorithm.policy_loss, given)
     terms = {"policy_loss": loss, "ratio": given["ratio"]} | measured | of_loss | clipped_tokens(algorithm.policy_loss, given)
     per_token = terms["policy_loss"] if batch.scale is None else batch.scale * terms["policy_loss"]
     if kl.active:
-        given["logprobs_ref"] = fill_masked(_required(batch.logprobs_ref, "logprobs_ref"), mask, 0.0)
+        given["logprobs_ref"] = F.fill_masked(_required(batch.logprobs_ref, "logprobs_ref"), mask, 0.0)
         if asks(kl.estimator, "full_kl"):
             _required(scores.full_kl, "full_kl")
         terms["kl"], measured = part("kl_estimator", _required(kl.estimator, "estimator"), given)
         terms |= measured
     if kl.in_loss:
-        weight = token_ratio(given["logprobs"], given["logprobs_old"], mask) if kl.importance_weight else 1.0
+        weight = F.token_ratio(given["logprobs"], given["logprobs_old"], mask) if kl.importance_weight else 1.0
         per_token = per_token + number(kl.coef) * weight * terms["kl"]
     if algorithm.entropy_coef:
         per_token = per_token - number(algorithm.entropy_coef) * given["entropy"]
-    loss = (_required(batch.weights, "weights") * fill_masked(per_token, mask, 0.0)).sum()
+    loss = (_required(batch.weights, "weights") * F.fill_masked(per_token, mask, 0.0)).sum()
     return loss, {name: term.detach() for name, term in terms.items()}
 
 
@@ -418,12 +396,12 @@ def value_surrogate(batch: Batch, scores: Scores, critic: Critic) -> tuple[Tenso
     """The critic's loss on some rows of an update batch: coef · Σ weights · value loss; and its terms, detached."""
     mask = batch.response_mask
     given = quantities(batch) | {
-        "values": fill_masked(full_precision(_required(scores.values, "values")), mask, 0.0),
-        "values_old": fill_masked(_required(batch.values, "values"), mask, 0.0),
+        "values": F.fill_masked(F.full_precision(_required(scores.values, "values")), mask, 0.0),
+        "values_old": F.fill_masked(_required(batch.values, "values"), mask, 0.0),
         "returns": _required(batch.returns, "returns"),
     }
     per_token, measured = part("value_loss", _required(critic.loss, "critic.loss"), given)
-    loss = critic.coef * (_required(batch.weights, "weights") * fill_masked(per_token, mask, 0.0)).sum()
+    loss = critic.coef * (_required(batch.weights, "weights") * F.fill_masked(per_token, mask, 0.0)).sum()
     return loss, {"value_loss": per_token.detach(), "values": given["values"].detach()} | measured
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # this page costs nothing to import
     PerToken: TypeAlias = Tensor  # [B, T], floating point
     RolloutMask: TypeAlias = Tensor  # [N], bool
     TokenMask: TypeAlias = Tensor  # [B, T], bool
+    Value = TypeVar("Value")
+    OrMeasured: TypeAlias = "Value | tuple[Value, Metrics]"  # alone, or with metrics
 
 # ------------------------------------------------------------------------------------------------ conversations
 
@@ -488,35 +490,31 @@ class AdvantageFn(Protocol[Q]):
     subtracted from the normalised advantage.
     """
 
-    def __call__(
-        self, *quantities: Q.args, **numbers: Q.kwargs
-    ) -> PerRollout | PerToken | Estimate | tuple[PerRollout | PerToken | Estimate, Metrics]: ...
+    def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> OrMeasured[PerRollout | PerToken | Estimate]: ...
 
 
 class OverlongFn(Protocol[Q]):
     """(rewards [N], lengths [N], truncated [N], …) → (rewards [N] as the advantage sees them, [N] bool: trained on)."""
 
-    def __call__(
-        self, *quantities: Q.args, **numbers: Q.kwargs
-    ) -> tuple[PerRollout, RolloutMask] | tuple[tuple[PerRollout, RolloutMask], Metrics]: ...
+    def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> OrMeasured[tuple[PerRollout, RolloutMask]]: ...
 
 
 class GroupFilterFn(Protocol[Q]):
     """(rewards [N], group_ids [N]) → [N] bool, True for rollouts that are kept."""
 
-    def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> RolloutMask | tuple[RolloutMask, Metrics]: ...
+    def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> OrMeasured[RolloutMask]: ...
 
 
 class TokenFilterFn(Protocol[Q]):
     """(entropy_old, response_mask, …) → [B, T] bool, True for tokens whose policy loss counts."""
 
-    def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> TokenMask | tuple[TokenMask, Metrics]: ...
+    def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> OrMeasured[TokenMask]: ...
 
 
 class PerTokenFn(Protocol[Q]):
     """(quantities) → [B, T]: what the functions below have in common."""
 
-    def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> PerToken | tuple[PerToken, Metrics]: ...
+    def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> OrMeasured[PerToken]: ...
 
 
 class NormalizationFn(PerTokenFn[Q], Protocol[Q]):
@@ -561,7 +559,7 @@ class AggregatorFn(Protocol[Q]):
 
     def __call__(
         self, given: Any, weights: Mapping[str, float], /, *none: Q.args, **numbers: Q.kwargs
-    ) -> float | Sequence[float] | tuple[float, Metrics] | tuple[Sequence[float], Metrics]: ...
+    ) -> OrMeasured[float] | OrMeasured[Sequence[float]]: ...
 
 
 class ToolParser(Protocol):

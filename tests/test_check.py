@@ -13,9 +13,6 @@ from rlkit.commands.cli import main
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
 from rlkit.config.problems.schedules import first_steps
-from rlkit.episodes.stream import StreamState
-from rlkit.training.experience import experience
-from rlkit.training.learner import Learner
 
 
 @pytest.fixture(scope="module")
@@ -32,62 +29,11 @@ def test_one_step_of_policy_and_critic_was_taken(report):
 def test_memory_is_counted(report, tiny):
     """Every term by hand for the embedded model: its weights once more as the reference, two moments each, and a value head."""
     size = sum(p.numel() for p in tiny.model.parameters()) * 4
-    head = report.memory.weights - size
-    assert 0 < head < 100_000
+    assert 0 < report.memory.weights - size < 100_000  # the value head
     assert report.memory.gradients == pytest.approx(report.memory.weights, rel=1e-3)  # buffers have none
     assert report.memory.reference == pytest.approx(size, rel=1e-3)
     assert report.memory.optimizer == pytest.approx(2 * report.memory.weights, rel=1e-3)  # and a step counter a tensor
-    config = tiny.model.config
-    assert check.cache_bytes(tiny.model) == 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    # more than the inputs and outputs of every layer, less than fifty times as much
-    layers = 1000 * config.num_hidden_layers * config.hidden_size * 4
-    assert 2 * layers < report.memory.saved < 100 * layers
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        [],
-        ["algorithm=reinforce", "batch.prompts=32", "batch.group_size=1"],
-        pytest.param(["generation.max_new_tokens=200", "generation.temperature=3", "batch.prompts=1"], marks=pytest.mark.slow),
-        pytest.param(["algorithm=ppo", "algorithm/critic=separate"], marks=pytest.mark.slow),
-    ],
-    ids=" ".join,
-)
-def test_no_step_keeps_more_than_the_estimate(words):
-    """The small step's rows share their prompts, and its replies are short: carried on from it, the estimate was too low for both."""
-    shape = ["batch.prompts=4", "trainer.micro_batch_tokens=1000", "task.max_samples=40", "evaluation.n=0", "trainer.accelerator=cpu"]
-    x = first_steps(experiment(compose([*shape, *words])))[""]
-    tasks = load_tasks(x)
-    bound = check.run(x, tasks).memory
-    x = x._replace(trainer=x.trainer._replace(steps=1), callbacks={}, logger={})
-    learner = Learner(x, x.model(device="cpu"))
-    with check.saved_for_backward(learner.nets) as kept:
-        sampled, trained, _ = experience(learner.begin(), learner.policy, tasks.train, StreamState(), step=0)
-        learner.step(sampled, trained)
-    assert learner.metrics["optim/updates"] and 0 < kept.peak <= bound.saved + bound.working
-    if x.batch.group_size == 1:  # nothing to share, so the estimate has to be near
-        assert kept.peak > bound.saved / 3
-
-
-def test_gradient_checkpointing_still_keeps_inputs_and_one_layer(tiny):
-    """Hooks see neither what a checkpoint holds, nor that a layer is run again in the backward pass."""
-    x = experiment(compose(["task.max_samples=40"]))
-    learner = Learner(x, x.model(device="cpu"))
-    plain = check.saved_of_rows(learner, 1000, 100)
-    learner.policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    layers, width = tiny.model.config.num_hidden_layers, tiny.model.config.hidden_size
-    assert plain > check.saved_of_rows(learner, 1000, 100) > plain / layers + 4 * 1000 * layers * width
-    assert check.saved_of_rows(learner, 1000, 100) == check.saved_of_rows(learner, 1000, 100)  # it is on again
-
-
-def test_what_autograd_keeps_is_counted_while_it_keeps_it():
-    """Two backward passes one after the other are at most as much as one."""
-    layer = torch.nn.Linear(10, 10)
-    with check.saved_for_backward(layer) as kept:
-        for _ in range(2):
-            (layer(torch.zeros(5, 10)).exp() * 1.0).sum().backward()
-    assert kept.peak == 2 * 5 * 10 * 4 and kept.now == 0  # the input of the layer, and what exp gave
+    assert report.memory.peak > sum(report.memory[:4])
 
 
 def test_shared_storage_counts_once():

@@ -58,8 +58,8 @@ def by_parts(x, tasks) -> Learner:
         now = learner.begin()
         drawn, stream = take(tasks, stream, now.batch.prompts, seed=now.seed)
         rollouts = collect(
-            policy, drawn, generate=now.generation.engine, environment=now.environment, group_size=now.batch.group_size,
-            seed=now.seed, step=learner.rl_step, **now.generation.settings,
+            policy, drawn, engine=now.generation.engine, environment=now.environment, group_size=now.batch.group_size,
+            seed=now.seed, step=learner.rl_step, version=learner.rl_step, **now.generation.params,
         )  # fmt: skip
         learner.step(score(rollouts, now.reward))
     return learner

@@ -26,6 +26,7 @@ from rlkit.environments.tools import MAX_CHARS, TIMEOUT, tool_schema, with_schem
 from rlkit.episodes import collect
 from rlkit.errors import ConfigError, visible
 from rlkit.models import check_template, make_policy
+from rlkit.system.loops import run
 from rlkit.types import Engine, Environment, Message, Messages, Policy, Rollout, Task, ToolCall, ToolParser, ToolResult
 
 if TYPE_CHECKING:
@@ -175,10 +176,10 @@ def _with_hooks(
         environment = environment._replace(stop=lambda rollout, step: bool(stop_condition(rollout.conversation)))
     if tool_executor is not None:
 
-        def answer(call: ToolCall, tools: Mapping[str, Callable[..., Any]]) -> ToolResult:
+        async def answer(call: ToolCall, tools: Mapping[str, Callable[..., Any]]) -> ToolResult:
             """The executor in the place of the tool: its limits hold, and what it raises is text."""
             given = {call.name: partial(tool_executor, as_dict(call))}
-            return execute(call._replace(arguments={}), given, max_chars=max_chars, timeout=timeout)
+            return await execute(call._replace(arguments={}), given, max_chars=max_chars, timeout=timeout)
 
         environment = environment._replace(execute=answer)
     return environment
@@ -230,7 +231,7 @@ def execute_tool_call(
     timeout: float | None = TIMEOUT,
 ) -> str:
     """What a call gives, as text. Arguments may be a JSON string; nothing but a real interruption is raised (see `execute`)."""
-    return execute(to_call(call), implementations, max_chars=max_chars, timeout=timeout).content
+    return run(execute(to_call(call), implementations, max_chars=max_chars, timeout=timeout)).content
 
 
 # ------------------------------------------------------------------------------------------------------ the command

@@ -7,8 +7,7 @@ and sampler are compared, one prompt's group is played and scored, and the polic
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlkit.commands.arguments import Arguments
@@ -16,31 +15,34 @@ from rlkit.errors import ConfigError
 from rlkit.rewards import Reward, Term
 from rlkit.rewards import score as score_rollouts
 from rlkit.training.experiment import BatchSize, Experiment
-from rlkit.types import Rollout, Splits, Task
+from rlkit.types import Rollout, Splits
 
 REPLY = 64  # tokens of a reply here; a run's own limit may take minutes on a CPU
 GROUP = 4  # rollouts where a group is one sample
-WIDTH = 512  # tokens of the rows at most whose memory is measured
-WORST = 4  # such rows
-LOSS = 64  # [B, T] tensors of the loss and its backward pass, generously
 
 
 class Memory(NamedTuple):
-    """Bytes that a run holds at most. Weights, gradients, optimizer and reference are counted; the rest is worked out, never too low."""
+    """Bytes: what the run holds from its first step to its last, and the most that there was at once in the small step."""
 
     weights: int
     gradients: int
     optimizer: int
     reference: int
-    saved: int  # by autograd, for the backward pass of one full micro-batch whose rows share nothing
-    working: int  # logits of a chunk and what the backward pass of a layer needs besides
-    cache: int  # keys and values of all episodes of a step, each as long as it may become
+    peak: int  # on a GPU of the device; else of the process, the framework included
 
-    @property
-    def peak(self) -> int:
-        """What is there at once at most: sampling, the backward pass and the optimizer, which may copy the gradients, take turns."""
-        update = self.gradients + max(self.saved + self.working, self.gradients)
-        return self.weights + self.optimizer + self.reference + max(self.cache, update)
+
+def memory(learner: Any, device: Any) -> Memory:
+    """Of a learner that has taken its one small step."""
+    from rlkit.training.metrics import peak_memory
+
+    held = [list(learner.nets.parameters()), list(learner.nets.buffers())]
+    return Memory(
+        weights=size_of(held),
+        gradients=sum(p.numel() * p.element_size() for p in learner.nets.parameters() if p.requires_grad),
+        optimizer=sum(size_of(o.state) for o in learner.optimizers),
+        reference=size_of([*held, learner.references]) - size_of(held),
+        peak=int(peak_memory(device) * 2**30),
+    )
 
 
 class Report(NamedTuple):
@@ -116,7 +118,7 @@ def run(x: Experiment, tasks: Splits) -> Report:
             probe(learner, tasks.train)
         sampled, trained, _ = experience(learner.begin(), policy, tasks.train, StreamState(), step=0, clock=learner.clock)
         metrics = learner.step(sampled, trained)
-        found = memory(x, learner, tasks.train, played)
+        found = memory(learner, device)
     clock["generate"], clock["update"] = metrics["perf/generate_s"], metrics["perf/update_s"]
     spread = len({r.total_reward for r in played}) == 1
     return Report(agreement.warnings, played, spread, metrics, found, clock, text)
@@ -132,136 +134,6 @@ def telling(reward: Reward, played: list[Rollout]) -> Reward:
         return [float(i % 2) for i in range(len(own))] if len(set(own)) == 1 else own
 
     return Reward(reward.name, {"check": Term(1.0, scores, batched=True)})
-
-
-# -------------------------------------------------------------------------------------------------------- memory
-
-
-class Kept:
-    """Bytes that autograd keeps for backward passes, the weights themselves aside: those of now, and the most there were at once."""
-
-    def __init__(self, module: Any) -> None:
-        self.weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
-        self.users: dict[int, int] = {}  # storage → tensors in it that are kept
-        self.now = self.peak = 0
-
-    def keep(self, tensor: Any) -> _Saved:
-        """A tensor as autograd may hold it until the backward pass has come by."""
-        return _Saved(self, tensor)
-
-
-class _Saved:
-    """One saved tensor; that it is gone means that the backward pass is done with it."""
-
-    def __init__(self, kept: Kept, tensor: Any) -> None:
-        self.kept, self.tensor = kept, tensor
-        self.place, self.size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
-        if self.place not in kept.weights:
-            kept.users[self.place] = kept.users.get(self.place, 0) + 1
-            if kept.users[self.place] == 1:
-                kept.now += self.size
-                kept.peak = max(kept.peak, kept.now)
-
-    def __del__(self) -> None:
-        if self.place not in self.kept.weights:
-            self.kept.users[self.place] -= 1
-            if not self.kept.users[self.place]:
-                self.kept.now -= self.size
-
-
-@contextmanager
-def saved_for_backward(module: Any) -> Iterator[Kept]:
-    """Counts what autograd keeps inside of the block; each storage once."""
-    import torch
-
-    kept = Kept(module)
-    with torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda saved: saved.tensor):
-        yield kept
-
-
-def memory(x: Experiment, learner: Any, tasks: Sequence[Task], played: Sequence[Rollout]) -> Memory:
-    """What the whole run takes at most, from a learner that has taken its one small step, with the rollouts `played`."""
-    trained = [p for p in learner.nets.parameters() if p.requires_grad]
-    weights = size_of([list(learner.nets.parameters()), list(learner.nets.buffers())])
-    optimizer = sum(size_of(o.state) for o in learner.optimizers)
-    together = size_of([list(learner.nets.parameters()), list(learner.nets.buffers()), learner.references])
-    longest = min(learner.policy.context_length, episode_length(x, learner, tasks, played))
-    rollouts = x.batch.prompts * x.batch.group_size
-    portion = min(max(x.trainer.micro_batch_tokens, longest), rollouts * longest)  # a micro-batch is at least one rollout
-    engine = getattr(x.generation.engine, "keywords", {})
-    cached = min(longest * min(rollouts, engine.get("max_rows", rollouts)), engine.get("max_cached_tokens", rollouts * longest))
-    saved = saved_of_rows(learner, portion, longest)
-    return Memory(
-        weights=weights,
-        gradients=sum(p.numel() * p.element_size() for p in trained),
-        optimizer=optimizer,
-        reference=together - weights,
-        saved=saved,
-        working=working_of(learner, portion) + saved // learner.policy.model.config.num_hidden_layers,
-        cache=cache_bytes(learner.policy.model) * cached,
-    )
-
-
-def saved_of_rows(learner: Any, tokens: int, longest: int) -> int:
-    """Bytes that autograd keeps for `tokens` tokens in rows of up to `longest` tokens, of the kind that takes the most.
-
-    Measured on rows of few tokens, and carried on: linear layers keep as much for every token, attention masks for every pair of tokens
-    of a row. Under gradient checkpointing the input of every layer is kept, which no hook sees, and the backward pass of one layer comes
-    on top, as much as it keeps without.
-    """
-    config = learner.policy.model.config
-    widths = (min(longest, WIDTH) // 2, min(longest, WIDTH))
-    layers = [m for m in learner.nets.modules() if getattr(m, "gradient_checkpointing", False)]
-    total = _carried_on(widths, [_kept_by(learner, width) for width in widths], tokens, longest)
-    if not layers:
-        return total
-    for layer in layers:
-        layer.gradient_checkpointing = False
-    try:
-        whole = _carried_on(widths, [_kept_by(learner, width) for width in widths], tokens, longest)
-    finally:
-        for layer in layers:
-            layer.gradient_checkpointing = True
-    inputs = 4 * tokens * config.num_hidden_layers * config.hidden_size
-    return total + inputs + whole // config.num_hidden_layers
-
-
-def _carried_on(widths: tuple[int, int], kept: Sequence[float], tokens: int, longest: int) -> int:
-    """Bytes a token at two widths, as a line in the width, at the width `longest`; times the tokens."""
-    slope = max(0.0, (kept[1] - kept[0]) / (widths[1] - widths[0]))
-    return int(tokens * (max(kept) + slope * (longest - widths[1])))
-
-
-def _kept_by(learner: Any, width: int) -> float:
-    """Bytes a token that autograd keeps of policy and critic for rows as they are at worst.
-
-    They share their first token alone, so that attention needs a mask and every token counts; all but one are so long that they are
-    padded by as much as the packing pads.
-    """
-    import torch
-
-    from rlkit.models.packing import pack, size_class
-    from rlkit.models.score import states
-
-    short = next(n for n in range(2, width + 1) if size_class(n) == size_class(width))
-    ids = (torch.arange(WORST)[:, None] * 7 + torch.arange(width + 1)) % learner.policy.model.get_input_embeddings().num_embeddings
-    ids[:, 0] = 0
-    mask = torch.arange(width + 1).expand(WORST, -1) >= 1
-    mask = mask & ((torch.arange(WORST)[:, None] == 0) | (torch.arange(width + 1) <= short))
-    packed = pack(ids.to(learner.device), mask.to(learner.device))
-    with torch.enable_grad(), saved_for_backward(learner.nets) as kept:
-        hidden = states(learner.model, packed)
-        values = learner.critic(hidden, packed) if learner.x.algorithm.critic.active else None
-        peak = kept.peak + size_of([hidden, values])
-    return peak / packed.tokens
-
-
-def working_of(learner: Any, tokens: int) -> int:
-    """Bytes for the logits of a chunk, their log-softmax, its gradient and theirs, and what the loss keeps of every token."""
-    from rlkit.models.score import CHUNK_LOGITS
-
-    vocabulary = learner.policy.model.get_output_embeddings().weight.shape[0]
-    return 4 * (4 * min(tokens * vocabulary, CHUNK_LOGITS) + LOSS * tokens)
 
 
 def size_of(node: Any) -> int:
@@ -283,33 +155,6 @@ def size_of(node: Any) -> int:
     return sum(sizes.values())
 
 
-def cache_bytes(model: Any) -> int:
-    """Keys and values of one token in all layers, in bytes."""
-    config = model.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * width * next(model.parameters()).element_size()
-
-
-def episode_length(x: Experiment, learner: Any, tasks: Sequence[Task], played: Sequence[Rollout]) -> int:
-    """Tokens that an episode may come to: the longest prompt, as many replies as may be, each as long as it may be, and between any two
-    of them the most that was said between two of those `played`."""
-    from rlkit.environments import environment_of
-    from rlkit.episodes.episode import opening
-    from rlkit.models import encode_prompt
-
-    longest = max(tasks, key=lambda task: sum(len(m["content"]) for m in task.messages))
-    own = environment_of(x.environment, longest)
-    begun = opening(longest, own)
-    prompt = len(encode_prompt(learner.policy.codec, begun.prompt, begun.schemas))
-    turns = ((a, b) for r in played for a, b in zip(r.steps, r.steps[1:], strict=False))
-    said = max((len(b.prompt_ids) - len(a.prompt_ids) - len(a.response_ids) for a, b in turns), default=0)
-    return prompt + own.max_steps * x.generation.max_new_tokens + (own.max_steps - 1) * max(said, 0)
-
-
-# ------------------------------------------------------------------------------------------------------- telling
-
-
 def show(report: Report, *, phases: Sequence[str] = ()) -> str:
     """The report in lines: what was done, with its numbers, then memory."""
     m, clock, memory = report.metrics, report.seconds, report.memory
@@ -327,11 +172,7 @@ def show(report: Report, *, phases: Sequence[str] = ()) -> str:
         ("reward", f"{_mean(own)} ({terms}), {len(scored)} of {len(own)} can be scored"),
         ("update", (numbers if m["optim/updates"] else "none: this step had nothing to learn from") + f", {clock['update']:.1f} s"),
         *([("", "all rewards were equal, so 0 and 1 in turn stood for them")] if report.spread else []),
-        *((f"memory: {name}", _size(getattr(memory, name))) for name in memory._fields if getattr(memory, name)),
-        (
-            "memory: in all",
-            f"{_size(memory.peak)} at most: micro_batch_tokens full of the longest episodes; the framework comes on top",
-        ),
+        *((f"memory: {name}", _size(size)) for name, size in memory._asdict().items() if size),
     ]
     if len(phases) > 1:
         rows.append(("phases", f"the step was one of '{phases[0]}'; the others were tried on fake data only"))

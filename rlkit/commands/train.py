@@ -118,22 +118,17 @@ def check_continues(folder: Path, config: dict, steps: int, resume: Path | None)
 
 def in_hydra(composed: Composed, folder: Path, job: Callable[[], int]) -> int:
     """Runs a job as Hydra's main does, with the config that is composed already: .hydra/ in its folder, Hydra's state, its callbacks."""
-    from hydra import initialize_config_dir
-    from hydra._internal.callbacks import Callbacks
-    from hydra.core.global_hydra import GlobalHydra
     from hydra.core.utils import run_job
-    from hydra.types import HydraContext, RunMode
+    from hydra.types import RunMode
 
-    from rlkit.config.compose import conf_dir
+    from rlkit.config.compose import hydra_context
 
     config = composed.full
     config.hydra.run.dir, config.hydra.mode = str(folder), RunMode.RUN
-    with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="train"):
-        callbacks = Callbacks(config)
-        callbacks.on_run_start(config=config, config_name="train")
-        context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=callbacks)
+    with hydra_context(config) as context:
+        context.callbacks.on_run_start(config=config, config_name="train")
         done = run_job(lambda _: job(), config, "hydra.run.dir", None, hydra_context=context)
-        callbacks.on_run_end(config=config, config_name="train", job_return=done)
+        context.callbacks.on_run_end(config=config, config_name="train", job_return=done)
         return done.return_value
 
 

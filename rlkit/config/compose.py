@@ -10,7 +10,8 @@ import copy
 import functools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +25,7 @@ from rlkit.errors import ConfigError, nearest
 from rlkit.system.redaction import learn
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
+    from hydra.types import HydraContext
     from omegaconf import DictConfig
 
     from rlkit.training.experiment import Experiment
@@ -86,6 +88,18 @@ def compose(
     if problems:
         raise ConfigError("\n".join(problems))
     return Composed(plain, accepted, full)
+
+
+@contextmanager
+def hydra_context(config: DictConfig) -> Iterator[HydraContext]:
+    """Hydra's state around jobs whose config is composed already, with the callbacks that it names (hydra.callbacks)."""
+    from hydra import initialize_config_dir
+    from hydra._internal.callbacks import Callbacks
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.types import HydraContext
+
+    with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="train"):
+        yield HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks(config))
 
 
 def length_keys(composed: Composed) -> tuple[str, ...]:

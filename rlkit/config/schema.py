@@ -194,7 +194,7 @@ def moved(name: Any) -> Any:
 
 def _is_partial(node: Mapping[str, Any]) -> bool:
     """Whether a node is a function still to be called. Engines were functions in version 0.1, and are objects now."""
-    return node.get("_partial_", False) and not str(MOVED.get(node["_target_"], "")).startswith("rlkit.engines.")
+    return node.get("_partial_", False) and not str(MOVED.get(str(node["_target_"]), "")).startswith("rlkit.engines.")
 
 
 def renamed(node: Any) -> Any:

@@ -65,6 +65,7 @@ class Service:
         self.waiting: dict[int, Request] = {}  # not in the decoder yet
         self.running: dict[int, Request] = {}
         self.due: dict[int, float] = {}  # episodes that wait for something outside → the round in which they join; inf: any
+        self.over: set[int] = set()  # of those in due: the ones that have ended meanwhile
         self.answered: dict[int, SamplingParams] = {}  # episodes that were just given their reply
         self.driver: asyncio.Task[None] | None = None
         self.news = asyncio.Event()  # of requests and releases
@@ -87,7 +88,7 @@ class Service:
         self.decoder, self.version, self.failure = self.make_decoder(weights), version, None
 
     def _in_play(self) -> int:
-        return len(self.running) + len(self.waiting) + len(self.due)
+        return len(self.running) + len(self.waiting) + len(self.due.keys() - self.waiting.keys() - self.over)
 
     async def generate(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> Generation:
         """One completion; see `rlkit.types.Engine`."""
@@ -106,12 +107,20 @@ class Service:
         return await request.reply
 
     def release(self, key: int) -> None:
-        """The episode is over."""
+        """The episode is over. The decoder is told at once, or in the round in which the answer that ended the episode is due: what
+        decodes together never depends on how long something outside took."""
+        if key in self.due and key not in self.waiting and self.due[key] < math.inf:
+            self.over.add(key)
+        else:
+            self._drop(key)
+        self.news.set()
+
+    def _drop(self, key: int) -> None:
         for kept in (self.waiting, self.running, self.due, self.answered):
             kept.pop(key, None)
+        self.over.discard(key)
         if self.decoder is not None:
             self.decoder.release(key)
-        self.news.set()
 
     # ----------------------------------------------------------------------------------------------------- the driver
 
@@ -154,11 +163,14 @@ class Service:
     async def _admit(self, decoder: Decoder) -> bool:
         """Gives the decoder the requests whose turn it is, waiting for those that are due and late. False: nobody asks for more."""
         while True:
-            if any(due <= decoder.rounds and key not in self.waiting for key, due in self.due.items()):
+            here = [key for key, due in self.due.items() if due <= decoder.rounds]
+            if any(key not in self.waiting and key not in self.over for key in here):
                 begun = time.perf_counter()
                 await self._news()
                 self.late_s += time.perf_counter() - begun
                 continue
+            for key in self.over.intersection(here):
+                self._drop(key)
             for key in sorted(self.waiting):
                 request = self.waiting[key]
                 if not decoder.rounds < self.due.get(key, 0) < math.inf and decoder.accepts(request.params):

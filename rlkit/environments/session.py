@@ -133,7 +133,8 @@ async def answer_calls(
                 return await awaited(execute(call, tools))
             return await awaited(await in_worker(partial(execute, call, tools), None, f"the executor of the call {call.name}"))
 
-    known = [tools[call.name] for call in step.tool_calls[:max_calls] if not call.error and call.name in tools]
+    named = {call.name for call in step.tool_calls[:max_calls] if not call.error and isinstance(call.name, str)}
+    known = [tools[name] for name in named if name in tools]
     if all(marked(tool, "independent") for tool in known) and not all(marked(tool, "bounded") for tool in known):
         results = await together(answered(i, call) for i, call in enumerate(step.tool_calls))
     else:
@@ -145,7 +146,7 @@ async def answer_calls(
 async def with_state(rollout: Rollout, session: Session) -> Rollout:
     """The rollout with its session's end state in `rollout.state`, where the session tells one.
 
-    Raises: EnvironmentFailed for a state that is no mapping of plain values: what JSON has.
+    Raises: EnvironmentFailed for a state that is no mapping of names to plain values, those that JSON has.
     """
     tell = getattr(session, "state", None)
     if not callable(tell):
@@ -154,17 +155,18 @@ async def with_state(rollout: Rollout, session: Session) -> Rollout:
         state = await awaited(tell())
     if not isinstance(state, Mapping):
         raise EnvironmentFailed(f"{where(tell)}: a session's state is {state!r:.200}; it must be a mapping of names to plain values")
-    plain = _plain(state, "state()", where(tell))
+    plain = _plain(state, "state()", tell)
     return rollout._replace(metadata={**rollout.metadata, "state": plain}) if plain else rollout
 
 
-def _plain(value: Any, path: str, at: str) -> Any:
+def _plain(value: Any, path: str, tell: Callable[[], Any]) -> Any:
     """A copy of plain values, so that what the session does later does not change it."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{path}[{i}]", at) for i, item in enumerate(value)]
+        return [_plain(item, f"{path}[{i}]", tell) for i, item in enumerate(value)]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(item, f"{path}[{key!r}]", at) for key, item in value.items()}
+        return {key: _plain(item, f"{path}[{key!r}]", tell) for key, item in value.items()}
     kind = "a mapping with keys that are no text" if isinstance(value, Mapping) else f"of type {type(value).__name__}"
-    raise EnvironmentFailed(f"{at}: {path} of a session is {kind}; give text, numbers, true, false, None, and lists and mappings of them")
+    needed = "give text, numbers, true, false, None, and lists and mappings of them"
+    raise EnvironmentFailed(f"{where(tell)}: {path} of a session is {kind}; {needed}")

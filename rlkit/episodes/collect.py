@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -120,7 +121,8 @@ async def collected(
             return await speak(rollout, messages, session)
 
         try:
-            rollout = await play(task, own, say, group=group, sample=sample, spent=spent)
+            over = partial(engine.release, key)
+            rollout = await play(task, own, say, group=group, sample=sample, said=over, spent=spent or (lambda seconds: None))
         finally:
             engine.release(key)
             place.arrive()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 
 from rlkit.environments import tool_schema
 from rlkit.environments.session import blamed, opened, with_state
+from rlkit.system.deadline import Countdown, DeadlinePassed
 from rlkit.system.loops import awaited, run
 from rlkit.types import Environment, Message, Messages, Rollout, Session, Step, Task, Tool
 
@@ -18,7 +18,14 @@ Say = Callable[[Rollout, Messages, Session], Awaitable[Step | None]]
 
 
 async def play(
-    task: Task, environment: Environment, say: Say, *, group: int = 0, sample: int = 0, spent: Callable[[float], None] | None = None
+    task: Task,
+    environment: Environment,
+    say: Say,
+    *,
+    group: int = 0,
+    sample: int = 0,
+    said: Callable[[], None] = lambda: None,
+    spent: Callable[[float], None] = lambda seconds: None,
 ) -> Rollout:
     """Play one episode: prompt, reply, answer, reply, …, until the session has nothing more to say or a limit is reached.
 
@@ -28,14 +35,16 @@ async def play(
     Args:
       say: the only place that knows tokens (`rlkit.episodes.replies.speaker`).
       group, sample: position of the prompt in the batch, and which of its samples this is.
+      said: called once nothing more is said, before the session tells its state and closes, which may take its time.
       spent: called at the end with the seconds that the episode spent in its session.
     Returns: the unscored rollout. `truncation` is "context" (no room for a reply), "length", "steps",
       "deadline", or what the session says.
     Raises: EnvironmentFailed where the environment's code raises; what `say` raises.
     """
-    rollout, limit = Rollout(task, (), group=group, sample=sample), Deadline(environment.deadline)
-    try:
-        async with AsyncExitStack() as stack:
+    rollout, limit, session = Rollout(task, (), group=group, sample=sample), Deadline(environment.deadline), None
+    async with AsyncExitStack() as stack:
+        stack.callback(lambda: spent(limit.spent))
+        try:
             async with limit.running():
                 session = await stack.enter_async_context(opened(environment, task))
                 with blamed("first prompt", task):
@@ -54,12 +63,10 @@ async def play(
                         rollout, prompt = _checked(await awaited(session.answer(rollout)))
                 if prompt is not None and len(rollout.steps) >= environment.max_steps:
                     rollout, prompt = truncated(rollout, "steps"), None
-            return await with_state(rollout, session)
-    except DeadlinePassed:
-        return truncated(rollout, "deadline")
-    finally:
-        if spent is not None:
-            spent(limit.spent)
+        except DeadlinePassed:
+            rollout = truncated(rollout, "deadline")
+        said()
+        return rollout if session is None else await with_state(rollout, session)
 
 
 class Opening(NamedTuple):
@@ -97,27 +104,18 @@ def _checked(answer: Any) -> tuple[Rollout, Messages | None]:
     return rollout, [{"role": "user", "content": said}] if isinstance(said, str) else said
 
 
-class DeadlinePassed(Exception):
-    """The episode has spent all of its seconds in its session."""
-
-
 class Deadline:
     """The seconds that an episode spends in its session, and the most it may; sampling does not count. None: no limit."""
 
     def __init__(self, seconds: float | None):
-        self.seconds, self.spent = seconds, 0.0
+        self.countdown, self.spent = Countdown(seconds), 0.0
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Counts a block. Raises: DeadlinePassed once the limit is reached, which cancels what the block awaits."""
         begun = time.perf_counter()
-        left = None if self.seconds is None else max(0.0, self.seconds - self.spent)
         try:
-            async with asyncio.timeout(left) as timer:
+            async with self.countdown.running():
                 yield
-        except TimeoutError as error:
-            if timer.expired():
-                raise DeadlinePassed from error
-            raise
         finally:
             self.spent += time.perf_counter() - begun

@@ -75,6 +75,7 @@ def _summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
     ended = [r for r in rollouts if r.status == "terminated"]
     solved = [r.response_length for r in rollouts if r.total_reward is not None and r.total_reward > 0]
     unsolved = [r.response_length for r in rollouts if r.total_reward is not None and r.total_reward <= 0]
+    measured = [r.metadata.get("aggregator", {}) for r in rollouts]
     calls = [[call for step in r.steps for call in step.tool_calls] for r in rollouts]
     results = [[result for step in r.steps for result in step.tool_results] for r in rollouts]
     return {
@@ -82,7 +83,7 @@ def _summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "reward/std": pstdev(scores) if scores else NAN,
         "reward/unscored_frac": 1 - len(scores) / len(rollouts),
         **_components(rollouts),
-        **_of_aggregator(rollouts),
+        **{f"aggregator/{name}": _mean([m[name] for m in measured if name in m]) for name in dict.fromkeys(n for m in measured for n in m)},
         **_groups(rollouts),
         "len/mean": _mean(lengths),
         "len/min": min(lengths),
@@ -136,14 +137,6 @@ def _components(rollouts: Sequence[Rollout]) -> dict[str, float]:
         for status in STATUSES:
             out[f"reward/{name}/{status}_frac"] = _share(r.statuses.get(name) == status for r in rollouts)
     return out
-
-
-def _of_aggregator(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """aggregator/NAME: the mean of what the aggregator measured on the rollouts."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for name, value in (item for r in rollouts for item in r.metadata.get("aggregator", {}).items()):
-        values[f"aggregator/{name}"].append(value)
-    return {name: fmean(own) for name, own in values.items()}
 
 
 def _variance_share(rollouts: Sequence[Rollout], name: str) -> float:

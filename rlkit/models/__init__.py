@@ -5,27 +5,3 @@ from rlkit.models.critic import HeadCritic, SeparateCritic, ValueHead, make_crit
 from rlkit.models.load import LoRA, add_lora, check_vocabulary, load_policy, make_policy, pretrained_model, pretrained_tokenizer
 from rlkit.models.packing import Packed, pack
 from rlkit.models.score import score
-
-__all__ = [
-    "Codec",
-    "HeadCritic",
-    "LoRA",
-    "Packed",
-    "SeparateCritic",
-    "ValueHead",
-    "add_lora",
-    "check_template",
-    "check_vocabulary",
-    "continuation",
-    "decode",
-    "encode_prompt",
-    "encode_text",
-    "load_policy",
-    "make_codec",
-    "make_critic",
-    "make_policy",
-    "pack",
-    "pretrained_model",
-    "pretrained_tokenizer",
-    "score",
-]

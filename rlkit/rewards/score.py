@@ -195,10 +195,15 @@ def _spread(values: Any, count: int) -> Sequence[Any]:
     """A batched function's list, or its failure as that of every rollout."""
     if isinstance(values, Exception):
         return [values] * count
+    wrong = _misshapen(values, count, "rollouts; a batched term returns a list, one for each")
+    return [wrong] * count if wrong else values
+
+
+def _misshapen(values: Any, count: int, what: str) -> _Misshapen | None:
+    """What is wrong with what should be a list of so many."""
     if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count:
-        return values
-    size = f"{len(values)} scores" if isinstance(values, Sequence) else type(values).__name__
-    return [_Misshapen(f"{size} for {count} rollouts; a batched term returns a list, one for each")] * count
+        return None
+    return _Misshapen(f"{f'a list of {len(values)}' if isinstance(values, list) else type(values).__name__} for {count} {what}")
 
 
 class _Misshapen(Exception):
@@ -214,7 +219,9 @@ def _cell(term: Term, rollout: Rollout, value: Any) -> Cell:
         if not term.per_step or value is None:
             number = _number(value)
             return Cell(number, _status(value, number))
-        steps = tuple(_number(entry) or 0.0 for entry in _per_step(value, len(rollout.steps)))
+        if wrong := _misshapen(value, len(rollout.steps), "steps; a term per step returns a list, one number or None a step"):
+            raise wrong
+        steps = tuple(_number(entry) or 0.0 for entry in value)
         return Cell(sum(steps), _status(None, sum(steps)), steps)
     except _Misshapen as error:
         return Cell(None, "error", failure=f"returned no reward {where} {error}")
@@ -223,13 +230,6 @@ def _cell(term: Term, rollout: Rollout, value: Any) -> Cell:
         return Cell(None, "timeout", failure=f"gave no score {where} {limit}", cause=error)
     except Exception as error:
         return Cell(None, "error", failure=f"raised {where} {type(error).__name__}: {error}", cause=error)
-
-
-def _per_step(value: Any, count: int) -> Sequence[Any]:
-    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == count:
-        return value
-    size = f"{len(value)} entries" if isinstance(value, Sequence) else type(value).__name__
-    raise _Misshapen(f"{size} for {count} steps; a term per step returns a list, one number or None a step")
 
 
 def _number(value: Any) -> float | None:
@@ -278,7 +278,8 @@ def _aggregated(rollouts: list[Rollout], reward: Reward) -> list[Rollout]:
         given: list[tuple[Any, Metrics]] = [(0.0, {})] * len(chosen)
     elif is_batched(reward.aggregator):
         values, metrics = unpacked(_called(partial(reward.aggregator, chosen, weights), None))
-        given = [(value, _of_rollout(metrics, i)) for i, value in enumerate(_spread(values, len(chosen)))]
+        each = [{n: v[i] if isinstance(v, Sequence) else v for n, v in metrics.items()} for i in range(len(chosen))]
+        given = list(zip(_spread(values, len(chosen)), each, strict=True))
     else:
         own = [{name: r.rewards[name] for name in weights} for r in chosen]
         given = [unpacked(_called(partial(reward.aggregator, scores, weights), None)) for scores in own]
@@ -291,11 +292,6 @@ def _aggregated(rollouts: list[Rollout], reward: Reward) -> list[Rollout]:
         noted = {"aggregator": {name: c.score for name, c in notes.items() if c.score is not None}} if notes else {}
         out[i] = rollout._replace(reward=cell.score, metadata={**rollout.metadata, **noted})
     return out
-
-
-def _of_rollout(metrics: Metrics, i: int) -> Metrics:
-    """Of a batched aggregator's metrics those of one rollout: a list has an entry for each, a number is that of all."""
-    return {name: value[i] if isinstance(value, Sequence) else value for name, value in metrics.items()}
 
 
 def is_batched(fn: Callable[..., Any]) -> bool:

@@ -13,23 +13,3 @@ from rlkit.sandbox.asserts import Check, Unsplittable, passes, split
 from rlkit.sandbox.level import Level, probe, require, run, run_many, seen
 from rlkit.sandbox.process import Job, Outcome, Result, Sandbox, SandboxError
 from rlkit.sandbox.values import Opaque, same
-
-__all__ = [
-    "Check",
-    "Job",
-    "Level",
-    "Opaque",
-    "Outcome",
-    "Result",
-    "Sandbox",
-    "SandboxError",
-    "Unsplittable",
-    "passes",
-    "probe",
-    "require",
-    "run",
-    "run_many",
-    "same",
-    "seen",
-    "split",
-]

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from functools import lru_cache
 from threading import Lock, Thread, Timer
@@ -51,10 +51,7 @@ def containing(*passing: type[BaseException]) -> Iterator[None]:
 
     SystemExit, KeyboardInterrupt, any other BaseException that the block raises, and os._exit in its thread, become ProcessEndAsked.
     An interruption from outside passes: a signal that rlkit handles, and Ctrl-C where Python's own handler is in place. An exit from C,
-    or a crash, cannot be stopped here; what may do that belongs into a child process.
-
-    Args:
-      passing: further exceptions that pass.
+    or a crash, cannot be stopped here; what may do that belongs into a child process. Exceptions of `passing` pass too.
     """
     outer = CALLED.get()
     CALLED.set(os.getpid())
@@ -93,7 +90,7 @@ class Work(Generic[T]):
 
     def __init__(self, call: Callable[[], T]):
         self.future: Future[T] = Future()
-        self.future.set_running_or_notify_cancel()  # so that nobody who waits for it can cancel it
+        self.future.set_running_or_notify_cancel()  # so that no one who waits for it can cancel it
         self.lock, self.given_up, self.ends = Lock(), False, list[Callable[[], None]]()
         self.thread = Thread(target=self._run, args=(call,), daemon=True)
         self.thread.start()
@@ -109,7 +106,7 @@ class Work(Generic[T]):
             self.future.set_result(result)
 
     def give_up(self, what: str = "") -> None:
-        """Nobody waits any longer. Ends the call as it has said (`ended_by`); else it goes on, is counted, and `what` is named once."""
+        """No one waits any longer. Ends the call as it has said (`ended_by`); else it goes on, is counted, and `what` is named once."""
         with self.lock:  # so that nothing is ended that is over
             if self.future.done() or self.given_up:
                 return
@@ -142,10 +139,9 @@ def _warn_of_thread(what: str) -> None:
 
 @contextmanager
 def ended_by(end: Callable[[], None]) -> Iterator[None]:
-    """Inside a tool or a reward in a thread: where nobody waits for it any longer, what the block waits for is ended by `end()`.
+    """Inside a tool or a reward in a thread: where no one waits for it any longer, what the block waits for is ended by `end()`.
 
-    Args:
-      end: ends it from another thread, such as by killing a child process; the block cannot be left meanwhile.
+    That is called from another thread, and may kill a child process; the block is not left meanwhile.
     """
     if (work := WORK.get()) is None:
         yield
@@ -187,13 +183,9 @@ PLACES: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 
 
 async def in_worker(call: Callable[[], T], seconds: float | None, what: str) -> T:
-    """`in_thread` for a coroutine: the event loop goes on meanwhile, with MOST_THREADS calls at the same time at most.
+    """`in_thread` for a coroutine: the event loop goes on meanwhile, with at most MOST_THREADS calls at the same time.
 
-    A call whose coroutine is cancelled is given up too.
-
-    Args:
-      seconds: that are waited from the call's start; None waits for ever.
-      what: the call's name, for the warning where it cannot be ended.
+    A call whose coroutine is cancelled is given up too. `what` names the call, for the warning where it cannot be ended.
     """
     async with PLACES.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MOST_THREADS)):
         work = Work(call)
@@ -204,17 +196,51 @@ async def in_worker(call: Callable[[], T], seconds: float | None, what: str) -> 
             work.give_up(what)
 
 
-@asynccontextmanager
-async def within(seconds: float | None) -> AsyncIterator[None]:
-    """A block whose awaiting is cancelled after this time. None: never. Raises: DeadlinePassed then."""
-    limit = asyncio.timeout(seconds)
-    try:
-        async with limit:
+class Countdown:
+    """Seconds that blocks may await, all together; None: no limit.
+
+    The event loop counts them in small ticks. While it is busy with something else, such as decoding, nothing that it awaits can go
+    on, so such a stretch counts as one tick, however long it is.
+    """
+
+    def __init__(self, seconds: float | None):
+        self.left, self.tick = seconds, min(0.25, (seconds or 0.0) / 8)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """A block whose awaiting is cancelled when the time is up. Raises: DeadlinePassed then."""
+        if self.left is None:
             yield
-    except TimeoutError as error:
-        if limit.expired():
-            raise DeadlinePassed(f"nothing within {seconds:g} s") from error
-        raise
+            return
+        loop, limit = asyncio.get_running_loop(), asyncio.timeout(None)
+        begun = loop.time()
+        handle: asyncio.TimerHandle
+
+        def count() -> None:
+            nonlocal begun, handle
+            now = loop.time()
+            self.left, begun = (self.left or 0.0) - min(now - begun, self.tick), now
+            if self.left > 0:
+                handle = loop.call_later(min(self.left, self.tick), count)
+            else:
+                limit.reschedule(now)
+
+        handle = loop.call_later(max(0.0, min(self.left, self.tick)), count)
+        try:
+            async with limit:
+                yield
+        except TimeoutError as error:
+            if limit.expired():
+                raise DeadlinePassed("no time is left") from error
+            raise
+        finally:
+            handle.cancel()
+            self.left -= min(loop.time() - begun, self.tick)
+
+
+def within(seconds: float | None) -> AbstractAsyncContextManager[None]:
+    """A block whose awaiting is cancelled after these seconds (`Countdown`). None: never. Raises: DeadlinePassed then."""
+    return Countdown(seconds).running()
 
 
 @contextmanager

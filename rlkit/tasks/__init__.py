@@ -13,16 +13,3 @@ from rlkit.tasks.mbpp import mbpp
 from rlkit.tasks.mixture import mixture
 from rlkit.tasks.source import read_rows
 from rlkit.tasks.verifiers import verifiers
-
-__all__ = [
-    "arithmetic",
-    "conversations",
-    "episodes",
-    "gsm8k",
-    "guess_number",
-    "jsonl",
-    "mbpp",
-    "mixture",
-    "read_rows",
-    "verifiers",
-]

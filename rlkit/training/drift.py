@@ -15,7 +15,6 @@ that was begun before this was measured. Neither figure exists where the episode
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,10 +27,7 @@ EVERY, LEAST = 16, 4  # of so many rollouts one is measured, and at least so man
 
 
 def few(batch: Batch) -> Batch | None:
-    """All rows of every 16th rollout that has a trained token, of small batches of four; None where there is no such token.
-
-    Without what no pass of the model reads: metadata is the user's, and a checkpoint holds plain types and tensors alone.
-    """
+    """All rows of every 16th rollout that has a trained token, of small batches of four, as tensors alone; None where there is none."""
     owners = batch.rollout_ids[batch.response_mask.any(1)].unique()
     if not len(owners):
         return None
@@ -41,11 +37,8 @@ def few(batch: Batch) -> Batch | None:
 
 
 def on(batch: Batch, device: torch.device) -> Batch:
-    """The batch on a device, mappings of tensors too: a checkpoint's comes on the CPU."""
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {name: moved(entry) for name, entry in value.items()}
-        return value.to(device) if isinstance(value, Tensor) else value
-
-    return batch._replace(**{name: moved(value) for name, value in batch._asdict().items()})
+    """The batch on a device, with what is in its mappings: a checkpoint's comes on the CPU."""
+    moved: dict[str, Any] = {name: value.to(device) for name, value in batch._asdict().items() if isinstance(value, Tensor)}
+    for name in ("components", "metrics"):
+        moved[name] = getattr(batch, name) and {key: value.to(device) for key, value in getattr(batch, name).items()}
+    return batch._replace(**moved)

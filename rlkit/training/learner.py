@@ -56,7 +56,7 @@ class Learner:
       experiment: the whole run. policy: trained in place, in evaluation mode.
       exact: whether the engine was found to give the trainer's log-probs; decides what algorithm/correction=auto means.
       host: who computes. A precision other than that of the weights is the caller's: `with autocast(x, device, updates=True)`.
-      optimizers: of the policy and, if there is one, of the critic, in place of those that the experiment makes.
+      critic: in place of the one that the experiment makes. optimizers: likewise, of the policy and, if there is one, of the critic.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Learner:
         *,
         exact: bool = False,
         host: Host = Host(),  # noqa: B008  (immutable)
+        critic: torch.nn.Module | None = None,
         optimizers: Sequence[torch.optim.Optimizer] = (),
     ):
         self.configured, self.policy, self.model, self.host = experiment, policy, policy.model, host
@@ -73,7 +74,7 @@ class Learner:
         self.settle(exact)
         self.progress = schedules.start(self.experiment)
         self.x = schedules.at(self.experiment, self.progress)
-        self.critic = self.make_critic()
+        self.critic = self.make_critic() if critic is None else critic
         self.nets = torch.nn.ModuleDict({"model": self.model} | ({} if self.critic is None else {"critic": self.critic}))
         self.optimizers = list(optimizers) or self.make_optimizers()
         self.rl_step, self.tokens, self.begun = 0, 0, -1
@@ -82,9 +83,7 @@ class Learner:
         if any(x.needs_reference for name, x in self.phases.items() if not self.owner(name)):
             self.references[""] = self.experiment.reference.init(self.model, step=0)
         self.enter_phase()
-        self.start: Batch | None = (
-            None  # a few rollouts of the first step, with the log-probs that the start gave them (rlkit.training.drift)
-        )
+        self.start: Batch | None = None  # a few rollouts of the first step, with the log-probs that the start gave them (drift)
         self.nonfinite: dict[int, int] = {}  # optimiser → its updates in a row that were skipped since something was not finite
         self.halvings = 0  # of the micro-batches, since memory ran out
         self.metrics: dict[str, Any] = {}
@@ -311,7 +310,7 @@ class Learner:
             "start": None if self.start is None else {n: t.cpu() for n, t in self.start._asdict().items() if t is not None},
             "moments": list(self.moments),
             "references": {owner: ranks.whole(self.reference_of(owner).save(state)) for owner, state in self.references.items()},
-            "nonfinite": self.nonfinite,
+            "nonfinite": dict(self.nonfinite),
             "halvings": self.halvings,
             "threads": torch.get_num_threads() if self.device.type == "cpu" else None,  # a GPU's sums do not depend on them
         }

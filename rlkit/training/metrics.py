@@ -12,18 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import rlkit.functional as F
 from rlkit.algorithm import counted, number, whole
 from rlkit.distributed import ranks
 from rlkit.errors import PartError
-from rlkit.functional import (
-    approximate_kl,
-    correlation,
-    effective_sample_size,
-    explained_variance,
-    k1,
-    k3,
-    ratio_statistics,
-)
 from rlkit.models.packing import Packed
 from rlkit.training.experiment import Experiment
 from rlkit.types import Batch, Rollout, Scores
@@ -154,7 +146,7 @@ def _ratios(terms: UpdateTerms) -> dict[str, float]:
     if ratio is None or advantages is None:
         return out
     mask = torch.ones_like(ratio, dtype=torch.bool)
-    out["ratio/mean"], out["ratio/var"], out["ratio/max"] = map(float, ratio_statistics(ratio, mask))
+    out["ratio/mean"], out["ratio/var"], out["ratio/max"] = map(float, F.ratio_statistics(ratio, mask))
     if terms.first_ratio is not None:
         out["ratio/first_mean"] = float(terms.first_ratio.mean())
     held, capped = terms.get("clip_held"), terms.get("clip_capped")
@@ -175,21 +167,21 @@ def _divergences(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> di
     logprobs = terms.get("logprobs")
     if logprobs is not None:
         before = terms.get("logprobs_old")
-        out["kl/old"] = float(approximate_kl(logprobs, before, torch.ones_like(logprobs, dtype=torch.bool)))  # type: ignore[arg-type]
+        out["kl/old"] = float(F.approximate_kl(logprobs, before, torch.ones_like(logprobs, dtype=torch.bool)))  # type: ignore[arg-type]
     old, sampler, reference = (_before(batch, terms, f"logprobs_{who}") for who in ("old", "sampler", "ref"))
     if old is None or sampler is None or not len(old):
         return out
     mask = torch.ones_like(old, dtype=torch.bool)
     if reference is not None:
-        out["kl/ref"], out["kl/ref_k3"] = float(k1(old, reference).mean()), float(k3(old, reference).mean())
+        out["kl/ref"], out["kl/ref_k3"] = float(F.k1(old, reference).mean()), float(F.k3(old, reference).mean())
     gap = (old - sampler).abs()
-    out["mismatch/kl"] = float(approximate_kl(old, sampler, mask))
+    out["mismatch/kl"] = float(F.approximate_kl(old, sampler, mask))
     out["mismatch/logp_abs_mean"], out["mismatch/logp_abs_max"] = float(gap.mean()), float(gap.max())
     out["mismatch/ratio_max"] = float((old - sampler).clamp(-20, 20).exp().max())
     owners = terms.get("owners") if batch.logprobs_old is None else batch.rollout_ids[:, None].expand(batch.ids.shape)[batch.response_mask]
-    shares = effective_sample_size(old, sampler, mask), effective_sample_size(old, sampler, mask, owners)
+    shares = F.effective_sample_size(old, sampler, mask), F.effective_sample_size(old, sampler, mask, owners)
     out |= dict(zip(weights, (float(value) for share in shares for value in (share, 1 / share - 1)), strict=True))
-    out["mismatch/pearson"] = float(correlation(old.exp(), sampler.exp(), mask))
+    out["mismatch/pearson"] = float(F.correlation(old.exp(), sampler.exp(), mask))
     return out
 
 
@@ -227,7 +219,7 @@ def _critic(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
     out = {"value/loss": terms.mean("value_loss"), "value/mean": terms.mean("values"), "value/return_mean": terms.mean("returns")}
     if batch.values is None or batch.returns is None:
         return out | {"value/explained_variance": NAN}
-    return out | {"value/explained_variance": float(explained_variance(batch.values, batch.returns, batch.response_mask))}
+    return out | {"value/explained_variance": float(F.explained_variance(batch.values, batch.returns, batch.response_mask))}
 
 
 def _optimizer(terms: UpdateTerms) -> dict[str, float]:

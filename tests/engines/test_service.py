@@ -33,7 +33,7 @@ class Recorder:
         self.params: dict[int, SamplingParams] = {}
         self.new: list[int] = []
         self.seen: list[tuple[int, tuple[int, ...]]] = []
-        self.released: list[int] = []
+        self.freed: list[tuple[int, int]] = []  # round, key
         self.together: list[set[SamplingParams]] = []
 
     @property
@@ -50,7 +50,7 @@ class Recorder:
 
     def release(self, key):
         self.left.pop(key, None)
-        self.released.append(key)
+        self.freed.append((self.rounds, key))
 
     def advance(self):
         if self.new:
@@ -86,16 +86,15 @@ async def at_once(key, turn):
 
 
 def play(service, keys, turns=3, pause=at_once, version=0, rule="rounds", rounds=16):
-    """Episodes of so many turns side by side, `pause(key, turn)` between two turns of one; their completions."""
+    """Episodes of so many turns side by side, `pause(key, turn)` after each of them; their completions."""
     params = SamplingParams(admission=rule, admission_rounds=rounds)
 
     async def episode(key):
         try:
             replies = []
-            for turn in range(turns):
-                if turn:
-                    await pause(key, turn)
-                replies.append(await service.generate(key, (1,) * (turn + 1), 0, params))
+            for turn in range(1, turns + 1):
+                replies.append(await service.generate(key, (1,) * turn, 0, params))
+                await pause(key, turn)
             return replies
         finally:
             service.release(key)
@@ -145,20 +144,20 @@ def test_an_answer_that_waits_for_nothing_joins_the_next_round(rule):
 
 @pytest.mark.parametrize("rounds", [1, 4, 16])
 def test_an_answer_from_outside_joins_so_many_rounds_after_its_reply(rounds):
-    """In any order of readiness, early or late, what the decoder is given in which round is the same."""
+    """In any order of readiness, early or late, what the decoder is given, and when it is told that an episode is over, is the same."""
     found = []
     for seed in range(12):
         decoder = Recorder(uneven)
         service = Played(decoder)
         play(service, range(6), 4, Weather(seed).pause, rounds=rounds)
-        found.append(decoder.seen)
+        found.append((decoder.seen, sorted(decoder.freed)))
         joined = {}
         for at, keys in decoder.seen:
             for key in keys:
                 joined.setdefault(key, []).append(at)
         for key, ats in joined.items():
             assert [b - a for a, b in itertools.pairwise(ats)] == [uneven(key, turn) + rounds for turn in (1, 2, 3)]
-    assert all(seen == found[0] for seen in found)
+    assert all(seen == found[0] for seen in found) and len({at for at, _ in found[0][1]}) > 3
 
 
 def test_the_decoder_waits_for_a_late_answer():
@@ -172,7 +171,7 @@ def test_the_decoder_waits_for_a_late_answer():
                 await asyncio.sleep(0)
 
     service = Played(decoder)
-    play(service, [0, 1], 2, lambda key, turn: pause(key, turn) if key == 1 else at_once(key, turn), rounds=4)
+    play(service, [0, 1], 2, lambda key, turn: pause(key, turn) if (key, turn) == (1, 1) else at_once(key, turn), rounds=4)
     assert decoder.seen == [(0, (0, 1)), (5, (1,)), (20, (0,))] and stood[-1] == 5 and service.late_s > 0
 
 
@@ -180,7 +179,7 @@ def test_where_nothing_decodes_the_counter_jumps():
     """No round is decoded for the sake of the counter."""
     decoder, decoded = Recorder(lambda key, turn: 2), []
     decoder.before = decoded.append
-    play(Played(decoder), [0], 2, lambda key, turn: asyncio.sleep(0), rounds=100)
+    play(Played(decoder), [0], 2, lambda key, turn: asyncio.sleep(0) if turn == 1 else at_once(key, turn), rounds=100)
     assert decoded == [0, 1, 102, 103]
 
 
@@ -189,7 +188,7 @@ def test_a_barrier_gives_what_answers_at_once_give(seed):
     quiet, windy = Recorder(uneven), Recorder(uneven)
     play(Played(quiet), range(6), 4)
     play(Played(windy), range(6), 4, Weather(seed).pause, rule="barrier")
-    assert windy.seen == quiet.seen and windy.rounds == quiet.rounds
+    assert (windy.seen, sorted(windy.freed)) == (quiet.seen, sorted(quiet.freed)) and windy.rounds == quiet.rounds
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -226,7 +225,7 @@ def test_weights_do_not_change_while_episodes_are_in_play():
         refused.append(key)
 
     play(service, [0, 1], 3, pause)
-    assert len(refused) == 4 and play(service, [0], version=1)[0][0].versions == ((0, 1),)
+    assert len(refused) == 6 and play(service, [0], version=1)[0][0].versions == ((0, 1),)
 
 
 def test_completions_with_other_numbers_wait_for_each_other():
@@ -257,13 +256,13 @@ def test_a_key_that_is_released_while_it_decodes_or_waits_is_forgotten():
         decoder.before = lambda at: at == 1 and service.release(0)
         done, _ = await asyncio.wait(asked[1:])
         assert len(done) == 2 and not asked[0].done()
-        service.release(1)  # the other waits for something outside
-        assert list(service.due) == [2]
+        service.release(1)  # it and the other wait for something outside
+        assert service.over == {1}
         service.release(2)
         asked[0].cancel()
 
     run(main())
-    assert not service.kept and decoder.released.count(0) == 1
+    assert not service.kept
 
 
 def test_one_episode_of_many_is_cancelled():
@@ -326,7 +325,7 @@ def test_an_error_ends_all_and_comes_out_as_it_was_raised(where, error, capfd):
     with pytest.raises(type(error)) as caught:
         play(service, range(4), 4, watched)
     assert caught.value is error and not service.kept and all(task.done() for task in tasks)
-    assert service.own.left == {} and set(service.own.released) == {0, 1, 2, 3}
+    assert service.own.left == {} and {key for _, key in service.own.freed} == {0, 1, 2, 3}
     del caught
     gc.collect()
     assert capfd.readouterr().err == "" and threading.active_count() == threads

@@ -438,8 +438,10 @@ def test_functions_may_be_async_and_a_deadline_cuts_them_short():
     async def never(rollout, step):
         await asyncio.Event().wait()
 
-    (rollout,) = played(dialogue(prompt_fn=never, deadline=0.01), reply())
-    assert (rollout.status, rollout.truncation, len(rollout.steps)) == ("truncated", "deadline", 1)
+    tools = {"shelf": Shelf}
+    (rollout,) = played(dialogue(prompt_fn=never, tools=tools, deadline=0.01), reply("", "put:a"), reply())
+    assert (rollout.status, rollout.truncation, len(rollout.steps)) == ("truncated", "deadline", 2)
+    assert rollout.state["shelf"]["word"] == "a"
 
 
 @pytest.mark.parametrize("plain", [True, False])

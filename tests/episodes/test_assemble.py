@@ -128,7 +128,7 @@ def test_padding_with_an_end_token_changes_nothing(tiny):
     rollouts = [rollout(([20, 21], [22, end]), reward=1.0), rollout(([20], [23, 24, 25, 26, end]))]
     ours, theirs = assemble(rollouts, pad_token_id=end), assemble(rollouts, pad_token_id=3)
     for name, tensor in ours._asdict().items():
-        if name != "ids" and torch.is_tensor(tensor):
+        if name != "ids" and isinstance(tensor, torch.Tensor):
             assert torch.equal(tensor, getattr(theirs, name)), name
     assert torch.equal(ours.ids[ours.attention_mask], theirs.ids[theirs.attention_mask])
     with torch.no_grad():
@@ -144,7 +144,7 @@ def test_a_reward_that_is_missing_becomes_nan():
 
 def test_dtypes_are_those_of_the_contract():
     batch = assemble([APPENDED], pad_token_id=0)
-    kinds = {name: getattr(batch, name).dtype for name in batch._fields if torch.is_tensor(getattr(batch, name))}
+    kinds = {name: tensor.dtype for name, tensor in batch._asdict().items() if isinstance(tensor, torch.Tensor)}
     floats, flags = {"rewards", "token_rewards", "logprobs_sampler"}, {"attention_mask", "response_mask", "truncated"}
     assert all(kind == (torch.float32 if name in floats else torch.bool if name in flags else torch.int64) for name, kind in kinds.items())
 

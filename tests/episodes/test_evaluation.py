@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from rlkit.engines import Batched
 from rlkit.environments import single_turn
 from rlkit.episodes.evaluation import greedy_accuracy, is_correct, sampled_accuracy
 from rlkit.functional.statistics import wilson
@@ -26,8 +27,8 @@ class Engine:
     def __init__(self):
         self.settings, self.counts = [], dict.fromkeys(RIGHT, 0)
 
-    def __call__(self, policy, contexts, seeds, /, **settings):
-        self.settings.append(settings)
+    def __call__(self, policy, contexts, seeds, params):
+        self.settings.append((params.temperature, params.max_new_tokens))
         out = []
         for context in contexts:
             text = decode(policy.codec, context)
@@ -41,7 +42,7 @@ class Engine:
 
 def collecting(**more):
     engine = Engine()
-    return engine, {"reward": REWARD, "generate": engine, "environment": single_turn(), "max_new_tokens": 5, **more}
+    return engine, {"reward": REWARD, "engine": Batched(engine), "environment": single_turn(), "max_new_tokens": 5, **more}
 
 
 def test_greedy_counts_full_marks_over_all_tasks(tiny):
@@ -50,7 +51,7 @@ def test_greedy_counts_full_marks_over_all_tasks(tiny):
     assert list(result.pop("reward_interval")) == pytest.approx([0.75 - 0.49, 0.75 + 0.49], abs=1e-4)  # 1.96 · 0.5 / √4
     assert result == {"accuracy": 3 / 4, "interval": list(wilson(3, 4)), "n": 4, "reward": 3 / 4, "temperature": 0.0}
     assert [r.reward for r in rollouts] == [1.0, 1.0, 1.0, 0.0] and [r.task.id for r in rollouts] == [t.id for t in TASKS]
-    assert engine.settings == [{"temperature": 0.0, "max_new_tokens": 5}]
+    assert engine.settings == [(0.0, 5)]
 
 
 def test_what_cannot_be_scored_counts_against_accuracy_but_not_in_the_mean_reward(tiny):
@@ -75,13 +76,13 @@ def test_a_task_may_count_less_than_full_marks_as_right():
 def test_one_reply_may_be_sampled_instead_of_greedy(tiny):
     engine, settings = collecting()
     result, _ = greedy_accuracy(tiny, TASKS, temperature=0.7, **settings)
-    assert engine.settings == [{"temperature": 0.7, "max_new_tokens": 5}] and result["temperature"] == 0.7
+    assert engine.settings == [(0.7, 5)] and result["temperature"] == 0.7
 
 
 def test_sampled_is_the_mean_over_tasks_of_each_tasks_own_estimate(tiny):
     engine, settings = collecting()
     result, rollouts = sampled_accuracy(tiny, TASKS, samples=4, k=[1, 2, 4], temperature=0.8, **settings)
-    assert len(rollouts) == 16 and engine.settings == [{"temperature": 0.8, "max_new_tokens": 5}]
+    assert len(rollouts) == 16 and engine.settings == [(0.8, 5)]
     assert result["avg@4"]["value"] == (4 + 3 + 1 + 0) / 16
     for k in (1, 2, 4):
         per_task = []
@@ -109,15 +110,10 @@ def test_more_draws_than_samples_are_refused_before_sampling(tiny):
     assert engine.settings == []
 
 
-def test_held_out_replies_have_a_limit_of_their_own_and_the_thinking_budget_of_training(experiment):
-    """An engine that knows no thinking budget is not called with one."""
-    x = experiment._replace(evaluation=experiment.evaluation._replace(max_new_tokens=9))
-    assert x.held_out(0.5) == {
-        "reward": x.evaluation.reward,
-        "generate": x.generation.engine,
-        "environment": x.environment,
-        "temperature": 0.5,
-        "max_new_tokens": 9,
-    }
-    thinking = experiment._replace(generation=experiment.generation._replace(max_thinking_tokens=3)).held_out(0.0)
-    assert (thinking["max_thinking_tokens"], thinking["max_new_tokens"]) == (3, experiment.generation.max_new_tokens)
+def test_held_out_replies_have_a_limit_of_their_own_and_the_rest_of_training(experiment):
+    """The thinking budget too, and when answers join."""
+    generation = experiment.generation._replace(max_thinking_tokens=3, admission="free")
+    x = experiment._replace(generation=generation, evaluation=experiment.evaluation._replace(max_new_tokens=9))
+    params = {"reward": x.evaluation.reward, "engine": x.generation.engine, "environment": x.environment} | generation.params
+    assert x.held_out(0.5) == params | {"temperature": 0.5, "max_new_tokens": 9}
+    assert experiment.held_out(0.0)["max_new_tokens"] == experiment.generation.max_new_tokens

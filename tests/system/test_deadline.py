@@ -11,7 +11,7 @@ import pytest
 from rlkit.environments import python_tool
 from rlkit.sandbox import Sandbox, process
 from rlkit.system import deadline
-from rlkit.system.deadline import DeadlinePassed, ProcessEndAsked, abandoned, contained, containing, ended_by, in_thread, in_worker
+from rlkit.system.deadline import DeadlinePassed, ProcessEndAsked, abandoned, contained, containing, ended_by, in_thread, in_worker, within
 from rlkit.system.loops import run
 
 
@@ -171,3 +171,39 @@ def test_more_calls_than_threads_wait_for_a_place_and_one_given_up_leaves_its_ow
 
     run(main())
     release.set()
+
+
+@pytest.mark.parametrize("kind", ["async", "thread"])
+@pytest.mark.parametrize(("busy", "passes"), [(1, True), (20, False)])
+def test_time_in_which_the_loop_is_busy_does_not_count(monkeypatch, kind, busy, passes):
+    """A decoder that blocks the loop for longer than a tool's limit had the tool given up although it was quick."""
+    release = threading.Event()
+
+    async def main():
+        loop, ahead = asyncio.get_running_loop(), 0.0
+        real = loop.time
+        monkeypatch.setattr(loop, "time", lambda: real() + ahead)
+        answer = asyncio.Event()
+
+        async def tool():
+            await answer.wait()
+            await asyncio.sleep(0)
+
+        async def call():
+            async with within(1.0):
+                await (tool() if kind == "async" else in_worker(lambda: release.wait(20), None, "a tool"))
+
+        playing = asyncio.create_task(call())
+        await asyncio.sleep(0)
+        for _ in range(busy):
+            ahead += 100.0
+            await asyncio.sleep(0)
+        answer.set()
+        release.set()
+        await playing
+
+    if passes:
+        run(main())
+    else:
+        with pytest.raises(DeadlinePassed):
+            run(main())

@@ -52,8 +52,7 @@ def dry_run(x: Experiment) -> None:
         scores = Scores(logprobs, entropy, values, full_kl=logprobs - fixed + 0.1)
         loss, terms = surrogate(batch, scores, x.algorithm, x.kl)
         if x.algorithm.critic.active:
-            value_loss, more = value_surrogate(batch, scores, x.algorithm.critic)
-            loss, terms = loss + value_loss, terms | more
+            loss = loss + value_surrogate(batch, scores, x.algorithm.critic)[0]
         loss.backward()
         update_metrics(batch._replace(metrics={name: term for name, term in terms.items() if "/" in name}), UpdateTerms(), x)
     except (TypeError, ValueError, RuntimeError, KeyError, IndexError) as error:

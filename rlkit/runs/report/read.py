@@ -12,6 +12,7 @@ from rlkit.episodes.record import FORMATS
 from rlkit.errors import ConfigError, DataError
 from rlkit.runs import folder as runs
 from rlkit.system.redaction import redacted
+from rlkit.system.rows import read_lines
 from rlkit.training.schedules.paths import flat
 
 SWITCH = "schedule/switch"
@@ -80,10 +81,10 @@ def read_run(folder: Path) -> Run:
     summary = redacted(runs.read_summary(folder) or {})
     merged: dict[int, dict[str, Any]] = {}
     switches = []
-    rows, odd = read_rows(folder / "metrics.jsonl")
-    if odd:
+    lines = read_lines(folder / "metrics.jsonl")
+    if odd := sum(row is None for _, row in lines):
         notes.append(f"{folder}/metrics.jsonl: {odd} lines are no rows of a step and left out")
-    for step, row in rows:
+    for step, row in ((row["step"], row) for _, row in lines if row is not None):
         if SWITCH in row:
             switches.append((step, str(row[SWITCH])))
         merged.setdefault(step, {}).update({k: v for k, v in row.items() if k != SWITCH} | {"step": step})
@@ -91,23 +92,6 @@ def read_run(folder: Path) -> Run:
     seed = settings.get("seed", summary.get("seed"))
     seed = seed if type(seed) is int else None
     return Run(folder, str(name), seed, settings, summary, [merged[step] for step in sorted(merged)], switches, notes)
-
-
-def read_rows(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], int]:
-    """(step, row) for each line that is a row of a step, and how many lines are none. Damage in the middle costs its own line only."""
-    rows, odd = [], 0
-    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode())
-            step = row["step"]
-            if isinstance(step, bool) or step != int(step) or not 0 <= step < 1 << 53:
-                raise ValueError(step)
-            rows.append((int(step), row))
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            odd += 1
-    return rows, odd
 
 
 def is_number(value: Any) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 
 from rlkit.errors import Refusal
 from rlkit.runs import folder as runs
-from rlkit.runs.sweeps.jobs import Job, rows
+from rlkit.runs.sweeps.jobs import Job
+from rlkit.system.rows import read_rows
 
 
 def table(jobs: Sequence[Job]) -> list[dict[str, Any]]:
@@ -21,7 +22,7 @@ def table(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     out = []
     for job, setting in zip(jobs, settings, strict=True):
         summary = runs.read_summary(job.folder) or {}
-        rewards = [row["reward/mean"] for row in rows(job.folder) if row.get("reward/mean") is not None]
+        rewards = [row["reward/mean"] for row in read_rows(job.folder / "metrics.jsonl") if row.get("reward/mean") is not None]
         before, after, validation = (summary.get(name) or {} for name in ("before", "after", "validation"))
         out.append(
             {key: setting.get(key, "") for key in keys}

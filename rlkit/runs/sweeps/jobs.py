@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlkit.system.files import write_json
 
@@ -51,16 +50,3 @@ def alive(job: Job) -> bool:
         return b"rlkit" in Path(f"/proc/{job.pid}/cmdline").read_bytes()  # not another one that got its number
     except OSError:
         return False
-
-
-def rows(folder: Path, tail: int = 0) -> list[dict[str, Any]]:
-    """The rows of a run's metrics, or those in its last `tail` bytes; half-written ones left out."""
-    found = []
-    with contextlib.suppress(OSError), (folder / "metrics.jsonl").open("rb") as file:
-        if tail:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - tail))
-        for line in file.read().splitlines():
-            with contextlib.suppress(ValueError):
-                row = json.loads(line)
-                found += [row] if isinstance(row, dict) else []
-    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,8 +18,6 @@ from rlkit.errors import ConfigError, Refusal, install
 from rlkit.runs import folder as runs
 from rlkit.runs.sweeps.jobs import alive, read_jobs
 from rlkit.system import owner
-
-BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
 class Plan(NamedTuple):
@@ -52,7 +51,7 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
     params = config.hydra.sweeper.get("params") or {}
     ours = [text for text in given if not text.lstrip("+~").startswith("hydra")]
     every = [*(f"{key}={value}" for key, value in params.items()), *ours]
-    search = config.hydra.sweeper._target_ != BASIC
+    search = is_search(config)
     batches = corners(every) if search else expand(every)
     problems: dict[str, list[str]] = {}
     added: set[str] = set()
@@ -78,6 +77,11 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
         raise ConfigError("-m: no key has several values; write algorithm=grpo,dapo seed=1,2, or leave -m away")
     task = [f"++{text}" if text.partition("=")[0] in added else text for text in ours]
     return Plan(config, task, root, int(config.hydra.sweeper.n_trials) if search else len(batches), resume == "auto")
+
+
+def is_search(config: DictConfig) -> bool:
+    """Whether the sweeper proposes jobs itself, instead of a grid's."""
+    return config.hydra.runtime.choices["hydra/sweeper"] != "basic"
 
 
 def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
@@ -124,40 +128,40 @@ def installed(module: str) -> bool:
 
 
 def expand(overrides: Sequence[str]) -> list[list[str]]:
-    """The jobs of a grid, each as its overrides. Raises ConfigError where an override cannot be read or is no list of values."""
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-        batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
-    except HydraException as error:
-        raise ConfigError(f"{error}; an interval needs hydra/sweeper=search" if "interval" in str(error).lower() else str(error)) from error
-    return [list(job) for job in batches[0]]
+    """The jobs of a grid, each as its overrides: every combination, the last key first to change. Raises ConfigError."""
+    return [list(job) for job in itertools.product(*values(overrides).values())]
 
 
 def corners(overrides: Sequence[str]) -> list[list[str]]:
     """Jobs that a search may propose: the first value of every key, then each end or choice of each key in turn."""
+    ends = values(overrides, intervals=True)
+    first = {key: own[0] for key, own in ends.items()}
+    return [list(first.values()), *(list((first | {key: end}).values()) for key, own in ends.items() for end in own[1:])]
+
+
+def values(overrides: Sequence[str], *, intervals: bool = False) -> dict[str, list[str]]:
+    """Key → the overrides that a sweep has of it, one for each value; of an interval its ends.
+
+    Raises: ConfigError where an override cannot be read, or is an interval and those are not asked for.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    values: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     try:
         for override in OverridesParser.create().parse_overrides(list(overrides)):
             key = override.get_key_element()
-            value: Any = override.value()
-            if override.is_interval_sweep():
-                values[key] = [str(value.start), str(value.end)]
-            elif override.is_sweep_override():
-                values[key] = list(override.sweep_string_iterator())
-            else:
-                values[key] = [override.get_value_element_as_str()]
+            given: Any = override.value()
+            if not override.is_sweep_override():
+                found[key] = [f"{key}={override.get_value_element_as_str()}"]
+                continue
+            if override.is_interval_sweep() and not intervals:
+                raise ConfigError(f"{override.input_line}: an interval needs hydra/sweeper=search")
+            texts = [str(given.start), str(given.end)] if override.is_interval_sweep() else override.sweep_string_iterator()
+            found[key] = [f"{key}={text}" for text in texts]
     except HydraException as error:
         raise ConfigError(str(error)) from error
-    first = {key: ends[0] for key, ends in values.items()}
-    tried = [first, *(first | {key: end} for key, ends in values.items() for end in ends[1:])]
-    return [[f"{key}={value}" for key, value in job.items()] for job in tried]
+    return found
 
 
 def is_sweep(text: str) -> bool:

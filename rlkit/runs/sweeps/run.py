@@ -24,13 +24,14 @@ from rlkit.distributed.launch import own_gpus
 from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
 from rlkit.runs.sweeps.compare import comparison, report, table_csv
-from rlkit.runs.sweeps.jobs import STOP, Job, alive, read_jobs, rows, save
-from rlkit.runs.sweeps.plan import BASIC, Plan, make_plan
+from rlkit.runs.sweeps.jobs import STOP, Job, alive, read_jobs, save
+from rlkit.runs.sweeps.plan import Plan, is_search, make_plan
 from rlkit.runs.sweeps.watch import watching
 from rlkit.system import owner
 from rlkit.system.files import write_atomic
 from rlkit.system.output import clock
 from rlkit.system.processors import cores
+from rlkit.system.rows import read_rows
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -72,22 +73,16 @@ def launch(plan: Plan, task: Callable[[DictConfig], float | None]) -> None:
     import logging
     import warnings
 
-    from hydra import initialize_config_dir
-    from hydra._internal.callbacks import Callbacks
-    from hydra.core.global_hydra import GlobalHydra
     from hydra.core.plugins import Plugins
     from hydra.errors import HydraException
-    from hydra.types import HydraContext
 
-    from rlkit.config.compose import conf_dir
+    from rlkit.config.compose import hydra_context
 
     if "optuna" in plan.config.hydra.sweeper._target_:
         importlib.import_module("optuna").logging.set_verbosity(logging.ERROR)
         warnings.filterwarnings("ignore", category=FutureWarning, module="optuna|hydra_plugins")
-    with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="train"):
-        callbacks = Callbacks(plan.config)
-        callbacks.on_multirun_start(config=plan.config, config_name="train")
-        context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=callbacks)
+    with hydra_context(plan.config) as context:
+        context.callbacks.on_multirun_start(config=plan.config, config_name="train")
         sweeper = Plugins.instance().instantiate_sweeper(config=plan.config, hydra_context=context, task_function=task)
         try:
             sweeper.sweep(arguments=plan.arguments)
@@ -96,7 +91,7 @@ def launch(plan: Plan, task: Callable[[DictConfig], float | None]) -> None:
         except ValueError as error:  # optuna's, where no trial has a value
             if "trial" not in str(error).lower():
                 raise
-        callbacks.on_multirun_end(config=plan.config, config_name="train")
+        context.callbacks.on_multirun_end(config=plan.config, config_name="train")
 
 
 def run_job(config: DictConfig, *, config_dir: str | None, parallel: int, parent: int) -> float | None:
@@ -155,7 +150,7 @@ def objective(folder: Path) -> float | None:
     last = (runs.read_summary(folder) or {}).get("validation")
     if last:
         return float(last["accuracy"])
-    rewards = [row["reward/mean"] for row in rows(folder) if row.get("reward/mean") is not None]
+    rewards = [row["reward/mean"] for row in read_rows(folder / "metrics.jsonl") if row.get("reward/mean") is not None]
     return statistics.fmean(rewards[-10:]) if rewards and runs.is_finished(folder) else None
 
 
@@ -169,7 +164,7 @@ def parallel(plan: Plan) -> int:
         at_once = plan.total
     else:
         at_once = 1
-    batch = int(plan.config.hydra.sweeper.get("n_jobs") or 1) if plan.config.hydra.sweeper._target_ != BASIC else plan.total
+    batch = int(plan.config.hydra.sweeper.get("n_jobs") or 1) if is_search(plan.config) else plan.total
     return max(1, min(at_once, batch, plan.total))
 
 

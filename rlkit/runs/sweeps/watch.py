@@ -13,9 +13,10 @@ from pathlib import Path
 
 from rlkit.errors import DataError
 from rlkit.runs import folder as runs
-from rlkit.runs.sweeps.jobs import Job, read_jobs, rows
+from rlkit.runs.sweeps.jobs import Job, read_jobs
 from rlkit.runs.sweeps.plan import Plan, is_sweep
 from rlkit.system.output import clock
+from rlkit.system.rows import read_rows
 
 
 @contextlib.contextmanager
@@ -90,7 +91,7 @@ def end_line(job: Job, total: int, varied: Sequence[str]) -> str:
 def progress_line(job: Job, total: int, varied: Sequence[str]) -> str:
     """`4/9  algorithm=dapo seed=1  step 12/20  reward 0.43  0:31, 0:20 left`."""
     words, taken = [f"{job.number + 1:>{len(str(total))}}/{total}", label(job, varied)], time.time() - job.started
-    past = [row for row in rows(job.folder, tail=8192) if row.get("reward/mean") is not None]
+    past = [row for row in read_rows(job.folder / "metrics.jsonl") if row.get("reward/mean") is not None]
     if not past:
         return "  ".join([*words, "starting", clock(taken)])
     step, steps = past[-1]["step"], steps_of(job.folder)

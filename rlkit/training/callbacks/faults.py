@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import traceback
 from contextlib import ExitStack
@@ -59,7 +58,6 @@ class DebugBundle(L.Callback):
             with lenient(str(folder)):
                 fields = drift.on(module.minibatch, torch.device("cpu"))._asdict()
                 tensors = {name: value for name, value in fields.items() if value is not None}
-                tensors["metadata"] = json.loads(json.dumps(tensors.get("metadata"), default=str))  # plain types alone can be read back
                 for name, content in {BATCH: tensors, STATE: state}.items():
                     AtomicCheckpointIO().save_checkpoint(content, folder / name)
                 exception.add_note(f"rlkit replay bundle={folder} does the update again")

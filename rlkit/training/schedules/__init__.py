@@ -4,28 +4,3 @@ from rlkit.training.schedules.conditions import Condition, condition, streak
 from rlkit.training.schedules.controllers import adaptive, adaptive_entropy, on_metric
 from rlkit.training.schedules.functions import constant, cosine, decay, exponential, linear, piecewise
 from rlkit.training.schedules.progress import Phase, Progress, Schedule, advance, at, lengthened, phases, start, unmeasured, values
-
-__all__ = [
-    "Condition",
-    "Phase",
-    "Progress",
-    "Schedule",
-    "adaptive",
-    "adaptive_entropy",
-    "advance",
-    "at",
-    "condition",
-    "constant",
-    "cosine",
-    "decay",
-    "exponential",
-    "lengthened",
-    "linear",
-    "on_metric",
-    "phases",
-    "piecewise",
-    "start",
-    "streak",
-    "unmeasured",
-    "values",
-]
