@@ -25,14 +25,12 @@ UpdateHook = Callable[..., None]
 def compute_kl(
     policy_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None, kl_fn: Callable[..., Tensor] = F.forward
 ) -> Tensor:
-    """The divergence of each sequence from the reference, by any estimate.
+    """The divergence of each sequence from the reference [B], in nats, by any estimate.
 
     Args:
       policy_logprobs: [B, T] in nats, of tokens that the policy sampled, carries the gradient; [T] is one sequence.
-      ref_logprobs: the same shape, a constant.
-      mask: the same shape, True where a token counts; None: everywhere. Anything may lie under it, nan and inf included.
+      ref_logprobs: the same shape, a constant. mask: True where a token counts; anything may lie under it, nan and inf included.
       kl_fn: (policy_logprobs, ref_logprobs, mask) → [B], or an estimator of the core, whose mean is taken over each sequence.
-    Returns: [B] in nats.
     Raises: ValueError where shapes differ or kl_fn does not give [B].
 
     >>> compute_kl(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -9.0]]), torch.tensor([[True, False]]))
@@ -96,10 +94,7 @@ def confident_share(policy_logprobs: Tensor, mask: Tensor | None = None, probabi
 
 
 def compute_kl_divergence(old_logprobs: Tensor, new_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
-    """How far an update has moved the policy: k3 estimate of KL(old‖new) on the old policy's tokens, a scalar ≥ 0 in nats.
-
-    Args:
-      old_logprobs, new_logprobs: [B, T]. mask: [B, T], True where a token counts; None: everywhere.
+    """How far an update has moved the policy: k3 estimate of KL(old‖new) on the old policy's tokens [B, T], a scalar ≥ 0 in nats.
 
     >>> compute_kl_divergence(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]))
     tensor(0.1065)
