@@ -420,6 +420,8 @@ def test_switch_strategy_is_called_and_may_name_a_config_of_ones_own():
     assert mine.kl.coef == 0.7
     with pytest.raises(ValueError, match=r"'mine' at iteration 0; choose one of grpo, dapo, pairwise, ppo"):
         get_algorithm_config(0, lambda _: "mine")
+    config = get_algorithm_config(7, target_kl=0.1, max_refills=2, minibatches=3)
+    assert config.algorithm[-4:-1] == (3, 0.1, 2) and create_ppo_config(critic_warmup=2, epochs=3).algorithm.critic.warmup == 2
     with pytest.raises(TypeError, match="no algorithm takes klcoef"):
         get_algorithm_config(0, klcoef=0.1)
 

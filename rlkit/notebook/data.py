@@ -77,13 +77,15 @@ def view_steps(
       values, advantages, returns: one number a step, such as a row of `compute_advantages_and_returns`.
     """
     views, start, old = [], 0, rollout.metadata.get("old_logprobs")
-    numbers = [[None] * len(rollout.steps) if row is None else list(map(float, row)) for row in (values, advantages, returns)]
+    numbers: list[list[Any]] = [
+        [None] * len(rollout.steps) if row is None else list(map(float, row)) for row in (values, advantages, returns)
+    ]
     for i, step in enumerate(rollout.steps):
         end = start + len(step.response_ids)
-        histories = (rollout.history(i + 1, thinking=thinking) for thinking in (False, True))
-        said = step.prompt, step.thinking, step.content, *histories, step.prompt_ids + step.response_ids, step.response_ids
         before = None if old is None else old[start:end]
-        views.append(StepView(i, *said, step.logprobs, before, step.finish_reason, step.reward, *(row[i] for row in numbers)))
+        histories = [rollout.history(i + 1, thinking=thinking) for thinking in (False, True)]
+        said = i, step.prompt, step.thinking, step.content, *histories, step.prompt_ids + step.response_ids, step.response_ids
+        views.append(StepView(*(*said, step.logprobs, before, step.finish_reason, step.reward, *(row[i] for row in numbers))))
         start = end
     return views
 

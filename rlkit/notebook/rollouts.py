@@ -199,7 +199,6 @@ def run_rollouts(
 
     Args:
       initial_prompts, n, num_rollouts, seed, step: of `initialize_rollouts`. generate, generator: of `execute_step`.
-      reward_fn: of `assign_rewards`; None leaves rewards None.
       config: how replies are sampled; rollouts to be trained on take `TRAINING`. It is kept in each rollout's metadata.
       environment: None makes one of the hooks, with `max_steps` replies. template_fn, use_chat_template: of `generate_text`.
       ref_model: a reference that scores the tokens which the policy sampled; `rollout.kl_penalty` is then their KL by kl_fn,

@@ -33,10 +33,7 @@ def stack_rollouts(rollouts: Sequence[Rollout]) -> Batch:
 
 
 def same_rollouts(a: Any, b: Any) -> bool:
-    """Whether two rollouts, or lists of them, are equal, log-probs as tensors compared by their values.
-
-    `==` does for rollouts as they were sampled; with tensors in them (`attach_logprobs`) it has no answer.
-    """
+    """Whether two rollouts, or lists of them, are equal; `==` has no answer once there are tensors in them (`attach_logprobs`)."""
     return bool(_values(a) == _values(b))
 
 
@@ -57,11 +54,8 @@ def plain(rollout: Rollout) -> Rollout:
 def attach_logprobs(model: nn.Module, rollouts: Sequence[Rollout], *, temperature: float = 1.0) -> list[Rollout]:
     """The rollouts with the model's own log-probs in their steps, as tensors that carry the gradient: what a loss_fn works on.
 
-    The log-probs that the steps had go to `metadata["old_logprobs"]` [T], the "old" of ratios; what is there already stays, so that
-    rollouts may be attached anew for every update.
-
-    Args:
-      model: a causal LM. rollouts: with at least one step among them. temperature: > 0, the sampler's.
+    The log-probs that the steps had go to `metadata["old_logprobs"]` [T], the "old" of ratios; what is there already stays.
+    `temperature` is the sampler's, > 0.
     """
     batch = assemble([plain(r) for r in rollouts], pad_token_id=0, device=next(model.parameters()).device)
     logprobs = score(model, pack(batch.ids, batch.response_mask), temperature=temperature).logprobs
