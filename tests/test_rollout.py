@@ -125,7 +125,7 @@ def test_a_cut_reaches_the_engine(tmp_path, monkeypatch):
         (["max_steps=0"], "max_steps=0: must be at least 1"),
         (["generation.temperature=-1"], "generation.temperature=-1"),
         (["generation.top_p=0"], "generation.top_p=0: must be greater than 0"),
-        (["generation.top_k=-1"], "generation.top_k=-1: must not be negative"),
+        (["generation.top_k=-1"], "generation.top_k=-1: must be at least 0"),
         (["num_return_sequence=2"], "Did you mean 'num_return_sequences'"),
         (["-m", "n=1,2"], "-m belongs to rlkit train"),
     ],

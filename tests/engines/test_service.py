@@ -191,6 +191,12 @@ def test_there_is_no_completion_before_weights_are_loaded():
         run(Cached().generate(0, [1], 0, SamplingParams()))
 
 
+@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"max_new_tokens": 0}, {"top_p": 0.0}, {"top_k": -1}, {"admission_rounds": 0}])
+def test_numbers_out_of_range_are_refused(wrong):
+    with pytest.raises(ValueError, match="{}={}: must be".format(*next(iter(wrong.items())))):
+        run(Cached().generate(0, [1], 0, SamplingParams(**wrong)))
+
+
 def test_weights_do_not_change_while_episodes_are_in_play():
     """Neither while one decodes nor while one waits for something outside; afterwards they do."""
     refused = []
