@@ -153,7 +153,7 @@ def line(curves: Sequence[Mapping[int, float]]) -> Line:
 def window(groups: Sequence[Group]) -> int:
     """Steps to smooth over where nobody says: a twelfth of the longest run."""
     longest = max((int(run.rows[-1]["step"]) for group in groups for run in group.runs), default=0)
-    return (longest + 6) // 12
+    return round(longest / 12)
 
 
 # ------------------------------------------------------------------------------------------------------ drawing
