@@ -17,7 +17,8 @@ from rlkit.config.problems.rows import load_tasks
 from rlkit.config.problems.schedules import schedule_problems
 from rlkit.episodes.record import load_rollouts
 from rlkit.errors import ConfigError, DataError
-from rlkit.training.callbacks.evaluation import PREFIXES, HeldOut, results_of
+from rlkit.training.callbacks.checkpoints import load_checkpoint
+from rlkit.training.callbacks.evaluation import PREFIXES, HeldOut
 from rlkit.training.run import how_it_ended
 from rlkit.training.schedules import Schedule, on_metric
 from rlkit.types import SPLITS, Splits, Task
@@ -169,9 +170,8 @@ def test_the_best_checkpoint_is_the_best_on_validation(run):
 
 
 def test_a_resumed_run_reads_back_both_splits(run):
-    _, rows, summary = run
-    tasks = Splits([TASK], [TASK] * 3, [TASK] * 3)
-    results = results_of(rows, tasks, 0.0)
+    folder, _, summary = run
+    results = load_checkpoint(folder / "checkpoints")[1]["callbacks"]["HeldOut"]["results"]
     assert results["test"] == {0: summary["before"], 3: summary["after"]}
     assert results["validation"][3] | {"step": 3} == summary["validation"] and sorted(results["validation"]) == [0, 2, 3]
 

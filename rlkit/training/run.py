@@ -147,7 +147,7 @@ def make_trainer(
 
     from rlkit.distributed.strategies import cluster, make_strategy
     from rlkit.training.callbacks.checkpoints import AtomicCheckpointIO, RLCheckpoint
-    from rlkit.training.callbacks.evaluation import HeldOut, results_of
+    from rlkit.training.callbacks.evaluation import HeldOut
     from rlkit.training.callbacks.faults import DebugBundle, Watchdog
     from rlkit.training.callbacks.metrics import MetricsFile, Ownership, Phases, Tracking
     from rlkit.training.callbacks.stopping import StopOnSignal
@@ -157,8 +157,7 @@ def make_trainer(
     path, step = None, 0
     if resume is not None:
         with refusing(folder):
-            path, step, earlier = ranks.first(lambda: taken_up(resume, folder))
-        results |= results_of(earlier, tasks, x.evaluation.curve_temperature)
+            path, step = ranks.first(lambda: taken_up(resume, folder))
         says = f"{path}, after step {step}" if path else f"{resume} holds no checkpoint yet; the run begins again"
         print(f"resume: {says}", flush=True)
     with refusing(folder):
@@ -188,20 +187,20 @@ def make_trainer(
     return trainer, path
 
 
-def taken_up(resume: Path, folder: Path) -> tuple[Path | None, int, list[dict[str, Any]]]:
-    """The checkpoint that a run is continued from, its RL step, and the rows up to it; what came after it is set aside."""
-    from rlkit.system.rows import cut_back, read_rows
+def taken_up(resume: Path, folder: Path) -> tuple[Path | None, int]:
+    """The checkpoint that a run is continued from, and its RL step; what came after it is set aside."""
+    from rlkit.system.rows import cut_back
     from rlkit.training.callbacks.checkpoints import SUFFIX, checkpoints, load_checkpoint, supersede
 
     metrics = folder / "metrics.jsonl"
     if resume.suffix != SUFFIX and not checkpoints(resume):  # killed before its first one
         cut_back(metrics, -1)
-        return None, 0, []
+        return None, 0
     path, state = load_checkpoint(resume)
     step = state["rlkit"]["rl_step"]
     supersede(folder / "checkpoints", step)
     cut_back(metrics, step)
-    return path, step, list(read_rows(metrics))
+    return path, step
 
 
 def header(x: Experiment, policy: Any, device: Any, tasks: Splits) -> str:

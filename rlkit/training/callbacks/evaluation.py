@@ -4,8 +4,8 @@ step and after the last, for the figures that a run is reported with. Nothing th
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,18 @@ class HeldOut(L.Callback):
     """Adds `eval/*` (validation) and `test/*` to the rows of steps; the time of an evaluation is not the step's.
 
     With `evaluation.every` n > 0 validation problems are played before the first step, after every n-th and after the last; with 0 never.
-    Test problems are played before the first step and after the last. `results` takes what was measured.
+    Test problems are played before the first step and after the last. `results` takes what was measured; a resumed run has it from
+    its checkpoint.
     """
 
     def __init__(self, tasks: Splits, metrics: Path, results: Results):
         self.tasks, self.metrics, self.results = tasks, metrics, results
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"results": self.results}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.results |= state_dict["results"]
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         if module.rl_step or any(self.results.values()) or not (self.tasks.validation or self.tasks.test):
@@ -96,28 +103,3 @@ def result_row(result: Mapping[str, Any], prefix: str) -> dict[str, float]:
             out |= {path + name: own[name], f"{path}{name}_low": low, f"{path}{name}_high": high}
         out |= {f"{path}n": own["n"]} if own is not result else {}
     return out
-
-
-def result_of(row: Mapping[str, Any], split: Split, n: int, temperature: float) -> dict[str, Any]:
-    """The inverse: the result of `n` tasks of a split as an earlier process of the run wrote it."""
-
-    def read(prefix: str, n: int) -> dict[str, Any]:
-        out: dict[str, Any] = {"n": n, "temperature": temperature}
-        for name, interval in INTERVALS.items():
-            out |= {name: row[prefix + name], interval: [row[f"{prefix}{name}_low"], row[f"{prefix}{name}_high"]]}
-        return out
-
-    start, suffix = f"{PREFIXES[split]}part/", "/accuracy_low"
-    named = [key.removeprefix(start).removesuffix(suffix) for key in row if key.startswith(start) and key.endswith(suffix)]
-    parts = {part: read(f"{start}{part}/", row[f"{start}{part}/n"]) for part in named}
-    return {"split": split} | read(PREFIXES[split], n) | ({"parts": parts} if parts else {})
-
-
-def results_of(rows: Sequence[Mapping[str, Any]], tasks: Splits, temperature: float) -> Results:
-    """The results that the rows of a run's earlier processes hold; a row without a whole one gives none."""
-    found: Results = {split: {} for split in PREFIXES}
-    for row in rows:
-        for split in PREFIXES:
-            with suppress(KeyError):
-                found[split][row["step"]] = result_of(row, split, len(getattr(tasks, split)), temperature)
-    return found
