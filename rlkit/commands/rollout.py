@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rlkit.commands.arguments import STARTED, Arguments
 from rlkit.config.problems.numbers import sampling_problems
@@ -83,21 +82,26 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
 
 @contextmanager
 def unscored_kept(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]:
-    """Gives what takes each episode as it ends: it goes into the file and onto the bar. The file is gone after a good end."""
-    show = Bar(total)
+    """Gives what takes each episode as it ends: it goes into the file, and on a terminal onto a bar. The file is gone after a good end."""
+    from rich.progress import Progress
 
-    def keep(rollout: Rollout) -> None:
-        with lenient(path.name):
-            append_rollouts(path, [rollout])
-        show.advance(rollout)
+    done = 0
+    with Progress(disable=not sys.stdout.isatty()) as bar:
+        task = bar.add_task("episodes", total=total)
 
-    try:
-        yield keep
-        path.unlink(missing_ok=True)
-    finally:
-        show.close()
-        if path.exists():
-            print(f"rlkit: {show.done} of {total} episodes had ended; they are in {path}, unscored", file=sys.stderr)
+        def keep(rollout: Rollout) -> None:
+            nonlocal done
+            with lenient(path.name):
+                append_rollouts(path, [rollout])
+            done += 1
+            bar.advance(task)
+
+        try:
+            yield keep
+            path.unlink(missing_ok=True)
+        finally:
+            if path.exists():
+                print(f"rlkit: {done} of {total} episodes had ended; they are in {path}, unscored", file=sys.stderr)
 
 
 def limited(environment: Environment | Callable[[Task], Environment], max_steps: int | None) -> Environment | Callable[[Task], Environment]:
@@ -133,31 +137,6 @@ def table(rollouts: Sequence[Rollout]) -> str:
         *((f"{number} step{'s' * (number != 1)}", f"{count:>4} {'▪' * round(40 * count / len(rollouts))}") for number, count in counts),
     ]  # fmt: skip
     return "\n".join(f"{name:<34}{value}" for name, value in lines)
-
-
-class Bar:
-    """A bar over episodes where the output is a terminal, nothing elsewhere."""
-
-    def __init__(self, total: int):
-        self.done = 0
-        self.bar: Any = None
-        if sys.stdout.isatty():
-            from rich.progress import Progress
-
-            self.bar = Progress()
-            self.task = self.bar.add_task("episodes", total=total)
-            self.bar.start()
-
-    def advance(self, rollout: Rollout) -> None:
-        """One more episode is over."""
-        self.done += 1
-        if self.bar is not None:
-            self.bar.update(self.task, completed=self.done)
-
-    def close(self) -> None:
-        """Leaves the terminal as it was."""
-        if self.bar is not None:
-            self.bar.stop()
 
 
 def command(arguments: Arguments) -> int:
