@@ -27,6 +27,7 @@ from rlkit import (
     create_rollout,
     early_or_long,
     execute_step,
+    generate_text,
     get_rollout_summary,
     initial_prompts,
     initialize_rollouts,
@@ -304,6 +305,14 @@ def test_training_takes_the_same_hooks(tiny, tokenizer, model):
     _, rollouts = training_iteration(ours, tokenizer, PROMPTS, optimizer, reward_fn=lambda r: float(r.sample), config=config, **hooks)
     assert [r.total_steps for r in rollouts] == [2] * 4 and seen["template"] and seen["prompt"] == [0] * 4 + [1] * 4
     assert seen["stop"] == [2] * 4 + [4] * 4
+
+    def generator(model, tokenizer, prompt, config, compute_logprobs):
+        return generate_text(model, tokenizer, prompt, config, compute_logprobs, seed=len(prompt))
+
+    state, rollouts = training_iteration(
+        ours, tokenizer, PROMPTS, optimizer, reward_fn=lambda r: float(r.sample), config=config, generator=generator, max_new_tokens=6
+    )
+    assert [(r.group, r.reward) for r in rollouts] == [(0, 0.0), (0, 1.0), (1, 0.0), (1, 1.0)] and state.metrics["reward"] == 0.5
 
     def model_loader(model_id, dtype, device_map, use_lora, lora_rank, lora_alpha):
         seen["loader"].append(model_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from rlkit.environments import environment_of
 from rlkit.episodes.collect import KEYS, named_limit
@@ -106,13 +107,13 @@ def reply(
     turns: Sequence[Turn | Rollout],
     params: SamplingParams,
     engine: Engine,
-    instead: Callable[[Turn], Engine] | None = None,
+    instead: Callable[[Turn], Any] | None = None,
 ) -> list[Turn | Rollout]:
     """One reply in every episode that waits, all of them one batch; each becomes its next turn, or the rollout.
 
     Args:
       turns: of one call of `begin`; rollouts among them stay as they are.
-      instead: (turn) → the engine of its reply alone, in place of `engine`.
+      instead: (turn) → what generates its reply, in place of `engine`: `generate` and `release` do.
     """
     waiting = [turn for turn in turns if isinstance(turn, Turn)]
     if not waiting:
@@ -120,7 +121,7 @@ def reply(
     encode = encoder(policy)
 
     def granted(turn: Turn) -> Say:
-        own = engine if instead is None else instead(turn)
+        own: Any = engine if instead is None else instead(turn)
         speak = speaker(policy, turn.environment, own, params, key=turn.key, seed=turn.seed, encode=encode)
 
         async def say(rollout: Rollout, messages: Messages, session: Session) -> Step | None:

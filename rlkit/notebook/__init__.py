@@ -26,7 +26,7 @@ _HOMES = {
         "view_steps",
     ),
     "rlkit.notebook.generation": (
-        "batch_history", "compute_logprobs_for_tokens", "create_batch", "format_prompt", "generate_templates", "generate_text",
+        "batch_history", "create_batch", "format_prompt", "generate_templates", "generate_text",
         "generate_with_values", "load_model", "load_tokenizer", "parse_thinking",
     ),
     "rlkit.notebook.kl": (
@@ -43,7 +43,9 @@ _HOMES = {
         "create_multiturn_rollout", "create_random_termination", "create_rollout", "early_or_long", "execute_step",
         "get_rollout_summary", "initial_prompts", "initialize_rollouts", "run_rollouts",
     ),
-    "rlkit.notebook.tensors": ("attach_logprobs", "same_rollouts", "score_batch", "stack_rollouts"),
+    "rlkit.notebook.tensors": ("score_batch",),
+    "rlkit.episodes.stacked": ("attach_logprobs", "same_rollouts", "stack_rollouts"),
+    "rlkit.models.tokens": ("compute_logprobs_for_tokens",),
     "rlkit.notebook.training": ("train_model", "training_iteration", "update_policy"),
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

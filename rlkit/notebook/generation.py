@@ -14,6 +14,7 @@ from rlkit.engines.transformers import complete
 from rlkit.environments import split_thinking
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.models import LoRA, ValueHead, add_lora, decode, encode_prompt, make_policy, pack, pretrained_model, pretrained_tokenizer, score
+from rlkit.models.tokens import compute_logprobs_for_tokens, rows_of
 from rlkit.notebook.data import Conversation, GenerationConfig, Prompt, TextGeneration, as_messages, as_prompt
 from rlkit.types import Engine, Generation, Message, Messages, Policy, SamplingParams, Task
 
@@ -245,43 +246,6 @@ def _sampled(policy: Policy, context: Sequence[int], given: TextGeneration, temp
 # ------------------------------------------------------------------------------------------------ tokens and values
 
 
-def compute_logprobs_for_tokens(
-    model: nn.Module,
-    prompt_ids: Tensor,
-    prompt_mask: Tensor | None,
-    generated_ids: Tensor,
-    micro_batch_size: int = 8,
-    *,
-    temperature: float = 1.0,
-) -> Tensor:
-    """The log-probs [B, T] that a model gives to tokens which are there already, in nats, float32, with gradient.
-
-    Args:
-      prompt_ids: [B, P], padded on either side. prompt_mask: [B, P], True on real tokens, at least one a row; None: everywhere.
-      generated_ids: [B, T], all of them scored. micro_batch_size: rows at once. temperature: > 0, the one that was sampled with.
-    """
-    ids, mask = _rows(prompt_ids, prompt_mask, generated_ids)
-    device = next(model.parameters()).device
-    found = [
-        score(model, pack(part.to(device), sampled.to(device)), temperature=temperature).logprobs[sampled.to(device)]
-        for part, sampled in zip(ids.split(micro_batch_size), mask.split(micro_batch_size), strict=True)
-    ]
-    return torch.cat(found).reshape(generated_ids.shape)
-
-
-def _rows(prompt_ids: Tensor, prompt_mask: Tensor | None, generated_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Prompt and reply side by side without the padding between them, and a mask on the reply; so positions count real tokens."""
-    real = torch.ones_like(prompt_ids, dtype=torch.bool) if prompt_mask is None else prompt_mask.bool()
-    if not real.any(1).all():
-        raise ValueError("a row of prompt_mask is empty: the first token of a reply has nothing before it to be predicted from")
-    rows = [torch.cat([p[m], g.to(p.device)]) for p, m, g in zip(prompt_ids, real, generated_ids, strict=True)]
-    width = max(map(len, rows))
-    ids = torch.stack([nn.functional.pad(row, (0, width - len(row))) for row in rows])
-    at = torch.arange(width, device=ids.device)
-    ends = torch.tensor([len(row) for row in rows], device=ids.device)[:, None]
-    return ids, (at < ends) & (at >= ends - generated_ids.shape[1])
-
-
 def generate_with_values(
     model: Any,
     tokenizer: Any,
@@ -299,7 +263,7 @@ def generate_with_values(
     policy = policy_of(model, tokenizer, enable_thinking=config.enable_thinking, **template)
     context = encode_prompt(policy.codec, with_system_prompt(as_messages(prompt), hooks.get("system_prompt")))
     device = next(model.parameters()).device
-    ids, mask = _rows(torch.tensor([context]), None, torch.tensor([reply.token_ids]))
+    ids, mask = rows_of(torch.tensor([context]), None, torch.tensor([reply.token_ids]))
     judge: Any = (lambda hidden, packed: critic(hidden)) if isinstance(critic, ValueHead) else critic
     with torch.no_grad():
         values = score(model, pack(ids.to(device), mask.to(device)), critic=judge).values

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import cycle, islice
 from statistics import fmean
 from typing import Any
@@ -15,11 +14,12 @@ from torch import nn
 import rlkit.functional as F
 from rlkit.environments import dialogue, execute, hermes, tool_name
 from rlkit.episodes import assemble, collect
+from rlkit.episodes.stacked import episodes_of, plain
 from rlkit.episodes.turns import Turn, begin, reply
 from rlkit.notebook.data import GenerationConfig, Prompt, as_prompt, as_task
 from rlkit.notebook.generation import Asked, Generator, TemplateFn, engine_of, policy_of
 from rlkit.notebook.kl import KLHook, compute_forward_kl, compute_kl
-from rlkit.notebook.tensors import episodes_of, plain, score_batch
+from rlkit.notebook.tensors import score_batch
 from rlkit.rewards import Reward, Term, weighted_sum
 from rlkit.rewards import score as score_rollouts
 from rlkit.types import Environment, Message, Policy, Rollout, Step, Task, Tool, ToolCall, ToolParser, ToolResult
@@ -166,12 +166,10 @@ def execute_step(
         `rlkit.engines.Batched`; None: `rlkit.engines.Transformers`.
       generator: (model, tokenizer, prompt, config, compute_logprobs) → TextGeneration in place of the engine, prompt by prompt.
     """
-    asked = None if generator is None else partial(_asked, generator, policy, config)
-    return reply(policy, turns, config.params, engine_of(generate, config), asked)
-
-
-def _asked(generator: Generator, policy: Policy, config: GenerationConfig, turn: Turn) -> Any:
-    return Asked(generator, policy, as_prompt(turn.conversation), config)
+    engine = engine_of(generate, config)
+    if generator is None:
+        return reply(policy, turns, config.params, engine)
+    return reply(policy, turns, config.params, engine, lambda turn: Asked(generator, policy, as_prompt(turn.conversation), config))
 
 
 def run_rollouts(

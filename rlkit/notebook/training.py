@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import rlkit.functional as F
 from rlkit.algorithm import KL, Algorithm
+from rlkit.episodes.stacked import attach, episodes
 from rlkit.episodes.stream import StreamState, order_of_parts
 from rlkit.errors import Refusal
 from rlkit.notebook.algorithms import core_selector
@@ -22,7 +23,7 @@ from rlkit.notebook.data import TRAINING, GenerationConfig, Prompt, TrainingStat
 from rlkit.notebook.generation import engine_of, load_model, policy_of
 from rlkit.notebook.kl import UpdateHook, compute_kl, create_reference_model, update_reference_model
 from rlkit.notebook.rollouts import create_environment, environment_from, generated, reward_from, with_config
-from rlkit.notebook.tensors import attach, episodes, per_token_of, required
+from rlkit.notebook.tensors import per_token_of, required
 from rlkit.rewards import Moments, Reward
 from rlkit.training.borrowed import Share, given, no_optimizer
 from rlkit.training.experience import experience
@@ -410,29 +411,19 @@ def train_model(
     """
     if config is not None and (switch_strategy is not None or numbers):
         raise ValueError("give a config, or a switch_strategy and numbers, not both: a config holds for every step")
-    tasks = [as_task(prompt, i) for i, prompt in enumerate(prompts)]
     model = model_loader(model, "float32", None, False, 16, 32) if isinstance(model, str) else model
     assert isinstance(model, nn.Module)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.0)
-    state = state._replace(stream=state.stream or divmod(state.step * batch_size, max(1, len(tasks))))
-    nets: dict[str, Any] = {"ref_model": None, "critic": hooks.pop("critic", None), "makes_critic": True}
-    if nets["critic"] is not None:
-        optimizer.add_param_group({"params": list(nets["critic"].parameters())})
+
+    def planned(step: int) -> tuple[TrainingConfig, dict[str, Any]]:
+        now = config or get_algorithm_config(step, switch_strategy or create_switch_strategy("grpo", "grpo"), **numbers)
+        return now, {"seed": seed, "max_new_tokens": max_new_tokens, **(_acting(hooks, now) if switch_strategy else hooks)}
+
     statistics: list[dict[str, Any]] = []
     was_training = model.training
     model.eval()  # no dropout: sampler and trainer are to see one policy
     try:
-        for step in range(state.step, steps):
-            now = config or get_algorithm_config(step, switch_strategy or create_switch_strategy("grpo", "grpo"), **numbers)
-            if nets["ref_model"] is None and ref_model_fn is not None and (now.kl.active or hooks.get("ref_update_fn")):
-                nets["ref_model"] = ref_model_fn(model)
-            own = {"seed": seed, "max_new_tokens": max_new_tokens, **(_acting(hooks, now) if switch_strategy else hooks)}
-            learner = _learner(model, tokenizer, optimizer, now, state, reward_fn, batch_size, **nets, **own)
-            nets["critic"] = nets["critic"] if learner.critic is None else learner.critic
-            for group, rate in zip(optimizer.param_groups, (now.learning_rate, now.value_learning_rate), strict=False):
-                group["lr"] = rate
-            state, _ = _iteration(learner, tasks, state)
-            statistics.append({"step": state.step, "algorithm": now.algorithm.name, **state.metrics})
+        for learner, state in _steps(model, tokenizer, prompts, reward_fn, state, steps, batch_size, planned, ref_model_fn):
+            statistics.append({"step": state.step, "algorithm": learner.x.algorithm.name, **state.metrics})
             if progress is not None:
                 loss, reward = (state.ema_metrics.get(name, NAN) for name in ("loss", "reward"))
                 progress(f"step {state.step}/{steps}  loss {loss:.4f}  reward {reward:.3f}  tokens {state.total_tokens:,}")
@@ -442,6 +433,37 @@ def train_model(
     finally:
         model.train(was_training)
     return model, statistics
+
+
+def _steps(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    reward_fn: Any,
+    state: TrainingState,
+    steps: int,
+    batch_size: int,
+    planned: Callable[[int], tuple[TrainingConfig, dict[str, Any]]],
+    ref_model_fn: Callable[[nn.Module], nn.Module] | None,
+) -> Iterator[tuple[NotebookLearner, TrainingState]]:
+    """Every step of a run, and the state after it. `planned`: (step) → its config and hooks."""
+    tasks = [as_task(prompt, i) for i, prompt in enumerate(prompts)]
+    state = state._replace(stream=state.stream or divmod(state.step * batch_size, max(1, len(tasks))))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.0)
+    nets: dict[str, Any] = {"ref_model": None, "critic": None, "makes_critic": True}
+    for step in range(state.step, steps):
+        config, hooks = planned(step)
+        if nets["ref_model"] is None and ref_model_fn is not None and (config.kl.active or hooks.get("ref_update_fn")):
+            nets["ref_model"] = ref_model_fn(model)
+        if nets["critic"] is None and (critic := hooks.get("critic")) is not None:
+            nets["critic"] = critic
+            optimizer.add_param_group({"params": list(critic.parameters())})
+        learner = _learner(model, tokenizer, optimizer, config, state, reward_fn, batch_size, **hooks | nets)
+        nets["critic"] = nets["critic"] if learner.critic is None else learner.critic
+        for group, rate in zip(optimizer.param_groups, (config.learning_rate, config.value_learning_rate), strict=False):
+            group["lr"] = rate
+        state, _ = _iteration(learner, tasks, state)
+        yield learner, state
 
 
 def _acting(hooks: Mapping[str, Any], config: TrainingConfig) -> dict[str, Any]:
