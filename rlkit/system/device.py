@@ -28,7 +28,7 @@ def pick_device(x: Any) -> Any:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]) if joined else 0)
 
 
-def on_device(x: Equipped) -> tuple[Any, Any]:
+def on_device(x: Any) -> tuple[Any, Any]:
     """The policy of a run, loaded on its device with the threads that it asks for; and the device."""
     quiet()
     device = pick_device(x)
