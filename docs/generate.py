@@ -261,12 +261,33 @@ def extension_points() -> str:
     lines += [f"| `{p.place}` | `{cell(p.signature)}` | {cell(p.meaning)} |" for p in found]
     lines += ["", "## Protocols", ""]
     for name, protocol in protocols().items():
-        signature = str(inspect.signature(protocol.__call__)).replace("(self, ", "(").replace("'", "")
-        lines += [f"### {name}", "", f"`{signature}`", "", inspect.getdoc(protocol) or "", ""]
+        lines += [f"### {name}", "", *(f"`{signature}`" for signature in signatures(protocol)), "", inspect.getdoc(protocol) or "", ""]
         lines += [f"Shipped: {', '.join(f'`{s}`' for s in shipped(name))}.", ""] if shipped(name) else []
     lines += ["## Quantities", "", "What a part of an algorithm or a KL may ask for, by the name of a positional parameter:", ""]
     lines += [f"- `{name}` {meaning}" for name, meaning in rlkit.types.QUANTITIES.items()]
-    return "\n".join(lines + declarations_page()) + "\n"
+    return "\n".join([*lines, *MEASURING.splitlines(), *declarations_page()]) + "\n"
+
+
+MEASURING = """
+Named rewards, metadata and versions, for instance:
+
+    def of_format(rewards, components, metadata, versions):
+        easy = torch.tensor([row["level"] < 3 for row in metadata])
+        return torch.where(easy, components["format"], rewards)
+
+## Metrics of a part
+
+A part may return `(value, metrics)` in place of its value: metrics are a mapping of names to numbers, or to
+tensors [N] or [B, T], and stand in the step's row as `PART/NAME`: `policy_loss/NAME`, `advantage/NAME`,
+`kl_estimator/NAME`, `value_loss/NAME`, `aggregator/NAME`. Of a tensor the mean is taken over the trained tokens, or the
+rollouts that have one, of all updates; entries that are nan are left out. A number is weighted by the trained tokens of the rows
+that the part was given, so a mean over these is the same for every split into micro-batches, and a maximum is not.
+A step without an update has no metrics of the loss. The update of a reference returns
+`rlkit.types.Measured(state, metrics)`, as `reference/NAME`, since its state may itself be a pair.
+
+    def loss(ratio, advantages):
+        return -ratio * advantages, {"above": (ratio > 1).float()}
+"""
 
 
 DECLARING = """
@@ -308,6 +329,16 @@ def declarations_page() -> list[str]:
         if any(found is not None for found in words):
             lines.append(f"| `{target}` | " + " | ".join("" if w is None else ", ".join(sorted(w)) or "nothing" for w in words) + " |")
     return lines
+
+
+def signatures(protocol: type) -> list[str]:
+    """How a function of this Protocol is called; of an object, each of its methods."""
+    methods = {n: f for n, f in inspect.getmembers(protocol, inspect.isfunction) if n == "__call__" or not n.startswith("_")}
+    kinds = {name: "async " if inspect.iscoroutinefunction(f) else "" for name, f in methods.items()}
+    shown = {
+        name: str(inspect.signature(f)).replace("(self, ", "(").replace("(self)", "()").replace("'", "") for name, f in methods.items()
+    }
+    return [signature if name == "__call__" else f"{kinds[name]}{name}{signature}  " for name, signature in shown.items()]
 
 
 def shipped(protocol: str) -> list[str]:

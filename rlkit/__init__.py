@@ -7,6 +7,7 @@ Nothing is imported before it is asked for.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 _HOMES = {
@@ -53,21 +54,6 @@ _HOMES = {
     ),
     "rlkit.training.learner": ("Host", "Learner"),
     "rlkit.training.module": ("RLModule",),
-    "rlkit.notebook": (
-        "Checkpoint", "GenerationConfig", "StepView", "TextGeneration", "TrainingConfig", "TrainingState", "aggregate_vector_rewards",
-        "assign_rewards", "attach_logprobs", "batch_history", "check_termination_conditions", "compute_advantages",
-        "compute_advantages_and_returns", "compute_forward_kl", "compute_grpo_loss", "compute_kl", "compute_kl_divergence",
-        "compute_logprobs_for_tokens", "compute_pairwise_loss", "compute_policy_gradient_loss", "compute_ppo_loss", "compute_reverse_kl",
-        "compute_scalar_reward", "compute_value_loss", "compute_vector_reward", "confident_share", "create_adaptive_kl", "create_batch",
-        "create_batch_rollouts", "create_dapo_config", "create_ema_updater", "create_environment", "create_grpo_config",
-        "create_kl_updater", "create_multiturn_rollout", "create_pairwise_config", "create_periodic_updater", "create_ppo_config",
-        "create_random_termination", "create_reference_model", "create_rollout", "create_switch_strategy", "create_truncated_kl",
-        "early_or_long", "exact_match_reward", "execute_step", "format_prompt", "format_reward", "generate_templates", "generate_text",
-        "generate_with_values", "get_algorithm_config", "get_rollout_summary", "initial_prompts", "initialize_rollouts", "length_penalty",
-        "load_checkpoint", "load_model", "load_tokenizer", "parse_thinking", "plot_training", "run_rollouts", "same_rollouts",
-        "save_checkpoint", "stack_rollouts", "tool_band_reward", "tool_usage_reward", "train_model", "training_iteration", "truncated_kl",
-        "update_ema_metrics", "update_policy", "update_reference_model", "view_steps",
-    ),
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -75,9 +61,12 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    """A name of the table, else one of the notebooks' (rlkit.notebook), which are many and not listed here."""
+    home = _HOME.get(name) or ("" if name.startswith("_") or importlib.util.find_spec(f"rlkit.{name}") else "rlkit.notebook")
+    part = getattr(importlib.import_module(home), name, None) if home else None
+    if part is None:
         raise AttributeError(f"module 'rlkit' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return part
 
 
 def __dir__() -> list[str]:

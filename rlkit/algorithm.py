@@ -123,9 +123,8 @@ class KL(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def inputs(function: Callable[..., Any]) -> tuple[str, ...]:
     """The quantities that a part asks for: its parameters that can be positional and have no default."""
-    return tuple(
-        p.name for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty
-    )
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty)
 
 
 def asks(function: Callable[..., Any] | None, name: str) -> bool:
@@ -189,7 +188,14 @@ def part(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> t
         for size, shape in sizes.items():
             expected = expected.replace(size, f"{size} = {tuple(shape)}")
         raise refused(f"gave {faults[0]}, expected {expected}. {protocol.__name__}: {protocol.__doc__.splitlines()[0]}")
-    return value, {f"{name}/{key}": _metric(key, number, sizes, refused) for key, number in metrics.items()}
+    measured = {}
+    for key, number in metrics.items():
+        tensor = torch.tensor(float(number), dtype=torch.float64) if isinstance(number, int | float) else number
+        tensor = tensor.detach().float() if isinstance(number, Tensor) else tensor
+        if getattr(tensor, "shape", None) != () and (said := _fault(tensor, "[N] or [B, T]", sizes, device)):
+            raise refused(f"metric {key!r} is {said}; give a number, or a tensor of shape [N] or [B, T]")
+        measured[f"{name}/{key}"] = tensor
+    return value, measured
 
 
 def _fault(value: Any, spec: str, sizes: Mapping[str, torch.Size], device: torch.device) -> str:
@@ -201,16 +207,6 @@ def _fault(value: Any, spec: str, sizes: Mapping[str, torch.Size], device: torch
     if value.dtype != torch.bool if "bool" in spec else not value.is_floating_point():
         return f"{value.dtype}"
     return "" if value.device == device else f"a tensor on {value.device}, where the batch is on {device}"
-
-
-def _metric(key: str, value: Any, sizes: Mapping[str, torch.Size], refused: Callable[[str], PartError]) -> Tensor:
-    """A number or a tensor as one that `counted` takes."""
-    tensor = torch.tensor(float(value), dtype=torch.float64) if isinstance(value, int | float) else value
-    if isinstance(tensor, Tensor) and (not tensor.dim() or tensor.shape in sizes.values()):
-        return tensor.detach()
-    was = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"
-    shapes = " or ".join(f"{name} = {tuple(size)}" for name, size in sizes.items())
-    raise refused(f"metric {key!r} is {was}; give a number, or a tensor of shape {shapes}")
 
 
 def counted(value: Tensor, batch: Batch) -> Tensor:
@@ -307,10 +303,8 @@ def estimate_advantages(batch: Batch, algorithm: Algorithm, kl: KL = KL("none"))
         estimate, measured = part("advantage", algorithm.advantage, given)
         advantages, returns = estimate if isinstance(estimate, Estimate) else (estimate, None)
         if algorithm.critic.active and returns is None:
-            raise PartError(
-                f"algorithm.advantage ({written(algorithm.advantage)}): gave no returns, and the critic needs them; give "
-                "rlkit.types.Estimate(advantages, returns)"
-            )
+            who = f"algorithm.advantage ({written(algorithm.advantage)})"
+            raise PartError(f"{who}: gave no returns, and the critic needs them; give rlkit.types.Estimate(advantages, returns)")
         if advantages.dim() == 1:
             advantages = advantages[batch.rollout_ids][:, None].expand_as(batch.ids)
         scored = mask & ~batch.rewards.isnan()[batch.rollout_ids][:, None]  # what cannot be scored teaches neither policy nor critic
@@ -408,9 +402,7 @@ def value_surrogate(batch: Batch, scores: Scores, critic: Critic) -> tuple[Tenso
 def number(coefficient: float | Controller) -> float:
     """A coefficient in an experiment of a step, where every controller has become a number (rlkit.training.schedules.at)."""
     if isinstance(coefficient, Controller):
-        raise TypeError(
-            "a controller stands where a number is needed; take the experiment of a step, rlkit.training.schedules.at(experiment, progress)"
-        )
+        raise TypeError("a controller is no number; take the experiment of a step, rlkit.training.schedules.at(experiment, progress)")
     return coefficient
 
 
@@ -433,10 +425,6 @@ def select(batch: Batch, rows: Tensor) -> Batch:
 
 def minibatches(batch: Batch, algorithm: Algorithm, seed: int) -> Iterator[Batch]:
     """Every update's batch: `epochs` passes over all rollouts, each split at random into `minibatches` parts of whole rollouts."""
-    if algorithm.minibatches == 1:
-        for _ in range(algorithm.epochs):
-            yield weigh(batch, algorithm)
-        return
     generator = torch.Generator().manual_seed(seed % (1 << 63))
     for _ in range(algorithm.epochs):
         order = torch.randperm(len(batch.rewards), generator=generator)
@@ -459,8 +447,7 @@ def micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:
     for row in sorted(range(len(lengths)), key=lambda row: (groups[owners[row]], owners[row])):
         if lengths[row]:
             rollouts.setdefault(owners[row], []).append(row)
-    portion: list[int] = []
-    size = 0
+    portion, size = list[int](), 0
     for rows in rollouts.values():
         more = sum(lengths[row] for row in rows)
         if portion and size + more > max_tokens:

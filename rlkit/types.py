@@ -470,8 +470,7 @@ Metrics = Mapping[str, "float | Tensor"]  # name → a number, or a tensor [N] o
 
 
 class Measured(NamedTuple):
-    """A part's value together with metrics of its own, which stand as PART/NAME in the step's row. A plain pair `(value, metrics)` says
-    the same; only the update of a reference has to name it, since its state may be a pair."""
+    """A value with metrics, which stand as PART/NAME in the step's row; a plain pair says the same, but for a reference's update."""
 
     value: Any
     metrics: Metrics
@@ -512,7 +511,10 @@ class TokenFilterFn(Protocol[Q]):
 
 
 class PerTokenFn(Protocol[Q]):
-    """(quantities) → [B, T]: what the functions below have in common."""
+    """(quantities) → [B, T], alone or with metrics: what the functions below have in common.
+
+    mypy checks what a shipped part returns, composition that the quantities it names exist, every call what it gave.
+    """
 
     def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> OrMeasured[PerToken]: ...
 
@@ -557,9 +559,7 @@ class RewardFn(Protocol[Q]):
 class AggregatorFn(Protocol[Q]):
     """(component → score, component → weight) → reward. Marked `batched`: (rollouts, component → weight) → a list of rewards."""
 
-    def __call__(
-        self, given: Any, weights: Mapping[str, float], /, *none: Q.args, **numbers: Q.kwargs
-    ) -> OrMeasured[float] | OrMeasured[Sequence[float]]: ...
+    def __call__(self, given: Any, weights: Mapping[str, float], /, *_: Q.args, **__: Q.kwargs) -> OrMeasured[float | Sequence[float]]: ...
 
 
 class ToolParser(Protocol):
@@ -583,8 +583,8 @@ class ToolExecutor(Protocol):
 class Session(Protocol):
     """One episode's side of the conversation: opened for it, closed exactly once, however it ends. Methods may be plain or async.
 
-    A session may also have `state()` → plain values: what it is like at the end, before it closes. A reward reads them as
-    `rollout.state`.
+    A session may also have `state()` → plain values by name: what it is like at the end, before it closes. A reward reads them as
+    `rollout.state`. One that does not come in a context manager may have `close()`.
     """
 
     @property

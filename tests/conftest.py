@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
+import random
 import sys
 import traceback
 from pathlib import Path
@@ -40,6 +42,32 @@ def experiment():
     from rlkit.config.compose import compose, experiment
 
     return experiment(compose([]))
+
+
+class Weather:
+    """Waiting for something outside, without time: what is waited for comes in an order, and after turns of the loop, that `seed` says."""
+
+    def __init__(self, seed):
+        self.rng, self.coming, self.task = random.Random(seed), [], None
+
+    async def pause(self, *_):
+        if self.task is None:
+            self.task = asyncio.create_task(self.blow())
+        here = asyncio.Event()
+        self.coming.append(here)
+        await here.wait()
+
+    async def blow(self):
+        while self.coming or self.rng.random() < 0.9:
+            if self.coming and self.rng.random() < 0.3:
+                self.coming.pop(self.rng.randrange(len(self.coming))).set()
+            await asyncio.sleep(0)  # one turn of the loop
+        self.task = None
+
+
+@pytest.fixture(scope="session")
+def weather():
+    return Weather
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ FOLDER = Path(__file__).parents[1] / "experiments" / "benchmarks"
 COLUMNS = {  # benchmark → columns whose every value is a number > 0
     "decode": ("tokens_per_second", "seconds", "rows"),
     "turns": ("whole_run_seconds", "ratio_of_a_decode_step"),
+    "tools": ("seconds", "episodes"),
     "memory": ("naive_mib", "rlkit_mib", "naive_seconds"),
     "packing": ("padded_seconds", "packed_seconds", "apart_seconds"),
     "overhead": ("step_s",),

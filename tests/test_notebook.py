@@ -420,6 +420,8 @@ def test_switch_strategy_is_called_and_may_name_a_config_of_ones_own():
     assert mine.kl.coef == 0.7
     with pytest.raises(ValueError, match=r"'mine' at iteration 0; choose one of grpo, dapo, pairwise, ppo"):
         get_algorithm_config(0, lambda _: "mine")
+    config = get_algorithm_config(7, target_kl=0.1, max_refills=2, minibatches=3)
+    assert config.algorithm[-4:-1] == (3, 0.1, 2) and create_ppo_config(critic_warmup=2, epochs=3).algorithm.critic.warmup == 2
     with pytest.raises(TypeError, match="no algorithm takes klcoef"):
         get_algorithm_config(0, klcoef=0.1)
 
@@ -572,6 +574,19 @@ def test_equal_rewards_give_no_advantage_but_the_kl(model, tokenizer):
     )
     torch.testing.assert_close(seen[0][:, 0], -0.1 * torch.arange(4.0))
     assert state.metrics["reward"] == 1.0 and state.metrics["kl_coef"] == 0.1
+
+
+def test_a_loss_that_needs_no_advantages_is_trained_without_any(model, tokenizer):
+    """Equal rewards leave a loss_fn its gradient, since it may be made of anything."""
+    before = weights(model)
+    seen: list = []
+
+    def loss_fn(rollouts, advantages):
+        seen.append(advantages)
+        return -torch.cat([step.logprobs for r in rollouts for step in r.steps]).mean()
+
+    state, _ = iterate(model, tokenizer, create_grpo_config(kl_coef=0.0), reward_fn=lambda r: 1.0, loss_fn=loss_fn)
+    assert not seen[0].any() and not torch.equal(weights(model), before) and state.metrics["optim/updates"] == 1
 
 
 def test_ppo_freezes_what_is_old_and_computes_the_rest_anew(model, tokenizer):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 
 from rlkit import (
+    Environment,
     Generation,
     GenerationConfig,
     Rollout,
@@ -24,6 +27,7 @@ from rlkit import (
     create_rollout,
     early_or_long,
     execute_step,
+    generate_text,
     get_rollout_summary,
     initial_prompts,
     initialize_rollouts,
@@ -34,6 +38,7 @@ from rlkit import (
     training_iteration,
     update_policy,
 )
+from rlkit.errors import EnvironmentFailed
 from rlkit.notebook.data import TRAINING
 
 SHORT = TRAINING._replace(max_new_tokens=6)
@@ -210,6 +215,53 @@ def test_the_parts_of_the_manager_are_those_of_the_whole(model, tokenizer):
         create_rollout(model, tokenizer, "Go", rewardfn=early_or_long)
 
 
+class Counter:
+    """A session that counts its replies, and keeps when it was opened and closed."""
+
+    def __init__(self, task, log):
+        self.task, self.log, self.replies, self.tools = task, log, 0, {}
+
+    async def __aenter__(self):
+        self.log.append(("open", self.task.id))
+        return self
+
+    async def __aexit__(self, *error):
+        await asyncio.sleep(0)
+        self.log.append(("close", self.task.id, self.replies))
+
+    def first_prompt(self):
+        return self.task.messages
+
+    def answer(self, rollout):
+        self.replies += 1
+        if self.replies == 2 and "fails" in self.task.id:
+            raise KeyError("gone")
+        return rollout, None if self.replies == 2 else [{"role": "user", "content": "On."}]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_episode_by_parts_keeps_its_session_until_it_is_over(fails, tiny, model, tokenizer):
+    """Also in an event loop, as a notebook has one; and where one episode fails, the sessions of the others are closed."""
+    log: list = []
+    environment = Environment(session=lambda task: Counter(task, log), max_steps=5)
+    tasks = [Task("a", ({"role": "user", "content": "Go"},)), Task("b fails" if fails else "b", ({"role": "user", "content": "Go"},))]
+    policy, engine = make_policy(model, tokenizer), says(tiny, "x")
+
+    async def cells():
+        turns = initialize_rollouts(policy, tasks, environment=environment)
+        turns = execute_step(policy, turns, SHORT, generate=engine)
+        assert [len(turn.rollout.steps) for turn in turns] == [1, 1] and [m["content"] for m in turns[0].prompt] == ["On."]
+        assert [entry[0] for entry in log] == ["open", "open"] and engine.sizes == [2]
+        return execute_step(policy, turns, SHORT, generate=engine)
+
+    if fails:
+        with pytest.raises(EnvironmentFailed, match="KeyError: 'gone'"):
+            asyncio.run(cells())
+    else:
+        assert [rollout.total_steps for rollout in asyncio.run(cells())] == [2, 2]
+    assert sorted(log[2:]) == [("close", "a", 2), ("close", tasks[1].id, 2)]
+
+
 def test_the_examples_and_the_summary():
     step = Step((), (1,), (2,), (-1.0,), "stop", content="so")
     early = Rollout(Task("t", ()), (step,) * 3)
@@ -253,6 +305,14 @@ def test_training_takes_the_same_hooks(tiny, tokenizer, model):
     _, rollouts = training_iteration(ours, tokenizer, PROMPTS, optimizer, reward_fn=lambda r: float(r.sample), config=config, **hooks)
     assert [r.total_steps for r in rollouts] == [2] * 4 and seen["template"] and seen["prompt"] == [0] * 4 + [1] * 4
     assert seen["stop"] == [2] * 4 + [4] * 4
+
+    def generator(model, tokenizer, prompt, config, compute_logprobs):
+        return generate_text(model, tokenizer, prompt, config, compute_logprobs, seed=len(prompt))
+
+    state, rollouts = training_iteration(
+        ours, tokenizer, PROMPTS, optimizer, reward_fn=lambda r: float(r.sample), config=config, generator=generator, max_new_tokens=6
+    )
+    assert [(r.group, r.reward) for r in rollouts] == [(0, 0.0), (0, 1.0), (1, 0.0), (1, 1.0)] and state.metrics["reward"] == 0.5
 
     def model_loader(model_id, dtype, device_map, use_lora, lora_rank, lora_alpha):
         seen["loader"].append(model_id)

@@ -19,9 +19,10 @@ from rlkit import (
     training_iteration,
 )
 from rlkit.config.compose import compose, experiment
+from rlkit.config.problems.rows import load_tasks
 from rlkit.episodes.stream import StreamState, take
 from rlkit.system import rng
-from rlkit.training.run import load_tasks, train
+from rlkit.training.run import train
 
 COMMON = [
     "trainer.threads=1", "trainer.accelerator=cpu", "trainer.steps=3", "batch.prompts=4", "batch.group_size=4", "evaluation.n=0",

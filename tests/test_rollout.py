@@ -66,16 +66,16 @@ def test_max_steps_is_the_limit_of_every_environment(played):
 
 def test_what_is_interrupted_leaves_the_episodes_that_had_ended(tmp_path, monkeypatch, capsys):
     """Hours of episodes are not lost to Ctrl-C; scored, they are those of a run that goes on."""
-    from rlkit.commands.rollout import Bar
+    from rich.progress import Progress
 
-    advance = Bar.advance
+    ended = []
 
-    def interrupted(bar, rollout):
-        advance(bar, rollout)
-        if bar.done == 3:
+    def interrupted(bar, task):
+        ended.append(task)
+        if len(ended) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Bar, "advance", interrupted)
+    monkeypatch.setattr(Progress, "advance", interrupted)
     monkeypatch.chdir(tmp_path)
     assert main(["rollout", *FAST, "n=4", "max_steps=1"]) == 130
     (file,) = (tmp_path / "outputs" / "rollout").glob("*/*")
@@ -125,7 +125,7 @@ def test_a_cut_reaches_the_engine(tmp_path, monkeypatch):
         (["max_steps=0"], "max_steps=0: must be at least 1"),
         (["generation.temperature=-1"], "generation.temperature=-1"),
         (["generation.top_p=0"], "generation.top_p=0: must be greater than 0"),
-        (["generation.top_k=-1"], "generation.top_k=-1: must not be negative"),
+        (["generation.top_k=-1"], "generation.top_k=-1: must be at least 0"),
         (["num_return_sequence=2"], "Did you mean 'num_return_sequences'"),
         (["-m", "n=1,2"], "-m belongs to rlkit train"),
     ],

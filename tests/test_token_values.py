@@ -8,7 +8,8 @@ import json
 import torch
 
 from rlkit.episodes import assemble
-from rlkit.training.callbacks.conversations import learned_from, pieces, save_tokens
+from rlkit.episodes.tokens import pieces, save_tokens
+from rlkit.training.callbacks.conversations import learned_from
 from rlkit.types import Rollout, Step, Task
 
 

@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -47,7 +47,18 @@ def parser(doc: str | None, *, rounds: int, threads: int = 2, device: bool = Tru
         made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     made.add_argument("--out", type=Path, default=HERE, help="folder of the CSV")
     made.add_argument("--quick", action="store_true", help="sizes of seconds: shows that it works, measures nothing")
+    made.add_argument("--once", action="store_true", help="where there is one: processor seconds of one round, and no CSV")
     return made
+
+
+def once(work: Callable[[], Any]) -> None:
+    """Prints the processor seconds of one round, after another that warms up: for pairs with another checkout (`--once`)."""
+    import rlkit
+
+    work()
+    begun = time.process_time()
+    work()
+    print(f"processor_s {time.process_time() - begun:.4f}  rlkit {Path(rlkit.__file__).parent}")
 
 
 def provenance(threads: int, device: str = "cpu") -> dict[str, Any]:

@@ -12,6 +12,9 @@ count in neither figure, their time does in both.
 part in one round. `vllm` runs in a process of another environment (--vllm-python; tests/vllm_env.sh makes one) with prefix caching
 as it comes. On a GPU `limit_tokens_per_second` is what the memory's bandwidth allows: every step reads all weights once, and keys and
 values of all rows.
+
+`--once` prints the processor seconds of one round of `cached` for each number of rows instead, to be compared with another checkout's
+(served.py).
 """
 
 from __future__ import annotations
@@ -31,9 +34,8 @@ from typing import Any
 
 import bench
 import torch
+from served import completions
 
-from rlkit.engines import cached, generate
-from rlkit.engines.vllm.in_process import own_process
 from rlkit.environments import calculator, tool_schema
 from rlkit.functional import mix
 from rlkit.models import encode_prompt, load_policy
@@ -85,12 +87,12 @@ def limit(model: Any, contexts: Contexts, tokens: int) -> float:
 # ------------------------------------------------------------------------------------------------- the engines
 
 
-def own(engine: Callable[..., Any], policy: Policy) -> Engine:
+def own(engine: str, policy: Policy) -> Engine:
     """An engine of rlkit with all rows at once."""
 
     def decode(contexts: Contexts, tokens: int) -> list[tuple[int, ...]]:
         seeds = [mix(0, i) for i in range(len(contexts))]
-        replies = engine(policy, contexts, seeds, max_new_tokens=tokens, max_rows=max(256, len(contexts)))
+        replies = completions(engine, policy, contexts, seeds, max_new_tokens=tokens, max_rows=max(256, len(contexts)))
         return [reply.token_ids for reply in replies]
 
     return decode
@@ -166,6 +168,8 @@ def vllm_side(folder: str) -> None:
     given = json.loads((Path(folder) / "given.json").read_text())
     longest = max(map(len, given["contexts"])) + given["tokens"]
     room = {} if given["device"] == "cuda" else {"kv_cache_memory_bytes": 2 << 30}  # else most of the machine's memory
+    from rlkit.engines.vllm.in_process import own_process
+
     with own_process():  # as rlkit starts it: a container may forbid it to choose processors
         from vllm import LLM, SamplingParams
 
@@ -217,8 +221,7 @@ def measure(policy: Policy, rows: int, given: argparse.Namespace) -> list[dict[s
 def alternate(policy: Policy, contexts: Contexts, given: argparse.Namespace, more: dict[str, Engine]) -> list[dict[str, Any]]:
     """Rounds in turn; the first of each engine warms up."""
     rows, tokens = len(contexts), given.tokens
-    made = {"transformers": lambda: own(generate, policy), "cached": lambda: own(cached, policy), "continuous": lambda: continuous(policy)}
-    engines = {name: made[name]() for name in given.engines} | more
+    engines = {name: continuous(policy) if name == "continuous" else own(name, policy) for name in given.engines} | more
     once = [name for name in engines if name == "continuous" and given.device == "cpu"]
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     replies: dict[str, Any] = {}
@@ -276,6 +279,11 @@ def main() -> None:
         given.prompt = 512
     torch.set_num_threads(given.threads)
     policy = policy_of(given.model, given.device)
+    if given.once:
+        for n in given.rows:
+            contexts = prompts(policy, n, given.prompt)
+            bench.once(lambda contexts=contexts: own("cached", policy)(contexts, given.tokens))
+        return
     rows = [row for n in given.rows for row in measure(policy, n, given)]
     last = bench.provenance(given.threads, given.device)
     if given.vllm_python:

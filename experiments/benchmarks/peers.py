@@ -55,14 +55,15 @@ def longest_prompt(given: dict[str, Any]) -> int:
 
 def greedy_accuracy(model: Any) -> float:
     """Of the model as it is now on held-out problems: the same code for both sides."""
-    from rlkit.engines import cached
+    from served import completions
+
     from rlkit.models import decode, encode_prompt, make_policy, pretrained_tokenizer
     from rlkit.tasks import arithmetic
 
     policy = make_policy(model, pretrained_tokenizer("tiny"))
     tasks = arithmetic(split="test", max_samples=HELD_OUT)
     contexts = [encode_prompt(policy.codec, task.messages) for task in tasks]
-    replies = cached(policy, contexts, [0] * len(tasks), max_new_tokens=96, temperature=0.0)
+    replies = completions("cached", policy, contexts, [0] * len(tasks), max_new_tokens=96, temperature=0.0)
     texts = [decode(policy.codec, reply.token_ids) for reply in replies]
     return statistics.fmean(bench.solved_text(text, task.answer) for text, task in zip(texts, tasks, strict=True))
 

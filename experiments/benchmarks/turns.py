@@ -1,10 +1,11 @@
 """Seconds a turn of append-only episodes, at turn 5 and at turn 50: does a turn cost its new tokens, or its history again?
 
-    python experiments/benchmarks/turns.py [--rows 32] [--turns 50] [--rounds 3] [--threads 2]
+    python experiments/benchmarks/turns.py [--rows 32] [--turns 50] [--rounds 3] [--threads 2] [--once]
 
 Every turn adds 16 tokens and draws 8, with the embedded model, so a context is about 150 tokens long at turn 5 and 1,250 at turn 50. Turns
 of all episodes keep pace, since no reply ends before its limit. turns.csv has, for each engine, the seconds and the tokens that went
 through the model at both turns; the last column is the ratio of one decode step alone at both lengths of context, written by hand.
+`--once` prints the processor seconds of one round of `cached` instead, to be compared with another checkout's (served.py).
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import time
 
 import bench
 import torch
+from served import completions
 
-from rlkit.engines import cached, generate
 from rlkit.functional import mix
 from rlkit.models import load_policy
 
@@ -45,10 +46,12 @@ def episodes(policy, rows: int, turns: int, engine: str) -> tuple[dict[int, floa
         return (held[index], mix(index, done[0] // rows)) if now[0] <= turns and len(marks) <= turns else None
 
     if engine == "cached":
-        cached(policy, [held[i] for i in range(rows)], [mix(i) for i in range(rows)], max_new_tokens=DRAWN, follow=follow)
+        prompts = [held[i] for i in range(rows)]
+        completions(engine, policy, prompts, [mix(i) for i in range(rows)], max_new_tokens=DRAWN, follow=follow)
     else:
         for _ in range(turns):
-            replies = generate(policy, [held[i] for i in range(rows)], [mix(i) for i in range(rows)], max_new_tokens=DRAWN)
+            prompts = [held[i] for i in range(rows)]
+            replies = completions(engine, policy, prompts, [mix(i) for i in range(rows)], max_new_tokens=DRAWN)
             for i, reply in enumerate(replies):
                 follow(i, reply)
     hook.remove()
@@ -78,6 +81,9 @@ def main() -> None:
         given.rounds, given.rows, given.turns = 1, 2, 6
     torch.set_num_threads(given.threads)
     policy = load_policy(path="tiny")._replace(eos_token_ids=bench.NEVER)
+    if given.once:
+        bench.once(lambda: episodes(policy, given.rows, given.turns, "cached"))
+        return
     early, late = 5, given.turns
     hand = decode_step(policy, given.rows, context_length(late)) / decode_step(policy, given.rows, context_length(early))
     rows = []

@@ -21,7 +21,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rlkit.engines import generate
+from rlkit.engines import Cached
 from rlkit.environments import calculator, tool_schema, tool_use
 from rlkit.episodes.evaluation import greedy_accuracy, is_correct, sampled_accuracy
 from rlkit.models import load_policy
@@ -254,7 +254,7 @@ def measure(path: Path, n: int = 1000) -> dict:
     reward = Reward("numeric", {"numeric": Term(1.0, numeric)}, weighted_sum)
     tasks = arithmetic(split="test", max_samples=n)
     policy = load_policy(path=str(path))
-    collecting = {"reward": reward, "generate": generate, "environment": environment, "max_new_tokens": 64}
+    collecting = {"reward": reward, "engine": Cached(), "environment": environment, "max_new_tokens": 64}
     greedy, rollouts = greedy_accuracy(policy, tasks, **collecting)
     sampled, _ = sampled_accuracy(policy, tasks, samples=4, k=[1, 4], temperature=1.0, **collecting)
     kinds: dict[str, list[bool]] = {}

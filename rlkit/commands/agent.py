@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.commands.arguments import Arguments, drop, option
 from rlkit.commands.trust import model_of
+from rlkit.config.problems.numbers import agent_problems
 from rlkit.engines import Cached
 from rlkit.environments import calculator, execute, get_weather, hermes, python_tool, single_turn, split_thinking, tool_name, tool_use
 from rlkit.environments.tool_parsers import from_payload
@@ -237,16 +238,6 @@ def execute_tool_call(
 # ------------------------------------------------------------------------------------------------------ the command
 
 
-def validate(x: AgentRun) -> list[str]:
-    """Numbers out of range, as sentences."""
-    from rlkit.config.problems.numbers import sampling_problems
-
-    problems = []
-    if x.timeout is not None and not x.timeout > 0:
-        problems.append(f"timeout={x.timeout}: must be > 0 seconds, or null for no limit")
-    return problems + sampling_problems(x.generation)
-
-
 def find_tools(x: AgentRun) -> list[Callable[..., Any]]:
     """The tools that `tools=[…]` names: shipped ones by name, a user's own as module.function. Raises ConfigError."""
     from rlkit.config.schema import nearest, resolve
@@ -267,16 +258,13 @@ def find_tools(x: AgentRun) -> list[Callable[..., Any]]:
 
 def ask(x: AgentRun, question: str, *, checkpoint: Path | None = None) -> AgentResult:
     """Loads the model, or a run's newest checkpoint, and lets it answer. Raises ConfigError where the settings are out of range."""
-    if problems := validate(x):
+    if problems := agent_problems(x):
         raise ConfigError("\n".join(problems))
     tools = find_tools(x)
     from rlkit.commands.evaluate import restore
-    from rlkit.system.device import autocast, pick_device, quiet, use_threads
+    from rlkit.system.device import autocast, on_device
 
-    quiet()
-    device = pick_device(x)
-    policy = x.model(device=device)
-    use_threads(x.trainer, policy.model, device)
+    policy, device = on_device(x)
     if checkpoint is not None:
         restore(policy, checkpoint)
     with autocast(x, device):
@@ -343,8 +331,6 @@ def command(arguments: Arguments) -> int:
     from rlkit.config.schema import build, check
     from rlkit.runs import folder as runs
 
-    if arguments.multirun:
-        raise ConfigError("rlkit agent answers one question at a time; -m belongs to rlkit train")
     if len(arguments.texts) != 1 or not arguments.texts[0].strip():
         said = f", not {len(arguments.texts)}" if arguments.texts else ""
         raise ConfigError(f'rlkit agent takes one question in quotes{said}: rlkit agent "How many toys …?" tools=[calculator]')

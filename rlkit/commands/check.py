@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlkit.commands.arguments import Arguments
-from rlkit.errors import ConfigError
 from rlkit.rewards import Reward, Term
 from rlkit.rewards import score as score_rollouts
 from rlkit.training.experiment import BatchSize, Experiment
@@ -83,25 +82,22 @@ def run(x: Experiment, tasks: Splits) -> Report:
       tasks: at least one training row; the others are only counted.
     Raises: the refusals of a run.
     """
+    import torch
+
     from rlkit.episodes.stream import StreamState
     from rlkit.system.deadline import process_ends_after
-    from rlkit.system.device import autocast, pick_device, quiet, use_threads
+    from rlkit.system.device import autocast, on_device
     from rlkit.training.experience import experience
     from rlkit.training.learner import Learner
     from rlkit.training.memory import probe
     from rlkit.training.run import header
     from rlkit.training.selfcheck import check_policy, check_teacher
 
-    quiet()
-    import torch
-
     clock = {}
     started = time.perf_counter()
-    device = pick_device(x)
     torch.manual_seed(x.seed)
     check_teacher(x)
-    policy = x.model(device=device)
-    use_threads(x.trainer, policy.model, device)
+    policy, device = on_device(x)
     text = header(x, policy, device, tasks)
     clock["load"] = time.perf_counter() - started
     cut = small(x)
@@ -197,8 +193,6 @@ def command(arguments: Arguments) -> int:
     from rlkit.tasks.splits import overlaps
     from rlkit.training.loggers import check_loggers
 
-    if arguments.multirun:
-        raise ConfigError("rlkit check tries one run at a time; rlkit train -m checks every job of a sweep before the first one starts")
     x = experiment(compose(arguments.overrides, config_dir=arguments.config_dir))
     check_loggers(x.logger)
     tasks = load_tasks(x)

@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.help:
             print(HELP + list_groups())
             return 0
+        if arguments.multirun and words[0] != "train":
+            raise ConfigError(f"rlkit {words[0]} takes one run at a time; -m belongs to rlkit train")
         return importlib.import_module(f"rlkit.commands.{words[0]}").command(arguments)
     except Refusal as error:
         for line in str(error).splitlines():

@@ -181,7 +181,7 @@ def extras() -> list[Finding]:
 
 def command(arguments: Arguments) -> int:
     """What this machine gives to a run; 1 where nothing can be trained on it."""
-    if arguments.overrides or arguments.multirun:
+    if arguments.overrides:
         raise ConfigError("rlkit doctor takes no overrides; rlkit check takes those of a run")
     findings = examine()
     print(show(findings))

@@ -34,14 +34,11 @@ def evaluate(
     from rlkit.episodes import failures
     from rlkit.episodes.evaluation import greedy_accuracy, sampled_accuracy
     from rlkit.sandbox import seen
-    from rlkit.system.device import autocast, pick_device, quiet, use_threads, versions
+    from rlkit.system.device import autocast, on_device, versions
     from rlkit.training.callbacks.evaluation import in_time
     from rlkit.training.selfcheck import check_policy
 
-    quiet()
-    device = pick_device(x)
-    policy = x.model(device=device)
-    use_threads(x.trainer, policy.model, device)
+    policy, device = on_device(x)
     path, step = restore(policy, checkpoint) if checkpoint else (None, None)
     settings = x.evaluation
     with autocast(x, device):
@@ -126,8 +123,6 @@ def command(arguments: Arguments) -> int:
     from rlkit.config.compose import compose, experiment
     from rlkit.config.problems.rows import check_tools, load_split
 
-    if arguments.multirun:
-        raise ConfigError("rlkit evaluate takes one run or model at a time; -m belongs to rlkit train")
     named, overrides = option(arguments.overrides, "run"), drop(drop(arguments.overrides, "run"), "split")
     split = next((known for known in SPLITS if known == (option(arguments.overrides, "split") or "test")), None)
     if split is None:

@@ -54,7 +54,7 @@ def command(arguments: Arguments) -> int:
     if unknown := [o for o in arguments.overrides if o.partition("=")[0] not in known]:
         raise ConfigError(f"{unknown[0]}: rlkit export takes run=FOLDER, to=FOLDER, merge=true and trust=true")
     named, place, merge = (option(arguments.overrides, key) for key in known[:3])
-    if not named or arguments.multirun:
+    if not named:
         raise ConfigError("rlkit export takes one run: run=outputs/NAME/TIME, or one of its checkpoints")
     if merge not in (None, "true", "false"):
         raise ConfigError(f"merge={merge}: must be true or false")

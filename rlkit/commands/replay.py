@@ -25,7 +25,7 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
     from rlkit.config.schema import build, check
     from rlkit.config.trust import require, with_environment
     from rlkit.runs import folder as runs
-    from rlkit.system.device import autocast, pick_device, quiet, use_threads
+    from rlkit.system.device import autocast, on_device
     from rlkit.training import drift
     from rlkit.training.callbacks.checkpoints import read_checkpoint
     from rlkit.training.callbacks.faults import BATCH, STATE
@@ -41,11 +41,8 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
     learn(config, written)
     if problems := check(config, f"{folder}/config.yaml"):
         raise ConfigError("\n".join(problems))
-    quiet()
     x = build(config)
-    device = pick_device(x)
-    policy = x.model(device=device)
-    use_threads(x.trainer, policy.model, device)
+    policy, device = on_device(x)
     learner = Learner(x, policy)
     learner.load_state_dict(read_checkpoint(folder / STATE))
     batch = drift.on(Batch(**read_checkpoint(folder / BATCH)), device)

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rlkit.commands.arguments import STARTED, Arguments
 from rlkit.config.problems.numbers import sampling_problems
@@ -40,17 +39,15 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
         raise ConfigError(f"split={x.split}: the task has no rows there")
     from rlkit.config.problems.rows import check_truths
     from rlkit.episodes import collect, transcript
+    from rlkit.episodes.tokens import save_tokens
     from rlkit.models.chat import decode
     from rlkit.rewards import score
-    from rlkit.system.device import autocast, pick_device, quiet, use_threads, versions
-    from rlkit.training.callbacks.conversations import choose, save_tokens
+    from rlkit.system.device import autocast, on_device, versions
+    from rlkit.training.callbacks.conversations import choose
     from rlkit.training.selfcheck import check_contexts
 
-    quiet()
     check_truths(tasks, x.reward)
-    device = pick_device(x)
-    policy = x.model(device=device)
-    use_threads(x.trainer, policy.model, device)
+    policy, device = on_device(x)
     environment = limited(x.environment, x.max_steps)
     with autocast(x, device):
         check_contexts(policy, tasks, environment)
@@ -85,21 +82,26 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
 
 @contextmanager
 def unscored_kept(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]:
-    """Gives what takes each episode as it ends: it goes into the file and onto the bar. The file is gone after a good end."""
-    show = Bar(total)
+    """Gives what takes each episode as it ends: it goes into the file, and on a terminal onto a bar. The file is gone after a good end."""
+    from rich.progress import Progress
 
-    def keep(rollout: Rollout) -> None:
-        with lenient(path.name):
-            append_rollouts(path, [rollout])
-        show.advance(rollout)
+    done = 0
+    with Progress(disable=not sys.stdout.isatty()) as bar:
+        task = bar.add_task("episodes", total=total)
 
-    try:
-        yield keep
-        path.unlink(missing_ok=True)
-    finally:
-        show.close()
-        if path.exists():
-            print(f"rlkit: {show.done} of {total} episodes had ended; they are in {path}, unscored", file=sys.stderr)
+        def keep(rollout: Rollout) -> None:
+            nonlocal done
+            with lenient(path.name):
+                append_rollouts(path, [rollout])
+            done += 1
+            bar.advance(task)
+
+        try:
+            yield keep
+            path.unlink(missing_ok=True)
+        finally:
+            if path.exists():
+                print(f"rlkit: {done} of {total} episodes had ended; they are in {path}, unscored", file=sys.stderr)
 
 
 def limited(environment: Environment | Callable[[Task], Environment], max_steps: int | None) -> Environment | Callable[[Task], Environment]:
@@ -137,38 +139,11 @@ def table(rollouts: Sequence[Rollout]) -> str:
     return "\n".join(f"{name:<34}{value}" for name, value in lines)
 
 
-class Bar:
-    """A bar over episodes where the output is a terminal, nothing elsewhere."""
-
-    def __init__(self, total: int):
-        self.done = 0
-        self.bar: Any = None
-        if sys.stdout.isatty():
-            from rich.progress import Progress
-
-            self.bar = Progress()
-            self.task = self.bar.add_task("episodes", total=total)
-            self.bar.start()
-
-    def advance(self, rollout: Rollout) -> None:
-        """One more episode is over."""
-        self.done += 1
-        if self.bar is not None:
-            self.bar.update(self.task, completed=self.done)
-
-    def close(self) -> None:
-        """Leaves the terminal as it was."""
-        if self.bar is not None:
-            self.bar.stop()
-
-
 def command(arguments: Arguments) -> int:
     """Plays episodes without training and sums them up."""
     from rlkit.config.compose import compose
     from rlkit.config.schema import build
 
-    if arguments.multirun:
-        raise ConfigError("rlkit rollout plays one set of episodes at a time; -m belongs to rlkit train")
     composed = compose(arguments.overrides, entry="rollout", config_dir=arguments.config_dir)
     x = build(composed.config)
     LOST.clear()

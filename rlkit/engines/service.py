@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rlkit.errors import EngineError
 from rlkit.types import Generation, Policy, SamplingParams
@@ -88,10 +88,12 @@ class Service:
         self.decoder, self.version, self.failure = self.make_decoder(weights), version, None
 
     def _in_play(self) -> int:
-        return len(self.running) + len(self.waiting) + len(self.due.keys() - self.waiting.keys() - self.over)
+        return len({*self.running, *self.waiting, *self.answered, *self.due} - self.over)
 
     async def generate(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> Generation:
-        """One completion; see `rlkit.types.Engine`."""
+        """One completion; see `rlkit.types.Engine`. Raises: ValueError for numbers out of range, EngineError without weights."""
+        if problems := out_of_range(params):
+            raise ValueError("; ".join(problems))
         if self.decoder is None:
             raise EngineError(f"{type(self).__name__}.generate: there are no weights yet; await load(policy, version) first")
         if self.failure is not None:
@@ -190,6 +192,16 @@ class Service:
         """Waits for the next request or release."""
         self.news.clear()
         await self.news.wait()
+
+
+def out_of_range(params: Any) -> list[str]:
+    """What no engine can sample, as sentences. Takes SamplingParams, and what has their fields."""
+    least = {"max_new_tokens": 1, "temperature": 0, "top_k": 0, "admission_rounds": 1}
+    values = {name: getattr(params, name) for name in least}
+    problems = [f"generation.{name}={value}: must be at least {least[name]}" for name, value in values.items() if value < least[name]]
+    if not 0 < params.top_p <= 1:
+        problems.append(f"generation.top_p={params.top_p}: must be greater than 0 and at most 1; 1 cuts nothing")
+    return problems
 
 
 class Batched(Service):

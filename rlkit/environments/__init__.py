@@ -14,30 +14,3 @@ from rlkit.environments.tool_parsers import hermes, none, xml
 from rlkit.environments.tool_use import tool_use
 from rlkit.environments.tools import execute, tool_name, tool_schema, with_schema
 from rlkit.environments.weather import get_weather
-
-__all__ = [
-    "answer_calls",
-    "by_task",
-    "calculator",
-    "continue_with_step",
-    "dialogue",
-    "environment_of",
-    "execute",
-    "get_weather",
-    "guess_number",
-    "gymnasium",
-    "hermes",
-    "none",
-    "opened",
-    "python_tool",
-    "said_done",
-    "single_turn",
-    "split_reply",
-    "split_thinking",
-    "tool_name",
-    "tool_schema",
-    "tool_use",
-    "with_schema",
-    "with_system_prompt",
-    "xml",
-]

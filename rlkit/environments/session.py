@@ -66,8 +66,8 @@ async def _entered(environment: Environment, task: Task) -> tuple[Any, Leave]:
     """The session, and what leaves it."""
     if environment.session is None:
         with blamed("tools", task):
-            session = FunctionSession(environment, task, await awaited(environment.tools(task)) if environment.tools else {})
-        return session, lambda *_: session.close()
+            tools = await awaited(environment.tools(task)) if environment.tools else {}
+        return FunctionSession(environment, task, tools), lambda *_: closed(tools)
     with blamed("session", task):
         given = await awaited(environment.session(task))
         if hasattr(given, "__aenter__"):
@@ -104,10 +104,6 @@ class FunctionSession:
     async def state(self) -> Mapping[str, Any]:
         """That of its tools, where they have any (rlkit.environments.toolbox)."""
         return await awaited(getattr(self.tools, "state", dict)())
-
-    async def close(self) -> None:
-        """Closes its tools, where they can be closed."""
-        await closed(self.tools)
 
 
 async def answer_calls(

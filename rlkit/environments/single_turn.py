@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.environments.tool_parsers import none
-from rlkit.types import Environment, Messages, Rollout, Task
+from rlkit.types import Environment, Messages, Task
 
 
 def single_turn(*, system_prompt: str | None = None) -> Environment:
@@ -18,7 +18,3 @@ def single_turn(*, system_prompt: str | None = None) -> Environment:
         return with_system_prompt(task.messages, system_prompt)
 
     return Environment(first_prompt=first_prompt, parse_calls=none)
-
-
-def no_next_prompt(rollout: Rollout, step: int) -> None:
-    """A reply without tool calls ends the episode."""

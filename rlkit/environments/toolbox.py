@@ -24,15 +24,9 @@ NOT_TOOLS = ("close", "state")
 class Toolbox(dict[str, Tool]):
     """The tools of one episode, by name, and the instances that some of them are methods of."""
 
-    def __init__(self, tools: Mapping[str, Any]):
-        super().__init__({name: tool for name, tool in tools.items() if tool_class(tool) is None})
+    def __init__(self) -> None:
+        super().__init__()
         self.instances: dict[str, Any] = {}
-
-    def make(self, name: str, factory: Callable[..., Any], task: Task) -> None:
-        """Adds the methods of a new instance."""
-        asks = "task" in inspect.signature(factory).parameters and "task" not in getattr(factory, "keywords", {})
-        self.instances[name] = instance = factory(task=task) if asks else factory()
-        self.update({method: getattr(instance, method) for method in method_names(name, factory)})
 
     async def state(self) -> dict[str, Any]:
         """The end states by name, of the instances that tell theirs."""
@@ -59,18 +53,22 @@ def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
     Raises: ConfigError for a function under another name than its own, a class without a documented public method, and two tools of
       one name.
     """
-    names = [method for name, tool in tools.items() for method in checked_names(name, tool)]
+    names = [found for name, tool in tools.items() for found in names_of(name, tool)]
     if doubled := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"environment.tools has two tools of the name {min(doubled)!r}; rename one of the functions or methods")
     if not any(map(tool_class, tools.values())):
         return lambda task: tools
 
     async def made(task: Task) -> Toolbox:
-        box = Toolbox(tools)
+        box = Toolbox()
         try:
             for name, tool in tools.items():
-                if tool_class(tool) is not None:
-                    box.make(name, tool, task)
+                if tool_class(tool) is None:
+                    box[name] = tool
+                    continue
+                asks = "task" in inspect.signature(tool).parameters and "task" not in getattr(tool, "keywords", {})
+                box.instances[name] = instance = tool(task=task) if asks else tool()
+                box.update({method: getattr(instance, method) for method in names_of(name, tool)})
         except BaseException:
             with suppress(Exception):  # the first error is the one to tell
                 await box.close()
@@ -86,10 +84,9 @@ def signatures(tools: Mapping[str, Any]) -> dict[str, Tool]:
     for name, tool in tools.items():
         if (cls := tool_class(tool)) is None:
             out[name] = tool
-            continue
-        for method in method_names(name, cls):
-            found = inspect.getattr_static(cls, method)
-            out[method] = partial(found, None) if inspect.isfunction(found) else getattr(cls, method)
+        else:
+            methods = {method: inspect.getattr_static(cls, method) for method in names_of(name, cls)}
+            out |= {m: partial(found, None) if inspect.isfunction(found) else getattr(cls, m) for m, found in methods.items()}
     return out
 
 
@@ -99,23 +96,16 @@ def tool_class(tool: Any) -> type | None:
     return inner if isinstance(inner, type) else None
 
 
-def checked_names(name: str, tool: Any) -> list[str]:
-    """Names of the tools that an entry of the config gives."""
-    if tool_class(tool) is not None:
-        return method_names(name, tool)
-    if not callable(tool) or name != tool_name(tool):
+def names_of(name: str, tool: Any) -> list[str]:
+    """Names of the tools that an entry gives: its own, or those of a class's public documented methods, a base class's first."""
+    if (cls := tool_class(tool)) is None:
+        if callable(tool) and name == tool_name(tool):
+            return [name]
         raise ConfigError(
             f"environment.tools.{name} is {tool!r}; it must be a function of that name, because the "
             "schema tells the policy the function's own name; or a class whose methods are tools"
         )
-    return [name]
-
-
-def method_names(name: str, tool: Any) -> list[str]:
-    """The public documented methods of a class, in the order of their definition, those of base classes first."""
-    cls = tool_class(tool) or object
-    seen = {n: None for base in reversed(cls.__mro__[:-1]) for n in vars(base) if not n.startswith("_") and n not in NOT_TOOLS}
-    names = [n for n in seen if inspect.isroutine(getattr(cls, n)) and getattr(cls, n).__doc__]
-    if not names:
-        raise ConfigError(f"environment.tools.{name} is the class {cls.__name__}, which has no public method with a docstring to be a tool")
-    return names
+    seen = dict.fromkeys(n for base in reversed(cls.__mro__[:-1]) for n in vars(base) if n[0] != "_" and n not in NOT_TOOLS)
+    if names := [n for n in seen if inspect.isroutine(getattr(cls, n)) and getattr(cls, n).__doc__]:
+        return names
+    raise ConfigError(f"environment.tools.{name} is the class {cls.__name__}, which has no public method with a docstring to be a tool")

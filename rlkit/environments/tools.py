@@ -166,7 +166,10 @@ async def _text_of(tool: Tool, call: ToolCall, timeout: float | None) -> str:
         return given
     with containing(asyncio.CancelledError, GeneratorExit):
         async with within(None if bounded else timeout):
-            return str(await given)
+            text = str(await given)
+            if not bounded:
+                await asyncio.sleep(0)  # so that it counts as waiting even if it had its answer at once, such as from a cache
+            return text
 
 
 def marked(tool: Tool | None, word: str) -> bool:

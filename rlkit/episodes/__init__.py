@@ -5,16 +5,3 @@ from rlkit.episodes.collect import collect
 from rlkit.episodes.demonstrate import demonstrations
 from rlkit.episodes.record import append_rollouts, load_rollouts, rollout_schema, save_rollouts, transcript
 from rlkit.episodes.summary import failures, summarize
-
-__all__ = [
-    "append_rollouts",
-    "assemble",
-    "collect",
-    "demonstrations",
-    "failures",
-    "load_rollouts",
-    "rollout_schema",
-    "save_rollouts",
-    "summarize",
-    "transcript",
-]

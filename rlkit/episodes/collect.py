@@ -30,7 +30,7 @@ def collect(
     first: int = 0,
     version: int = 0,
     on_done: Callable[[Rollout], None] | None = None,
-    spent: Callable[[float], None] | None = None,
+    spent: Callable[[float], None] = lambda seconds: None,
     **params: Any,
 ) -> list[Rollout]:
     """Plays `group_size` independent episodes of each task, all of them at the same time. Also works inside a running event loop.
@@ -104,7 +104,7 @@ async def collected(
     first: int = 0,
     version: int = 0,
     on_done: Callable[[Rollout], None] | None = None,
-    spent: Callable[[float], None] | None = None,
+    spent: Callable[[float], None] = lambda seconds: None,
     **params: Any,
 ) -> list[Rollout]:
     """`collect` as a coroutine."""
@@ -122,7 +122,7 @@ async def collected(
 
         try:
             over = partial(engine.release, key)
-            rollout = await play(task, own, say, group=group, sample=sample, said=over, spent=spent or (lambda seconds: None))
+            rollout = await play(task, own, say, group=group, sample=sample, said=over, spent=spent)
         finally:
             engine.release(key)
             place.arrive()

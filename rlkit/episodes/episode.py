@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from typing import Any, NamedTuple
 
 from rlkit.environments import tool_schema
@@ -41,7 +40,7 @@ async def play(
       "deadline", or what the session says.
     Raises: EnvironmentFailed where the environment's code raises; what `say` raises.
     """
-    rollout, limit, session = Rollout(task, (), group=group, sample=sample), Deadline(environment.deadline), None
+    rollout, limit, session = Rollout(task, (), group=group, sample=sample), Countdown(environment.deadline), None
     async with AsyncExitStack() as stack:
         stack.callback(lambda: spent(limit.spent))
         try:
@@ -102,20 +101,3 @@ def _checked(answer: Any) -> tuple[Rollout, Messages | None]:
     if said is not None and rollout.status == "truncated":
         raise TypeError("a session's answer truncates the rollout and goes on; give messages of None with a truncation")
     return rollout, [{"role": "user", "content": said}] if isinstance(said, str) else said
-
-
-class Deadline:
-    """The seconds that an episode spends in its session, and the most it may; sampling does not count. None: no limit."""
-
-    def __init__(self, seconds: float | None):
-        self.countdown, self.spent = Countdown(seconds), 0.0
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Counts a block. Raises: DeadlinePassed once the limit is reached, which cancels what the block awaits."""
-        begun = time.perf_counter()
-        try:
-            async with self.countdown.running():
-                yield
-        finally:
-            self.spent += time.perf_counter() - begun

@@ -3,31 +3,7 @@
 No maths stands here: every function arranges tensors and calls the core. In this package `[B, T]` means B rollouts × the tokens that
 each sampled, in the order of time and filled up on the right (`stack_rollouts`); prompts and tool results are not among them.
 
-    hook            signature                                                      default
-    reward_fn       (rollout) → float or None; `@batched`: list → list; async      None: no reward
-    generator       (model, tokenizer, prompt, config, compute_logprobs)           generate_text; rollouts sample in one batch
-                    → TextGeneration
-    template_fn     (prompt, tokenizer, use_chat_template, system_prompt,          format_prompt
-                    enable_thinking) → str
-    tool_parser     (text) → list of calls                                         hermes
-    tool_executor   (call) → str                                                   the functions in `tools`
-    stop_condition  (conversation) → bool                                          None
-    termination_fn  (rollout, last_step) → bool                                    None
-    prompt_generator_fn        (rollout, step) → str or None                       None: one reply, or until no tool is called
-    initial_prompts_generator  (n) → list                                          the prompts themselves
-    model_loader    (model_id, dtype, device_map, use_lora, lora_rank,             load_model
-                    lora_alpha) → model
-    kl_fn           (policy_logprobs, ref_logprobs, mask) → [B]                    compute_forward_kl
-    ref_model_fn    (policy_model) → model                                         create_reference_model
-    ref_update_fn   (ref_model, policy_model, **progress such as step, kl)         None: the reference stays
-    advantage_fn    (rollouts, normalize) → [B, T]                                 the config's; compute_advantages is GRPO's
-    loss_fn         (rollouts, advantages) → scalar, log-probs carry the gradient  the config's; compute_grpo_loss is GRPO's
-    pair_selector   (rollouts) → [(i, j)]                                          every pair of a prompt
-    switch_strategy (iteration) → algorithm name                                   grpo until step 50, then dapo
-    checkpoint_fn   (model, tokenizer, step, output_dir)                           save_checkpoint
-
-`create_rollout`, `create_multiturn_rollout`, `create_batch_rollouts`, `training_iteration` and `train_model` pass on what they are given.
-Where a hook is taken, a function of the core does as well: it is told by the names of the quantities that it asks for.
+The hooks and their signatures head docs/notebooks.md.
 """
 
 from __future__ import annotations
@@ -50,7 +26,7 @@ _HOMES = {
         "view_steps",
     ),
     "rlkit.notebook.generation": (
-        "batch_history", "compute_logprobs_for_tokens", "create_batch", "format_prompt", "generate_templates", "generate_text",
+        "batch_history", "create_batch", "format_prompt", "generate_templates", "generate_text",
         "generate_with_values", "load_model", "load_tokenizer", "parse_thinking",
     ),
     "rlkit.notebook.kl": (
@@ -67,7 +43,9 @@ _HOMES = {
         "create_multiturn_rollout", "create_random_termination", "create_rollout", "early_or_long", "execute_step",
         "get_rollout_summary", "initial_prompts", "initialize_rollouts", "run_rollouts",
     ),
-    "rlkit.notebook.tensors": ("attach_logprobs", "same_rollouts", "score_batch", "stack_rollouts"),
+    "rlkit.notebook.tensors": ("score_batch",),
+    "rlkit.episodes.stacked": ("attach_logprobs", "same_rollouts", "stack_rollouts"),
+    "rlkit.models.tokens": ("compute_logprobs_for_tokens",),
     "rlkit.notebook.training": ("train_model", "training_iteration", "update_policy"),
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

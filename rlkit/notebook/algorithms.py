@@ -12,28 +12,26 @@ from torch.nn.utils.rnn import pad_sequence
 
 import rlkit.functional as F
 from rlkit.algorithm import KL, Algorithm, call, estimate_advantages, surrogate, weigh
+from rlkit.episodes.stacked import stack_rollouts
 from rlkit.notebook.configs import algorithm_of, asks_for, create_grpo_config
-from rlkit.notebook.tensors import mask_like, mean_of_tokens, per_token_of, required, same_shape, stack_rollouts
+from rlkit.notebook.tensors import mask_like, mean_of_tokens, per_token_of, required, same_shape
 from rlkit.types import Estimate, Rollout, Scores
 
 
 def compute_advantages(rollouts: Sequence[Rollout], normalize: bool = True) -> Tensor:
-    """GRPO's advantages: the reward above the mean of its group, over the group's standard deviation where `normalize`.
+    """GRPO's advantages [B, T]: the reward above the mean of its prompt's group, over the group's standard deviation if `normalize`.
 
-    A group is the rollouts of one prompt (`rollout.group`). Equal rewards, a group of one and what cannot be scored give 0.
-
-    Returns: [B, T], the same on all tokens of a rollout, 0 beyond its last.
+    The same on all tokens of a rollout, 0 beyond its last. Equal rewards, a group of one and what cannot be scored give 0.
     """
     algorithm = create_grpo_config(normalize_advantages=normalize).algorithm
     return required(estimate_advantages(stack_rollouts(rollouts), algorithm).advantages)
 
 
 def compute_policy_gradient_loss(rollouts: Sequence[Rollout], advantages: Tensor) -> Tensor:
-    """REINFORCE: Σ_t -A_t log π_t, averaged over each rollout's tokens and then over rollouts.
+    """REINFORCE: Σ_t -A_t log π_t, averaged over each rollout's tokens and then over rollouts; only the gradient means anything.
 
     Args:
       rollouts: of `attach_logprobs`. advantages: [B, T] or [B], a constant, on any device.
-    Returns: scalar; only its gradient means anything.
     """
     return _policy_loss(rollouts, advantages, algorithm_of("reinforce", policy_loss=F.reinforce))
 
@@ -43,7 +41,6 @@ def compute_grpo_loss(rollouts: Sequence[Rollout], advantages: Tensor, *, clip_r
 
     Args:
       rollouts: of `attach_logprobs`. advantages: [B, T] or [B], a constant, on any device. clip_range: 0 < clip_range ≤ 1.
-    Returns: scalar, carries the gradient.
     """
     return _policy_loss(rollouts, advantages, create_grpo_config(clip_range=clip_range).algorithm)
 
@@ -65,10 +62,8 @@ def compute_ppo_loss(
     """PPO's clipped surrogate, averaged over all tokens, and how the update stands.
 
     Args:
-      logprobs: [B, T] in nats, of the policy now, carries the gradient.
-      old_logprobs: [B, T], of the policy before the first update: frozen there, not computed anew.
-      advantages: [B, T] or [B], a constant, on any device. mask: [B, T], True where a token counts; None: everywhere.
-      clip_range: 0 < clip_range ≤ 1.
+      logprobs: [B, T] in nats, of the policy now, carries the gradient. old_logprobs: [B, T], of the policy before the first update.
+      advantages: [B, T] or [B], a constant, on any device. mask: [B, T], True where a token counts. clip_range: in (0, 1].
     Returns: scalar loss; approx_kl (nats), clipfrac (share of tokens without gradient), ratio_mean, ratio_std (population).
     Raises: ValueError where shapes differ.
 
@@ -93,9 +88,8 @@ def compute_value_loss(
     """Half the mean squared distance of the values from the returns, clipped about the old values where `clip_range` is given.
 
     Args:
-      values: [B, T] in units of reward, carries the gradient. returns: the same shape, a constant.
-      old_values: the same shape, before the first update; needed for clipping. mask: the same shape; None: everywhere.
-      clip_range: > 0, in units of reward; None: no clipping.
+      values: [B, T] in units of reward, carries the gradient. returns: the same shape, a constant. mask: True where a token counts.
+      old_values: before the first update, for clipping. clip_range: > 0, in units of reward; None: no clipping.
     Returns: scalar loss; value_mean, value_std (population), return_mean over the tokens that count.
     Raises: ValueError where shapes differ, [B, T, 1] against [B, T] included, or old values are missing.
 
@@ -132,9 +126,8 @@ def compute_advantages_and_returns(
       rewards: [B, S] of each step, an outcome reward at the last; [S] is one episode.
       values: the same shape, of the state before each step. mask: the same shape, True on real steps; None: everywhere.
       gamma, lam: 0 … 1, per step. use_gae: False is lam = 1, the discounted return minus the value.
-      truncated: [B] bool, cut off by a limit. bootstrap_truncated: their last value stands for what was cut off.
-    Returns: advantages and returns, the shape of rewards; 0 under the mask.
-    Raises: ValueError where shapes differ or a number is out of range.
+      truncated: [B] bool, cut off by a limit. bootstrap_truncated: their last value is used for what was cut off.
+    Returns: both in the shape of rewards; 0 under the mask. Raises: ValueError where shapes differ or a number is out of range.
 
     >>> compute_advantages_and_returns(torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.5]), gamma=1.0, use_gae=False)
     Estimate(advantages=tensor([0.5000, 0.5000]), returns=tensor([1., 1.]))
@@ -171,11 +164,10 @@ def compute_pairwise_loss(
     """The preference loss -log σ(β (log π(better) - log π(worse))), averaged over pairs. The notebooks call it compute_dapo_loss.
 
     Args:
-      rollouts: of `attach_logprobs`, scored. advantages: not used: the rewards order a pair; here so that it is a loss_fn.
+      rollouts: of `attach_logprobs`, scored. advantages: not used, since the rewards order a pair.
       pair_selector: (rollouts) → [(i, j)], or one of the core; None: every pair of a prompt. Ties, pairs over two prompts and rollouts
-        that cannot be scored are skipped, and the better rollout comes first, whatever is selected.
+        without a score are skipped; without any pair the loss is 0, with a gradient of 0.
       beta: > 0, per nat; no coefficient of any KL. length_normalise: means of log-probs instead of sums.
-    Returns: scalar; 0 with a gradient of 0 where no pair is left.
     """
     batch = stack_rollouts(rollouts)
     device = batch.rewards.device

@@ -11,6 +11,8 @@ import rlkit.functional as F
 from rlkit.algorithm import KL, Algorithm, Critic, inputs
 from rlkit.types import QUANTITIES
 
+NUMBERS = ("entropy_coef", "epochs", "minibatches", "target_kl", "max_refills")  # of any algorithm
+
 
 class TrainingConfig(NamedTuple):
     """An algorithm, its KL, and the numbers that a notebook sets beside them."""
@@ -27,15 +29,15 @@ class TrainingConfig(NamedTuple):
 def create_grpo_config(
     *, clip_range: float = 0.2, kl_coef: float = 0.1, normalize_advantages: bool = True, **numbers: Any
 ) -> TrainingConfig:
-    """GRPO: the group's mean as baseline, its standard deviation as scale, a clipped ratio, k3 in the loss.
+    """GRPO: the group's mean as baseline, its standard deviation as scale (normalize_advantages), a clipped ratio, k3 in the loss.
 
     Args:
-      clip_range: 0 < clip_range ≤ 1. kl_coef: ≥ 0, in units of reward per nat. normalize_advantages: False leaves the scale out.
-      numbers: the other fields of TrainingConfig.
+      clip_range: 0 < clip_range ≤ 1. kl_coef: ≥ 0, in units of reward per nat.
+      numbers: other fields of TrainingConfig, and those of NUMBERS (target_kl, max_refills, …) of `rlkit.Algorithm`.
     """
     scale = F.normalize_group if normalize_advantages else F.no_normalization
     loss = partial(F.clipped, clip_low=clip_range, clip_high=clip_range)
-    return TrainingConfig(algorithm_of("grpo", policy_loss=loss, normalization=scale), _kl("k3", F.k3, kl_coef), **numbers)
+    return _config("grpo", KL("k3", F.k3, "loss", kl_coef), numbers, policy_loss=loss, normalization=scale)
 
 
 def create_dapo_config(
@@ -49,30 +51,29 @@ def create_dapo_config(
 ) -> TrainingConfig:
     """DAPO of Yu et al. 2025, arXiv:2503.14476: two clip widths, a token mean, prompts with equal rewards left out, no KL.
 
-    The notebooks' DAPO is `create_pairwise_config`. Further prompts in place of those left out are a part of `rlkit train`.
+    The notebooks' DAPO is `create_pairwise_config`. With `max_refills` further prompts take the place of those left out.
 
     Args:
-      clip_range, clip_high: widths below and above 1. kl_coef: ≥ 0. overlong_limit: tokens of a reply from which the reward is lower
-        by 1, over the last fifth gradually; None: no penalty. normalize_advantages, numbers: as in `create_grpo_config`.
+      clip_range, clip_high: widths below and above 1. overlong_limit: tokens of a reply from which the reward is lower by 1, over the
+        last fifth gradually; None: no penalty. Others as in `create_grpo_config`.
     """
     scale = F.normalize_group if normalize_advantages else F.no_normalization
     loss = partial(F.clipped, clip_low=clip_range, clip_high=clip_high)
     parts: dict[str, Any] = {"policy_loss": loss, "normalization": scale, "aggregation": F.token_mean, "group_filter": F.mixed_groups}
     if overlong_limit is not None:
         parts["overlong"] = partial(F.soft_penalty, limit=overlong_limit)
-    return TrainingConfig(algorithm_of("dapo", **parts), _kl("k3", F.k3, kl_coef), **numbers)
+    return _config("dapo", KL("k3", F.k3, "loss", kl_coef), numbers, **parts)
 
 
 def create_pairwise_config(*, beta: float = 0.1, kl_coef: float = 0.1, length_normalise: bool = False, **numbers: Any) -> TrainingConfig:
     """The preference loss over pairs of a prompt, as an advantage with its gradient. The notebooks call it DAPO.
 
     Args:
-      beta: > 0, per nat. kl_coef: ≥ 0; the mean KL of a sequence is taken off its reward. length_normalise: means of log-probs
-        instead of sums. numbers: the other fields of TrainingConfig.
+      beta: > 0, per nat. kl_coef: ≥ 0; the mean KL of a sequence is taken off its reward. length_normalise: means instead of sums.
     """
     advantage = partial(F.pairwise, beta=beta, length_normalise=length_normalise)
     parts = {"advantage": advantage, "policy_loss": F.reinforce, "aggregation": partial(F.sequence_sum, constant=1.0)}
-    return TrainingConfig(algorithm_of("pairwise", **parts), _kl("k1", F.k1, kl_coef, "reward_sequence"), **numbers)
+    return _config("pairwise", KL("k1", F.k1, "reward_sequence", kl_coef), numbers, **parts)
 
 
 def create_ppo_config(
@@ -85,26 +86,27 @@ def create_ppo_config(
     lam: float = 0.95,
     normalize_advantages: bool = True,
     epochs: int = 4,
+    critic_warmup: int = 0,
     **numbers: Any,
 ) -> TrainingConfig:
     """PPO: GAE over steps with a value head on the policy's trunk, a clipped ratio, the mean KL of a sequence in its reward.
 
     Args:
-      clip_range: 0 < clip_range ≤ 1. kl_coef: ≥ 0. value_loss_coef: weight of the value loss. value_clip_range: > 0; None: no clipping.
-      gamma, lam: 0 … 1, per step of the episode. normalize_advantages: whitened over all tokens of the batch, not of a minibatch.
-      epochs: passes over the rollouts of a step. numbers: other fields of TrainingConfig; learning_rate is 1e-5, group_size 1.
+      clip_range: 0 < clip_range ≤ 1. value_loss_coef: weight of the value loss. value_clip_range: > 0; None: no clipping.
+      gamma, lam: 0 … 1, per step of the episode. normalize_advantages: whitened over all tokens of the batch.
+      epochs: passes over the rollouts of a step. critic_warmup: steps that train the critic alone.
+      numbers: as in `create_grpo_config`; learning_rate is 1e-5, group_size 1.
     """
     value_loss: Any = F.squared_error if value_clip_range is None else partial(F.clipped_squared_error, clip=value_clip_range)
-    algorithm = algorithm_of(
-        "ppo",
-        advantage=partial(F.turn_gae, gamma=gamma, lam=lam),
-        normalization=F.whiten if normalize_advantages else F.no_normalization,
-        policy_loss=partial(F.clipped, clip_low=clip_range, clip_high=clip_range),
-        aggregation=F.token_mean,
-        critic=Critic("head", value_loss, coef=value_loss_coef),
-        epochs=epochs,
-    )
-    return TrainingConfig(algorithm, _kl("k1", F.k1, kl_coef, "reward_sequence"), **{"learning_rate": 1e-5, "group_size": 1} | numbers)
+    parts = {
+        "advantage": partial(F.turn_gae, gamma=gamma, lam=lam),
+        "normalization": F.whiten if normalize_advantages else F.no_normalization,
+        "policy_loss": partial(F.clipped, clip_low=clip_range, clip_high=clip_range),
+        "aggregation": F.token_mean,
+        "critic": Critic("head", value_loss, coef=value_loss_coef, warmup=critic_warmup),
+    }
+    numbers = {"learning_rate": 1e-5, "group_size": 1, "epochs": epochs} | numbers
+    return _config("ppo", KL("k1", F.k1, "reward_sequence", kl_coef), numbers, **parts)
 
 
 CONFIGS: Mapping[str, Callable[..., TrainingConfig]] = {
@@ -140,7 +142,7 @@ def get_algorithm_config(
     name = (switch_strategy or create_switch_strategy())(iteration)
     if name not in configs:
         raise ValueError(f"switch_strategy gave {name!r} at iteration {iteration}; choose one of {', '.join(configs)}")
-    shared = dict.fromkeys({*TrainingConfig._fields} - {"algorithm", "kl"})
+    shared = dict.fromkeys({*TrainingConfig._fields, *NUMBERS} - {"algorithm", "kl"})
     taken = {key: {*named(make), *accepted(make, shared)} for key, make in configs.items()}
     if odd := sorted({*numbers}.difference(*taken.values())):
         raise TypeError(f"no algorithm takes {', '.join(odd)}")
@@ -153,8 +155,9 @@ def algorithm_of(name: str, **parts: Any) -> Algorithm:
     return Algorithm(name, **common | parts)
 
 
-def _kl(name: str, estimator: Any, coef: float, placement: Any = "loss") -> KL:
-    return KL(name, estimator, placement, coef)
+def _config(name: str, kl: KL, numbers: dict[str, Any], **parts: Any) -> TrainingConfig:
+    own = {key: numbers.pop(key) for key in NUMBERS if key in numbers}
+    return TrainingConfig(algorithm_of(name, **parts | own), kl, **numbers)
 
 
 # What a hook asks for, read from its signature.

@@ -76,29 +76,16 @@ def view_steps(
     Args:
       values, advantages, returns: one number a step, such as a row of `compute_advantages_and_returns`.
     """
-    views, start = [], 0
+    views, start, old = [], 0, rollout.metadata.get("old_logprobs")
+    numbers: list[list[Any]] = [
+        [None] * len(rollout.steps) if row is None else list(map(float, row)) for row in (values, advantages, returns)
+    ]
     for i, step in enumerate(rollout.steps):
         end = start + len(step.response_ids)
-        old = rollout.metadata.get("old_logprobs")
-        views.append(
-            StepView(
-                step_num=i,
-                prompt=step.prompt,
-                thinking=step.thinking,
-                content=step.content,
-                history=rollout.history(i + 1, thinking=False),
-                history_with_thinking=rollout.history(i + 1, thinking=True),
-                tokens=step.prompt_ids + step.response_ids,
-                response_tokens=step.response_ids,
-                logprobs=step.logprobs,
-                old_logprobs=None if old is None else old[start:end],
-                finish_reason=step.finish_reason,
-                reward=step.reward,
-                value=None if values is None else float(values[i]),
-                advantage=None if advantages is None else float(advantages[i]),
-                return_=None if returns is None else float(returns[i]),
-            )
-        )
+        before = None if old is None else old[start:end]
+        histories = [rollout.history(i + 1, thinking=thinking) for thinking in (False, True)]
+        said = i, step.prompt, step.thinking, step.content, *histories, step.prompt_ids + step.response_ids, step.response_ids
+        views.append(StepView(*(*said, step.logprobs, before, step.finish_reason, step.reward, *(row[i] for row in numbers))))
         start = end
     return views
 

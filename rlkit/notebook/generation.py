@@ -13,18 +13,8 @@ from rlkit.engines import Batched, Transformers
 from rlkit.engines.transformers import complete
 from rlkit.environments import split_thinking
 from rlkit.environments.prompts import with_system_prompt
-from rlkit.models import (
-    LoRA,
-    ValueHead,
-    add_lora,
-    decode,
-    encode_prompt,
-    make_policy,
-    pack,
-    pretrained_model,
-    pretrained_tokenizer,
-    score,
-)
+from rlkit.models import LoRA, ValueHead, add_lora, decode, encode_prompt, make_policy, pack, pretrained_model, pretrained_tokenizer, score
+from rlkit.models.tokens import compute_logprobs_for_tokens, rows_of
 from rlkit.notebook.data import Conversation, GenerationConfig, Prompt, TextGeneration, as_messages, as_prompt
 from rlkit.types import Engine, Generation, Message, Messages, Policy, SamplingParams, Task
 
@@ -42,15 +32,13 @@ def load_model(
     lora_rank: int = 16,
     lora_alpha: int = 32,
 ) -> Any:
-    """A causal LM in evaluation mode; the default model_loader.
+    """A causal LM in evaluation mode; the default model_loader. Raises ConfigError if there is no such model.
 
     Args:
       model_id: "tiny", a local folder or a hub id; or a model that is already built.
-      dtype: of the weights; "auto" is the one they were saved in. Without adapters, weights in bfloat16 are for sampling alone: at
-        the rates of reinforcement learning they do not move. A built model keeps its own.
+      dtype: of the weights; "auto" is the one they were saved in. Whole weights in bfloat16 do not move at the learning rates of RL.
       device_map: a device such as "cuda"; None: the CPU, or where a built model is.
-      use_lora: adapters of `lora_rank` and `lora_alpha` on q, k, v, o, gate, up and down, in float32, without dropout.
-    Raises: ConfigError where there is no such model.
+      use_lora: adapters of `lora_rank` and `lora_alpha` on all projections, in float32, without dropout.
     """
     model: Any = model_id
     if isinstance(model_id, str):
@@ -73,20 +61,12 @@ def load_tokenizer(model_id: str) -> Any:
 
 
 def format_prompt(
-    prompt: Prompt,
-    tokenizer: Any,
-    use_chat_template: bool = True,
-    system_prompt: str | None = None,
-    enable_thinking: bool | None = None,
+    prompt: Prompt, tokenizer: Any, use_chat_template: bool = True, system_prompt: str | None = None, enable_thinking: bool | None = None
 ) -> str:
-    """A prompt as the text that a model reads; the default template_fn.
+    """A prompt as the text that a model reads; the default template_fn. Encode it with `add_special_tokens=False`.
 
-    Encode it with `add_special_tokens=False`. All of it is then the template's: who must not let users forge a turn gives the prompt
-    itself to `generate_text`, which encodes their text apart.
-
-    Args:
-      prompt: a text, or messages. use_chat_template: False joins the contents by empty lines, without roles.
-      system_prompt: in front. enable_thinking: for the template; None leaves its default.
+    Users may forge a turn in such a text, but not in a prompt that is given to `generate_text`, which encodes their words apart.
+    `use_chat_template=False` joins the contents by empty lines, without roles; `enable_thinking=None` leaves the template's default.
     """
     messages = with_system_prompt(as_messages(prompt), system_prompt)
     if not use_chat_template:
@@ -96,10 +76,7 @@ def format_prompt(
 
 
 def parse_thinking(reply: str | Sequence[int] | Tensor, tokenizer: Any = None) -> tuple[str, str]:
-    """Thinking and content of a reply, split at its last `</think>`; the tags are in neither.
-
-    Args:
-      reply: the text, or token ids; these need the tokenizer, which knows what its tags are. End and padding tokens at the end go.
+    """Thinking and content of a reply, split at its last `</think>`; the tags are in neither. Token ids need the tokenizer.
 
     >>> parse_thinking("<think>2 + 2</think>4")
     ('2 + 2', '4')
@@ -148,8 +125,7 @@ def policy_of(
 ) -> Policy:
     """A policy whose prompts are written by the chat template, or by a template_fn.
 
-    Contents reach a template_fn as stand-ins, which it has to write as they are: what stands in their place is then encoded as plain
-    text, so that no content forges a turn.
+    A template_fn gets placeholders for the contents, which are encoded apart as plain text, so that no content forges a turn.
     """
     if template_fn is None and use_chat_template:
         return make_policy(model, tokenizer, enable_thinking=enable_thinking)
@@ -185,8 +161,7 @@ def generate_text(
     """Replies to one prompt or to many, all in one batch; the default generator. The notebooks call it generate.
 
     Args:
-      model, tokenizer: a causal LM, also under PEFT, and its fast tokenizer. Mode, gradients and `use_cache` are as before afterwards,
-        also where sampling raises.
+      model, tokenizer: a causal LM, also under PEFT, and its fast tokenizer. The model's mode and `use_cache` are put back.
       prompt: a text, a list of messages, a Task, or a list of these.
       config: how it is sampled. compute_logprobs: False leaves `logprobs` None.
       num_return_sequences: replies to each prompt. template_fn: in place of the chat template.
@@ -194,10 +169,8 @@ def generate_text(
     Returns: a TextGeneration for one reply to one prompt; else a list, prompt by prompt, replies to a prompt side by side.
     Raises: ValueError for a prompt as long as the model's context: none is cut.
     """
-    policy = policy_of(
-        model, tokenizer, template_fn=template_fn, use_chat_template=use_chat_template, enable_thinking=config.enable_thinking
-    )
-    prompts = _several(prompt)
+    template: dict[str, Any] = {"template_fn": template_fn, "use_chat_template": use_chat_template}
+    policy, prompts = policy_of(model, tokenizer, enable_thinking=config.enable_thinking, **template), _several(prompt)
     contexts = [encode_prompt(policy.codec, with_system_prompt(as_messages(p), system_prompt)) for p in prompts]
     for i, context in enumerate(contexts):
         if len(context) >= policy.context_length:
@@ -246,6 +219,9 @@ class Asked(NamedTuple):
         given = self.generator(self.policy.model, self.policy.codec.tokenizer, self.prompt, self.config, True)
         return _sampled(self.policy, prompt_ids, given, params.temperature or 1.0)
 
+    def release(self, key: int) -> None:
+        """Nothing is kept."""
+
 
 def _sampled(policy: Policy, context: Sequence[int], given: TextGeneration, temperature: float) -> Generation:
     """What a generator gave as the core keeps it: up to the first end token, scored by the model where log-probs are missing."""
@@ -270,45 +246,6 @@ def _sampled(policy: Policy, context: Sequence[int], given: TextGeneration, temp
 # ------------------------------------------------------------------------------------------------ tokens and values
 
 
-def compute_logprobs_for_tokens(
-    model: nn.Module,
-    prompt_ids: Tensor,
-    prompt_mask: Tensor | None,
-    generated_ids: Tensor,
-    micro_batch_size: int = 8,
-    *,
-    temperature: float = 1.0,
-) -> Tensor:
-    """What a model says of tokens that are there already: their log-probs, with the gradient where it is on.
-
-    Args:
-      prompt_ids: [B, P], padded on either side. prompt_mask: [B, P], True on real tokens, at least one a row; None: everywhere.
-      generated_ids: [B, T]; all are scored, and what lies after an end token is the caller's to leave out.
-      micro_batch_size: rows at once, for the memory. temperature: > 0, the one that was sampled with.
-    Returns: [B, T] in nats, float32.
-    """
-    ids, mask = _rows(prompt_ids, prompt_mask, generated_ids)
-    device = next(model.parameters()).device
-    found = [
-        score(model, pack(part.to(device), sampled.to(device)), temperature=temperature).logprobs[sampled.to(device)]
-        for part, sampled in zip(ids.split(micro_batch_size), mask.split(micro_batch_size), strict=True)
-    ]
-    return torch.cat(found).reshape(generated_ids.shape)
-
-
-def _rows(prompt_ids: Tensor, prompt_mask: Tensor | None, generated_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Prompt and reply side by side without the padding between them, and a mask on the reply; so positions count real tokens."""
-    real = torch.ones_like(prompt_ids, dtype=torch.bool) if prompt_mask is None else prompt_mask.bool()
-    if not real.any(1).all():
-        raise ValueError("a row of prompt_mask is empty: the first token of a reply has nothing before it to be predicted from")
-    rows = [torch.cat([p[m], g.to(p.device)]) for p, m, g in zip(prompt_ids, real, generated_ids, strict=True)]
-    width = max(map(len, rows))
-    ids = torch.stack([nn.functional.pad(row, (0, width - len(row))) for row in rows])
-    at = torch.arange(width, device=ids.device)
-    ends = torch.tensor([len(row) for row in rows], device=ids.device)[:, None]
-    return ids, (at < ends) & (at >= ends - generated_ids.shape[1])
-
-
 def generate_with_values(
     model: Any,
     tokenizer: Any,
@@ -317,18 +254,16 @@ def generate_with_values(
     config: GenerationConfig = GenerationConfig(),  # noqa: B008  (immutable)
     **hooks: Any,
 ) -> tuple[TextGeneration, Tensor]:
-    """A reply, and the critic's value of the state before each of its tokens [T], a constant.
+    """A reply, and the critic's value of the state before each of its tokens [T], a constant. Hooks as in `generate_text`.
 
-    Args:
-      critic: of `make_critic(model, model="head")`, or a `ValueHead` on the model's last hidden states.
-      hooks: of `generate_text`.
+    The critic is one of `make_critic(model, model="head")`, or a `ValueHead` on the model's last hidden states.
     """
     reply = generate_text(model, tokenizer, prompt, config, **hooks)
     template = {name: hooks[name] for name in ("template_fn", "use_chat_template") if name in hooks}
     policy = policy_of(model, tokenizer, enable_thinking=config.enable_thinking, **template)
     context = encode_prompt(policy.codec, with_system_prompt(as_messages(prompt), hooks.get("system_prompt")))
     device = next(model.parameters()).device
-    ids, mask = _rows(torch.tensor([context]), None, torch.tensor([reply.token_ids]))
+    ids, mask = rows_of(torch.tensor([context]), None, torch.tensor([reply.token_ids]))
     judge: Any = (lambda hidden, packed: critic(hidden)) if isinstance(critic, ValueHead) else critic
     with torch.no_grad():
         values = score(model, pack(ids.to(device), mask.to(device)), critic=judge).values

@@ -25,14 +25,12 @@ UpdateHook = Callable[..., None]
 def compute_kl(
     policy_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None, kl_fn: Callable[..., Tensor] = F.forward
 ) -> Tensor:
-    """The divergence of each sequence from the reference, by any estimate.
+    """The divergence of each sequence from the reference [B], in nats, by any estimate.
 
     Args:
       policy_logprobs: [B, T] in nats, of tokens that the policy sampled, carries the gradient; [T] is one sequence.
-      ref_logprobs: the same shape, a constant.
-      mask: the same shape, True where a token counts; None: everywhere. Anything may lie under it, nan and inf included.
+      ref_logprobs: the same shape, a constant. mask: True where a token counts; anything may lie under it, nan and inf included.
       kl_fn: (policy_logprobs, ref_logprobs, mask) → [B], or an estimator of the core, whose mean is taken over each sequence.
-    Returns: [B] in nats.
     Raises: ValueError where shapes differ or kl_fn does not give [B].
 
     >>> compute_kl(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -9.0]]), torch.tensor([[True, False]]))
@@ -81,10 +79,7 @@ def truncated_kl(policy_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | N
 
 
 def create_adaptive_kl(probability: float = 0.1) -> KLHook:
-    """A kl_fn: k3 on tokens that the policy gives more than `probability` (0 ≤ probability < 1), 0 on others; the mean is over all tokens.
-
-    0 where no token qualifies: `confident_share` tells that from an agreement.
-    """
+    """A kl_fn: k3 on tokens that the policy gives more than `probability` (in [0, 1)), 0 on others (`confident_share`); the mean of all."""
     return partial(compute_kl, kl_fn=partial(F.confident, probability=probability))
 
 
@@ -99,10 +94,7 @@ def confident_share(policy_logprobs: Tensor, mask: Tensor | None = None, probabi
 
 
 def compute_kl_divergence(old_logprobs: Tensor, new_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
-    """How far an update has moved the policy: k3 estimate of KL(old‖new) on the old policy's tokens, a scalar ≥ 0 in nats.
-
-    Args:
-      old_logprobs, new_logprobs: [B, T]. mask: [B, T], True where a token counts; None: everywhere.
+    """How far an update has moved the policy: k3 estimate of KL(old‖new) on the old policy's tokens [B, T], a scalar ≥ 0 in nats.
 
     >>> compute_kl_divergence(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]))
     tensor(0.1065)
@@ -112,10 +104,7 @@ def compute_kl_divergence(old_logprobs: Tensor, new_logprobs: Tensor, mask: Tens
 
 
 def create_reference_model(policy_model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of the policy as it is now, without gradient, in evaluation mode; it shares no memory with the policy.
-
-    Under LoRA the base is copied too. `rlkit.training.references` keeps a second adapter instead; a notebook has the plain model.
-    """
+    """A copy of the policy as it is now, without gradient, in evaluation mode. Under LoRA the base is copied too."""
     return copy.deepcopy(policy_model).requires_grad_(False).eval()
 
 
@@ -124,9 +113,7 @@ def update_reference_model(
 ) -> None:
     """Moves the reference: by `update_fn`, or without one to a copy of the policy, parameters and buffers by name.
 
-    Args:
-      update_fn: (ref_model, policy_model, …) → None. It gets those of `progress` that its signature takes, so one of two arguments works.
-      progress: keywords such as step (RL steps done) and kl (nats per token, of the last step).
+    Of `progress`, such as step (RL steps done) and kl (nats per token, of the last step), an update_fn gets what its signature takes.
     """
     if update_fn is None:
         reference.follow(reference.track(ref_model), policy_model)
@@ -137,8 +124,7 @@ def update_reference_model(
 def lift_update(kept: Reference) -> UpdateHook:
     """A reference of the core that moves, as a ref update_fn: (ref_model, policy_model, **progress) → None.
 
-    What is averaged is kept in float32 beside a narrower reference from the first call on; for a reference whose weights others
-    change in between, make a new updater. Without a step in the progress, calls are counted.
+    What is averaged is kept in float32 beside a narrower reference. Without a step in the progress, calls are counted.
     """
     states: WeakKeyDictionary[torch.nn.Module, tuple[int, reference.Moving]] = WeakKeyDictionary()
 
@@ -162,8 +148,6 @@ def create_periodic_updater(update_every: int = 20) -> UpdateHook:
 def create_kl_updater(threshold: float = 0.5, measure: Literal["accumulated", "distance"] = "accumulated") -> UpdateHook:
     """A ref update_fn: a copy of the policy once the KL since the last copy adds up to more than `threshold` nats per token.
 
-    With measure=distance it copies once the KL of a single call is above the threshold (`rlkit.training.references.on_kl`).
-
-    It needs the keyword kl: a call without one raises TypeError, instead of never copying.
+    With measure=distance, once the KL of one call does (`rlkit.training.references.on_kl`). A call without kl raises TypeError.
     """
     return lift_update(reference.on_kl(threshold=threshold, measure=measure))

@@ -16,10 +16,8 @@ def compute_scalar_reward(rollout: Rollout, reward_fn: Callable[..., Any]) -> fl
 
 
 def compute_vector_reward(rollout: Rollout, reward_fns: Mapping[str, Callable[..., Any]]) -> dict[str, float | None]:
-    """One number a component, in order: to be logged as it is, and aggregated before anything is trained on it.
+    """One number a component, of name → (rollout) → number or None, also async or `@batched`. Aggregate them before training.
 
-    Args:
-      reward_fns: name → (rollout) → number or None, also async or `@batched`.
     Raises: RewardError naming the component that raises or returns no reward.
     """
     terms = {name: Term(1.0, fn) for name, fn in reward_fns.items()}
@@ -59,11 +57,7 @@ def format_reward(pattern: str) -> Callable[[Rollout], float | None]:
 def exact_match_reward(
     ground_truth_fn: Callable[[Rollout], str], parse_fn: Callable[[str], Any] = str.strip
 ) -> Callable[[Rollout], float | None]:
-    """A reward: 1 where the final reply equals the truth after a parse, else 0; None for an empty truth. Equality, not a part of it.
-
-    Args:
-      ground_truth_fn: (rollout) → truth. parse_fn: of both texts; None from it: there is nothing to compare.
-    """
+    """A reward: 1 where the final reply equals (rollout) → truth, both after parse_fn, else 0; None where either is empty."""
 
     def reward(rollout: Rollout) -> float | None:
         return exact_match(rollout._replace(task=rollout.task._replace(answer=ground_truth_fn(rollout))), parse=parse_fn)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, islice
 from statistics import fmean
 from typing import Any
@@ -13,19 +12,17 @@ from typing import Any
 from torch import nn
 
 import rlkit.functional as F
-from rlkit.environments import dialogue, environment_of, execute, hermes, tool_name
+from rlkit.environments import dialogue, execute, hermes, tool_name
 from rlkit.episodes import assemble, collect
-from rlkit.episodes.collect import KEYS, named_limit
-from rlkit.episodes.episode import Say, play
-from rlkit.episodes.replies import encoder, speaker
+from rlkit.episodes.stacked import episodes_of, plain
+from rlkit.episodes.turns import Turn, begin, reply
 from rlkit.notebook.data import GenerationConfig, Prompt, as_prompt, as_task
 from rlkit.notebook.generation import Asked, Generator, TemplateFn, engine_of, policy_of
 from rlkit.notebook.kl import KLHook, compute_forward_kl, compute_kl
-from rlkit.notebook.tensors import episodes_of, plain, score_batch
+from rlkit.notebook.tensors import score_batch
 from rlkit.rewards import Reward, Term, weighted_sum
 from rlkit.rewards import score as score_rollouts
-from rlkit.system.loops import run
-from rlkit.types import Environment, Message, Messages, Policy, Rollout, Session, Step, Task, Tool, ToolCall, ToolParser, ToolResult
+from rlkit.types import Environment, Message, Policy, Rollout, Step, Task, Tool, ToolCall, ToolParser, ToolResult
 
 Tools = Mapping[str, Callable[..., Any]] | Sequence[Callable[..., Any]]
 
@@ -43,7 +40,7 @@ def create_environment(
     system_prompt: str | None = None,
     max_steps: int = 50,
 ) -> Environment:
-    """What a policy talks to, of hooks.
+    """What a policy talks to, made of hooks.
 
     Args:
       prompt_generator_fn: (rollout, step) → the next user message, or messages, or None, which ends the episode; `step` counts replies
@@ -126,60 +123,6 @@ def _executor(tool_executor: Callable[[dict[str, Any]], str]) -> Callable[[ToolC
 # ------------------------------------------------------------------------------------------------------- the episodes
 
 
-class Turn:
-    """An episode that waits for the policy: `rollout` is how it stands, `prompt` what it is told next.
-
-    The episode is a coroutine that stands still between two calls, with its session open. So a turn is played on once.
-    """
-
-    def __init__(self, task: Task, environment: Environment, group: int, sample: int, seed: int, stage: Stage):
-        self.environment, self.seed, self.key, self.stage = environment, seed, next(KEYS), stage
-        self.rollout, self.prompt = Rollout(task, (), group=group, sample=sample), list[Message]()
-        self.here, self.granted = asyncio.Event(), asyncio.Queue[Say]()
-        self.playing = asyncio.create_task(play(task, environment, self.say, group=group, sample=sample))
-        self.playing.add_done_callback(lambda _: self.here.set())
-
-    async def say(self, rollout: Rollout, messages: Messages, session: Session) -> Step | None:
-        """Stands still until `execute_step` says who speaks."""
-        self.rollout, self.prompt = rollout, list(messages)
-        self.here.set()
-        speak = await self.granted.get()
-        return await speak(rollout, messages, session)
-
-
-class Stage:
-    """The event loop that episodes live in from one call to the next."""
-
-    def __init__(self) -> None:
-        self.runner, self.turns = asyncio.Runner(), list[Turn]()
-
-    def play(self, policy: Policy, turns: list[Turn], begin: Callable[[], Awaitable[None]]) -> list[Turn | Rollout]:
-        """Begins, then waits until every episode waits for the policy or is over. Each of `turns` as it stands, or its rollout.
-
-        Raises: the first error, after all sessions have been closed.
-        """
-        try:
-            run(self._until_all_wait(begin), self.runner)
-        finally:
-            if all(turn.playing.done() for turn in self.turns):
-                self.runner.close()
-        return [named_limit(policy, turn.playing.result()) if turn.playing.done() else turn for turn in turns]
-
-    async def _until_all_wait(self, begin: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await begin()
-            for turn in self.turns:
-                await turn.here.wait()
-            for turn in self.turns:
-                if turn.playing.done():
-                    turn.playing.result()
-        except BaseException:
-            for turn in self.turns:
-                turn.playing.cancel()
-            await asyncio.gather(*(turn.playing for turn in self.turns), return_exceptions=True)
-            raise
-
-
 def initialize_rollouts(
     policy: Policy,
     initial_prompts: Sequence[Prompt] | Callable[[int], Sequence[Prompt]],
@@ -196,14 +139,8 @@ def initialize_rollouts(
       initial_prompts: prompts, or initial_prompts_generator (n) → list. n: how many of them; None: all.
       num_rollouts: episodes of each prompt; no two share a list. seed, step: all the randomness there is.
     """
-    tasks, stage = _tasks(initial_prompts, n), Stage()
-
-    async def begin() -> None:
-        for i, task in enumerate(tasks):
-            for j in range(num_rollouts):
-                stage.turns.append(Turn(task, environment_of(environment, task), i, j, F.mix(seed, step, i, j), stage))
-
-    return stage.play(policy, stage.turns, begin)
+    tasks = _tasks(initial_prompts, n)
+    return begin(policy, tasks, environment=environment, group_size=num_rollouts, seed=seed, step=step)
 
 
 def _tasks(prompts: Sequence[Prompt] | Callable[[int], Sequence[Prompt]], n: int | None) -> list[Task]:
@@ -229,31 +166,10 @@ def execute_step(
         `rlkit.engines.Batched`; None: `rlkit.engines.Transformers`.
       generator: (model, tokenizer, prompt, config, compute_logprobs) → TextGeneration in place of the engine, prompt by prompt.
     """
-    waiting = [turn for turn in turns if isinstance(turn, Turn)]
-    if not waiting:
-        return list(turns)
-    stage, encode, engine = waiting[0].stage, encoder(policy), engine_of(generate, config)
-
-    async def reply() -> None:
-        if generator is None:
-            await engine.load(policy, 0)
-        for turn in waiting:
-            speaks: Any = engine if generator is None else Asked(generator, policy, as_prompt(_conversation(turn)), config)
-            turn.here.clear()
-            own = speaker(policy, turn.environment, speaks, config.params, key=turn.key, seed=turn.seed, encode=encode)
-            turn.granted.put_nowait(own)
-
-    played = iter(stage.play(policy, waiting, reply))
-    for turn in waiting:
-        engine.release(turn.key)
-    return [next(played) if isinstance(turn, Turn) else turn for turn in turns]
-
-
-def _conversation(turn: Turn) -> list[Message]:
-    """The conversation that a reply is asked for."""
-    rollout = turn.rollout
-    history = rollout.history(len(rollout.steps), thinking=turn.environment.history == "keep_thinking")
-    return [*history, *(m for m in turn.prompt if not (rollout.steps and m["role"] == "tool"))]  # results are part of the history
+    engine = engine_of(generate, config)
+    if generator is None:
+        return reply(policy, turns, config.params, engine)
+    return reply(policy, turns, config.params, engine, lambda turn: Asked(generator, policy, as_prompt(turn.conversation), config))
 
 
 def run_rollouts(
@@ -281,7 +197,6 @@ def run_rollouts(
 
     Args:
       initial_prompts, n, num_rollouts, seed, step: of `initialize_rollouts`. generate, generator: of `execute_step`.
-      reward_fn: of `assign_rewards`; None leaves rewards None.
       config: how replies are sampled; rollouts to be trained on take `TRAINING`. It is kept in each rollout's metadata.
       environment: None makes one of the hooks, with `max_steps` replies. template_fn, use_chat_template: of `generate_text`.
       ref_model: a reference that scores the tokens which the policy sampled; `rollout.kl_penalty` is then their KL by kl_fn,
@@ -341,11 +256,7 @@ def _with_kl(model: nn.Module, ref_model: nn.Module, rollouts: Sequence[Rollout]
 
 
 def create_rollout(model: Any, tokenizer: Any, prompt: Prompt, *, reward_fn: Callable[..., Any] | None = None, **hooks: Any) -> Rollout:
-    """One reply to one prompt, scored.
-
-    Args:
-      hooks: everything that `run_rollouts` takes; config is `GenerationConfig()` where there is none.
-    """
+    """One reply to one prompt, scored. Hooks as in `run_rollouts`; without a config it is `GenerationConfig()`."""
     return create_batch_rollouts(model, tokenizer, [prompt], reward_fn=reward_fn, **hooks)[0]
 
 

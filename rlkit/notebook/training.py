@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 import rlkit.functional as F
 from rlkit.algorithm import KL, Algorithm
+from rlkit.episodes.stacked import attach, episodes
 from rlkit.episodes.stream import StreamState, order_of_parts
 from rlkit.errors import Refusal
 from rlkit.notebook.algorithms import core_selector
@@ -23,13 +23,14 @@ from rlkit.notebook.data import TRAINING, GenerationConfig, Prompt, TrainingStat
 from rlkit.notebook.generation import engine_of, load_model, policy_of
 from rlkit.notebook.kl import UpdateHook, compute_kl, create_reference_model, update_reference_model
 from rlkit.notebook.rollouts import create_environment, environment_from, generated, reward_from, with_config
-from rlkit.notebook.tensors import attach, episodes, per_token_of, required
+from rlkit.notebook.tensors import per_token_of, required
 from rlkit.rewards import Moments, Reward
+from rlkit.training.borrowed import Share, given, no_optimizer
 from rlkit.training.experience import experience
 from rlkit.training.experiment import BatchSize, Evaluation, Experiment, Sampling, TrainerSettings
 from rlkit.training.learner import Learner
 from rlkit.training.update import scored
-from rlkit.types import Environment, Policy, Reference, Rollout, Task
+from rlkit.types import Environment, Policy, Rollout, Task
 
 NAN = float("nan")
 WHOLE = 1 << 24  # tokens of a micro-batch, more than any minibatch has
@@ -41,10 +42,10 @@ PLAYING = named(create_environment)  # hooks of the environment
 
 
 class NotebookLearner(Learner):
-    """A learner of a notebook's arguments. Model, optimizer, critic and reference stay the notebook's; the state goes in and comes out.
+    """A learner of a notebook's arguments for one step. Model, optimizer, critic and reference stay the notebook's.
 
     Args:
-      optimizer: over the policy's parameters, and over the critic's. config: of this step. state: before it.
+      optimizer: over the policy's parameters, and over the critic's. state: before the step.
       parts: seed, batch, environment, generation and reward of the Experiment.
       makes_critic: whether one that is needed and not given is made; its parameters join the optimizer. Such a learner also takes back
         what `held` has added to the state.
@@ -78,10 +79,10 @@ class NotebookLearner(Learner):
             name=algorithm.name,
             task=lambda split: (),
             model=lambda device: policy,
-            algorithm=algorithm._replace(critic=algorithm.critic._replace(optimizer=_no_optimizer)),
+            algorithm=algorithm._replace(critic=algorithm.critic._replace(optimizer=no_optimizer)),
             kl=kl,
-            reference=_reference(ref_model, ref_update_fn),
-            optimizer=_no_optimizer,
+            reference=given(ref_model, None if ref_update_fn is None else partial(_moved_by, ref_update_fn)),
+            optimizer=no_optimizer,
             trainer=TrainerSettings(steps=state.step + 1, micro_batch_tokens=limit, max_grad_norm=config.max_grad_norm),
             evaluation=Evaluation(parts["reward"], n=0),
             **parts,
@@ -145,40 +146,8 @@ class NotebookLearner(Learner):
         return float(F.approximate_kl(other, own, batch.response_mask))
 
 
-class Share:
-    """What one network has of an optimizer that may hold several, as an optimizer of its own."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, net: nn.Module):
-        self.optimizer, self.own = optimizer, {id(p) for p in net.parameters()}
-        self.param_groups = [group for group in optimizer.param_groups if any(id(p) in self.own for p in group["params"])]
-
-    def step(self) -> None:
-        """A step of this network's parameters alone."""
-        others = [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"] if id(p) not in self.own]
-        for p, _ in others:
-            p.grad = None
-        self.optimizer.step()
-        for p, grad in others:
-            p.grad = grad
-
-
-def _no_optimizer(parameters: Any) -> Any:
-    """Stands where an experiment names its optimizer. It has no learning rate, so the one in the notebook's optimizer stays."""
-    raise NotImplementedError("the notebook's optimizer is used")
-
-
-def _reference(ref_model: nn.Module | None, update_fn: UpdateHook | None) -> Reference:
-    """The notebook's reference model as a reference of the core."""
-
-    def update(state: nn.Module, policy: nn.Module, **progress: Any) -> nn.Module:
-        if update_fn is not None:
-            update_reference_model(state, policy, update_fn, **progress)
-        return state
-
-    def same(state: nn.Module, *_: Any) -> nn.Module:
-        return state
-
-    return Reference("notebook", lambda policy, step: ref_model, update, lambda state, _: nullcontext(state), lambda state: {}, same)
+def _moved_by(ref_update_fn: UpdateHook, ref_model: nn.Module, policy_model: nn.Module, **progress: Any) -> None:
+    update_reference_model(ref_model, policy_model, ref_update_fn, **progress)
 
 
 # -------------------------------------------------------------------------------------------- hooks as parts of the core
@@ -235,8 +204,8 @@ def _advantage(learner: Learner, advantage_fn: Callable[..., Tensor], normalize:
 
     def advantage(rewards: Tensor, rollout_ids: Tensor, step_ids: Tensor, sampled_mask: Tensor, logprobs_sampler: Tensor) -> Tensor:
         positions, mask = episodes(rollout_ids, step_ids, sampled_mask, len(rewards))
-        given = per_token_of(advantage_fn(learner.trained, normalize).float(), mask)
-        return F.from_episodes(given, positions, mask, logprobs_sampler)
+        advantages = per_token_of(advantage_fn(learner.trained, normalize).float(), mask)
+        return F.from_episodes(advantages, positions, mask, logprobs_sampler)
 
     return advantage
 
@@ -296,12 +265,12 @@ def update_policy(
     Raises: ValueError for a config without the reference, critic or pairs that it needs, and for rollouts of another distribution.
     """
     _refuse_another_distribution(rollouts, temperature)
-    given: dict[str, Any] = {"ref_model": ref_model, "critic": critic, "micro_batch_tokens": micro_batch_tokens, "normalize": normalize}
-    given |= {"advantage_fn": advantage_fn, "loss_fn": loss_fn, "kl_fn": kl_fn, "pair_selector": pair_selector}
+    own: dict[str, Any] = {"ref_model": ref_model, "critic": critic, "micro_batch_tokens": micro_batch_tokens, "normalize": normalize}
+    own |= {"advantage_fn": advantage_fn, "loss_fn": loss_fn, "kl_fn": kl_fn, "pair_selector": pair_selector}
     sampling = Sampling(engine_of(None, TRAINING), temperature)
     parts = {"seed": seed, "batch": BatchSize(1, config.group_size), "environment": Environment(), "generation": sampling}
     parts["reward"] = Reward("given", {})
-    learner = NotebookLearner(Policy(model, None, (), 0, 0), optimizer, config, TrainingState(), parts, **given)
+    learner = NotebookLearner(Policy(model, None, (), 0, 0), optimizer, config, TrainingState(), parts, **own)
     return dict(learner.iterate(TrainingState(), rollouts, rollouts).metrics)
 
 
@@ -354,9 +323,9 @@ def training_iteration(
     tasks = [as_task(prompt, i) for i, prompt in enumerate(prompts)]
     places = order_of_parts(tasks, seed, 0)  # the stream draws the task at places[i] as its i-th
     placed = [task for _, task in sorted(zip(places, tasks, strict=True), key=lambda pair: pair[0])]
-    given: dict[str, Any] = {"environment": environment, "generate": generate, "ref_model": ref_model, "ref_update_fn": ref_update_fn}
-    given |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, **hooks}
-    learner = _learner(model, tokenizer, optimizer, config or create_grpo_config(), state, reward_fn, len(tasks), **given)
+    own: dict[str, Any] = {"environment": environment, "generate": generate, "ref_model": ref_model, "ref_update_fn": ref_update_fn}
+    own |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, **hooks}
+    learner = _learner(model, tokenizer, optimizer, config or create_grpo_config(), state, reward_fn, len(tasks), **own)
     after, rollouts = _iteration(learner, placed, state._replace(stream=StreamState()))
     return after._replace(stream=state.stream), rollouts
 
@@ -381,19 +350,15 @@ def _learner(
     **hooks: Any,
 ) -> NotebookLearner:
     """The learner of an iteration, with all that its rollouts need."""
-    playing = {name: hooks.pop(name) for name in PLAYING & hooks.keys()}
+    environment = environment_from(environment, **{name: hooks.pop(name) for name in PLAYING & hooks.keys()})
     sampling = TRAINING._replace(max_new_tokens=max_new_tokens, temperature=temperature)
     reward = reward_from(reward_fn)
     reward = reward._replace(normalize=reward.normalize or config.normalize_rewards)
     if generator is not None:
         config = config._replace(algorithm=config.algorithm._replace(episodes=partial(generated, generator, sampling, reward)))
-    parts = {
-        "seed": seed,
-        "batch": BatchSize(prompts, config.group_size),
-        "environment": environment_from(environment, **playing),
-        "generation": Sampling(engine_of(generate, sampling), temperature, max_new_tokens),
-        "reward": reward,
-    }
+    generation = Sampling(engine_of(generate, sampling), temperature, max_new_tokens)
+    parts = {"seed": seed, "batch": BatchSize(prompts, config.group_size), "environment": environment, "generation": generation}
+    parts["reward"] = reward
     policy = policy_of(model, tokenizer, template_fn=template_fn, use_chat_template=use_chat_template)
     return NotebookLearner(policy, optimizer, config, state, parts, **hooks)
 
@@ -446,32 +411,22 @@ def train_model(
     """
     if config is not None and (switch_strategy is not None or numbers):
         raise ValueError("give a config, or a switch_strategy and numbers, not both: a config holds for every step")
-    tasks = [as_task(prompt, i) for i, prompt in enumerate(prompts)]
     model = model_loader(model, "float32", None, False, 16, 32) if isinstance(model, str) else model
     assert isinstance(model, nn.Module)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.0)
-    state = state._replace(stream=state.stream or divmod(state.step * batch_size, max(1, len(tasks))))
-    nets: dict[str, Any] = {"ref_model": None, "critic": hooks.pop("critic", None), "makes_critic": True}
-    if nets["critic"] is not None:
-        optimizer.add_param_group({"params": list(nets["critic"].parameters())})
+
+    def planned(step: int) -> tuple[TrainingConfig, dict[str, Any]]:
+        now = config or get_algorithm_config(step, switch_strategy or create_switch_strategy("grpo", "grpo"), **numbers)
+        return now, {"seed": seed, "max_new_tokens": max_new_tokens, **(_acting(hooks, now) if switch_strategy else hooks)}
+
     statistics: list[dict[str, Any]] = []
     was_training = model.training
     model.eval()  # no dropout: sampler and trainer are to see one policy
     try:
-        for step in range(state.step, steps):
-            now = config or get_algorithm_config(step, switch_strategy or create_switch_strategy("grpo", "grpo"), **numbers)
-            if nets["ref_model"] is None and ref_model_fn is not None and (now.kl.active or hooks.get("ref_update_fn")):
-                nets["ref_model"] = ref_model_fn(model)
-            idle = {"kl_fn": not now.kl.coef, "pair_selector": not takes_pairs(now)} if switch_strategy else {}
-            own = {"seed": seed, "max_new_tokens": max_new_tokens} | {name: hook for name, hook in hooks.items() if not idle.get(name)}
-            learner = _learner(model, tokenizer, optimizer, now, state, reward_fn, batch_size, **nets, **own)
-            nets["critic"] = nets["critic"] if learner.critic is None else learner.critic
-            for group, rate in zip(optimizer.param_groups, (now.learning_rate, now.value_learning_rate), strict=False):
-                group["lr"] = rate
-            state, _ = _iteration(learner, tasks, state)
-            statistics.append({"step": state.step, "algorithm": now.algorithm.name, **state.metrics})
+        for learner, state in _steps(model, tokenizer, prompts, reward_fn, state, steps, batch_size, planned, ref_model_fn):
+            statistics.append({"step": state.step, "algorithm": learner.x.algorithm.name, **state.metrics})
             if progress is not None:
-                progress(_progress_line(state, steps))
+                loss, reward = (state.ema_metrics.get(name, NAN) for name in ("loss", "reward"))
+                progress(f"step {state.step}/{steps}  loss {loss:.4f}  reward {reward:.3f}  tokens {state.total_tokens:,}")
             if output_dir is not None and (state.step % save_every == 0 or state.step == steps):
                 save = checkpoint_fn or partial(save_checkpoint, state=learner.held(state))
                 save(model, tokenizer, state.step, str(output_dir))
@@ -480,6 +435,38 @@ def train_model(
     return model, statistics
 
 
-def _progress_line(state: TrainingState, steps: int) -> str:
-    ema = state.ema_metrics
-    return f"step {state.step}/{steps}  loss {ema.get('loss', NAN):.4f}  reward {ema.get('reward', NAN):.3f}  tokens {state.total_tokens:,}"
+def _steps(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    reward_fn: Any,
+    state: TrainingState,
+    steps: int,
+    batch_size: int,
+    planned: Callable[[int], tuple[TrainingConfig, dict[str, Any]]],
+    ref_model_fn: Callable[[nn.Module], nn.Module] | None,
+) -> Iterator[tuple[NotebookLearner, TrainingState]]:
+    """Every step of a run, and the state after it. `planned`: (step) → its config and hooks."""
+    tasks = [as_task(prompt, i) for i, prompt in enumerate(prompts)]
+    state = state._replace(stream=state.stream or divmod(state.step * batch_size, max(1, len(tasks))))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.0)
+    nets: dict[str, Any] = {"ref_model": None, "critic": None, "makes_critic": True}
+    for step in range(state.step, steps):
+        config, hooks = planned(step)
+        if nets["ref_model"] is None and ref_model_fn is not None and (config.kl.active or hooks.get("ref_update_fn")):
+            nets["ref_model"] = ref_model_fn(model)
+        if nets["critic"] is None and (critic := hooks.get("critic")) is not None:
+            nets["critic"] = critic
+            optimizer.add_param_group({"params": list(critic.parameters())})
+        learner = _learner(model, tokenizer, optimizer, config, state, reward_fn, batch_size, **hooks | nets)
+        nets["critic"] = nets["critic"] if learner.critic is None else learner.critic
+        for group, rate in zip(optimizer.param_groups, (config.learning_rate, config.value_learning_rate), strict=False):
+            group["lr"] = rate
+        state, _ = _iteration(learner, tasks, state)
+        yield learner, state
+
+
+def _acting(hooks: Mapping[str, Any], config: TrainingConfig) -> dict[str, Any]:
+    """The hooks that an algorithm has a place for: a kl_fn needs a KL, a pair_selector pairs."""
+    idle = {"kl_fn": not config.kl.coef, "pair_selector": not takes_pairs(config)}
+    return {name: hook for name, hook in hooks.items() if not idle.get(name)}

@@ -69,7 +69,7 @@ SHORT_UNIT = re.compile(
 # Words that calculate: a text with one of them is more than a number and its unit.
 FRACTION_WORD = "half|halves|thirds?|quarters?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths?"
 NOT_UNIT = re.compile(
-    "and|or|plus|minus|divided|pi|tau|sqrt|root|squared|cubed|factorial|choose|mod|sin|cos|tan|log|ln|exp|half|halves|thirds?"
+    "answer|and|or|plus|minus|divided|pi|tau|sqrt|root|squared|cubed|factorial|choose|mod|sin|cos|tan|log|ln|exp|half|halves|thirds?"
     "|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths|hundred|thousand|[mbtr]+illion",
     re.IGNORECASE,
 )

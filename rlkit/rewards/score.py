@@ -291,7 +291,8 @@ def _aggregated(rollouts: list[Rollout], reward: Reward) -> list[Rollout]:
         given: list[tuple[Any, Metrics]] = [(0.0, {})] * len(chosen)
     elif is_batched(reward.aggregator):
         values, metrics = unpacked(_called(partial(reward.aggregator, chosen, weights), None))
-        each = [{n: v[i] if isinstance(v, Sequence) else v for n, v in metrics.items()} for i in range(len(chosen))]
+        lists = {n: _spread(v, len(chosen)) if isinstance(v, Sequence) else [v] * len(chosen) for n, v in metrics.items()}
+        each = [{name: column[i] for name, column in lists.items()} for i in range(len(chosen))]
         given = list(zip(_spread(values, len(chosen)), each, strict=True))
     else:
         own = [{name: r.rewards[name] for name in weights} for r in chosen]

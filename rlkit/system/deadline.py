@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -106,7 +107,7 @@ class Work(Generic[T]):
             self.future.set_result(result)
 
     def give_up(self, what: str = "") -> None:
-        """No one waits any longer. Ends the call as it has said (`ended_by`); else it goes on, is counted, and `what` is named once."""
+        """No one waits any longer. Ends the call as it has said (`ended_by`); else it goes on, and `what` is named once."""
         with self.lock:  # so that nothing is ended that is over
             if self.future.done() or self.given_up:
                 return
@@ -114,20 +115,11 @@ class Work(Generic[T]):
             for end in self.ends:
                 with suppress(Exception):
                     end()
-        if not self.ends:
-            ABANDONED.append(self.thread)
-            if what:
-                _warn_of_thread(what)
+        if what and not self.ends:
+            _warn_of_thread(what)
 
 
 WORK: ContextVar[Work[Any] | None] = ContextVar("WORK", default=None)  # whose thread this is
-ABANDONED: list[Thread] = []
-
-
-def abandoned() -> int:
-    """Threads of calls that were given up and that still run."""
-    ABANDONED[:] = [thread for thread in ABANDONED if thread.is_alive()]
-    return len(ABANDONED)
 
 
 @lru_cache(maxsize=64)
@@ -197,35 +189,37 @@ async def in_worker(call: Callable[[], T], seconds: float | None, what: str) -> 
 
 
 class Countdown:
-    """Seconds that blocks may await, all together; None: no limit.
+    """Seconds that blocks may await, all together; None: no limit. `spent` is what the clock says of them.
 
     The event loop counts them in small ticks. While it is busy with something else, such as decoding, nothing that it awaits can go
     on, so such a stretch counts as one tick, however long it is.
     """
 
     def __init__(self, seconds: float | None):
-        self.left, self.tick = seconds, min(0.25, (seconds or 0.0) / 8)
+        self.left, self.spent = math.inf if seconds is None else seconds, 0.0
+        self.tick = min(0.25, self.left / 8)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """A block whose awaiting is cancelled when the time is up. Raises: DeadlinePassed then."""
-        if self.left is None:
-            yield
-            return
         loop, limit = asyncio.get_running_loop(), asyncio.timeout(None)
-        begun = loop.time()
-        handle: asyncio.TimerHandle
+        entered = begun = loop.time()
+        handle: asyncio.TimerHandle | None = None
+
+        def wait() -> asyncio.TimerHandle:
+            return loop.call_later(max(0.0, min(self.left, self.tick)), count)
 
         def count() -> None:
             nonlocal begun, handle
             now = loop.time()
-            self.left, begun = (self.left or 0.0) - min(now - begun, self.tick), now
+            self.left, begun = self.left - min(now - begun, self.tick), now
             if self.left > 0:
-                handle = loop.call_later(min(self.left, self.tick), count)
+                handle = wait()
             else:
                 limit.reschedule(now)
 
-        handle = loop.call_later(max(0.0, min(self.left, self.tick)), count)
+        if self.left < math.inf:
+            handle = wait()
         try:
             async with limit:
                 yield
@@ -234,8 +228,10 @@ class Countdown:
                 raise DeadlinePassed("no time is left") from error
             raise
         finally:
-            handle.cancel()
+            self.spent += loop.time() - entered
             self.left -= min(loop.time() - begun, self.tick)
+            if handle is not None:
+                handle.cancel()
 
 
 def within(seconds: float | None) -> AbstractAsyncContextManager[None]:

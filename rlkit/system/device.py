@@ -28,6 +28,15 @@ def pick_device(x: Any) -> Any:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]) if joined else 0)
 
 
+def on_device(x: Any) -> tuple[Any, Any]:
+    """The policy of a run, loaded on its device with the threads that it asks for; and the device."""
+    quiet()
+    device = pick_device(x)
+    policy = x.model(device=device)
+    use_threads(x.trainer, policy.model, device)
+    return policy, device
+
+
 def use_threads(settings: Any, model: Any, device: Any) -> None:
     """Gives torch the threads that the settings ask for, or as many as a model of this size can use. With a GPU torch's choice stays."""
     import torch

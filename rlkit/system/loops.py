@@ -12,17 +12,22 @@ from weakref import WeakSet
 T = TypeVar("T")
 
 
-def run(main: Coroutine[Any, Any, T], runner: asyncio.Runner | None = None) -> T:
-    """What a coroutine returns. Works where a loop is running already, as in a notebook: that one waits meanwhile.
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine returns. Works where a loop is running already, as in a notebook: that one waits meanwhile."""
+    with outside_loops():
+        return asyncio.run(main)
 
-    With a `runner` its loop is used, and stays as it is then; without one a new loop, which ends with the coroutine.
 
-    The inner loop runs in this same thread, because grad mode, autocast and signal handlers belong to the thread.
+@contextmanager
+def outside_loops() -> Iterator[None]:
+    """A block in which another event loop may run, even where one is running already.
+
+    It runs in this same thread, because grad mode, autocast and signal handlers belong to the thread.
     """
     outer = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
     try:
-        return asyncio.run(main) if runner is None else runner.run(main)
+        yield
     finally:
         asyncio._set_running_loop(outer)
 

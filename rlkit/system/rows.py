@@ -36,7 +36,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line.decode())
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int and row["step"] >= 0 else None
+    return row if isinstance(row, dict) and type(row.get("step")) is int and 0 <= row["step"] < 1 << 53 else None
 
 
 def cut_back(path: Path, step: int) -> None:

@@ -38,7 +38,8 @@ def few(batch: Batch) -> Batch | None:
 
 def on(batch: Batch, device: torch.device) -> Batch:
     """The batch on a device, with what is in its mappings: a checkpoint's comes on the CPU."""
-    moved: dict[str, Any] = {name: value.to(device) for name, value in batch._asdict().items() if isinstance(value, Tensor)}
-    for name in ("components", "metrics"):
-        moved[name] = getattr(batch, name) and {key: value.to(device) for key, value in getattr(batch, name).items()}
-    return batch._replace(**moved)
+
+    def to(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) else {n: to(v) for n, v in value.items()} if isinstance(value, dict) else value
+
+    return batch._replace(**{name: to(value) for name, value in batch._asdict().items()})

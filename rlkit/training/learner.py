@@ -56,7 +56,7 @@ class Learner:
       experiment: the whole run. policy: trained in place, in evaluation mode.
       exact: whether the engine was found to give the trainer's log-probs; decides what algorithm/correction=auto means.
       host: who computes. A precision other than that of the weights is the caller's: `with autocast(x, device, updates=True)`.
-      critic: in place of the one that the experiment makes. optimizers: likewise, of the policy and, if there is one, of the critic.
+      optimizers: of the policy and, if there is one, of the critic, in place of those that the experiment makes.
     """
 
     def __init__(
@@ -66,7 +66,6 @@ class Learner:
         *,
         exact: bool = False,
         host: Host = Host(),  # noqa: B008  (immutable)
-        critic: torch.nn.Module | None = None,
         optimizers: Sequence[torch.optim.Optimizer] = (),
     ):
         self.configured, self.policy, self.model, self.host = experiment, policy, policy.model, host
@@ -74,7 +73,7 @@ class Learner:
         self.settle(exact)
         self.progress = schedules.start(self.experiment)
         self.x = schedules.at(self.experiment, self.progress)
-        self.critic = self.make_critic() if critic is None else critic
+        self.critic = self.make_critic()
         self.nets = torch.nn.ModuleDict({"model": self.model} | ({} if self.critic is None else {"critic": self.critic}))
         self.optimizers = list(optimizers) or self.make_optimizers()
         self.rl_step, self.tokens, self.begun = 0, 0, -1

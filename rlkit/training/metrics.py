@@ -132,8 +132,8 @@ def update_metrics(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> 
 
 
 def _of_parts(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
-    sampled = {"group_filter": whole(batch), "overlong": whole(batch)}  # what they saw, before they took anything out
-    found = {name: counted(value, sampled.get(name.partition("/")[0], batch)) for name, value in (batch.metrics or {}).items()}
+    sampled = ("group_filter", "overlong")  # they saw all that was sampled, before they took anything out
+    found = {n: counted(v, whole(batch) if n.startswith(sampled) else batch) for n, v in (batch.metrics or {}).items()}
     found |= {name: torch.cat(values) for name, values in terms.tokens.items() if "/" in name and values}
     kept = {name: values[~values.isnan()].cpu().double() for name, values in found.items()}
     return {name: float(values.mean()) if len(values) else NAN for name, values in kept.items()} | terms.reference
@@ -196,16 +196,11 @@ def _before(batch: Batch, terms: UpdateTerms, name: str) -> Tensor | None:
 def _advantages(batch: Batch) -> dict[str, float]:
     assert batch.advantages is not None
     values = batch.advantages[batch.response_mask].float()
+    names = ("adv/mean", "adv/std", "adv/min", "adv/max", "adv/abs_mean", "adv/positive_frac")
     if not len(values):
-        return dict.fromkeys(("adv/mean", "adv/std", "adv/min", "adv/max", "adv/abs_mean", "adv/positive_frac"), NAN)
-    return {
-        "adv/mean": float(values.mean()),
-        "adv/std": float(values.std(correction=0)),
-        "adv/min": float(values.min()),
-        "adv/max": float(values.max()),
-        "adv/abs_mean": float(values.abs().mean()),
-        "adv/positive_frac": float((values > 0).float().mean()),
-    }
+        return dict.fromkeys(names, NAN)
+    spread = values.mean(), values.std(correction=0), values.min(), values.max(), values.abs().mean(), (values > 0).float().mean()
+    return dict(zip(names, map(float, spread), strict=True))
 
 
 def _scale(batch: Batch) -> dict[str, float]:

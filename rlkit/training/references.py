@@ -27,10 +27,7 @@ ADAPTER = "reference"  # name of the second adapter under LoRA
 
 
 def moved(reference: Reference, state: Any, policy: nn.Module, *, step: int, kl: float) -> tuple[Any, dict[str, float]]:
-    """A reference's state after an RL step, and what its update measured, as reference/NAME.
-
-    Raises: PartError where the update gives nothing for a state.
-    """
+    """A reference's state after an RL step, and what its update measured, as reference/NAME. PartError where it gives no state."""
     given = reference.update(state, policy, step=step, kl=kl)
     after, metrics = given if isinstance(given, Measured) else (given, {})
     if after is None and state is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlkit.distributed import ranks
 from rlkit.errors import Interrupted, RLKitError, raised_at
 from rlkit.system import owner
-from rlkit.system.device import autocast, pick_device, precision, quiet, use_threads, versions
+from rlkit.system.device import autocast, on_device, precision, quiet, versions
 from rlkit.system.files import LOST, lenient, put_aside, refusing, write_json
 from rlkit.system.processors import cores
 from rlkit.system.redaction import redacted
@@ -45,10 +45,8 @@ def train(
     from rlkit.training.selfcheck import check_policy, check_teacher
 
     rng.seed(x.seed)  # initial adapters, and what a reward or an environment draws; sampling has its own randomness
-    device = pick_device(x)
     check_teacher(x)
-    policy = x.model(device=device)
-    use_threads(x.trainer, policy.model, device)
+    policy, device = on_device(x)
     print(header(x, policy, device, tasks), flush=True)
     with autocast(x, device):
         agreement = check_policy(policy, tasks.train, x)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import random
 import signal
 import threading
 
@@ -110,27 +109,6 @@ def uneven(key, turn):
     return 1 + (5 * key + 3 * turn) % 7
 
 
-class Weather:
-    """Answers from outside that come in an order of their own: `rng` says which comes next, and when."""
-
-    def __init__(self, seed):
-        self.rng, self.coming, self.task = random.Random(seed), [], None
-
-    async def pause(self, key, turn):
-        if self.task is None:
-            self.task = asyncio.create_task(self.blow())
-        here = asyncio.Event()
-        self.coming.append(here)
-        await here.wait()
-
-    async def blow(self):
-        while self.coming or self.rng.random() < 0.9:
-            if self.coming and self.rng.random() < 0.3:
-                self.coming.pop(self.rng.randrange(len(self.coming))).set()
-            await asyncio.sleep(0)  # a turn of the loop; no time
-        self.task = None
-
-
 # ------------------------------------------------------------------------------------------------- who joins when
 
 
@@ -143,13 +121,13 @@ def test_an_answer_that_waits_for_nothing_joins_the_next_round(rule):
 
 
 @pytest.mark.parametrize("rounds", [1, 4, 16])
-def test_an_answer_from_outside_joins_so_many_rounds_after_its_reply(rounds):
+def test_an_answer_from_outside_joins_so_many_rounds_after_its_reply(weather, rounds):
     """In any order of readiness, early or late, what the decoder is given, and when it is told that an episode is over, is the same."""
     found = []
     for seed in range(12):
         decoder = Recorder(uneven)
         service = Played(decoder)
-        play(service, range(6), 4, Weather(seed).pause, rounds=rounds)
+        play(service, range(6), 4, weather(seed).pause, rounds=rounds)
         found.append((decoder.seen, sorted(decoder.freed)))
         joined = {}
         for at, keys in decoder.seen:
@@ -184,18 +162,18 @@ def test_where_nothing_decodes_the_counter_jumps():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_barrier_gives_what_answers_at_once_give(seed):
+def test_a_barrier_gives_what_answers_at_once_give(weather, seed):
     quiet, windy = Recorder(uneven), Recorder(uneven)
     play(Played(quiet), range(6), 4)
-    play(Played(windy), range(6), 4, Weather(seed).pause, rule="barrier")
+    play(Played(windy), range(6), 4, weather(seed).pause, rule="barrier")
     assert (windy.seen, sorted(windy.freed)) == (quiet.seen, sorted(quiet.freed)) and windy.rounds == quiet.rounds
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_free_never_stands_still_while_something_can_decode(seed):
+def test_free_never_stands_still_while_something_can_decode(weather, seed):
     """An answer joins in the next round after it is there, and the decoder waits only where all wait."""
     service = Played(Recorder(uneven))
-    replies = play(service, range(6), 4, Weather(seed).pause, rule="free")
+    replies = play(service, range(6), 4, weather(seed).pause, rule="free")
     assert [len(own) for own in replies] == [4] * 6 and service.late_s == 0.0 and not service.kept
 
 
@@ -211,6 +189,12 @@ def test_versions_stand_on_every_completion_and_the_rounds_go_on():
 def test_there_is_no_completion_before_weights_are_loaded():
     with pytest.raises(EngineError, match="await load"):
         run(Cached().generate(0, [1], 0, SamplingParams()))
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"max_new_tokens": 0}, {"top_p": 0.0}, {"top_k": -1}, {"admission_rounds": 0}])
+def test_numbers_out_of_range_are_refused(wrong):
+    with pytest.raises(ValueError, match="{}={}: must be".format(*next(iter(wrong.items())))):
+        run(Cached().generate(0, [1], 0, SamplingParams(**wrong)))
 
 
 def test_weights_do_not_change_while_episodes_are_in_play():

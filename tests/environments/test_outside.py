@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,26 @@ def test_a_shelf_is_an_episodes_own_and_its_end_state_is_rewarded(tiny, chosen, 
     assert {r.reward for r in rollouts} == {0.0, 1.0}
     save_rollouts(tmp_path / "r.jsonl", rollouts)
     assert [r.state for r in load_rollouts(tmp_path / "r.jsonl")] == [r.state for r in rollouts]
+
+
+def test_the_tool_with_state_of_the_readme_runs_as_it_is_shown(tiny, tmp_path, monkeypatch):
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    code, config = (
+        re.search(rf"^    # {name}\n((?:    .*\n|\n)+?)(?=    #|    PYTHONPATH)", text, re.M)[1]
+        for name in ("my_tools.py", "my_conf/environment/shelf.yaml")
+    )
+    (tmp_path / "environment").mkdir()
+    (tmp_path / "environment" / "shelf.yaml").write_text(textwrap.dedent(config))
+    (tmp_path / "my_tools.py").write_text(textwrap.dedent(code))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import my_tools
+
+    x = experiment(compose([f"hydra.searchpath=[file://{tmp_path}]", "environment=shelf"]))
+    engine = saying(
+        lambda context, turn, seed: "done" if turn else call("put", name="a", text="7") + call("calculator", expression="1 + 1")
+    )
+    (rollout,) = collect(tiny, [TASK], engine=engine, environment=x.environment)
+    assert [r.content for r in rollout.steps[0].tool_results] == ["1 books", "2"] and my_tools.shelved(rollout) == 1.0
 
 
 def test_a_policy_plays_both_sides_and_each_reply_gets_its_own_players_reward(tiny, chosen):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
+import signal
 from contextlib import asynccontextmanager, contextmanager
 
 import pytest
@@ -13,7 +15,7 @@ from rlkit.environments import answer_calls, dialogue, hermes, tool_use, xml
 from rlkit.environments.session import opened
 from rlkit.episodes import collect
 from rlkit.episodes.episode import play
-from rlkit.errors import ConfigError, EnvironmentFailed
+from rlkit.errors import ConfigError, EnvironmentFailed, Interrupted
 from rlkit.models.chat import encode_scaffold
 from rlkit.system.loops import run
 from rlkit.types import Environment, Generation, Rollout, Step, Task, ToolCall
@@ -138,9 +140,19 @@ async def waits(rollout):
     await asyncio.Event().wait()
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C as in a terminal: a process in the background may have been started to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def says(tiny, error=None):
     def complete(policy, prompts, seeds, params):
-        if error is not None:
+        if isinstance(error, signal.Signals):
+            os.kill(os.getpid(), error)
+        elif error is not None:
             raise error
         ids = (*encode_scaffold(policy.codec, "ok"), policy.eos_token_ids[0])
         return [Generation(ids, (-1.0,) * len(ids), "stop")] * len(prompts)
@@ -157,11 +169,21 @@ def says(tiny, error=None):
         (raises, None, None, EnvironmentFailed),
         (ends, RuntimeError("the engine broke"), None, RuntimeError),
         (ends, KeyboardInterrupt(), None, KeyboardInterrupt),
+        (ends, Interrupted(signal.SIGTERM), None, Interrupted),
+        (ends, signal.SIGINT, None, KeyboardInterrupt),
         (waits, None, 0.01, None),
     ],
-    ids=["a normal end", "it raises", "the engine raises", "Ctrl-C in decoding", "its deadline"],
+    ids=[
+        "a normal end",
+        "it raises",
+        "the engine raises",
+        "an interruption in decoding",
+        "a signal that rlkit handles",
+        "Ctrl-C in decoding",
+        "its deadline",
+    ],
 )
-def test_every_session_is_closed_exactly_once(tiny, do, engine, deadline, raised, form, inside):
+def test_every_session_is_closed_exactly_once(tiny, interruptible, do, engine, deadline, raised, form, inside):
     """An environment that raised, or Ctrl-C, left the other sessions open."""
     Counted.opened = Counted.ended = 0
     environment = Environment(session=lambda task: form(do), deadline=deadline)

@@ -319,3 +319,24 @@ def test_a_tool_whose_annotations_cannot_be_resolved_is_still_called():
 
     assert executed(call("odd", x=1), {"odd": odd}).content == "1"
     assert "missing argument 'x'" in executed(call("odd"), {"odd": odd}).content
+
+
+@pytest.mark.parametrize("bounded, turns", [(False, 2), (True, 1)])
+def test_an_async_tool_waits_by_its_kind_and_not_by_its_luck(bounded, turns):
+    """One that has its answer at once now and then would otherwise join the decoding now at once and now later."""
+
+    async def cached() -> str:
+        """Looks up."""
+        return "here"
+
+    async def count() -> int:
+        cached.bounded = bounded
+        call = asyncio.create_task(execute(ToolCall("call_0", "cached", {}), {"cached": cached}))
+        taken = 0
+        while not call.done():
+            await asyncio.sleep(0)
+            taken += 1
+        assert (await call).content == "here"
+        return taken
+
+    assert asyncio.run(count()) == turns

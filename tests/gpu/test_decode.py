@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlkit.engines import cached, generate, graphs
+from rlkit.engines import Cached
+from rlkit.engines.cached import graphs
 from rlkit.functional import mix
 from rlkit.models import LoRA, load_policy
 
@@ -59,32 +60,32 @@ def equal(ours, theirs) -> bool:
 @pytest.mark.parametrize(
     "settings", [{"temperature": 0.0}, {"temperature": 1.3, "top_p": 0.9, "top_k": 100}, {"max_thinking_tokens": 3}], ids=str
 )
-def test_captured_replies_are_those_of_the_reference_and_of_the_uncaptured_step(policy, replays, settings, slots):
+def test_captured_replies_are_those_of_the_reference_and_of_the_uncaptured_step(policy, complete, reference, replays, settings, slots):
     settings = {"max_new_tokens": 48} | settings
-    found = cached(policy, CONTEXTS, SEEDS, **settings, **slots)
+    found = complete(Cached(**slots), policy, CONTEXTS, SEEDS, **settings)
     assert 0 < replays["captured"] < replays["replayed"]
-    assert equal(found, cached(policy, CONTEXTS, SEEDS, **settings, **slots, cuda_graphs=False, check_every=1))
-    assert equal(found, generate(policy, CONTEXTS, SEEDS, **settings))
+    assert equal(found, complete(Cached(**slots, cuda_graphs=False, check_every=1), policy, CONTEXTS, SEEDS, **settings))
+    assert equal(found, reference(policy, CONTEXTS, SEEDS, **settings))
 
 
-def test_captured_turns_in_a_cache_that_grows(policy, replays):
+def test_captured_turns_in_a_cache_that_grows(policy, complete, replays):
     """Five turns: the cache moves, and no graph of the memory before is replayed."""
     found = []
     for captured in (True, False):
         held, turns, seen = dict(enumerate(CONTEXTS)), dict.fromkeys(range(N), 0), {}
 
-        def follow(index, reply, held=held, turns=turns, seen=seen):
+        def go_on(index, reply, held=held, turns=turns, seen=seen):
             seen.setdefault(index, []).append(reply)
             turns[index] += 1
             held[index] = held[index] + reply.token_ids + tuple(range(200, 230 + index))
             return None if turns[index] == 5 else (held[index], mix(index, turns[index]))
 
-        cached(policy, CONTEXTS, SEEDS, max_new_tokens=16, follow=follow, cuda_graphs=captured)
+        complete(Cached(cuda_graphs=captured), policy, CONTEXTS, SEEDS, go_on, max_new_tokens=16)
         found.append([reply for _, replies in sorted(seen.items()) for reply in replies])
     assert equal(*found) and replays["captured"] > 2
 
 
-def test_adapters_and_weights_that_change_between_calls(policy, replays):
+def test_adapters_and_weights_that_change_between_loads(policy, complete, reference, replays):
     """LoRA, then its weights in place, as an optimizer changes them, then other memory under the same names."""
     policy = load_policy(path="tiny", lora=LoRA(rank=4), dtype="float32", device="cuda")
     seen = []
@@ -92,13 +93,13 @@ def test_adapters_and_weights_that_change_between_calls(policy, replays):
         for name, weight in policy.model.named_parameters():
             if "lora_B" in name:
                 change(weight)
-        seen.append(cached(policy, CONTEXTS, SEEDS, max_new_tokens=32))
-        assert equal(seen[-1], generate(policy, CONTEXTS, SEEDS, max_new_tokens=32))
+        seen.append(complete(Cached(), policy, CONTEXTS, SEEDS, max_new_tokens=32))
+        assert equal(seen[-1], reference(policy, CONTEXTS, SEEDS, max_new_tokens=32))
     assert seen[0] != seen[1] != seen[2] and replays["replayed"] > 3
 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, None])
-def test_half_precision_scores_what_it_samples(policy, replays, precision):
+def test_half_precision_scores_what_it_samples(policy, complete, replays, precision):
     """bfloat16 weights, or autocast over float32 ones: log-probs of the tokens that were drawn, against one full forward."""
     from contextlib import nullcontext
 
@@ -106,7 +107,7 @@ def test_half_precision_scores_what_it_samples(policy, replays, precision):
 
     model = policy.model.to(precision) if precision else policy.model
     with nullcontext() if precision else torch.autocast("cuda", torch.bfloat16):
-        replies = cached(policy._replace(model=model), CONTEXTS, SEEDS, max_new_tokens=32)
+        replies = complete(Cached(), policy._replace(model=model), CONTEXTS, SEEDS, max_new_tokens=32)
         gaps = []
         for context, reply in zip(CONTEXTS, replies, strict=True):
             ids = torch.tensor([[*context, *reply.token_ids]], device="cuda")
@@ -116,40 +117,40 @@ def test_half_precision_scores_what_it_samples(policy, replays, precision):
     assert replays["replayed"] > 3 and float(torch.cat(gaps).mean()) < 0.05  # the bound of the start-up check
 
 
-def test_a_model_that_asks_the_host_decodes_without(policy, replays, monkeypatch):
+def test_a_model_that_asks_the_host_decodes_without(policy, complete, reference, replays, monkeypatch):
     """One warning, the same replies, and CUDA in order afterwards: other models are captured still."""
     norm = type(policy.model.model.norm)
-    forward, expected = norm.forward, generate(policy, CONTEXTS, SEEDS, max_new_tokens=16)
+    forward, expected = norm.forward, reference(policy, CONTEXTS, SEEDS, max_new_tokens=16)
     with monkeypatch.context() as patch:
         patch.setattr(norm, "forward", lambda self, x: forward(self, x) if x.sum().item() != float("inf") else x)
         with pytest.warns(UserWarning, match="cannot be captured") as caught:
-            assert equal(cached(policy, CONTEXTS, SEEDS, max_new_tokens=16), expected)
-        assert equal(cached(policy, CONTEXTS, SEEDS, max_new_tokens=16), expected) and len(caught) == 1
+            assert equal(complete(Cached(), policy, CONTEXTS, SEEDS, max_new_tokens=16), expected)
+        assert equal(complete(Cached(), policy, CONTEXTS, SEEDS, max_new_tokens=16), expected) and len(caught) == 1
     assert replays["captured"] == 0
     other = load_policy(path="tiny", device="cuda")
-    assert equal(cached(other, CONTEXTS, SEEDS, max_new_tokens=16), expected) and replays["replayed"] > 3
+    assert equal(complete(Cached(), other, CONTEXTS, SEEDS, max_new_tokens=16), expected) and replays["replayed"] > 3
 
 
-def test_a_capture_that_breaks_off_leaves_cuda_in_order(policy, replays, monkeypatch):
+def test_a_capture_that_breaks_off_leaves_cuda_in_order(policy, complete, reference, replays, monkeypatch):
     """The host's look is found in the capture alone: then too the stream, the memory and the replies are as without."""
     from contextlib import nullcontext
 
     norm = type(policy.model.model.norm)
-    forward, expected = norm.forward, generate(policy, CONTEXTS, SEEDS, max_new_tokens=16)
+    forward, expected = norm.forward, reference(policy, CONTEXTS, SEEDS, max_new_tokens=16)
     stream = torch.cuda.current_stream()
     monkeypatch.setattr(graphs, "host_looks_refused", lambda device: nullcontext())
     monkeypatch.setattr(norm, "forward", lambda self, x: forward(self, x) if x.sum().item() != float("inf") else x)
     with pytest.warns(UserWarning, match="cannot be captured"):
-        assert equal(cached(policy, CONTEXTS, SEEDS, max_new_tokens=16), expected)
+        assert equal(complete(Cached(), policy, CONTEXTS, SEEDS, max_new_tokens=16), expected)
     assert torch.cuda.current_stream() == stream
     torch.cuda.empty_cache()
     torch.cuda.synchronize()
 
 
-def test_the_cache_holds_half_of_the_free_memory_at_most(policy, monkeypatch):
+def test_the_cache_holds_half_of_the_free_memory_at_most(policy, complete, reference, monkeypatch):
     """Where next to nothing is free, contexts wait, one at a time, and are decoded all the same."""
-    expected = generate(policy, CONTEXTS, SEEDS, max_new_tokens=16)
+    expected = reference(policy, CONTEXTS, SEEDS, max_new_tokens=16)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 10, 1 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: 0)
-    assert equal(cached(policy, CONTEXTS, SEEDS, max_new_tokens=16), expected)
+    assert equal(complete(Cached(), policy, CONTEXTS, SEEDS, max_new_tokens=16), expected)

@@ -44,11 +44,11 @@ def test_one_training_step_with_lora(random_qwen3):
         TrainerSettings,
         arithmetic,
         calculator,
-        generate,
         load_policy,
         tool_use,
     )
     from rlkit.algorithm import KL, Algorithm
+    from rlkit.engines import Transformers
     from rlkit.functional import clipped, group_mean, k3, keep_all, normalize_group, sequence_mean, token_ratio
     from rlkit.rewards import Reward, Term, weighted_sum
     from rlkit.training.experiment import Evaluation
@@ -63,7 +63,7 @@ def test_one_training_step_with_lora(random_qwen3):
 
     x = Experiment(
         name="gpu", seed=0, batch=BatchSize(2, 4), task=arithmetic, environment=tool_use(tools={"calculator": calculator}),
-        model=load_policy, generation=Sampling(generate, max_new_tokens=16), reward=length,
+        model=load_policy, generation=Sampling(Transformers(), max_new_tokens=16), reward=length,
         algorithm=Algorithm("grpo", group_mean, token_ratio, clipped, sequence_mean, keep_all, normalize_group), kl=KL("k3", k3, coef=0.1),
         reference=frozen(), optimizer=functools.partial(torch.optim.AdamW, lr=1e-4), trainer=TrainerSettings(steps=1),
         evaluation=Evaluation(length, n=0),

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from rlkit.episodes import save_rollouts
-from rlkit.training.callbacks.conversations import save_tokens
+from rlkit.episodes.tokens import save_tokens
 from rlkit.types import Rollout, Step, Task, ToolCall, ToolResult
 
 HOSTILE = '<img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script><!-- \u2028 & \ud800 {{7*7}} javascript:'

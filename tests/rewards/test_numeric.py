@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rlkit.rewards import extract_answer, numeric, parse_number
@@ -300,6 +300,7 @@ PIECES = st.sampled_from(
 
 @settings(max_examples=200)
 @given(st.lists(PIECES, min_size=1, max_size=6).map("".join))
+@example("1the answer is ")
 def test_any_text_that_is_a_number_is_that_number_in_every_form(text):
     """And no text raises."""
     number = parse_number(text)

@@ -11,7 +11,7 @@ import pytest
 from rlkit.environments import python_tool
 from rlkit.sandbox import Sandbox, process
 from rlkit.system import deadline
-from rlkit.system.deadline import DeadlinePassed, ProcessEndAsked, abandoned, contained, containing, ended_by, in_thread, in_worker, within
+from rlkit.system.deadline import Countdown, DeadlinePassed, ProcessEndAsked, contained, containing, ended_by, in_thread, in_worker, within
 from rlkit.system.loops import run
 
 
@@ -63,9 +63,9 @@ def test_a_coroutine_that_waits_contains_no_other(monkeypatch):
     assert ended == [5]
 
 
-def test_a_thread_that_goes_on_is_counted_and_named_once(capsys):
+def test_a_thread_that_goes_on_is_named_once_and_what_it_gives_is_dropped(capsys):
     deadline._warn_of_thread.cache_clear()
-    release, before = threading.Event(), abandoned()
+    release = threading.Event()
 
     async def main():
         for _ in range(2):
@@ -76,14 +76,10 @@ def test_a_thread_that_goes_on_is_counted_and_named_once(capsys):
         waiting.cancel()
         await asyncio.wait([waiting])
         assert waiting.cancelled()
+        release.set()
+        assert await in_worker(lambda: "other", None, "another") == "other"
 
     run(main())
-    assert abandoned() == before + 3
-    threads = deadline.ABANDONED[-3:]
-    release.set()
-    for thread in threads:
-        thread.join(20)
-    assert abandoned() == before
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: the tool slow was given up and goes on in a thread")
 
@@ -97,10 +93,9 @@ def test_a_call_that_says_how_it_is_ended_is_ended(worker, capsys):
             ended.wait(20)
         over.set()
 
-    before = abandoned()
     with pytest.raises(DeadlinePassed):
         run(in_worker(call, 0.01, "the tool x")) if worker else in_thread(call, 0.01)
-    assert over.wait(20) and abandoned() == before and capsys.readouterr().err == ""
+    assert over.wait(20) and capsys.readouterr().err == ""
 
 
 def test_a_call_given_up_before_it_says_how_is_ended_when_it_does():
@@ -207,3 +202,17 @@ def test_time_in_which_the_loop_is_busy_does_not_count(monkeypatch, kind, busy, 
     else:
         with pytest.raises(DeadlinePassed):
             run(main())
+
+
+def test_a_deadline_holds_for_all_blocks_together_and_cuts_nothing_that_is_there_at_once():
+    async def main():
+        countdown = Countdown(0.02)
+        for _ in range(2):  # the second one begins with nothing left
+            with pytest.raises(DeadlinePassed):
+                async with countdown.running():
+                    await asyncio.Event().wait()
+        async with countdown.running():
+            at_once = True
+        return at_once and countdown.spent >= 0.02
+
+    assert run(main())

@@ -6,10 +6,10 @@ overlong rule and a KL in the baseline to the advantage, and each part's assumpt
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlkit.errors import written
 from rlkit.types import ASSUMPTIONS, GUARANTEES, Environment, Task, declarations
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
@@ -52,7 +52,7 @@ def assumption_problems(x: Experiment, tasks: Sequence[Task] = ()) -> list[str]:
         for assumed in sorted(declarations(part, "assumes") or ()):
             word = OF_REWARDS.get(assumed, "")
             if word in words.lost:
-                problems.append(f"{path} ({_name(part)}) assumes {ASSUMPTIONS[assumed]}, but {words.lost[word]}")
+                problems.append(f"{path} ({written(part)}) assumes {ASSUMPTIONS[assumed]}, but {words.lost[word]}")
     return problems + _reply_budgets(x)
 
 
@@ -63,9 +63,10 @@ def assumption_warnings(x: Experiment) -> list[str]:
         for assumed in sorted(declarations(part, "assumes") or ()):
             word = OF_REWARDS.get(assumed, "")
             if word in words.unsaid and word not in words.lost:
+                silent = words.unsaid[word]
                 out.append(
-                    f"{path} ({_name(part)}) assumes {ASSUMPTIONS[assumed]}, and {words.unsaid[word]} does not say what it gives; where it "
-                    f"is so, mark the function @rlkit.types.{'gives' if 'terms' in words.unsaid[word] else 'keeps'}('{word}')"
+                    f"{path} ({written(part)}) assumes {ASSUMPTIONS[assumed]}, and {silent} does not say what it gives; where it "
+                    f"is so, mark the function @rlkit.types.{'gives' if 'terms' in silent else 'keeps'}('{word}')"
                 )
     return out + _episode_budgets(x)
 
@@ -74,9 +75,8 @@ def _assuming(x: Experiment, tasks: Sequence[Task]) -> list[tuple[str, Any, Word
     """(path, part, what is known of the rewards that it sees) of the parts of an algorithm that look at rewards, in order."""
     a, kl = x.algorithm, x.kl
     given = _of_reward(x, tasks)
-    shaped = given.through(
-        a.overlong, "algorithm.overlong", f"algorithm.overlong ({_name(a.overlong)}) changes them by length; choose algorithm/overlong=none"
-    )
+    why = f"algorithm.overlong ({written(a.overlong)}) changes them by length; choose algorithm/overlong=none"
+    shaped = given.through(a.overlong, "algorithm.overlong", why)
     if kl.in_reward and kl.in_baseline:
         shaped = shaped.without(["binary", "non_negative"], "kl.in_baseline takes the KL off them; set it to false")
     seen = {"group_filter": given, "overlong": given, "advantage": shaped, "normalization": shaped}
@@ -95,7 +95,7 @@ def _of_reward(x: Experiment, tasks: Sequence[Task]) -> Words:
                 continue
             for word in GUARANTEES:
                 if word not in given:
-                    words = words.without([word], f"{path} ({_name(fn)}) does not guarantee it; {NEEDED[word]}")
+                    words = words.without([word], f"{path} ({written(fn)}) does not guarantee it; {NEEDED[word]}")
         if term.weight != 1:
             scaled = f"{path}.weight={term.weight} scales them; set it to 1, or to 0, which only logs the term"
             positive = isinstance(term.weight, int | float) and term.weight > 0
@@ -104,7 +104,7 @@ def _of_reward(x: Experiment, tasks: Sequence[Task]) -> Words:
             words = words.without(["binary"], f"{path} gives a score to every step; {NEEDED['binary']}")
     aggregator = x.reward.aggregator
     if len(counted) > 1 or not declarations(aggregator, "keeps"):  # of one component all of them give that component
-        why = f"reward.aggregator ({_name(aggregator)}) joins {', '.join(counted)}; give one of them a weight, and the others 0"
+        why = f"reward.aggregator ({written(aggregator)}) joins {', '.join(counted)}; give one of them a weight, and the others 0"
         words = words.through(aggregator, "reward.aggregator", why)
     if x.reward.normalize:
         words = words.without(list(GUARANTEES), "reward.normalize shifts and scales them; set it to false")
@@ -149,9 +149,3 @@ def _episode_budgets(x: Experiment) -> list[str]:
                 f"generation.max_new_tokens={x.generation.max_new_tokens}; raise it, or choose algorithm/overlong=penalty, of a reply"
             )
     return out
-
-
-def _name(part: Any) -> str:
-    while isinstance(part, functools.partial):
-        part = part.func
-    return getattr(part, "__name__", type(part).__name__)

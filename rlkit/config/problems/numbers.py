@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlkit.config.schema import resolve
+from rlkit.engines.service import out_of_range
 from rlkit.training.schedules import Schedule
 from rlkit.training.schedules.paths import fields
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
-    from rlkit.training.experiment import Experiment, Sampling
+    from rlkit.training.experiment import AgentRun, Experiment, Sampling
 
 
 def range_problems(node: Any, path: str = "") -> list[str]:
@@ -79,16 +80,7 @@ def negative(x: Experiment) -> list[str]:
 
 def sampling_problems(sampling: Sampling) -> list[str]:
     """What no engine can sample, as sentences."""
-    problems = []
-    if sampling.max_new_tokens < 1:
-        problems.append(f"generation.max_new_tokens={sampling.max_new_tokens}: must be at least 1")
-    if sampling.temperature < 0:
-        problems.append(f"generation.temperature={sampling.temperature}: must not be negative; 0 is greedy")
-    if not 0 < sampling.top_p <= 1:
-        problems.append(f"generation.top_p={sampling.top_p}: must be greater than 0 and at most 1; 1 cuts nothing")
-    if sampling.top_k < 0:
-        problems.append(f"generation.top_k={sampling.top_k}: must not be negative; 0 cuts nothing")
-    return problems + thinking_problems(sampling)
+    return out_of_range(sampling) + thinking_problems(sampling)
 
 
 def thinking_problems(sampling: Sampling) -> list[str]:
@@ -100,3 +92,11 @@ def thinking_problems(sampling: Sampling) -> list[str]:
         f"generation.max_thinking_tokens={budget}: must be at least 0 and below generation.max_new_tokens={limit}, where a reply ends "
         "anyway; null sets no limit"
     ]
+
+
+def agent_problems(x: AgentRun) -> list[str]:
+    """What of `rlkit agent` is out of range besides what its settings declare."""
+    problems = []
+    if x.timeout is not None and not x.timeout > 0:
+        problems.append(f"timeout={x.timeout}: must be > 0 seconds, or null for no limit")
+    return problems + sampling_problems(x.generation)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import random
 import warnings
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlkit.episodes.record import FORMATS, load_rollouts
+from rlkit.episodes.tokens import Tokens, load_tokens
 from rlkit.errors import DataError
 from rlkit.runs.report.read import Run, rollout_file
 from rlkit.types import Rollout, Step
@@ -21,7 +20,6 @@ STEPS = 60  # of a run that are shown
 HELD_OUT = {"test": "held_out/test", "validation": "held_out/validation", "held-out": "held_out"}  # kind → folder; the last in older runs
 TEXT = 20_000  # characters of one message
 TOTAL = 30_000_000  # characters of all conversations: what a browser opens at once
-Tokens = Mapping[tuple[int, int, str], Sequence[Mapping[str, Any]]]  # (group, sample, task) → of each reply text, logprobs, …
 
 
 def collect(found: Sequence[Run], limit: int) -> dict[str, Any]:
@@ -112,18 +110,6 @@ def choose(rollouts: Sequence[Rollout], tokens: Tokens, limit: int, *, seed: int
     others = random.Random(seed).sample(range(len(rollouts)), len(rollouts))
     picked = list(dict.fromkeys([ranked[-1], ranked[0], *told, *others]))[:limit]
     return [rollouts[i] for i in sorted(picked)]
-
-
-def load_tokens(path: Path) -> Tokens:
-    """What rlkit.training.callbacks.conversations wrote; nothing where the file is missing or damaged."""
-    if not path.is_file():
-        return {}
-    try:
-        lines = [json.loads(text) for text in gzip.decompress(path.read_bytes()).decode().splitlines()]
-        return {(line["group"], line["sample"], line["task_id"]): line["steps"] for line in lines}
-    except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError, zlib.error) as error:
-        warnings.warn(f"{path}: token values left out ({type(error).__name__}: {error})", stacklevel=2)
-        return {}
 
 
 # ------------------------------------------------------------------------------------------------------ entries

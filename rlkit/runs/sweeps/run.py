@@ -28,7 +28,7 @@ from rlkit.runs.sweeps.jobs import STOP, Job, alive, read_jobs, save
 from rlkit.runs.sweeps.plan import Plan, is_search, make_plan
 from rlkit.runs.sweeps.watch import watching
 from rlkit.system import owner
-from rlkit.system.files import write_atomic
+from rlkit.system.files import put_aside, write_atomic
 from rlkit.system.output import clock
 from rlkit.system.processors import cores
 from rlkit.system.rows import read_rows
@@ -117,7 +117,7 @@ def run_job(config: DictConfig, *, config_dir: str | None, parallel: int, parent
         save(record, job._replace(status="not started"))
         return None
     if runs.is_run(folder) and not any((folder / "checkpoints").glob("*.ckpt")) and not owner.occupied(folder):
-        set_aside(folder)
+        put_aside(folder, ".set_aside")  # it never reached a checkpoint, so it starts anew
     command = [sys.executable, "-m", "rlkit", "train", *overrides, f"hydra.run.dir='{folder}'"]
     command += ["--config-dir", config_dir] if config_dir else []
     environment = dict(os.environ)
@@ -134,15 +134,6 @@ def run_job(config: DictConfig, *, config_dir: str | None, parallel: int, parent
     status = "finished" if runs.is_finished(folder) else "interrupted" if code in (129, 130, 143) else "failed"
     save(record, job._replace(status=status, pid=0, ended=time.time(), reason="" if status == "finished" else why(code, log)))
     return objective(folder)
-
-
-def set_aside(folder: Path) -> None:
-    """Moves what an interrupted job left that never reached a checkpoint: it starts anew, and nothing is overwritten."""
-    number = 1
-    while (target := folder.parent / "set_aside" / f"{folder.name}_{number}").exists():
-        number += 1
-    target.parent.mkdir(exist_ok=True)
-    folder.rename(target)
 
 
 def objective(folder: Path) -> float | None:

@@ -3,9 +3,7 @@ token what was trained on: the text of each token, its log-prob, advantage and w
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,12 @@ import lightning as L
 
 from rlkit.episodes import save_rollouts, transcript
 from rlkit.episodes.assemble import rows
+from rlkit.episodes.tokens import rounded, save_tokens
 from rlkit.models.chat import decode
-from rlkit.system.files import finite, lenient, write_atomic
+from rlkit.system.files import lenient, write_atomic
 from rlkit.training.loggers import log_text
 from rlkit.types import Batch, Rollout
 
-DIGITS = 5  # of a log-prob or advantage
 TEXTS = 3  # conversations of a step in a logger
 
 
@@ -81,26 +79,6 @@ class Tokens(L.Callback):
             save_tokens(self.folder / f"step_{step:06d}.jsonl.gz", chosen, self.text_of, learned)
 
 
-def save_tokens(
-    path: Path, rollouts: Sequence[Rollout], text_of: Callable[[tuple[int, ...]], str], learned: Sequence[list[dict[str, list]]] = ()
-) -> None:
-    """One line a rollout: {group, sample, task_id, steps: [{text, logprobs, advantages, trained}, …]}, each a list over the reply's tokens.
-
-    Args:
-      text_of: ids → text.
-      learned: of each rollout what `learned_from` gives; without it the lines have text and log-probs alone.
-    """
-    lines = []
-    for index, rollout in enumerate(rollouts):
-        steps = []
-        for number, step in enumerate(rollout.steps):
-            own = {"text": pieces(step.response_ids, text_of), "logprobs": rounded(step.logprobs)}
-            steps.append(own | (learned[index][number] if learned else {}))
-        line = {"group": rollout.group, "sample": rollout.sample, "task_id": rollout.task.id, "steps": steps}
-        lines.append(json.dumps(finite(line)) + "\n")
-    write_atomic(path, gzip.compress("".join(lines).encode(), compresslevel=6, mtime=0))
-
-
 def learned_from(rollouts: Sequence[Rollout], batch: Batch, places: Sequence[int]) -> list[list[dict[str, list]]]:
     """Of some of the rollouts of `batch`, of each step: advantages and trained (1 where the loss counted the token)."""
     assert batch.advantages is not None
@@ -117,31 +95,3 @@ def learned_from(rollouts: Sequence[Rollout], batch: Batch, places: Sequence[int
                 steps[number] = {"advantages": rounded(advantages[line, span].tolist()), "trained": mask[line, span].int().tolist()}
         out.append(steps)
     return out
-
-
-def pieces(ids: Sequence[int], text_of: Callable[[tuple[int, ...]], str]) -> list[str]:
-    """The text that each token adds; a character of several tokens stands at the last of them. Joined they are the whole text.
-
-    Each is decoded behind the token before it, for some tokenizers drop a space at the start of a text.
-    """
-    out: list[str] = []
-    before: list[int] = []
-    pending: list[int] = []
-    for token in ids:
-        pending.append(token)
-        known = text_of(tuple(before)) if before else ""
-        text = text_of((*before, *pending))
-        own = text[len(known) :] if text.startswith(known) else text_of(tuple(pending))
-        if own.endswith("\ufffd") and len(pending) < 4:  # UTF-8 takes four bytes at most
-            out.append("")
-            continue
-        out.append(own)
-        before, pending = pending, []
-    if pending:
-        out[-1] = text_of(tuple(pending))
-    return out
-
-
-def rounded(values: Sequence[float]) -> list[float]:
-    """Numbers short enough to read and to store."""
-    return [round(value, DIGITS) for value in values]

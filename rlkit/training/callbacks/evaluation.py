@@ -14,12 +14,12 @@ import lightning as L
 from rlkit.distributed import ranks
 from rlkit.episodes import save_rollouts
 from rlkit.episodes.evaluation import greedy_accuracy
+from rlkit.episodes.tokens import save_tokens
 from rlkit.models.chat import decode
 from rlkit.system import rng
 from rlkit.system.deadline import process_ends_after
 from rlkit.system.files import lenient
 from rlkit.system.rows import append_row
-from rlkit.training.callbacks.conversations import save_tokens
 from rlkit.training.callbacks.terminal import held_out, how_sampled
 from rlkit.training.experiment import Evaluation
 from rlkit.types import Split, Splits

@@ -56,9 +56,7 @@ class DebugBundle(L.Callback):
         state = state_of(trainer, module)
         if writes:
             with lenient(str(folder)):
-                fields = drift.on(module.minibatch, torch.device("cpu"))._asdict()
-                tensors = {name: value for name, value in fields.items() if value is not None}
-                for name, content in {BATCH: tensors, STATE: state}.items():
+                for name, content in {BATCH: drift.on(module.minibatch, torch.device("cpu"))._asdict(), STATE: state}.items():
                     AtomicCheckpointIO().save_checkpoint(content, folder / name)
                 exception.add_note(f"rlkit replay bundle={folder} does the update again")
 

@@ -1,0 +1,55 @@
+"""rlkit's own engines as plain functions: the same in this checkout and in one from before engines were services.
+
+So that one script can be timed against both, pair by pair:
+
+    PYTHONPATH=THIS_CHECKOUT python experiments/benchmarks/turns.py --once
+    PYTHONPATH=OLDER_CHECKOUT python experiments/benchmarks/turns.py --once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Follow = Callable[[int, Any], "tuple[Sequence[int], int] | None"]  # (index, completion) → its next prompt and seed, or None
+
+
+def completions(name: str, policy: Any, prompts: Sequence[Sequence[int]], seeds: Sequence[int], **given: Any) -> list[Any]:
+    """The last completion of each prompt, all sampled side by side.
+
+    Args:
+      name: "cached" or "transformers". given: max_rows, `follow` (of "cached" alone), and how a completion is sampled.
+    """
+    try:
+        from rlkit import engines
+    except ImportError:
+        from rlkit import engines as generation  # before engines were services
+
+        return (generation.cached if name == "cached" else generation.generate)(policy, prompts, seeds, **given)
+    max_rows = given.pop("max_rows", 256)
+    engine = engines.Cached(max_rows=max_rows) if name == "cached" else engines.Transformers(max_rows=max_rows)
+    return _played(engine, policy, prompts, seeds, given.pop("follow", lambda index, reply: None), given)
+
+
+def _played(engine: Any, policy: Any, prompts: Any, seeds: Any, follow: Follow, given: dict[str, Any]) -> list[Any]:
+    from rlkit.system.loops import run, together
+    from rlkit.types import SamplingParams
+
+    params = SamplingParams(**given)
+
+    async def episode(index: int, prompt: Sequence[int], seed: int) -> Any:
+        try:
+            while True:
+                reply = await engine.generate(index, prompt, seed, params)
+                after = follow(index, reply)
+                if after is None:
+                    return reply
+                prompt, seed = after
+        finally:
+            engine.release(index)
+
+    async def all_of_them() -> list[Any]:
+        await engine.load(policy, 0)
+        return await together([episode(i, prompt, seed) for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))])
+
+    return run(all_of_them())

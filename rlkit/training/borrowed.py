@@ -1,0 +1,52 @@
+"""What a learner does not own: an optimizer that holds several networks, and a reference model that someone else keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlkit.types import Reference
+
+
+class Share:
+    """What one network has of an optimizer that may hold several, as an optimizer of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, net: nn.Module):
+        self.optimizer, self.own = optimizer, {id(p) for p in net.parameters()}
+        self.param_groups = [group for group in optimizer.param_groups if any(id(p) in self.own for p in group["params"])]
+
+    def step(self) -> None:
+        """A step of this network's parameters alone."""
+        others = [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"] if id(p) not in self.own]
+        for p, _ in others:
+            p.grad = None
+        self.optimizer.step()
+        for p, grad in others:
+            p.grad = grad
+
+
+def no_optimizer(parameters: Any) -> Any:
+    """Stands where an experiment names an optimizer that is there already. It has no learning rate, so the optimizer keeps its own."""
+    raise NotImplementedError("the optimizer is there already")
+
+
+def given(model: nn.Module | None, update: Callable[..., Any] | None = None) -> Reference:
+    """A reference model that someone else keeps.
+
+    Args:
+      update: (reference model, policy model, step=, kl=) moves it in place after every RL step. None: it stays.
+    """
+
+    def updated(state: nn.Module, policy: nn.Module, **progress: Any) -> nn.Module:
+        if update is not None:
+            update(state, policy, **progress)
+        return state
+
+    def same(state: nn.Module, *_: Any) -> nn.Module:
+        return state
+
+    return Reference("given", lambda policy, step: model, updated, lambda state, _: nullcontext(state), lambda state: {}, same)
