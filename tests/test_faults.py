@@ -25,7 +25,7 @@ from rlkit.runs import folder as runs
 from rlkit.system import rng
 from rlkit.system.files import LOST
 from rlkit.system.redaction import REDACTED
-from rlkit.system.rows import append_row, read_rows, unwritten
+from rlkit.system.rows import WAITING, append_row, read_rows
 from rlkit.training.callbacks.checkpoints import CHECKPOINT, AtomicCheckpointIO, RLCheckpoint, checkpoints, load_checkpoint, supersede
 from rlkit.training.callbacks.evaluation import HeldOut
 from rlkit.training.callbacks.faults import Watchdog
@@ -209,11 +209,11 @@ def test_rows_that_find_no_room_wait_for_it(tmp_path, monkeypatch, saving, capsy
         patch.setattr(Path, "open", lambda self, mode="r", **k: Full(self) if mode == "ab" else plain(self, mode, **k))
         append_row(file, 2, {"a": 2})
         append_row(file, 3, {"a": 3})
-        assert unwritten(file) and [r["step"] for r in read_rows(file)] == [1] and file.read_text().endswith("\n")
+        assert file in WAITING and [r["step"] for r in read_rows(file)] == [1] and file.read_text().endswith("\n")
         assert saving(callback, 3) == []
     assert capsys.readouterr().err.count("rows wait for room") == 1
     append_row(file, 4, {"a": 4})
-    assert [r["a"] for r in read_rows(file)] == [1, 2, 3, 4] and not unwritten(file)
+    assert [r["a"] for r in read_rows(file)] == [1, 2, 3, 4] and file not in WAITING
     assert saving(callback, 4) == ["step_000004.ckpt"]
 
 

@@ -38,7 +38,8 @@ def start(command: Sequence[str], count: int) -> int:
 
     Returns: 0, or the exit status of the rank that failed first (128 + its number for a signal).
     """
-    port = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as found:  # no one listens there now
+        port = found.getsockname()[1]
     ranks: list[subprocess.Popen[bytes]] = []
     heard = [number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
     earlier = {number: signal.signal(number, lambda got, _: _send(ranks, got)) for number in heard}
@@ -89,13 +90,6 @@ def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
     for rank in ranks:
         if rank.poll() is None:
             rank.send_signal(number)
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def adopt_slurm() -> None:

@@ -86,8 +86,7 @@ def pretrained_tokenizer(path: str, **hub: Any) -> Any:
     """The tokenizer of "tiny", a local folder or a hub id. Raises ConfigError if it is absent or one of its files is damaged."""
     from transformers import AutoTokenizer
 
-    _verify(path, weights=False)
-    with _naming(path):
+    with _loading(path, weights=False):
         return AutoTokenizer.from_pretrained(_source(path), **hub)
 
 
@@ -99,9 +98,8 @@ def pretrained_model(path: str, *, dtype: torch.dtype | str, attention: str = "s
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
-    _verify(path, weights=True)
     logging.disable_progress_bar()
-    with _naming(path):
+    with _loading(path, weights=True):
         config = without_dropout(AutoConfig.from_pretrained(_source(path), **hub))
         return AutoModelForCausalLM.from_pretrained(
             _source(path), config=config, dtype=dtype, attn_implementation=attention, variant=EMBEDDED.get(path), **hub
@@ -123,7 +121,7 @@ def check_vocabulary(path: str, teacher: str, *, teacher_revision: str | None = 
     own = pretrained_tokenizer(path, **hub).get_vocab()
     try:
         theirs = pretrained_tokenizer(teacher, revision=teacher_revision).get_vocab()
-        with _naming(teacher):
+        with _loading(teacher, weights=False):
             rows = getattr(AutoConfig.from_pretrained(_source(teacher), revision=teacher_revision).get_text_config(), "vocab_size", None)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", "reference.path=", 1)) from error
@@ -153,16 +151,13 @@ def _source(path: str) -> str:
     return str(location) if location.exists() else path
 
 
-def _verify(path: str, *, weights: bool) -> None:
-    """Raises ConfigError where a folder that rlkit wrote has changed since."""
+@contextmanager
+def _loading(path: str, *, weights: bool) -> Iterator[None]:
+    """Raises ConfigError where a folder that rlkit wrote has changed since (`weights`: those too), and where the block cannot load it."""
     if why := folder_damage(Path(_source(path)), weights=weights):
         raise ConfigError(
             f"model.path={path}: {why}; export it again (rlkit export run=…), or delete {SUMS} if you have changed the folder on purpose"
         )
-
-
-@contextmanager
-def _naming(path: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:

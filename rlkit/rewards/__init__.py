@@ -7,9 +7,8 @@ from rlkit.rewards.code_exec import Judgement, code_exec, extract_code, judgemen
 from rlkit.rewards.math_verify import math_verify
 from rlkit.rewards.normalise import Moments, normalise, update_moments
 from rlkit.rewards.numeric import extract_answer, numeric, parse_number
-from rlkit.rewards.score import Reward, RewardError, Term, Verdict, final_answer, score, score_spread
+from rlkit.rewards.score import Reward, RewardError, Term, Verdict, final_answer, reads_truth, reads_truths, score, score_spread
 from rlkit.rewards.text import contains, exact_match, format_match
-from rlkit.rewards.truths import reads_truth, reads_truths
 from rlkit.rewards.verifiers import verifiers
 from rlkit.types import RewardFn
 

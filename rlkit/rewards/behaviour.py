@@ -6,7 +6,7 @@ from typing import Literal
 
 from rlkit.errors import ConfigError
 from rlkit.rewards.numeric import numeric, unreadable
-from rlkit.rewards.truths import reads_truth
+from rlkit.rewards.score import reads_truth
 from rlkit.types import Rollout, assumes, gives
 
 Unit = Literal["words", "tokens"]

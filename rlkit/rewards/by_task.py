@@ -7,8 +7,7 @@ from typing import Any
 
 from rlkit.errors import ConfigError
 from rlkit.rewards.aggregators import batched
-from rlkit.rewards.score import Term, called_on
-from rlkit.rewards.truths import reads_truths, truth_problems
+from rlkit.rewards.score import Term, called_on, reads_truths, truth_problems
 from rlkit.types import Rollout, Task
 
 

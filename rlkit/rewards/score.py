@@ -1,4 +1,5 @@
-"""Filling in the rewards of rollouts: every term by name, how each score came about, and their aggregate."""
+"""Filling in the rewards of rollouts: every term by name, how each score came about, and their aggregate. And whether a reward can read
+the truths of rows, which is asked of every row before anything is trained or evaluated."""
 
 from __future__ import annotations
 
@@ -8,14 +9,15 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Real
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from rlkit.distributed import ranks
 from rlkit.errors import ConfigError, Refusal, RLKitError, written
 from rlkit.rewards.aggregators import weighted_sum
 from rlkit.system.deadline import contained, in_thread
-from rlkit.types import AggregatorFn, Metrics, Rollout, unpacked
+from rlkit.types import AggregatorFn, Metrics, Rollout, Task, unpacked
 
+F = TypeVar("F", bound=Callable[..., Any])
 GRACE = 5.0  # seconds beyond a term's timeout after which async calls that block their event loop are given up
 ScoreStatus = Literal["ok", "wrong", "unparseable", "timeout", "error"]
 
@@ -311,3 +313,36 @@ def is_batched(fn: Callable[..., Any]) -> bool:
     while isinstance(fn, partial):
         fn = fn.func
     return bool(getattr(fn, "batched", False))
+
+
+# ------------------------------------------------------------------------------------------------- truths of the rows
+
+
+def reads_truth(problem: Callable[..., str]) -> Callable[[F], F]:
+    """Mark a reward function as one that has to read `task.answer`.
+
+    Args:
+      problem: (task, and the keywords that a config binds to the function) → why the function cannot read the task's truth, as the end
+        of a sentence that begins with the truth; "" where it can. It is asked once for every row, so it has to be quick.
+    """
+    return reads_truths(lambda tasks, **keywords: [problem(task, **keywords) for task in tasks])
+
+
+def reads_truths(problems: Callable[..., list[str]]) -> Callable[[F], F]:
+    """`reads_truth` for a function that asks about all rows at once: (tasks, keywords) → one problem for each task."""
+
+    def mark(fn: F) -> F:
+        fn.truth_problems = problems  # type: ignore[attr-defined]
+        return fn
+
+    return mark
+
+
+def truth_problems(fn: Callable[..., Any], tasks: Sequence[Task]) -> list[str]:
+    """Why a reward function cannot read the truth of each task; "" where it can, and for functions that are not marked."""
+    keywords: dict[str, Any] = {}
+    while isinstance(fn, partial):
+        keywords = {**fn.keywords, **keywords}
+        fn = fn.func
+    problems = getattr(fn, "truth_problems", None)
+    return problems(tasks, **keywords) if problems and tasks else [""] * len(tasks)

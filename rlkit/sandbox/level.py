@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlkit.errors import ConfigError
-from rlkit.sandbox.files import folder, sweep
-from rlkit.sandbox.process import Job, Outcome, Sandbox, SandboxError, check, run_many_with, run_with
+from rlkit.sandbox.process import Job, Outcome, Sandbox, SandboxError, check, folder, run_many_with, run_with, sweep
 
 LEVELS = ("basic", "kernel", "kernel+ns")  # weakest first
 CHOICES = (("seccomp", "landlock", "namespaces"), ("seccomp", "landlock"), ("seccomp",), ("landlock",), ())  # strongest first

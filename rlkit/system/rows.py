@@ -109,11 +109,6 @@ def append_row(path: Path, step: int, row: dict[str, Any]) -> None:
         WAITING[path], LOST[path.name] = waiting, reason(error)
 
 
-def unwritten(path: Path) -> bool:
-    """Whether rows of the file wait for room."""
-    return path in WAITING
-
-
 def export_csv(path: Path) -> Path:
     """metrics.csv beside metrics.jsonl, all columns of all rows, blank where a row has none."""
     rows = read_rows(path)

@@ -5,9 +5,8 @@ The problems of train, validation and test are disjoint, and neither the order n
 
 from rlkit.tasks.arithmetic import arithmetic
 from rlkit.tasks.conversations import conversations
-from rlkit.tasks.episodes import episodes
+from rlkit.tasks.games import episodes, guess_number
 from rlkit.tasks.gsm8k import gsm8k
-from rlkit.tasks.guess_number import guess_number
 from rlkit.tasks.jsonl import jsonl
 from rlkit.tasks.mbpp import mbpp
 from rlkit.tasks.mixture import mixture

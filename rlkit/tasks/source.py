@@ -31,7 +31,8 @@ def read_rows(path: str, *, split: str, name: str | None = None) -> Iterator[tup
       read, a line that is not JSON, a row that is not an object.
     """
     found = _sources(path, name)
-    yield from _of(found, "train" if is_file(path) else split, path)
+    one_file = path.endswith(SUFFIXES) and not Path(path).expanduser().is_dir()  # for all splits
+    yield from _of(found, "train" if one_file else split, path)
 
 
 def read_split(
@@ -77,12 +78,6 @@ def _of(found: Readers, split: str, path: str) -> Iterator[tuple[str, Row]]:
 
 def _numbered(rows: Iterator[tuple[str, Row]]) -> list[Place]:
     return [(i, where, row) for i, (where, row) in enumerate(rows)]
-
-
-def is_file(path: str) -> bool:
-    """Whether a path means one file for all splits, existing or not."""
-    local = Path(path).expanduser()
-    return path.endswith(SUFFIXES) and not local.is_dir()
 
 
 def _sources(path: str, name: str | None) -> Readers:

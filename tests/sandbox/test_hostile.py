@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from rlkit.sandbox import Job, Sandbox, Unsplittable, files, level, passes, probe, process, split
-from rlkit.sandbox.files import FOLDER, readable, sweep
-from rlkit.sandbox.files import folder as own_folder
-from rlkit.sandbox.process import run_many_with, run_with
+from rlkit.sandbox import Job, Sandbox, Unsplittable, level, passes, probe, process, split
+from rlkit.sandbox.process import FOLDER, readable, run_many_with, run_with, sweep
+from rlkit.sandbox.process import folder as own_folder
 
 # The table: name → code. The test asks for f() == 42, and no program computes 42. What an escape gets hold of it puts into `leak`.
 IMPORTS = "import os, struct, sys, time\nleak = None\n"
@@ -369,7 +368,7 @@ def test_a_folder_goes_however_deep_it_is(folder):
 LEFT = """
 import sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from rlkit.sandbox.files import folder
+from rlkit.sandbox.process import folder
 with folder() as path:
     open(path + "/left.txt", "w").close()
     print(path, flush=True)
@@ -408,7 +407,7 @@ def test_the_folders_of_a_killed_process_are_removed_at_the_next_start_and_no_ot
 
 
 def test_a_folder_is_never_swept_where_the_file_system_has_no_locks(folder, monkeypatch):
-    monkeypatch.setattr(files, "_locked", lambda descriptor: False)
+    monkeypatch.setattr(process, "_locked", lambda descriptor: False)
     with own_folder() as path:
         monkeypatch.undo()
         assert sweep() == [] and Path(path).exists()

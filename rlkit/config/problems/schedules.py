@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlkit.errors import ConfigError
-from rlkit.training.schedules.conditions import condition
+from rlkit.training.schedules.controllers import condition
 from rlkit.training.schedules.paths import flat
 from rlkit.training.schedules.progress import PHASED, Phase, Progress, at, inline_controllers, phase_steps, phases, start, watched
 from rlkit.types import Controller

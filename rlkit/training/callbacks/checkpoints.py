@@ -23,7 +23,7 @@ from rlkit.models.save import save_policy
 from rlkit.system import owner
 from rlkit.system.digest import damage, seal
 from rlkit.system.files import LOST, as_oserror, atomic, lenient, put_aside, reason, sync, write_json
-from rlkit.system.rows import unwritten
+from rlkit.system.rows import WAITING
 from rlkit.training.callbacks.metrics import still_owned
 
 PREFIX, SUFFIX, SUPERSEDED, DAMAGED = "step_", ".ckpt", ".superseded", ".damaged"
@@ -130,7 +130,7 @@ class RLCheckpoint(L.Callback):
         still_owned(self.run)
 
         def write() -> None:
-            if ranks.anywhere(unwritten(self.run / "metrics.jsonl")):  # a checkpoint says that all rows up to its step are there
+            if ranks.anywhere(self.run / "metrics.jsonl" in WAITING):  # a checkpoint says that all rows up to its step are there
                 raise OSError(errno.ENOSPC, "rows of metrics.jsonl are still unwritten")
             ranks.first(before)
             trainer.save_checkpoint(path, weights_only=False)  # of all ranks; here the flag means "leave the optimiser out"

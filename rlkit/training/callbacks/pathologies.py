@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,16 +26,14 @@ def all_rewards_equal(row: Row) -> str | None:
 
 def all_truncated(row: Row) -> str | None:
     """Every episode was cut."""
-    if row["len/truncated_frac"] < 1:
-        return None
-    return "every episode was truncated: raise generation.max_new_tokens or the environment's max_turns, or check the end-of-turn token"
+    text = "every episode was truncated: raise generation.max_new_tokens or the environment's max_turns, or check the end-of-turn token"
+    return text if row["len/truncated_frac"] >= 1 else None
 
 
 def parse_failures(row: Row) -> str | None:
     """More than a fifth of the episodes have a tool call that cannot be read."""
-    if row["parse_fail_frac"] <= 0.2:
-        return None
-    return f"{row['parse_fail_frac']:.0%} of the episodes have a tool call that cannot be read: look at samples/"
+    share = row["parse_fail_frac"]
+    return f"{share:.0%} of the episodes have a tool call that cannot be read: look at samples/" if share > 0.2 else None
 
 
 def reward_failures(row: Row) -> str | None:
@@ -56,18 +53,14 @@ def reward_failures(row: Row) -> str | None:
 
 def ratio_off(row: Row) -> str | None:
     """The first minibatch is on-policy, so its ratio is 1."""
-    ratio = row["ratio/first_mean"]
-    if math.isnan(ratio) or abs(ratio - 1) <= 0.01:
-        return None
-    return f"the ratio of the first minibatch is {ratio:.3f}, not 1: trainer and old log-probs disagree"
+    ratio = row["ratio/first_mean"]  # nan is not compared
+    return f"the ratio of the first minibatch is {ratio:.3f}, not 1: trainer and old log-probs disagree" if abs(ratio - 1) > 0.01 else None
 
 
 def sampler_off(row: Row) -> str | None:
     """Sampler and trainer see different policies."""
     gap = row["mismatch/logp_abs_mean"]
-    if math.isnan(gap) or gap <= 0.05:
-        return None
-    return f"sampler and trainer log-probs differ by {gap:.3f} nats a token on average"
+    return f"sampler and trainer log-probs differ by {gap:.3f} nats a token on average" if gap > 0.05 else None
 
 
 def environment_failures(row: Row) -> str | None:
@@ -88,7 +81,7 @@ def waits_for_cores(row: Row) -> str | None:
     The update alone tells: it computes in this process and waits for nothing else, where a rollout may wait for tools or a server.
     """
     took, worked = row["perf/update_s"], row["perf/update_processor_s"]
-    if math.isnan(worked) or took < 2 * worked or took - worked < 1:
+    if not (took >= 2 * worked and took - worked >= 1):  # nan: it was not measured
         return None
     return (
         f"the update took {took:.1f} s, of which the processor worked {worked:.1f} s: other processes take this machine's cores, and "

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from rlkit.errors import nearest
-from rlkit.training.schedules.conditions import Condition, condition, streak
+from rlkit.training.schedules.controllers import Condition, condition, streak
 from rlkit.training.schedules.paths import fields, flat, replace, settable
 from rlkit.types import Controller
 
