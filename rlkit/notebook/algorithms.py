@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 import rlkit.functional as F
 from rlkit.algorithm import KL, Algorithm, call, estimate_advantages, surrogate, weigh
-from rlkit.episodes.stacked import stack_rollouts
 from rlkit.notebook.configs import algorithm_of, asks_for, create_grpo_config
+from rlkit.notebook.stacked import stack_rollouts
 from rlkit.notebook.tensors import mask_like, mean_of_tokens, per_token_of, required, same_shape
 from rlkit.types import Estimate, Rollout, Scores
 

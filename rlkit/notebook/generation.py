@@ -14,8 +14,8 @@ from rlkit.engines.transformers import complete
 from rlkit.environments import split_thinking
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.models import LoRA, ValueHead, add_lora, decode, encode_prompt, make_policy, pack, pretrained_model, pretrained_tokenizer, score
-from rlkit.models.tokens import compute_logprobs_for_tokens, rows_of
 from rlkit.notebook.data import Conversation, GenerationConfig, Prompt, TextGeneration, as_messages, as_prompt
+from rlkit.notebook.tokens import compute_logprobs_for_tokens, rows_of
 from rlkit.types import Engine, Generation, Message, Messages, Policy, SamplingParams, Task
 
 TemplateFn = Callable[..., str]

@@ -14,12 +14,12 @@ from torch import nn
 import rlkit.functional as F
 from rlkit.environments import dialogue, execute, hermes, tool_name
 from rlkit.episodes import assemble, collect
-from rlkit.episodes.stacked import episodes_of, plain
-from rlkit.episodes.turns import Turn, begin, reply
 from rlkit.notebook.data import GenerationConfig, Prompt, as_prompt, as_task
 from rlkit.notebook.generation import Asked, Generator, TemplateFn, engine_of, policy_of
 from rlkit.notebook.kl import KLHook, compute_forward_kl, compute_kl
+from rlkit.notebook.stacked import episodes_of, plain
 from rlkit.notebook.tensors import score_batch
+from rlkit.notebook.turns import Turn, begin, reply
 from rlkit.rewards import Reward, Term, weighted_sum
 from rlkit.rewards import score as score_rollouts
 from rlkit.types import Environment, Message, Policy, Rollout, Step, Task, Tool, ToolCall, ToolParser, ToolResult

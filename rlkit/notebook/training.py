@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 import rlkit.functional as F
 from rlkit.algorithm import KL, Algorithm
-from rlkit.episodes.stacked import attach, episodes
 from rlkit.episodes.stream import StreamState, order_of_parts
 from rlkit.errors import Refusal
 from rlkit.notebook.algorithms import core_selector
+from rlkit.notebook.borrowed import Share, given, no_optimizer
 from rlkit.notebook.checkpoints import save_checkpoint
 from rlkit.notebook.configs import TrainingConfig, asks_for, create_grpo_config, create_switch_strategy, get_algorithm_config, named
 from rlkit.notebook.data import TRAINING, GenerationConfig, Prompt, TrainingState, as_task, update_ema_metrics
 from rlkit.notebook.generation import engine_of, load_model, policy_of
 from rlkit.notebook.kl import UpdateHook, compute_kl, create_reference_model, update_reference_model
 from rlkit.notebook.rollouts import create_environment, environment_from, generated, reward_from, with_config
+from rlkit.notebook.stacked import attach, episodes
 from rlkit.notebook.tensors import per_token_of, required
 from rlkit.rewards import Moments, Reward
-from rlkit.training.borrowed import Share, given, no_optimizer
 from rlkit.training.experience import experience
 from rlkit.training.experiment import BatchSize, Evaluation, Experiment, Sampling, TrainerSettings
 from rlkit.training.learner import Learner
