@@ -25,6 +25,9 @@ from rlkit.types import Generation, Policy, SamplingParams
 Complete = Callable[[Policy, list[Sequence[int]], list[int], SamplingParams], list[Generation]]
 
 
+YIELD = 0.01  # seconds of decoding after which other tasks of the event loop have their turn
+
+
 class Decoder(Protocol):
     """What a service drives. Between two calls of `advance` it does nothing."""
 
@@ -130,11 +133,16 @@ class Service:
         """Rounds of decoding until nobody asks for more."""
         try:
             with self.serving():
+                yielded = time.perf_counter()
                 while await self._admit(decoder):
                     begun = time.perf_counter()
                     replies = decoder.advance()
-                    self.busy_s += time.perf_counter() - begun
-                    await self._hand_out(decoder, replies)
+                    now = time.perf_counter()
+                    self.busy_s += now - begun
+                    # A turn of the loop costs as much as some of a small model's kernels. No episode needs one while all of them decode.
+                    if replies or self.due or now - yielded > YIELD:
+                        await self._hand_out(decoder, replies)
+                        yielded = time.perf_counter()
         except BaseException as error:
             ended = isinstance(error, asyncio.CancelledError)  # with its loop: the decoder is in order
             self.failure = None if ended else error
@@ -164,7 +172,7 @@ class Service:
 
     async def _admit(self, decoder: Decoder) -> bool:
         """Gives the decoder the requests whose turn it is, waiting for those that are due and late. False: nobody asks for more."""
-        while True:
+        while self.waiting or self.due or decoder.idle:
             here = [key for key, due in self.due.items() if due <= decoder.rounds]
             if any(key not in self.waiting and key not in self.over for key in here):
                 begun = time.perf_counter()
@@ -187,6 +195,7 @@ class Service:
                 await self._news()
             else:
                 return False
+        return True
 
     async def _news(self) -> None:
         """Waits for the next request or release."""

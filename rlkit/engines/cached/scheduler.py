@@ -66,6 +66,7 @@ class Scheduler:
         self.params: SamplingParams | None = None  # of the completions that are sampled now
         self.rounds = 0
         self.queue: list[Row] = []  # shortest last
+        self.changed = False  # whether slots may have to be filled, closed or resumed
         self.rows: list[Row] = []  # slot → what it is busy with, without holes
         self.resumed: list[Row] = []  # rows whose episode goes on
         self.reading: list[int] = []  # slots whose prompt has still to be read
@@ -83,7 +84,7 @@ class Scheduler:
         return self.params is None or params == self.params or self.idle
 
     def submit(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> None:
-        prompt = tuple(prompt_ids)
+        self.changed, prompt = True, tuple(prompt_ids)
         if params != self.params:  # nothing is sampled now
             self.clear()
             self.params = params
@@ -96,16 +97,17 @@ class Scheduler:
         self.queue.append(Row(key, prompt, seed))
 
     def release(self, key: int) -> None:
-        self.queue = [row for row in self.queue if row.key != key]
+        self.changed, self.queue = True, [row for row in self.queue if row.key != key]
         for row in self.rows:
             row.released = row.released or row.key == key
 
     @torch.inference_mode()
     def advance(self) -> list[tuple[int, Generation]]:
         """A pass over what has still to be read, or a few steps of decoding."""
-        self.fill()
-        active = sum(row.held is None for row in self.rows)
-        if 8 * len(self.reading) >= active:  # a pass for fewer costs more than their waiting
+        if self.changed:
+            self.fill()
+        # A pass for few costs more than their waiting.
+        if self.reading and 8 * len(self.reading) >= sum(row.held is None for row in self.rows):
             self.read()
             self.rounds += 1
         else:
@@ -117,6 +119,7 @@ class Scheduler:
             row = self.rows[slot]
             row.held = row.prompt + completion.token_ids[:-1]  # the last token of a completion has been drawn and not read
             out.append((row.key, completion))
+        self.changed = bool(self.queue)  # what the pass has put back, or what may take a slot that waits now
         return out
 
     def clear(self) -> None:
