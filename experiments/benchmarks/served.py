@@ -23,7 +23,7 @@ def completions(name: str, policy: Any, prompts: Sequence[Sequence[int]], seeds:
     try:
         from rlkit import engines
     except ImportError:
-        from rlkit import engines as generation  # before engines were services
+        from rlkit import generation  # before engines were services
 
         return (generation.cached if name == "cached" else generation.generate)(policy, prompts, seeds, **given)
     max_rows = given.pop("max_rows", 256)

@@ -44,8 +44,8 @@ _HOMES = {
         "get_rollout_summary", "initial_prompts", "initialize_rollouts", "run_rollouts",
     ),
     "rlkit.notebook.tensors": ("score_batch",),
-    "rlkit.episodes.stacked": ("attach_logprobs", "same_rollouts", "stack_rollouts"),
-    "rlkit.models.tokens": ("compute_logprobs_for_tokens",),
+    "rlkit.notebook.stacked": ("attach_logprobs", "same_rollouts", "stack_rollouts"),
+    "rlkit.notebook.tokens": ("compute_logprobs_for_tokens",),
     "rlkit.notebook.training": ("train_model", "training_iteration", "update_policy"),
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

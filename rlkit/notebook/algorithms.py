@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 import rlkit.functional as F
 from rlkit.algorithm import KL, Algorithm, call, estimate_advantages, surrogate, weigh
-from rlkit.episodes.stacked import stack_rollouts
 from rlkit.notebook.configs import algorithm_of, asks_for, create_grpo_config
+from rlkit.notebook.stacked import stack_rollouts
 from rlkit.notebook.tensors import mask_like, mean_of_tokens, per_token_of, required, same_shape
 from rlkit.types import Estimate, Rollout, Scores
 
@@ -135,18 +135,11 @@ def compute_advantages_and_returns(
     same_shape(rewards=rewards, values=values)
     mask = mask_like(rewards, mask)
     rewards2, values2, mask2 = (x.reshape(-1, x.shape[-1]) for x in (rewards, values.to(rewards.device), mask))
-    n = len(mask2)
-    estimate = F.gae(
-        rewards2,
-        values2,
-        torch.zeros(n, dtype=torch.bool, device=mask.device) if truncated is None else truncated,
-        torch.arange(n, device=mask.device),
-        torch.arange(mask2.shape[1], device=mask.device).expand(mask2.shape),
-        mask2,
-        gamma=gamma,
-        lam=lam if use_gae else 1.0,
-        bootstrap_truncated=bootstrap_truncated,
-    )
+    n, device = len(mask2), mask.device
+    cut = torch.zeros(n, dtype=torch.bool, device=device) if truncated is None else truncated
+    steps = torch.arange(mask2.shape[1], device=device).expand(mask2.shape)
+    numbers: dict[str, Any] = {"gamma": gamma, "lam": lam if use_gae else 1.0, "bootstrap_truncated": bootstrap_truncated}
+    estimate = F.gae(rewards2, values2, cut, torch.arange(n, device=device), steps, mask2, **numbers)
     return Estimate(*(x.reshape(rewards.shape) for x in estimate))
 
 

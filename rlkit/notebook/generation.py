@@ -14,8 +14,8 @@ from rlkit.engines.transformers import complete
 from rlkit.environments import split_thinking
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.models import LoRA, ValueHead, add_lora, decode, encode_prompt, make_policy, pack, pretrained_model, pretrained_tokenizer, score
-from rlkit.models.tokens import compute_logprobs_for_tokens, rows_of
 from rlkit.notebook.data import Conversation, GenerationConfig, Prompt, TextGeneration, as_messages, as_prompt
+from rlkit.notebook.tokens import compute_logprobs_for_tokens, rows_of
 from rlkit.types import Engine, Generation, Message, Messages, Policy, SamplingParams, Task
 
 TemplateFn = Callable[..., str]
@@ -163,8 +163,7 @@ def generate_text(
     Args:
       model, tokenizer: a causal LM, also under PEFT, and its fast tokenizer. The model's mode and `use_cache` are put back.
       prompt: a text, a list of messages, a Task, or a list of these.
-      config: how it is sampled. compute_logprobs: False leaves `logprobs` None.
-      num_return_sequences: replies to each prompt. template_fn: in place of the chat template.
+      compute_logprobs: False leaves `logprobs` None. num_return_sequences: replies to each prompt.
       seed: decides every token, with the position of the prompt and of the sample, whatever the batch.
     Returns: a TextGeneration for one reply to one prompt; else a list, prompt by prompt, replies to a prompt side by side.
     Raises: ValueError for a prompt as long as the model's context: none is cut.

@@ -14,12 +14,12 @@ from torch import nn
 import rlkit.functional as F
 from rlkit.environments import dialogue, execute, hermes, tool_name
 from rlkit.episodes import assemble, collect
-from rlkit.episodes.stacked import episodes_of, plain
-from rlkit.episodes.turns import Turn, begin, reply
 from rlkit.notebook.data import GenerationConfig, Prompt, as_prompt, as_task
 from rlkit.notebook.generation import Asked, Generator, TemplateFn, engine_of, policy_of
 from rlkit.notebook.kl import KLHook, compute_forward_kl, compute_kl
+from rlkit.notebook.stacked import episodes_of, plain
 from rlkit.notebook.tensors import score_batch
+from rlkit.notebook.turns import Turn, begin, reply
 from rlkit.rewards import Reward, Term, weighted_sum
 from rlkit.rewards import score as score_rollouts
 from rlkit.types import Environment, Message, Policy, Rollout, Step, Task, Tool, ToolCall, ToolParser, ToolResult
@@ -162,9 +162,8 @@ def execute_step(
     """One reply in every episode that waits, all of them one batch; each becomes its next turn, or the finished Rollout.
 
     Args:
-      turns: of one `initialize_rollouts`; finished rollouts stay as they are. generate: the engine, or a plain function for
-        `rlkit.engines.Batched`; None: `rlkit.engines.Transformers`.
-      generator: (model, tokenizer, prompt, config, compute_logprobs) → TextGeneration in place of the engine, prompt by prompt.
+      turns: of one `initialize_rollouts`; finished rollouts stay as they are. generator: in place of the engine, prompt by prompt.
+      generate: the engine, or a plain function for `rlkit.engines.Batched`; None: `rlkit.engines.Transformers`.
     """
     engine = engine_of(generate, config)
     if generator is None:
@@ -199,8 +198,7 @@ def run_rollouts(
       initial_prompts, n, num_rollouts, seed, step: of `initialize_rollouts`. generate, generator: of `execute_step`.
       config: how replies are sampled; rollouts to be trained on take `TRAINING`. It is kept in each rollout's metadata.
       environment: None makes one of the hooks, with `max_steps` replies. template_fn, use_chat_template: of `generate_text`.
-      ref_model: a reference that scores the tokens which the policy sampled; `rollout.kl_penalty` is then their KL by kl_fn,
-        compute_forward_kl where there is none. The reward stays as it is.
+      ref_model: scores the tokens which the policy sampled; `rollout.kl_penalty` is then their KL by kl_fn (compute_forward_kl).
       hooks: prompt_generator_fn, termination_fn, stop_condition, tools, tool_parser, tool_executor, system_prompt: `create_environment`.
     Returns: prompt by prompt, rollouts of a prompt side by side.
     """

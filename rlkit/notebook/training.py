@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 import rlkit.functional as F
 from rlkit.algorithm import KL, Algorithm
-from rlkit.episodes.stacked import attach, episodes
 from rlkit.episodes.stream import StreamState, order_of_parts
 from rlkit.errors import Refusal
 from rlkit.notebook.algorithms import core_selector
+from rlkit.notebook.borrowed import Share, given, no_optimizer
 from rlkit.notebook.checkpoints import save_checkpoint
 from rlkit.notebook.configs import TrainingConfig, asks_for, create_grpo_config, create_switch_strategy, get_algorithm_config, named
 from rlkit.notebook.data import TRAINING, GenerationConfig, Prompt, TrainingState, as_task, update_ema_metrics
 from rlkit.notebook.generation import engine_of, load_model, policy_of
 from rlkit.notebook.kl import UpdateHook, compute_kl, create_reference_model, update_reference_model
 from rlkit.notebook.rollouts import create_environment, environment_from, generated, reward_from, with_config
+from rlkit.notebook.stacked import attach, episodes
 from rlkit.notebook.tensors import per_token_of, required
 from rlkit.rewards import Moments, Reward
-from rlkit.training.borrowed import Share, given, no_optimizer
 from rlkit.training.experience import experience
 from rlkit.training.experiment import BatchSize, Evaluation, Experiment, Sampling, TrainerSettings
 from rlkit.training.learner import Learner
@@ -81,7 +81,7 @@ class NotebookLearner(Learner):
             model=lambda device: policy,
             algorithm=algorithm._replace(critic=algorithm.critic._replace(optimizer=no_optimizer)),
             kl=kl,
-            reference=given(ref_model, None if ref_update_fn is None else partial(_moved_by, ref_update_fn)),
+            reference=given(ref_model, None if ref_update_fn is None else partial(update_reference_model, update_fn=ref_update_fn)),
             optimizer=no_optimizer,
             trainer=TrainerSettings(steps=state.step + 1, micro_batch_tokens=limit, max_grad_norm=config.max_grad_norm),
             evaluation=Evaluation(parts["reward"], n=0),
@@ -144,10 +144,6 @@ class NotebookLearner(Learner):
         batch = self.assembled(rollouts)
         own, other = (scored(self, m, batch).logprobs for m in (self.model, model))
         return float(F.approximate_kl(other, own, batch.response_mask))
-
-
-def _moved_by(ref_update_fn: UpdateHook, ref_model: nn.Module, policy_model: nn.Module, **progress: Any) -> None:
-    update_reference_model(ref_model, policy_model, ref_update_fn, **progress)
 
 
 # -------------------------------------------------------------------------------------------- hooks as parts of the core
@@ -312,8 +308,7 @@ def training_iteration(
       model, tokenizer: a causal LM in evaluation mode (also under PEFT), and its fast tokenizer with a chat template.
       prompts: each a group of `config.group_size` rollouts. Refills play them again, with other seeds.
       optimizer: over the model's parameters, and over the critic's. state: of the iteration before.
-      config: None is `create_grpo_config()`. ref_model: needed by its KL.
-      ref_update_fn: (ref_model, policy_model, step, kl) → None after the updates; two arguments do. step counts from 1.
+      config: None is `create_grpo_config()`. ref_model: needed by its KL. ref_update_fn: called after the updates; step counts from 1.
       environment: None is made of the hooks; without any, one reply to each prompt. temperature: ≥ 0; 0 is greedy.
       hooks: of `run_rollouts` (generator, template_fn, tools, …) and of `update_policy` (loss_fn, kl_fn, critic, …).
     Returns: the next state, with the metrics of `update_policy`, reward (raw, mean) and tokens; and the scored rollouts.
@@ -397,13 +392,12 @@ def train_model(
     """Trains a model from a notebook, with AdamW. The steps are those of `rlkit train`, which also logs and evaluates.
 
     Args:
-      model: one that is built, or a model_id for the model_loader: (model_id, dtype, device_map, use_lora, lora_rank, lora_alpha) → model.
+      model: one that is built, or a model_id for the model_loader.
       prompts: all of them; every step draws the next `batch_size` of an order that the seed fixes, and what refills need.
       steps: RL steps until the end, those of `state` included. save_every: steps between checkpoints; the last step is saved too.
-      output_dir: where checkpoints go; None writes none. state: of `load_checkpoint`, to go on.
+      output_dir: where checkpoints go, by checkpoint_fn (`save_checkpoint`); None writes none. state: of `load_checkpoint`, to go on.
       config: of every step. Without one: `get_algorithm_config(step, switch_strategy, **numbers)`, GRPO where there is no strategy.
       ref_model_fn: (policy_model) → reference, called once where a KL needs it or a ref_update_fn moves it.
-      checkpoint_fn: (model, tokenizer, step, output_dir) → None in place of `save_checkpoint`.
       progress: gets a line a step: loss and reward as moving averages, and the tokens so far. None is silent.
       hooks: of `training_iteration`; kl_fn and pair_selector act while the algorithm has a KL, or pairs.
     Returns: the model, and a row a step: step, algorithm and the metrics of `training_iteration`.
@@ -422,14 +416,14 @@ def train_model(
     was_training = model.training
     model.eval()  # no dropout: sampler and trainer are to see one policy
     try:
-        for learner, state in _steps(model, tokenizer, prompts, reward_fn, state, steps, batch_size, planned, ref_model_fn):
-            statistics.append({"step": state.step, "algorithm": learner.x.algorithm.name, **state.metrics})
+        for learner, now in _steps(model, tokenizer, prompts, reward_fn, state, steps, batch_size, planned, ref_model_fn):
+            statistics.append({"step": now.step, "algorithm": learner.x.algorithm.name, **now.metrics})
             if progress is not None:
-                loss, reward = (state.ema_metrics.get(name, NAN) for name in ("loss", "reward"))
-                progress(f"step {state.step}/{steps}  loss {loss:.4f}  reward {reward:.3f}  tokens {state.total_tokens:,}")
-            if output_dir is not None and (state.step % save_every == 0 or state.step == steps):
-                save = checkpoint_fn or partial(save_checkpoint, state=learner.held(state))
-                save(model, tokenizer, state.step, str(output_dir))
+                loss, reward = (now.ema_metrics.get(name, NAN) for name in ("loss", "reward"))
+                progress(f"step {now.step}/{steps}  loss {loss:.4f}  reward {reward:.3f}  tokens {now.total_tokens:,}")
+            if output_dir is not None and (now.step % save_every == 0 or now.step == steps):
+                save = checkpoint_fn or partial(save_checkpoint, state=learner.held(now))
+                save(model, tokenizer, now.step, str(output_dir))
     finally:
         model.train(was_training)
     return model, statistics

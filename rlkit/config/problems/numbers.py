@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlkit.config.schema import resolve
-from rlkit.engines.service import out_of_range
 from rlkit.training.schedules import Schedule
 from rlkit.training.schedules.paths import fields
 
@@ -80,6 +79,8 @@ def negative(x: Experiment) -> list[str]:
 
 def sampling_problems(sampling: Sampling) -> list[str]:
     """What no engine can sample, as sentences."""
+    from rlkit.engines.service import out_of_range  # engines bring torch
+
     return out_of_range(sampling) + thinking_problems(sampling)
 
 
