@@ -149,7 +149,7 @@ def make_trainer(
     from rlkit.training.callbacks.checkpoints import AtomicCheckpointIO, RLCheckpoint
     from rlkit.training.callbacks.evaluation import HeldOut
     from rlkit.training.callbacks.faults import DebugBundle, Watchdog
-    from rlkit.training.callbacks.metrics import MetricsFile, Ownership, Phases, Tracking
+    from rlkit.training.callbacks.metrics import MetricsFile, Ownership
     from rlkit.training.callbacks.stopping import StopOnSignal
     from rlkit.training.loggers import tolerant
 
@@ -162,8 +162,8 @@ def make_trainer(
         print(f"resume: {says}", flush=True)
     with refusing(folder):
         loggers = [tolerant(make(folder, step)) for make in x.logger.values()] if ranks.rank() == 0 else []
-    rows = [HeldOut(tasks, metrics, results), MetricsFile(metrics), Tracking(), Phases(metrics)]
-    first = [StopOnSignal(), Ownership(folder), DebugBundle(folder), Watchdog(x.trainer.max_step_time), *rows]
+    first = [StopOnSignal(), Ownership(folder), DebugBundle(folder), Watchdog(x.trainer.max_step_time)]
+    first += [HeldOut(tasks, metrics, results), MetricsFile(metrics)]
     callbacks = [*first, *(make(folder) for make in x.callbacks.values())]
     callbacks.sort(key=lambda callback: isinstance(callback, RLCheckpoint))  # a checkpoint says that all that its step writes is there
     trainer = L.Trainer(

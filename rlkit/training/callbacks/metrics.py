@@ -41,35 +41,33 @@ def still_owned(run: Path) -> None:
 
 
 class MetricsFile(L.Callback):
-    """Appends the module's row after each RL step and hands it to the loggers. Runs after whatever adds to the row."""
+    """Appends the module's row to metrics.jsonl after each RL step and shows loggers the row and what is no number. Then the module draws
+    its conclusions from the row, `eval/*` included; where a phase ends, one line says so. Runs after whatever adds to the row.
+    """
 
     def __init__(self, path: Path):
-        self.path = path
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        still_owned(self.path.parent)  # again: an evaluation may have taken long
-        if ranks.rank() == 0:
-            append_row(self.path, module.rl_step, module.metrics)
-        numbers = {k: v for k, v in module.metrics.items() if isinstance(v, int | float) and v == v}
-        for logger in trainer.loggers:
-            logger.log_metrics(numbers, step=module.rl_step)
-
-
-class Tracking(L.Callback):
-    """Says to each logger of a run what is no row. Runs after whatever adds to the row."""
+        self.path, self.line = path, ""
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         for logger in trainer.loggers:
             log_settings(logger, settings(module))
 
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        if self.line:  # below the line of the step that ended the phase
+            trainer.print(self.line)
+            self.line = ""
+
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        if not trainer.loggers:
-            return
-        rewards = [total for r in module.rollouts if (total := r.total_reward) is not None]
-        advantages = module.batch.advantages[module.batch.response_mask].float().cpu().tolist()
+        still_owned(self.path.parent)  # again: an evaluation may have taken long
+        if ranks.rank() == 0:
+            append_row(self.path, module.rl_step, module.metrics)
         for logger in trainer.loggers:
-            log_histogram(logger, "reward/histogram", rewards, module.rl_step)
-            log_histogram(logger, "adv/histogram", advantages, module.rl_step)
+            show(logger, module)
+        self.line = line = module.learner.advance()
+        if line and ranks.rank() == 0:
+            append_row(self.path, module.rl_step, {"schedule/switch": line})
+        for logger in trainer.loggers if line else ():
+            log_text(logger, "schedule/switch", line, module.rl_step)
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         figures = {name: value for name in FINAL if math.isfinite(value := module.metrics.get(name, math.nan))}
@@ -77,27 +75,16 @@ class Tracking(L.Callback):
             log_final(logger, settings(module), figures, module.rl_step)
 
 
+def show(logger: Any, module: Any) -> None:
+    """The numbers of a step's row, and histograms of rewards and advantages."""
+    numbers = {k: v for k, v in module.metrics.items() if isinstance(v, int | float) and v == v}
+    logger.log_metrics(numbers, step=module.rl_step)
+    rewards = [total for r in module.rollouts if (total := r.total_reward) is not None]
+    log_histogram(logger, "reward/histogram", rewards, module.rl_step)
+    advantages = module.batch.advantages[module.batch.response_mask].float().cpu().tolist()
+    log_histogram(logger, "adv/histogram", advantages, module.rl_step)
+
+
 def settings(module: Any) -> dict[str, Any]:
     """Dotted key → value of the run's config, Hydra's own words left out."""
     return {k: v for k, v in flat(module.provenance.get("config", {})).items() if not k.endswith(("_partial_", "_convert_"))}
-
-
-class Phases(L.Callback):
-    """Lets the module draw its conclusions from a step's metrics, `eval/*` included. Runs after whatever adds to the row."""
-
-    def __init__(self, metrics: Path):
-        self.metrics, self.line = metrics, ""
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        self.line = line = module.learner.advance()
-        if not line:
-            return
-        if ranks.rank() == 0:
-            append_row(self.metrics, module.rl_step, {"schedule/switch": line})
-        for logger in trainer.loggers:
-            log_text(logger, "schedule/switch", line, module.rl_step)
-
-    def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        if self.line:  # below the line of the step that ended the phase
-            trainer.print(self.line)
-            self.line = ""
