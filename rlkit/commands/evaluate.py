@@ -45,14 +45,20 @@ def evaluate(
         check_policy(policy, tasks, x)
         out = runs.fresh(parent)
         with failed_rollout_kept(out), in_time(settings, "the greedy evaluation"):
-            greedy, greedy_rollouts = greedy_accuracy(policy, tasks, **x.held_out(0.0))
+            greedy, greedy_rollouts = greedy_accuracy(policy, tasks, version=step or 0, **x.held_out(0.0))
             with lenient("greedy.jsonl.gz"):
                 save_rollouts(out / "greedy.jsonl.gz", greedy_rollouts)
             if said := failures(greedy_rollouts):
                 print(f"warning: {said}", flush=True)
         with failed_rollout_kept(out), in_time(settings, "the sampled evaluation"):
             sampled, sampled_rollouts = sampled_accuracy(
-                policy, tasks, samples=settings.samples, k=settings.k, seed=settings.seed, **x.held_out(settings.temperature)
+                policy,
+                tasks,
+                samples=settings.samples,
+                k=settings.k,
+                seed=settings.seed,
+                version=step or 0,
+                **x.held_out(settings.temperature),
             )
             with lenient("sampled.jsonl.gz"):
                 save_rollouts(out / "sampled.jsonl.gz", sampled_rollouts)

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from rlkit.errors import EngineError
+from rlkit.errors import EngineError, written
 from rlkit.types import Generation, Policy, SamplingParams
 
 Complete = Callable[[Policy, list[Sequence[int]], list[int], SamplingParams], list[Generation]]
@@ -161,7 +161,8 @@ class Service:
         for key, reply in replies:
             request = self.running.pop(key)
             if not request.reply.done():  # cancelled
-                request.reply.set_result(reply._replace(versions=((0, self.version),)))
+                known = isinstance(reply, Generation)  # what is none is refused where it is read
+                request.reply.set_result(reply._replace(versions=((0, self.version),)) if known else reply)
                 self.answered[key] = request.params
         await asyncio.sleep(0)
         for key, params in self.answered.items():
@@ -252,5 +253,9 @@ class Batches:
         given, self.waiting = self.waiting, {}
         prompts, seeds, params = zip(*given.values(), strict=True)
         replies = self.complete(list(prompts), list(seeds), params[0])
-        self.rounds += max(len(reply.token_ids) for reply in replies)
+        if not isinstance(replies, list | tuple) or len(replies) != len(prompts):
+            what = f"{len(replies)} completions" if isinstance(replies, list | tuple) else f"{replies!r:.200}"
+            name = written(self.complete)
+            raise EngineError(f"generation.engine ({name}) gave {what} for {len(prompts)} prompts; give one each, in their order")
+        self.rounds += max(len(getattr(reply, "token_ids", ())) for reply in replies)
         return list(zip(given, replies, strict=True))

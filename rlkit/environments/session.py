@@ -47,6 +47,10 @@ async def opened(environment: Environment, task: Task) -> AsyncIterator[Session]
                 f"environment.session gave {session!r:.200} for task {task.id!r}, which has no `{missing[0]}`; a session has tools, "
                 "first_prompt() and answer(rollout), as rlkit.types.Session describes them"
             )
+        if not isinstance(session.tools, Mapping):
+            raise EnvironmentFailed(
+                f"the session's tools are {session.tools!r:.200} for task {task.id!r}; give a mapping of name → function"
+            )
         yield session
     except BaseException as error:
         failed = error

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import count
 from typing import Any
 
 from rlkit.environments import environment_of
 from rlkit.episodes.episode import play
-from rlkit.episodes.replies import encoder, speaker
+from rlkit.episodes.replies import check_engine, encoder, speaker
 from rlkit.functional import mix
-from rlkit.system.loops import run, together
+from rlkit.system.loops import awaited, run, together
 from rlkit.types import Engine, Environment, Messages, Policy, Rollout, SamplingParams, Session, Step, Task
 
 KEYS = count()  # of episodes, for engines
@@ -109,7 +108,8 @@ async def collected(
 ) -> list[Rollout]:
     """`collect` as a coroutine."""
     sampling, encode = SamplingParams(**params), encoder(policy)
-    await engine.load(policy, version)
+    check_engine(engine)
+    await awaited(engine.load(policy, version))
     start = Start(waits=sampling.admission != "free")
 
     async def episode(task: Task, group: int, sample: int, place: Place) -> Rollout:
@@ -120,11 +120,16 @@ async def collected(
             await place.ready()
             return await speak(rollout, messages, session)
 
+        held = [key]
+
+        def over() -> None:
+            while held:
+                engine.release(held.pop())
+
         try:
-            over = partial(engine.release, key)
             rollout = await play(task, own, say, group=group, sample=sample, said=over, spent=spent)
         finally:
-            engine.release(key)
+            over()
             place.arrive()
         rollout = named_limit(policy, rollout)
         if on_done is not None:

@@ -46,8 +46,7 @@ async def play(
         try:
             async with limit.running():
                 session = await stack.enter_async_context(opened(environment, task))
-                with blamed("first prompt", task):
-                    prompt = await awaited(session.first_prompt())
+                prompt: Messages | None = await _first_prompt(session, task)
             while prompt is not None:
                 step = await say(rollout, prompt, session)
                 if step is None:
@@ -74,16 +73,17 @@ class Opening(NamedTuple):
     prompt: list[Message]
     tools: Mapping[str, Tool]
     schemas: list[dict[str, Any]]
+    state: Mapping[str, Any]
 
 
 def opening(task: Task, environment: Environment) -> Opening:
-    """The first prompt and the tools of an episode, which is not played: its session is opened and closed again."""
+    """The first prompt, the tools and the state of an episode, which is not played: its session is opened and closed again."""
 
     async def look() -> Opening:
         async with opened(environment, task) as session:
-            with blamed("first prompt", task):
-                prompt = await awaited(session.first_prompt())
-            return Opening(list(prompt), session.tools, [tool_schema(tool) for tool in session.tools.values()])
+            prompt, tools = await _first_prompt(session, task), session.tools
+            state = (await with_state(Rollout(task, ()), session)).state
+            return Opening(list(prompt), tools, [tool_schema(tool) for tool in tools.values()], state)
 
     return run(look())
 
@@ -91,6 +91,17 @@ def opening(task: Task, environment: Environment) -> Opening:
 def truncated(rollout: Rollout, why: str) -> Rollout:
     """The rollout, cut off by a limit."""
     return rollout._replace(status="truncated", truncation=why)
+
+
+async def _first_prompt(session: Session, task: Task) -> Messages:
+    """What the session begins with; a text is a user's message. Raises: EnvironmentFailed where it is no prompt."""
+    with blamed("first prompt", task):
+        said: Any = await awaited(session.first_prompt())
+        if isinstance(said, str):
+            said = [{"role": "user", "content": said}]
+        if not (isinstance(said, list | tuple) and said and all(isinstance(m, dict) and "role" in m for m in said)):
+            raise TypeError(f"it must be messages, each with a role, or a text; it is {said!r:.200}")
+    return said
 
 
 def _checked(answer: Any) -> tuple[Rollout, Messages | None]:

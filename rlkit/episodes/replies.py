@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import isfinite
 from typing import Any
 
 from rlkit.environments import split_reply, tool_schema
 from rlkit.environments.session import blamed
 from rlkit.environments.tool_parsers import none
 from rlkit.episodes.episode import Say
+from rlkit.errors import EngineError
 from rlkit.functional import mix
 from rlkit.models.chat import continuation, encode_prompt
+from rlkit.system.loops import awaited
 from rlkit.types import Engine, Environment, FinishReason, Generation, Messages, Policy, Rollout, SamplingParams, Session, Step, Tool
 
 Encode = Callable[[Messages, Mapping[str, Tool]], tuple[int, ...]]  # a whole conversation and the tools → ids
@@ -32,10 +35,35 @@ def speaker(
         ids, dropped = next_prompt_ids(policy, rollout, environment, messages, session.tools, encode, room=params.max_new_tokens)
         if len(ids) >= policy.context_length:
             return None
-        reply = await engine.generate(key, ids, mix(seed, len(rollout.steps)), params)
+        reply = await awaited(engine.generate(key, ids, mix(seed, len(rollout.steps)), params))
+        check_generation(engine, reply)
         return read_reply(policy, environment, rollout, messages, ids, reply, dropped=dropped)
 
     return say
+
+
+def check_engine(engine: Any) -> None:
+    """Raises: EngineError where this is no engine."""
+    if missing := [name for name in ("generate", "release", "load") if not callable(getattr(engine, name, None))]:
+        hint = "; make an engine of a plain function with rlkit.engines.Batched" if callable(engine) else ""
+        raise EngineError(f"the engine {engine!r:.200} has no `{missing[0]}`; it needs what rlkit.types.Engine describes{hint}")
+
+
+def check_generation(engine: Any, reply: Any) -> None:
+    """Raises: EngineError where an engine gave no completion that can be trained on."""
+    if not isinstance(reply, Generation):
+        wrong = f"{reply!r:.200} in place of a rlkit.types.Generation"
+    elif not reply.token_ids:
+        wrong = "no token; a completion has one at least, the end of the turn"
+    elif len(reply.logprobs) != len(reply.token_ids):
+        wrong = f"{len(reply.logprobs)} log-probs for {len(reply.token_ids)} tokens; give one each"
+    elif not all(map(isfinite, reply.logprobs)):
+        wrong = "a log-prob that is not finite; its weights or its arithmetic are broken"
+    elif reply.finish_reason not in ("stop", "length"):
+        wrong = f'finish_reason="{reply.finish_reason}"; it is "stop" or "length"'
+    else:
+        return
+    raise EngineError(f"generation.engine ({type(engine).__module__}.{type(engine).__qualname__}) gave {wrong}")
 
 
 def encoder(policy: Policy) -> Encode:

@@ -13,7 +13,7 @@ import rlkit.functional as F
 from rlkit.algorithm import quantities
 from rlkit.episodes.assemble import assemble
 from rlkit.models import pack, score
-from rlkit.types import Batch, Rollout
+from rlkit.types import Batch, Rollout, ToolResult
 
 
 def stack_rollouts(rollouts: Sequence[Rollout]) -> Batch:
@@ -33,12 +33,15 @@ def stack_rollouts(rollouts: Sequence[Rollout]) -> Batch:
 
 
 def same_rollouts(a: Any, b: Any) -> bool:
-    """Whether two rollouts, or lists of them, are equal; `==` has no answer once there are tensors in them (`attach_logprobs`)."""
+    """Whether two rollouts, or lists of them, are equal but for the seconds of their tools. `==` has no answer once there are tensors in
+    them (`attach_logprobs`)."""
     return bool(_values(a) == _values(b))
 
 
 def _values(data: Any) -> Any:
-    """Data without tensors: sequences as lists."""
+    """Data without tensors and without the seconds of tools: sequences as lists."""
+    if isinstance(data, ToolResult):
+        data = data._replace(seconds=0.0)
     if isinstance(data, Tensor):
         return data.tolist()
     if isinstance(data, Mapping):

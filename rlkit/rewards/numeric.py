@@ -91,14 +91,15 @@ MARKER = re.compile(
 END_OF_SENTENCE = re.compile(r"\n|(?<!\\)(?<!\bRs)[.!?;](?=\s|$)")
 NUMBERED_HEADING = re.compile(r"\W*+[0-9]++\s?[.):]\s++\S")
 WORDS = re.compile(rf"(?<!\\)\b(?!(?i:minus|negative)\b){LETTER}{{2,}}")
+# Python before 3.11.5 loses its way in a possessive group with alternatives (gh-106052), so groups are greedy here.
 # What an expression is made of: digits, operators, single letters other than the words a and I, LaTeX commands, signs in words.
 EXPRESSION = re.compile(
     r"(?:[0-9\s.,+\-*/^(){}\[\]=%°<>|!:≈]|\\[A-Za-z]++|\b(?:minus|negative|hundred|thousand|million|billion|trillion)\b"
-    rf"|(?<!['’])(?<!{LETTER})(?![aAI]){LETTER}(?!{LETTER}))++",
+    rf"|(?<!['’])(?<!{LETTER})(?![aAI]){LETTER}(?!{LETTER}))+",
     re.IGNORECASE,
 )
 CLAUSE = re.compile(r",\s|;|:\s|(?<=\S)\s+\(")
-BEFORE_NUMBER = re.compile(r"\A(?:[\s,:;*=!≈)\]}%°]|\.(?![0-9]))++")
+BEFORE_NUMBER = re.compile(r"\A(?:[\s,:;*=!≈)\]}%°]|\.(?![0-9]))+")
 # A number in running text: no part of a name, an index, a time, a date or a LaTeX command.
 IN_TEXT = re.compile(
     r"(?<![\w\\^{])(?<![0-9][.,:/])(?P<sign>(?<![\w)\]}])[-+]|(?:(?<=\bis )|(?<=\bequals )|(?<=[=:(] )|(?<=[=:(]))-\s+"

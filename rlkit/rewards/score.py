@@ -12,7 +12,7 @@ from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from rlkit.distributed import ranks
-from rlkit.errors import ConfigError, Refusal, RLKitError, written
+from rlkit.errors import ConfigError, Refusal, RLKitError, place, written
 from rlkit.rewards.aggregators import weighted_sum
 from rlkit.system.deadline import contained, in_thread
 from rlkit.types import AggregatorFn, Metrics, Rollout, Task, unpacked
@@ -242,7 +242,7 @@ def _cell(term: Term, rollout: Rollout, value: Any) -> Cell:
         limit = "it timed out" if term.timeout is None else f"nothing within {term.timeout:g} s"
         return Cell(None, "timeout", failure=f"gave no score {where} {limit}", cause=error)
     except Exception as error:
-        return Cell(None, "error", failure=f"raised {where} {type(error).__name__}: {error}", cause=error)
+        return Cell(None, "error", failure=f"raised {where} {type(error).__name__}: {error} at {place(error)}", cause=error)
 
 
 def _number(value: Any) -> float | None:

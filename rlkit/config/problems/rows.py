@@ -34,7 +34,7 @@ def load_tasks(x: Experiment) -> Splits:
     test = load_split(x, "test") if x.evaluation.n else []
     for phase in phases(x).values():
         check_truths(train, phase.reward)
-        check_reward(train, phase.reward)
+        check_reward(train, phase.reward, x.environment)
         check_assumptions(train, phase)
     check_tools(train, x.environment)
     return Splits(train, validation, test)
@@ -91,12 +91,15 @@ def check_assumptions(tasks: Sequence[Task], x: Experiment) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def check_reward(tasks: Sequence[Task], reward: Reward) -> None:
+def check_reward(tasks: Sequence[Task], reward: Reward, environment: Environment | Callable[[Task], Environment] | None = None) -> None:
     """The training reward runs, and can score at least one of the first rows, of every part of a mixture, with their gold answers.
 
+    A reward of a session's end state sees the state that the environment's session begins with.
     Raises: ConfigError where a term raises or none can be scored; so a broken reward is found before a model is loaded.
     """
     gold = [_answered(task, task.answer) for task in first_rows(tasks, ROWS)]
+    if environment is not None:
+        gold = [r._replace(metadata={"state": opening(r.task, environment_of(environment, r.task)).state}) for r in gold]
     try:
         scored = score_rollouts(gold, reward)
     except RewardError as error:

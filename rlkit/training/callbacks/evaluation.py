@@ -78,7 +78,9 @@ class HeldOut(L.Callback):
         forward = trainer.strategy.precision_plugin.forward_context
         watch = in_time(x.evaluation, f"the evaluation of {split} problems after step {module.rl_step}")
         with watch, forward(), ranks.whole_weights(module.model), rng.kept():  # it moves nobody's random numbers
-            result, rollouts = greedy_accuracy(module.policy, tasks, seed=x.evaluation.seed, **x.held_out(x.evaluation.curve_temperature))
+            result, rollouts = greedy_accuracy(
+                module.policy, tasks, seed=x.evaluation.seed, version=module.rl_step, **x.held_out(x.evaluation.curve_temperature)
+            )
         self.results.setdefault(split, {})[module.rl_step] = {"split": split} | result
         if trainer.is_global_zero:
             name = self.metrics.parent / "held_out" / split / f"step_{module.rl_step:06d}"
