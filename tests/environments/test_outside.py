@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlkit.config.compose import compose, experiment
+from rlkit.config.problems.rows import load_tasks
 from rlkit.engines import Batched
 from rlkit.episodes import collect, load_rollouts, save_rollouts
 from rlkit.models import decode
@@ -64,22 +65,18 @@ def test_a_shelf_is_an_episodes_own_and_its_end_state_is_rewarded(tiny, chosen, 
 
 def test_the_tool_with_state_of_the_readme_runs_as_it_is_shown(tiny, tmp_path, monkeypatch):
     text = (Path(__file__).parents[2] / "README.md").read_text()
-    code, config = (
-        re.search(rf"^    # {name}\n((?:    .*\n|\n)+?)(?=    #|    PYTHONPATH)", text, re.M)[1]
-        for name in ("my_tools.py", "my_conf/environment/shelf.yaml")
-    )
-    (tmp_path / "environment").mkdir()
-    (tmp_path / "environment" / "shelf.yaml").write_text(textwrap.dedent(config))
-    (tmp_path / "my_tools.py").write_text(textwrap.dedent(code))
+    for name in ("my_tools.py", "environment/shelf.yaml", "reward/shelved.yaml"):
+        shown = re.search(rf"^    # (?:my_conf/)?{name}\n((?:    .*\n|\n)+?)(?=    #|    PYTHONPATH)", text, re.M)[1]
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(textwrap.dedent(shown))
     monkeypatch.syspath_prepend(str(tmp_path))
-    import my_tools
-
-    x = experiment(compose([f"hydra.searchpath=[file://{tmp_path}]", "environment=shelf"]))
+    x = experiment(compose([f"hydra.searchpath=[file://{tmp_path}]", "environment=shelf", "reward=shelved", "task.max_samples=40"]))
+    load_tasks(x)  # a reward of the end state is taken, though no gold answer puts a book there
     engine = saying(
         lambda context, turn, seed: "done" if turn else call("put", name="a", text="7") + call("calculator", expression="1 + 1")
     )
     (rollout,) = collect(tiny, [TASK], engine=engine, environment=x.environment)
-    assert [r.content for r in rollout.steps[0].tool_results] == ["1 books", "2"] and my_tools.shelved(rollout) == 1.0
+    assert [r.content for r in rollout.steps[0].tool_results] == ["1 books", "2"] and score([rollout], x.reward)[0].reward == 1.0
 
 
 def test_a_policy_plays_both_sides_and_each_reply_gets_its_own_players_reward(tiny, chosen):
