@@ -88,7 +88,7 @@ def test_a_tool_that_runs_code_gets_its_sandbox_before_the_model_is_loaded(monke
     environment = tool_use(tools={"python": python_tool(sandbox=Sandbox(min_level="kernel+ns"))}, parse_calls=hermes)
     asked = []
     monkeypatch.setattr("rlkit.config.problems.rows.require", asked.append)
-    check_tools([Task("a", (), "1")], environment)
+    check_tools([Task("a", ({"role": "user", "content": "?"},), "1")], environment)
     assert asked == [Sandbox(min_level="kernel+ns")]
 
     def refuse(sandbox):
@@ -96,7 +96,7 @@ def test_a_tool_that_runs_code_gets_its_sandbox_before_the_model_is_loaded(monke
 
     monkeypatch.setattr("rlkit.config.problems.rows.require", refuse)
     with pytest.raises(ConfigError, match=r"sandbox\.min_level"):
-        check_tools([Task("a", (), "1")], environment)
+        check_tools([Task("a", ({"role": "user", "content": "?"},), "1")], environment)
 
 
 def test_a_run_in_a_pipe(tmp_path, monkeypatch, capsys):

@@ -237,12 +237,16 @@ def test_any_text_is_read_and_nothing_is_invented(text):
     ],
 )
 def test_hostile_replies_cost_no_more_than_their_length(piece):
-    """Processor time, not wall time. A quadratic reader takes seconds for 60 kB."""
+    """Processor time, not wall time. A quadratic reader takes seconds for 60 kB, every time; a collection of garbage falls in one of three."""
+
+    def seconds(text):
+        start = time.process_time()
+        extract_code(text, {"f", "g"})
+        return time.process_time() - start
+
     for text in (
         piece * (60_000 // len(piece)),
         "```python\n" + piece * (60_000 // len(piece)),
         "x" * 10 + piece * (60_000 // len(piece)) + "!",
     ):
-        start = time.process_time()
-        extract_code(text, {"f", "g"})
-        assert time.process_time() - start < 0.5
+        assert any(seconds(text) < 0.5 for _ in range(3))
