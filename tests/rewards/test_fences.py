@@ -237,7 +237,7 @@ def test_any_text_is_read_and_nothing_is_invented(text):
     ],
 )
 def test_hostile_replies_cost_no_more_than_their_length(piece):
-    """Processor time, not wall time. A quadratic reader takes seconds for 60 kB, every time; a collection of garbage falls in one of three."""
+    """Processor time, not wall time. A quadratic reader takes seconds for 60 kB every time; a collection of garbage is slow once."""
 
     def seconds(text):
         start = time.process_time()
