@@ -52,13 +52,15 @@ def parser(doc: str | None, *, rounds: int, threads: int = 2, device: bool = Tru
 
 
 def once(work: Callable[[], Any]) -> None:
-    """Prints the processor seconds of one round, after another that warms up: for pairs with another checkout (`--once`)."""
-    import rlkit
-
+    """Prints the processor seconds of one round, after another that warms up, and of one more for each line of standard input: for pairs
+    with another checkout (`--once`, pairs.py)."""
     work()
-    begun = time.process_time()
-    work()
-    print(f"processor_s {time.process_time() - begun:.4f}  rlkit {Path(rlkit.__file__).parent}")
+    while True:
+        begun = time.process_time()
+        work()
+        print(f"processor_s {time.process_time() - begun:.4f}", flush=True)
+        if sys.stdin.isatty() or not sys.stdin.readline():
+            return
 
 
 def provenance(threads: int, device: str = "cpu") -> dict[str, Any]:
