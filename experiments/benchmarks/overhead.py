@@ -74,10 +74,10 @@ def install(module: Any) -> None:
     trunk, head = trunk_and_head(module.model)
     for part in (trunk, head.module):
         part.forward = timed("decode", part.forward)  # outside `score` a trunk runs in decoding alone
-    for engine in ("cached", "transformers"):  # by their modules: the package's own names are the functions
+    for engine in ("cached.sampler", "transformers"):
         engine_module: Any = sys.modules[f"rlkit.engines.{engine}"]
         engine_module.draw = timed("decode", engine_module.draw)
-    fast = sys.modules["rlkit.engines.trunk"].Trunk  # passes the trunk's own forward by
+    fast = sys.modules["rlkit.engines.cached.forward"].Trunk  # passes the trunk's own forward by
     fast.__call__ = timed("decode", fast.__call__)
     module.manual_backward = timed("backward", module.manual_backward)
     optimizers = module.optimizers()
