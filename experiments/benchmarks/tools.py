@@ -26,7 +26,7 @@ from rlkit.tasks import arithmetic
 from rlkit.types import Environment, Messages, Policy, Rollout, Task, ToolCall
 
 CASES = ((64, 0.25), (128, 1.0))  # episodes, seconds of the tool
-RULES = ("rounds", "barrier", "free")
+RULES = {"rounds": ("rounds", 16), "rounds, 96": ("rounds", 96), "barrier": ("barrier", 16), "free": ("free", 16)}  # rule, rounds
 ENDS = range(100, 760, 60)  # tokens that end a reply, so that replies are of many lengths
 
 
@@ -75,11 +75,12 @@ def step(policy: Policy, engine: Cached, tasks: Sequence[Task], seconds: float, 
 def measure(policy: Policy, episodes: int, seconds: float, rounds: int, tokens: int) -> list[dict[str, Any]]:
     """A row for each rule, and one for the instant tool."""
     engine, tasks = Cached(), arithmetic(split="train", seed=0, max_samples=episodes)
-    kinds = {"instant": (0.0, "rounds")} | {rule: (seconds, rule) for rule in RULES}
+    kinds = {"instant": (0.0, "rounds", 16)} | {name: (seconds, *rule) for name, rule in RULES.items()}
     spent: dict[str, list[float]] = {name: [] for name in kinds}
     for number in range(rounds + 1):
-        for name, (own, rule) in kinds.items():
-            took = step(policy, engine, tasks, own, admission=rule, max_new_tokens=tokens, seed=number)
+        for name, (own, rule, after) in kinds.items():
+            params = {"admission": rule, "admission_rounds": after, "max_new_tokens": tokens}
+            took = step(policy, engine, tasks, own, seed=number, **params)
             if number:  # the first warms up
                 spent[name].append(took)
     return [
