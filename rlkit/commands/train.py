@@ -205,7 +205,7 @@ def closing(summary: Mapping[str, Any], folder: Path) -> str:
 
 
 def join_ranks(settings: TrainerSettings) -> None:
-    """Where the settings ask for several ranks, this process becomes one of them. Raises ConfigError where nobody has started them."""
+    """Make this process a rank if the settings ask for several. Raises ConfigError if the ranks were not started."""
     import torch
 
     count = settings.devices * settings.nodes

@@ -1,7 +1,7 @@
 """Lightning's strategies for several ranks, where reinforcement learning in manual optimisation needs them otherwise than they are.
 
 Gradients are added up in rlkit.training.update, after the last micro-batch: so any number of backward passes is right, and a critic or
-a head that a step does not use leaves nobody waiting.
+a head that a step does not use keeps no rank waiting.
 """
 
 from __future__ import annotations

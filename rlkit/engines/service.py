@@ -85,7 +85,7 @@ class Service:
     async def load(self, weights: Policy, version: int) -> None:
         """Sample from these weights, in place, from now on. Raises: EngineError while episodes are in play."""
         if self.driver is not None and self.driver.get_loop() is asyncio.get_running_loop() and not self._in_play():
-            await asyncio.wait([self.driver])  # it ends by itself: nobody asks for more
+            await asyncio.wait([self.driver])  # it ends by itself once no episode asks for more
         if self._in_play():
             raise EngineError(f"{type(self).__name__}.load: {self._in_play()} episodes are in play; wait for their ends")
         self.decoder, self.version, self.failure = self.make_decoder(weights), version, None
@@ -130,7 +130,7 @@ class Service:
     # ----------------------------------------------------------------------------------------------------- the driver
 
     async def _drive(self, decoder: Decoder) -> None:
-        """Rounds of decoding until nobody asks for more."""
+        """Decode round by round until no episode asks for more."""
         try:
             with self.serving():
                 yielded = time.perf_counter()
@@ -172,7 +172,7 @@ class Service:
         self.answered.clear()
 
     async def _admit(self, decoder: Decoder) -> bool:
-        """Gives the decoder the requests whose turn it is, waiting for those that are due and late. False: nobody asks for more."""
+        """Give the decoder the requests whose turn it is; wait for those that are due and late. False if no episode asks for more."""
         while self.waiting or self.due or decoder.idle:
             here = [key for key, due in self.due.items() if due <= decoder.rounds]
             if any(key not in self.waiting and key not in self.over for key in here):

@@ -20,7 +20,7 @@ Leave = Callable[[type[BaseException] | None, BaseException | None, Any], Any]  
 
 @contextmanager
 def blamed(what: str, task: Task) -> Iterator[None]:
-    """Says of an error in the environment's own code which part raised it, for which task, and in which file and line."""
+    """Report which part of the environment raised an error, for which task, and in which file and line."""
     try:
         yield
     except RLKitError:

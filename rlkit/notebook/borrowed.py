@@ -30,8 +30,8 @@ class Share:
 
 
 def no_optimizer(parameters: Any) -> Any:
-    """Stands where an experiment names an optimizer that is there already. It has no learning rate, so the optimizer keeps its own."""
-    raise NotImplementedError("the optimizer is there already")
+    """Marks that the optimizer exists already; never called. It has no learning rate, so the optimizer keeps its own."""
+    raise RuntimeError("the optimizer exists already; give it to the learner (optimizers=)")
 
 
 def given(model: nn.Module | None, update: Callable[..., Any] | None = None) -> Reference:
