@@ -162,7 +162,7 @@ PLACES = {
     "rlkit.training.schedules.Schedule": "schedule",
     "rlkit.training.schedules.Phase": "schedule.phases.NAME",
     "rlkit.types.Controller": "schedule.numbers.PATH",
-    "rlkit.models.chat.Codec": "model → codec",
+    "rlkit.models.chat.Renderer": "model → renderer",
 }
 
 # Parts by names of the user's own.

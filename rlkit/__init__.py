@@ -13,13 +13,13 @@ from typing import Any
 _HOMES = {
     "rlkit.types": (
         "Batch", "Controller", "Engine", "Environment", "Estimate", "Generation", "Message", "Policy", "Reference", "Rollout",
-        "SamplingParams", "Scores", "Session", "Step", "Task", "ToolCall", "ToolResult",
+        "SamplingParams", "TokenLogprobs", "Session", "Step", "Task", "ToolCall", "ToolResult",
     ),
     "rlkit.errors": ("ConfigError", "DataError", "Refusal", "RLKitError", "SelfCheckError", "TemplateError"),
     "rlkit.training.experiment": ("BatchSize", "Evaluation", "Experiment", "Sampling", "TrainerSettings"),
     "rlkit.algorithm": (
-        "KL", "Algorithm", "Critic", "choose", "estimate_advantages", "micro_batches", "minibatches", "scale_tokens", "surrogate",
-        "value_surrogate", "weigh",
+        "KL", "Algorithm", "Critic", "filter_rollouts", "estimate_advantages", "micro_batches", "minibatches", "token_scale", "surrogate",
+        "value_surrogate", "loss_weights",
     ),
     "rlkit.functional": (
         "all_pairs", "approximate_kl", "batch_mean", "best_minus_second", "best_worst", "chunked_log_probs", "cispo", "clip_fractions",
@@ -42,7 +42,7 @@ _HOMES = {
     ),
     "rlkit.commands.agent": ("AgentResult", "execute_tool_call", "has_tool_call", "parse_tool_calls", "run_agent"),
     "rlkit.engines": ("Batched", "Cached", "Transformers", "VLLM"),
-    "rlkit.models": ("LoRA", "ValueHead", "load_policy", "make_codec", "make_critic", "make_policy", "score"),
+    "rlkit.models": ("LoRA", "ValueHead", "load_policy", "make_renderer", "make_critic", "make_policy", "forward_logprobs"),
     "rlkit.episodes": (
         "append_rollouts", "assemble", "collect", "demonstrations", "load_rollouts",
         "rollout_schema", "save_rollouts", "summarize", "transcript",

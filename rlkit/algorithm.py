@@ -30,8 +30,8 @@ from rlkit.types import (
     OverlongFn,
     PolicyLossFn,
     RatioFn,
-    Scores,
     TokenFilterFn,
+    TokenLogprobs,
     ValueLossFn,
     unpacked,
 )
@@ -245,7 +245,7 @@ def quantities(batch: Batch) -> dict[str, Any]:
 # -------------------------------------------------------------------------- before the update, without gradient
 
 
-def choose(batch: Batch, algorithm: Algorithm) -> Batch:
+def filter_rollouts(batch: Batch, algorithm: Algorithm) -> Batch:
     """The batch with the rollouts that are trained on, and the rewards that the advantage sees.
 
     The group filter reads the raw rewards; then the overlong rule may change rewards (and with them the token rewards, at the
@@ -273,7 +273,7 @@ def last_tokens(batch: Batch) -> Tensor:
     return F.from_episodes(last, positions, mask, batch.response_mask)
 
 
-def scale_tokens(batch: Batch, algorithm: Algorithm) -> Batch:
+def token_scale(batch: Batch, algorithm: Algorithm) -> Batch:
     """The batch with the factor on each token's policy loss: off-policy correction × token filter."""
     with torch.no_grad():
         given = quantities(batch)
@@ -311,7 +311,7 @@ def estimate_advantages(batch: Batch, algorithm: Algorithm, kl: KL = KL("none"))
         given["advantages"] = F.fill_masked(advantages, scored, 0.0)
         advantages, normalized = part("normalization", algorithm.normalization, given)
         if kl.in_reward and not kl.in_baseline and not asks(algorithm.advantage, "token_rewards"):
-            advantages = advantages - to_come(penalty, batch)
+            advantages = advantages - _reward_to_go(penalty, batch)
         returns = None if returns is None else F.fill_masked(torch.where(scored, returns, _required(batch.values, "values")), mask, 0.0)
         metrics = (batch.metrics or {}) | measured | normalized
         return batch._replace(advantages=F.fill_masked(advantages, scored, 0.0), returns=returns, metrics=metrics)
@@ -336,14 +336,14 @@ def penalize(batch: Batch, kl: KL) -> Tensor:
     return number(kl.coef) * divergence.to(batch.token_rewards.dtype)
 
 
-def to_come(values: Tensor, batch: Batch) -> Tensor:
+def _reward_to_go(values: Tensor, batch: Batch) -> Tensor:
     """Sum over a token and all trained tokens of its rollout after it [B, T]: tools and users are passed over."""
     positions, mask = F.episode_positions(batch.rollout_ids, batch.step_ids, batch.response_mask)
     later = F.to_episodes(values, positions, mask).flip(1).cumsum(1).flip(1)
     return F.from_episodes(later, positions, mask, values)
 
 
-def weigh(batch: Batch, algorithm: Algorithm) -> Batch:
+def loss_weights(batch: Batch, algorithm: Algorithm) -> Batch:
     """The batch with each token's share of the loss, and no other metrics than its own. Once per optimiser step, on all of its rows."""
     with torch.no_grad():
         weights, metrics = part("aggregation", algorithm.aggregation, quantities(batch))
@@ -353,7 +353,7 @@ def weigh(batch: Batch, algorithm: Algorithm) -> Batch:
 # ------------------------------------------------------------------------------------------------------ the loss
 
 
-def surrogate(batch: Batch, scores: Scores, algorithm: Algorithm, kl: KL) -> tuple[Tensor, dict[str, Tensor]]:
+def surrogate(batch: Batch, scores: TokenLogprobs, algorithm: Algorithm, kl: KL) -> tuple[Tensor, dict[str, Tensor]]:
     """The policy's loss on some rows of an update batch: Σ weights · (scale · policy loss + coef · KL - entropy_coef · entropy).
 
     Sums over rows, never means.
@@ -386,7 +386,7 @@ def surrogate(batch: Batch, scores: Scores, algorithm: Algorithm, kl: KL) -> tup
     return loss, {name: term.detach() for name, term in terms.items()}
 
 
-def value_surrogate(batch: Batch, scores: Scores, critic: Critic) -> tuple[Tensor, dict[str, Tensor]]:
+def value_surrogate(batch: Batch, scores: TokenLogprobs, critic: Critic) -> tuple[Tensor, dict[str, Tensor]]:
     """The critic's loss on some rows of an update batch: coef · Σ weights · value loss; and its terms, detached."""
     mask = batch.response_mask
     given = quantities(batch) | {
@@ -431,7 +431,7 @@ def minibatches(batch: Batch, algorithm: Algorithm, seed: int) -> Iterator[Batch
         for part in order.tensor_split(algorithm.minibatches):
             rows = torch.isin(batch.rollout_ids.cpu(), part).nonzero()[:, 0].to(batch.ids.device)
             if len(rows):  # none where every rollout of the part ended before its first reply
-                yield weigh(select(batch, rows), algorithm)
+                yield loss_weights(select(batch, rows), algorithm)
 
 
 def micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:

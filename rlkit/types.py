@@ -296,7 +296,7 @@ class Batch(NamedTuple):
     metrics: dict[str, Tensor] | None = None  # PART/NAME → [], [N] or [B, T]: what parts measured before the update, or in weighing it
 
 
-class Scores(NamedTuple):
+class TokenLogprobs(NamedTuple):
     """What the model being trained says of the sampled tokens; everything [B, T], 0 outside the response mask."""
 
     logprobs: Tensor
@@ -670,7 +670,7 @@ class Policy(NamedTuple):
     """A model with all that is needed to talk to it in token ids."""
 
     model: torch.nn.Module  # a Hugging Face causal LM, or a PEFT model around one
-    codec: Any  # rlkit.models.Codec; its `thinking` is the Thinking of this page
+    renderer: Any  # rlkit.models.Renderer; its `thinking` is the Thinking of this page
     eos_token_ids: tuple[int, ...]  # every one of them ends a reply
     pad_token_id: int
     context_length: int

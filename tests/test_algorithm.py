@@ -14,17 +14,17 @@ from rlkit.algorithm import (
     Algorithm,
     Critic,
     call,
-    choose,
     estimate_advantages,
+    filter_rollouts,
     inputs,
     last_tokens,
+    loss_weights,
     micro_batches,
     minibatches,
     quantities,
-    scale_tokens,
     select,
     surrogate,
-    weigh,
+    token_scale,
 )
 from rlkit.functional import (
     clipped,
@@ -53,7 +53,7 @@ from rlkit.functional import (
     turn_gae,
     whiten,
 )
-from rlkit.types import QUANTITIES, Batch, Scores
+from rlkit.types import QUANTITIES, Batch, TokenLogprobs
 
 AGGREGATIONS = {
     "token_mean": token_mean,
@@ -112,7 +112,7 @@ def make_batch(seed: int = 0) -> Batch:
 
 def estimated(batch: Batch, a: Algorithm, kl: KL = KLS["none"]) -> Batch:
     """Chosen rollouts with advantages, as the module prepares them."""
-    return estimate_advantages(scale_tokens(choose(batch, a), a), a, kl)
+    return estimate_advantages(token_scale(filter_rollouts(batch, a), a), a, kl)
 
 
 def scored(batch: Batch) -> torch.Tensor:
@@ -126,13 +126,13 @@ def policy_logprobs(batch: Batch, seed: int = 7) -> torch.Tensor:
 
 
 def prepared(a: Algorithm, batch: Batch | None = None) -> Batch:
-    return weigh(estimated(batch or make_batch(), a), a)
+    return loss_weights(estimated(batch or make_batch(), a), a)
 
 
 def whole(batch: Batch, logprobs: torch.Tensor, a: Algorithm, kl: KL):
     """Loss and gradient in one piece."""
     leaf = logprobs.clone().requires_grad_()
-    loss, _ = surrogate(batch, Scores(leaf, torch.zeros_like(leaf)), a, kl)
+    loss, _ = surrogate(batch, TokenLogprobs(leaf, torch.zeros_like(leaf)), a, kl)
     (gradient,) = torch.autograd.grad(loss, leaf)
     return loss.detach(), gradient
 
@@ -143,7 +143,7 @@ def in_portions(batch: Batch, logprobs: torch.Tensor, a: Algorithm, kl: KL, port
     for rows in portions:
         part = select(batch, rows)
         mine = leaf[rows][:, : part.ids.shape[1]]
-        loss, _ = surrogate(part, Scores(mine, torch.zeros_like(mine)), a, kl)
+        loss, _ = surrogate(part, TokenLogprobs(mine, torch.zeros_like(mine)), a, kl)
         loss.backward()
         total += float(loss.detach())
     return total, leaf.grad
@@ -192,7 +192,7 @@ def test_every_promised_quantity_reaches_a_loss():
     batch = prepared(algorithm())
     zeros = torch.zeros(batch.ids.shape)
     batch = batch._replace(entropy_old=zeros, returns=zeros)
-    surrogate(batch, Scores(policy_logprobs(batch), zeros, zeros, zeros), algorithm(policy_loss=scope["everything"]), KLS["k3"])
+    surrogate(batch, TokenLogprobs(policy_logprobs(batch), zeros, zeros, zeros), algorithm(policy_loss=scope["everything"]), KLS["k3"])
     assert promised <= set(seen)
 
 
@@ -232,7 +232,7 @@ def test_the_group_filter_masks_whole_prompts():
     dropped = torch.isin(batch.rollout_ids, torch.tensor([3, 4, 5]))
     assert not got.response_mask[dropped].any() and got.advantages[dropped].count_nonzero() == 0
     assert torch.equal(got.response_mask[~dropped], batch.response_mask[~dropped])
-    weights = weigh(got, algorithm()).weights
+    weights = loss_weights(got, algorithm()).weights
     assert weights[dropped].count_nonzero() == 0
     assert float(weights.sum()) == pytest.approx(1.0, abs=1e-6)  # float32 weights
 
@@ -271,7 +271,7 @@ def test_the_loss_by_hand():
         advantages=torch.tensor([[0.0, 1.0, -2.0]]).double(),
     )  # fmt: skip
     a = algorithm()
-    loss, terms = surrogate(weigh(batch, a), Scores(log, torch.zeros_like(log)), a, KLS["k3"])
+    loss, terms = surrogate(loss_weights(batch, a), TokenLogprobs(log, torch.zeros_like(log)), a, KLS["k3"])
     k = torch.tensor(0.5).double().exp() - 1.5
     assert float(loss) == pytest.approx(0.5 + 0.3 * float(k) / 2, abs=1e-12)  # double rounding
     assert terms["kl"][0].tolist() == pytest.approx([0.0, float(k), 0.0], abs=1e-12)
@@ -284,7 +284,7 @@ def test_without_old_log_probs_the_policy_is_its_own_old():
     logprobs = policy_logprobs(batch)
     alone, given = batch._replace(logprobs_old=None), batch._replace(logprobs_old=logprobs)
     leaf = logprobs.clone().requires_grad_()
-    _, terms = surrogate(alone, Scores(leaf, torch.zeros_like(leaf)), a, KLS["none"])
+    _, terms = surrogate(alone, TokenLogprobs(leaf, torch.zeros_like(leaf)), a, KLS["none"])
     assert torch.equal(terms["ratio"], torch.ones_like(logprobs))
     assert torch.equal(whole(alone, logprobs, a, KLS["none"])[1], whole(given, logprobs, a, KLS["none"])[1])
 
@@ -293,7 +293,7 @@ def test_without_old_log_probs_the_policy_is_its_own_old():
 def test_an_unprepared_batch_is_refused_by_name(missing, kl):
     batch = prepared(algorithm())._replace(**{missing: None})
     with pytest.raises(ValueError, match=missing):
-        surrogate(batch, Scores(policy_logprobs(batch), torch.zeros(batch.ids.shape)), algorithm(), KLS[kl])
+        surrogate(batch, TokenLogprobs(policy_logprobs(batch), torch.zeros(batch.ids.shape)), algorithm(), KLS[kl])
 
 
 def test_an_inactive_kl_needs_no_reference_and_adds_nothing():
@@ -336,7 +336,7 @@ def test_a_users_own_part_is_safe_from_garbage_without_clamping(dirty):
         q = given | {dirty: given[dirty].where(batch.response_mask, garbage)}
         leaf = q["logprobs"].clone().requires_grad_()
         own = batch._replace(logprobs_old=q["logprobs_old"], logprobs_ref=q["logprobs_ref"])
-        value, terms = surrogate(own, Scores(leaf, q["entropy"]), a, kl)
+        value, terms = surrogate(own, TokenLogprobs(leaf, q["entropy"]), a, kl)
         assert all(term.isfinite().all() for term in terms.values())  # the metrics are made of them
         gradients.append(torch.cat([value.detach()[None], *torch.autograd.grad(value, leaf)[0]]))
     assert all(torch.equal(gradients[0], other) for other in gradients[1:])
@@ -357,7 +357,7 @@ def test_only_the_policy_gets_a_gradient(names):
     batch = prepared(a)
     constants = {name: getattr(batch, name).clone().requires_grad_() for name in (*TOKENS, "advantages")}
     leaf = policy_logprobs(batch).requires_grad_()
-    loss, terms = surrogate(batch._replace(**constants), Scores(leaf, torch.zeros_like(leaf)), a, kl)
+    loss, terms = surrogate(batch._replace(**constants), TokenLogprobs(leaf, torch.zeros_like(leaf)), a, kl)
     loss.backward()
     assert leaf.grad.count_nonzero() > 0
     assert {name: tensor.grad for name, tensor in constants.items() if tensor.grad is not None} == {}

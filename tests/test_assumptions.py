@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlkit import rewards
-from rlkit.algorithm import choose
+from rlkit.algorithm import filter_rollouts
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems import validate
 from rlkit.config.problems.assumptions import assumption_problems, assumption_warnings
@@ -179,4 +179,4 @@ def test_the_penalty_of_length_is_of_a_reply_and_a_right_answer_after_ten_turns_
 
     batch = assemble([played(10, 50, 0), played(1, 90, 0), played(2, 100, 0)], pad_token_id=0)
     assert batch.lengths.tolist() == [500, 90, 200] and batch.reply_lengths.tolist() == [50, 90, 100]
-    torch.testing.assert_close(choose(batch, x.algorithm).rewards, torch.tensor([1.0, 0.5, 0.0]))
+    torch.testing.assert_close(filter_rollouts(batch, x.algorithm).rewards, torch.tensor([1.0, 0.5, 0.0]))

@@ -12,14 +12,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlkit.algorithm import PER_ROLLOUT, choose, estimate_advantages, micro_batches, scale_tokens, select, surrogate, value_surrogate, weigh
+from rlkit.algorithm import (
+    PER_ROLLOUT,
+    estimate_advantages,
+    filter_rollouts,
+    loss_weights,
+    micro_batches,
+    select,
+    surrogate,
+    token_scale,
+    value_surrogate,
+)
 from rlkit.config.compose import compose, conf_dir
 from rlkit.config.compose import experiment as built
 from rlkit.config.problems import validate
 from rlkit.config.problems.trial import dry_run
 from rlkit.errors import ConfigError
 from rlkit.training.schedules import at, start
-from rlkit.types import Batch, Scores
+from rlkit.types import Batch, TokenLogprobs
 
 B, T, V = 12, 9, 6
 ROLLOUTS = torch.tensor([0, 0, 0, 1, 2, 2, 3, 4, 5, 6, 6, 7])  # of each row; rollout 8 has no row
@@ -127,14 +137,14 @@ def make_policy(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 
 def prepared(x, batch: Batch) -> Batch:
     """As the module prepares an update."""
-    batch = scale_tokens(choose(batch, x.algorithm), x.algorithm)
-    return weigh(estimate_advantages(batch, x.algorithm, x.kl), x.algorithm)
+    batch = token_scale(filter_rollouts(batch, x.algorithm), x.algorithm)
+    return loss_weights(estimate_advantages(batch, x.algorithm, x.kl), x.algorithm)
 
 
 def loss_of(x, batch: Batch, policy: dict[str, Tensor]) -> Tensor:
     """The loss of policy and critic on some rows."""
     logs, ref = policy["logits"].log_softmax(-1), policy["ref"].log_softmax(-1)
-    scores = Scores(
+    scores = TokenLogprobs(
         logprobs=logs.gather(2, batch.ids[:, :, None])[:, :, 0],
         entropy=-(logs.exp() * logs).sum(-1),
         values=policy["values"],

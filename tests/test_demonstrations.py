@@ -15,7 +15,7 @@ from rlkit.environments import single_turn
 from rlkit.episodes import assemble
 from rlkit.episodes.demonstrate import demonstrated
 from rlkit.errors import DataError
-from rlkit.models.chat import decode, make_codec
+from rlkit.models.chat import decode, make_renderer
 from rlkit.tasks import arithmetic, conversations
 
 CALL = {"type": "function", "function": {"name": "calculator", "arguments": '{"expression": "1 + 1"}'}}
@@ -52,9 +52,9 @@ def test_a_played_episode_read_back_is_the_same_tokens(tiny, experiment):
 def policy(request, tiny):
     if request.param == "tiny":
         return tiny
-    tokenizer = copy.deepcopy(tiny.codec.tokenizer)
+    tokenizer = copy.deepcopy(tiny.renderer.tokenizer)
     tokenizer.chat_template = (request.getfixturevalue("shared") / "qwen3" / "chat_template.jinja").read_text()
-    return tiny._replace(codec=make_codec(tokenizer))
+    return tiny._replace(renderer=make_renderer(tokenizer))
 
 
 def test_only_the_assistants_tokens_are_learned(policy, tmp_path):
@@ -69,13 +69,13 @@ def test_only_the_assistants_tokens_are_learned(policy, tmp_path):
     ]
     task, *_ = loaded(rows(tmp_path / "a.jsonl", messages, messages[:3]), environment="single_turn")
     steps = demonstrated(policy, messages_of(tmp_path))
-    call, answer = (decode(policy.codec, s.response_ids) for s in steps)
+    call, answer = (decode(policy.renderer, s.response_ids) for s in steps)
     assert '"calculator"' in call and "1 + 1" in call and call.endswith("<|im_end|>")
     assert "<think>\neasy\n</think>" in answer and answer.endswith(f"It is 2. {HOSTILE}<|im_end|>")
-    end = policy.codec.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    end = policy.renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert [list(s.response_ids).count(end) for s in steps] == [1, 1]
     assert list(steps[1].prompt_ids).count(end) == 4  # system, user, call, result
-    assert "Thanks" not in decode(policy.codec, steps[1].prompt_ids + steps[1].response_ids)
+    assert "Thanks" not in decode(policy.renderer, steps[1].prompt_ids + steps[1].response_ids)
     [rollout] = demonstrations(policy, [task._replace(metadata={"messages": messages_of(tmp_path)})], environment=single_turn())
     batch = assemble([rollout], pad_token_id=policy.pad_token_id)
     assert batch.ids[batch.response_mask].tolist() == [i for s in steps for i in s.response_ids]

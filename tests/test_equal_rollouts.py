@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rlkit import functional as f
-from rlkit.algorithm import KL, Algorithm, Critic, choose, estimate_advantages, scale_tokens
+from rlkit.algorithm import KL, Algorithm, Critic, estimate_advantages, filter_rollouts, token_scale
 from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.types import Batch
 
@@ -79,7 +79,7 @@ def estimated(batch: Batch, names: dict[str, str]) -> Batch:
     kl = parts.pop("kl")
     critic = Critic("head", f.squared_error) if names["advantage"] in ("gae", "turn_gae") else Critic()
     algorithm = Algorithm("test", ratio=f.token_ratio, policy_loss=f.clipped, aggregation=f.token_mean, critic=critic, **parts)
-    return estimate_advantages(scale_tokens(choose(batch, algorithm), algorithm), algorithm, kl)
+    return estimate_advantages(token_scale(filter_rollouts(batch, algorithm), algorithm), algorithm, kl)
 
 
 def rows_of(batch: Batch, rollout: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,7 +155,7 @@ def test_the_run_scores_what_the_baseline_needs(in_baseline, tiny):
     words = ["kl=k1", "kl.placement=reward", f"kl.in_baseline={str(in_baseline).lower()}", "algorithm/overlong=mask"]
     x = experiment(compose([*words, "task.max_samples=8"]))
     batch = make_batch("aacb")._replace(truncated=torch.tensor([True, False, False, False]))
-    batch = choose(batch._replace(ids=torch.arange(32).view(8, 4)), x.algorithm)
+    batch = filter_rollouts(batch._replace(ids=torch.arange(32).view(8, 4)), x.algorithm)
     found = with_scores(Learner(x, tiny), batch)
     wanted = batch.sampled_mask if in_baseline else batch.response_mask
     assert torch.equal(found.logprobs_ref != 0, wanted) and torch.equal(found.logprobs_old != 0, wanted)

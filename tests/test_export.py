@@ -53,7 +53,7 @@ def test_the_folder_gives_the_same_logits(run, merge, tmp_path, capsys, tiny):
     # merging adds B A to the weights before the product with the input instead of after it
     torch.testing.assert_close(logits(loaded), expected, atol=1e-4, rtol=1e-4)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert tokenizer.chat_template == tiny.codec.tokenizer.chat_template and tokenizer.get_vocab() == tiny.codec.tokenizer.get_vocab()
+    assert tokenizer.chat_template == tiny.renderer.tokenizer.chat_template and tokenizer.get_vocab() == tiny.renderer.tokenizer.get_vocab()
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
@@ -88,7 +88,7 @@ def test_a_teacher_with_more_padding_behind_its_vocabulary_teaches(tmp_path):
     rows = teacher.model.get_output_embeddings().weight.shape[0]
     teacher.model.resize_token_embeddings(rows + 64, mean_resizing=False)
     teacher.model.save_pretrained(tmp_path / "teacher")
-    teacher.codec.tokenizer.save_pretrained(tmp_path / "teacher")
+    teacher.renderer.tokenizer.save_pretrained(tmp_path / "teacher")
     words = ["debug=fast", "evaluation.n=0", "trainer.steps=1", "trainer.accelerator=cpu", "kl=full", "batch.group_size=4"]
     folders = [tmp_path / "padded", tmp_path / "plain"]
     for path, folder in zip((tmp_path / "teacher", "tiny_guess"), folders, strict=True):
@@ -102,8 +102,8 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_any_weights_are_loa
 
     other = load_policy(path="tiny")
     other.model.save_pretrained(tmp_path)
-    other.codec.tokenizer.add_tokens(["<new>"])
-    other.codec.tokenizer.save_pretrained(tmp_path)
+    other.renderer.tokenizer.add_tokens(["<new>"])
+    other.renderer.tokenizer.save_pretrained(tmp_path)
     monkeypatch.setattr(models.load, "pretrained_model", lambda *_, **__: pytest.fail("weights are loaded"))
     assert main(["train", "debug=fast", "evaluation.n=0", f"reference.path={tmp_path}", f"hydra.run.dir={tmp_path / 'run'}"]) == 2
     assert "another vocabulary than model.path=tiny" in (said := capsys.readouterr().err) and "'<new>'" in said
@@ -111,7 +111,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_any_weights_are_loa
 
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path, tiny):
     tiny.model.save_pretrained(tmp_path)
-    other = load_policy(path="tiny").codec.tokenizer
+    other = load_policy(path="tiny").renderer.tokenizer
     other.add_tokens(["<new>"])
     other.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="another vocabulary"):

@@ -169,7 +169,7 @@ def test_the_saved_model_is_the_trained_one(tmp_path, rank):
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         assert torch.equal(model.eval()(ids).logits, policy.model.eval()(ids).logits)
-    assert AutoTokenizer.from_pretrained(folder).chat_template == policy.codec.tokenizer.chat_template
+    assert AutoTokenizer.from_pretrained(folder).chat_template == policy.renderer.tokenizer.chat_template
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
@@ -270,8 +270,8 @@ def test_the_probe_takes_the_longest_rollouts_and_leaves_no_gradient(experiment,
 
     x = experiment._replace(trainer=experiment.trainer._replace(micro_batch_tokens=1024))
     learner = Learner(x, load_policy(path="tiny"))
-    seen, real = [], memory.score
-    monkeypatch.setattr(memory, "score", lambda *a, **k: seen.append(a[1]) or real(*a, **k))
+    seen, real = [], memory.forward_logprobs
+    monkeypatch.setattr(memory, "forward_logprobs", lambda *a, **k: seen.append(a[1]) or real(*a, **k))
     memory.probe(learner, experiment.task(split="train")[:2])
     (packed,) = seen
     rows, width = packed.response_mask.shape

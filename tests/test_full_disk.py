@@ -189,7 +189,7 @@ def test_what_each_library_raises_is_known(tmp_path, room, rank, limit):
         "a row": lambda: (tmp_path / "c").write_bytes(bytes(200_000)),
     }
     if limit < 10_000:  # they are smaller
-        writers["a tokenizer"] = lambda: policy.codec.tokenizer.save_pretrained(tmp_path / "tokenizer")
+        writers["a tokenizer"] = lambda: policy.renderer.tokenizer.save_pretrained(tmp_path / "tokenizer")
     for name, write in writers.items():
         room(limit)
         with pytest.raises(Exception) as caught:

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlkit.algorithm import KL, Algorithm, estimate_advantages, penalize, surrogate, weigh
+from rlkit.algorithm import KL, Algorithm, estimate_advantages, loss_weights, penalize, surrogate
 from rlkit.config.compose import compose, experiment
 from rlkit.functional import confident, forward, full, k1, k2, k3, keep_all, leave_one_out, raw, reinforce, reverse, token_ratio, truncated
-from rlkit.types import Batch, Scores
+from rlkit.types import Batch, TokenLogprobs
 
 NAN = float("nan")
 COEF = 0.7
@@ -182,9 +182,9 @@ def _descended(kind: str, kl: KL, *, old: Tensor | None = None) -> tuple[Tensor,
     logits = POLICY.clone().requires_grad_()
     old = POLICY if old is None else old
     algorithm = _algorithm(_probabilities(kind, old))
-    batch = weigh(estimate_advantages(_batch(kind, logits, old), algorithm, kl), algorithm)
+    batch = loss_weights(estimate_advantages(_batch(kind, logits, old), algorithm, kl), algorithm)
     logprobs = _logprobs(kind, logits)
-    scores = Scores(logprobs, torch.zeros_like(logprobs), full_kl=_full_kl(kind, logits, REF))
+    scores = TokenLogprobs(logprobs, torch.zeros_like(logprobs), full_kl=_full_kl(kind, logits, REF))
     loss, terms = surrogate(batch, scores, algorithm, kl)
     value = (batch.weights * torch.where(batch.response_mask, terms["kl"], 0.0)).sum()
     return value, torch.autograd.grad(loss, logits)[0] / COEF
@@ -283,9 +283,9 @@ def test_in_the_baseline_of_the_others_the_gradient_is_the_same(name: str) -> No
     weights = _probabilities("single", POLICY)[pairs].view(25, 2).prod(1).repeat_interleave(2) / 2
     algorithm = _algorithm(weights, leave_one_out)
     kl = _kl_of(name, "reward", in_baseline=True)
-    batch = weigh(estimate_advantages(batch, algorithm, kl), algorithm)
+    batch = loss_weights(estimate_advantages(batch, algorithm, kl), algorithm)
     logprobs = _logprobs("single", logits)[pairs]
-    loss, _ = surrogate(batch, Scores(logprobs, torch.zeros_like(logprobs), full_kl=batch.full_kl), algorithm, kl)
+    loss, _ = surrogate(batch, TokenLogprobs(logprobs, torch.zeros_like(logprobs), full_kl=batch.full_kl), algorithm, kl)
     torch.testing.assert_close(_gradient(loss, logits) / COEF, _descended("single", kl._replace(in_baseline=False))[1], **CLOSE)
 
 
@@ -377,8 +377,8 @@ def test_finite_at_any_log_ratio(name: str, placement: str, importance_weight: b
         full_kl=torch.full((8, 3), 1e4),
     )
     algorithm = _algorithm(torch.full((8,), 1 / 16))
-    batch = weigh(estimate_advantages(batch, algorithm, kl), algorithm)
-    loss, _ = surrogate(batch, Scores(leaf, torch.zeros_like(leaf), full_kl=leaf * 0 + 1e4), algorithm, kl)
+    batch = loss_weights(estimate_advantages(batch, algorithm, kl), algorithm)
+    loss, _ = surrogate(batch, TokenLogprobs(leaf, torch.zeros_like(leaf), full_kl=leaf * 0 + 1e4), algorithm, kl)
     loss.backward()
     assert loss.isfinite() and leaf.grad.isfinite().all() and batch.advantages.isfinite().all()
 

@@ -181,12 +181,12 @@ def test_replies_of_a_real_tokenizer_go_through_the_loop(tiny, count):
     """Ids of any kind, control tokens too: each reply ends the episode or gives a next context that its ids stand in."""
     rng = random.Random(1)
     environment = tool_use(tools=TOOLS, parse_calls=xml, max_turns=2, timeout=None)
-    vocabulary, ended = len(tiny.codec.tokenizer), Counter()
+    vocabulary, ended = len(tiny.renderer.tokenizer), Counter()
 
     def reply(number):
         text = malformed(rng)[:400].encode("utf-8", "replace").decode()
         words = (
-            tiny.codec.tokenizer.encode(text, add_special_tokens=False)
+            tiny.renderer.tokenizer.encode(text, add_special_tokens=False)
             if number % 2
             else rng.choices(range(vocabulary), k=rng.randrange(40))
         )

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from rlkit.algorithm import choose, estimate_advantages
+from rlkit.algorithm import estimate_advantages, filter_rollouts
 from rlkit.commands.evaluate import table
 from rlkit.commands.train import closing
 from rlkit.config.compose import compose, experiment
@@ -103,7 +103,9 @@ def test_an_advantage_within_groups_is_that_of_each_part_alone(part, experiment)
     """Rewards of other parts, on another scale, enter neither the mean nor the deviation of a group."""
 
     def advantages(rollouts):
-        batch = estimate_advantages(choose(assemble(rollouts, pad_token_id=0), experiment.algorithm), experiment.algorithm, experiment.kl)
+        batch = estimate_advantages(
+            filter_rollouts(assemble(rollouts, pad_token_id=0), experiment.algorithm), experiment.algorithm, experiment.kl
+        )
         own = torch.tensor([rollouts[i].task.part == part for i in batch.rollout_ids.tolist()])
         return batch.advantages[own]
 

@@ -106,7 +106,7 @@ def test_the_calls_of_the_page_run_as_written(tiny):
     page = re.search(r"\n    from rlkit import.*?\n\n## ", PAGE.read_text(), re.S)[0]
     code = "\n".join(line[4:] for line in page.splitlines() if line.startswith("    "))
     given = {"logprobs": torch.tensor([[-1.0]]), "ref_logprobs": torch.tensor([[-1.5]]), "iteration": 60}
-    given |= {"model": tiny.model, "tokenizer": tiny.codec.tokenizer, "prompt": PROMPTS[0], "my_custom_reward": lambda rollout: 0.25}
+    given |= {"model": tiny.model, "tokenizer": tiny.renderer.tokenizer, "prompt": PROMPTS[0], "my_custom_reward": lambda rollout: 0.25}
     exec(code, given)
     assert given["kl"].shape == (1,) and given["config"].algorithm.name == "dapo"
     assert given["rollout"].reward == 0.25 and given["rollout"].generation.response_ids
@@ -441,7 +441,7 @@ def model(tiny):
 
 @pytest.fixture
 def tokenizer(tiny):
-    return tiny.codec.tokenizer
+    return tiny.renderer.tokenizer
 
 
 def by_length(r):

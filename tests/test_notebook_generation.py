@@ -51,7 +51,7 @@ def model(tiny):
 
 @pytest.fixture
 def tokenizer(tiny):
-    return tiny.codec.tokenizer
+    return tiny.renderer.tokenizer
 
 
 # ------------------------------------------------------------------------------------------------------------- data
@@ -277,7 +277,7 @@ def test_values_are_those_of_the_states_before_the_tokens(model, tokenizer, tiny
     config = TRAINING._replace(max_new_tokens=5)
     reply, values = generate_with_values(model, tokenizer, QUESTION, head, config, seed=3)
     assert values.shape == (5,) and len(reply.token_ids) == 5 and not values.requires_grad
-    context = encode_prompt(tiny.codec, [{"role": "user", "content": QUESTION}])
+    context = encode_prompt(tiny.renderer, [{"role": "user", "content": QUESTION}])
     with torch.no_grad():
         states = model.model(torch.tensor([[*context, *reply.token_ids]])).last_hidden_state[0]
         expected = head(states[len(context) - 1 : -1])

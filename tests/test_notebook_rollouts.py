@@ -52,7 +52,7 @@ def model(tiny):
 
 @pytest.fixture
 def tokenizer(tiny):
-    return tiny.codec.tokenizer
+    return tiny.renderer.tokenizer
 
 
 def says(tiny, *texts, end=True):
@@ -62,7 +62,7 @@ def says(tiny, *texts, end=True):
     def engine(policy, contexts, seeds, params):
         text = texts[min(len(sizes), len(texts) - 1)]
         sizes.append(len(contexts))
-        ids = tiny.codec.tokenizer.encode(text + "<|im_end|>" * end, add_special_tokens=False)
+        ids = tiny.renderer.tokenizer.encode(text + "<|im_end|>" * end, add_special_tokens=False)
         return [Generation(tuple(ids), (-0.5,) * len(ids), "stop" if end else "length") for _ in contexts]
 
     engine.sizes = sizes

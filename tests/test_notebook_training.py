@@ -40,7 +40,7 @@ def model_of(x):
     torch.set_num_threads(1)
     rng.seed(x.seed)
     policy = x.model(device="cpu")
-    return policy.model.eval(), policy.codec.tokenizer
+    return policy.model.eval(), policy.renderer.tokenizer
 
 
 def settings(x):

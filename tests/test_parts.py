@@ -21,17 +21,17 @@ from rlkit.algorithm import (
     PARTS,
     Algorithm,
     Critic,
-    choose,
     estimate_advantages,
+    filter_rollouts,
+    loss_weights,
     micro_batches,
     minibatches,
     part,
     quantities,
-    scale_tokens,
     select,
     surrogate,
+    token_scale,
     value_surrogate,
-    weigh,
 )
 from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.config.schema import resolve
@@ -42,7 +42,7 @@ from rlkit.rewards import Reward, RewardError, Term, batched, score
 from rlkit.training import drift
 from rlkit.training.metrics import UpdateTerms, update_metrics
 from rlkit.training.references import ema, moved
-from rlkit.types import Batch, Estimate, Measured, Rollout, Scores, Step, Task
+from rlkit.types import Batch, Estimate, Measured, Rollout, Step, Task, TokenLogprobs
 
 ROWS = torch.tensor([0, 0, 0, 1, 2, 2, 3, 4, 5, 6, 6, 7])  # the rollout of each row; rollout 8 has no row
 
@@ -113,14 +113,14 @@ def built(parts: dict[str, Callable[..., Any]], **more: Any) -> tuple[Algorithm,
 
 def updated(a: Algorithm, kl: Any, *, budget: int, seed: int = 0) -> tuple[list[torch.Tensor], dict[str, float]]:
     """Gradients and metrics of a step's updates, cut as a module cuts them."""
-    batch = estimate_advantages(scale_tokens(choose(make_batch(), a), a), a, kl)
+    batch = estimate_advantages(token_scale(filter_rollouts(make_batch(), a), a), a, kl)
     terms, gradients = UpdateTerms(), []
     for minibatch in minibatches(batch, a, seed=seed):
         leaf = (batch.logprobs_ref * 0.7 - 0.3).requires_grad_()
         for rows in micro_batches(minibatch, budget):
             one = select(minibatch, rows)
             mine = leaf[one.ids[:, 0] // 9]
-            scores = Scores(mine, torch.zeros_like(mine), values=mine * 2)
+            scores = TokenLogprobs(mine, torch.zeros_like(mine), values=mine * 2)
             loss, said = surrogate(one, scores, a, kl)
             value_loss, more = value_surrogate(one, scores, a.critic)
             (loss + value_loss).backward()
@@ -160,7 +160,7 @@ def test_a_group_filter_measures_what_it_drops_too():
     def fussy(rewards):
         return rewards > 0.6, {"rewards": rewards}
 
-    batch = choose(make_batch(), algorithm(group_filter=fussy))
+    batch = filter_rollouts(make_batch(), algorithm(group_filter=fussy))
     batch = estimate_advantages(batch, algorithm(advantage=F.raw))
     row = update_metrics(batch, UpdateTerms(), SimpleNamespace(algorithm=algorithm(), kl=KL("none")))  # type: ignore[arg-type]
     assert row["group_filter/rewards"] == pytest.approx(4.5 / 7)  # not of the ones alone that were kept
@@ -245,7 +245,7 @@ def test_metrics_may_stand_beside_every_kind_of_value():
 
 def test_a_quantity_that_is_not_there_yet_is_named():
     with pytest.raises(PartError, match=r"algorithm.group_filter \(.*\): asks for 'advantages', which there is not, or not yet"):
-        choose(make_batch(), algorithm(group_filter=lambda advantages: advantages > 0))
+        filter_rollouts(make_batch(), algorithm(group_filter=lambda advantages: advantages > 0))
 
 
 # ------------------------------------------------------------------------------------------------- new quantities
@@ -283,7 +283,7 @@ def test_a_part_that_reads_metadata_is_composed_without_rows(tmp_path, monkeypat
 
 
 def test_what_is_no_tensor_survives_selection_and_moves_and_a_checkpoint_is_spared_it():
-    batch = weigh(estimate_advantages(make_batch(), algorithm()), algorithm())._replace(metadata=({"made": object()},) * 9)
+    batch = loss_weights(estimate_advantages(make_batch(), algorithm()), algorithm())._replace(metadata=({"made": object()},) * 9)
     one = select(batch, torch.tensor([3, 4]))
     assert one.metadata is batch.metadata and one.components is batch.components and one.versions.shape[0] == 2
     there = drift.on(one, torch.device("meta"))

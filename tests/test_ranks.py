@@ -44,7 +44,7 @@ def test_every_item_is_worked_on_once_at_its_own_position(as_rank, monkeypatch, 
         found = []
         for r in range(n):
             as_rank(r, n)
-            found += ranks.spread(items, lambda own, begin: [(begin + i, item) for i, item in enumerate(own)])
+            found += ranks.split_work(items, lambda own, begin: [(begin + i, item) for i, item in enumerate(own)])
         assert found == list(enumerate(items))
 
 
@@ -55,7 +55,7 @@ def test_groups_are_dealt_whole_and_evenly(as_rank):
     masks = []
     for r in range(2):
         as_rank(r, 2)
-        masks.append(ranks.own_groups(lengths, owners))
+        masks.append(ranks.assign_groups(lengths, owners))
     assert torch.equal(masks[0], ~masks[1])
     assert all(len(set(masks[0][owners == i].tolist())) == 1 for i in range(5))
     loads = [int(lengths[mask].sum()) for mask in masks]
@@ -65,9 +65,9 @@ def test_groups_are_dealt_whole_and_evenly(as_rank):
 def test_every_rank_has_as_many_micro_batches_as_the_busiest(as_rank, monkeypatch):
     """What fills up is marked, so that it adds nothing; a rank without any takes the spare one."""
     as_rank(0, 2)
-    monkeypatch.setattr(ranks, "most", lambda number: 3)
-    assert ranks.padded(["a", "b"], spare=lambda: "s") == [("a", True), ("b", True), ("b", False)]
-    assert ranks.padded([], spare=lambda: "s") == [("s", False)] * 3
+    monkeypatch.setattr(ranks, "all_reduce_max", lambda number: 3)
+    assert ranks.pad_work(["a", "b"], spare=lambda: "s") == [("a", True), ("b", True), ("b", False)]
+    assert ranks.pad_work([], spare=lambda: "s") == [("s", False)] * 3
 
 
 # -------------------------------------------------------------------------------------------------- configs and start

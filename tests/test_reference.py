@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlkit.models import LoRA, pack, score
+from rlkit.models import LoRA, forward_logprobs, pack
 from rlkit.models.load import add_lora
 from rlkit.training import references as reference
 
@@ -19,19 +19,19 @@ MASK = torch.tensor([[False, False, True, True, True], [False, True, True, False
 
 def scores(model):
     with torch.no_grad():
-        return score(model, pack(IDS, MASK))[0]
+        return forward_logprobs(model, pack(IDS, MASK))[0]
 
 
 def reference_scores(kept, state, model):
     with kept.model(state, model) as scored:
-        return score(scored, pack(IDS, MASK))[0]
+        return forward_logprobs(scored, pack(IDS, MASK))[0]
 
 
 def train_one_step(model):
     """One large step, so that the policy surely moves."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     optimizer.zero_grad()
-    score(model, pack(IDS, MASK))[0].sum().backward()
+    forward_logprobs(model, pack(IDS, MASK))[0].sum().backward()
     optimizer.step()
 
 
@@ -261,7 +261,7 @@ def test_under_lora_ema_averages_the_factors_which_is_not_the_average_of_their_p
     for step in range(1, 21):
         optimizer.zero_grad()
         wanted = torch.randn(MASK.shape, generator=generator) if noise else -torch.ones(MASK.shape)
-        (score(policy, pack(IDS, MASK))[0] * wanted).sum().backward()
+        (forward_logprobs(policy, pack(IDS, MASK))[0] * wanted).sum().backward()
         optimizer.step()
         state = kept.update(state, policy, step=step, kl=NAN)
         seen, weights = [*seen, factors(policy, "default")], [decay * w for w in weights] + [1 - decay]
@@ -356,7 +356,7 @@ def test_under_lora_scoring_leaves_the_policy_as_it_was(model, kept):
 
     with kept.model(state, policy) as scored:
         assert {n: p.requires_grad for n, p in policy.named_parameters()} == flags
-        assert not torch.equal(score(scored, pack(IDS, MASK))[0], trained)
+        assert not torch.equal(forward_logprobs(scored, pack(IDS, MASK))[0], trained)
     assert unchanged() and not all(flags[n] for n in flags if "lora_" in n)
     with pytest.raises(RuntimeError, match="out of memory"), kept.model(state, policy):
         raise RuntimeError("out of memory")

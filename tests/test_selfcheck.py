@@ -12,7 +12,7 @@ from rlkit.config.problems.rows import check_truths, check_verifier
 from rlkit.engines import Batched, Cached, Transformers
 from rlkit.engines.transformers import complete
 from rlkit.errors import DataError, EngineError, SelfCheckError, TemplateError
-from rlkit.models import make_codec
+from rlkit.models import make_renderer
 from rlkit.rewards import Reward, Term, by_task, exact_match, few_turns, numeric, weighted_sum
 from rlkit.tasks import arithmetic
 from rlkit.training.selfcheck import check_policy
@@ -213,10 +213,10 @@ def test_a_prompt_that_does_not_fit_is_the_rows_fault(tiny, tasks, experiment):
 
 
 def test_a_template_that_cannot_carry_the_tools_is_refused(tiny, tasks, experiment):
-    tokenizer = copy.deepcopy(tiny.codec.tokenizer)
+    tokenizer = copy.deepcopy(tiny.renderer.tokenizer)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(TemplateError, match="does not write the tools"):
-        check_policy(tiny._replace(codec=make_codec(tokenizer)), tasks, with_engine(experiment, complete))
+        check_policy(tiny._replace(renderer=make_renderer(tokenizer)), tasks, with_engine(experiment, complete))
 
 
 def test_one_row_is_enough_to_check(tiny, tasks, experiment):

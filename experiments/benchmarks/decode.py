@@ -66,7 +66,7 @@ def prompts(policy: Policy, rows: int, length: int | None) -> Contexts:
     if length is None:
         tools = [tool_schema(calculator)]
         tasks = arithmetic(split="train", seed=0, max_samples=max(1, rows // GROUP))
-        distinct = [tuple(encode_prompt(policy.codec, task.messages, tools)) for task in tasks]
+        distinct = [tuple(encode_prompt(policy.renderer, task.messages, tools)) for task in tasks]
     else:
         ids = torch.randint(100, 700, (max(1, rows // GROUP), length), generator=torch.Generator().manual_seed(0))
         distinct = [tuple(row) for row in ids.tolist()]
@@ -133,7 +133,7 @@ def vllm(policy: Policy, contexts: Contexts, asked: argparse.Namespace) -> Itera
     """vLLM in a process of its own environment, which loads the model once and then decodes the same prompts on every word."""
     with tempfile.TemporaryDirectory() as folder:
         policy.model.save_pretrained(folder)
-        policy.codec.tokenizer.save_pretrained(folder)
+        policy.renderer.tokenizer.save_pretrained(folder)
         given = {"contexts": contexts, "tokens": asked.tokens, "device": asked.device, "eager": asked.quick}
         (Path(folder) / "given.json").write_text(json.dumps(given))
         command = [asked.vllm_python, __file__, "--vllm-side", folder]

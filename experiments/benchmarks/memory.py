@@ -3,7 +3,7 @@
     python experiments/benchmarks/memory.py [--tokens 512 1024 2048 4096]
     python experiments/benchmarks/memory.py --device cuda --tokens 2048 4096 8192 16384
 
-Forward and backward of `rlkit.models.score` and the clipped surrogate, against logits [B, T, V] → log_softmax → gather and the same
+Forward and backward of `rlkit.forward_logprobs` and the clipped surrogate, against logits [B, T, V] → log_softmax → gather and the same
 surrogate. The trunk is so small (one layer of width 64) that the head is all there is. Rows of 512 tokens, a quarter of each its prompt.
 Every figure is a process of its own; what is counted is what was resident at the most above model and gradients, on a GPU what torch had
 allocated. Both forms give the same gradient: the relative difference of its norms is in memory.csv. The entropy of every token,
@@ -42,10 +42,10 @@ def batch(tokens: int, device: str) -> dict[str, Any]:
 
 def logprobs_of(form: str, model: Any, given: dict[str, Any]) -> Any:
     """Log-probs of the sampled tokens [B, T], 0 elsewhere."""
-    from rlkit.models import pack, score
+    from rlkit.models import forward_logprobs, pack
 
     if form == "rlkit":
-        return score(model, pack(given["ids"], given["mask"])).logprobs
+        return forward_logprobs(model, pack(given["ids"], given["mask"])).logprobs
     logits = model(input_ids=given["ids"], use_cache=False).logits
     taken = logits.log_softmax(-1)[:, :-1].gather(-1, given["ids"][:, 1:, None])[..., 0]
     return taken.new_zeros(given["ids"].shape).index_put((given["mask"],), taken[given["mask"][:, 1:]])

@@ -68,7 +68,7 @@ def synchronize() -> None:
 def install(module: Any) -> None:
     """Clocks round the model compute of a run that is about to train."""
     import rlkit.training.update
-    from rlkit.models.score import trunk_and_head
+    from rlkit.models.log_probs import trunk_and_head
 
     rlkit.training.update.score = timed("score", rlkit.training.update.score)  # type: ignore[assignment]
     trunk, head = trunk_and_head(module.model)

@@ -2,8 +2,8 @@
 
     python experiments/benchmarks/packing.py
 
-Both sides go through `rlkit.models.score` over the same rows of the embedded model: groups of 8 replies of 19 to 38 tokens to prompts of 40
-tokens. `padded` reads the rows as a model does that cannot be packed. `apart` packs rows whose prompts all differ, so that nothing is
+Both sides go through `rlkit.forward_logprobs` over the same rows of the embedded model: groups of 8 replies of 19 to
+38 tokens to prompts of 40 tokens. `padded` reads the rows as a model does that cannot be packed. `apart` packs rows whose prompts all differ, so that nothing is
 shared. Rounds alternate in one process.
 """
 
@@ -35,11 +35,11 @@ def seconds(model: Any, ids: Any, mask: Any) -> tuple[float, float]:
     """Of one forward and backward pass, packing included; and the norm of the gradient."""
     import torch
 
-    from rlkit.models import pack, score
+    from rlkit.models import forward_logprobs, pack
 
     model.zero_grad()
     begun = time.perf_counter()
-    score(model, pack(ids, mask)).logprobs.mean().backward()
+    forward_logprobs(model, pack(ids, mask)).logprobs.mean().backward()
     spent = time.perf_counter() - begun
     return spent, float(torch.stack([p.grad.norm() for p in model.parameters()]).norm())
 

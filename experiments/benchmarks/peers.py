@@ -47,10 +47,10 @@ def problems(given: dict[str, Any]) -> list[Any]:
 
 def longest_prompt(given: dict[str, Any]) -> int:
     """Tokens of the longest prompt of the run."""
-    from rlkit.models import encode_prompt, make_codec, pretrained_tokenizer
+    from rlkit.models import encode_prompt, make_renderer, pretrained_tokenizer
 
-    codec = make_codec(pretrained_tokenizer("tiny"))
-    return max(len(encode_prompt(codec, task.messages)) for task in problems(given))
+    renderer = make_renderer(pretrained_tokenizer("tiny"))
+    return max(len(encode_prompt(renderer, task.messages)) for task in problems(given))
 
 
 def greedy_accuracy(model: Any) -> float:
@@ -62,9 +62,9 @@ def greedy_accuracy(model: Any) -> float:
 
     policy = make_policy(model, pretrained_tokenizer("tiny"))
     tasks = arithmetic(split="test", max_samples=HELD_OUT)
-    contexts = [encode_prompt(policy.codec, task.messages) for task in tasks]
+    contexts = [encode_prompt(policy.renderer, task.messages) for task in tasks]
     replies = completions("cached", policy, contexts, [0] * len(tasks), max_new_tokens=96, temperature=0.0)
-    texts = [decode(policy.codec, reply.token_ids) for reply in replies]
+    texts = [decode(policy.renderer, reply.token_ids) for reply in replies]
     return statistics.fmean(bench.solved_text(text, task.answer) for text, task in zip(texts, tasks, strict=True))
 
 

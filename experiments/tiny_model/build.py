@@ -25,7 +25,7 @@ from rlkit.engines import Cached
 from rlkit.environments import calculator, tool_schema, tool_use
 from rlkit.episodes.evaluation import greedy_accuracy, is_correct, sampled_accuracy
 from rlkit.models import load_policy
-from rlkit.models.chat import Codec, continuation, encode_prompt, encode_scaffold, make_codec
+from rlkit.models.chat import Renderer, continuation, encode_prompt, encode_scaffold, make_renderer
 from rlkit.rewards import Reward, Term, numeric, weighted_sum
 from rlkit.tasks.arithmetic import Problem, arithmetic, draw_of, evaluate, expression
 from rlkit.types import Message
@@ -141,26 +141,26 @@ def build_tokenizer(vocabulary: int, out: Path) -> PreTrainedTokenizerFast:
 # ------------------------------------------------------------------------------------------------------ warm-up
 
 
-def encode_conversation(codec: Codec, tools: list, question: str, turns: list[tuple[str, str]]) -> tuple[list[int], list[bool]]:
+def encode_conversation(renderer: Renderer, tools: list, question: str, turns: list[tuple[str, str]]) -> tuple[list[int], list[bool]]:
     """Ids and loss mask, through the same functions that encode a rollout."""
-    end = codec.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    ids = encode_prompt(codec, [{"role": "user", "content": question}], tools)
+    end = renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ids = encode_prompt(renderer, [{"role": "user", "content": question}], tools)
     mask = [False] * len(ids)
     for role, text in turns:
         if role == "assistant":
-            new, trained = [*encode_scaffold(codec, text), end], True
+            new, trained = [*encode_scaffold(renderer, text), end], True
         else:
             result: Message = {"role": "tool", "content": text, "tool_call_id": "call_0", "name": "calculator"}
-            new, trained = continuation(codec, [result], end), False
+            new, trained = continuation(renderer, [result], end), False
         ids += new
         mask += [trained] * len(new)
     return ids, mask
 
 
-def encoded_conversations(codec: Codec, count: int, seed: int) -> Iterator[tuple[list[int], list[bool]]]:
+def encoded_conversations(renderer: Renderer, count: int, seed: int) -> Iterator[tuple[list[int], list[bool]]]:
     """Ids and loss masks of `count` warm-up conversations."""
     tools = [tool_schema(calculator)]
-    return (encode_conversation(codec, tools, *conversation) for conversation in conversations(count, seed))
+    return (encode_conversation(renderer, tools, *conversation) for conversation in conversations(count, seed))
 
 
 def warm_up(
@@ -186,9 +186,9 @@ def warm_up(
             log(f"step {step} loss {loss.item():.4f} tokens a row {mask.shape[1]} seconds {time.perf_counter() - started:.0f}")
 
 
-def build_model(vocabulary: int, codec: Codec) -> Qwen3ForCausalLM:
+def build_model(vocabulary: int, renderer: Renderer) -> Qwen3ForCausalLM:
     """A Qwen3 of under a million parameters."""
-    tokenizer = codec.tokenizer
+    tokenizer = renderer.tokenizer
     config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=128,
@@ -231,11 +231,11 @@ def main() -> None:
     # Built beside the target and moved at the end: a reader never sees a new tokenizer with old weights.
     part = arguments.out.with_name(arguments.out.name + ".part")
     tokenizer = build_tokenizer(arguments.vocabulary, part)
-    codec = make_codec(tokenizer)
+    renderer = make_renderer(tokenizer)
     log(f"vocabulary {len(tokenizer)}")
-    model = build_model(len(tokenizer), codec)
+    model = build_model(len(tokenizer), renderer)
     log(f"parameters {sum(p.numel() for p in model.parameters())}")
-    stream = encoded_conversations(codec, arguments.steps * arguments.batch, arguments.seed)
+    stream = encoded_conversations(renderer, arguments.steps * arguments.batch, arguments.seed)
     warm_up(model, tokenizer.pad_token_id, stream, steps=arguments.steps, batch=arguments.batch, lr=arguments.lr, log=log)
     model.to(torch.bfloat16).save_pretrained(part)
     for file in part.iterdir():

@@ -19,7 +19,7 @@ import torch
 from build import warm_up
 
 from rlkit.models import load_policy
-from rlkit.models.chat import Codec, continuation, encode_prompt, encode_scaffold
+from rlkit.models.chat import Renderer, continuation, encode_prompt, encode_scaffold
 from rlkit.tasks import guess_number as games
 from rlkit.types import Message
 
@@ -43,16 +43,16 @@ def game(rng: random.Random) -> list[tuple[str, str]]:
             guess = (low + high) // 2
 
 
-def encoded_games(codec: Codec, count: int, seed: int) -> Iterator[tuple[list[int], list[bool]]]:
+def encoded_games(renderer: Renderer, count: int, seed: int) -> Iterator[tuple[list[int], list[bool]]]:
     """Ids and loss masks of `count` games, through the same functions that encode a rollout."""
     rng = random.Random(seed)
-    end = codec.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    prompt = encode_prompt(codec, list(games(max_samples=1, low=LOW, high=HIGH)[0].messages))
+    end = renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    prompt = encode_prompt(renderer, list(games(max_samples=1, low=LOW, high=HIGH)[0].messages))
     said: dict[str, list[int]] = {}
     for word in ("higher", "lower"):
         message: Message = {"role": "user", "content": word}
-        said[word] = continuation(codec, [message], end)
-    guesses = {str(n): [*encode_scaffold(codec, str(n)), end] for n in range(LOW, HIGH + 1)}
+        said[word] = continuation(renderer, [message], end)
+    guesses = {str(n): [*encode_scaffold(renderer, str(n)), end] for n in range(LOW, HIGH + 1)}
 
     def encoded(turns: list[tuple[str, str]]) -> tuple[list[int], list[bool]]:
         ids, mask = list(prompt), [False] * len(prompt)
@@ -83,7 +83,7 @@ def main() -> None:
         lines.append(line)
 
     policy = load_policy(path="tiny")
-    stream = encoded_games(policy.codec, arguments.steps * arguments.batch, arguments.seed)
+    stream = encoded_games(policy.renderer, arguments.steps * arguments.batch, arguments.seed)
     warm_up(policy.model, policy.pad_token_id, stream, steps=arguments.steps, batch=arguments.batch, lr=arguments.lr, log=log)
     name = "model.guess_number.safetensors"
     with tempfile.TemporaryDirectory(dir=arguments.out) as part:  # moved at the end: never half a file under that name

@@ -90,7 +90,7 @@ def run_agent(
             raise ConfigError("run_agent: there is nobody to answer; give policy=…, or model=… and tokenizer=…")
         policy = make_policy(model, tokenizer)
     named = named_tools(tools, tool_implementations or {}, executed=tool_executor is not None)
-    check_template(policy.codec, [tool_schema(tool) for tool in named.values()])
+    check_template(policy.renderer, [tool_schema(tool) for tool in named.values()])
     if named:
         environment = tool_use(
             tools=named,

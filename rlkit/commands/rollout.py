@@ -70,7 +70,7 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
                 save_rollouts(out / f"rollouts.{x.format}", rollouts)
     shaded = choose(rollouts, SHADED) if len(rollouts) > SHADED else rollouts
     with lenient("tokens.jsonl.gz"):
-        save_tokens(out / "tokens.jsonl.gz", shaded, lambda ids: decode(policy.codec, ids))
+        save_tokens(out / "tokens.jsonl.gz", shaded, lambda ids: decode(policy.renderer, ids))
     with lenient("conversations.txt"):
         said = "\n\n".join(transcript(r) for r in rollouts[:8])
         write_atomic(out / "conversations.txt", said.encode(errors="backslashreplace"))

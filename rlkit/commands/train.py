@@ -56,7 +56,7 @@ def command(arguments: Arguments) -> int:
     join_ranks(x.trainer)
 
     if named == "auto":
-        folder = ranks.first(lambda: folder or runs.newest_unfinished(x.name, composed.config, beside=length_keys(composed)))
+        folder = ranks.broadcast(lambda: folder or runs.newest_unfinished(x.name, composed.config, beside=length_keys(composed)))
         if folder is not None and runs.is_finished(folder):
             print(f"{folder}: finished already; nothing to do")
             ranks.leave()
@@ -65,15 +65,17 @@ def command(arguments: Arguments) -> int:
     with ExitStack() as owning:
 
         def own(run: Path) -> Path:
-            return ranks.first(lambda: owning.enter_context(owner.owned(run, takeover=x.takeover)) or run)
+            return ranks.broadcast(lambda: owning.enter_context(owner.owned(run, takeover=x.takeover)) or run)
 
         if known := folder is not None and runs.is_run(folder):
             check_continues(own(folder), composed.config, x.trainer.steps, resume)
         tasks = load_tasks(x)
         for line in (*warnings(x), *overlaps(tasks)):
             print(f"warning: {line}")
-        target = ranks.first(lambda: folder or runs.fresh(runs.OUTPUTS / x.name))  # one for all ranks, which by now have read what is there
-        ranks.first(lambda: runs.require_writable(target))
+        target = ranks.broadcast(
+            lambda: folder or runs.fresh(runs.OUTPUTS / x.name)
+        )  # one for all ranks, which by now have read what is there
+        ranks.broadcast(lambda: runs.require_writable(target))
         if not known:
             own(target)
 
@@ -142,7 +144,7 @@ def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *,
             for line in runs.write_start(folder, config, versions()) if ranks.rank() == 0 else ():
                 print(f"resume: {line}", flush=True)
         with refusing(folder):
-            provenance = ranks.first(lambda: runs.read_start(folder))
+            provenance = ranks.broadcast(lambda: runs.read_start(folder))
         summary = train(x, tasks, folder, started=started, resume=resume, provenance=provenance)
     except Refusal as error:
         print(visible(f"rlkit: {error}", kept="\n"), file=sys.stderr)

@@ -108,12 +108,12 @@ def gather(make: Callable[[], T]) -> list[T]:
     return [part for _, part in parts]
 
 
-def first(make: Callable[[], T]) -> T:
+def broadcast(make: Callable[[], T]) -> T:
     """What `make` gives on rank 0, which alone calls it."""
     return gather(lambda: make() if rank() == 0 else None)[0]  # type: ignore[return-value]
 
 
-def spread(items: Sequence[Any], work: Callable[[Sequence[Any], int], list[T]]) -> list[T]:
+def split_work(items: Sequence[Any], work: Callable[[Sequence[Any], int], list[T]]) -> list[T]:
     """`work` on all items, every rank on consecutive ones of its own; the results of all, in order.
 
     Args:
@@ -126,12 +126,12 @@ def spread(items: Sequence[Any], work: Callable[[Sequence[Any], int], list[T]]) 
     return [one for part in gather(lambda: work(items[begin:end], begin) if begin < end else []) for one in part]
 
 
-def anywhere(flag: bool) -> bool:
+def any_rank(flag: bool) -> bool:
     """Whether it is so on any rank: what all of them then do together."""
-    return bool(most(int(flag)))
+    return bool(all_reduce_max(int(flag)))
 
 
-def most(number: int) -> int:
+def all_reduce_max(number: int) -> int:
     """The largest of the ranks' numbers."""
     if size() == 1:
         return number
@@ -141,7 +141,7 @@ def most(number: int) -> int:
     return int(tensor)
 
 
-def add_up(tensors: Iterable[Tensor | None]) -> None:
+def all_reduce_sum(tensors: Iterable[Tensor | None]) -> None:
     """Replaces each tensor by its sum over all ranks, in place; the same tensors, in the same order, on every rank. None is passed over."""
     if size() == 1:
         return
@@ -167,7 +167,7 @@ def _reaching(what: str) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------ rows of a batch
 
 
-def own_groups(lengths: Tensor, group_ids: Tensor) -> Tensor:
+def assign_groups(lengths: Tensor, group_ids: Tensor) -> Tensor:
     """[B] True on the rows that this rank trains on: whole groups, the longest dealt first, each to the rank with the fewest tokens.
 
     The rollouts of a group share their prompt in a packed pass, so they stay together.
@@ -188,12 +188,12 @@ def own_groups(lengths: Tensor, group_ids: Tensor) -> Tensor:
     return torch.tensor([owner in dealt for owner in group_ids.tolist()], dtype=torch.bool, device=lengths.device)
 
 
-def padded(portions: list[T], spare: Callable[[], T]) -> list[tuple[T, bool]]:
+def pad_work(portions: list[T], spare: Callable[[], T]) -> list[tuple[T, bool]]:
     """The portions of work, and whether each counts: on every rank as many as on the busiest, the rest filled with one that must not count.
 
     Sharded models gather their weights together, so a rank that had nothing left to do would leave the others waiting.
     """
-    missing = most(len(portions)) - len(portions)  # agreed before the first of them, which may be a collective itself
+    missing = all_reduce_max(len(portions)) - len(portions)  # agreed before the first of them, which may be a collective itself
     filler = [(portions[-1] if portions else spare(), False)] if missing else []
     return [(portion, True) for portion in portions] + filler * missing
 
@@ -204,7 +204,7 @@ def padded(portions: list[T], spare: Callable[[], T]) -> list[tuple[T, bool]]:
 def shard(model: Any, mesh: Any) -> None:
     """Shards a causal LM over the ranks of the mesh, each transformer layer by itself and the rest together (FSDP2).
 
-    Gradients are summed, not averaged. `inside` calls functions of the model.
+    Gradients are summed, not averaged. `in_forward` calls functions of the model.
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
@@ -220,17 +220,17 @@ def shard(model: Any, mesh: Any) -> None:
     model.call_inside = lambda function, *arguments, **settings: function(*arguments, **settings)
     register_fsdp_forward_method(model, "call_inside")
     with torch.no_grad():
-        inside(model, lambda _: None)  # the model becomes the root of its layers
+        in_forward(model, lambda _: None)  # the model becomes the root of its layers
     reshard(model)
 
 
-def twin(model: Any) -> Any:
+def unsharded_copy(model: Any) -> Any:
     """A copy of a model without gradient, whole on each rank also where the model is sharded. A collective there."""
     if not sharded(model):
         return copy.deepcopy(model).requires_grad_(False).eval()
     (empty,) = _root(model).unsharded
     reshard(model)
-    weights = whole(dict(_root(model).named_parameters()))
+    weights = full_tensors(dict(_root(model).named_parameters()))
     return copy.deepcopy(empty, {id(p): nn.Parameter(weights[name].clone(), False) for name, p in empty.named_parameters()}).eval()
 
 
@@ -238,7 +238,7 @@ def _root(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "disable_adapter") else model
 
 
-def inside(model: Any, function: Callable[..., T], *arguments: Any, **settings: Any) -> T:
+def in_forward(model: Any, function: Callable[..., T], *arguments: Any, **settings: Any) -> T:
     """function(model, …), as the forward pass of a sharded model: weights are gathered, gradients are reduced."""
     call = getattr(_root(model), "call_inside", None)
     return function(model, *arguments, **settings) if call is None else call(function, model, *arguments, **settings)
@@ -272,16 +272,16 @@ def whole_weights(model: Any) -> Iterator[None]:
             part.reshard()
 
 
-def whole(value: Any) -> Any:
+def full_tensors(value: Any) -> Any:
     """Plain containers with every sharded tensor gathered. A collective: all ranks call it."""
     if isinstance(value, Mapping):
-        return {key: whole(one) for key, one in value.items()}
+        return {key: full_tensors(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [whole(one) for one in value]
+        return [full_tensors(one) for one in value]
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def like(value: Tensor, live: Tensor) -> Tensor:
+def shard_like(value: Tensor, live: Tensor) -> Tensor:
     """A whole tensor, the same on every rank, as the live one is sharded."""
     if not hasattr(live, "full_tensor"):
         return value

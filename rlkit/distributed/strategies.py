@@ -27,7 +27,7 @@ class Replicated(DDPStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Rank 0 writes. Raises OSError on every rank where it cannot; Lightning's own leaves the others waiting."""
-        ranks.first(lambda: self.checkpoint_io.save_checkpoint(checkpoint, filepath))
+        ranks.broadcast(lambda: self.checkpoint_io.save_checkpoint(checkpoint, filepath))
 
 
 class Sharded(ModelParallelStrategy):
@@ -40,30 +40,30 @@ class Sharded(ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module: Any = self.lightning_module
         ranks.reshard(module)
-        return ranks.whole(module.learner.without_frozen(module.state_dict()))
+        return ranks.full_tensors(module.learner.without_frozen(module.state_dict()))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module: Any = self.lightning_module
         ranks.reshard(module)
         live = module.state_dict()
-        saved = {name: ranks.like(value, live[name]) if name in live else value for name, value in checkpoint["state_dict"].items()}
+        saved = {name: ranks.shard_like(value, live[name]) if name in live else value for name, value in checkpoint["state_dict"].items()}
         module.load_state_dict(saved, strict=strict)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return ranks.whole((optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict())
+        return ranks.full_tensors((optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict())
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             state = {
-                i: {name: ranks.like(value, parameters[i]) if getattr(value, "ndim", 0) else value for name, value in own.items()}
+                i: {name: ranks.shard_like(value, parameters[i]) if getattr(value, "ndim", 0) else value for name, value in own.items()}
                 for i, own in saved["state"].items()
             }
             optimizer.load_state_dict({**saved, "state": state})
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """As that of Replicated."""
-        ranks.first(lambda: self.checkpoint_io.save_checkpoint(checkpoint, filepath))
+        ranks.broadcast(lambda: self.checkpoint_io.save_checkpoint(checkpoint, filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)

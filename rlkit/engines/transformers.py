@@ -108,7 +108,7 @@ def _decode(
     sampler = GumbelMax(torch.tensor(seeds, device=device), width, params.temperature, top_p=params.top_p, top_k=params.top_k)
     processors: list[Any] = [sampler]
     if params.max_thinking_tokens is not None:
-        budget = ThinkingBudget(policy.codec.thinking, len(contexts), params.max_thinking_tokens, device)
+        budget = ThinkingBudget(policy.renderer.thinking, len(contexts), params.max_thinking_tokens, device)
         processors.append(Budgeted(budget, contexts, width))
     out = model.generate(
         input_ids=ids,

@@ -30,7 +30,7 @@ def split_reply(thinking: Thinking, ids: Sequence[int], *, opened: bool = False)
     text like any other. Where they are not, the tags are read in the text.
 
     Args:
-      thinking: of the policy's codec.
+      thinking: of the policy's renderer.
       ids: of a reply, without its end-of-sequence id.
       opened: as in `split_thinking`.
     """

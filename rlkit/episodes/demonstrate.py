@@ -54,10 +54,10 @@ def demonstrated(policy: Policy, messages: Sequence[Message], tools: Sequence[di
             continue
         if steps:
             last = steps[-1]
-            context = last.prompt_ids + last.response_ids + tuple(continuation(policy.codec, new, last.response_ids[-1]))
+            context = last.prompt_ids + last.response_ids + tuple(continuation(policy.renderer, new, last.response_ids[-1]))
         else:
-            context = tuple(encode_prompt(policy.codec, new, tools))
-        reply = tuple(encode_reply(policy.codec, message))
+            context = tuple(encode_prompt(policy.renderer, new, tools))
+        reply = tuple(encode_reply(policy.renderer, message))
         steps.append(
             Step(
                 prompt=tuple(new),

@@ -38,7 +38,7 @@ def greedy_accuracy(
     def play(own: Sequence[Task], begin: int) -> list[Rollout]:
         return collect(policy, own, temperature=temperature, first=begin, **collecting)
 
-    played = ranks.spread(tasks, play)
+    played = ranks.split_work(tasks, play)
     failures(played)
     rollouts = score_spread(played, reward)
     return _with_parts(rollouts, partial(accuracy, temperature=temperature)), rollouts

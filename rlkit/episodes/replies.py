@@ -77,7 +77,7 @@ def encoder(policy: Policy) -> Encode:
         schemas = [tool_schema(tool) for tool in tools.values()]
         key = repr((messages, schemas))
         if key not in kept:
-            kept[key] = tuple(encode_prompt(policy.codec, messages, schemas))
+            kept[key] = tuple(encode_prompt(policy.renderer, messages, schemas))
         return kept[key]
 
     return encode
@@ -100,7 +100,7 @@ def read_reply(
       dropped: exchanges that the prompt no longer holds.
     """
     ended = bool(reply.token_ids) and reply.token_ids[-1] in policy.eos_token_ids
-    tags = policy.codec.thinking
+    tags = policy.renderer.thinking
     thinking, content, closed = split_reply(tags, reply.token_ids[: -1 if ended else None], opened=tags.opened(ids))
     with blamed("parser of tool calls", rollout.task):
         content, calls = (environment.parse_calls or none)(content)
@@ -179,4 +179,4 @@ def _appended(policy: Policy, rollout: Rollout, messages: Messages, dropped: int
     for step in rollout.steps[1:]:
         sizes.append(len(step.prompt_ids) - kept - sum(sizes[step.dropped :]))
     before = last.prompt_ids[:kept] + last.prompt_ids[kept + sum(sizes[last.dropped : dropped]) :]
-    return before + last.response_ids + tuple(continuation(policy.codec, messages, last.response_ids[-1]))
+    return before + last.response_ids + tuple(continuation(policy.renderer, messages, last.response_ids[-1]))

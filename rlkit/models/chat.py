@@ -23,7 +23,7 @@ from rlkit.types import THINK_TAGS, Message, Messages, Thinking
 _OPEN, _CLOSE = "\u27e6rlkit:", "\u27e7"  # around a placeholder's number; a content that holds these is encoded like any other
 
 
-class Codec(NamedTuple):
+class Renderer(NamedTuple):
     """A tokenizer, its copy without added tokens, its thinking tags, and how the template is called."""
 
     tokenizer: Any  # transformers.PreTrainedTokenizerBase with a chat template
@@ -34,13 +34,13 @@ class Codec(NamedTuple):
     render: Callable[[Messages, Sequence[Mapping[str, Any]]], str] | None = None  # (messages, tools) → text, for the template
 
 
-def make_codec(
+def make_renderer(
     tokenizer: Any,
     *,
     enable_thinking: bool | None = None,
     render: Callable[[Messages, Sequence[Mapping[str, Any]]], str] | None = None,
-) -> Codec:
-    """A codec for a fast tokenizer that has a chat template.
+) -> Renderer:
+    """A renderer for a fast tokenizer that has a chat template.
 
     Args:
       tokenizer: a fast `transformers` tokenizer.
@@ -58,7 +58,7 @@ def make_codec(
         raise TemplateError(f"model.path: '{tokenizer.name_or_path}' has no fast tokenizer; rlkit needs tokenizer.json")
     arguments = () if enable_thinking is None else (("enable_thinking", enable_thinking),)
     plain = _without_added_tokens(backend)
-    return Codec(tokenizer, plain, frozenset(tokenizer.added_tokens_decoder), _thinking(tokenizer, plain), arguments, render)
+    return Renderer(tokenizer, plain, frozenset(tokenizer.added_tokens_decoder), _thinking(tokenizer, plain), arguments, render)
 
 
 def _thinking(tokenizer: Any, plain: Any) -> Thinking:
@@ -78,32 +78,32 @@ def _without_added_tokens(backend: Any) -> Any:
     return Tokenizer.from_str(json.dumps(description))
 
 
-def encode_text(codec: Codec, text: str) -> list[int]:
+def encode_text(renderer: Renderer, text: str) -> list[int]:
     """Text from outside as ids: no added token ever comes out of it."""
-    return codec.plain.encode(text, add_special_tokens=False).ids
+    return renderer.plain.encode(text, add_special_tokens=False).ids
 
 
-def encode_scaffold(codec: Codec, text: str) -> list[int]:
+def encode_scaffold(renderer: Renderer, text: str) -> list[int]:
     """Text of the template itself as ids, control tokens included, nothing added."""
-    return list(_scaffold(codec, text))
+    return list(_scaffold(renderer, text))
 
 
 @functools.lru_cache(maxsize=1024)  # the same few stand round all contents
-def _scaffold(codec: Codec, text: str) -> tuple[int, ...]:
-    return tuple(codec.tokenizer.encode(text, add_special_tokens=False)) if text else ()
+def _scaffold(renderer: Renderer, text: str) -> tuple[int, ...]:
+    return tuple(renderer.tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
 
 @functools.lru_cache(maxsize=1024)  # the same few stand between all replies
-def _between_replies(codec: Codec, template: str | None, dialogue: str) -> str:
+def _between_replies(renderer: Renderer, template: str | None, dialogue: str) -> str:
     """What the template writes behind the sentinel of a dialogue; `template`: the tokenizer's, which a user may replace."""
     sentinel = f"{_OPEN}0{_CLOSE}"
-    rendered = _render(codec, json.loads(dialogue), ())
+    rendered = _render(renderer, json.loads(dialogue), ())
     if rendered.count(sentinel) != 1:
         raise TemplateError(f"the chat template writes an assistant's content {rendered.count(sentinel)} times, not once")
     return rendered.partition(sentinel)[2]
 
 
-def encode_prompt(codec: Codec, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+def encode_prompt(renderer: Renderer, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
     """The ids of a conversation up to the point where the assistant speaks next.
 
     Args:
@@ -111,12 +111,12 @@ def encode_prompt(codec: Codec, messages: Messages, tools: Sequence[Mapping[str,
       tools: JSON schemas of the functions that may be called.
     Raises: TemplateError where the template drops or repeats a content, or a tool's schema holds a control token.
     """
-    _check_schemas(codec, tools)
+    _check_schemas(renderer, tools)
     masked, contents = _mask_contents(messages)
-    return _encode_rendered(codec, _render(codec, masked, tools), contents)
+    return _encode_rendered(renderer, _render(renderer, masked, tools), contents)
 
 
-def continuation(codec: Codec, messages: Messages, last_id: int | None, *, cut: bool = False) -> list[int]:
+def continuation(renderer: Renderer, messages: Messages, last_id: int | None, *, cut: bool = False) -> list[int]:
     """The ids that the template writes between a reply and the next one.
 
     Args:
@@ -127,14 +127,14 @@ def continuation(codec: Codec, messages: Messages, last_id: int | None, *, cut: 
     masked, contents = _mask_contents(messages, first=1)
     sentinel = f"{_OPEN}0{_CLOSE}"
     dialogue: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": sentinel}, *masked]
-    rendered = _between_replies(codec, codec.tokenizer.chat_template, json.dumps(dialogue))
-    ids = _encode_rendered(codec, rendered, contents, first=1)
+    rendered = _between_replies(renderer, renderer.tokenizer.chat_template, json.dumps(dialogue))
+    ids = _encode_rendered(renderer, rendered, contents, first=1)
     if ids and (ids[0] == last_id or cut):
         ids = ids[1:]
     return ids
 
 
-def encode_reply(codec: Codec, reply: Message) -> list[int]:
+def encode_reply(renderer: Renderer, reply: Message) -> list[int]:
     """The ids that the policy would sample to say a given reply: thinking, content and calls as the template writes them, then the
     end-of-turn token.
 
@@ -144,22 +144,22 @@ def encode_reply(codec: Codec, reply: Message) -> list[int]:
     """
     masked, contents = _mask_contents([reply])
     asked: list[Message] = [{"role": "user", "content": "?"}]
-    before = _render(codec, asked, ())
-    after = _render(codec, [*asked, *masked], ())
-    end = _render(codec, [*asked, {"role": "assistant", "content": f"{_OPEN}end{_CLOSE}"}], ()).partition(f"{_OPEN}end{_CLOSE}")[2]
-    name = codec.tokenizer.name_or_path
+    before = _render(renderer, asked, ())
+    after = _render(renderer, [*asked, *masked], ())
+    end = _render(renderer, [*asked, {"role": "assistant", "content": f"{_OPEN}end{_CLOSE}"}], ()).partition(f"{_OPEN}end{_CLOSE}")[2]
+    name = renderer.tokenizer.name_or_path
     if not after.startswith(before) or not end or not after.endswith(end):
         raise TemplateError(f"the chat template of '{name}' writes a reply elsewhere than where the policy would say it")
     text = after[len(before) : -len(end)]
     if lost := [content for i, content in enumerate(contents) if f"{_OPEN}{i}{_CLOSE}" not in text]:
         raise TemplateError(f"the chat template of '{name}' does not write a part of a reply: '{lost[0][:80]}'")
-    return _encode_joined(codec, text, contents) + encode_scaffold(codec, end)[:1]
+    return _encode_joined(renderer, text, contents) + encode_scaffold(renderer, end)[:1]
 
 
-def _encode_joined(codec: Codec, rendered: str, contents: Sequence[str]) -> list[int]:
+def _encode_joined(renderer: Renderer, rendered: str, contents: Sequence[str]) -> list[int]:
     """Ids of a rendered reply, the control tokens those of the scaffolding alone. The text between two of them is encoded in one piece,
     scaffolding and contents together, as a model writes it that does not know where a content begins."""
-    added = {str(token): i for i, token in codec.tokenizer.added_tokens_decoder.items()}
+    added = {str(token): i for i, token in renderer.tokenizer.added_tokens_decoder.items()}
     control = "|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)"
     ids: list[int] = []
     text = ""
@@ -169,26 +169,26 @@ def _encode_joined(codec: Codec, rendered: str, contents: Sequence[str]) -> list
             continue
         for part in re.split(f"({control})", piece):
             if part in added:
-                ids += [*encode_text(codec, text), added[part]]
+                ids += [*encode_text(renderer, text), added[part]]
                 text = ""
             else:
                 text += part
-    return ids + encode_text(codec, text)
+    return ids + encode_text(renderer, text)
 
 
-def _render(codec: Codec, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
-    if codec.render is not None:
-        return codec.render(messages, tools)
+def _render(renderer: Renderer, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
+    if renderer.render is not None:
+        return renderer.render(messages, tools)
     try:
-        return codec.tokenizer.apply_chat_template(
+        return renderer.tokenizer.apply_chat_template(
             list(messages),
             tools=list(tools) or None,
             add_generation_prompt=True,
             tokenize=False,
-            **dict(codec.template_arguments),
+            **dict(renderer.template_arguments),
         )
     except Exception as error:  # jinja2 raises many kinds; all of them are the template's
-        raise TemplateError(f"the chat template of '{codec.tokenizer.name_or_path}' fails: {error}") from error
+        raise TemplateError(f"the chat template of '{renderer.tokenizer.name_or_path}' fails: {error}") from error
 
 
 def _mask_contents(messages: Messages, first: int = 0) -> tuple[list[Message], list[str]]:
@@ -218,7 +218,7 @@ def _mask_call(call: Mapping[str, Any], placeholder: Any) -> dict[str, Any]:
     return {**call, "function": {"name": placeholder(function["name"]), "arguments": placeholder(text)}}
 
 
-def _encode_rendered(codec: Codec, rendered: str, contents: Sequence[str], first: int = 0) -> list[int]:
+def _encode_rendered(renderer: Renderer, rendered: str, contents: Sequence[str], first: int = 0) -> list[int]:
     """Ids of rendered text: scaffolding with control tokens, contents without."""
     ids: list[int] = []
     position = 0
@@ -228,37 +228,37 @@ def _encode_rendered(codec: Codec, rendered: str, contents: Sequence[str], first
         if at < 0:
             # A template may drop text on purpose (Qwen3 drops earlier thinking); then nothing of it is encoded.
             continue
-        ids += encode_scaffold(codec, rendered[position:at])
-        ids += encode_text(codec, content)
+        ids += encode_scaffold(renderer, rendered[position:at])
+        ids += encode_text(renderer, content)
         position = at + len(mark)
     tail = rendered[position:]
     if _OPEN in tail:
         raise TemplateError("the chat template reorders or repeats the contents of its messages; rlkit cannot encode it exactly")
-    return ids + encode_scaffold(codec, tail)
+    return ids + encode_scaffold(renderer, tail)
 
 
-def _check_schemas(codec: Codec, tools: Sequence[Mapping[str, Any]]) -> None:
+def _check_schemas(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> None:
     if not tools:
         return
     text = json.dumps(list(tools), ensure_ascii=False)
-    for token in codec.tokenizer.added_tokens_decoder.values():
+    for token in renderer.tokenizer.added_tokens_decoder.values():
         if str(token) in text:
             raise TemplateError(f"a tool's schema holds the control token '{token}'; take it out of the docstring")
 
 
-def check_template(codec: Codec, tools: Sequence[Mapping[str, Any]]) -> None:
+def check_template(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> None:
     """Refuses a template that cannot carry what the run needs: the tools' names, and a tool's result."""
     if not tools:
         return
-    rendered = _render(codec, [{"role": "user", "content": "?"}], tools)
+    rendered = _render(renderer, [{"role": "user", "content": "?"}], tools)
     missing = [t["function"]["name"] for t in tools if t["function"]["name"] not in rendered]
-    name = codec.tokenizer.name_or_path
+    name = renderer.tokenizer.name_or_path
     remedy = "choose a model whose template takes tools, give one with model.chat_template=FILE.jinja, or environment=single_turn"
     if missing:
         raise TemplateError(f"model.path: the chat template of '{name}' does not write the tools {missing}; {remedy}")
     result = f"{_OPEN}0{_CLOSE}"
     rendered = _render(
-        codec,
+        renderer,
         [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": "!"},
@@ -270,9 +270,9 @@ def check_template(codec: Codec, tools: Sequence[Mapping[str, Any]]) -> None:
         raise TemplateError(f"model.path: the chat template of '{name}' does not write a tool's result; {remedy}")
 
 
-def decode(codec: Codec, ids: Sequence[int], *, control_tokens: bool = True) -> str:
+def decode(renderer: Renderer, ids: Sequence[int], *, control_tokens: bool = True) -> str:
     """The text of ids, spaces untouched."""
-    return _decode(codec.tokenizer, ids, control_tokens)
+    return _decode(renderer.tokenizer, ids, control_tokens)
 
 
 def _decode(tokenizer: Any, ids: Sequence[int], control_tokens: bool = True) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from rlkit.models.head import trunk_and_head
+from rlkit.models.log_probs import states
 from rlkit.models.packing import Packed
-from rlkit.models.score import states
 
 
 class ValueHead(nn.Module):

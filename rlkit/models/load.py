@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from rlkit.errors import ConfigError, TemplateError
-from rlkit.models.chat import make_codec
+from rlkit.models.chat import make_renderer
 from rlkit.models.packing import allow_packing
 from rlkit.system.digest import SUMS, folder_damage
 from rlkit.types import Policy, ranges
@@ -172,14 +172,14 @@ def make_policy(model: Any, tokenizer: Any, **template: Any) -> Policy:
     """A policy of a causal LM that is already built, also under PEFT, and its tokenizer.
 
     Args:
-      template: enable_thinking and render, of `make_codec`.
+      template: enable_thinking and render, of `make_renderer`.
     Raises: TemplateError.
     """
     context = int(getattr(model.config, "max_position_embeddings", 1 << 20))
     allow_packing(model)
     end_ids = end_token_ids(model, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_ids[0]
-    return Policy(model, make_codec(tokenizer, **template), end_ids, pad, context)
+    return Policy(model, make_renderer(tokenizer, **template), end_ids, pad, context)
 
 
 def without_dropout(config: Any) -> Any:

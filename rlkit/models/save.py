@@ -36,7 +36,7 @@ def save_policy(folder: Path, policy: Policy, *, state: Mapping[str, Tensor] | N
         with as_oserror():
             model.save_pretrained(part, **settings)
             if tokenizer:
-                policy.codec.tokenizer.save_pretrained(part)
+                policy.renderer.tokenizer.save_pretrained(part)
             write_sums(part)
         for path in part.rglob("*"):
             sync(path)

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import rlkit.functional as F
-from rlkit.algorithm import KL, Algorithm, call, estimate_advantages, surrogate, weigh
+from rlkit.algorithm import KL, Algorithm, call, estimate_advantages, loss_weights, surrogate
 from rlkit.notebook.configs import algorithm_of, asks_for, create_grpo_config
 from rlkit.notebook.stacked import stack_rollouts
 from rlkit.notebook.tensors import mask_like, mean_of_tokens, per_token_of, required, same_shape
-from rlkit.types import Estimate, Rollout, Scores
+from rlkit.types import Estimate, Rollout, TokenLogprobs
 
 
 def compute_advantages(rollouts: Sequence[Rollout], normalize: bool = True) -> Tensor:
@@ -52,7 +52,7 @@ def _policy_loss(rollouts: Sequence[Rollout], advantages: Tensor, algorithm: Alg
     if all(o is not None for o in old):
         batch = batch._replace(logprobs_old=pad_sequence([torch.as_tensor(o) for o in old], batch_first=True).to(logprobs.device))
     batch = batch._replace(advantages=F.fill_masked(per_token_of(advantages, logprobs), mask, 0.0))
-    loss, _ = surrogate(weigh(batch, algorithm), Scores(logprobs, torch.zeros_like(logprobs)), algorithm, KL("none"))
+    loss, _ = surrogate(loss_weights(batch, algorithm), TokenLogprobs(logprobs, torch.zeros_like(logprobs)), algorithm, KL("none"))
     return loss
 
 

@@ -13,7 +13,18 @@ from rlkit.engines import Batched, Transformers
 from rlkit.engines.transformers import complete
 from rlkit.environments import split_thinking
 from rlkit.environments.prompts import with_system_prompt
-from rlkit.models import LoRA, ValueHead, add_lora, decode, encode_prompt, make_policy, pack, pretrained_model, pretrained_tokenizer, score
+from rlkit.models import (
+    LoRA,
+    ValueHead,
+    add_lora,
+    decode,
+    encode_prompt,
+    forward_logprobs,
+    make_policy,
+    pack,
+    pretrained_model,
+    pretrained_tokenizer,
+)
 from rlkit.notebook.data import Conversation, GenerationConfig, Prompt, TextGeneration, as_messages, as_prompt
 from rlkit.notebook.tokens import compute_logprobs_for_tokens, rows_of
 from rlkit.types import Engine, Generation, Message, Messages, Policy, SamplingParams, Task
@@ -170,7 +181,7 @@ def generate_text(
     """
     template: dict[str, Any] = {"template_fn": template_fn, "use_chat_template": use_chat_template}
     policy, prompts = policy_of(model, tokenizer, enable_thinking=config.enable_thinking, **template), _several(prompt)
-    contexts = [encode_prompt(policy.codec, with_system_prompt(as_messages(p), system_prompt)) for p in prompts]
+    contexts = [encode_prompt(policy.renderer, with_system_prompt(as_messages(p), system_prompt)) for p in prompts]
     for i, context in enumerate(contexts):
         if len(context) >= policy.context_length:
             raise ValueError(f"prompt {i} has {len(context)} tokens, the model's context {policy.context_length}; shorten it, none is cut")
@@ -182,7 +193,7 @@ def generate_text(
 
 
 def _in_words(policy: Policy, reply: Generation, config: GenerationConfig, compute_logprobs: bool) -> TextGeneration:
-    text = decode(policy.codec, reply.token_ids[: -1 if reply.finish_reason == "stop" else None])
+    text = decode(policy.renderer, reply.token_ids[: -1 if reply.finish_reason == "stop" else None])
     thinking, content, closed = split_thinking(text)
     metadata = {"finish_reason": reply.finish_reason, "thinking": thinking, "thinking_closed": closed}
     logprobs = reply.logprobs if compute_logprobs else None
@@ -215,7 +226,7 @@ class Asked(NamedTuple):
 
     async def generate(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> Generation:
         """The generator's reply. It has a seed of its own, if any."""
-        given = self.generator(self.policy.model, self.policy.codec.tokenizer, self.prompt, self.config, True)
+        given = self.generator(self.policy.model, self.policy.renderer.tokenizer, self.prompt, self.config, True)
         return _sampled(self.policy, prompt_ids, given, params.temperature or 1.0)
 
     def release(self, key: int) -> None:
@@ -260,11 +271,11 @@ def generate_with_values(
     reply = generate_text(model, tokenizer, prompt, config, **hooks)
     template = {name: hooks[name] for name in ("template_fn", "use_chat_template") if name in hooks}
     policy = policy_of(model, tokenizer, enable_thinking=config.enable_thinking, **template)
-    context = encode_prompt(policy.codec, with_system_prompt(as_messages(prompt), hooks.get("system_prompt")))
+    context = encode_prompt(policy.renderer, with_system_prompt(as_messages(prompt), hooks.get("system_prompt")))
     device = next(model.parameters()).device
     ids, mask = rows_of(torch.tensor([context]), None, torch.tensor([reply.token_ids]))
     judge: Any = (lambda hidden, packed: critic(hidden)) if isinstance(critic, ValueHead) else critic
     with torch.no_grad():
-        values = score(model, pack(ids.to(device), mask.to(device)), critic=judge).values
+        values = forward_logprobs(model, pack(ids.to(device), mask.to(device)), critic=judge).values
     assert values is not None
     return reply, values[mask.to(device)]

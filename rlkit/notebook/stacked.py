@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 import rlkit.functional as F
 from rlkit.algorithm import quantities
 from rlkit.episodes.assemble import assemble
-from rlkit.models import pack, score
+from rlkit.models import forward_logprobs, pack
 from rlkit.types import Batch, Rollout, ToolResult
 
 
@@ -61,7 +61,7 @@ def attach_logprobs(model: nn.Module, rollouts: Sequence[Rollout], *, temperatur
     `temperature` is the sampler's, > 0.
     """
     batch = assemble([plain(r) for r in rollouts], pad_token_id=0, device=next(model.parameters()).device)
-    logprobs = score(model, pack(batch.ids, batch.response_mask), temperature=temperature).logprobs
+    logprobs = forward_logprobs(model, pack(batch.ids, batch.response_mask), temperature=temperature).logprobs
     return attach(rollouts, *episodes_of(batch), logprobs, batch.logprobs_sampler)
 
 

@@ -7,20 +7,20 @@ from torch import Tensor, nn
 
 import rlkit.functional as F
 from rlkit.algorithm import micro_batches, select
-from rlkit.models import pack, score
-from rlkit.types import Batch, Scores
+from rlkit.models import forward_logprobs, pack
+from rlkit.types import Batch, TokenLogprobs
 
 
 @torch.no_grad()
 def score_batch(
     model: nn.Module, batch: Batch, temperature: float, micro_batch_tokens: int = 16384, critic: nn.Module | None = None
-) -> Scores:
-    """Scores [B, T] of a batch, one micro-batch at a time."""
+) -> TokenLogprobs:
+    """Log-probs, entropies and values [B, T] of a batch, one micro-batch at a time."""
     zeros = torch.zeros_like(batch.logprobs_sampler)
-    out = Scores(zeros, zeros.clone(), None if critic is None else zeros.clone())
+    out = TokenLogprobs(zeros, zeros.clone(), None if critic is None else zeros.clone())
     for rows in micro_batches(batch, micro_batch_tokens):
         part = select(batch, rows)
-        scores = score(model, pack(part.ids, part.response_mask), temperature=temperature, critic=critic)
+        scores = forward_logprobs(model, pack(part.ids, part.response_mask), temperature=temperature, critic=critic)
         for kept, found in zip(out, scores, strict=True):
             if kept is not None and found is not None:
                 kept[rows, : part.ids.shape[1]] = found.to(kept.dtype)

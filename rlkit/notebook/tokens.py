@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from rlkit.models.log_probs import forward_logprobs
 from rlkit.models.packing import pack
-from rlkit.models.score import score
 
 
 def compute_logprobs_for_tokens(
@@ -27,7 +27,7 @@ def compute_logprobs_for_tokens(
     ids, mask = rows_of(prompt_ids, prompt_mask, generated_ids)
     device = next(model.parameters()).device
     found = [
-        score(model, pack(part.to(device), sampled.to(device)), temperature=temperature).logprobs[sampled.to(device)]
+        forward_logprobs(model, pack(part.to(device), sampled.to(device)), temperature=temperature).logprobs[sampled.to(device)]
         for part, sampled in zip(ids.split(micro_batch_size), mask.split(micro_batch_size), strict=True)
     ]
     return torch.cat(found).reshape(generated_ids.shape)

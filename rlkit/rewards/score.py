@@ -130,7 +130,7 @@ def score_spread(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
     """
     functions = [reward.aggregator, *(term.fn for term in reward.terms.values())]
     whole = reward.max_error_rate > 0 or any(term.batched for term in reward.terms.values()) or any(map(is_batched, functions))
-    return ranks.first(lambda: score(rollouts, reward)) if whole else ranks.spread(rollouts, lambda own, _: score(own, reward))
+    return ranks.broadcast(lambda: score(rollouts, reward)) if whole else ranks.split_work(rollouts, lambda own, _: score(own, reward))
 
 
 def _require(reward: Reward) -> None:

@@ -72,7 +72,7 @@ def play(x: Experiment, policy: Policy, tasks: Sequence[Task], *, step: int, fir
         )
 
     with named("generation", "lower generation.engine.max_cached_tokens or batch.prompts"), ranks.whole_weights(policy.model):
-        return ranks.spread(tasks, own)
+        return ranks.split_work(tasks, own)
 
 
 def accept(x: Experiment, policy: Policy, rollouts: list[Rollout]) -> list[Rollout]:

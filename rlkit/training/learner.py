@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkit.algorithm import choose, estimate_advantages, minibatches, scale_tokens
+from rlkit.algorithm import estimate_advantages, filter_rollouts, minibatches, token_scale
 from rlkit.distributed import ranks
 from rlkit.episodes import assemble, summarize
 from rlkit.errors import ConfigError
@@ -39,10 +39,12 @@ from rlkit.types import Batch, Policy, Rollout
 class Host(NamedTuple):
     """What a learner leaves to the process that it lives in. The defaults are plain torch, and the collectives of a process group."""
 
-    forward: Callable[..., Any] = ranks.inside  # (model, function, *arguments, **settings) → function(model, …), as its forward pass
+    forward: Callable[..., Any] = ranks.in_forward  # (model, function, *arguments, **settings) → function(model, …), as its forward pass
     backward: Callable[[Tensor], Any] = Tensor.backward
     optimizer_step: Callable[[torch.optim.Optimizer], Any] = lambda optimizer: optimizer.step()
-    all_reduce: Callable[[Iterable[Tensor | None]], None] = ranks.add_up  # every tensor becomes its sum over the processes, in place
+    all_reduce: Callable[[Iterable[Tensor | None]], None] = (
+        ranks.all_reduce_sum
+    )  # every tensor becomes its sum over the processes, in place
 
 
 class Learner:
@@ -133,7 +135,7 @@ class Learner:
             self.update_reference(terms)
         self.rl_step, self.tokens = self.rl_step + 1, self.tokens + int(batch.attention_mask.sum())
         metrics = self.measured(batch, terms) | drifted
-        self.metrics = ranks.first(lambda: metrics)  # its clock; everything else is equal
+        self.metrics = ranks.broadcast(lambda: metrics)  # its clock; everything else is equal
         self.clock.end()
         return self.metrics
 
@@ -144,8 +146,8 @@ class Learner:
     def prepared(self, rollouts: Sequence[Rollout]) -> Batch:
         """The batch that a step updates with: rollouts filtered, old and reference scores, weights of tokens, advantages."""
         x = self.x
-        batch = choose(self.assembled(rollouts), x.algorithm)
-        batch = scale_tokens(retried(self, batch, partial(with_scores, self, batch)), x.algorithm)
+        batch = filter_rollouts(self.assembled(rollouts), x.algorithm)
+        batch = token_scale(retried(self, batch, partial(with_scores, self, batch)), x.algorithm)
         return estimate_advantages(batch, x.algorithm, x.kl)
 
     def measured(self, batch: Batch, terms: UpdateTerms) -> dict[str, Any]:
@@ -308,7 +310,7 @@ class Learner:
             "exact": self.exact,
             "start": None if self.start is None else {n: t.cpu() for n, t in self.start._asdict().items() if t is not None},
             "moments": list(self.moments),
-            "references": {owner: ranks.whole(self.reference_of(owner).save(state)) for owner, state in self.references.items()},
+            "references": {owner: ranks.full_tensors(self.reference_of(owner).save(state)) for owner, state in self.references.items()},
             "nonfinite": dict(self.nonfinite),
             "halvings": self.halvings,
             "threads": torch.get_num_threads() if self.device.type == "cpu" else None,  # a GPU's sums do not depend on them

@@ -14,8 +14,8 @@ from rlkit.environments import environment_of
 from rlkit.episodes.episode import opening
 from rlkit.errors import RLKitError
 from rlkit.models.chat import encode_prompt
+from rlkit.models.log_probs import forward_logprobs
 from rlkit.models.packing import pack
-from rlkit.models.score import score
 from rlkit.training.metrics import UpdateTerms
 from rlkit.types import Batch, Task
 
@@ -77,7 +77,7 @@ def probe(learner: Any, tasks: Sequence[Task]) -> None:
     x, policy = learner.x, learner.policy
     turns = [(environment_of(x.environment, task), task) for task in tasks[:16]]
     openings = [opening(task, environment) for environment, task in turns]
-    prompts = [len(encode_prompt(policy.codec, own.prompt, own.schemas)) for own in openings]
+    prompts = [len(encode_prompt(policy.renderer, own.prompt, own.schemas)) for own in openings]
     longest = max((p + e.max_steps * x.generation.max_new_tokens for p, (e, _) in zip(prompts, turns, strict=True)), default=1)
     width = min(policy.context_length, longest)
     rows = max(1, learner.micro_batch_tokens // width)
@@ -95,7 +95,7 @@ def probe(learner: Any, tasks: Sequence[Task]) -> None:
         moments = [torch.empty_like(p) for p in learner.nets.parameters() if p.requires_grad for _ in range(2)]
         for part in micro_batches(batch, learner.micro_batch_tokens):
             critic = learner.critic if x.algorithm.critic.active else None
-            scores = score(learner.model, pack(ids[part], mask[part]), temperature=learner.temperature, critic=critic)
+            scores = forward_logprobs(learner.model, pack(ids[part], mask[part]), temperature=learner.temperature, critic=critic)
             loss = scores.logprobs.sum() + (0.0 if scores.values is None else scores.values.sum())
             loss.backward()
         del moments

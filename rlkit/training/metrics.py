@@ -18,7 +18,7 @@ from rlkit.distributed import ranks
 from rlkit.errors import PartError
 from rlkit.models.packing import Packed
 from rlkit.training.experiment import Experiment
-from rlkit.types import Batch, Rollout, Scores
+from rlkit.types import Batch, Rollout, TokenLogprobs
 
 NAN = float("nan")
 
@@ -36,7 +36,7 @@ class UpdateTerms:
         self.skipped = {"no_signal": 0, "nonfinite": 0, "target_kl": 0}
         self.read = self.packed = self.padded = 0  # tokens of the rows; those of them computed, each shared one once; with padding
 
-    def add(self, batch: Batch, loss: Tensor, scores: Scores, parts: dict[str, Tensor], packed: Packed) -> None:
+    def add(self, batch: Batch, loss: Tensor, scores: TokenLogprobs, parts: dict[str, Tensor], packed: Packed) -> None:
         """The terms of one micro-batch; `loss` is the policy's."""
         self.read, self.packed = self.read + packed.tokens, self.packed + len(packed.ids)
         self.padded += sum(path.queries.numel() for path in packed.paths)

@@ -77,7 +77,7 @@ class RLModule(L.LightningModule):
         rollouts, trained, stream = experience(x, self.policy, self.tasks, self.stream, step=self.rl_step, clock=self.clock)
         self.droppable, self.before, self.stream = False, None, stream
         self.learner.step(rollouts, trained)
-        self.trainer.should_stop = ranks.anywhere(self.rl_step >= self.total_steps or self.out_of_time())
+        self.trainer.should_stop = ranks.any_rank(self.rl_step >= self.total_steps or self.out_of_time())
         self.clock.end()
 
     def drop_step(self) -> None:

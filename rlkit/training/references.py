@@ -169,7 +169,7 @@ def _start(policy: nn.Module, **_: Any) -> Moving:
     if hasattr(policy, "disable_adapter"):
         scored = _second_adapter(policy)
         return Moving(_averaged(scored), scored, {}, None)
-    return track(ranks.twin(policy))
+    return track(ranks.unsharded_copy(policy))
 
 
 def track(model: nn.Module) -> Moving:
@@ -230,7 +230,7 @@ def _load_moving(state: Moving, policy: nn.Module, saved: Mapping[str, Any]) -> 
             odd = sorted(live.keys() ^ kept.keys())
             raise ValueError(f"reference: the checkpoint is of another model: {len(odd)} names differ, the first is '{odd[0]}'")
         for name, tensor in kept.items():
-            live[name].copy_(ranks.like(tensor, live[name]))
+            live[name].copy_(ranks.shard_like(tensor, live[name]))
     _show(state)
     return state._replace(kl=saved["kl"])
 
@@ -293,7 +293,7 @@ def _freeze(policy: nn.Module, *, step: int = 0) -> nn.Module | Moving | None:
         return _start(policy)
     if hasattr(policy, "disable_adapter"):
         return None
-    return ranks.twin(policy)
+    return ranks.unsharded_copy(policy)
 
 
 @assumes("same_vocabulary")

@@ -52,7 +52,7 @@ def train(
         agreement = check_policy(policy, tasks.train, x)
     for line in agreement.warnings:
         print(f"warning: {line}", flush=True)
-    exact = not ranks.anywhere(not agreement.exact)  # all ranks do the same
+    exact = not ranks.any_rank(not agreement.exact)  # all ranks do the same
     if line := correction_in_words(x, exact=exact):
         print(line, flush=True)
     module = RLModule(x, policy, tasks.train, exact=exact)
@@ -157,7 +157,7 @@ def make_trainer(
     path, step = None, 0
     if resume is not None:
         with refusing(folder):
-            path, step = ranks.first(lambda: taken_up(resume, folder))
+            path, step = ranks.broadcast(lambda: taken_up(resume, folder))
         says = f"{path}, after step {step}" if path else f"{resume} holds no checkpoint yet; the run begins again"
         print(f"resume: {says}", flush=True)
     with refusing(folder):

@@ -15,7 +15,7 @@ from rlkit.episodes import assemble, collect
 from rlkit.episodes.episode import opening
 from rlkit.errors import DataError, SelfCheckError
 from rlkit.functional import token_log_probs
-from rlkit.models import check_template, check_vocabulary, encode_prompt, pack, score
+from rlkit.models import check_template, check_vocabulary, encode_prompt, forward_logprobs, pack
 from rlkit.training.experiment import Experiment
 from rlkit.training.schedules import phases
 from rlkit.types import Environment, Policy, Task, declarations
@@ -56,8 +56,8 @@ def check_contexts(policy: Policy, tasks: Sequence[Task], environment: Environme
     """
     for task in first_rows(sorted(tasks, key=lambda task: -sum(len(m["content"]) for m in task.messages)), LONGEST):
         own = opening(task, environment_of(environment, task))
-        check_template(policy.codec, own.schemas)
-        length = len(encode_prompt(policy.codec, own.prompt, own.schemas))
+        check_template(policy.renderer, own.schemas)
+        length = len(encode_prompt(policy.renderer, own.prompt, own.schemas))
         if length >= policy.context_length:
             raise DataError(
                 f"row {task.id}: its prompt has {length} tokens, and the model's context is {policy.context_length}; "
@@ -75,7 +75,7 @@ class Agreement(NamedTuple):
 def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreement:
     """Token exactness on real rollouts: the template carries tools, and three computations agree on every sampled token.
 
-    They are the engine that sampled, the trainer's `score`, and the model's own forward, whichever engine it is: an engine that
+    They are the engine that sampled, the trainer's `forward_logprobs`, and the model's own forward, whichever engine it is: an engine that
     shares a mistake with the trainer would agree with it.
     Raises: TemplateError, DataError, SelfCheckError.
     """
@@ -93,7 +93,7 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
         raise SelfCheckError(f"the loss mask has {int(mask.sum())} tokens, {sampled} were sampled")
     few_rows = mask.any(1).nonzero()[:FORWARD_ROWS, 0]
     with torch.no_grad():
-        logprobs = score(policy.model, pack(batch.ids, mask), temperature=temperature).logprobs
+        logprobs = forward_logprobs(policy.model, pack(batch.ids, mask), temperature=temperature).logprobs
         own = own_log_probs(policy.model, batch.ids[few_rows], mask[few_rows], temperature)
     half = torch.is_autocast_enabled(device.type) or any(p.dtype == torch.bfloat16 for p in policy.model.parameters())
     warnings = _compare(

@@ -17,12 +17,12 @@ from rlkit.distributed import ranks
 from rlkit.errors import NonFinite
 from rlkit.functional import approximate_kl
 from rlkit.models.head import Head, trunk_and_head
+from rlkit.models.log_probs import forward_logprobs, states
 from rlkit.models.packing import Packed, pack
-from rlkit.models.score import score, states
 from rlkit.training import drift
 from rlkit.training.memory import named
 from rlkit.training.metrics import NAN, UpdateTerms
-from rlkit.types import Batch, Scores
+from rlkit.types import Batch, TokenLogprobs
 
 if TYPE_CHECKING:
     from rlkit.training.learner import Learner
@@ -50,14 +50,14 @@ def with_scores(learner: Learner, batch: Batch) -> Batch:
 
 
 @torch.no_grad()
-def scored(learner: Learner, model: torch.nn.Module, batch: Batch, *, critic: torch.nn.Module | None = None) -> Scores:
-    """Scores [B, T] of a batch, one micro-batch at a time."""
+def scored(learner: Learner, model: torch.nn.Module, batch: Batch, *, critic: torch.nn.Module | None = None) -> TokenLogprobs:
+    """Log-probs, entropies and values [B, T] of a batch, one micro-batch at a time."""
     out: dict[str, Tensor] = {}
     for rows, counts in portions(learner, batch):
         part = select(batch, rows)
         packed = pack(part.ids, part.response_mask)
         with learner.clock.part("model"):
-            scores = learner.host.forward(model, score, packed, temperature=learner.temperature, critic=critic)
+            scores = learner.host.forward(model, forward_logprobs, packed, temperature=learner.temperature, critic=critic)
         for name, value in scores._asdict().items():
             if value is not None:
                 whole = out.setdefault(name, torch.zeros_like(batch.logprobs_sampler))
@@ -65,7 +65,7 @@ def scored(learner: Learner, model: torch.nn.Module, batch: Batch, *, critic: to
                     whole[rows, : part.ids.shape[1]] = value.to(whole.dtype)
     learner.host.all_reduce(out.values())
     nothing = torch.zeros_like(batch.logprobs_sampler)  # no row has a trained token
-    return Scores(**out) if out else Scores(nothing, nothing, None if critic is None else nothing)
+    return TokenLogprobs(**out) if out else TokenLogprobs(nothing, nothing, None if critic is None else nothing)
 
 
 def with_old(learner: Learner, batch: Batch | None) -> Batch | None:
@@ -89,9 +89,9 @@ def portions(learner: Learner, batch: Batch) -> Iterable[tuple[Tensor, bool]]:
     limit = learner.micro_batch_tokens
     if ranks.size() == 1:
         return ((rows, True) for rows in micro_batches(batch, limit))
-    own = ranks.own_groups(batch.attention_mask.sum(1), batch.group_ids[batch.rollout_ids])
+    own = ranks.assign_groups(batch.attention_mask.sum(1), batch.group_ids[batch.rollout_ids])
     mine = batch._replace(response_mask=batch.response_mask & own[:, None])
-    return ranks.padded(list(micro_batches(mine, limit)), spare=lambda: list(micro_batches(batch, 1))[-1])
+    return ranks.pad_work(list(micro_batches(mine, limit)), spare=lambda: list(micro_batches(batch, 1))[-1])
 
 
 # -------------------------------------------------------------------------------------------------------- one update
@@ -142,13 +142,13 @@ def one_update(learner: Learner, minibatch: Batch, terms: UpdateTerms) -> bool:
     return True
 
 
-def trained_scores(learner: Learner, packed: Packed) -> Scores:
+def trained_scores(learner: Learner, packed: Packed) -> TokenLogprobs:
     """What an update learns from: scores by policy and critic that carry their gradients."""
     a = learner.x.algorithm
     with learner.clock.part("model"):
         return learner.host.forward(
             learner.model,
-            score,
+            forward_logprobs,
             packed,
             temperature=learner.temperature,
             entropy_gradient=bool(a.entropy_coef),
@@ -185,7 +185,7 @@ def step_optimizer(
         group["lr"] = hyperparameters(configured).get("lr", group["lr"])
     parameters = list(parameters)
     learner.host.all_reduce(p.grad for p in parameters if not hasattr(p, "full_tensor"))  # shards have been added up on the way
-    norm = float(ranks.whole(torch.nn.utils.clip_grad_norm_(parameters, learner.x.trainer.max_grad_norm)))
+    norm = float(ranks.full_tensors(torch.nn.utils.clip_grad_norm_(parameters, learner.x.trainer.max_grad_norm)))
     finite = isfinite(norm) and isfinite(loss)
     learner.nonfinite[index] = skipped = 0 if finite else learner.nonfinite.get(index, 0) + 1
     if skipped >= learner.x.trainer.max_nonfinite:

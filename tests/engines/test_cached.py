@@ -33,7 +33,7 @@ QUESTIONS = (
 @pytest.fixture(scope="module")
 def contexts(tiny):
     """Eleven contexts of four questions: siblings, and others of other lengths."""
-    found = [tuple(encode_prompt(tiny.codec, [{"role": "user", "content": q}], TOOLS)) for q in QUESTIONS]
+    found = [tuple(encode_prompt(tiny.renderer, [{"role": "user", "content": q}], TOOLS)) for q in QUESTIONS]
     return [found[i] for i in (0, 0, 1, 2, 0, 3, 3, 1, 2, 2, 0)]
 
 
@@ -71,11 +71,11 @@ def test_replies_are_those_of_the_reference_in_any_slots(tiny, contexts, complet
 @pytest.mark.parametrize("spelled", [False, True])
 def test_a_thinking_budget_is_the_same_in_any_slots(tiny, contexts, complete, reference, spelled):
     """Each slot has the state of its own reply, also where the tags are spelled, and none of the reply before."""
-    thinking = tiny.codec.thinking
+    thinking = tiny.renderer.thinking
     if spelled:  # the tags' own tokens are decoded to the same text
         thinking = thinking._replace(ids=None)
-    policy = tiny._replace(codec=tiny.codec._replace(thinking=thinking))
-    rows = [*contexts, (*contexts[0], tiny.codec.thinking.ids[0])]  # the last begins inside a block
+    policy = tiny._replace(renderer=tiny.renderer._replace(thinking=thinking))
+    rows = [*contexts, (*contexts[0], tiny.renderer.thinking.ids[0])]  # the last begins inside a block
     settings = {"max_new_tokens": 24, "max_thinking_tokens": 3, "temperature": 1.5}
     expected = reference(policy, rows, [*SEEDS, 5], **settings)
     assert sum(bool(g.forced) for g in expected) > 5
@@ -371,12 +371,12 @@ def test_episodes_may_come_wait_and_go_in_any_order(small, reference, slots, mor
     more = dict(more)
     policy = small
     if more.pop("spelled", False):
-        policy = small._replace(codec=small.codec._replace(thinking=small.codec.thinking._replace(ids=None)))
+        policy = small._replace(renderer=small.renderer._replace(thinking=small.renderer.thinking._replace(ids=None)))
     params, capacities, given_up = {"max_new_tokens": 12, "temperature": 1.2} | more, [], 0
     for seed in range(3):
         engine = Cached(**slots)
         engine.decoder = engine.make_decoder(policy)
-        day = Day(seed, engine.decoder, SamplingParams(**params), small.codec.thinking.ids[:1])
+        day = Day(seed, engine.decoder, SamplingParams(**params), small.renderer.thinking.ids[:1])
         with engine.serving():
             day.play(20)
             assert engine.decoder.idle and not engine.decoder.queue

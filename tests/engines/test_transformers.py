@@ -11,7 +11,7 @@ from rlkit.engines import Transformers
 from rlkit.engines.transformers import Budgeted, ThinkingBudget, complete
 from rlkit.environments import calculator, tool_schema
 from rlkit.functional import cut_distribution, mix
-from rlkit.models import decode, encode_prompt, encode_text, pack, score
+from rlkit.models import decode, encode_prompt, encode_text, forward_logprobs, pack
 from rlkit.models.chat import encode_scaffold
 from rlkit.types import THINK_TAGS, SamplingParams, Thinking
 
@@ -27,7 +27,7 @@ QUESTIONS = (
 
 @pytest.fixture(scope="module")
 def contexts(tiny):
-    return [encode_prompt(tiny.codec, [{"role": "user", "content": q}], TOOLS) for q in QUESTIONS]
+    return [encode_prompt(tiny.renderer, [{"role": "user", "content": q}], TOOLS) for q in QUESTIONS]
 
 
 def generate(policy, contexts, seeds, *, use_cache=True, max_rows=256, **params):
@@ -74,7 +74,7 @@ def test_log_probs_equal_the_trainer_at_the_same_temperature(tiny, contexts, tem
         ids = torch.tensor([[*context, *reply.token_ids]])
         mask = (torch.arange(ids.shape[1]) >= len(context))[None]
         with torch.no_grad():
-            logprobs = score(tiny.model, pack(ids, mask), temperature=temperature)[0][mask]
+            logprobs = forward_logprobs(tiny.model, pack(ids, mask), temperature=temperature)[0][mask]
         # cached decoding with left padding against one full forward, both float32: rounding alone
         torch.testing.assert_close(logprobs, torch.tensor(reply.logprobs), rtol=0, atol=1e-4)
 
@@ -160,7 +160,7 @@ def test_mode_and_defaults_are_put_back_also_after_an_error(tiny, contexts):
 
 def thoughts(policy, ids) -> int:
     """Tokens in thinking blocks, tags apart."""
-    first, second = policy.codec.thinking.ids
+    first, second = policy.renderer.thinking.ids
     inside, count = False, 0
     for token in ids:
         inside = (inside or token == first) and token != second
@@ -170,7 +170,7 @@ def thoughts(policy, ids) -> int:
 
 def test_a_budget_changes_nothing_before_it_is_used_up_and_closes_the_block_then(tiny, contexts):
     """The free reply up to there, the closing tag, and what the policy says behind it; a reply that thinks less is the free one."""
-    settings, close = {"max_new_tokens": 32, "temperature": 1.5}, tiny.codec.thinking.close
+    settings, close = {"max_new_tokens": 32, "temperature": 1.5}, tiny.renderer.thinking.close
     free = generate(tiny, contexts, seeds(4), **settings)
     used = [thoughts(tiny, g.token_ids) for g in free]
     assert max(used) > 3 and all(g.forced == () for g in free)
@@ -193,14 +193,14 @@ def test_behind_a_forced_tag_tokens_are_those_of_the_policy(tiny, contexts):
         mask = torch.zeros(ids.shape, dtype=torch.bool)
         mask[0, [len(context) + i for i in range(len(reply.token_ids)) if i not in reply.forced]] = True
         with torch.no_grad():
-            logprobs = score(tiny.model, pack(ids, mask))[0][mask]
+            logprobs = forward_logprobs(tiny.model, pack(ids, mask))[0][mask]
         want = [p for i, p in enumerate(reply.logprobs) if i not in reply.forced]
         torch.testing.assert_close(logprobs, torch.tensor(want), rtol=0, atol=1e-4)  # cached decoding against one full forward
 
 
 def test_neither_batch_nor_row_changes_a_reply_under_a_budget(tiny, contexts):
     """Each reply has a state of its own; one context ends inside a block, as some templates make it."""
-    opened = [*contexts[0], tiny.codec.thinking.ids[0]]
+    opened = [*contexts[0], tiny.renderer.thinking.ids[0]]
     settings, rows = {"max_new_tokens": 24, "max_thinking_tokens": 3, "temperature": 1.5}, [*contexts, opened]
     together = generate(tiny, rows, seeds(5), **settings)
     alone = [tokens(generate(tiny, [c], [s], **settings))[0] for c, s in zip(rows, seeds(5), strict=True)]
@@ -208,24 +208,24 @@ def test_neither_batch_nor_row_changes_a_reply_under_a_budget(tiny, contexts):
     assert together[4].forced[0] == 3  # three tokens of thinking, counted from where the prompt opened the block
 
 
-def spell_tags(codec):
+def spell_tags(renderer):
     """How a tokenizer without the tags as tokens would see them."""
-    return codec.thinking._replace(ids=None, close=tuple(encode_text(codec, THINK_TAGS[1])))
+    return renderer.thinking._replace(ids=None, close=tuple(encode_text(renderer, THINK_TAGS[1])))
 
 
 @pytest.mark.parametrize("spelled", [False, True])
 def test_the_budget_over_random_replies(tiny, spelled):
     """Against a plain loop over text: all rows and kinds of replies at once, tags cut into tokens at any place."""
-    codec, rng, budget, steps = tiny.codec, random.Random(1), 4, 60
-    thinking = spell_tags(codec) if spelled else codec.thinking
+    renderer, rng, budget, steps = tiny.renderer, random.Random(1), 4, 60
+    thinking = spell_tags(renderer) if spelled else renderer.thinking
     write = encode_text if spelled else encode_scaffold
-    contexts = [encode_scaffold(codec, "<|im_start|>assistant\n") + write(codec, rng.choice(["", "<think>\n"])) for _ in range(40)]
+    contexts = [encode_scaffold(renderer, "<|im_start|>assistant\n") + write(renderer, rng.choice(["", "<think>\n"])) for _ in range(40)]
     scripts = []
     for context in contexts:
         script: list[int] = []
         while len(script) < steps:
             piece = rng.choice(["<think>", "</think>", "a", "é", "\n\n", "<", "1", "</thin", "1", "a"])
-            script += encode_text(codec, piece) if piece not in THINK_TAGS else write(codec, piece)
+            script += encode_text(renderer, piece) if piece not in THINK_TAGS else write(renderer, piece)
         scripts.append((context, script))
     width = max(map(len, contexts))
     budgeted = Budgeted(ThinkingBudget(thinking, len(contexts), budget, torch.device("cpu")), contexts, width)
@@ -243,7 +243,7 @@ def test_the_budget_over_random_replies(tiny, spelled):
             writing = (writing + 1) % len(thinking.close) if must else 0
             before = inside
             if spelled:
-                text += decode(codec, [token])
+                text += decode(renderer, [token])
                 for tag, state in zip(THINK_TAGS, (True, False), strict=True):
                     if text.endswith(tag):  # no token of this tokenizer goes on behind a tag's end
                         inside = state

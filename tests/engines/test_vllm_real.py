@@ -18,7 +18,7 @@ from rlkit.environments import calculator, tool_schema
 from rlkit.episodes import assemble, collect
 from rlkit.errors import EngineError
 from rlkit.functional import mix
-from rlkit.models import LoRA, encode_prompt, load_policy, pack, score
+from rlkit.models import LoRA, encode_prompt, forward_logprobs, load_policy, pack
 from rlkit.types import SamplingParams
 
 pytestmark = [
@@ -38,7 +38,7 @@ def policy():
 
 @pytest.fixture(scope="module")
 def contexts(policy):
-    return [tuple(encode_prompt(policy.codec, [{"role": "user", "content": q}], [tool_schema(calculator)])) for q in QUESTIONS]
+    return [tuple(encode_prompt(policy.renderer, [{"role": "user", "content": q}], [tool_schema(calculator)])) for q in QUESTIONS]
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_sampled_replies_are_those_of_their_seeds_with_log_probs_after_temperatu
         ids = torch.tensor([context + reply.token_ids])
         mask = torch.arange(ids.shape[1])[None] >= len(context)
         with torch.no_grad():
-            expected = score(policy.model, pack(ids, mask), temperature=2.0).logprobs[mask]
+            expected = forward_logprobs(policy.model, pack(ids, mask), temperature=2.0).logprobs[mask]
         torch.testing.assert_close(torch.tensor(reply.logprobs), expected, rtol=0, atol=ROUNDING)
         assert (reply.finish_reason == "stop") == (reply.token_ids[-1] in policy.eos_token_ids)
         assert len(reply.token_ids) == 16 or reply.finish_reason == "stop"
@@ -153,7 +153,7 @@ def test_episodes_with_tools_are_exact_on_every_token(policy, engine, experiment
     assert max(len(r.steps) for r in rollouts) > 1
     batch = assemble(rollouts, pad_token_id=policy.pad_token_id)
     with torch.no_grad():
-        logprobs = score(policy.model, pack(batch.ids, batch.response_mask), temperature=1.0).logprobs
+        logprobs = forward_logprobs(policy.model, pack(batch.ids, batch.response_mask), temperature=1.0).logprobs
     assert float((logprobs - batch.logprobs_sampler)[batch.response_mask].abs().max()) < ROUNDING
 
 

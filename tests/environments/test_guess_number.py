@@ -19,7 +19,7 @@ def engine(policy, say):
     """An engine without a model: `say` gives the reply to the text of a context."""
 
     def complete(_, prompts, seeds, params):
-        replies = [(*encode_text(policy.codec, say(decode(policy.codec, ids))), policy.eos_token_ids[0]) for ids in prompts]
+        replies = [(*encode_text(policy.renderer, say(decode(policy.renderer, ids))), policy.eos_token_ids[0]) for ids in prompts]
         return [Generation(tuple(ids), (0.0,) * len(ids), "stop") for ids in replies]
 
     return Batched(complete)

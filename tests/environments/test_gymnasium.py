@@ -52,11 +52,11 @@ def replies(*texts):
     def complete(policy, prompts, seeds, params):
         out = []
         for context, seed in zip(prompts, seeds, strict=True):
-            opening = encode_scaffold(policy.codec, "<|im_start|>assistant\n")
+            opening = encode_scaffold(policy.renderer, "<|im_start|>assistant\n")
             turn = sum(list(context[i : i + len(opening)]) == opening for i in range(len(context))) - 1
             text = texts[min(turn, len(texts) - 1)]
             ids = tuple(
-                encode_scaffold(policy.codec, (text(decode(policy.codec, context), seed) if callable(text) else text) + "<|im_end|>")
+                encode_scaffold(policy.renderer, (text(decode(policy.renderer, context), seed) if callable(text) else text) + "<|im_end|>")
             )
             out.append(Generation(ids, (-1.0,) * len(ids), "stop"))
         return out

@@ -34,8 +34,8 @@ def saying(reply):
     def complete(policy, prompts, seeds, params):
         out = []
         for ids, seed in zip(prompts, seeds, strict=True):
-            text = decode(policy.codec, ids)
-            ids = (*encode_scaffold(policy.codec, reply(text, text.count("<|im_start|>assistant") - 1, seed)), policy.eos_token_ids[0])
+            text = decode(policy.renderer, ids)
+            ids = (*encode_scaffold(policy.renderer, reply(text, text.count("<|im_start|>assistant") - 1, seed)), policy.eos_token_ids[0])
             out.append(Generation(ids, (-1.0,) * len(ids), "stop"))
         return out
 

@@ -154,7 +154,7 @@ def says(tiny, error=None):
             os.kill(os.getpid(), error)
         elif error is not None:
             raise error
-        ids = (*encode_scaffold(policy.codec, "ok"), policy.eos_token_ids[0])
+        ids = (*encode_scaffold(policy.renderer, "ok"), policy.eos_token_ids[0])
         return [Generation(ids, (-1.0,) * len(ids), "stop")] * len(prompts)
 
     return Batched(complete)

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from rlkit.environments import split_reply, split_thinking
-from rlkit.models import encode_text, make_codec
+from rlkit.models import encode_text, make_renderer
 from rlkit.models.chat import encode_prompt, encode_scaffold
 from rlkit.types import THINK_TAGS
 
@@ -63,17 +63,17 @@ def without_tags(tokenizer):
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(description)))
 
 
-def codecs(tiny):
-    template = tiny.codec.tokenizer.chat_template
-    tokenizers = {"tiny": tiny.codec.tokenizer, "bytes": bytes_with_tags(), "spelled": without_tags(tiny.codec.tokenizer)}
+def renderers(tiny):
+    template = tiny.renderer.tokenizer.chat_template
+    tokenizers = {"tiny": tiny.renderer.tokenizer, "bytes": bytes_with_tags(), "spelled": without_tags(tiny.renderer.tokenizer)}
     for tokenizer in tokenizers.values():
         tokenizer.chat_template = template
-    return {name: make_codec(tokenizer) for name, tokenizer in tokenizers.items()}
+    return {name: make_renderer(tokenizer) for name, tokenizer in tokenizers.items()}
 
 
 @pytest.fixture(scope="module")
 def codec_of(tiny):
-    return codecs(tiny)
+    return renderers(tiny)
 
 
 def test_the_ids_are_those_of_the_tokenizer(codec_of):
@@ -86,19 +86,19 @@ def test_the_ids_are_those_of_the_tokenizer(codec_of):
 @pytest.mark.parametrize("name", ["tiny", "bytes", "spelled"])
 def test_only_tags_that_are_tokens_count_where_there_are_such_tokens(codec_of, name):
     """Random replies of tags, quotations of tags and words: a quotation is text, unless the tokenizer knows no other tags."""
-    codec, rng = codec_of[name], random.Random(0)
+    renderer, rng = codec_of[name], random.Random(0)
     for _ in range(300):
         ids, text = [], ""
         for _ in range(rng.randint(0, 7)):
             kind, word = rng.choice(["tag", "quoted", "word"]), rng.choice(["a ", " é", "18\n", "think>"])
             tag = rng.choice(THINK_TAGS)
-            ids += encode_scaffold(codec, tag) if kind == "tag" else encode_text(codec, tag if kind == "quoted" else word)
+            ids += encode_scaffold(renderer, tag) if kind == "tag" else encode_text(renderer, tag if kind == "quoted" else word)
             text += {"tag": tag, "quoted": tag.replace("<", "‹"), "word": word}[kind]
         if name == "spelled":
             text = text.replace("‹", "<")
         opened = rng.random() < 0.3
         thinking, content, closed = split_thinking(text, opened=opened)
-        assert split_reply(codec.thinking, ids, opened=opened) == (thinking.replace("‹", "<"), content.replace("‹", "<"), closed)
+        assert split_reply(renderer.thinking, ids, opened=opened) == (thinking.replace("‹", "<"), content.replace("‹", "<"), closed)
 
 
 @pytest.mark.parametrize("name", ["tiny", "bytes", "spelled"])
@@ -110,11 +110,11 @@ def test_a_template_may_open_the_block(codec_of, name, ending):
     said.append({"role": "user", "content": "why <think>\n"})
     for generation_prompt, expected in ((ending, True), ("", False), ("<think>\n\n</think>\n\n", False)):
         tokenizer.chat_template = codec_of[name].tokenizer.chat_template + generation_prompt
-        codec = make_codec(tokenizer)
-        assert codec.thinking.opened(encode_prompt(codec, said)) is expected
+        renderer = make_renderer(tokenizer)
+        assert renderer.thinking.opened(encode_prompt(renderer, said)) is expected
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"  # nothing stands behind what the user says
-    codec = make_codec(tokenizer)
-    assert codec.thinking.opened(encode_prompt(codec, said)) is (name == "spelled")
+    renderer = make_renderer(tokenizer)
+    assert renderer.thinking.opened(encode_prompt(renderer, said)) is (name == "spelled")
 
 
 @pytest.mark.parametrize("enable_thinking", [None, True, False])
@@ -122,7 +122,7 @@ def test_qwen3s_template_never_opens_the_block(codec_of, shared, enable_thinking
     """Its model opens it; with thinking off, the template writes a block that is closed already."""
     tokenizer = copy.deepcopy(codec_of["tiny"].tokenizer)
     tokenizer.chat_template = (shared / "qwen3" / "chat_template.jinja").read_text()
-    codec = make_codec(tokenizer, enable_thinking=enable_thinking)
-    context = encode_prompt(codec, [{"role": "user", "content": "why?"}])
-    assert codec.thinking.opened(context) is False
-    assert (codec.thinking.ids[1] in context) is (enable_thinking is False)
+    renderer = make_renderer(tokenizer, enable_thinking=enable_thinking)
+    context = encode_prompt(renderer, [{"role": "user", "content": "why?"}])
+    assert renderer.thinking.opened(context) is False
+    assert (renderer.thinking.ids[1] in context) is (enable_thinking is False)

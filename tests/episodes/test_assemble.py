@@ -13,7 +13,7 @@ from rlkit.environments import calculator, tool_use
 from rlkit.episodes import assemble, collect
 from rlkit.episodes.assemble import rows
 from rlkit.episodes.episode import opening
-from rlkit.models import encode_prompt, pack, score
+from rlkit.models import encode_prompt, forward_logprobs, pack
 from rlkit.models.chat import encode_scaffold
 from rlkit.types import Generation, Rollout, Step, Task
 
@@ -132,7 +132,7 @@ def test_padding_with_an_end_token_changes_nothing(tiny):
             assert torch.equal(tensor, getattr(theirs, name)), name
     assert torch.equal(ours.ids[ours.attention_mask], theirs.ids[theirs.attention_mask])
     with torch.no_grad():
-        a, b = (score(tiny.model, pack(batch.ids, batch.response_mask))[0] for batch in (ours, theirs))
+        a, b = (forward_logprobs(tiny.model, pack(batch.ids, batch.response_mask))[0] for batch in (ours, theirs))
     assert torch.equal(a, b)  # causal attention never looks to the right, so not even rounding differs
 
 
@@ -191,7 +191,7 @@ def test_forced_tokens_are_read_and_not_trained():
 def test_every_sampled_token_is_trained_once_in_the_context_it_was_sampled_from(tiny, history, overflow):
     """Random dialogues with thinking, tools, forced tokens and a short context: the loss sees what the engine saw, once."""
     rng, end, asked = random.Random(3), tiny.eos_token_ids[0], []
-    pieces = [encode_scaffold(tiny.codec, t) for t in ("<think>", "</think>", "a b", "é\n", TURNS[0])]
+    pieces = [encode_scaffold(tiny.renderer, t) for t in ("<think>", "</think>", "a b", "é\n", TURNS[0])]
 
     def engine(policy, contexts, seeds, params):
         asked.extend(map(tuple, contexts))
@@ -206,7 +206,7 @@ def test_every_sampled_token_is_trained_once_in_the_context_it_was_sampled_from(
     environment = environment._replace(history=history, next_prompt=lambda r, i: "more " * rng.randint(1, 5) if i < 6 else None)
     tasks = [TASK._replace(id=str(i)) for i in range(12)]
     start = opening(TASK, environment)
-    first = len(encode_prompt(tiny.codec, start.prompt, start.schemas))
+    first = len(encode_prompt(tiny.renderer, start.prompt, start.schemas))
     rollouts = collect(tiny._replace(context_length=first + 130), tasks, engine=Batched(engine), environment=environment, max_new_tokens=60)
     assert any(s.dropped for r in rollouts for s in r.steps) == (overflow == "drop_oldest")
     assert sorted(s.prompt_ids for r in rollouts for s in r.steps) == sorted(asked)
@@ -232,8 +232,8 @@ def test_every_sampled_token_is_trained_once_in_the_context_it_was_sampled_from(
 
 def scan(policy, ids) -> list[bool]:
     """What the assistant said, found in the ids alone: from behind <|im_start|>assistant\\n up to and including <|im_end|>."""
-    opening = encode_scaffold(policy.codec, "<|im_start|>assistant\n")
-    end = policy.codec.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    opening = encode_scaffold(policy.renderer, "<|im_start|>assistant\n")
+    end = policy.renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
     said, position = [False] * len(ids), 0
     while position < len(ids):
         if ids[position : position + len(opening)] == opening:
@@ -256,10 +256,10 @@ TURNS = (
 
 
 def engine(policy, contexts, seeds, params):
-    out, opening = [], encode_scaffold(policy.codec, "<|im_start|>assistant\n")
+    out, opening = [], encode_scaffold(policy.renderer, "<|im_start|>assistant\n")
     for context in contexts:
         turn = sum(list(context[i : i + len(opening)]) == opening for i in range(len(context))) - 1
-        ids = tuple(encode_scaffold(policy.codec, TURNS[turn] + "<|im_end|>"))
+        ids = tuple(encode_scaffold(policy.renderer, TURNS[turn] + "<|im_end|>"))
         out.append(Generation(ids, (-0.5,) * len(ids), "stop"))
     return out
 
@@ -292,7 +292,7 @@ def test_where_contexts_are_rewritten_only_the_last_turn_of_a_row_is_trained(tin
 
 def test_the_end_of_turn_is_trained_and_appears_once(tiny):
     """Without it the policy never learns to stop (nanochat cuts it off); twice, it would learn to say it twice."""
-    end = tiny.codec.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    end = tiny.renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
     for one in conversation(tiny, "keep_thinking"):
         batch = assemble([one], pad_token_id=0)
         trained = batch.ids[batch.response_mask].tolist()

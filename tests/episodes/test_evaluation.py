@@ -31,11 +31,11 @@ class Engine:
         self.settings.append((params.temperature, params.max_new_tokens))
         out = []
         for context in contexts:
-            text = decode(policy.codec, context)
+            text = decode(policy.renderer, context)
             number = next(i for i in RIGHT if f"question {i}." in text)
             right = self.counts[number] < RIGHT[number]
             self.counts[number] += 1
-            ids = tuple(encode_scaffold(policy.codec, f"#### {number if right else 99}<|im_end|>"))
+            ids = tuple(encode_scaffold(policy.renderer, f"#### {number if right else 99}<|im_end|>"))
             out.append(Generation(ids, (-1.0,) * len(ids), "stop"))
         return out
 

@@ -103,7 +103,7 @@ def test_half_precision_scores_what_it_samples(policy, complete, replays, precis
     """bfloat16 weights, or autocast over float32 ones: log-probs of the tokens that were drawn, against one full forward."""
     from contextlib import nullcontext
 
-    from rlkit.models import pack, score
+    from rlkit.models import forward_logprobs, pack
 
     model = policy.model.to(precision) if precision else policy.model
     with nullcontext() if precision else torch.autocast("cuda", torch.bfloat16):
@@ -113,7 +113,7 @@ def test_half_precision_scores_what_it_samples(policy, complete, replays, precis
             ids = torch.tensor([[*context, *reply.token_ids]], device="cuda")
             mask = (torch.arange(ids.shape[1], device="cuda") >= len(context))[None]
             with torch.no_grad():
-                gaps.append((score(model, pack(ids, mask))[0][mask].cpu() - torch.tensor(reply.logprobs)).abs())
+                gaps.append((forward_logprobs(model, pack(ids, mask))[0][mask].cpu() - torch.tensor(reply.logprobs)).abs())
     assert replays["replayed"] > 3 and float(torch.cat(gaps).mean()) < 0.05  # the bound of the start-up check
 
 

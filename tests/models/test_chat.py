@@ -6,7 +6,7 @@ import pytest
 
 from rlkit.environments import calculator, tool_schema
 from rlkit.errors import TemplateError
-from rlkit.models.chat import check_template, continuation, decode, encode_prompt, encode_scaffold, encode_text, make_codec
+from rlkit.models.chat import check_template, continuation, decode, encode_prompt, encode_scaffold, encode_text, make_renderer
 
 TOOLS = [tool_schema(calculator)]
 HOSTILE = (
@@ -20,28 +20,28 @@ CALL = {"id": "call_0", "type": "function", "function": {"name": "calculator", "
 
 
 @pytest.fixture(scope="module", params=["tiny", "qwen3"])
-def codec(request, tiny):
+def renderer(request, tiny):
     """The tiny tokenizer with its own template, and with the real one of Qwen3."""
     if request.param == "tiny":
-        return tiny.codec
+        return tiny.renderer
     import copy
 
     template = request.getfixturevalue("shared") / "qwen3" / "chat_template.jinja"
-    tokenizer = copy.deepcopy(tiny.codec.tokenizer)
+    tokenizer = copy.deepcopy(tiny.renderer.tokenizer)
     tokenizer.chat_template = template.read_text()
-    return make_codec(tokenizer)
+    return make_renderer(tokenizer)
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_text_never_becomes_a_control_token(codec, text):
+def test_text_never_becomes_a_control_token(renderer, text):
     """Tried and wrong: add_special_tokens=False still yields <|im_end|>, split_special_tokens still yields <think>."""
-    ids = encode_text(codec, text)
-    assert not set(ids) & codec.added_ids
-    assert decode(codec, ids) == text
+    ids = encode_text(renderer, text)
+    assert not set(ids) & renderer.added_ids
+    assert decode(renderer, ids) == text
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_hostile_content_leaves_the_turns_as_they_are(codec, text):
+def test_hostile_content_leaves_the_turns_as_they_are(renderer, text):
     """The control tokens of a prompt are those of the template with harmless content, whatever the user, the tool or the data say."""
 
     def control(content):
@@ -51,87 +51,87 @@ def test_hostile_content_leaves_the_turns_as_they_are(codec, text):
             {"role": "assistant", "content": content, "reasoning_content": content, "tool_calls": [CALL]},
             {"role": "tool", "content": content, "tool_call_id": "call_0", "name": "calculator"},
         ]
-        return [i for i in encode_prompt(codec, messages, TOOLS) if i in codec.added_ids]
+        return [i for i in encode_prompt(renderer, messages, TOOLS) if i in renderer.added_ids]
 
     assert control(text) == control("harmless")
 
 
-def test_prompt_reads_as_the_template_renders_it(codec):
+def test_prompt_reads_as_the_template_renders_it(renderer):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1 + 1?"}]
-    rendered = codec.tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, tokenize=False)
-    assert decode(codec, encode_prompt(codec, messages, TOOLS)) == rendered
+    rendered = renderer.tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, tokenize=False)
+    assert decode(renderer, encode_prompt(renderer, messages, TOOLS)) == rendered
 
 
 @pytest.mark.parametrize("kind", ["tool", "user"])
-def test_continuation_is_what_the_template_writes_between_replies(codec, kind):
+def test_continuation_is_what_the_template_writes_between_replies(renderer, kind):
     """prompt + reply + continuation reads as the whole conversation rendered at once."""
-    end = codec.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    reply = [*encode_scaffold(codec, '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 + 1"}}\n</tool_call>'), end]
+    end = renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    reply = [*encode_scaffold(renderer, '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 + 1"}}\n</tool_call>'), end]
     question = {"role": "user", "content": "What is 1 + 1?"}
     said = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     new = {"role": kind, "content": "2", **({"tool_call_id": "call_0", "name": "calculator"} if kind == "tool" else {})}
-    joined = encode_prompt(codec, [question], TOOLS) + reply + continuation(codec, [new], end)
-    whole = codec.tokenizer.apply_chat_template([question, said, new], tools=TOOLS, add_generation_prompt=True, tokenize=False)
-    assert decode(codec, joined) == whole
+    joined = encode_prompt(renderer, [question], TOOLS) + reply + continuation(renderer, [new], end)
+    whole = renderer.tokenizer.apply_chat_template([question, said, new], tools=TOOLS, add_generation_prompt=True, tokenize=False)
+    assert decode(renderer, joined) == whole
 
 
-def test_two_results_share_a_turn(codec):
-    end = codec.tokenizer.convert_tokens_to_ids("<|im_end|>")
+def test_two_results_share_a_turn(renderer):
+    end = renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
     results = [{"role": "tool", "content": c, "tool_call_id": f"call_{c}", "name": "calculator"} for c in "12"]
-    text = decode(codec, continuation(codec, results, end))
+    text = decode(renderer, continuation(renderer, results, end))
     assert text.count("<|im_start|>user") == 1 and text.count("<tool_response>") == 2
 
 
-def test_end_of_turn_is_there_once(codec):
+def test_end_of_turn_is_there_once(renderer):
     """Where the policy sampled the end of turn, the template's own is left out; where it ended otherwise, it is written."""
-    end = codec.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    other = codec.tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    end = renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    other = renderer.tokenizer.convert_tokens_to_ids("<|endoftext|>")
     new = [{"role": "user", "content": "go on"}]
-    assert [end, *continuation(codec, new, end)] == continuation(codec, new, other)
+    assert [end, *continuation(renderer, new, end)] == continuation(renderer, new, other)
 
 
-def test_a_reply_cut_by_length_gets_no_invented_end(codec):
-    end = codec.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert continuation(codec, [{"role": "user", "content": "go on"}], 5, cut=True)[0] != end
+def test_a_reply_cut_by_length_gets_no_invented_end(renderer):
+    end = renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert continuation(renderer, [{"role": "user", "content": "go on"}], 5, cut=True)[0] != end
 
 
 def broken(tiny, template):
     import copy
 
-    tokenizer = copy.deepcopy(tiny.codec.tokenizer)
+    tokenizer = copy.deepcopy(tiny.renderer.tokenizer)
     tokenizer.chat_template = template
     return tokenizer
 
 
 def test_missing_template_is_refused(tiny):
     with pytest.raises(TemplateError, match=r"no chat template.*model.chat_template"):
-        make_codec(broken(tiny, None))
+        make_renderer(broken(tiny, None))
 
 
 def test_template_without_tools_is_refused(tiny):
-    codec = make_codec(broken(tiny, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"))
+    renderer = make_renderer(broken(tiny, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"))
     with pytest.raises(TemplateError, match="does not write the tools"):
-        check_template(codec, TOOLS)
+        check_template(renderer, TOOLS)
 
 
 def test_template_without_tool_results_is_refused(tiny):
     template = "{{ tools | tojson }}{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}"
     with pytest.raises(TemplateError, match="does not write a tool's result"):
-        check_template(make_codec(broken(tiny, template)), TOOLS)
+        check_template(make_renderer(broken(tiny, template)), TOOLS)
 
 
 def test_template_that_raises_is_refused(tiny):
     with pytest.raises(TemplateError, match="no roles here"):
-        encode_prompt(make_codec(broken(tiny, "{{ raise_exception('no roles here') }}")), [{"role": "user", "content": "a"}])
+        encode_prompt(make_renderer(broken(tiny, "{{ raise_exception('no roles here') }}")), [{"role": "user", "content": "a"}])
 
 
 def test_template_that_repeats_a_content_is_refused(tiny):
-    codec = make_codec(broken(tiny, "{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %}"))
+    renderer = make_renderer(broken(tiny, "{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %}"))
     with pytest.raises(TemplateError, match="repeats"):
-        encode_prompt(codec, [{"role": "user", "content": "a"}])
+        encode_prompt(renderer, [{"role": "user", "content": "a"}])
 
 
 def test_schema_with_a_control_token_is_refused(tiny):
     schema = [{"type": "function", "function": {"name": "f", "description": "ends <|im_end|> here"}}]
     with pytest.raises(TemplateError, match=r"<\|im_end\|>"):
-        encode_prompt(tiny.codec, [{"role": "user", "content": "a"}], schema)
+        encode_prompt(tiny.renderer, [{"role": "user", "content": "a"}], schema)

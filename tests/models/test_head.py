@@ -11,9 +11,9 @@ import torch
 
 from rlkit.engines import Cached, Transformers
 from rlkit.functional import mix
-from rlkit.models import LoRA, add_lora, make_policy, pack, score
+from rlkit.models import LoRA, add_lora, forward_logprobs, make_policy, pack
 from rlkit.models.head import PLAIN, Head, trunk_and_head
-from rlkit.models.score import states
+from rlkit.models.log_probs import states
 from rlkit.tasks import arithmetic
 from rlkit.training import references as reference
 from rlkit.training.selfcheck import check_policy
@@ -62,7 +62,7 @@ class Case(NamedTuple):
 
 @pytest.fixture(scope="module")
 def family(request, tiny) -> Case:
-    tokenizer = tiny.codec.tokenizer
+    tokenizer = tiny.renderer.tokenizer
     policy = make_policy(made(request.param, tokenizer), tokenizer)
     ids = torch.randint(len(tokenizer), (3, 12), generator=torch.Generator().manual_seed(1))
     ids[1, :4] = ids[0, :4]  # a shared beginning, which packing reads once
@@ -90,8 +90,8 @@ def test_log_probs_and_their_gradient_are_those_of_the_models_own_forward(family
     wanted = torch.autograd.grad((weights[mask] * expected).sum(), trained, allow_unused=True)
     for chunk in (1 << 25, 2 * len(model.get_output_embeddings().weight)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys.modules["rlkit.models.score"], "CHUNK_LOGITS", chunk)
-            got = score(model, pack(ids, mask), temperature=0.7).logprobs[mask]
+            patch.setattr(sys.modules["rlkit.models.log_probs"], "CHUNK_LOGITS", chunk)
+            got = forward_logprobs(model, pack(ids, mask), temperature=0.7).logprobs[mask]
             found = torch.autograd.grad((weights[mask] * got).sum(), trained, allow_unused=True)
         torch.testing.assert_close(got, expected, **CLOSE)
         for a, b in zip(found, wanted, strict=True):
@@ -104,11 +104,11 @@ def test_log_probs_and_their_gradient_are_those_of_the_models_own_forward(family
 def test_the_exact_divergence_and_the_entropy_are_those_of_the_models_own_forward(family, tiny):
     """Also where the reference is of another family, with another rule behind its head."""
     model, ids, mask = family.double, family.ids, family.mask
-    other = made("granite" if model.config.model_type != "granite" else "cohere", tiny.codec.tokenizer).double()
+    other = made("granite" if model.config.model_type != "granite" else "cohere", tiny.renderer.tokenizer).double()
     packed = pack(ids, mask)
     with torch.no_grad():
         p, ref = naive(model, ids), naive(other, ids)
-        got = score(model, packed, reference=(states(other, packed), trunk_and_head(other)[1]))
+        got = forward_logprobs(model, packed, reference=(states(other, packed), trunk_and_head(other)[1]))
     torch.testing.assert_close(got.full_kl[mask], (p.exp() * (p - ref)).sum(-1)[mask[:, 1:]], **CLOSE)
     torch.testing.assert_close(got.entropy[mask], -(p.exp() * p).sum(-1)[mask[:, 1:]], **CLOSE)
 
@@ -125,7 +125,7 @@ def test_every_engine_gives_the_log_probs_that_the_trainer_gives(family, complet
             ids = torch.tensor([[*context, *reply.token_ids]])
             mask = torch.arange(ids.shape[1])[None] >= len(context)
             with torch.no_grad():
-                mine = score(policy.model, pack(ids, mask)).logprobs[mask]
+                mine = forward_logprobs(policy.model, pack(ids, mask)).logprobs[mask]
             torch.testing.assert_close(mine, torch.tensor(reply.logprobs), rtol=0, atol=1e-4)  # float32, other orders of summation
 
 
@@ -138,12 +138,14 @@ def test_under_adapters_policy_and_reference_keep_what_is_behind_the_head(family
         for name, weight in model.named_parameters():
             if "lora_B" in name:
                 weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(3))
-        torch.testing.assert_close(score(model, pack(ids, mask)).logprobs[mask], chosen(naive(model, ids), ids, mask), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            forward_logprobs(model, pack(ids, mask)).logprobs[mask], chosen(naive(model, ids), ids, mask), rtol=0, atol=1e-5
+        )
         start = chosen(naive(family.double, ids), ids, mask)
     for kept in (reference.frozen(), reference.periodic(every=1)):
         state = kept.init(model)
         with kept.model(state, model) as scored:
-            got = score(scored, pack(ids, mask)).logprobs[mask]
+            got = forward_logprobs(scored, pack(ids, mask)).logprobs[mask]
         wanted = start if kept.name == "frozen" else chosen(naive(model, ids), ids, mask).detach()
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)  # adapters are float32
 
@@ -158,7 +160,7 @@ def test_such_a_model_passes_the_check_before_the_first_step(family, experiment)
 @pytest.mark.parametrize("name", PLAIN)
 def test_where_the_head_is_all_there_is_it_is_used_alone(name, tiny):
     """Bit for bit what the model's own forward gives; a subclass or an instance with a forward of its own is not taken for it."""
-    model = made(name, tiny.codec.tokenizer)
+    model = made(name, tiny.renderer.tokenizer)
     hidden = torch.randn(5, 16, generator=torch.Generator().manual_seed(4))
     plain = Head(model)
     assert plain.logits is model.get_output_embeddings()
@@ -170,7 +172,7 @@ def test_where_the_head_is_all_there_is_it_is_used_alone(name, tiny):
 
 def test_the_model_is_not_touched(tiny):
     """A trunk that was put in its place and not taken away would answer with old states ever after."""
-    model = made("granite", tiny.codec.tokenizer)
+    model = made("granite", tiny.renderer.tokenizer)
     parts, attributes = dict(model._modules), dict(vars(model))
     Head(model)(torch.zeros(2, 16))
     assert model._modules == parts and vars(model) == attributes

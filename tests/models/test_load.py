@@ -15,7 +15,7 @@ from rlkit.models.load import TINY
 
 def test_every_end_token_of_the_generation_config_counts(tiny):
     """Only one of several honoured makes nearly every reply look cut."""
-    tokenizer = tiny.codec.tokenizer
+    tokenizer = tiny.renderer.tokenizer
     assert set(tiny.eos_token_ids) == {tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")}
 
 
@@ -118,5 +118,5 @@ def test_a_file_of_weights_that_is_no_such_file_is_refused(tmp_path, tiny):
 
 def save_to(folder, policy):
     policy.model.save_pretrained(folder)
-    policy.codec.tokenizer.save_pretrained(folder)
+    policy.renderer.tokenizer.save_pretrained(folder)
     return folder

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 from transformers.utils import logging
 
-from rlkit.models import make_critic, pack, packing, score
+from rlkit.models import forward_logprobs, make_critic, pack, packing
 from rlkit.models.packing import ATTENTION, allow_packing
 
 
@@ -102,7 +102,7 @@ def test_scores_and_gradients_are_those_of_padded_rows(model, mask_entries, reco
     assert (model.config._attn_implementation == ATTENTION) == (getattr(model.config, "sliding_window", None) is None)
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    got = score(model, pack(ids, mask)).logprobs
+    got = forward_logprobs(model, pack(ids, mask)).logprobs
     # float64 rounding over a few thousand operations
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
     tolerance = 1e-10 if model.config.model_type == "gpt2" else 1e-6  # the others' norms are computed in float32
@@ -118,7 +118,7 @@ def test_values_are_those_of_the_states_before_the_tokens(tiny, kind):
     ids, mask = make_rows(0)
     states = model.base_model(input_ids=ids).last_hidden_state
     expected = torch.nn.functional.pad(critic.head(states)[:, :-1], (1, 0)).masked_fill(~mask, 0.0)
-    torch.testing.assert_close(score(model, pack(ids, mask), critic=critic).values, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(forward_logprobs(model, pack(ids, mask), critic=critic).values, expected, rtol=0, atol=1e-10)
 
 
 def test_a_row_that_begins_with_a_sampled_token_is_refused():
@@ -130,5 +130,5 @@ def test_a_row_that_begins_with_a_sampled_token_is_refused():
 
 def test_nothing_sampled_is_nothing_packed(tiny):
     ids, mask = make_rows(0)
-    scores = score(tiny.model, pack(ids, torch.zeros_like(mask)))
+    scores = forward_logprobs(tiny.model, pack(ids, torch.zeros_like(mask)))
     assert scores.logprobs.shape == ids.shape and not scores.logprobs.any()

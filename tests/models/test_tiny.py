@@ -20,7 +20,7 @@ def test_it_is_at_most_5_megabytes():
 
 @pytest.mark.parametrize("token", CONTROL)
 def test_control_tokens_are_one_id_each(tiny, token):
-    assert len(tiny.codec.tokenizer.encode(token, add_special_tokens=False)) == 1
+    assert len(tiny.renderer.tokenizer.encode(token, add_special_tokens=False)) == 1
 
 
 def test_the_warm_start_of_guess_number_plays_in_the_right_form():
@@ -47,7 +47,7 @@ def test_any_bytes_survive_the_tokenizer(tiny):
     from rlkit.models import decode, encode_text
 
     text = "".join(map(chr, range(1, 1000))) + "数字 🎲"
-    assert decode(tiny.codec, encode_text(tiny.codec, text)) == text
+    assert decode(tiny.renderer, encode_text(tiny.renderer, text)) == text
 
 
 def test_the_committed_measurement_is_of_a_bad_but_not_hopeless_start():

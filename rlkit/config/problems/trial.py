@@ -20,9 +20,9 @@ def dry_run(x: Experiment) -> None:
     """
     import torch
 
-    from rlkit.algorithm import asks, choose, estimate_advantages, scale_tokens, surrogate, value_surrogate, weigh
+    from rlkit.algorithm import asks, estimate_advantages, filter_rollouts, loss_weights, surrogate, token_scale, value_surrogate
     from rlkit.training.metrics import UpdateTerms, update_metrics
-    from rlkit.types import Batch, Scores
+    from rlkit.types import Batch, TokenLogprobs
 
     if any(asks(function, "metadata") for function in (*x.algorithm.parts.values(), x.kl.estimator)):
         return
@@ -47,9 +47,9 @@ def dry_run(x: Experiment) -> None:
         components={name: rewards.clone() for name in x.reward.terms}, metadata=tuple({} for _ in range(n)),
     )  # fmt: skip
     try:
-        batch = estimate_advantages(scale_tokens(choose(batch, x.algorithm), x.algorithm), x.algorithm, x.kl)
-        batch = weigh(batch, x.algorithm)
-        scores = Scores(logprobs, entropy, values, full_kl=logprobs - fixed + 0.1)
+        batch = estimate_advantages(token_scale(filter_rollouts(batch, x.algorithm), x.algorithm), x.algorithm, x.kl)
+        batch = loss_weights(batch, x.algorithm)
+        scores = TokenLogprobs(logprobs, entropy, values, full_kl=logprobs - fixed + 0.1)
         loss, terms = surrogate(batch, scores, x.algorithm, x.kl)
         if x.algorithm.critic.active:
             loss = loss + value_surrogate(batch, scores, x.algorithm.critic)[0]

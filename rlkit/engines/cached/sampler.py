@@ -34,12 +34,12 @@ class Sampler:
         self.tokens, self.logprobs, self.forced = zeros(width), zeros(width, dtype=torch.float32), zeros(width, dtype=torch.bool)
         self.budget = None
         if params.max_thinking_tokens is not None:
-            self.budget = ThinkingBudget(policy.codec.thinking, slots, params.max_thinking_tokens, device)
+            self.budget = ThinkingBudget(policy.renderer.thinking, slots, params.max_thinking_tokens, device)
 
     @property
     def asks_the_host(self) -> bool:
         """Whether a draw looks at each token on the host, and so cannot be captured: thinking tags that are spelled."""
-        return self.budget is not None and self.policy.codec.thinking.ids is None
+        return self.budget is not None and self.policy.renderer.thinking.ids is None
 
     @property
     def state(self) -> tuple[Tensor, ...]:

@@ -96,7 +96,7 @@ def saved_model(policy: Policy) -> Path:
     """A folder with all that `vllm serve` reads: config, tokenizer and weights, of the base under LoRA."""
     folder = temporary_folder(policy.model)
     save_config(policy.model, folder)
-    policy.codec.tokenizer.save_pretrained(folder)
+    policy.renderer.tokenizer.save_pretrained(folder)
     save_weights(policy.model, folder, merge=False)
     return folder
 

@@ -92,7 +92,7 @@ class RLCheckpoint(L.Callback):
     def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
         if isinstance(exception, Interrupted):
             module.drop_step()
-            if module.rl_step and not ranks.first(self.path(module).exists):
+            if module.rl_step and not ranks.broadcast(self.path(module).exists):
                 self.save(trainer, module)
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
@@ -100,14 +100,14 @@ class RLCheckpoint(L.Callback):
             return
         still_owned(self.run)
         state = gathered(module.model)
-        self.saved("model/", lambda: ranks.first(lambda: save_policy(self.run / "model", module.policy, state=state)), "model/")
+        self.saved("model/", lambda: ranks.broadcast(lambda: save_policy(self.run / "model", module.policy, state=state)), "model/")
         best = self.folder / BEST
 
         def write_best() -> None:
             if self.best and best.exists():
                 save_policy(self.run / "model_best", module.policy, state=weights_of(best))
 
-        self.saved("model_best/", lambda: ranks.first(write_best), "model_best/")
+        self.saved("model_best/", lambda: ranks.broadcast(write_best), "model_best/")
 
     def improved(self, module: Any) -> bool:
         """Whether the step's row holds the metric, and no step before had a better one."""
@@ -130,11 +130,11 @@ class RLCheckpoint(L.Callback):
         still_owned(self.run)
 
         def write() -> None:
-            if ranks.anywhere(self.run / "metrics.jsonl" in WAITING):  # a checkpoint says that all rows up to its step are there
+            if ranks.any_rank(self.run / "metrics.jsonl" in WAITING):  # a checkpoint says that all rows up to its step are there
                 raise OSError(errno.ENOSPC, "rows of metrics.jsonl are still unwritten")
-            ranks.first(before)
+            ranks.broadcast(before)
             trainer.save_checkpoint(path, weights_only=False)  # of all ranks; here the flag means "leave the optimiser out"
-            ranks.first(self.point)
+            ranks.broadcast(self.point)
 
         def before() -> None:
             if (self.run / "metrics.jsonl").exists():
@@ -177,7 +177,7 @@ def gathered(model: Any) -> dict[str, Any] | None:
         return None
     ranks.reshard(model)
     lora = hasattr(model, "peft_config")
-    return ranks.whole({name: value for name, value in model.state_dict().items() if not lora or "lora_" in name})
+    return ranks.full_tensors({name: value for name, value in model.state_dict().items() if not lora or "lora_" in name})
 
 
 def link(name: Path, target: Path) -> None:

@@ -66,7 +66,7 @@ class Tokens(L.Callback):
         self.folder, self.every, self.count = folder, every, count
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        self.text_of = lru_cache(1 << 12)(partial(decode, module.policy.codec))  # pairs of tokens come again from step to step
+        self.text_of = lru_cache(1 << 12)(partial(decode, module.policy.renderer))  # pairs of tokens come again from step to step
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         step = module.rl_step

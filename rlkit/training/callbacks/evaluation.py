@@ -86,7 +86,7 @@ class HeldOut(L.Callback):
             name = self.metrics.parent / "held_out" / split / f"step_{module.rl_step:06d}"
             with lenient(f"held_out/{split}/{name.name}"):
                 save_rollouts(name.with_suffix(".jsonl.gz"), rollouts[:KEPT])
-                save_tokens(name.with_suffix(".tokens.jsonl.gz"), rollouts[:KEPT], lambda ids: decode(module.policy.codec, ids))
+                save_tokens(name.with_suffix(".tokens.jsonl.gz"), rollouts[:KEPT], lambda ids: decode(module.policy.renderer, ids))
         return result_row(result, PREFIXES[split]) | {"perf/eval_s": time.perf_counter() - started}
 
 

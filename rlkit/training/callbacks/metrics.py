@@ -37,7 +37,7 @@ class Ownership(L.Callback):
 
 def still_owned(run: Path) -> None:
     """Of several ranks the first one looks; all of them end. Raises TakenOver, on the others RankError."""
-    ranks.first(lambda: owner.check(run))
+    ranks.broadcast(lambda: owner.check(run))
 
 
 class MetricsFile(L.Callback):

@@ -54,7 +54,7 @@ class StopOnSignal(L.Callback):
             raise Interrupted(signum)
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        if signum := ranks.most(self.signum or 0):
+        if signum := ranks.all_reduce_max(self.signum or 0):
             raise Interrupted(signum)
 
 

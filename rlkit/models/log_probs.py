@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from rlkit.functional import chunked_log_probs
 from rlkit.models.head import Head, trunk_and_head
 from rlkit.models.packing import Packed, trunk_states
-from rlkit.types import Scores
+from rlkit.types import TokenLogprobs
 
 CHUNK_LOGITS = 1 << 25  # logits held at once: 128 MiB in float32
 
@@ -17,7 +17,7 @@ def states(model: nn.Module, packed: Packed) -> Tensor:
     return trunk_states(trunk_and_head(model)[0], packed)[packed.parents]
 
 
-def score(
+def forward_logprobs(
     model: nn.Module,
     packed: Packed,
     *,
@@ -25,7 +25,7 @@ def score(
     entropy_gradient: bool = False,
     critic: nn.Module | None = None,
     reference: tuple[Tensor, Head] | None = None,
-) -> Scores:
+) -> TokenLogprobs:
     """Log-prob and entropy of every sampled token, and where asked for its value and the exact KL to the reference.
 
     One pass through the trunk, without padding and every shared beginning once. The head is applied only at the positions that
@@ -57,4 +57,4 @@ def score(
         mask = packed.response_mask
         return None if tokens is None else tokens.new_zeros(mask.shape).masked_scatter(mask, tokens[packed.inverse])
 
-    return Scores(placed(logprobs), placed(entropy), placed(values), placed(divergence[0] if divergence else None))  # type: ignore[arg-type]
+    return TokenLogprobs(placed(logprobs), placed(entropy), placed(values), placed(divergence[0] if divergence else None))  # type: ignore[arg-type]
