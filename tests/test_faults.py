@@ -276,7 +276,7 @@ def test_the_probe_takes_the_longest_rollouts_and_leaves_no_gradient(experiment,
     (packed,) = seen
     rows, width = packed.response_mask.shape
     assert rows * width <= 1024 < (rows + 1) * width and width > 4 * x.generation.max_new_tokens
-    assert len(packed.ids) == packed.tokens == rows * (width - 1)  # nothing is shared, as it may be in a run
+    assert packed.tokens == rows * (width - 1) > len(packed.ids)  # a group shares its prompt, as in a run
     assert all(p.grad is None for p in learner.nets.parameters())
 
 

@@ -81,21 +81,25 @@ def probe(learner: Any, tasks: Sequence[Task]) -> None:
     longest = max((p + e.max_steps * x.generation.max_new_tokens for p, (e, _) in zip(prompts, turns, strict=True)), default=1)
     width = min(policy.context_length, longest)
     rows = max(1, learner.micro_batch_tokens // width)
-    ids = torch.arange(rows)[:, None] + torch.arange(width)  # no two begin alike, or they would be packed into one
-    ids = (ids % policy.model.get_input_embeddings().num_embeddings).to(learner.device)
-    mask = torch.arange(width, device=learner.device).expand(rows, width) >= min(prompts, default=0)
-    whole = torch.ones_like(mask)
+    row, column = torch.arange(rows)[:, None], torch.arange(width)
+    prompt = min(prompts, default=0)
+    # A group shares its prompt, as in a run: attention over packed rows then needs a mask, which takes other kernels than rows without.
+    ids = (column + torch.where(column < prompt, row // x.batch.group_size, row)) % policy.model.get_input_embeddings().num_embeddings
+    mask = (column >= prompt).expand(rows, width)
     batch = Batch(
-        ids=ids, attention_mask=whole, response_mask=mask, rollout_ids=torch.arange(rows), step_ids=torch.zeros_like(ids),
-        rewards=torch.zeros(rows), group_ids=torch.arange(rows), truncated=torch.zeros(rows, dtype=torch.bool), lengths=mask.sum(1),
-        token_rewards=torch.zeros(rows, width), logprobs_sampler=torch.zeros(rows, width),
+        ids=ids, attention_mask=torch.ones_like(mask), response_mask=mask, rollout_ids=row[:, 0], step_ids=torch.zeros_like(ids),
+        rewards=torch.zeros(rows), group_ids=row[:, 0] // x.batch.group_size, truncated=torch.zeros(rows, dtype=torch.bool),
+        lengths=mask.sum(1), token_rewards=torch.zeros(rows, width), logprobs_sampler=torch.zeros(rows, width),
     )  # fmt: skip
+    batch = batch._replace(**{name: value.to(learner.device) for name, value in batch._asdict().items() if isinstance(value, torch.Tensor)})
 
     def work() -> None:
         moments = [torch.empty_like(p) for p in learner.nets.parameters() if p.requires_grad for _ in range(2)]
         for part in micro_batches(batch, learner.micro_batch_tokens):
             critic = learner.critic if x.algorithm.critic.active else None
-            scores = forward_logprobs(learner.model, pack(ids[part], mask[part]), temperature=learner.temperature, critic=critic)
+            scores = forward_logprobs(
+                learner.model, pack(batch.ids[part], batch.response_mask[part]), temperature=learner.temperature, critic=critic
+            )
             loss = scores.logprobs.sum() + (0.0 if scores.values is None else scores.values.sum())
             loss.backward()
         del moments

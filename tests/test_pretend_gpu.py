@@ -1,0 +1,148 @@
+"""Whole runs on a pretend GPU: no operation mixes devices, no decoding step asks the host, and an RL step asks it a bounded number of times."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from pretend_gpu import PretendGPU
+
+from rlkit.commands import cli
+from rlkit.training import memory
+from rlkit.training.learner import Learner
+
+pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch built without CUDA")
+
+SMALL = {
+    "logger": "none",
+    "trainer.accelerator": "gpu",
+    "trainer.steps": "1",
+    "batch.prompts": "2",
+    "batch.group_size": "3",
+    "evaluation.n": "2",
+    "generation.max_new_tokens": "10",
+    "callbacks.checkpoint.every": "1",
+}
+# overrides, and host reads of one RL step that are allowed: those of the day that they were written down, and a tenth more
+CASES = {
+    "grpo": ({}, 300),
+    "lora_ema": ({"model.lora.rank": "4", "reference": "ema"}, 370),
+    "ppo_separate": ({"algorithm": "ppo", "algorithm.critic.model": "separate", "batch.prompts": "4", "batch.group_size": "1"}, 550),
+    "dapo_refills": ({"algorithm": "dapo", "algorithm.max_refills": "2"}, 260),
+    "kl_full": ({"kl": "full"}, 300),
+    "transformers": ({"generation": "transformers"}, 320),
+}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """An H200 that is not there, as Lightning and torch see it."""
+    import lightning.fabric.accelerators.cuda as fabric
+    import lightning.pytorch.accelerators.cuda as accelerators
+
+    monkeypatch.setattr(fabric, "num_cuda_devices", lambda: 1)
+    monkeypatch.setattr(fabric, "is_cuda_available", lambda: True)
+    monkeypatch.setattr(accelerators, "num_cuda_devices", lambda: 1)
+    with PretendGPU() as pretend:
+        yield pretend
+
+
+def train(folder, **overrides) -> int:
+    return cli.main(["train", f"hydra.run.dir={folder}", *(f"{key}={value}" for key, value in (SMALL | overrides).items())])
+
+
+@pytest.fixture
+def host_reads(gpu, monkeypatch):
+    """Host reads of each RL step: generation, scoring and update, without evaluation and start-up."""
+    counts, step = [], Learner.step
+
+    def counted(self, *given, **named):
+        metrics = step(self, *given, **named)
+        counts.append(sum(gpu.syncs.values()))
+        return metrics
+
+    begin = Learner.begin
+
+    def begun(self, *given, **named):
+        gpu.syncs.clear()
+        return begin(self, *given, **named)
+
+    monkeypatch.setattr(Learner, "step", counted)
+    monkeypatch.setattr(Learner, "begin", begun)
+    return counts
+
+
+# ------------------------------------------------------------------------------------------------- the pretence itself
+
+
+def test_two_devices_in_one_operation_are_torchs_own_error(gpu):
+    x = torch.ones(3, device="cuda")
+    assert x.device == torch.device("cuda", 0) and (x + 1).is_cuda and (x + torch.tensor(2.0)).is_cuda
+    with pytest.raises(RuntimeError, match="same device"):
+        x + torch.ones(3)
+    with pytest.raises(RuntimeError, match="indices should be"):
+        torch.ones(3)[torch.tensor([0], device="cuda")]
+    with pytest.raises(TypeError, match="host memory"):
+        x.numpy()
+
+
+def test_what_the_host_reads_is_counted_and_breaks_a_capture(gpu):
+    x = torch.ones(3, device="cuda")
+    x.sum().item(), x.tolist(), x[x > 0], bool(x.any())
+    assert sum(gpu.syncs.values()) == 4
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin()
+        with pytest.raises(RuntimeError, match="capturing"):
+            x.sum().item()
+        with pytest.raises(RuntimeError, match="previous error"):
+            graph.capture_end()
+
+
+def test_a_capture_changes_nothing_and_its_replay_does(gpu):
+    x, y = torch.zeros(3, device="cuda"), torch.ones(3, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin()
+        x.add_(y * 2)
+        graph.capture_end()
+    assert x.tolist() == [0, 0, 0]
+    graph.replay()
+    y.fill_(2.0)
+    graph.replay()
+    assert x.tolist() == [6, 6, 6]
+
+
+# ---------------------------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.mark.parametrize("case", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "grpo")])
+def test_a_run_on_one_gpu(case, gpu, host_reads, tmp_path, recwarn):
+    overrides, limit = CASES[case]
+    assert train(tmp_path, **overrides) == 0
+    assert host_reads and max(host_reads) <= limit, gpu.report()
+    assert not [w for w in recwarn if "captured" in str(w.message)]  # a decoding step that asks the host is not captured
+    assert gpu.replays or "generation" in overrides
+
+
+@pytest.mark.slow
+def test_a_run_is_continued_on_a_gpu(gpu, tmp_path):
+    assert train(tmp_path) == 0
+    assert train(tmp_path, resume=str(tmp_path), **{"trainer.steps": "2"}) == 0
+
+
+@pytest.mark.slow
+def test_out_of_memory_in_the_probe_halves_the_micro_batches(gpu, tmp_path, monkeypatch, capsys):
+    """The probe's rollout ids were on the host and its rows on the device: the second try ended in torch's error about indices."""
+    forward, left = memory.forward_logprobs, [1]
+
+    def exhausted(*given, **named):
+        if left:
+            left.pop()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (pretended).")
+        return forward(*given, **named)
+
+    monkeypatch.setattr(memory, "forward_logprobs", exhausted)
+    assert train(tmp_path) == 0
+    assert re.search(r"micro-batches are halved to \d+ tokens", capsys.readouterr().out)
