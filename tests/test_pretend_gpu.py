@@ -1,4 +1,4 @@
-"""Whole runs on a pretend GPU: no operation mixes devices, no decoding step asks the host, and an RL step asks it a bounded number of times."""
+"""Whole runs on a pretend GPU: nothing mixes devices, a decoding step never asks the host, an RL step a bounded number of times."""
 
 from __future__ import annotations
 

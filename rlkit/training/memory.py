@@ -91,7 +91,8 @@ def probe(learner: Any, tasks: Sequence[Task]) -> None:
         rewards=torch.zeros(rows), group_ids=row[:, 0] // x.batch.group_size, truncated=torch.zeros(rows, dtype=torch.bool),
         lengths=mask.sum(1), token_rewards=torch.zeros(rows, width), logprobs_sampler=torch.zeros(rows, width),
     )  # fmt: skip
-    batch = batch._replace(**{name: value.to(learner.device) for name, value in batch._asdict().items() if isinstance(value, torch.Tensor)})
+    on_device: dict[str, Any] = {name: v.to(learner.device) for name, v in batch._asdict().items() if isinstance(v, torch.Tensor)}
+    batch = batch._replace(**on_device)
 
     def work() -> None:
         moments = [torch.empty_like(p) for p in learner.nets.parameters() if p.requires_grad for _ in range(2)]
