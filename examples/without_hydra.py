@@ -36,7 +36,7 @@ from rlkit import (
 )
 from rlkit.episodes.stream import StreamState
 from rlkit.system.device import quiet
-from rlkit.training.experience import experience
+from rlkit.training.groups import experience
 from rlkit.training.references import frozen
 
 STEPS = int(os.environ.get("EXAMPLE_STEPS", "10"))

@@ -82,7 +82,8 @@ def written(function: Callable[..., Any]) -> str:
     """A function as a config names it: my_package.loss."""
     while isinstance(function, functools.partial):
         function = function.func
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
+    module = re.sub(r"\._\w+$", "", getattr(function, "__module__", ""))  # a package exports what its private files hold
+    return f"{module}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

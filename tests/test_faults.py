@@ -494,7 +494,7 @@ def test_a_step_that_ends_in_time_leaves_no_watch(forked, tmp_path):
 def test_an_evaluation_that_hangs_ends_at_its_deadline_and_says_so(tmp_path, forked, monkeypatch):
     """Before the first step, where no step's deadline counts: a reward that never comes back, on held-out rows alone."""
     (tmp_path / "waits.py").write_text(
-        "import threading\nfrom rlkit.rewards.numeric import numeric\n\ndef reward(rollout):\n"
+        "import threading\nfrom rlkit.rewards import numeric\n\ndef reward(rollout):\n"
         "    if rollout.steps[0].response_ids:  # no start-up check\n        threading.Event().wait()\n    return numeric(rollout)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -46,7 +46,7 @@ def uneven(r):
 """
 MOMENTS = {  # kind of moment → functions that are in the middle of it
     "generate": ["rlkit.episodes.replies.read_reply"],
-    "reward": ["rlkit.rewards.score._cell"],
+    "reward": ["rlkit.rewards._score._cell"],
     "update": [
         "rlkit.training.update.surrogate",
         "rlkit.training.update.step_optimizer",

@@ -13,7 +13,7 @@ from rlkit.config.problems.rows import load_tasks
 from rlkit.episodes.stream import StreamState, take
 from rlkit.rewards import score
 from rlkit.system import rng
-from rlkit.training.experience import experience
+from rlkit.training.groups import experience
 from rlkit.training.learner import Host, Learner
 from rlkit.training.run import train
 

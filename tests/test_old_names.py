@@ -3,6 +3,7 @@
 import pytest
 import yaml
 
+import rlkit.rewards
 from rlkit.config.compose import compose
 from rlkit.config.schema import MOVED, build, renamed, resolve
 from rlkit.runs.folder import read_config
@@ -27,6 +28,11 @@ def test_the_settings_of_an_old_run_are_read_under_todays_names(tmp_path):
         config = read_config(tmp_path)
     assert config["generation"]["engine"]["_target_"] == "rlkit.engines.Cached"
     assert renamed(config) == config
+
+
+def test_a_part_may_be_named_with_the_file_that_held_it():
+    with pytest.warns(FutureWarning, match=r"'rlkit\.rewards\.numeric\.numeric' is now 'rlkit\.rewards\.numeric'"):
+        assert resolve("rlkit.rewards.numeric.numeric") is rlkit.rewards.numeric
 
 
 def test_every_new_place_is_there():

@@ -354,7 +354,7 @@ def test_a_rank_that_does_not_go_on_ends_the_run_with_a_reason(tmp_path, how):
     """The fault is in a reward on rank 1, in training alone; the run folder keeps what was done before."""
     what, status, said = FAULTS[how]
     (tmp_path / "faulty.py").write_text(
-        "import os, signal, threading\nfrom rlkit.rewards.numeric import numeric\n\n"
+        "import os, signal, threading\nfrom rlkit.rewards import numeric\n\n"
         f"def reward(rollout):\n    if rollout.steps[0].response_ids and os.environ['RANK'] == '1':\n        {what}\n"
         "    return numeric(rollout)\n"
     )

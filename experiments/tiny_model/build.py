@@ -27,7 +27,7 @@ from rlkit.episodes.evaluation import greedy_accuracy, is_correct, sampled_accur
 from rlkit.models import load_policy
 from rlkit.models.chat import Renderer, continuation, encode_prompt, encode_scaffold, make_renderer
 from rlkit.rewards import Reward, Term, numeric, weighted_sum
-from rlkit.tasks.arithmetic import Problem, arithmetic, draw_of, evaluate, expression
+from rlkit.tasks._arithmetic import Problem, arithmetic, draw_of, evaluate, expression
 from rlkit.types import Message
 
 WARM_UP_SEED = 1_000_003  # of the problems; training uses small seeds, so warm-up problems are others

@@ -87,7 +87,7 @@ def run(x: Experiment, tasks: Splits) -> Report:
     from rlkit.episodes.stream import StreamState
     from rlkit.system.deadline import process_ends_after
     from rlkit.system.device import autocast, on_device
-    from rlkit.training.experience import experience
+    from rlkit.training.groups import experience
     from rlkit.training.learner import Learner
     from rlkit.training.memory import probe
     from rlkit.training.run import header

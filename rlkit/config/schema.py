@@ -8,7 +8,7 @@ value, and the same shape of walk builds the plain functions.
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import inspect
 import math
 import types
@@ -185,9 +185,13 @@ def _is_plain_class(target: Any) -> bool:
 def moved(name: Any) -> Any:
     """A `_target_` under its present name; warns once where it is that of version 0.1."""
     old = next((old for old in MOVED if isinstance(name, str) and (name == old or name.startswith(f"{old}."))), None)
-    if old is None:
+    package, _, file = str(name).rpartition(".")[0].rpartition(".")  # a part was also named with its file: rlkit.rewards.numeric.numeric
+    if package.count(".") == 1 and package.startswith("rlkit.") and importlib.util.find_spec(f"{package}._{file}"):
+        new = f"{package}.{name.rpartition('.')[2]}"
+    elif old is None:
         return name
-    new = MOVED[old] + name.removeprefix(old)
+    else:
+        new = MOVED[old] + name.removeprefix(old)
     warnings.warn(f"'{name}' is now '{new}'; the old name goes in the next version", FutureWarning, stacklevel=2)
     return new
 

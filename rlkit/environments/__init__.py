@@ -1,16 +1,16 @@
 """What a policy talks to: environments, tools, and how calls and thinking are read out of a reply."""
 
-from rlkit.environments.by_task import by_task, environment_of
-from rlkit.environments.calculator import calculator
-from rlkit.environments.dialogue import continue_with_step, dialogue, said_done
-from rlkit.environments.guess_number import guess_number
-from rlkit.environments.gymnasium import gymnasium
+from rlkit.environments._by_task import by_task, environment_of
+from rlkit.environments._calculator import calculator
+from rlkit.environments._dialogue import continue_with_step, dialogue, said_done
+from rlkit.environments._guess_number import guess_number
+from rlkit.environments._gymnasium import gymnasium
+from rlkit.environments._single_turn import single_turn
+from rlkit.environments._tool_use import tool_use
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.environments.python import python_tool
 from rlkit.environments.session import answer_calls, opened
-from rlkit.environments.single_turn import single_turn
 from rlkit.environments.thinking import split_reply, split_thinking
 from rlkit.environments.tool_parsers import hermes, none, xml
-from rlkit.environments.tool_use import tool_use
 from rlkit.environments.tools import execute, tool_name, tool_schema, with_schema
 from rlkit.environments.weather import get_weather

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from rlkit.distributed import ranks
-from rlkit.episodes.collect import collect
+from rlkit.episodes._collect import collect
 from rlkit.episodes.summary import by_part, failures
 from rlkit.functional.statistics import mean_interval, pass_at_k, wilson
 from rlkit.rewards import Reward, score, score_spread

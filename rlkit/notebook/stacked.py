@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import rlkit.functional as F
 from rlkit.algorithm import quantities
-from rlkit.episodes.assemble import assemble
+from rlkit.episodes._assemble import assemble
 from rlkit.models import forward_logprobs, pack
 from rlkit.types import Batch, Rollout, ToolResult
 

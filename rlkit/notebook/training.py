@@ -26,8 +26,8 @@ from rlkit.notebook.rollouts import create_environment, environment_from, genera
 from rlkit.notebook.stacked import attach, episodes
 from rlkit.notebook.tensors import per_token_of, required
 from rlkit.rewards import Moments, Reward
-from rlkit.training.experience import experience
 from rlkit.training.experiment import BatchSize, Evaluation, Experiment, Sampling, TrainerSettings
+from rlkit.training.groups import experience
 from rlkit.training.learner import Learner
 from rlkit.training.update import scored
 from rlkit.types import Environment, Policy, Rollout, Task

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rlkit.environments import environment_of
-from rlkit.episodes.collect import KEYS, named_limit
+from rlkit.episodes._collect import KEYS, named_limit
 from rlkit.episodes.episode import Say, play
 from rlkit.episodes.replies import encoder, speaker
 from rlkit.functional import mix

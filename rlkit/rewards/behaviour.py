@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from rlkit.errors import ConfigError
-from rlkit.rewards.numeric import numeric, unreadable
-from rlkit.rewards.score import reads_truth
+from rlkit.rewards._numeric import numeric, unreadable
+from rlkit.rewards._score import reads_truth
 from rlkit.types import Rollout, assumes, gives
 
 Unit = Literal["words", "tokens"]

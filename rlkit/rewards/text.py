@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlkit.errors import ConfigError
-from rlkit.rewards.score import Verdict, final_answer
+from rlkit.rewards._score import Verdict, final_answer
 from rlkit.types import Rollout, gives
 
 

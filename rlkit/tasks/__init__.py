@@ -3,12 +3,12 @@
 The problems of train, validation and test are disjoint, and neither the order nor the number of rows moves a row (tasks/splits.py).
 """
 
-from rlkit.tasks.arithmetic import arithmetic
-from rlkit.tasks.conversations import conversations
+from rlkit.tasks._arithmetic import arithmetic
+from rlkit.tasks._conversations import conversations
+from rlkit.tasks._gsm8k import gsm8k
+from rlkit.tasks._jsonl import jsonl
+from rlkit.tasks._mbpp import mbpp
+from rlkit.tasks._mixture import mixture
+from rlkit.tasks._verifiers import verifiers
 from rlkit.tasks.games import episodes, guess_number
-from rlkit.tasks.gsm8k import gsm8k
-from rlkit.tasks.jsonl import jsonl
-from rlkit.tasks.mbpp import mbpp
-from rlkit.tasks.mixture import mixture
 from rlkit.tasks.source import read_rows
-from rlkit.tasks.verifiers import verifiers

@@ -13,8 +13,8 @@ from rlkit.distributed import ranks
 from rlkit.episodes.stream import StreamState
 from rlkit.functional import mix
 from rlkit.system import rng
-from rlkit.training.experience import experience
 from rlkit.training.experiment import Experiment
+from rlkit.training.groups import experience
 from rlkit.training.learner import Host, Learner
 from rlkit.training.memory import probe
 from rlkit.types import Policy, Task

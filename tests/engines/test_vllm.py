@@ -22,7 +22,7 @@ from rlkit.engines import VLLM
 from rlkit.engines.vllm import engine as vllm_engine
 from rlkit.engines.vllm import pool as vllm_pool
 from rlkit.engines.vllm.weights import fingerprint, whole_weights
-from rlkit.episodes.collect import collect
+from rlkit.episodes._collect import collect
 from rlkit.errors import ConfigError, EngineError
 from rlkit.models import LoRA, load_policy
 from rlkit.types import Environment, SamplingParams, Task

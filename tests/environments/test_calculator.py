@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from rlkit.environments import calculator
-from rlkit.environments.calculator import _power
+from rlkit.environments._calculator import _power
 
 TIMES, DIVISION, MINUS = "\u00d7\u00f7\u2212"
 

@@ -11,7 +11,7 @@ import torch
 from rlkit.engines import Batched
 from rlkit.environments import calculator, tool_use
 from rlkit.episodes import assemble, collect
-from rlkit.episodes.assemble import rows
+from rlkit.episodes._assemble import rows
 from rlkit.episodes.episode import opening
 from rlkit.models import encode_prompt, forward_logprobs, pack
 from rlkit.models.chat import encode_scaffold

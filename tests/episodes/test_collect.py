@@ -10,7 +10,7 @@ import pytest
 from rlkit.engines import Batched, Transformers
 from rlkit.environments import by_task, calculator, hermes, single_turn, tool_use
 from rlkit.episodes import collect
-from rlkit.episodes.assemble import rows
+from rlkit.episodes._assemble import rows
 from rlkit.functional import mix
 from rlkit.models import decode, encode_text, make_renderer
 from rlkit.models.chat import encode_scaffold

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 
 import pytest
 
 from rlkit.config.problems.rows import check_verifier
 from rlkit.errors import ConfigError, DataError
-from rlkit.rewards import Reward, RewardError, Term, by_task, code_exec, judgements, numeric, score, weighted_sum
+from rlkit.rewards import Reward, RewardError, Term, _code_exec, by_task, code_exec, judgements, numeric, score, weighted_sum
 from rlkit.sandbox import Sandbox, SandboxError, level, process, run_many
 from rlkit.sandbox.level import Level
 from rlkit.tasks import mbpp
@@ -142,7 +141,7 @@ def test_equal_programs_run_once(monkeypatch):
         counts.append(len(jobs))
         return run_many(jobs, sandbox)
 
-    monkeypatch.setattr(sys.modules["rlkit.rewards.code_exec"], "run_many", counted)
+    monkeypatch.setattr(_code_exec, "run_many", counted)
     assert code_exec([rollout(REPLIES["right"][0])] * 5 + [rollout("x = 1")]) == [1.0] * 5 + [0.0] and counts == [2]
 
 

@@ -11,7 +11,7 @@ from fractions import Fraction
 import pytest
 
 from rlkit.environments import calculator
-from rlkit.tasks.arithmetic import arithmetic, draw_of, evaluate, expression, problem, split_of_expression
+from rlkit.tasks._arithmetic import arithmetic, draw_of, evaluate, expression, problem, split_of_expression
 from rlkit.types import SPLITS
 
 WARM_UP = 1_000_003  # the seed of the problems that experiments/tiny_model/build.py warms up with

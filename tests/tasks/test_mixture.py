@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rlkit.episodes.stream import StreamState, take
 from rlkit.errors import ConfigError, DataError
 from rlkit.tasks import arithmetic, guess_number, mixture
-from rlkit.tasks.mixture import turns
+from rlkit.tasks._mixture import turns
 from rlkit.types import Task
 
 

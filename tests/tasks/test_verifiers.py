@@ -14,7 +14,7 @@ from rlkit.episodes.record import from_row, to_row
 from rlkit.errors import ConfigError, DataError
 from rlkit.rewards import Reward, Term, by_task, score
 from rlkit.rewards import verifiers as verifiers_reward
-from rlkit.rewards.verifiers import task_of, trace_of
+from rlkit.rewards._verifiers import task_of, trace_of
 from rlkit.tasks import verifiers
 from rlkit.types import SPLITS, Rollout, Step, Task, ToolCall, ToolResult
 

@@ -11,7 +11,7 @@ from rlkit.episodes.summary import by_part
 from rlkit.errors import ConfigError, DataError
 from rlkit.rewards import Reward, RewardError, tests_of
 from rlkit.rewards import score as score_rollouts
-from rlkit.rewards.score import truth_problems
+from rlkit.rewards._score import truth_problems
 from rlkit.sandbox import Sandbox, require
 from rlkit.training.experiment import Experiment
 from rlkit.training.schedules import phases

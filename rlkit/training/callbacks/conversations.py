@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 
 from rlkit.episodes import save_rollouts, transcript
-from rlkit.episodes.assemble import rows
+from rlkit.episodes._assemble import rows
 from rlkit.episodes.tokens import rounded, save_tokens
 from rlkit.models.chat import decode
 from rlkit.system.files import lenient, write_atomic

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlkit.errors import ConfigError
+from rlkit.rewards._score import Term, called_on, reads_truths, truth_problems
 from rlkit.rewards.aggregators import batched
-from rlkit.rewards.score import Term, called_on, reads_truths, truth_problems
 from rlkit.types import Rollout, Task
 
 

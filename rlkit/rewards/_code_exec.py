@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 from rlkit.errors import DataError
+from rlkit.rewards._score import Verdict, final_answer
 from rlkit.rewards.aggregators import batched
 from rlkit.rewards.fences import code_blocks
-from rlkit.rewards.score import Verdict, final_answer
 from rlkit.sandbox import Check, Job, Outcome, Result, Sandbox, SandboxError, Unsplittable, passes, run_many, split
 from rlkit.types import Rollout, Task, gives
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from rlkit.environments.single_turn import single_turn
-from rlkit.environments.tool_use import check_seconds, tool_use
+from rlkit.environments._single_turn import single_turn
+from rlkit.environments._tool_use import check_seconds, tool_use
 from rlkit.errors import ConfigError
 from rlkit.types import Environment, Rollout, Tool
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from rlkit.environments.dialogue import dialogue
+from rlkit.environments._dialogue import dialogue
 from rlkit.types import Environment, Rollout
 
 NUMBER = re.compile(r"[0-9]{1,18}")  # of a reply, the last one counts

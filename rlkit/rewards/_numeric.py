@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
-from rlkit.rewards.score import Verdict, final_answer, reads_truth
+from rlkit.rewards._score import Verdict, final_answer, reads_truth
 from rlkit.types import Rollout, Task, gives
 
 MAX_DIGITS = 200  # characters of one number as written; a longer one is no answer

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal
 
-from rlkit.environments.dialogue import dialogue
+from rlkit.environments._dialogue import dialogue
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.errors import ConfigError, place
 from rlkit.system.loops import awaited
