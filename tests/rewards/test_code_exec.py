@@ -96,8 +96,8 @@ CHEATS = (
 @pytest.mark.parametrize(
     "test, value",
     [
-        ("assert all(a == b for a, b in zip(f(1), [1, 2]))", "[1, 2]"), ("assert allclose(f(1), 4.0)", "4.0"),
-        ("assert math.isclose(f(1), 4.0)", "4.0"), ("assert any(x == 3 for x in f(1))", "[3]"), ("assert len(f(1)) == 2", "'ab'"),
+        ("assert sorted(f(1)) == [1, 2]", "[2, 1]"), ("assert allclose(f(1), 4.0)", "4.0"),
+        ("assert math.isclose(f(1), 4.0)", "4.0"), ("assert any(f(1)) == True", "[3]"), ("assert len(f(1)) == 2", "'ab'"),
         ("assert set(f(1)) == {1}", "[1, 1]"), ("assert list(f(1)) == [0, 1]", "(n for n in range(2))"),
     ],
 )  # fmt: skip
