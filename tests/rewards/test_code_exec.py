@@ -115,7 +115,7 @@ def test_a_program_that_this_machine_cannot_start_is_no_wrong_answer_and_stops_n
             raise SandboxError("no memory for a child")
         return real(job, *rest)
 
-    monkeypatch.setattr(process, "run_with", failing)
+    monkeypatch.setattr(level, "run_with", failing)
     rows = [rollout(REPLIES["right"][0]), rollout("unlucky = 1"), rollout("x = 1")]
     assert [v.status for v in judgements(rows)] == ["ok", "unrun", "wrong"]
     lenient = Reward("code", {"code": Term(1.0, code_exec)}, weighted_sum, max_error_rate=0.5)
