@@ -162,8 +162,8 @@ def test_a_line_that_cannot_be_read_costs_no_other_row_and_is_kept(path, bad, wh
     assert [row["step"] for row in read_rows(path)] == [1, 2, 3, 4]
     assert path.with_name("metrics.unreadable").read_bytes() == bad + b"\n"
     said = capsys.readouterr().out
-    assert "1 line of metrics.jsonl cannot be read and is moved to metrics.unreadable" in said
-    assert "1 row after step 4 is moved to metrics.discarded.jsonl" in said
+    assert "1 line(s) of metrics.jsonl cannot be read: moved to metrics.unreadable" in said
+    assert "1 line(s) after step 4: moved to metrics.discarded.jsonl" in said
 
 
 def test_no_line_is_lost_whatever_stands_in_the_file_and_however_often_a_run_is_resumed(tmp_path):

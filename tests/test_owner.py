@@ -158,6 +158,9 @@ class Once:
         self.waited.append(seconds)
         return len(self.waited) > 1
 
+    def is_set(self) -> bool:
+        return False
+
 
 def test_the_beat_is_renewed_every_30_seconds_also_where_the_file_was_deleted(tmp_path, monkeypatch):
     record = {**identity(), "token": "mine"}

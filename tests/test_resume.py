@@ -57,7 +57,7 @@ def test_a_bad_line_and_a_tail_that_is_no_text_cost_a_resumed_run_no_row(copy, c
     assert steps(metrics) == [1, 2, 3] and metrics.read_bytes().startswith(first + b"\n" + second + b"\n")
     assert (copy / "metrics.unreadable").read_bytes() == b'{"step": 1, "rew\n{"step": 3, "a": "\xff\n'
     said = capsys.readouterr().out
-    assert "2 lines of metrics.jsonl cannot be read" in said and "run.json cannot be read and is kept as run.json.unreadable" in said
+    assert "2 line(s) of metrics.jsonl cannot be read" in said and "run.json cannot be read and is kept as run.json.unreadable" in said
     assert (copy / "run.json.unreadable").read_bytes().startswith(b"\xff") and len(json.loads((copy / "run.json").read_text())) == 1
     assert (copy / "failed_rollout.jsonl.gz.earlier").read_bytes() == b"a rollout"
 
@@ -69,7 +69,7 @@ def test_rows_after_the_checkpoint_are_set_aside(copy, capsys):
     assert main(["train", f"resume={copy}", "trainer.steps=3"]) == 0
     assert steps(copy / "metrics.jsonl") == [1, 2, 3]
     assert read_rows(copy / "metrics.discarded.jsonl") == [row]
-    assert "1 row after step 2 is moved to metrics.discarded.jsonl" in capsys.readouterr().out
+    assert "1 line(s) after step 2: moved to metrics.discarded.jsonl" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("gone", ["the files", "the folder"])

@@ -26,11 +26,10 @@ MAX_BITS = 4096
 MAX_EXPONENT = 1000
 SIGNIFICANT_DIGITS = 10  # of a printed result that is not a whole number
 
-TIMES, DOT, MIDDLE_DOT, DIVISION, MINUS, EN_DASH = "\u00d7\u22c5\u00b7\u00f7\u2212\u2013"
-SYMBOLS = str.maketrans({TIMES: "*", DOT: "*", MIDDLE_DOT: "*", DIVISION: "/", MINUS: "-", EN_DASH: "-", "^": "**"})
-DROPPED = str.maketrans("", "", "$€£")
-THOUSANDS_BEFORE = re.compile(r"(?<![\d.,])\d{1,3}(,\d{3})*$")
-THOUSANDS_AFTER = re.compile(r",\d{3}(?!\d)")
+SYMBOLS = str.maketrans(
+    dict.fromkeys("\u00d7\u22c5\u00b7", "*") | dict.fromkeys("\u2212\u2013", "-") | dict.fromkeys("$€£", "") | {"\u00f7": "/", "^": "**"}
+)
+THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d)")
 NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 
 
@@ -64,26 +63,11 @@ calculator.bounded = True  # type: ignore[attr-defined]  # by the limits above
 
 def _normalise(expression: str) -> str:
     """The expression in Python's spelling: symbols replaced, thousands commas dropped, percent signs written out."""
-    source = _drop_thousands_commas(expression.translate(SYMBOLS).translate(DROPPED).strip())
-    percent = rf"({NUMBER})\s*%(?=\s*(?:$|[-+*/),]))"
-    return re.sub(percent, r"(\1/100)", source)
-
-
-def _drop_thousands_commas(source: str) -> str:
-    """Drop commas inside numbers. Directly inside a function's parentheses commas separate, and 1,200 is ambiguous."""
-    inside_call: list[bool] = []
-    kept: list[str] = []
-    for i, character in enumerate(source):
-        if character == "(":
-            inside_call.append(bool(re.search(r"[A-Za-z_]\s*$", source[:i])))
-        elif character == ")" and inside_call:
-            inside_call.pop()
-        elif character == "," and THOUSANDS_BEFORE.search(source[:i]) and THOUSANDS_AFTER.match(source[i:]):
-            if not (inside_call and inside_call[-1]):
-                continue
-            raise ValueError("the comma is ambiguous; put a space after a comma between arguments and none in numbers")
-        kept.append(character)
-    return "".join(kept)
+    source = expression.translate(SYMBOLS).strip()
+    if re.search(r"[A-Za-z_]\s*\(", source) and THOUSANDS.search(source):  # 1,200 may be two arguments
+        raise ValueError("the comma is ambiguous beside a function; put a space after a comma between arguments, and none in numbers: 1200")
+    source = THOUSANDS.sub(lambda number: number[0].replace(",", ""), source)
+    return re.sub(rf"({NUMBER})\s*%(?=\s*(?:$|[-+*/),]))", r"(\1/100)", source)
 
 
 def _check_words(source: str) -> None:
@@ -105,7 +89,11 @@ def _evaluate(node: ast.AST, source: str) -> Fraction:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in BINARY:
             return _bounded(BINARY[type(op)](_evaluate(left, source), _evaluate(right, source)))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
-            return _bounded(_call(name, [_evaluate(argument, source) for argument in args]))
+            values = [_evaluate(argument, source) for argument in args]
+            try:
+                return _bounded(FUNCTIONS[name](*values))
+            except TypeError:
+                raise ValueError(f"{name} does not take {len(values)} argument(s)") from None
     raise ValueError("only numbers, + - * / // % **, parentheses and " + ", ".join(FUNCTIONS) + " are allowed")
 
 
@@ -151,13 +139,6 @@ def _round(value: Fraction, digits: Fraction = Fraction(0)) -> Fraction:
     return Fraction(round(value, int(digits)))
 
 
-def _call(name: str, arguments: list[Fraction]) -> Fraction:
-    least, most, function = FUNCTIONS[name]
-    if not least <= len(arguments) <= most:
-        raise ValueError(f"{name} takes {least if least == most else f'at least {least}'} argument(s)")
-    return function(*arguments)
-
-
 def _text(value: Fraction) -> str:
     """A whole number in full; else a decimal of SIGNIFICANT_DIGITS digits, at least four of them after the point."""
     with localcontext() as context:
@@ -176,10 +157,10 @@ BINARY: Mapping[type, Callable[[Fraction, Fraction], Any]] = {
     ast.Mod: operator.mod,
     ast.Pow: _power,
 }
-FUNCTIONS: Mapping[str, tuple[int, int, Callable[..., Fraction]]] = {  # fewest and most arguments
-    "sqrt": (1, 1, _square_root),
-    "abs": (1, 1, abs),
-    "round": (1, 2, _round),
-    "min": (1, MAX_NODES, min),
-    "max": (1, MAX_NODES, max),
+FUNCTIONS: Mapping[str, Callable[..., Fraction]] = {
+    "sqrt": _square_root,
+    "abs": abs,
+    "round": _round,
+    "min": lambda *values: min(values),
+    "max": lambda *values: max(values),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -42,14 +43,11 @@ async def opened(environment: Environment, task: Task) -> AsyncIterator[Session]
     failed: BaseException | None = None
     try:
         missing = [name for name in ("tools", "first_prompt", "answer") if not hasattr(session, name)]
-        if missing:
+        if missing or not isinstance(session.tools, Mapping):
+            wrong = f"has no `{missing[0]}`" if missing else f"has tools of type {type(session.tools).__name__}"
             raise EnvironmentFailed(
-                f"environment.session gave {session!r:.200} for task {task.id!r}, which has no `{missing[0]}`; a session has tools, "
-                "first_prompt() and answer(rollout), as rlkit.types.Session describes them"
-            )
-        if not isinstance(session.tools, Mapping):
-            raise EnvironmentFailed(
-                f"the session's tools are {session.tools!r:.200} for task {task.id!r}; give a mapping of name → function"
+                f"environment.session gave {session!r:.200} for task {task.id!r}, which {wrong}; a session has tools, a mapping of "
+                "name → function, first_prompt() and answer(rollout), as rlkit.types.Session describes them"
             )
         yield session
     except BaseException as error:
@@ -153,20 +151,11 @@ async def with_state(rollout: Rollout, session: Session) -> Rollout:
         return rollout
     with blamed("state", rollout.task):
         state = await awaited(tell())
-    if not isinstance(state, Mapping):
-        raise EnvironmentFailed(f"{where(tell)}: a session's state is {state!r:.200}; it must be a mapping of names to plain values")
-    plain = _plain(state, "state()", tell)
+    needed = "give a mapping of names to text, numbers, true, false, None, and lists and mappings of them"
+    try:
+        plain = json.loads(json.dumps(state))  # a copy, which what the session does later does not change
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EnvironmentFailed(f"{where(tell)}: a session's state is {state!r:.200} ({error}); {needed}") from None
+    if not isinstance(plain, dict):
+        raise EnvironmentFailed(f"{where(tell)}: a session's state is {state!r:.200}; {needed}")
     return rollout._replace(metadata={**rollout.metadata, "state": plain}) if plain else rollout
-
-
-def _plain(value: Any, path: str, tell: Callable[[], Any]) -> Any:
-    """A copy of plain values, so that what the session does later does not change it."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{path}[{i}]", tell) for i, item in enumerate(value)]
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(item, f"{path}[{key!r}]", tell) for key, item in value.items()}
-    kind = "a mapping with keys that are no text" if isinstance(value, Mapping) else f"of type {type(value).__name__}"
-    needed = "give text, numbers, true, false, None, and lists and mappings of them"
-    raise EnvironmentFailed(f"{where(tell)}: {path} of a session is {kind}; {needed}")

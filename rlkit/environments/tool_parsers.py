@@ -22,7 +22,6 @@ XML_START, XML_CLOSE = re.compile(r"<tool(?=[\s/>])"), "</tool>"
 XML_OPEN = re.compile(r"<tool\s+name\s*=\s*(?:\"([^\"<>]*)\"|'([^'<>]*)')\s*>")
 XML_FORM = f'<tool name="tool">text{XML_CLOSE}'
 MAX_DEPTH = 64  # of nested lists and objects; beyond it, rendering the history would run out of stack
-MAX_DIGITS = 1000  # of a whole number
 
 
 def hermes(content: str) -> tuple[str, list[ToolCall]]:
@@ -128,7 +127,7 @@ def _xml_call(id: str, name: str, text: str, tools: Mapping[str, Callable[..., A
 def load_json(text: str) -> Any:
     """Strict JSON that can be rendered again. Raises ValueError with a readable reason for everything else."""
     try:
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_short)
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except json.JSONDecodeError as error:
         raise ValueError(f"bad JSON at character {error.pos}: {error.msg}") from None
     except RecursionError:
@@ -155,12 +154,6 @@ def _finite(text: str) -> float:
     if math.isinf(number := float(text)):
         raise ValueError(f"the number {text[:20]}… is too large")
     return number
-
-
-def _short(text: str) -> int:
-    if len(text) > MAX_DIGITS:
-        raise ValueError(f"the number {text[:20]}… has {len(text)} digits")
-    return int(text)
 
 
 def _kind(value: Any) -> str:

@@ -243,16 +243,6 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 
 def _parameters(tool: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    if inspect.ismethod(tool):  # the instance is not kept
-        return dict(list((_parameters(tool.__func__) or {}).items())[1:])
-    try:
-        return _signature_of(tool)
-    except TypeError:  # a tool that cannot be hashed
-        return _signature_of.__wrapped__(tool)
-
-
-@lru_cache(maxsize=64)
-def _signature_of(tool: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
     for resolve in (True, False):  # annotations that cannot be resolved are not checked
         try:
             return inspect.signature(tool, eval_str=resolve).parameters

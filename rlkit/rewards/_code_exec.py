@@ -13,7 +13,7 @@ from rlkit.errors import DataError
 from rlkit.rewards._score import Verdict, final_answer
 from rlkit.rewards.aggregators import batched
 from rlkit.rewards.fences import code_blocks
-from rlkit.sandbox import Check, Job, Outcome, Result, Sandbox, SandboxError, Unsplittable, passes, run_many, split
+from rlkit.sandbox import Check, Job, Outcome, Sandbox, SandboxError, Unsplittable, passes, run_many, split
 from rlkit.types import Rollout, Task, gives
 
 
@@ -130,7 +130,8 @@ def _job(rollout: Rollout, tests: Sequence[Check]) -> Job | None:
 def _judged(outcome: Outcome | SandboxError, tests: Sequence[Check]) -> Judgement:
     if isinstance(outcome, SandboxError):
         return Judgement("unrun", 0, len(tests), detail=str(outcome))
-    answers = _answers(outcome, tests)
+    given = iter(outcome.results)
+    answers = [tuple(itertools.islice(given, len(check.calls))) for check in tests]  # fewer where the program ended before them
     right = [passes(check, *results) for check, results in zip(tests, answers, strict=True)]
     judgement = Judgement("wrong", sum(right), len(tests), outcome.seconds)
     if outcome.status == "timeout":
@@ -145,9 +146,3 @@ def _judged(outcome: Outcome | SandboxError, tests: Sequence[Check]) -> Judgemen
     failed = right.index(False)
     problem = next((result.error for result in answers[failed] if result.error), "another value")
     return judgement._replace(detail=f"{', '.join(tests[failed].calls):.80}: {problem}")
-
-
-def _answers(outcome: Outcome, tests: Sequence[Check]) -> list[tuple[Result, ...]]:
-    """The results of each test's calls; fewer where the program ended before them."""
-    ends = list(itertools.accumulate(len(check.calls) for check in tests))
-    return [outcome.results[end - len(check.calls) : end] for end, check in zip(ends, tests, strict=True)]

@@ -1,6 +1,6 @@
 r"""Read and compare mathematical answers by the package math-verify. A script without rlkit.
 
-    python -I -S -B _math_child.py SEARCH_PATH MEMORY CALLS
+    python -I -S -B _math_child.py SEARCH_PATH MEMORY
 
 Each line of standard input is a JSON list, and each gets one line back, a JSON string:
 
@@ -23,7 +23,7 @@ import signal
 import sys
 from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import accumulate, islice
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
@@ -190,7 +190,7 @@ class Judge:
 
 
 def main() -> None:
-    search_path, memory, calls = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    search_path, memory = json.loads(sys.argv[1]), int(sys.argv[2])
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.stdout = sys.stderr  # which can write any character
@@ -214,7 +214,7 @@ def main() -> None:
     except Exception as error:
         return say(f"failed: {type(error).__name__}: {error}")
     say("ready")
-    for line in islice(sys.stdin, calls):  # the package's caches only grow, so the parent starts another child
+    for line in sys.stdin:
         seconds, *pair = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, seconds)
         signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)

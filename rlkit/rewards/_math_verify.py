@@ -34,8 +34,7 @@ CHILD = Path(__file__).with_name("_math_child.py")
 DEADLINE = 5.0  # seconds of processor time for one call
 START = 300.0  # seconds for a child to import sympy, on the slowest disk
 HUNG = 30.0  # times the deadline on the clock, after which the parent kills a child itself
-MEMORY = 2 * 2**30  # bytes of address space that a child may take
-CALLS = 10_000  # after which a child is replaced: sympy and the parser keep what they have seen
+MEMORY = 2 * 2**30  # bytes of address space that a child may take; one whose caches outgrow it dies and is replaced
 MOST = 16  # children; each takes some 100 MB
 _LOCK = Lock()
 _idle: list[subprocess.Popen[str]] = []
@@ -108,7 +107,7 @@ def ask(calls: Sequence[Sequence[str]], deadline: float) -> list[str]:
 
 def _answer(call: Sequence[str], deadline: float) -> str:
     line = json.dumps([deadline, *call])
-    for _ in range(2):  # the first may have reached CALLS, or been killed from outside
+    for _ in range(2):  # the first may have outgrown its memory, or been killed from outside
         child = _take()
         try:
             said = _exchange(child, line, HUNG * deadline)
@@ -116,7 +115,8 @@ def _answer(call: Sequence[str], deadline: float) -> str:
             _end(child)
             return "timeout"
         if said:
-            _give_back(child)
+            with _LOCK:
+                _idle.append(child)
             return said
         if _end(child) in (-signal.SIGPROF, -signal.SIGALRM):
             return "timeout"
@@ -129,7 +129,7 @@ def _take() -> subprocess.Popen[str]:
         if _idle:
             return _idle.pop()
     child = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-B", str(CHILD), json.dumps(sys.path), str(MEMORY), str(CALLS)],
+        [sys.executable, "-I", "-S", "-B", str(CHILD), json.dumps(sys.path), str(MEMORY)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={}, start_new_session=True,
     )  # fmt: skip
     try:
@@ -165,14 +165,6 @@ def _exchange(child: subprocess.Popen[str], line: str, seconds: float) -> str:
     except BrokenPipeError:
         return ""
     return str(json.loads(said)) if said else ""
-
-
-def _give_back(child: subprocess.Popen[str]) -> None:
-    with _LOCK:
-        if len(_idle) < min(cores(), MOST):
-            _idle.append(child)
-            return
-    _end(child)
 
 
 def _end(child: subprocess.Popen[str]) -> int:

@@ -148,25 +148,16 @@ def _require(reward: Reward) -> None:
 
 def _column(name: str, term: Term, rollouts: Sequence[Rollout], max_error_rate: float) -> list[Cell]:
     """What one term makes of all rollouts, in their order; async calls are awaited together, after the plain ones."""
-    cells: dict[int, Cell] = {}
-    pending: dict[int, Awaitable[Any]] = {}
-    failed = 0
-
-    def take(i: int, value: Any) -> None:
-        nonlocal failed
-        cells[i] = _cell(term, rollouts[i], value)
-        failed += bool(cells[i].failure)
-        if failed > max_error_rate * len(rollouts):
-            raise _refused(f"term {name!r}", rollouts[i], cells[i], failed, len(rollouts), max_error_rate)
-
-    for i, value in enumerate(called_on(term, rollouts) if rollouts else ()):
-        if inspect.isawaitable(value):
-            pending[i] = value
-        else:
-            take(i, value)
-    for i, value in zip(pending, _awaited(list(pending.values()), term.timeout), strict=True):
-        take(i, value)
-    return [cells[i] for i in range(len(rollouts))]
+    values = list(called_on(term, rollouts)) if rollouts else []
+    pending = [i for i, value in enumerate(values) if inspect.isawaitable(value)]
+    for i, value in zip(pending, _awaited([values[i] for i in pending], term.timeout), strict=True):
+        values[i] = value
+    cells = [_cell(term, rollout, value) for rollout, value in zip(rollouts, values, strict=True)]
+    failed = [i for i, cell in enumerate(cells) if cell.failure]
+    if len(failed) > max_error_rate * len(rollouts):
+        first = failed[int(max_error_rate * len(rollouts))]  # the one that was too many
+        raise _refused(f"term {name!r}", rollouts[first], cells[first], len(failed), len(rollouts), max_error_rate)
+    return cells
 
 
 def called_on(term: Term, rollouts: Sequence[Rollout]) -> Iterable[Any]:

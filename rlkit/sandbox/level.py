@@ -6,11 +6,12 @@ import functools
 import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 from rlkit.errors import ConfigError
-from rlkit.sandbox.process import Job, Outcome, Sandbox, SandboxError, check, folder, run_many_with, run_with, sweep
+from rlkit.sandbox.process import Job, Outcome, Sandbox, SandboxError, check, folder, run_with, sweep, workers
 
 LEVELS = ("basic", "kernel", "kernel+ns")  # weakest first
 CHOICES = (("seccomp", "landlock", "namespaces"), ("seccomp", "landlock"), ("seccomp",), ("landlock",), ())  # strongest first
@@ -118,11 +119,27 @@ def run(job: Job, sandbox: Sandbox | None = None) -> Outcome:
     return run_with(job, sandbox, require(sandbox).features)
 
 
-def run_many(jobs: Sequence[Job], sandbox: Sandbox | None = None) -> list[Outcome | SandboxError]:
-    """`run` for many programs, a few at once; outcomes in the order of the jobs.
+def run_many(
+    jobs: Sequence[Job], sandbox: Sandbox | None = None, features: Sequence[str] | None = None, landlock_abi: int | None = None
+) -> list[Outcome | SandboxError]:
+    """`run` for many programs on a few threads, each with one child at a time; outcomes in the order of the jobs.
 
     A program whose child could not be set up has its SandboxError in place of an outcome, and the others run.
+
+    Args:
+      features, landlock_abi: as in `run_with`; None: those of the level here.
     Raises: ConfigError, see `require`.
     """
+    if not jobs:
+        return []
     sandbox = sandbox or Sandbox()
-    return run_many_with(jobs, sandbox, require(sandbox).features) if jobs else []
+    used = require(sandbox).features if features is None else features
+
+    def outcome(job: Job) -> Outcome | SandboxError:
+        try:
+            return run_with(job, sandbox, used, landlock_abi)
+        except SandboxError as error:
+            return error
+
+    with ThreadPoolExecutor(min(workers(sandbox), len(jobs))) as pool:
+        return list(pool.map(outcome, jobs))

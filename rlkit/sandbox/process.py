@@ -15,7 +15,6 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic
 from typing import Any, Literal, NamedTuple
@@ -157,25 +156,6 @@ def _said(job: bytes, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
             kill()
             child.stdout.close()
             child.wait()
-
-
-def run_many_with(
-    jobs: Sequence[Job], sandbox: Sandbox, features: Sequence[str], landlock_abi: int | None = None
-) -> list[Outcome | SandboxError]:
-    """`run_with` on a few threads, each driving one child at a time; outcomes in the order of the jobs.
-
-    A program whose child could not be set up has its SandboxError in place of an outcome, and the others run.
-    """
-
-    def outcome(job: Job) -> Outcome | SandboxError:
-        try:
-            return run_with(job, sandbox, features, landlock_abi)
-        except SandboxError as error:
-            return error
-
-    check(sandbox)
-    with ThreadPoolExecutor(min(workers(sandbox), max(1, len(jobs)))) as pool:
-        return list(pool.map(outcome, jobs))
 
 
 def _job(job: Job, sandbox: Sandbox, features: Sequence[str], landlock_abi: int | None = None) -> dict[str, Any]:

@@ -3,15 +3,15 @@
 The owner writes owner.json when it starts, renews its `beat` every 30 seconds, and removes the file when it ends. A second process is
 refused while the owner lives:
 
-    the same machine   its process id is there, with the same start time
+    the same machine   its process id exists, with the same start time
     another machine    its beat is younger than 5 minutes, by the clocks of the two
 
-Another machine is also one that has been started again since, and another container: neither shows the owner's processes. A SLURM job
+A machine that was started again and another container count as another machine: neither shows the owner's processes. A SLURM job
 that was queued again knows that its earlier self is gone.
 
-The file is created with O_EXCL and changed under `flock`, so of several processes that find a dead owner exactly one takes its place.
-On a file system without locks two may do so in the same instant: then the later one has the folder, and the other one sees it at its
-next check. An owner that finds another name in the file ends, and writes nothing more.
+The file is created with O_EXCL and changed while the folder is locked, so of several processes that find a dead owner exactly one
+takes its place. On a file system without locks two may do so at the same instant: then the later one has the folder, and the other
+one finds out at its next check. An owner that finds another name in the file ends, and writes nothing more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import json
 import os
 import secrets
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -29,15 +28,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlkit.errors import Refusal, RLKitError
 
 NAME = "owner.json"
 BEAT = 30.0  # seconds between two signs of life
 DEAD = 300.0  # seconds without one after which an owner on another machine counts as dead
-PATIENCE = 2.0  # seconds to wait for the lock on the file, which is held for milliseconds
-UNKNOWN = "unknown"  # start time of a process that exists and that we may not look at
+UNKNOWN = "unknown"  # start time of a process that exists and that this process may not inspect
 
 
 class Occupied(Refusal):
@@ -48,29 +46,20 @@ class TakenOver(RLKitError, RuntimeError):
     """Another process has taken the run folder over while this one worked in it."""
 
 
-class Claim(NamedTuple):
-    """What this process has written to the owner.json of a folder, and the thread that renews it."""
-
-    record: Mapping[str, Any]
-    ended: threading.Event
-    beating: threading.Thread
-
-
-HELD: dict[Path, Claim] = {}  # run folder → this process's claim to it
-_ONE = threading.Lock()  # the beating thread and the training one open the file in turn
+HELD: dict[Path, tuple[str, threading.Event]] = {}  # run folder → the token of this process's record, and what ends its beat
 
 
 @contextmanager
 def owned(folder: Path, *, takeover: bool = False) -> Iterator[None]:
-    """A block in which this process owns a run folder, which is made where it is missing.
+    """A block in which this process owns a run folder, which is made if it is missing.
 
-    A thread renews the beat: an RL step may take longer than five minutes, and a thread ends with its process, however that ends. So a
-    process that hangs is alive, as it should be: it might go on and write.
+    A thread renews the beat, because an RL step may take longer than five minutes. A process that hangs therefore counts as alive: it
+    might go on and write.
 
     Args:
       folder: the run's.
-      takeover: take it also from an owner that lives.
-    Raises: Occupied where another process owns it. Where owner.json cannot be written, a warning says so and the block runs.
+      takeover: take it even from an owner that lives.
+    Raises: Occupied if another process owns it. If owner.json cannot be written, a warning says so and the block runs.
     """
     folder = folder.resolve()
     record = identity() | {"token": secrets.token_hex(8)}
@@ -83,10 +72,8 @@ def owned(folder: Path, *, takeover: bool = False) -> Iterator[None]:
         print(f"warning: {folder / NAME} not written ({why}); nothing keeps a second process from this run", file=sys.stderr, flush=True)
         yield
         return
-    ended = threading.Event()
-    beating = threading.Thread(target=beat, args=(folder, record, ended), name=NAME, daemon=True)
-    HELD[folder] = Claim(record, ended, beating)
-    beating.start()
+    HELD[folder] = record["token"], threading.Event()
+    threading.Thread(target=beat, args=(folder, record, HELD[folder][1]), name=NAME, daemon=True).start()
     try:
         yield
     finally:
@@ -95,6 +82,7 @@ def owned(folder: Path, *, takeover: bool = False) -> Iterator[None]:
 
 def identity() -> dict[str, Any]:
     """This process: host, pid, which boot and which container of that host, start time, SLURM job, and the time as its first beat."""
+    job = os.environ.get("SLURM_JOB_ID")
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -102,18 +90,12 @@ def identity() -> dict[str, Any]:
         "started": started(os.getpid()),
         "since": datetime.now().isoformat(sep=" ", timespec="seconds"),
         "beat": time.time(),
-        "slurm": slurm(),
+        "slurm": [job, int(os.environ.get("SLURM_RESTART_COUNT") or 0)] if job else None,  # and how often it was queued again
     }
 
 
-def slurm() -> list[Any] | None:
-    """The SLURM job of this process and how often it has been started again; None outside of one."""
-    job = os.environ.get("SLURM_JOB_ID")
-    return [job, int(os.environ.get("SLURM_RESTART_COUNT") or 0)] if job else None
-
-
 def place() -> str:
-    """Which processes a pid can mean here: the boot of the kernel and the namespace of process ids; empty where the system has neither."""
+    """Which processes a pid can mean here: the boot of the kernel and the namespace of process ids; empty if the system has neither."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -121,7 +103,7 @@ def place() -> str:
 
 
 def started(pid: int) -> str | None:
-    """When a process of this machine was started, in the system's own words; None where there is none, or only what is left of it."""
+    """When a process of this machine was started, in the system's own words; None if there is none, or only a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
@@ -132,20 +114,21 @@ def started(pid: int) -> str | None:
     except (ProcessLookupError, OverflowError):
         return None
     except PermissionError:
-        return UNKNOWN
-    with suppress(OSError):  # a system without /proc
-        said = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, env={"LC_ALL": "C"})
-        state, _, since = said.stdout.strip().partition(" ")
-        return None if state.startswith("Z") else since.strip() or UNKNOWN
-    return UNKNOWN
+        pass
+    return UNKNOWN  # another user's, or a system without /proc
+
+
+def is_here(found: Mapping[str, Any]) -> bool:
+    """Whether the process id of a record means a process of this machine."""
+    return found.get("host") == socket.gethostname() and found.get("place", place()) == place()
 
 
 def lives(found: Mapping[str, Any]) -> bool:
     """Whether the process of a record may still work in its folder."""
-    if found.get("host") == socket.gethostname() and found.get("place", place()) == place():
+    if is_here(found):
         now = started(found["pid"])
         return now is not None and (found.get("started") in (now, UNKNOWN) or now == UNKNOWN)
-    mine, theirs = slurm(), found.get("slurm")
+    mine, theirs = identity()["slurm"], found.get("slurm")
     again = mine is not None and isinstance(theirs, list) and theirs[:1] == mine[:1] and theirs != mine  # the same job, queued again
     return not again and time.time() - found["beat"] < DEAD
 
@@ -153,19 +136,15 @@ def lives(found: Mapping[str, Any]) -> bool:
 def occupied(folder: Path) -> str:
     """Who works in a folder, as a sentence that tells how to go on. Empty if no one does, or if it cannot be found out."""
     try:
-        with _opened(folder / NAME) as file:
-            found = _read(file)
+        found = _read(folder)
     except OSError:
         return ""
-    return _occupied(folder, found) if lives(found) else ""
-
-
-def _occupied(folder: Path, found: Mapping[str, Any]) -> str:
+    if not lives(found):
+        return ""
     age = max(0, round(time.time() - found["beat"]))
     if "host" not in found:
         return f"{folder / NAME} cannot be read and is {age} s old: another process may be starting there. Look, then add takeover=true"
-    here = found["host"] == socket.gethostname() and found.get("place", place()) == place()
-    until = "" if here else f", dead after {DEAD:.0f} s without one"
+    until = "" if is_here(found) else f", dead after {DEAD:.0f} s without one"
     return (
         f"{folder}: process {found['pid']} on {found['host']} works there since {found.get('since')} "
         f"(last sign of life {age} s ago{until}). Wait for it, or end it; to take the folder from it, add takeover=true"
@@ -175,37 +154,37 @@ def _occupied(folder: Path, found: Mapping[str, Any]) -> str:
 def claim(folder: Path, record: Mapping[str, Any], *, takeover: bool = False) -> str:
     """Writes a record to the folder's owner.json. Returns what became of an earlier owner, or nothing.
 
-    Raises: Occupied where another process lives there and `takeover` is not set; OSError where the file cannot be written.
+    Raises: Occupied if another process lives there and `takeover` is not set; OSError if the file cannot be written.
     """
-    with _opened(folder / NAME, create=True) as file:
-        created = file.fresh and not os.fstat(file.descriptor).st_size  # else another process had the lock before us
-        found = {} if created else _read(file)
-        alive = not created and lives(found)
-        if alive and not takeover:
-            raise Occupied(_occupied(folder, found))
+    with _locked(folder):
         try:
-            _write(file, record)
+            with suppress(FileExistsError):
+                _write(folder, record, os.O_CREAT | os.O_EXCL)
+                return ""
         except OSError:
-            if created:
-                (folder / NAME).unlink(missing_ok=True)
+            (folder / NAME).unlink(missing_ok=True)  # created, and not written
             raise
-    if created:
-        return ""
+        found, living = _read(folder), occupied(folder)
+        if living and not takeover:
+            raise Occupied(living)
+        _write(folder, record)
     who = f"process {found.get('pid')} on {found.get('host')}, which began at {found.get('since')}"
-    return f"taken over from {who}; it ends at its next step" if alive else f"{who}, is gone without an end of its own"
+    return f"taken over from {who}; it ends at its next step" if living else f"{who}, is gone without an end of its own"
 
 
 def beat(folder: Path, record: Mapping[str, Any], ended: threading.Event) -> None:
     """Renews a record until `ended` is set or another process has the folder. A file that someone deleted is written again."""
     while not ended.wait(BEAT):
-        with suppress(OSError), _opened(folder / NAME, create=True) as file:
-            if _read(file).get("token", record["token"]) != record["token"]:
-                return
-            _write(file, {**record, "beat": time.time()})
+        with suppress(OSError), _locked(folder):
+            with suppress(FileNotFoundError):
+                if _read(folder).get("token", record["token"]) != record["token"]:
+                    return
+            if not ended.is_set():
+                _write(folder, {**record, "beat": time.time()}, os.O_CREAT)
 
 
 def check(folder: Path) -> None:
-    """Raises TakenOver where this process owned a run folder and another one does now; nothing where it never did."""
+    """Raises TakenOver if this process owned a run folder and another one does now; nothing if it never did."""
     if said := lost(folder):
         raise TakenOver(said)
 
@@ -217,98 +196,65 @@ def check_path(path: Path) -> None:
 
 
 def lost(folder: Path) -> str:
-    """Who has taken a run folder from this process, as a sentence; empty where it is still its own, or never was."""
+    """Who has taken a run folder from this process, as a sentence; empty if it is still its own, or never was."""
     folder = folder.resolve()
-    held = HELD.get(folder)
-    if held is None:
+    if folder not in HELD:
         return ""
     try:
-        with _opened(folder / NAME) as file:
-            found = _read(file)
-    except OSError:  # deleted, or a file system that fails: nobody else has put his name there
+        found = _read(folder)
+    except OSError:  # deleted, or a file system that fails: no one else has put a name there
         return ""
-    if found.get("token", held.record["token"]) == held.record["token"]:
+    if found.get("token", HELD[folder][0]) == HELD[folder][0]:
         return ""
-    who = f"process {found['pid']} on {found['host']}"
-    return f"{folder} was taken over by {who}; this process ends and writes nothing more there"
+    return f"{folder} was taken over by process {found['pid']} on {found['host']}; this process ends and writes nothing more there"
 
 
 def release(folder: Path) -> None:
-    """Gives a run folder up: the file is removed, where it is still this process's."""
-    held = HELD.pop(folder.resolve(), None)
-    if held is None:
+    """Gives a run folder up: the file is removed if it is still this process's."""
+    folder = folder.resolve()
+    token, ended = HELD.pop(folder, ("", None))
+    if ended is None:
         return
-    held.ended.set()
-    held.beating.join(2 * PATIENCE)  # its last beat may be under way
-    with suppress(OSError), _opened(folder / NAME) as file:
-        if _read(file).get("token") == held.record["token"]:
+    ended.set()
+    with suppress(OSError), _locked(folder):
+        if _read(folder).get("token") == token:
             (folder / NAME).unlink()
 
 
 # ------------------------------------------------------------------------------------------------------------ the file
 
 
-class _File(NamedTuple):
-    descriptor: int
-    fresh: bool  # whether this process has just created it
-
-
 @contextmanager
-def _opened(path: Path, *, create: bool = False) -> Iterator[_File]:
-    """The file, locked; one that is deleted or replaced while we wait for the lock is opened again."""
-    with _ONE:
-        while True:
-            fresh = False
-            try:
-                descriptor = os.open(path, os.O_RDWR)
-            except FileNotFoundError:
-                if not create:
-                    raise
-                try:
-                    descriptor, fresh = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), True
-                except FileExistsError:  # another process was faster
-                    continue
-            try:
-                _lock(descriptor)
-                if _is(path, descriptor):
-                    yield _File(descriptor, fresh)
-                    return
-            finally:
-                os.close(descriptor)
-
-
-def _lock(descriptor: int) -> None:
-    until = time.monotonic() + PATIENCE
-    while time.monotonic() < until:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.005)
-        except OSError:  # a file system without locks
-            return
-
-
-def _is(path: Path, descriptor: int) -> bool:
+def _locked(folder: Path) -> Iterator[None]:
+    """A block that no other process or thread enters for the same folder. It takes milliseconds."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
-def _read(file: _File) -> dict[str, Any]:
-    """The record in the file. Of one that cannot be read, as while it is being written, only the time: then its last change is a beat."""
+def _read(folder: Path) -> dict[str, Any]:
+    """The record of a folder. If it cannot be read, as while it is being written, only the time: its last change counts as a beat."""
+    file = folder / NAME
     try:
-        found = json.loads(os.pread(file.descriptor, 1 << 16, 0).decode())
+        found = json.loads(file.read_bytes().decode())
         types = {"host": str, "pid": int, "beat": int | float, "token": str}
         if isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in types.items()):
             return found if found["pid"] > 0 else {"beat": found["beat"]}
     except (ValueError, RecursionError):
         pass
-    return {"beat": os.fstat(file.descriptor).st_mtime}
+    return {"beat": file.stat().st_mtime}
 
 
-def _write(file: _File, record: Mapping[str, Any]) -> None:
-    """Overwrites the file in place, so that its lock and the folder's time of change stay."""
+def _write(folder: Path, record: Mapping[str, Any], flags: int = 0) -> None:
+    """Overwrites the file in place, so that the folder's time of change stays."""
     data = (json.dumps(record, indent=1) + "\n").encode()
-    os.pwrite(file.descriptor, data, 0)
-    os.ftruncate(file.descriptor, len(data))
+    descriptor = os.open(folder / NAME, os.O_RDWR | flags, 0o644)
+    try:
+        os.pwrite(descriptor, data, 0)
+        os.ftruncate(descriptor, len(data))
+    finally:
+        os.close(descriptor)

@@ -56,12 +56,12 @@ def cut_back(path: Path, step: int) -> None:
             write_atomic(path, content)
     except OSError as error:
         raise DataError(f"{target} cannot be written ({reason(error)}), so rows that the resumed run replaces would be lost") from None
-    if unreadable:
-        print(
-            f"resume: {_count(unreadable, 'line')} of {path.name} cannot be read and {_are(unreadable)} moved to {UNREADABLE}", flush=True
-        )
-    if discarded:
-        print(f"resume: {_count(discarded, 'row')} after step {max(step, 0)} {_are(discarded)} moved to {DISCARDED}", flush=True)
+    for moved, what, name in (
+        (unreadable, f"of {path.name} cannot be read", UNREADABLE),
+        (discarded, f"after step {max(step, 0)}", DISCARDED),
+    ):
+        if moved:
+            print(f"resume: {len(moved)} line(s) {what}: moved to {name}", flush=True)
 
 
 def _append(path: Path, lines: Sequence[bytes]) -> None:
@@ -77,14 +77,6 @@ def _append(path: Path, lines: Sequence[bytes]) -> None:
 
 def _joined(lines: Sequence[bytes]) -> bytes:
     return b"".join(line + b"\n" for line in lines)
-
-
-def _count(lines: Sequence[bytes], word: str) -> str:
-    return f"{len(lines)} {word}{'s' * (len(lines) != 1)}"
-
-
-def _are(lines: Sequence[bytes]) -> str:
-    return "is" if len(lines) == 1 else "are"
 
 
 def append_row(path: Path, step: int, row: dict[str, Any]) -> None:

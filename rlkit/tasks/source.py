@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -118,21 +117,15 @@ def _checked(where: str, row: Any) -> Row:
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row must be an object with named fields, not {type(row).__name__}; correct it")
     for field, value in row.items():
-        if half := _half_pair(value):
+        try:
+            json.dumps({field: value}, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
             raise DataError(
                 f"{where}: the field {field!r:.80} holds {half!a}, half of a character (a lone surrogate), which no tokenizer can read; "
                 "write the whole character, or leave the row out"
-            )
+            ) from None
     return row
-
-
-def _half_pair(value: Any) -> str:
-    """The first lone surrogate in a text, also one inside lists and objects; "" where there is none."""
-    if isinstance(value, str):
-        found = None if value.isascii() else re.search("[\ud800-\udfff]", value)
-        return found[0] if found else ""
-    inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return next((half for item in inner if (half := _half_pair(item))), "")
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, Row]]:

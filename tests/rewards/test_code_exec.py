@@ -95,8 +95,8 @@ CHEATS = (
 @pytest.mark.parametrize(
     "test, value",
     [
-        ("assert all(a == b for a, b in zip(f(1), [1, 2]))", "[1, 2]"), ("assert allclose(f(1), 4.0)", "4.0"),
-        ("assert math.isclose(f(1), 4.0)", "4.0"), ("assert any(x == 3 for x in f(1))", "[3]"), ("assert len(f(1)) == 2", "'ab'"),
+        ("assert sorted(f(1)) == [1, 2]", "[2, 1]"), ("assert allclose(f(1), 4.0)", "4.0"),
+        ("assert math.isclose(f(1), 4.0)", "4.0"), ("assert any(f(1)) == True", "[3]"), ("assert len(f(1)) == 2", "'ab'"),
         ("assert set(f(1)) == {1}", "[1, 1]"), ("assert list(f(1)) == [0, 1]", "(n for n in range(2))"),
     ],
 )  # fmt: skip
@@ -114,7 +114,7 @@ def test_a_program_that_this_machine_cannot_start_is_no_wrong_answer_and_stops_n
             raise SandboxError("no memory for a child")
         return real(job, *rest)
 
-    monkeypatch.setattr(process, "run_with", failing)
+    monkeypatch.setattr(level, "run_with", failing)
     rows = [rollout(REPLIES["right"][0]), rollout("unlucky = 1"), rollout("x = 1")]
     assert [v.status for v in judgements(rows)] == ["ok", "unrun", "wrong"]
     lenient = Reward("code", {"code": Term(1.0, code_exec)}, weighted_sum, max_error_rate=0.5)

@@ -139,11 +139,6 @@ def test_a_child_killed_between_calls_is_replaced(package):
     assert children() and pid not in children()
 
 
-def test_a_child_is_replaced_after_its_calls(package, monkeypatch):
-    monkeypatch.setattr(module, "CALLS", 2)
-    assert [verdict(f"{i}/8") for i in range(1, 7)] == [0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
-
-
 def test_a_child_has_none_of_the_environment(package, monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "secret")
     assert verdict(r"\boxed{token}", truth="0") == 1.0

@@ -81,18 +81,13 @@ SPLITS = {
     "(f(1)) == (2, [3])": (["f(1)"], (2, [3]), [2, [3]]),
     "set(f(1)) == set([1, 2])": (["[*f(1)]"], [2, 1, 2], [1]),
     "sorted(f(1)) == [1, 2]": (["[*f(1)]"], [2, 1], [2, 1, 1]),
-    "sorted(f(1), key=lambda p: p[1], reverse=True) == [(1, 2), (2, 1)]": (["[*f(1)]"], [(2, 1), (1, 2)], [(1, 2)]),
-    "sorted(map(sorted, f(1))) == [[1, 2]]": (["[*f(1)]"], [[2, 1]], [[1]]),
-    "max(f(1), key=len) == 'abc'": (["[*f(1)]"], ["a", "abc"], ["abcd"]),
     "len(f(1)) == 3": (["[*f(1)]"], [0, 0, 0], [3]),
-    "len([x for x in f(1) if x > 2]) == 2": (["[*f(1)]"], [1, 3, 4], [1, 2, 3]),
     "round(f(1), 2) == 0.33": (["f(1)"], 0.3333, 0.34),
     "sum(f(1)) == 6": (["[*f(1)]"], [1, 2, 3], [6, 1]),
     "sum(10, 15) == 6": (["sum(10, 15)"], 6, 25),  # the program has a sum of its own
     "f(1)[0] == -1": (["f(1)[0]"], -1, 1),
     "f('a').upper() == 'A'": (["f('a').upper()"], "A", "a"),
     "str(f(1)) == '1/2'": (["str(f(1))"], "1/2", "0.5"),
-    "', '.join(f(1)) == 'a, b'": (["[*f(1)]"], ["a", "b"], ["a, b", ""]),
     "decode(encode('x')) == 'x'": (["decode(encode('x'))"], "x", "y"),
     "f(1) is None": (["f(1)"], None, 0),
     "f(1) is True": (["f(1)"], True, 1),
@@ -117,16 +112,6 @@ SPLITS = {
     "abs(f(2) - 4.0) < 1e-06": (["f(2)"], 4.0000001, 4.1),
     "allclose(f(2), 4.0)": (["f(2)"], 4.00001, 4.1),
     "np.allclose(f(2), [[4.0, 1], []], atol=0.1)": (["f(2)"], [[4.05, 1], []], [[4.05, 1]]),
-    "all(a == b for a, b in zip(f(1), [1, 2]))": (["[*f(1)]"], [1, 2], [1]),  # zip fails on unequal lengths
-    "all([abs(a - b) < 0.1 for a, b in zip([1, 2], f(1))])": (["[*f(1)]"], [1.01, 2], [1, 2, 3]),
-    "all(math.isclose(a, b) for a, b in zip(f(1), [1, 2]))": (["[*f(1)]"], [1.0, 2.0], [1.0, 2.1]),
-    "all(a == b for i, (a, b) in enumerate(zip(f(1), [1])))": (["[*f(1)]"], [1], [2]),
-    "all(all(a == b for a, b in zip(r, q)) for r, q in zip(f(1), [[1], [2]]))": (["[*f(1)]"], [[1], [2]], [[1], [3]]),
-    "any(x == 3 for x in f(1))": (["[*f(1)]"], [1, 3], [1]),
-    "all(f(x) for x in [2, 3])": (["f(2)", "f(3)"], True, False),
-    "all(f(x) == y for x, y in [(1, 7), ('a', 7)])": (["f(1)", "f('a')"], 7, 1),
-    "[f(x) for x in range(3)] == [1, 1, 1]": (["f(0)", "f(1)", "f(2)"], 1, 2),
-    "[a == b for a, b in zip(f(1), [1])] == [True]": (["[*f(1)]"], [1], [2]),
 }  # fmt: skip
 REFUSED = {
     "says only what a value must not be": ["f(1) != 2", "f(1) is not None", "f(1) not in (1, 2)", "not f(1) == 2"],
@@ -140,8 +125,9 @@ REFUSED = {
         "f(1) == g(2)", "math.isclose(f(1), g(1))", "all(a == b for a, b in zip(f(1), g(1)))", "f(1) == open('x')", "f(2) == f(2)",
         "f(1) == approx(4)", "all(a == b for a, b in zip(*f(1)))",
     ],
-    "calls that are not known before": [
-        "all(f(x) for x in g(3))", "all(f(x, y) for x in (1, 2) for y in (1, 2))", "all(f(x) for x in range(10**5))",
+    "loops and functions of items": [
+        "all(f(x) for x in [2, 3])", "[f(x) for x in range(3)] == [1, 1, 1]", "all(a == b for a, b in zip(f(1), [1, 2]))",
+        "sorted(f(1), key=lambda p: p[1]) == []", "sorted(map(sorted, f(1))) == [[1, 2]]", "', '.join(f(1)) == 'a, b'",
     ],
     "no expectation": [
         "f(1) == x", "1 == 1", "True", "f(1) == float('x')", "f(1) == set([[1]])", "math.isclose(f(1), 1, places=2)", "f(1) == list(99)",
@@ -261,10 +247,9 @@ def test_equality_never_raises(value, expected):
 
 
 def test_a_hostile_value_cannot_hold_up_the_verdict():
-    """Steps are counted; a power, a rounding, a range and a repetition have a bound."""
+    """A power, a rounding, a range and a repetition have a bound."""
     start = time.process_time()
     for test, value in [
-        ("sum(1 for x in f(1) for y in [1]) == 0", None), ("all(x in [*range(9999)] for x in f(1))", [-1.5] * 5000),
         ("2 ** f(1) == 0", 10**9), ("round(1, f(1)) == 0", -(10**9)), ("[0] * f(1) == []", 10**12), ("f(1) ** 9 ** 9 == 0", 10**400),
         ("sorted(f(1) * 10**6) == []", [1] * 5000), ("len(range(f(1))) == 0", 10**15),
     ]:  # fmt: skip

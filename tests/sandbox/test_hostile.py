@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from rlkit.sandbox import Job, Sandbox, Unsplittable, level, passes, probe, process, split
-from rlkit.sandbox.process import FOLDER, readable, run_many_with, run_with, sweep
+from rlkit.sandbox import Job, Sandbox, Unsplittable, level, passes, probe, process, run_many, split
+from rlkit.sandbox.process import FOLDER, readable, run_with, sweep
 from rlkit.sandbox.process import folder as own_folder
 
 # The table: name → code. The test asks for f() == 42, and no program computes 42. What an escape gets hold of it puts into `leak`.
@@ -270,7 +270,7 @@ def around(tmp_path_factory):
 def attempted(fill: str, table, limit: float, features, abi: int | None = None):
     """The programs of a table, run under these features: name → outcome."""
     jobs = [Job(fill + IMPORTS + code, (*CHECK.calls, "leak")) for code in table.values()]
-    return dict(zip(table, run_many_with(jobs, SANDBOX._replace(time_limit=limit), features, abi), strict=True))
+    return dict(zip(table, run_many(jobs, SANDBOX._replace(time_limit=limit), features, abi), strict=True))
 
 
 @pytest.fixture(scope="module", params=[LEVELS[0], pytest.param(LEVELS[1], marks=pytest.mark.slow)], ids="+".join)
@@ -347,7 +347,7 @@ def test_the_weakest_level_still_keeps_time_memory_and_the_verdict(folder):
     """`basic`, as on macOS: no feature of the kernel. What forges or floods fails there too."""
     names = ["always equal", "os._exit", "records forged on every descriptor", "endless loop", "memory bomb", "flood of the channel"]
     jobs = [Job(IMPORTS + PROGRAMS[name], CHECK.calls) for name in names]
-    for name, outcome in zip(names, run_many_with(jobs, SANDBOX, ()), strict=True):
+    for name, outcome in zip(names, run_many(jobs, SANDBOX, ()), strict=True):
         assert not (outcome.results and passes(CHECK, outcome.results[0])), name
     assert list(folder.iterdir()) == []
 
