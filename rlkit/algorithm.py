@@ -423,15 +423,18 @@ def select(batch: Batch, rows: Tensor) -> Batch:
     return batch._replace(**per_row, metrics=metrics)
 
 
+def minibatch_rows(batch: Batch, algorithm: Algorithm, seed: int) -> list[list[Tensor]]:
+    """Row numbers of every update: `epochs` passes over all rollouts, each split at random into `minibatches` parts of whole rollouts."""
+    generator, owners = torch.Generator().manual_seed(seed % (1 << 63)), batch.rollout_ids.cpu()
+    orders = [torch.randperm(len(batch.rewards), generator=generator) for _ in range(algorithm.epochs)]
+    parts = [[torch.isin(owners, part).nonzero()[:, 0] for part in order.tensor_split(algorithm.minibatches)] for order in orders]
+    # A part has no rows where each of its rollouts ended before its first reply.
+    return [[rows.to(batch.ids.device) for rows in epoch if len(rows)] for epoch in parts]
+
+
 def minibatches(batch: Batch, algorithm: Algorithm, seed: int) -> Iterator[Batch]:
-    """Every update's batch: `epochs` passes over all rollouts, each split at random into `minibatches` parts of whole rollouts."""
-    generator = torch.Generator().manual_seed(seed % (1 << 63))
-    for _ in range(algorithm.epochs):
-        order = torch.randperm(len(batch.rewards), generator=generator)
-        for part in order.tensor_split(algorithm.minibatches):
-            rows = torch.isin(batch.rollout_ids.cpu(), part).nonzero()[:, 0].to(batch.ids.device)
-            if len(rows):  # none where every rollout of the part ended before its first reply
-                yield loss_weights(select(batch, rows), algorithm)
+    """Every update's batch, with the weights of its tokens."""
+    return (loss_weights(select(batch, rows), algorithm) for epoch in minibatch_rows(batch, algorithm, seed) for rows in epoch)
 
 
 def micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:

@@ -150,12 +150,12 @@ def test_equal_rollouts_get_equal_advantages_in_every_algorithm(advantage, kl):
 def test_the_run_scores_what_the_baseline_needs(in_baseline, tiny):
     """A rollout that is not trained on has a KL too where that counts in the baseline, and is not scored for nothing elsewhere."""
     from rlkit.training.learner import Learner
-    from rlkit.training.update import with_scores
+    from rlkit.training.update import with_logprobs
 
     words = ["kl=k1", "kl.placement=reward", f"kl.in_baseline={str(in_baseline).lower()}", "algorithm/overlong=mask"]
     x = experiment(compose([*words, "task.max_samples=8"]))
     batch = make_batch("aacb")._replace(truncated=torch.tensor([True, False, False, False]))
     batch = filter_rollouts(batch._replace(ids=torch.arange(32).view(8, 4)), x.algorithm)
-    found = with_scores(Learner(x, tiny), batch)
+    found = with_logprobs(Learner(x, tiny), batch)
     wanted = batch.sampled_mask if in_baseline else batch.response_mask
     assert torch.equal(found.logprobs_ref != 0, wanted) and torch.equal(found.logprobs_old != 0, wanted)

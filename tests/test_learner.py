@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from rlkit.system import rng
 from rlkit.training.groups import experience
 from rlkit.training.learner import Host, Learner
 from rlkit.training.run import train
+from rlkit.types import Rollout, Step, Task
 
 COMMON = [
     "trainer.threads=1", "trainer.accelerator=cpu", "trainer.steps=3", "batch.prompts=4", "batch.group_size=4", "evaluation.n=0",
@@ -126,3 +128,30 @@ def test_the_host_computes(tmp_path):
     metrics = learner.step(sampled, trained)
     assert called.keys() == set(Host._fields) and called["optimizer_step"] == metrics["optim/updates"] > 0
     assert any(not torch.equal(p, before[name]) for name, p in policy.model.named_parameters())
+
+
+def without_signal() -> list[Rollout]:
+    """Rollouts of equal rewards and many lengths, four a prompt."""
+    draw, out = random.Random(5), []
+    for i, size in enumerate([3, 40, 17, 9, 28, 5, 33, 12, 21, 2, 38, 14, 7, 25, 30, 11]):
+        if i % 4 == 0:
+            prompt = tuple(draw.randrange(5, 300) for _ in range(20 + size % 7))
+        step = Step((), prompt, tuple(draw.randrange(5, 300) for _ in range(size)), (-5.0,) * size, "stop")
+        out.append(Rollout(Task(str(i // 4), ()), (step,), group=i // 4, sample=i % 4, reward=1.0, rewards={"numeric": 1.0}))
+    return out
+
+
+CASES = [("k2", 1, 2, 200), ("k3", 1, 4, 200), ("k3", 1, 2, 4096), ("k3", 2, 2, 200), ("truncated", 1, 2, 200), ("full", 1, 2, 200)]
+
+
+@pytest.mark.parametrize(("estimator", "epochs", "minibatches", "limit"), CASES)
+def test_a_step_without_signal_leaves_the_policy_where_it_is(estimator, epochs, minibatches, limit):
+    """The reference equals the policy and no advantage differs from 0, so the gradient is 0. Log-probs of other micro-batches made it
+    rounding, and AdamW made a step of full size of that."""
+    words = [f"kl={estimator}", "kl.coef=1", "reference=frozen", f"trainer.micro_batch_tokens={limit}"]
+    x = experiment(compose([*COMMON, *words, f"algorithm.epochs={epochs}", f"algorithm.minibatches={minibatches}"]))
+    learner = Learner(x, policy := loaded(x), exact=True)
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    metrics = learner.step(without_signal())
+    assert metrics["optim/updates"] and metrics["optim/grad_norm"] == 0
+    assert all(torch.equal(p, before[name]) for name, p in policy.model.named_parameters())

@@ -23,7 +23,7 @@ def played(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert main(["rollout", *FAST, "n=3", "num_return_sequences=2"]) == 0
-        assert main(["rollout", *FAST, "n=3", "num_return_sequences=2", "name=again", "max_steps=1", "format=parquet"]) == 0
+        assert main(["rollout", *FAST, "n=3", "num_return_sequences=2", "name=again", "max_steps=1", "format=jsonl"]) == 0
     return {name: next((folder / "outputs" / name).iterdir()) for name in ("rollout", "again")}
 
 
@@ -58,7 +58,7 @@ def test_the_report_can_shade_every_reply(played):
 
 def test_max_steps_is_the_limit_of_every_environment(played):
     """The same seeds: the first replies are the same, and what would have gone on is truncated."""
-    whole, cut = (load_rollouts(played[name] / file) for name, file in (("rollout", "rollouts.jsonl.gz"), ("again", "rollouts.parquet")))
+    whole, cut = (load_rollouts(played[name] / file) for name, file in (("rollout", "rollouts.jsonl.gz"), ("again", "rollouts.jsonl")))
     assert all(len(r.steps) == 1 for r in cut) and any(len(r.steps) > 1 for r in whole)
     assert [r.steps[0].response_ids for r in cut] == [r.steps[0].response_ids for r in whole]
     assert all(c.truncation == "steps" for c, w in zip(cut, whole, strict=True) if len(w.steps) > 1)
@@ -121,7 +121,7 @@ def test_a_cut_reaches_the_engine(tmp_path, monkeypatch):
     "overrides, words",
     [
         (["n=0"], "n=0: must be at least 1"),
-        (["format=json"], "format: 'json' is not one of jsonl.gz, jsonl, parquet"),
+        (["format=json"], "format: 'json' is not one of jsonl.gz, jsonl"),
         (["max_steps=0"], "max_steps=0: must be at least 1"),
         (["generation.temperature=-1"], "generation.temperature=-1"),
         (["generation.top_p=0"], "generation.top_p=0: must be greater than 0"),

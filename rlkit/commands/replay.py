@@ -80,11 +80,11 @@ def backward(learner: Any, batch: Any, rows: Any) -> tuple[float, float, list[st
     """Loss and gradient norm of some rows, and which gradients are not finite, as sentences."""
     from rlkit.algorithm import select, surrogate, value_surrogate
     from rlkit.models import pack
-    from rlkit.training.update import trained_scores
+    from rlkit.training.update import trained_logprobs
 
     x, critic, part = learner.x, learner.x.algorithm.critic, select(batch, rows)
     learner.nets.zero_grad()
-    scores = trained_scores(learner, pack(part.ids, part.response_mask))
+    scores = trained_logprobs(learner, pack(part.ids, part.response_mask))
     loss, _ = surrogate(part, scores, x.algorithm, x.kl)
     if critic.active:
         loss = loss + value_surrogate(part, scores, critic)[0]

@@ -1,12 +1,12 @@
-"""Rollouts as files: JSON lines and Parquet for machines, plain text for people.
+"""Rollouts as files: JSON lines for machines, plain text for people.
 
-Both formats hold the same rows, one a rollout, of one shape whatever the rollout holds: what is free-form (metadata, rewards by name,
-arguments of calls, further keys of messages) is JSON text. So a file opens in `datasets` as it is:
+A row is a rollout. All rows have one shape whatever the rollout holds: what is free-form (metadata, rewards by name, arguments of calls,
+further keys of messages) is JSON text. So a file opens in `datasets` as it is, which also makes Parquet of it:
 
-    load_dataset("json", data_files="rollouts.jsonl.gz")    load_dataset("parquet", data_files="rollouts.parquet")
+    load_dataset("json", data_files="rollouts.jsonl.gz", split="train").to_parquet("rollouts.parquet")
 
-`datasets` guesses the types of JSON from the start of the first file. Where nothing there tells (no tool call at all, no reward), say
-`features=Features.from_arrow_schema(rollout_schema())`; Parquet holds its types.
+`datasets` guesses the types from the start of the first file. If nothing there shows them (no tool call at all, no reward), pass
+`features=Features.from_arrow_schema(rollout_schema())`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import types
 import typing
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,12 +33,11 @@ from rlkit.types import Message, Rollout, Step, Task, ToolCall, ToolResult
 if TYPE_CHECKING:
     import pyarrow
 
-FORMATS = (".jsonl.gz", ".jsonl", ".parquet")
+FORMATS = (".jsonl.gz", ".jsonl")
 FAILED = "failed_rollout.jsonl.gz"  # the rollout on which a reward failed
 MEMBER = b"\x1f\x8b\x08\0\0\0\0\0"  # how a gzip member without name and time begins
 PIECE = 1 << 16  # bytes that are unpacked at a time
 TEXT = json.JSONEncoder(ensure_ascii=False)
-ROW_GROUP = 64  # rollouts that a damaged part of a Parquet file takes along, at most
 
 
 # -------------------------------------------------------------------------------------------------------- saving
@@ -48,12 +47,11 @@ def save_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
     """A file of rollouts, whole or not there; equal rollouts give equal bytes.
 
     Args:
-      path: ends in .jsonl, .jsonl.gz or .parquet, which decides the format. What was there is replaced.
+      path: ends in .jsonl or .jsonl.gz, which decides the format. What was there is replaced.
       rollouts: with metadata and arguments of types that JSON knows; tuples in there come back as lists.
     Raises: ConfigError for another ending, TypeError for what JSON does not know.
     """
-    path = Path(path)
-    write_atomic(path, _parquet(rollouts) if _format(path) == ".parquet" else _json_lines(path, rollouts))
+    write_atomic(Path(path), _json_lines(Path(path), rollouts))
 
 
 def append_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
@@ -62,11 +60,6 @@ def append_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
     Raises: ConfigError for another ending, TypeError for what JSON does not know; then nothing was written.
     """
     path = Path(path)
-    if _format(path) == ".parquet":
-        raise ConfigError(
-            f"{path}: a Parquet file cannot be appended to; append to a .jsonl.gz file, and in the end "
-            "save_rollouts('rollouts.parquet', load_rollouts('rollouts.jsonl.gz'))"
-        )
     data = _json_lines(path, rollouts)  # of a .gz: a member of its own
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
@@ -89,26 +82,16 @@ def failed_rollout_kept(folder: Path) -> Iterator[None]:
         raise
 
 
-def _format(path: Path) -> str:
-    for ending in FORMATS:
-        if path.name.endswith(ending):
-            return ending
-    raise ConfigError(f"{path}: a file of rollouts ends in .jsonl, .jsonl.gz or .parquet; name it so")
+def _checked(path: Path) -> Path:
+    if not path.name.endswith(FORMATS):
+        raise ConfigError(f"{path}: a file of rollouts ends in .jsonl or .jsonl.gz; name it so")
+    return path
 
 
 def _json_lines(path: Path, rollouts: Sequence[Rollout]) -> bytes:
+    compressed = _checked(path).suffix == ".gz"
     data = "".join(_line(rollout) + "\n" for rollout in rollouts).encode()
-    return gzip.compress(data, compresslevel=3, mtime=0) if path.suffix == ".gz" else data
-
-
-def _parquet(rollouts: Sequence[Rollout]) -> bytes:
-    import pyarrow
-    from pyarrow import parquet
-
-    table = pyarrow.Table.from_pylist([json.loads(_line(rollout)) for rollout in rollouts], schema=rollout_schema())
-    sink = pyarrow.BufferOutputStream()
-    parquet.write_table(table, sink, compression="zstd", row_group_size=ROW_GROUP, write_page_checksum=True)
-    return sink.getvalue().to_pybytes()
+    return gzip.compress(data, compresslevel=3, mtime=0) if compressed else data
 
 
 # ------------------------------------------------------------------------------------------------------- loading
@@ -119,12 +102,11 @@ def load_rollouts(path: Path | str, *, strict: bool = False) -> list[Rollout]:
 
     Args:
       path: a file of `save_rollouts` or `append_rollouts`.
-      strict: True raises at the first damaged place. False warns of each, with file and line (row, in Parquet), and keeps the rest.
+      strict: True raises at the first damaged place. False warns of each, with file and line, and keeps the rest.
     Raises: DataError naming the place, where strict and where there are damaged places only. ConfigError for another ending.
     """
-    path = Path(path)
     rollouts, damages = [], []
-    for place, row in _parquet_rows(path) if _format(path) == ".parquet" else _json_rows(path):
+    for place, row in _json_rows(_checked(Path(path))):
         try:
             rollouts.append(_rollout(row))
         except DataError as error:
@@ -142,7 +124,7 @@ def _rollout(row: str | DataError) -> Rollout:
     if isinstance(row, DataError):
         raise row
     try:
-        return from_row(_restored(row))
+        return from_row(_unescaped(row))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"not a rollout, left out ({type(error).__name__}: {error})") from error
 
@@ -197,154 +179,83 @@ def _unpacked(data: memoryview) -> tuple[bytes, int, str | None]:
     return b"".join(texts), position - len(stream.unused_data), damage
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, str | DataError]]:
-    """Each row with its number, from 0, as JSON; or what is wrong with a group of rows."""
-    from pyarrow import parquet
-
-    number = 0
-    try:
-        file = parquet.ParquetFile(path, page_checksum_verification=True)
-    except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
-        if isinstance(error, FileNotFoundError):
-            raise
-        yield f"{path}", DataError(f"not a Parquet file that can be read ({error})")
-        return
-    with file:
-        for i in range(file.num_row_groups):
-            count = file.metadata.row_group(i).num_rows
-            try:
-                for j, row in enumerate(file.read_row_group(i).to_pylist()):
-                    yield f"{path} row {number + j}", json.dumps(row, ensure_ascii=False)
-            except (OSError, ValueError) as error:
-                yield f"{path} rows {number} to {number + count - 1}", DataError(f"the data is damaged, left out ({error})")
-            number += count
-
-
 # ---------------------------------------------------------------------------------------------------------- rows
 
 COLUMNS = ("task_id", "num_steps", "response_length", "total_reward")  # to filter on; told by the rest of the row
 PLAIN = ("role", "content")  # of a message; its other keys are JSON text
 LONE = "d[89a-f][0-9a-f]{2}"  # half a surrogate pair in hexadecimal: a str may hold it, UTF-8 may not
+RECORDS = (Rollout, Task, Step, ToolCall, ToolResult)
+SCALARS: Mapping[Any, Any] = {float: (int, float), int: int, bool: bool, type(None): type(None)}  # all else is text
+_fields = functools.cache(typing.get_type_hints)
 
 
 def rollout_schema() -> pyarrow.Schema:
-    """The columns of a file of rollouts, as Parquet and `datasets` call their types."""
+    """The columns of a file of rollouts, as `datasets` and Parquet call their types."""
     import pyarrow as pa
 
-    text, number, count, ids, flag = pa.string(), pa.float64(), pa.int64(), pa.list_(pa.int64()), pa.bool_()
-    messages = pa.list_(pa.struct({"role": text, "content": text, "other": text}))
-    task = {"id": text, "messages": messages, "answer": text, "reward": text, "environment": text, "metadata": text, "part": text}
-    call = {"id": text, "name": text, "arguments": text, "error": text}
-    result = {"id": text, "name": text, "content": text, "ok": flag, "seconds": number}
-    step = {
-        "prompt": messages,
-        "prompt_ids": ids,
-        "response_ids": ids,
-        "logprobs": pa.list_(number),
-        "finish_reason": text,
-        "thinking": text,
-        "content": text,
-        "thinking_closed": flag,
-        "tool_calls": pa.list_(pa.struct(call)),
-        "tool_results": pa.list_(pa.struct(result)),
-        "reward": number,
-        "forced": ids,
-        "dropped": count,
-        "versions": pa.list_(ids),
-    }
-    rollout = {
-        "task": pa.struct(task),
-        "steps": pa.list_(pa.struct(step)),
-        "status": text,
-        "truncation": text,
-        "group": count,
-        "sample": count,
-        "reward": number,
-        "rewards": text,
-        "metadata": text,
-        "statuses": text,
-    }
-    return pa.schema({"task_id": text, "num_steps": count, "response_length": count, "total_reward": number} | rollout)
+    scalars = {float: pa.float64(), int: pa.int64(), bool: pa.bool_()}
+
+    def kind(hint: Any) -> Any:
+        inner = typing.get_args(hint)
+        if hint in RECORDS:
+            return pa.struct([(name, kind(of)) for name, of in _fields(hint).items()])
+        if hint is Message:
+            return pa.struct([(name, pa.string()) for name in (*PLAIN, "other")])
+        if isinstance(hint, types.UnionType):
+            return kind(inner[0])
+        return pa.list_(kind(inner[0])) if typing.get_origin(hint) is tuple else scalars.get(hint, pa.string())
+
+    columns = zip(COLUMNS, map(kind, (str, int, int, float)), strict=True)
+    return pa.schema([*columns, *((name, kind(of)) for name, of in _fields(Rollout).items())])
 
 
 def to_row(rollout: Rollout) -> dict[str, Any]:
     """Plain types, the same for every rollout: columns to filter on, then the fields in their order."""
-    steps = [
-        step._asdict()
-        | {"prompt": [_message_row(message) for message in step.prompt]}
-        | {"tool_calls": [call._asdict() | {"arguments": _text(call.arguments)} for call in step.tool_calls]}
-        | {"tool_results": [result._asdict() for result in step.tool_results]}
-        for step in rollout.steps
-    ]
-    task = rollout.task._asdict() | {
-        "messages": [_message_row(message) for message in rollout.task.messages],
-        "metadata": _text(rollout.task.metadata),
-    }
-    free = {"rewards": _text(rollout.rewards), "metadata": _text(rollout.metadata), "statuses": _text(rollout.statuses)}
-    columns = (rollout.task.id, len(steps), rollout.response_length, rollout.total_reward)
-    return dict(zip(COLUMNS, columns, strict=True)) | rollout._asdict() | {"task": task, "steps": steps} | free
+    columns = (rollout.task.id, len(rollout.steps), rollout.response_length, rollout.total_reward)
+    return dict(zip(COLUMNS, columns, strict=True)) | _plain(rollout, Rollout)
 
 
 def from_row(row: Mapping[str, Any]) -> Rollout:
     """The inverse of `to_row`, also after a trip through JSON. Raises KeyError, TypeError or ValueError where it is no such row."""
-    steps = tuple(
-        Step(
-            **step
-            | {"prompt": tuple(_message(message) for message in step["prompt"])}
-            | {name: tuple(step[name]) for name in ("prompt_ids", "response_ids", "logprobs", "forced")}
-            | {"versions": tuple(tuple(span) for span in step.get("versions", ()))}
-            | {"tool_calls": tuple(ToolCall(**call | {"arguments": json.loads(call["arguments"])}) for call in step["tool_calls"])}
-            | {"tool_results": tuple(ToolResult(**result) for result in step["tool_results"])}
-        )
-        for step in row["steps"]
-    )
-    messages = tuple(_message(message) for message in row["task"]["messages"])
-    task = Task(**row["task"] | {"messages": messages, "metadata": json.loads(row["task"]["metadata"])})
-    free = {name: json.loads(row[name]) for name in ("rewards", "metadata", "statuses")}
-    rollout = Rollout(**{name: value for name, value in row.items() if name not in COLUMNS} | {"task": task, "steps": steps} | free)
-    if wrong := _wrong(rollout):
-        raise TypeError(f"{wrong} is of another type than rlkit writes")
-    return rollout
+    return _restored({name: value for name, value in row.items() if name not in COLUMNS}, Rollout)
 
 
-def _wrong(value: Any, hint: Any = Rollout, path: str = "") -> str:
-    """The first field below a value that does not hold what its annotation says; "" where all do."""
+def _plain(value: Any, hint: Any) -> Any:
+    """A value of this type as it stands in a row. In a message, None is a key that is not there, or is no text and so among the others."""
+    origin = typing.get_origin(hint)
+    if hint in RECORDS:
+        return {name: _plain(getattr(value, name), kind) for name, kind in _fields(hint).items()}
+    if hint is Message:
+        plain = {name: text for name in PLAIN if isinstance(text := value.get(name), str)}
+        return dict.fromkeys(PLAIN) | plain | {"other": TEXT.encode({name: value[name] for name in value if name not in plain})}
+    if origin is tuple:
+        (kind, *_) = typing.get_args(hint)
+        return list(value) if kind in SCALARS else [_plain(item, kind) for item in value]
+    return TEXT.encode(dict(value)) if origin is Mapping else value
+
+
+def _restored(value: Any, hint: Any, path: str = "") -> Any:
+    """The inverse of `_plain`. Raises: TypeError naming the first field that does not hold what its annotation says."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    below: Iterable[tuple[str, Any, Any]] = ()  # (path, value, hint) of what is inside
     if hint is Any:
-        return ""
-    if origin in (typing.Union, types.UnionType):
-        return "" if any(not _wrong(value, option, path) for option in inner) else path
-    if origin is tuple and isinstance(value, tuple):
-        if inner[0] in (int, float):  # as many as there are tokens
-            return "" if {*map(type, value)} <= {int, inner[0]} else path
-        below = ((f"{path}[{i}]", item, inner[0]) for i, item in enumerate(value))
-    elif (hint is Message or origin is Mapping) and isinstance(value, dict):
-        below = ((f"{path}.{key}", item, inner[1] if inner else Any) for key, item in value.items())
-    elif hint in HINTS and isinstance(value, hint):
-        below = ((f"{path}.{name}".lstrip("."), getattr(value, name), kind) for name, kind in _hints(hint).items())
-    elif not isinstance(value, PLAINLY.get(hint, str)) or (isinstance(value, bool) and hint is not bool):
-        return path
-    return next((wrong for place, item, kind in below if (wrong := _wrong(item, kind, place))), "")
-
-
-PLAINLY: Mapping[Any, Any] = {float: (int, float), int: int, bool: bool, type(None): type(None)}  # all else is text
-HINTS = (Rollout, Task, Step, ToolCall, ToolResult)
-_hints = functools.cache(typing.get_type_hints)
-
-
-def _message_row(message: Message) -> dict[str, str | None]:
-    """None stands for a key that is not there, or is no text and so among the others."""
-    plain = {name: value for name in PLAIN if isinstance(value := message.get(name), str)}
-    return dict.fromkeys(PLAIN) | plain | {"other": _text({name: message[name] for name in message if name not in plain})}  # type: ignore[literal-required]
-
-
-def _message(row: Mapping[str, Any]) -> Message:
-    return {name: row[name] for name in PLAIN if row[name] is not None} | json.loads(row["other"])
-
-
-def _text(value: Mapping[str, Any]) -> str:
-    return TEXT.encode(dict(value))
+        return value
+    if hint in RECORDS and isinstance(value, Mapping):
+        kinds = _fields(hint)
+        return hint(**{name: _restored(item, kinds[name], f"{path}.{name}".lstrip(".")) for name, item in value.items()})
+    if hint is Message and isinstance(value, Mapping):
+        return {name: value[name] for name in PLAIN if value[name] is not None} | json.loads(value["other"])
+    if isinstance(hint, types.UnionType):
+        return None if value is None else _restored(value, inner[0], path)
+    if origin is Mapping and isinstance(value, str) and isinstance(items := json.loads(value), dict):
+        return {key: _restored(item, inner[1], f"{path}.{key}") for key, item in items.items()}
+    if origin is tuple and isinstance(value, list | tuple):
+        if inner[0] not in SCALARS:
+            return tuple(_restored(item, inner[0], f"{path}[{i}]") for i, item in enumerate(value))
+        if {*map(type, value)} <= {int, inner[0]}:  # as many as there are tokens
+            return tuple(value)
+    elif origin is not Mapping and isinstance(value, SCALARS.get(hint, str)) and (hint is bool or not isinstance(value, bool)):
+        return value
+    raise TypeError(f"{path} is of another type than rlkit writes")
 
 
 def _line(rollout: Rollout) -> str:
@@ -355,7 +266,7 @@ def _line(rollout: Rollout) -> str:
     return re.sub(f"[\ud800-\udfff]|\ufffd(?={LONE}|fffd)", lambda found: f"\ufffd{ord(found[0]):x}", text)
 
 
-def _restored(line: str) -> Any:
+def _unescaped(line: str) -> Any:
     """The row of a line of `_line`."""
     return json.loads(re.sub(f"\ufffd({LONE}|fffd)", lambda found: chr(int(found[1], 16)), line))
 

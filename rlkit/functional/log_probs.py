@@ -120,9 +120,13 @@ def _score(
 
 
 def _divergence(logp: Tensor, logp_ref: Tensor) -> Tensor:
-    """KL(π‖ref) of each row: [m, V], [m, V] → [m]; what π excludes adds 0, whatever the reference says."""
+    """KL(π‖ref) of each row: [m, V], [m, V] → [m]; what π excludes adds 0, whatever the reference says.
+
+    Σ π is 1, so its gradient is taken off: for equal distributions that of the KL is then 0 exactly, not up to rounding.
+    """
     probabilities = logp.exp()
-    return (probabilities * fill_masked(logp - logp_ref, probabilities > 0, 0.0)).sum(-1)
+    gap = fill_masked(logp - logp_ref, probabilities > 0, 0.0)
+    return (probabilities * gap - (probabilities - probabilities.detach())).sum(-1)
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:

@@ -29,7 +29,7 @@ from rlkit.rewards import Moments, Reward
 from rlkit.training.experiment import BatchSize, Evaluation, Experiment, Sampling, TrainerSettings
 from rlkit.training.groups import experience
 from rlkit.training.learner import Learner
-from rlkit.training.update import scored
+from rlkit.training.update import batch_logprobs
 from rlkit.types import Environment, Policy, Rollout, Task
 
 NAN = float("nan")
@@ -142,7 +142,7 @@ class NotebookLearner(Learner):
     def distance(self, model: nn.Module, rollouts: Sequence[Rollout]) -> float:
         """KL(policy‖model) on the policy's tokens, k3, in nats per token."""
         batch = self.assembled(rollouts)
-        own, other = (scored(self, m, batch).logprobs for m in (self.model, model))
+        own, other = (batch_logprobs(self, m, batch).logprobs for m in (self.model, model))
         return float(F.approximate_kl(other, own, batch.response_mask))
 
 

@@ -99,7 +99,7 @@ class RolloutRun(NamedTuple):
     num_return_sequences: int = 1
     max_steps: int | None = None  # replies of an episode; None leaves the environment's own limit
     split: Split = "test"
-    format: Literal["jsonl.gz", "jsonl", "parquet"] = "jsonl.gz"  # of the file of rollouts
+    format: Literal["jsonl.gz", "jsonl"] = "jsonl.gz"  # of the file of rollouts
     sandbox: Sandbox = Sandbox()  # named by the parts that run code
 
 

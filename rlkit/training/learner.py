@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkit.algorithm import estimate_advantages, filter_rollouts, minibatches, token_scale
+from rlkit.algorithm import estimate_advantages, filter_rollouts, token_scale
 from rlkit.distributed import ranks
 from rlkit.episodes import assemble, summarize
 from rlkit.errors import ConfigError
@@ -32,7 +32,7 @@ from rlkit.training.experiment import Experiment, correction_in_words, settle_co
 from rlkit.training.memory import retried
 from rlkit.training.metrics import Clock, UpdateTerms, performance, refill_metrics, update_metrics
 from rlkit.training.references import is_start, moved, shard_state
-from rlkit.training.update import moved_since, one_update, with_old, with_scores
+from rlkit.training.update import moved_since, one_update, step_minibatches, with_logprobs, with_old
 from rlkit.types import Batch, Policy, Rollout
 
 
@@ -118,12 +118,12 @@ class Learner:
         self.moments = update_moments(self.moments, self.trained)
         if x.reward.normalize:
             self.trained = normalise(self.trained, self.moments)
-        with self.clock.part("update"), rng.drawn_from(mix(x.seed, self.rl_step)):  # of the whole batch: alike on all ranks
+        with self.clock.part("update"), rng.drawn_from(self.shuffle_seed):  # of the whole batch: alike on all ranks
             self.batch = batch = self.prepared(self.trained)
             terms, measured = UpdateTerms(), with_old(self, drift.few(batch) if x.algorithm.episodes is None else None)
             if self.rl_step == 0 and self.follows_drift():
                 self.start = with_old(self, drift.few(self.assembled(self.rollouts)))
-            for minibatch in minibatches(batch, x.algorithm, seed=mix(x.seed, self.rl_step)):
+            for minibatch in step_minibatches(self, batch, terms):
                 self.minibatch = minibatch
                 if not retried(self, minibatch, partial(one_update, self, minibatch, terms), terms):
                     break
@@ -147,7 +147,7 @@ class Learner:
         """The batch that a step updates with: rollouts filtered, old and reference scores, weights of tokens, advantages."""
         x = self.x
         batch = filter_rollouts(self.assembled(rollouts), x.algorithm)
-        batch = token_scale(retried(self, batch, partial(with_scores, self, batch)), x.algorithm)
+        batch = token_scale(retried(self, batch, partial(with_logprobs, self, batch)), x.algorithm)
         return estimate_advantages(batch, x.algorithm, x.kl)
 
     def measured(self, batch: Batch, terms: UpdateTerms) -> dict[str, Any]:
@@ -178,6 +178,11 @@ class Learner:
     def micro_batch_tokens(self) -> int:
         """trainer.micro_batch_tokens, halved as often as memory ran out."""
         return max(1, self.x.trainer.micro_batch_tokens >> self.halvings)
+
+    @property
+    def shuffle_seed(self) -> int:
+        """What this step's minibatches are drawn from, and all else that is random in its update."""
+        return mix(self.x.seed, self.rl_step)
 
     def warming_up(self) -> bool:
         """Whether the critic learns alone, in the first steps of its phase."""

@@ -1,18 +1,30 @@
-"""Passes over a batch in micro-batches that only sum: scores without gradient, and one minibatch's update.
+"""Passes over a batch in micro-batches that only sum: log-probs without gradient, and one minibatch's update.
 
 Every function takes the learner: its policy and critic, the experiment of the step under way, and the host that computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rlkit.algorithm import asks, hyperparameters, inputs, micro_batches, select, surrogate, value_surrogate, whole
+from rlkit.algorithm import (
+    asks,
+    hyperparameters,
+    inputs,
+    loss_weights,
+    micro_batches,
+    minibatch_rows,
+    select,
+    surrogate,
+    value_surrogate,
+    whole,
+)
 from rlkit.distributed import ranks
 from rlkit.errors import NonFinite
 from rlkit.functional import approximate_kl
@@ -20,7 +32,7 @@ from rlkit.models.head import Head, trunk_and_head
 from rlkit.models.log_probs import forward_logprobs, states
 from rlkit.models.packing import Packed, pack
 from rlkit.training import drift
-from rlkit.training.memory import named
+from rlkit.training.memory import named, retried
 from rlkit.training.metrics import NAN, UpdateTerms
 from rlkit.types import Batch, TokenLogprobs
 
@@ -30,39 +42,74 @@ if TYPE_CHECKING:
 # ------------------------------------------------------------------------------------------- passes without gradient
 
 
-def with_scores(learner: Learner, batch: Batch) -> Batch:
+def with_logprobs(learner: Learner, batch: Batch) -> Batch:
     """The batch with old log-probs, entropies and values, and reference log-probs, if anything before or in the update needs them.
 
-    With one epoch of one minibatch the old policy is the current one, so "old" is its detached value and costs nothing. A KL in
-    the baseline is that of every rollout, so then the rollouts that are not trained on are scored too.
+    They are computed in the minibatches and micro-batches of the first epoch. So a policy that equals the reference gives the same
+    bits in its update, where the gradient of the KL is then 0 and not rounding, of which an optimiser makes steps of full size.
+    With one epoch of one minibatch the old policy is the current one, so "old" is its detached value and costs nothing.
     """
     a, kl = learner.x.algorithm, learner.x.kl
     before = (a.advantage, a.normalization, a.overlong, a.correction, a.token_filter)
     asked = {name for part in before for name in inputs(part)} & {"logprobs_old", "entropy_old", "values"}
-    read = whole(batch) if kl.in_baseline else batch
+    splits = minibatch_rows(batch, a, learner.shuffle_seed)[0]
     if a.epochs * a.minibatches > 1 or asked or kl.in_reward or a.critic.active:
-        old = scored(learner, learner.model, read, critic=learner.critic if a.critic.active else None)
+        critic = learner.critic if a.critic.active else None
+        old = batch_logprobs(learner, learner.model, _read(learner, batch), splits, critic=critic)
         batch = batch._replace(logprobs_old=old.logprobs, entropy_old=old.entropy, values=old.values)
-    if kl.active:
-        with learner.reference_model() as model:
-            batch = batch._replace(logprobs_ref=scored(learner, model, read).logprobs)
-    return batch
+    return with_reference(learner, batch, splits) if kl.active else batch
+
+
+def with_reference(learner: Learner, batch: Batch, splits: Sequence[Tensor]) -> Batch:
+    """The batch with the reference's log-probs, computed in these minibatches."""
+    with learner.reference_model() as model:
+        return batch._replace(logprobs_ref=batch_logprobs(learner, model, _read(learner, batch), splits).logprobs)
+
+
+def _read(learner: Learner, batch: Batch) -> Batch:
+    """The batch with all tokens that log-probs are needed of: for a KL in the baseline those of rollouts that are not trained on too."""
+    return whole(batch) if learner.x.kl.in_baseline else batch
+
+
+def step_minibatches(learner: Learner, batch: Batch, terms: UpdateTerms) -> Iterator[Batch]:
+    """Every update's batch in its order, with the weights of its tokens.
+
+    Later epochs have other minibatches. While no update has had a gradient, the reference's log-probs are computed again in those.
+    """
+    a, kl = learner.x.algorithm, learner.x.kl
+    for epoch, splits in enumerate(minibatch_rows(batch, a, learner.shuffle_seed)):
+        if epoch and kl.in_loss and len(splits) > 1 and not any(terms.norms["policy"]):
+            batch = retried(learner, batch, partial(with_reference, learner, batch, splits))
+        yield from (loss_weights(select(batch, rows), a) for rows in splits)
 
 
 @torch.no_grad()
-def scored(learner: Learner, model: torch.nn.Module, batch: Batch, *, critic: torch.nn.Module | None = None) -> TokenLogprobs:
-    """Log-probs, entropies and values [B, T] of a batch, one micro-batch at a time."""
+def batch_logprobs(
+    learner: Learner,
+    model: torch.nn.Module,
+    batch: Batch,
+    splits: Sequence[Tensor] | None = None,
+    *,
+    critic: torch.nn.Module | None = None,
+) -> TokenLogprobs:
+    """Log-probs, entropies and values [B, T] of a batch, one micro-batch at a time.
+
+    Args:
+      splits: row numbers of the minibatches that are cut into micro-batches, each on its own; None is one of all rows.
+    """
     out: dict[str, Tensor] = {}
-    for rows, counts in portions(learner, batch):
-        part = select(batch, rows)
-        packed = pack(part.ids, part.response_mask)
-        with learner.clock.part("model"):
-            scores = learner.host.forward(model, forward_logprobs, packed, temperature=learner.temperature, critic=critic)
-        for name, value in scores._asdict().items():
-            if value is not None:
-                whole = out.setdefault(name, torch.zeros_like(batch.logprobs_sampler))
-                if counts:
-                    whole[rows, : part.ids.shape[1]] = value.to(whole.dtype)
+    for split in [torch.arange(len(batch.ids), device=batch.ids.device)] if splits is None else splits:
+        for own, counts in rank_micro_batches(learner, select(batch, split)):
+            rows = split[own]
+            part = select(batch, rows)
+            packed = pack(part.ids, part.response_mask)
+            with learner.clock.part("model"):
+                found = learner.host.forward(model, forward_logprobs, packed, temperature=learner.temperature, critic=critic)
+            for name, value in found._asdict().items():
+                if value is not None:
+                    total = out.setdefault(name, torch.zeros_like(batch.logprobs_sampler))
+                    if counts:
+                        total[rows, : part.ids.shape[1]] = value.to(total.dtype)
     learner.host.all_reduce(out.values())
     nothing = torch.zeros_like(batch.logprobs_sampler)  # no row has a trained token
     return TokenLogprobs(**out) if out else TokenLogprobs(nothing, nothing, None if critic is None else nothing)
@@ -72,7 +119,7 @@ def with_old(learner: Learner, batch: Batch | None) -> Batch | None:
     """The batch with the log-probs of the policy as it is now, if it has none of the old one."""
     if batch is None or batch.logprobs_old is not None:
         return batch
-    return batch._replace(logprobs_old=scored(learner, learner.model, batch).logprobs)
+    return batch._replace(logprobs_old=batch_logprobs(learner, learner.model, batch).logprobs)
 
 
 def moved_since(learner: Learner, batch: Batch | None) -> float:
@@ -81,10 +128,10 @@ def moved_since(learner: Learner, batch: Batch | None) -> float:
         return NAN
     here = drift.on(batch, learner.device)
     assert here.logprobs_old is not None
-    return float(approximate_kl(scored(learner, learner.model, here).logprobs, here.logprobs_old, here.response_mask))
+    return float(approximate_kl(batch_logprobs(learner, learner.model, here).logprobs, here.logprobs_old, here.response_mask))
 
 
-def portions(learner: Learner, batch: Batch) -> Iterable[tuple[Tensor, bool]]:
+def rank_micro_batches(learner: Learner, batch: Batch) -> Iterable[tuple[Tensor, bool]]:
     """The micro-batches of this rank as row numbers, equally many on every rank, and whether each counts."""
     limit = learner.micro_batch_tokens
     if ranks.size() == 1:
@@ -107,12 +154,12 @@ def one_update(learner: Learner, minibatch: Batch, terms: UpdateTerms) -> bool:
     ranks.reshard(learner.model)
     learner.nets.zero_grad()
     moved, tokens, summed, limit = 0.0, 0.0, 0.0, x.algorithm.target_kl
-    for rows, counts in portions(learner, minibatch):
+    for rows, counts in rank_micro_batches(learner, minibatch):
         part = select(minibatch, rows)
         packed = pack(part.ids, part.response_mask)
         if not counts and part.weights is not None:
             part = part._replace(weights=torch.zeros_like(part.weights))
-        scores = trained_scores(learner, packed)
+        scores = trained_logprobs(learner, packed)
         loss, parts = surrogate(part, scores, x.algorithm, x.kl)
         total = loss if learns else loss.new_zeros(())
         if critic.active:
@@ -142,8 +189,8 @@ def one_update(learner: Learner, minibatch: Batch, terms: UpdateTerms) -> bool:
     return True
 
 
-def trained_scores(learner: Learner, packed: Packed) -> TokenLogprobs:
-    """What an update learns from: scores by policy and critic that carry their gradients."""
+def trained_logprobs(learner: Learner, packed: Packed) -> TokenLogprobs:
+    """What an update learns from: log-probs and values that carry their gradients."""
     a = learner.x.algorithm
     with learner.clock.part("model"):
         return learner.host.forward(

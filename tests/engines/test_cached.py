@@ -13,7 +13,7 @@ from rlkit.engines import Cached, Transformers
 from rlkit.engines.cached import graphs
 from rlkit.engines.cached.attention import SIDE_BY_SIDE, parts_of
 from rlkit.engines.cached.cache import Slots
-from rlkit.engines.cached.sampler import Sampler
+from rlkit.engines.cached.sampler import STATE, Sampler
 from rlkit.engines.cached.scheduler import Scheduler, bucket
 from rlkit.environments import calculator, tool_schema
 from rlkit.episodes import collect
@@ -280,7 +280,7 @@ def test_the_cache_never_holds_more_than_it_may(tiny, contexts, complete, most):
     free, held = play(), []
     with pytest.MonkeyPatch.context() as patch:
         hidden, resize = Scheduler.hidden, Slots.resize
-        watch = lambda cache: held.extend((k.shape[0], k.shape[2], cache.slots, cache.room) for k in (*cache.keys, *cache.values))  # noqa: E731
+        watch = lambda cache: held.extend((k.shape[0], k.shape[2], cache.slots, cache.capacity) for k in (*cache.keys, *cache.values))  # noqa: E731
         patch.setattr(Scheduler, "hidden", lambda self, *a: (hidden(self, *a), watch(self.cache))[0])
         patch.setattr(Slots, "resize", lambda self, *a: (resize(self, *a), watch(self))[0])
         bounded = play(max_cached_tokens=most)
@@ -360,7 +360,7 @@ class Day:
                 self.parked[key] = self.asked[key, self.turn[key]][0] + reply.token_ids
                 if self.turn[key] == 3:
                     self.release(key)
-            self.capacities.add(self.decoder.capacity)
+            self.capacities.add(self.decoder.slots)
 
 
 @pytest.mark.parametrize("more", [{}, {"max_thinking_tokens": 2}, {"max_thinking_tokens": 2, "spelled": True}], ids=str)
@@ -460,7 +460,7 @@ def recording(monkeypatch):
     def init(self, *args, **kwargs):
         make(self, *args, **kwargs)
         budget = () if self.budget is None else (self.budget.inside, self.budget.used, self.budget.written)
-        buffers[:] = [*self.state, *budget]
+        buffers[:] = [*(getattr(self, name) for name in STATE), *budget]
 
     monkeypatch.setattr(Sampler, "__init__", init)
     monkeypatch.setattr("rlkit.engines.cached.scheduler.can_capture", lambda device: True)

@@ -16,12 +16,12 @@ class Slots:
     `rows` and `positions` say, before each pass, where the new ones go: rows None are the first slots in their order.
     """
 
-    def __init__(self, slots: int, room: int, device: torch.device):
-        self.slots, self.room = slots, room
+    def __init__(self, slots: int, capacity: int, device: torch.device):
+        self.slots, self.capacity = slots, capacity
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.rows: Tensor | None = None
-        self.places = torch.arange(slots, device=device)
+        self.indices = torch.arange(slots, device=device)
         self.positions = torch.empty(0)  # [R, m]
         self.length = 0  # positions that are seen; 0: the new ones alone
 
@@ -29,8 +29,8 @@ class Slots:
         """Puts new keys and values [R, H, m, D] in their place and gives all that these rows may see."""
         if layer == len(self.keys):
             for store, like in ((self.keys, key), (self.values, value)):
-                store.append(like.new_zeros(self.slots, like.shape[1], self.room, like.shape[3]))
-        rows = self.places[: len(key)] if self.rows is None else self.rows
+                store.append(like.new_zeros(self.slots, like.shape[1], self.capacity, like.shape[3]))
+        rows = self.indices[: len(key)] if self.rows is None else self.rows
         out = []
         for kept, new in ((self.keys[layer], key), (self.values[layer], value)):
             kept[rows[:, None], :, self.positions] = new.transpose(1, 2)
@@ -50,16 +50,16 @@ class Slots:
         for store in (*self.keys, *self.values):
             store[targets, :, :length] = store[sources, :, :length]
 
-    def resize(self, slots: int, room: int) -> None:
+    def resize(self, slots: int, capacity: int) -> None:
         """Change the numbers of slots and of positions, of these to at least as many; the first slots keep what they hold."""
         for stores in (self.keys, self.values):
             for layer in range(len(stores)):  # one at a time: no more than one is there twice
                 old = stores[layer][:slots]
-                new = old.new_zeros(slots, old.shape[1], room, old.shape[3])
-                new[: len(old), :, : self.room] = old
+                new = old.new_zeros(slots, old.shape[1], capacity, old.shape[3])
+                new[: len(old), :, : self.capacity] = old
                 stores[layer] = new
-        self.places = torch.arange(slots, device=self.places.device)
-        self.slots, self.room = slots, room
+        self.indices = torch.arange(slots, device=self.indices.device)
+        self.slots, self.capacity = slots, capacity
 
 
 def fitting(causal: Any, device: torch.device) -> int:

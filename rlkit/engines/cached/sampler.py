@@ -10,6 +10,8 @@ from torch import Tensor
 from rlkit.engines.transformers import ThinkingBudget, draw
 from rlkit.types import Generation, Policy, SamplingParams
 
+STATE = ("last", "position", "count", "limit", "seed", "draws", "ended", "tokens", "logprobs", "forced")
+
 
 class Sampler:
     """The state of all slots beside their keys and values. Only `taken` and a spelled thinking budget ask the host.
@@ -40,12 +42,6 @@ class Sampler:
     def asks_the_host(self) -> bool:
         """Whether a draw looks at each token on the host, and so cannot be captured: thinking tags that are spelled."""
         return self.budget is not None and self.policy.renderer.thinking.ids is None
-
-    @property
-    def state(self) -> tuple[Tensor, ...]:
-        return (
-            self.last, self.position, self.count, self.limit, self.seed, self.draws, self.ended, self.tokens, self.logprobs, self.forced,
-        )  # fmt: skip
 
     def begin(self, at: Tensor, contexts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
         """The slots `at` have read these contexts, and begin to draw."""
@@ -101,8 +97,8 @@ class Sampler:
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Slots take the place of others."""
-        for tensor in self.state:
-            tensor[target] = tensor[source]
+        for name in STATE:
+            getattr(self, name)[target] = getattr(self, name)[source]
         if self.budget is not None:
             self.budget.move(source, target)
 
@@ -111,8 +107,7 @@ class Sampler:
         more = slots - len(self.last)
         if more <= 0:
             return
-        names = ("last", "position", "count", "limit", "seed", "draws", "ended", "tokens", "logprobs", "forced")
-        for owner, own in ((self, names), (self.budget, ("inside", "used", "written") if self.budget else ())):
+        for owner, own in ((self, STATE), (self.budget, ("inside", "used", "written") if self.budget else ())):
             for name in own:
                 tensor = getattr(owner, name)
                 setattr(owner, name, torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])]))
@@ -120,7 +115,7 @@ class Sampler:
             self.budget.tails += [""] * more
 
     def stop(self, left: int) -> None:
-        """Only the first slots go on. A step of a coarser number of slots goes through the others too."""
+        """Only the first slots go on. A step whose number of slots is rounded up goes through the others too."""
         self.draws[left:] = False
         self.ended[left:] = False
         self.position[left:] = 0

@@ -71,7 +71,7 @@ class Scheduler:
         self.resumed: list[Row] = []  # rows whose episode goes on
         self.reading: list[int] = []  # slots whose prompt has still to be read
         self.parts: list[Part] = []  # of the slots in use, before the next step
-        self.capacity, self.room = 0, 0  # slots that there are, and positions that each may use
+        self.slots, self.capacity = 0, 0  # slots that there are, and positions of each
 
     # ------------------------------------------------------------------------------------------------ the contract
 
@@ -125,16 +125,16 @@ class Scheduler:
     def clear(self) -> None:
         """Forgets every slot and frees their memory."""
         self.rows, self.reading, self.resumed, self.parts = [], [], [], []
-        if self.capacity:
+        if self.slots:
             del self.cache, self.sampler, self.graphs
-        self.capacity = self.room = 0
+        self.slots = self.capacity = 0
 
     # ------------------------------------------------------------------------------------------------------- slots
 
     @property
-    def slots(self) -> int:
+    def most_slots(self) -> int:
         """Slots in use at most."""
-        return max(1, min(self.max_rows, self.max_cached_tokens // self.room))
+        return max(1, min(self.max_rows, self.max_cached_tokens // self.capacity))
 
     def fill(self) -> None:
         """Slots whose episodes are over go to those that wait, or are closed; the others go on with their new prompts."""
@@ -142,12 +142,12 @@ class Scheduler:
         self.queue.sort(key=lambda row: (len(row.prompt), row.prompt, -row.key), reverse=True)
         closed = [slot for slot, row in enumerate(self.rows) if row.released]
         self.reserve(len(self.rows) - len(closed) + len(self.queue))
-        if not closed and len(self.rows) >= self.slots and all(row.held is not None for row in self.rows):
+        if not closed and len(self.rows) >= self.most_slots and all(row.held is not None for row in self.rows):
             closed = self.cheapest(len(self.queue))  # all slots wait for something outside: some give theirs up, and read again
         refilled = closed[: len(self.queue)]
         for slot in refilled:
             self.rows[slot] = self.queue.pop()
-        fresh = range(len(self.rows), min(self.slots, len(self.rows) + len(self.queue)))
+        fresh = range(len(self.rows), min(self.most_slots, len(self.rows) + len(self.queue)))
         self.rows += [self.queue.pop() for _ in fresh]
         resumed, self.resumed = {id(row) for row in self.resumed}, []
         if waits := [*(slot for slot, row in enumerate(self.rows) if id(row) in resumed), *refilled, *fresh]:
@@ -155,59 +155,59 @@ class Scheduler:
             at = self.tensor(waits)
             self.sampler.draws[at] = False
             self.sampler.position[at] = self.tensor([self.rows[slot].known for slot in waits])
-        self.vacate(closed[len(refilled) :])
+        self.evict(closed[len(refilled) :])
         self.reading = [slot for slot, row in enumerate(self.rows) if row.reads]
         if waits or closed:
             self.measure()
 
     def reserve(self, wanted: int) -> None:
         """Slots for so many episodes, as far as they may be in use at once."""
-        if not self.capacity:
+        if not self.slots:
             assert self.params is not None
-            self.room = self.need(max(len(row.prompt) for row in self.queue))
-            self.capacity = min(self.slots, wanted)
-            self.cache = Slots(self.capacity, self.room, self.device)
-            self.sampler = Sampler(self.capacity, self.policy, self.params, self.device)
+            self.capacity = self.need(max(len(row.prompt) for row in self.queue))
+            self.slots = min(self.most_slots, wanted)
+            self.cache = Slots(self.slots, self.capacity, self.device)
+            self.sampler = Sampler(self.slots, self.policy, self.params, self.device)
             self.graphs = Graphs(self.causal, self.device)
             self.captures = self.cuda_graphs and can_capture(self.device) and not self.sampler.asks_the_host
-        elif (more := min(self.slots, wanted)) > self.capacity:
-            self.capacity = min(self.slots, max(more, 2 * self.capacity))
-            self.cache.resize(self.capacity, self.cache.room)
-            self.sampler.resize(self.capacity)
+        elif (more := min(self.most_slots, wanted)) > self.slots:
+            self.slots = min(self.most_slots, max(more, 2 * self.slots))
+            self.cache.resize(self.slots, self.cache.capacity)
+            self.sampler.resize(self.slots)
             self.graphs = Graphs(self.causal, self.device)
 
     def need(self, length: int) -> int:
-        """Room for a prompt of this length and its completion."""
+        """The capacity that a prompt of this length and its completion need."""
         assert self.params is not None
         most = min(length + self.params.max_new_tokens, self.policy.context_length)
         return -(-max(most, length) // BLOCK) * BLOCK
 
-    def make_room(self, room: int) -> None:
+    def grow(self, capacity: int) -> None:
         """Longer slots. Where as many of them would hold too much, the cheapest lose what they hold; those that draw go back to the queue
         and draw again, from their own seeds.
 
-        Room that no one needs yet is taken along, so that long episodes do not move the cache every few turns.
+        They take more than they need now, so that long episodes do not move the cache every few turns.
         """
-        before, self.room = self.room, room
-        surplus = len(self.rows) - self.slots
+        before, self.capacity = self.capacity, capacity
+        surplus = len(self.rows) - self.most_slots
         if surplus > 0:
             back = self.cheapest(surplus)
             self.queue += [Row(row.key, row.prompt, row.seed) for row in (self.rows[slot] for slot in back) if row.held is None]
-            self.vacate(back)
-        used = min(self.slots, max(len(self.rows), self.capacity))
+            self.evict(back)
+        used = min(self.most_slots, max(len(self.rows), self.slots))
         ahead = min(2 * before, self.need(self.policy.context_length), self.max_cached_tokens // used // BLOCK * BLOCK)
-        self.room = max(room, ahead)
+        self.capacity = max(capacity, ahead)
         self.graphs = Graphs(self.causal, self.device)  # the old ones write where the cache was
-        self.capacity = min(self.capacity, self.slots)
-        self.cache.resize(self.capacity, self.room)
-        self.sampler.resize(self.capacity)
+        self.slots = min(self.slots, self.most_slots)
+        self.cache.resize(self.slots, self.capacity)
+        self.sampler.resize(self.slots)
 
     def cheapest(self, number: int) -> list[int]:
         """The slots that lose least: first those that wait for their episode, then those that hold least."""
         held = self.sampler.position[: len(self.rows)].tolist()
         return sorted(range(len(self.rows)), key=lambda slot: (self.rows[slot].held is None, held[slot], -slot))[:number]
 
-    def vacate(self, slots: list[int]) -> None:
+    def evict(self, slots: list[int]) -> None:
         """Closes slots; the last ones move into the holes, so that those in use are the first."""
         if not slots:
             return
@@ -231,9 +231,9 @@ class Scheduler:
 
     def read(self) -> None:
         """Reads what is new in the prompts of the slots that wait for it, and draws the first token of their completions."""
-        room = max(self.need(len(self.rows[slot].prompt)) for slot in self.reading)
-        if room > self.room:
-            self.make_room(room)
+        capacity = max(self.need(len(self.rows[slot].prompt)) for slot in self.reading)
+        if capacity > self.capacity:
+            self.grow(capacity)
         slots, self.reading = self.reading, []
         if not slots:  # all of them wait again
             return
@@ -241,7 +241,7 @@ class Scheduler:
         firsts: dict[tuple[int, ...], int] = {}  # fresh prompt → the slot that reads it
         sources = [slot if row.known else firsts.setdefault(row.prompt, slot) for slot, row in zip(slots, rows, strict=True)]
         last: dict[int, Tensor] = {}  # slot → hidden state of its last token
-        for part in self.portions(sorted(set(sources), key=lambda slot: (self.rows[slot].known > 0, slot))):
+        for part in self.micro_batches(sorted(set(sources), key=lambda slot: (self.rows[slot].known > 0, slot))):
             last |= zip(part, self.pass_through(part), strict=True)
         if copies := [(source, slot) for slot, source in zip(slots, sources, strict=True) if slot != source]:
             sources_, targets = torch.tensor(copies, device=self.device).T
@@ -253,7 +253,7 @@ class Scheduler:
         self.sampler.draw(at, self.head(torch.stack([last[source] for source in sources])))
         self.measure()
 
-    def portions(self, slots: list[int]) -> Iterator[list[int]]:
+    def micro_batches(self, slots: list[int]) -> Iterator[list[int]]:
         """Slots that go through the model together: fresh ones or known ones, at most so many tokens with their padding."""
         part: list[int] = []
         width = 0
@@ -274,12 +274,12 @@ class Scheduler:
         width = max(map(len, new))
         ids = self.tensor([[*tokens, *[self.policy.pad_token_id] * (width - len(tokens))] for tokens in new])
         starts = self.tensor([row.known for row in rows])
-        places = starts[:, None] + torch.arange(width, device=self.device)
+        positions = starts[:, None] + torch.arange(width, device=self.device)
         # Padding of a row that is nearly full stands in its last place, which no prompt reaches and a completion overwrites.
-        self.cache.rows, self.cache.positions = self.tensor(slots), places.clamp(max=self.room - 1)
+        self.cache.rows, self.cache.positions = self.tensor(slots), positions.clamp(max=self.capacity - 1)
         self.cache.length, mask = 0, ids.new_ones(len(rows), 1, 1, 1, dtype=torch.bool)  # fresh: plain causal attention
         if rows[0].known:
-            self.cache.length = min(max(row.known for row in rows) + width, self.room)
+            self.cache.length = min(max(row.known for row in rows) + width, self.capacity)
             mask = (torch.arange(self.cache.length, device=self.device) <= self.cache.positions[..., None])[:, None]
         ends = self.tensor([len(tokens) - 1 for tokens in new])
         return self.hidden(ids, mask)[torch.arange(len(rows), device=self.device), ends]
@@ -309,7 +309,7 @@ class Scheduler:
         """Draw one more token in every slot that draws. Inactive slots are masked: their state does not change."""
         slots, length = len(self.rows), max(length for _, _, length in self.parts)
         if self.captures:
-            slots, length = bucket(slots, 1, self.capacity), bucket(length, BLOCK, self.room)
+            slots, length = bucket(slots, 1, self.slots), bucket(length, BLOCK, self.capacity)
             self.graphs(slots, length, lambda: self.decode(slots, length))
         else:
             token = PARTS.set(self.parts)
@@ -317,7 +317,7 @@ class Scheduler:
                 self.decode(slots, length)
             finally:
                 PARTS.reset(token)
-        self.parts = [(start, stop, min(length + 1, self.room)) for start, stop, length in self.parts]
+        self.parts = [(start, stop, min(length + 1, self.capacity)) for start, stop, length in self.parts]
 
     def decode(self, slots: int, length: int) -> None:
         """Run one decode step for the first `slots` slots, none of which sees more than `length` positions.
@@ -327,7 +327,7 @@ class Scheduler:
         sampler, cache = self.sampler, self.cache
         cache.rows, cache.positions, cache.length = None, sampler.position[:slots, None], length
         seen = torch.arange(length, device=self.device) <= cache.positions
-        sampler.draw(cache.places[:slots], self.head(self.hidden(sampler.last[:slots, None], seen[:, None, None])[:, 0]), begun=True)
+        sampler.draw(cache.indices[:slots], self.head(self.hidden(sampler.last[:slots, None], seen[:, None, None])[:, 0]), begun=True)
 
 
 def bucket(number: int, step: int, most: int) -> int:

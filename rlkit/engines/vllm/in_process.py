@@ -82,7 +82,7 @@ class Decoder:
         return True  # a request has parameters of its own
 
     def submit(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> None:
-        """Raises: ConfigError where the prompt leaves no room for a token."""
+        """Raises: ConfigError where the prompt leaves no token to sample."""
         from vllm import SamplingParams as Params
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind

@@ -25,16 +25,16 @@ def request(policy: Policy, max_length: int, prompt_ids: Sequence[int], seed: in
 
     Args:
       max_length: tokens of a prompt and its completion together that vLLM was started for.
-    Raises: ConfigError where the prompt leaves no room for a token.
+    Raises: ConfigError where the prompt leaves no token to sample.
     """
-    room = min(policy.context_length, max_length) - len(prompt_ids)
-    if room < 1:
+    left = min(policy.context_length, max_length) - len(prompt_ids)
+    if left < 1:
         raise ConfigError(
             f"generation=vllm: a context has {len(prompt_ids)} tokens, and vLLM was started for {max_length} with the reply; "
             "raise its max_model_len"
         )
     given = {"temperature": float(params.temperature), "top_p": float(params.top_p), "top_k": params.top_k, "seed": seed}
-    ends = {"ignore_eos": True, "stop_token_ids": list(policy.eos_token_ids), "max_tokens": min(params.max_new_tokens, room)}
+    ends = {"ignore_eos": True, "stop_token_ids": list(policy.eos_token_ids), "max_tokens": min(params.max_new_tokens, left)}
     return given | ends | UNUSED
 
 
