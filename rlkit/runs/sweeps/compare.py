@@ -22,7 +22,7 @@ def results(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     out = []
     for job, setting in zip(jobs, settings, strict=True):
         summary = runs.read_summary(job.folder) or {}
-        row = {key: setting.get(key, "") for key in keys} | {"status": job.status}
+        row: dict[str, Any] = {key: setting.get(key, "") for key in keys} | {"status": job.status}
         row |= {split: (summary.get(split) or {}).get("accuracy") for split in SPLITS}
         row |= {"reward": last_reward(job.folder), "steps": summary.get("steps"), "seconds": summary.get("wall_seconds")}
         out.append(row | {"folder": str(job.folder)})
