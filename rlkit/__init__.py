@@ -50,7 +50,7 @@ _HOMES = {
     "rlkit.episodes.evaluation": ("greedy_accuracy", "sampled_accuracy"),
     "rlkit.training.schedules": (
         "Phase", "Progress", "Schedule", "adaptive", "adaptive_entropy", "advance", "at", "condition", "constant", "cosine", "decay",
-        "exponential", "linear", "on_metric", "phases", "piecewise", "start", "values",
+        "linear", "phases", "start", "values",
     ),
     "rlkit.training.learner": ("Host", "Learner"),
     "rlkit.training.module": ("RLModule",),

@@ -361,7 +361,7 @@ def test_every_kl_takes_an_adaptive_coefficient(option):
 @pytest.mark.parametrize(
     "override",
     [
-        "kl.coef={_target_: rlkit.training.schedules.on_metric, when: 'reward/mean > 0.8', before: 0.1, after: 0.0}",
+        "kl.coef={_target_: rlkit.training.schedules.adaptive, start: 0.1, target: 0.8, metric: reward/mean}",
         "algorithm.entropy_coef={_target_: rlkit.training.schedules.adaptive_entropy, start: 0.1, target: 0.3}",
         "schedule.numbers.algorithm.entropy_coef={_target_: rlkit.training.schedules.adaptive_entropy, start: 0.1}",
     ],

@@ -20,7 +20,7 @@ from rlkit.errors import ConfigError, DataError
 from rlkit.training.callbacks.checkpoints import load_checkpoint
 from rlkit.training.callbacks.evaluation import PREFIXES, HeldOut
 from rlkit.training.run import how_it_ended
-from rlkit.training.schedules import Schedule, on_metric
+from rlkit.training.schedules import Schedule, adaptive
 from rlkit.types import SPLITS, Splits, Task
 
 TASK = Task("t", ({"role": "user", "content": "?"},), "1")
@@ -122,7 +122,7 @@ def test_what_would_let_test_problems_decide_is_refused(overrides, words):
 
 def test_a_number_that_waits_for_a_test_figure_is_refused():
     x = experiment(compose(["evaluation.every=2"]))
-    waits = x._replace(kl=x.kl._replace(coef=0.5), schedule=Schedule({"kl.coef": on_metric(when="test/accuracy > 0.9", before=1, after=0)}))
+    waits = x._replace(kl=x.kl._replace(coef=0.5), schedule=Schedule({"kl.coef": adaptive(start=1, target=0.9, metric="test/accuracy")}))
     assert any("kl.coef: waits for 'test/accuracy'" in problem for problem in schedule_problems(waits))
 
 

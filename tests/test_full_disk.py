@@ -26,7 +26,6 @@ EVERYTHING = [
     "debug=fast", "trainer.accelerator=cpu", "trainer.steps=3", "task.max_samples=32", "evaluation.n=2", "evaluation.every=1",
     "logger=tensorboard", "callbacks.checkpoint.every=1",
     "+callbacks.rollouts={_target_: rlkit.training.callbacks.rollouts, _partial_: true, every: 1}",
-    "+callbacks.tokens={_target_: rlkit.training.callbacks.tokens, _partial_: true, every: 1, count: 2}",
 ]  # fmt: skip
 MOMENTS = {  # where the disk fills up, in the second RL step or at the end
     "step": "rlkit.training.module.RLModule.training_step",

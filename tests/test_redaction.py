@@ -77,7 +77,7 @@ def test_counts_and_parts_that_are_called_tokens_are_no_secrets():
     """A run with `generation.max_new_tokens=64`, or with the callback `tokens`, could not be resumed."""
     for text in (
         "generation.max_new_tokens=64", "generation.max_thinking_tokens=null",
-        "+callbacks.tokens={_target_: rlkit.training.callbacks.tokens}",
+        "+callbacks.tokens={_target_: my_package.tokens}",
         "trainer.micro_batch_tokens=1024,2048", "generation.max_new_tokens=range(16,64)", "x.hub_token=${oc.env:HUB}",
         "x.max_tokens=${generation.max_new_tokens}",
     ):  # fmt: skip

@@ -19,9 +19,9 @@ from omegaconf import OmegaConf
 from rlkit.distributed.launch import own_gpus
 from rlkit.errors import ConfigError, install
 from rlkit.runs.sweeps.compare import comparison
-from rlkit.runs.sweeps.jobs import Job, read_jobs, save
+from rlkit.runs.sweeps.jobs import Job, objective, read_jobs, save
 from rlkit.runs.sweeps.plan import corners, expand, folder_name, folder_problems, make_plan
-from rlkit.runs.sweeps.run import objective, parallel, run_job, threads, why
+from rlkit.runs.sweeps.run import parallel, run_job, why
 
 FAST = ["debug=fast", "trainer.steps=1", "evaluation.n=0"]
 
@@ -136,7 +136,6 @@ def test_cores_are_shared(tmp_path, monkeypatch):
         2,
         3,
     ]
-    assert [threads(n) for n in (1, 3, 20)] == [8, 2, 1]
 
 
 def test_the_reason_of_a_failure_is_rlkits_own_sentence(tmp_path):

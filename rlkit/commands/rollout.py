@@ -21,11 +21,10 @@ from rlkit.training.experiment import RolloutRun
 from rlkit.types import Environment, Rollout, Task
 
 UNSCORED = "unscored.jsonl.gz"  # the episodes that have ended, until all are scored
-SHADED = 256  # episodes whose tokens' texts and log-probs are written, which `rlkit report` shades replies with
 
 
 def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollout], Path]:
-    """Plays the episodes, scores and writes them, with token values, summary.json and transcripts; the rollouts and their folder.
+    """Plays the episodes, scores and writes them, with summary.json and transcripts; the rollouts and their folder.
 
     Each episode is written when it ends, to unscored.jsonl.gz, which goes once all are scored: what ends early leaves them behind.
     Raises: ConfigError where the settings are out of range or there are no tasks; DataError naming a row whose truth cannot be read;
@@ -39,11 +38,8 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
         raise ConfigError(f"split={x.split}: the task has no rows there")
     from rlkit.config.problems.rows import check_truths
     from rlkit.episodes import collect, transcript
-    from rlkit.episodes.tokens import save_tokens
-    from rlkit.models.chat import decode
     from rlkit.rewards import score
     from rlkit.system.device import autocast, on_device, versions
-    from rlkit.training.callbacks.conversations import choose
     from rlkit.training.selfcheck import check_contexts
 
     check_truths(tasks, x.reward)
@@ -68,9 +64,6 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
             rollouts = score(rollouts, x.reward)
             with lenient(f"rollouts.{x.format}"):
                 save_rollouts(out / f"rollouts.{x.format}", rollouts)
-    shaded = choose(rollouts, SHADED) if len(rollouts) > SHADED else rollouts
-    with lenient("tokens.jsonl.gz"):
-        save_tokens(out / "tokens.jsonl.gz", shaded, lambda ids: decode(policy.renderer, ids))
     with lenient("conversations.txt"):
         said = "\n\n".join(transcript(r) for r in rollouts[:8])
         write_atomic(out / "conversations.txt", said.encode(errors="backslashreplace"))

@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from rlkit.episodes import save_rollouts
-from rlkit.episodes.tokens import save_tokens
 from rlkit.types import Rollout, Step, Task, ToolCall, ToolResult
 
 HOSTILE = '<img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script><!-- \u2028 & \ud800 {{7*7}} javascript:'
@@ -77,8 +76,6 @@ def maker(parent: Path):
         for step in range(1, steps + 1):
             rollouts = [episode(i, text=f"{text} {step}", reward=i / samples, ok=i != 1) for i in range(samples)] + [silent(samples)]
             save_rollouts(folder / "rollouts" / f"step_{step:06d}.jsonl.gz", rollouts)
-            learned = [[{"advantages": [1.0, 1.0], "trained": [1, 1]}, {"advantages": [0.5], "trained": [0]}]]
-            save_tokens(folder / "tokens" / f"step_{step:06d}.jsonl.gz", rollouts[:1], lambda ids: "".join(f"<{i}>" for i in ids), learned)
         return folder
 
     return make

@@ -105,7 +105,7 @@ def test_search_reads_thinking_and_sorting_puts_the_best_first(page):
     assert page.locator("#row-0 .reward").inner_text() == "0.0"
 
 
-def test_keys_move_fold_shade_and_follow_a_problem(page):
+def test_keys_move_fold_and_follow_a_problem(page):
     page.focus("#list")
     page.keyboard.press("ArrowDown")
     page.keyboard.press("j")
@@ -118,11 +118,6 @@ def test_keys_move_fold_shade_and_follow_a_problem(page):
     assert page.locator("details.thinking").first.get_attribute("open") is None
     page.keyboard.press("t")
     assert page.locator("details.thinking").first.get_attribute("open") is not None
-    page.keyboard.press("s")
-    assert page.locator(".token").first.get_attribute("title").startswith("log-prob -0.500 (p 0.607)")
-    page.keyboard.press("s")
-    page.keyboard.press("s")
-    assert page.locator(".message .token.untrained").count() == 1
     page.keyboard.press("n")
     head(page, "sample 1")
     page.keyboard.press("/")
@@ -139,8 +134,6 @@ def test_what_a_model_wrote_is_text(page):
     shown = page.locator("#detail").inner_text()
     assert '<img src=x onerror="window.hacked=1"></script>' in shown
     assert page.locator("#detail img, #detail script, #detail svg, #list img").count() == 0
-    page.keyboard.press("s")
-    assert page.locator("#detail img, #detail script").count() == 0
 
 
 def test_the_policy_stops_a_script_that_got_into_the_page(page, browser, report):

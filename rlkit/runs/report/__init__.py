@@ -6,10 +6,8 @@ shown by textContent alone.
 
 from __future__ import annotations
 
-import csv
-import io
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from rlkit.system.files import refusing, write_atomic
 
 
 def write_report(paths: Sequence[Path | str], out: Path | str | None = None, *, smooth: int | None = None, limit: int = 2000) -> Path:
-    """One HTML file of runs; beside it a folder of the same name with each chart as PNG and the numbers as CSV. The file's path.
+    """One HTML file of runs; beside it a folder of the same name with each chart as SVG and PDF. Returns the file's path.
 
     Args:
       paths: run folders, folders of `rlkit rollout`, or folders with such below them (a sweep's).
@@ -37,26 +35,19 @@ def write_report(paths: Sequence[Path | str], out: Path | str | None = None, *, 
     target = where(paths, out)
     beside = target.with_suffix("")
     groups = group_runs(found)
-    drawn = [charts.draw(chart, groups, smooth) for chart in charts.choose(groups)]
+    drawn = [charts.draw(chart, groups, smooth) for chart in charts.with_values(groups)]
     held_out = tables.before_after(groups)
-    shown, left_out = collected(found, limit)
-    notes = [*(note for run in found for note in run.notes), *left_out]
-    text = page.render(found, groups, drawn, held_out, shown, notes, beside.name)
-    with refusing(target.parent):
-        for chart in drawn:
-            write_atomic(beside / f"{chart.name}.png", chart.png)
-        write_csv(beside / "curves.csv", ("line", "run", "seed", "step", "metric", "value"), curve_rows(groups))
-        write_csv(beside / "held_out.csv", tables.HeldOutRow._fields, held_out)
-        write_atomic(target, text.encode(errors="backslashreplace"))
-    return target
-
-
-def collected(found: Sequence[Run], limit: int) -> tuple[dict[str, Any], list[str]]:
-    """The conversations, and what had to be left out of them."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         shown = conversations.collect(found, limit)
-    return shown, [str(warning.message) for warning in caught]
+    notes = [*(note for run in found for note in run.notes), *(str(warning.message) for warning in caught)]
+    text = page.render(found, groups, drawn, held_out, shown, notes, beside.name)
+    with refusing(target.parent):
+        for chart in drawn:
+            write_atomic(beside / f"{chart.name}.svg", chart.svg)
+            write_atomic(beside / f"{chart.name}.pdf", chart.pdf)
+        write_atomic(target, text.encode(errors="backslashreplace"))
+    return target
 
 
 def where(paths: Sequence[Path | str], out: Path | str | None) -> Path:
@@ -67,22 +58,3 @@ def where(paths: Sequence[Path | str], out: Path | str | None) -> Path:
     if target.suffix != ".html":
         raise ConfigError(f"out={out}: the report is one HTML file; name it so, as in out=comparison.html")
     return target
-
-
-def curve_rows(groups: Iterable[Any]) -> Iterable[tuple[Any, ...]]:
-    """Every number of every run, one a row."""
-    for group in groups:
-        for run in group.runs:
-            for row in run.rows:
-                for metric, value in row.items():
-                    if metric != "step" and isinstance(value, int | float):
-                        yield group.label, str(run.folder), run.seed, row["step"], metric, value
-
-
-def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """A table for other programs."""
-    text = io.StringIO(newline="")
-    writer = csv.writer(text)
-    writer.writerow(columns)
-    writer.writerows(rows)
-    write_atomic(path, text.getvalue().encode(errors="backslashreplace"))

@@ -1,4 +1,4 @@
-"""Charts of runs: which there are, and how one is drawn as SVG for the page and as PNG."""
+"""Charts of runs: which there are, and how one is drawn, as SVG and as PDF."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 from rlkit.errors import ConfigError, install
 from rlkit.runs.report.read import Group, metrics_of, series
 
-# Okabe and Ito's colours: told apart by the colour-blind, on white and (the page lightens them) on black.
+# Okabe and Ito's colours, which the colour-blind can tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5cc0", "#8a8a00")
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)))  # once the colours are used up
-PAPER = {"ink": "#333333", "soft": "#777777", "grid": "#dddddd"} | {f"c{i}": colour for i, colour in enumerate(COLOURS)}
-# Colours that stand for a name until the SVG is on the page, where CSS gives them one of light or dark.
-STAND_INS = {name: f"#0100{i:02x}" for i, name in enumerate(PAPER)}
+INK, SOFT, GRID = "#333333", "#777777", "#dddddd"
 
 
 class Chart(NamedTuple):
@@ -34,14 +32,14 @@ class Chart(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A chart as the page and as files have it."""
+    """A chart as the page and the files beside it have it."""
 
     name: str
     section: str
     title: str
     unit: str
-    svg: str
-    png: bytes
+    svg: bytes
+    pdf: bytes
 
 
 LEARNING, COMPONENTS, POLICY = "Learning", "Reward components", "Distance and entropy"
@@ -76,7 +74,7 @@ STATIC = (
     Chart("tokens_per_second", TIME, "Tokens a second", "perf/tokens_per_s", "", False),
 )
 LONGEST = 100  # characters of a chart's file
-NAMED = 12  # lines that the legend of a PNG names
+NAMED = 12  # lines that a legend names
 PARTS = {"perf/generate_s": "generate", "perf/reward_s": "reward", "perf/update_s": "update"}  # of a step's seconds
 
 
@@ -86,7 +84,7 @@ def require_matplotlib() -> None:
         raise ConfigError(f"rlkit report draws with matplotlib, which is not installed: {install('report')}")
 
 
-def choose(groups: Sequence[Group]) -> list[Chart]:
+def with_values(groups: Sequence[Group]) -> list[Chart]:
     """The charts that show something: a metric with a value that is not 0 throughout. A validation or test reward only where it is not the
     accuracy, a component only where it is not the reward."""
     found = metrics_of(run for group in groups for run in group.runs)
@@ -160,57 +158,57 @@ def window(groups: Sequence[Group]) -> int:
 
 
 def draw(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Drawn:
-    """The chart twice: for the page, in colours that its CSS gives, and as PNG on white with its own title and legend."""
+    """The chart on white, with its title and legend."""
     import matplotlib
 
     settings: Any = {
         "svg.fonttype": "none",
         "svg.hashsalt": chart.name,
         "text.parse_math": False,  # a dollar sign in a name is one
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "axes.edgecolor": SOFT,
+        "xtick.color": INK,
+        "ytick.color": INK,
         "font.size": 9.5,
         "axes.spines.top": False,
         "axes.spines.right": False,
     }
+    svg, pdf = io.BytesIO(), io.BytesIO()
     with matplotlib.rc_context(settings):
-        svg = io.StringIO()
-        figure_of(chart, groups, smooth, STAND_INS, alone=False).savefig(svg, format="svg", metadata={"Date": None}, transparent=True)
-        png = io.BytesIO()
-        figure_of(chart, groups, smooth, PAPER, alone=True).savefig(png, format="png", dpi=150)
-    label = f"{chart.title}{f', {chart.unit}' if chart.unit else ''}"
-    return Drawn(chart.name, chart.section, chart.title, chart.unit, for_page(svg.getvalue(), chart.name, label), png.getvalue())
+        figure = figure_of(chart, groups, smooth)
+        figure.savefig(svg, format="svg", metadata={"Date": None})
+        figure.savefig(pdf, format="pdf", metadata={"CreationDate": None})
+    return Drawn(chart.name, chart.section, chart.title, chart.unit, svg.getvalue(), pdf.getvalue())
 
 
-def figure_of(chart: Chart, groups: Sequence[Group], smooth: int | None, palette: Mapping[str, str], *, alone: bool) -> Any:
-    """The chart as a figure; `alone` with title and legend."""
+def figure_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Any:
+    """The chart as matplotlib's figure."""
     from matplotlib.figure import Figure
 
-    legend = alone and bool(chart.metric) and len(groups) > 1
-    height = 2.7 + 0.3 * alone + 0.2 * min(len(groups), NAMED) * legend + 0.3 * max(0, len(groups) - 4) * (not chart.metric)
+    legend = not chart.metric or len(groups) > 1 or len(groups[0].runs) > 1
+    named = min(len(groups), NAMED) if chart.metric else len(PARTS) + 1
+    height = 3.0 + (0.2 * named if chart.metric and legend else 0.3 * max(0, len(groups) - 4))
     figure = Figure(figsize=(4.8, height), layout="constrained")
     axes = figure.add_subplot()
-    axes.tick_params(colors=palette["ink"], which="both")
-    for spine in axes.spines.values():
-        spine.set_color(palette["soft"])
     if chart.metric:
-        draw_lines(axes, chart, groups, window(groups) if smooth is None else smooth, palette)
-        axes.set_xlabel("step", color=palette["ink"])
-        axes.grid(axis="y", color=palette["grid"], linewidth=0.7)
+        draw_lines(axes, chart, groups, window(groups) if smooth is None else smooth)
+        axes.set_xlabel("step")
+        axes.grid(axis="y", color=GRID, linewidth=0.7)
         axes.margins(x=0.02)
     else:
-        draw_times(axes, groups, palette)
+        draw_times(axes, groups)
     axes.set_axisbelow(True)
-    if alone:
-        title = f"{chart.title}{f' ({chart.unit})' if chart.unit else ''}"
-        axes.set_title(clipped(title, 60), loc="left", color=palette["ink"], fontsize=9.5)
-    if legend or not chart.metric:  # the parts of a bar are named on the page too
+    title = f"{chart.title}{f' ({chart.unit})' if chart.unit else ''}"
+    axes.set_title(clipped(title, 60), loc="left", fontsize=9.5)
+    if legend:
         handles, names = axes.get_legend_handles_labels()
-        named = [clipped(name, 64) for name in names[:NAMED]]
         where: Any = {"loc": "outside lower center", "ncols": 1 if chart.metric else 4}
-        figure.legend(handles[:NAMED], named, fontsize=8, frameon=False, labelcolor=palette["ink"], **where)
+        figure.legend(handles[:named], [clipped(name, 64) for name in names[:named]], fontsize=8, frameon=False, **where)
     return figure
 
 
-def draw_lines(axes: Any, chart: Chart, groups: Sequence[Group], smooth: int, palette: Mapping[str, str]) -> None:
+def draw_lines(axes: Any, chart: Chart, groups: Sequence[Group], smooth: int) -> None:
     """Lines with the band of the seeds, or of one run's interval; unsmoothed values faint behind; phases as dotted lines."""
     from matplotlib.ticker import MaxNLocator
 
@@ -223,9 +221,10 @@ def draw_lines(axes: Any, chart: Chart, groups: Sequence[Group], smooth: int, pa
         steps = smooth if chart.smooth else 0
         smooth_curves = [dict(zip(own, smoothed(list(own.values()), steps), strict=True)) for own in curves]
         shown = line(smooth_curves)
+        label = group.label if len(group.runs) == 1 else f"{group.label}, {len(group.runs)} seeds"
         mark = "o" if len(shown.steps) <= 12 else None
-        drawn = {"color": palette[colour], "linestyle": dash}
-        axes.plot(shown.steps, shown.mean, marker=mark, markersize=3, linewidth=1.6, label=group.label, **drawn)
+        drawn = {"color": colour, "linestyle": dash}
+        axes.plot(shown.steps, shown.mean, marker=mark, markersize=3, linewidth=1.6, label=label, **drawn)
         if steps > 1:
             raw = line(curves)
             axes.plot(raw.steps, raw.mean, linewidth=0.8, alpha=0.35, **drawn)
@@ -233,25 +232,23 @@ def draw_lines(axes: Any, chart: Chart, groups: Sequence[Group], smooth: int, pa
             rest = {step: value for step, value in own.items() if not shown.steps or step >= shown.steps[-1]}
             axes.plot(list(rest), list(rest.values()), linewidth=0.9, alpha=0.6, **drawn)
         if len(curves) > 1:
-            axes.fill_between(shown.steps, shown.low, shown.high, color=palette[colour], alpha=0.18, linewidth=0)
+            axes.fill_between(shown.steps, shown.low, shown.high, color=colour, alpha=0.18, linewidth=0)
         elif chart.low:
             low, high = series(group.runs[0], chart.low), series(group.runs[0], chart.high)
             both = sorted(low.keys() & high.keys())
-            axes.fill_between(both, [low[s] for s in both], [high[s] for s in both], color=palette[colour], alpha=0.18, linewidth=0)
-    draw_switches(axes, groups, palette)
+            axes.fill_between(both, [low[s] for s in both], [high[s] for s in both], color=colour, alpha=0.18, linewidth=0)
+    draw_switches(axes, groups)
 
 
-def draw_switches(axes: Any, groups: Sequence[Group], palette: Mapping[str, str]) -> None:
+def draw_switches(axes: Any, groups: Sequence[Group]) -> None:
     """A dotted line where a phase began; its name where it is of the only line, or there is room for it."""
     marked = [(index, switch) for index, group in enumerate(groups) for switch in dict.fromkeys(phase_starts(group))]
     for index, (step, name) in marked:
-        colour = palette[style(index)[0]]
-        axes.axvline(step, color=colour, linewidth=1, linestyle=(0, (2, 2)), alpha=0.8)
+        axes.axvline(step, color=style(index)[0], linewidth=1, linestyle=(0, (2, 2)), alpha=0.8)
         if len(marked) <= 3:
             axes.annotate(
-                name, (step, 1), xycoords=("data", "axes fraction"), xytext=(3, -2), textcoords="offset points", va="top", fontsize=8,
-                color=palette["ink"],
-            )  # fmt: skip
+                name, (step, 1), xycoords=("data", "axes fraction"), xytext=(3, -2), textcoords="offset points", va="top", fontsize=8
+            )
 
 
 def phase_starts(group: Group) -> Iterator[tuple[int, str]]:
@@ -262,18 +259,18 @@ def phase_starts(group: Group) -> Iterator[tuple[int, str]]:
             yield step, clipped(match[1] if match else text, 24)
 
 
-def draw_times(axes: Any, groups: Sequence[Group], palette: Mapping[str, str]) -> None:
+def draw_times(axes: Any, groups: Sequence[Group]) -> None:
     """A bar a group: mean seconds of the parts of a step."""
     names = [group.label for group in groups]
     total = [mean_of(group, "perf/step_s") for group in groups]
     left = [0.0] * len(groups)
     for index, (metric, name) in enumerate([*PARTS.items(), ("", "other")]):
         widths = [mean_of(group, metric) if metric else max(0.0, t - at) for group, t, at in zip(groups, total, left, strict=True)]
-        axes.barh(range(len(groups)), widths, left=left, height=0.6, color=palette[f"c{index}"] if metric else palette["soft"], label=name)
+        axes.barh(range(len(groups)), widths, left=left, height=0.6, color=COLOURS[index] if metric else SOFT, label=name)
         left = [at + width for at, width in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(groups)), [clipped(text, 28) for text in names])
     axes.invert_yaxis()
-    axes.set_xlabel("seconds", color=palette["ink"])
+    axes.set_xlabel("seconds")
     axes.set_ylim(len(groups) - 0.3, -0.7)
 
 
@@ -289,37 +286,5 @@ def mean_of(group: Group, metric: str) -> float:
 
 
 def style(index: int) -> tuple[str, Any]:
-    """Colour's name and dash of the n-th line."""
-    return f"c{index % len(COLOURS)}", DASHES[index // len(COLOURS) % len(DASHES)]
-
-
-def for_page(svg: str, name: str, label: str) -> str:
-    """matplotlib's SVG as a part of a page with a strict content policy: no style attributes, no style sheet, ids of its own."""
-    from html import escape
-
-    body = svg[svg.index("<svg") :]
-    body = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->", "", body, flags=re.S)
-    body = re.sub(r' style="([^"]*)"', lambda found: attributes(found[1]), body)
-    body = re.sub(r' id="([^"]+)"', rf' id="{name}-\1"', body)
-    body = re.sub(r'(xlink:href="#|url\(#)', rf"\1{name}-", body)
-    box = re.search(r'viewBox="[^"]+"', body)
-    assert box is not None
-    opening = f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" {box[0]} role="img" aria-label="{escape(label)}">'
-    return re.sub(r"<svg[^>]*>", lambda _: opening, body, count=1).strip()
-
-
-def attributes(style: str) -> str:
-    """A style attribute as presentation attributes; stand-ins of colours as classes."""
-    names = {colour: name for name, colour in STAND_INS.items()}
-    classes, out = [], []
-    for declaration in style.split(";"):
-        key, _, value = (text.strip() for text in declaration.partition(":"))
-        if value in names and key in ("fill", "stroke"):
-            classes.append(f"{key}-{names[value]}")
-        elif key == "font":
-            size = re.search(r"([\d.]+)px", value)
-            out.append(("font-size", size[1] if size else "9"))
-        elif key and key not in ("font-family", "mix-blend-mode"):
-            out.append((key, value))
-    out += [("class", " ".join(classes))] if classes else []
-    return "".join(f' {key}="{value}"' for key, value in out)
+    """Colour and dash of the n-th line."""
+    return COLOURS[index % len(COLOURS)], DASHES[index // len(COLOURS) % len(DASHES)]

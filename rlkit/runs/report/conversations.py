@@ -6,12 +6,11 @@ import json
 import math
 import random
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlkit.episodes.record import FORMATS, load_rollouts
-from rlkit.episodes.tokens import Tokens, load_tokens
 from rlkit.errors import DataError
 from rlkit.runs.report.read import Run, rollout_file
 from rlkit.types import Rollout, Step
@@ -25,8 +24,8 @@ TOTAL = 30_000_000  # characters of all conversations: what a browser opens at o
 def collect(found: Sequence[Run], limit: int) -> dict[str, Any]:
     """{runs: [name], texts: [text of a prompt], rollouts: [entry]}; at most `limit` entries, the same number of each run.
 
-    Of a run's steps at most STEPS are shown, spread evenly, first and last among them; of a step the rollouts with token values (best
-    and worst among them) and a random choice of the others; of test and validation problems all that were recorded.
+    Of a run's steps at most STEPS are shown, spread evenly, first and last among them; of a step the best, the worst and a
+    random choice of the others; of test and validation problems all that were recorded.
     """
     prompts: dict[str, int] = {}
     entries: list[dict[str, Any]] = []
@@ -50,15 +49,15 @@ def of_run(run: Run, limit: int, prompts: dict[str, int]) -> list[dict[str, Any]
     """The entries of a run: those of test and validation problems first, since they are few, then of each step its share."""
     alone = rollout_file(run.folder)
     if alone is not None:
-        return step_entries(alone, run.folder / "tokens.jsonl.gz", 0, "episodes", limit, prompts)
+        return step_entries(alone, 0, "episodes", limit, prompts)
     held_out = [(step, path, kind) for kind, folder in HELD_OUT.items() for step, path in spread(step_files(run.folder / folder), STEPS)]
     out: list[dict[str, Any]] = []
     for step, path, kind in held_out:
-        out += step_entries(path, path.with_name(f"step_{step:06d}.tokens.jsonl.gz"), step, kind, (limit // 2) // len(held_out), prompts)
+        out += step_entries(path, step, kind, (limit // 2) // len(held_out), prompts)
     files = spread(step_files(run.folder / "rollouts"), STEPS)
     for position, (step, path) in enumerate(files):
         share = (limit - len(out)) // (len(files) - position)
-        out += step_entries(path, run.folder / "tokens" / f"step_{step:06d}.jsonl.gz", step, "training", share, prompts)
+        out += step_entries(path, step, "training", share, prompts)
     return out
 
 
@@ -79,47 +78,35 @@ def spread(items: Sequence[Any], count: int) -> list[Any]:
     return [items[round(i * (len(items) - 1) / max(1, count - 1))] for i in range(count)]
 
 
-def step_entries(path: Path, tokens: Path, step: int, kind: str, limit: int, prompts: dict[str, int]) -> list[dict[str, Any]]:
+def step_entries(path: Path, step: int, kind: str, limit: int, prompts: dict[str, int]) -> list[dict[str, Any]]:
     """Entries of one file of rollouts; one that cannot be read is warned of and left out."""
     try:
         rollouts = load_rollouts(path)
     except (DataError, OSError) as error:
         warnings.warn(f"left out: {error}", stacklevel=2)
         return []
-    known = load_tokens(tokens)
-    chosen = choose(rollouts, known, limit, seed=step)
-    entries = []
-    for r in chosen:
-        values = known.get((r.group, r.sample, r.task.id))
-        try:
-            entry = entry_of(r, values, prompts)
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:  # of token values that are none
-            warnings.warn(f"{tokens}: token values of {r.task.id} left out ({type(error).__name__}: {error})", stacklevel=2)
-            entry = entry_of(r, None, prompts)
-        entries.append({"step": step, "kind": kind, **entry})
-    return entries
+    return [{"step": step, "kind": kind, **entry_of(r, prompts)} for r in best_worst_random(rollouts, limit, seed=step)]
 
 
-def choose(rollouts: Sequence[Rollout], tokens: Tokens, limit: int, *, seed: int) -> list[Rollout]:
-    """At most `limit`: best, worst, those with token values, then others at random; in their own order."""
+def best_worst_random(rollouts: Sequence[Rollout], limit: int, *, seed: int) -> list[Rollout]:
+    """At most `limit`: best, worst, then others at random; in their own order."""
     if len(rollouts) <= limit:
         return list(rollouts)
     totals = [r.total_reward for r in rollouts]
     ranked = sorted(range(len(rollouts)), key=lambda i: -math.inf if (total := totals[i]) is None else total)
-    told = [i for i, r in enumerate(rollouts) if (r.group, r.sample, r.task.id) in tokens]
     others = random.Random(seed).sample(range(len(rollouts)), len(rollouts))
-    picked = list(dict.fromkeys([ranked[-1], ranked[0], *told, *others]))[:limit]
+    picked = list(dict.fromkeys([ranked[-1], ranked[0], *others]))[:limit]
     return [rollouts[i] for i in sorted(picked)]
 
 
 # ------------------------------------------------------------------------------------------------------ entries
 
 
-def entry_of(rollout: Rollout, tokens: Sequence[Mapping[str, Any]] | None, prompts: dict[str, int]) -> dict[str, Any]:
+def entry_of(rollout: Rollout, prompts: dict[str, int]) -> dict[str, Any]:
     """What the viewer shows of a rollout. `size` counts its characters."""
     calls = [call for step in rollout.steps for call in step.tool_calls]
     results = [result for step in rollout.steps for result in step.tool_results]
-    said = messages(rollout, tokens, prompts)
+    said = messages(rollout, prompts)
     return {
         "problem": rollout.task.id,
         "group": rollout.group,
@@ -132,12 +119,11 @@ def entry_of(rollout: Rollout, tokens: Sequence[Mapping[str, Any]] | None, promp
         "failed": sum(not result.ok for result in results),
         "expected": clipped(rollout.task.answer),
         "messages": said,
-        "values": tokens is not None,
         "size": sum(len(json.dumps(message)) for message in said),
     }
 
 
-def messages(rollout: Rollout, tokens: Sequence[Mapping[str, Any]] | None, prompts: dict[str, int]) -> list[dict[str, Any]]:
+def messages(rollout: Rollout, prompts: dict[str, int]) -> list[dict[str, Any]]:
     """The conversation in order: prompts by their number in `prompts`, replies in parts, results of tools."""
     out: list[dict[str, Any]] = []
     for index, step in enumerate(rollout.steps):
@@ -146,7 +132,7 @@ def messages(rollout: Rollout, tokens: Sequence[Mapping[str, Any]] | None, promp
                 continue
             text = clipped(str(message.get("content", "")))
             out.append({"role": message["role"], "prompt": prompts.setdefault(text, len(prompts))})
-        out.append(reply(step) | ({"tokens": token_values(tokens[index])} if tokens and index < len(tokens) else {}))
+        out.append(reply(step))
         out += [{"role": "tool", "name": r.name, "text": clipped(r.content), "ok": r.ok} for r in step.tool_results]
     return out or [
         {"role": m["role"], "prompt": prompts.setdefault(clipped(str(m.get("content", ""))), len(prompts))} for m in rollout.task.messages
@@ -161,17 +147,6 @@ def reply(step: Step) -> dict[str, Any]:
     out: dict[str, Any] = {"role": "assistant", "text": clipped(step.content), "why": step.finish_reason}
     out |= {"thinking": clipped(step.thinking), "closed": step.thinking_closed} if step.thinking or not step.thinking_closed else {}
     return out | ({"calls": calls} if calls else {}) | ({"reward": step.reward} if step.reward is not None else {})
-
-
-def token_values(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a reply, with as many digits as can be seen; advantages that are all alike as one number."""
-    out: dict[str, Any] = {"text": own["text"], "logprobs": [round(v, 3) for v in own["logprobs"]]}
-    if "advantages" in own:
-        advantages = [round(v, 3) for v in own["advantages"]]
-        trained = own["trained"]
-        out["advantages"] = advantages[0] if len(set(advantages)) == 1 else advantages
-        out["trained"] = trained[0] if len(set(trained)) == 1 else trained
-    return out
 
 
 def clipped(text: str) -> str:

@@ -11,7 +11,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from rlkit.runs.report.charts import SECTIONS, Drawn, phase_starts, style
+from rlkit.runs.report.charts import SECTIONS, Drawn, phase_starts
 from rlkit.runs.report.read import Group, Run, differences, is_number
 from rlkit.runs.report.tables import HeldOutRow, health, spans
 from rlkit.system.files import finite
@@ -30,15 +30,16 @@ def render(
 ) -> str:
     """The whole file. `beside` names the folder with pictures and numbers, `notes` what was left out."""
     css, script = (files(__package__).joinpath(name).read_text() for name in ("report.css", "report.js"))
-    policy = f"default-src 'none'; style-src {source_hash(css)}; script-src {source_hash(script)}; base-uri 'none'; form-action 'none'"
+    sources = f"img-src data:; style-src {source_hash(css)}; script-src {source_hash(script)}"
+    policy = f"default-src 'none'; {sources}; base-uri 'none'; form-action 'none'"
     title = f"rlkit report: {' · '.join(group.label for group in groups) or found[0].name}"
     sections = [
-        section("summary", "Before and after", held_out_table(held_out) if held_out else ""),
-        section("health", "Health", health_list(groups)),
-        *(section(slug(name), name, charts_of(name, drawn, groups)) for name in SECTIONS),
-        section("runs", "Runs", runs_table(found) + phases_list(groups)),
-        section("settings", "Settings that differ", settings_table(groups)),
-        section("conversations", "Conversations", viewer(shown), wide=True),
+        section("Before and after", held_out_table(held_out) if held_out else ""),
+        section("Health", health_list(groups)),
+        *(section(name, charts_of(name, drawn, groups)) for name in SECTIONS),
+        section("Runs", runs_table(found) + phases_list(groups)),
+        section("Settings that differ", settings_table(groups)),
+        section("Conversations", files(__package__).joinpath("viewer.html").read_text() if shown["rollouts"] else "", wide=True),
     ]
     told = [(ident, name) for ident, name, text in sections if text]
     links = "".join(f'<a href="#{ident}">{escape(name)}</a>' for ident, name in told)
@@ -50,7 +51,8 @@ def render(
         f"<style>{css}</style>\n</head>\n<body>\n"
         f"<header><h1>{escape(title)}</h1><button id=theme type=button>Light or dark</button></header>\n<nav>{links}</nav>\n"
         f"<main>\n{warned}{''.join(text for *_, text in sections)}"
-        f"<footer>Charts as PNG and all numbers as CSV are in the folder <code>{escape(beside)}/</code> beside this file.</footer>\n"
+        f"<footer>The charts as SVG and PDF are in the folder <code>{escape(beside)}/</code> beside this file; the numbers are in "
+        f"metrics.csv of each run.</footer>\n"
         f"</main>\n"
         f'<script type="application/json" id="data">{embedded(shown)}</script>\n<script>{script}</script>\n</body>\n</html>\n'
     )
@@ -66,21 +68,16 @@ def embedded(data: Any) -> str:
     return json.dumps(finite(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def section(ident: str, name: str, text: str, *, wide: bool = False) -> tuple[str, str, str]:
+def section(name: str, text: str, *, wide: bool = False) -> tuple[str, str, str]:
     """(id, heading, HTML); nothing where there is no text."""
-    kind = " class=wide" if wide else ""
+    ident, kind = name.lower().replace(" ", "-"), " class=wide" if wide else ""
     return ident, name, f'<section id="{ident}"{kind}><h2>{escape(name)}</h2>{text}</section>\n' if text else ""
-
-
-def slug(name: str) -> str:
-    """An id of a heading."""
-    return name.lower().replace(" ", "-")
 
 
 # ------------------------------------------------------------------------------------------------------- tables
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Cells are HTML; on a narrow screen the table scrolls in its own box."""
     head = "".join(f"<th>{name}</th>" for name in columns)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
@@ -105,7 +102,9 @@ def held_out_table(rows: Sequence[HeldOutRow]) -> str:
     several = any(row.seeds > 1 for row in rows)
     note = "In brackets 95 % intervals: of one seed over problems, that of the change as of two independent samples (Newcombe)"
     note += "; of several seeds Student's t over seeds and the interval over problems, in quadrature." if several else "."
-    return table(("line", "problems of", "figure", "before", "after", "change", "problems", "seeds"), cells) + f"<p class=note>{note}</p>"
+    return (
+        html_table(("line", "problems of", "figure", "before", "after", "change", "problems", "seeds"), cells) + f"<p class=note>{note}</p>"
+    )
 
 
 def change(row: HeldOutRow) -> str:
@@ -175,7 +174,7 @@ def runs_table(found: Sequence[Run]) -> str:
                 f"<code>{escape(str(run.folder))}</code>",
             )
         )
-    return table(("run", "seed", "ended", "steps", "tokens", "time", "peak memory", "device", "folder"), rows)
+    return html_table(("run", "seed", "ended", "steps", "tokens", "time", "peak memory", "device", "folder"), rows)
 
 
 def number(value: Any, unit: str = "") -> str:
@@ -205,7 +204,7 @@ def settings_table(groups: Sequence[Group]) -> str:
         return ""
     rows = [(f"<code>{escape(key)}</code>", *(setting(v) for v in values)) for key, values in list(changed.items())[:SHOWN]]
     more = f"<p class=note>{len(changed) - SHOWN} more settings differ.</p>" if len(changed) > SHOWN else ""
-    return table(("setting", *(escape(group.label) for group in groups)), rows) + more
+    return html_table(("setting", *(escape(group.label) for group in groups)), rows) + more
 
 
 def setting(value: Any) -> str:
@@ -217,32 +216,14 @@ def setting(value: Any) -> str:
 
 
 def charts_of(name: str, drawn: Sequence[Drawn], groups: Sequence[Group]) -> str:
-    """The charts of a section, below which line is whose."""
+    """The charts of a section."""
     own = [chart for chart in drawn if chart.section == name]
-    if not own:
-        return ""
-    legend = "".join(
-        f'<li><svg class=key viewBox="0 0 24 8" aria-hidden=true><line x1="0" x2="24" y1="4" y2="4" stroke-width="3" '
-        f'class="stroke-{style(i)[0]}"{dashes(i)}/></svg>{escape(group.label)}{members(group)}</li>'
-        for i, group in enumerate(groups)
-    )
     figures = "".join(
-        f"<figure><figcaption><b>{escape(c.title)}</b>{f' <span>{escape(c.unit)}</span>' if c.unit else ''}</figcaption>{c.svg}</figure>"
+        f'<figure><img alt="{escape(f"{c.title}, {c.unit}" if c.unit else c.title)}" '
+        f'src="data:image/svg+xml;base64,{base64.b64encode(c.svg).decode()}"></figure>'
         for c in own
     )
-    shown = f"<ul class=legend>{legend}</ul>" if len(groups) > 1 or len(groups[0].runs) > 1 else ""
-    return f"{shown}<div class=charts>{figures}</div>{reading(groups) if name == SECTIONS[0] else ''}"
-
-
-def dashes(index: int) -> str:
-    """The dash pattern of the n-th line, as SVG has it."""
-    dash = style(index)[1]
-    return "" if isinstance(dash, str) else f' stroke-dasharray="{" ".join(str(3 * d) for d in dash[1])}"'
-
-
-def members(group: Group) -> str:
-    """How many runs a line is of."""
-    return f" <span>{len(group.runs)} seeds</span>" if len(group.runs) > 1 else ""
+    return f"<div class=charts>{figures}</div>{reading(groups) if name == SECTIONS[0] else ''}" if own else ""
 
 
 def reading(groups: Sequence[Group]) -> str:
@@ -262,13 +243,3 @@ def reading(groups: Sequence[Group]) -> str:
     if any(True for group in groups for _ in phase_starts(group)):
         said.append("A dotted vertical line is where a phase began.")
     return f"<p class=note>{' '.join(said)}</p>"
-
-
-# ------------------------------------------------------------------------------------------------------- viewer
-
-
-def viewer(shown: dict[str, Any]) -> str:
-    """The frame that the script fills."""
-    if not shown["rollouts"]:
-        return ""
-    return files(__package__).joinpath("viewer.html").read_text()

@@ -10,8 +10,7 @@
   const data = JSON.parse(at("data").textContent);
   const all = data.rollouts;
   const ROW = 58, MARGIN = 6, NEAR = 20;
-  const SHADES = [["", "no shading"], ["logprobs", "log-prob"], ["advantages", "advantage"], ["trained", "loss mask"]];
-  let shown = [], chosen = -1, shade = "", open = false, soon = 0;
+  let shown = [], chosen = -1, open = false, soon = 0;
 
   // ---------------------------------------------------------------------------------------------------- building
 
@@ -124,37 +123,25 @@
     for (const [name, value] of Object.entries(entry.rewards)) head.append(make("span", "", `${name} ${reward(value)}`));
     head.append(make("span", "", entry.status), make("span", "", `${entry.tokens} tokens`));
     if (entry.expected) head.append(make("span", "", `expected: ${entry.expected.slice(0, 200)}`));
-    box.replaceChildren(head, tools(entry), ...entry.messages.map((m) => message(m, entry)), story(entry));
+    box.replaceChildren(head, tools(entry), ...entry.messages.map(message), story(entry));
     box.scrollTop = 0;
   }
   function tools(entry) {
-    const out = make("div", "tools"), label = make("label", "", "Shade tokens by "), choice = make("select");
-    choice.id = "shade";
-    for (const [value, name] of SHADES) choice.append(new Option(name, value, false, value === shade));
-    choice.addEventListener("change", () => { shade = choice.value; detail(); at("shade").focus(); });
-    label.append(choice);
+    const out = make("div", "tools");
     const fold = make("button", "", open ? "Fold thinking" : "Unfold thinking");
     fold.type = "button"; fold.id = "fold";
     fold.addEventListener("click", () => { thinking(); at("fold").focus(); });
-    out.append(label);
     if (replies(entry).some((m) => m.thinking !== undefined)) out.append(fold);
-    if (shade && !entry.values) out.append(make("span", "", "no token values were recorded of this one; callbacks.tokens.count decides of how many a step"));
-    else if (shade && !has(entry, shade)) out.append(make("span", "", "replies of test and validation problems, and episodes, are not trained on: they have log-probs alone"));
-    else if (shade === "logprobs") out.append(make("span", "", "likely"), make("span", "scale surprise"), make("span", "", "surprising"));
-    else if (shade === "advantages") out.append(make("span", "", "worse"), make("span", "scale advantage"), make("span", "", "better than the others"));
-    else if (shade === "trained") out.append(make("span", "token trained", "counted in the loss"), make("span", "token untrained", "left out"));
     return out;
   }
-  const has = (entry, what) => replies(entry).some((m) => m.tokens && m.tokens[what] !== undefined);
   function thinking() { open = !open; detail(); }
 
-  function message(m, entry) {
+  function message(m) {
     const out = make("div", `message ${m.role}${m.role === "tool" && !m.ok ? " failed" : ""}`);
     const role = make("div", "role");
     role.append(make("span", "", m.role === "tool" ? `result of ${m.name}${m.ok ? "" : ", failed"}` : m.role));
     if (m.role === "assistant") role.append(make("span", "", `${m.reward === undefined ? "" : `reward ${reward(m.reward)} · `}${m.why === "length" ? "cut off" : m.why}`));
     out.append(role);
-    if (m.tokens && shade && m.tokens[shade] !== undefined) { out.append(shaded(m.tokens, largest(entry))); return out; }
     if (m.thinking !== undefined) {
       const fold = make("details", "thinking");
       fold.open = open;
@@ -172,27 +159,6 @@
     if (!text && !m.calls && m.thinking === undefined) out.append(make("div", "role", "(empty)"));
     return out;
   }
-  const each = (values, i) => Array.isArray(values) ? values[i] : values;
-  function largest(entry) {
-    let most = 1e-9;
-    for (const m of replies(entry)) if (m.tokens && m.tokens.advantages !== undefined) for (const a of [].concat(m.tokens.advantages)) most = Math.max(most, Math.abs(a));
-    return most;
-  }
-  function shaded(tokens, most) {
-    const out = make("div", "text mono");
-    tokens.text.forEach((text, i) => {
-      const token = make("span", "token", text);
-      const l = tokens.logprobs[i], a = each(tokens.advantages, i), used = each(tokens.trained, i);
-      token.title = [`log-prob ${l.toFixed(3)} (p ${Math.exp(l).toFixed(3)})`, a === undefined ? "" : `advantage ${a.toFixed(3)}`,
-        used === undefined ? "" : used ? "in the loss" : "not in the loss"].filter(Boolean).join("\n");
-      if (shade === "logprobs") token.style.backgroundColor = `rgb(213 94 0 / ${(0.75 * (1 - Math.exp(l))).toFixed(3)})`;
-      else if (shade === "advantages") token.style.backgroundColor = `rgb(${a > 0 ? "0 114 178" : "213 94 0"} / ${(0.7 * Math.abs(a) / most).toFixed(3)})`;
-      else token.classList.add(used ? "trained" : "untrained");
-      out.append(token);
-    });
-    return out;
-  }
-
   // ---------------------------------------------------------------------------------- one problem over training
 
   const siblings = new Map();
@@ -263,7 +229,6 @@
     if (work) { event.preventDefault(); work(); }
   });
   const anywhere = { j: () => move(1), k: () => move(-1), n: () => along(1), p: () => along(-1), t: thinking, r: random,
-    s: () => { shade = SHADES[(SHADES.findIndex(([value]) => value === shade) + 1) % SHADES.length][0]; detail(); },
     "/": () => at("search").focus() };
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && at("conversations").contains(event.target)) { at("list").focus(); return; }

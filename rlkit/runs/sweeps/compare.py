@@ -1,9 +1,8 @@
-"""What the jobs of a sweep came to: a table for people and as CSV, and one page of all runs."""
+"""The results of the jobs of a sweep: a table for people and as CSV, and one page of all runs."""
 
 from __future__ import annotations
 
 import csv
-import io
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,36 +10,32 @@ from typing import Any
 
 from rlkit.errors import Refusal
 from rlkit.runs import folder as runs
-from rlkit.runs.sweeps.jobs import Job
-from rlkit.system.rows import read_rows
+from rlkit.runs.sweeps.jobs import Job, last_reward
+
+SPLITS = ("validation", "before", "after")  # accuracies in summary.json: the last on validation problems, on test problems twice
 
 
-def table(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """One row a job: what it varies, how it ended, the last validation accuracy, test accuracy before and after, reward, steps, time."""
+def results(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """One row a job: the settings that vary, how it ended, its accuracies, reward, steps and seconds, and its folder."""
     settings = [dict(text.lstrip("+").partition("=")[::2] for text in job.overrides) for job in jobs]
     keys = [key for key in dict.fromkeys(k for s in settings for k in s) if len({s.get(key) for s in settings}) > 1 and key != "resume"]
     out = []
     for job, setting in zip(jobs, settings, strict=True):
         summary = runs.read_summary(job.folder) or {}
-        rewards = [row["reward/mean"] for row in read_rows(job.folder / "metrics.jsonl") if row.get("reward/mean") is not None]
-        before, after, validation = (summary.get(name) or {} for name in ("before", "after", "validation"))
-        out.append(
-            {key: setting.get(key, "") for key in keys}
-            | {"status": job.status, "validation": validation.get("accuracy")}
-            | {"before": before.get("accuracy"), "after": after.get("accuracy")}
-            | {"reward": statistics.fmean(rewards[-10:]) if rewards else None, "steps": summary.get("steps")}
-            | {"seconds": summary.get("wall_seconds"), "folder": str(job.folder)}
-        )
+        row: dict[str, Any] = {key: setting.get(key, "") for key in keys} | {"status": job.status}
+        row |= {split: (summary.get(split) or {}).get("accuracy") for split in SPLITS}
+        row |= {"reward": last_reward(job.folder), "steps": summary.get("steps"), "seconds": summary.get("wall_seconds")}
+        out.append(row | {"folder": str(job.folder)})
     return out
 
 
-def table_csv(jobs: Sequence[Job]) -> str:
-    """The table of all jobs as CSV."""
-    lines, out = table(jobs), io.StringIO()
-    writer = csv.DictWriter(out, list(lines[0]) if lines else ["status"])
-    writer.writeheader()
-    writer.writerows(lines)
-    return out.getvalue()
+def write_csv(path: Path, jobs: Sequence[Job]) -> None:
+    """The same rows for other programs."""
+    rows = results(jobs)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]) if rows else ["status"])
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def comparison(jobs: Sequence[Job]) -> str:
@@ -49,55 +44,54 @@ def comparison(jobs: Sequence[Job]) -> str:
     The order goes by validation accuracy where there is any, else by the training reward: with a choice by test accuracy, that would no
     longer be a figure of problems that nothing was tuned on.
     """
-    lines = table(jobs)
-    if not lines:
+    rows = results(jobs)
+    if not rows:
         return "no job has begun"
-    keys = list(lines[0])[: list(lines[0]).index("status")]
+    keys = list(rows[0])[: list(rows[0]).index("status")]
+    order = "validation" if any(row["validation"] is not None for row in rows) else "reward"
+    shown = "after" if any(row["after"] is not None for row in rows) else order
+    rows.sort(key=lambda row: (row[order] is None, -(row[order] or 0.0)))
+    columns = [*keys, "status", *SPLITS, "reward", "steps", "seconds"]
+    text = aligned(columns, [[row[column] for column in columns] for row in rows], left=len(keys) + 1)
+    if "seed" in keys and (seeds := over_seeds(rows, [key for key in keys if key != "seed"], order, shown)):
+        text += "\n\n" + aligned([*(key for key in keys if key != "seed"), "seeds", f"mean {shown}", "std"], seeds, left=len(keys) - 1)
+    named = "validation accuracy" if order == "validation" else "training reward; set evaluation.every to order them by validation accuracy"
+    return f"{text}\n\nbefore and after: test accuracy; best first by {named}"
 
-    order = "validation" if any(line["validation"] is not None for line in lines) else "reward"
-    shown = "after" if any(line["after"] is not None for line in lines) else order
-    best_first = sorted(lines, key=lambda line: (line[order] is None, -(line[order] or 0.0)))
-    columns = [*keys, "status", "validation", "before", "after", "reward", "steps", "seconds"]
-    text = aligned(columns, [[cell(line[c]) for c in columns] for line in best_first], left=len(keys) + 1)
-    others = [key for key in keys if key != "seed"]
+
+def over_seeds(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], order: str, shown: str) -> list[list[Any]]:
+    """A row for the finished jobs that differ by their seed alone, best first; nothing where no two do."""
     groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
-    for line in best_first:
-        if line[order] is not None and line[shown] is not None and line["status"] == "finished":
-            groups.setdefault(tuple(str(line[key]) for key in others), []).append(line)
-    if "seed" in keys and any(len(own) > 1 for own in groups.values()):
-        seeds = []
-        for group, own in sorted(groups.items(), key=lambda item: -statistics.fmean(line[order] for line in item[1])):
-            values = [line[shown] for line in own]
-            spread = f"{statistics.stdev(values):.3f}" if len(values) > 1 else "-"
-            seeds.append([*group, str(len(own)), f"{statistics.fmean(values):.3f}", spread])
-        text += "\n\n" + aligned([*others, "seeds", f"mean {shown}", "std"], seeds, left=len(others))
-    said = "validation accuracy" if order == "validation" else "training reward; set evaluation.every to order them by validation accuracy"
-    return f"{text}\n\nbefore and after: test accuracy; best first by {said}"
+    for row in rows:
+        if row[order] is not None and row[shown] is not None and row["status"] == "finished":
+            groups.setdefault(tuple(str(row[key]) for key in keys), []).append(row)
+    if all(len(own) < 2 for own in groups.values()):
+        return []
+    out = []
+    for group, own in sorted(groups.items(), key=lambda item: -statistics.fmean(row[order] for row in item[1])):
+        values = [row[shown] for row in own]
+        out.append([*group, len(own), statistics.fmean(values), statistics.stdev(values) if len(own) > 1 else None])
+    return out
 
 
-def cell(value: Any) -> str:
-    return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def aligned(columns: Sequence[str], lines: Sequence[Sequence[str]], *, left: int) -> str:
+def aligned(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, left: int) -> str:
     """Columns of text, the first `left` of them flush left, the numbers right."""
-    widths = [max(len(text) for text in (column, *(line[i] for line in lines))) for i, column in enumerate(columns)]
+    cells = [["-" if v is None else f"{v:.3f}" if isinstance(v, float) else str(v) for v in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
 
-    def put(line: Sequence[str]) -> str:
-        return "  ".join(t.ljust(w) if i < left else t.rjust(w) for i, (t, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+    def put(row: Sequence[str]) -> str:
+        return "  ".join(t.ljust(w) if i < left else t.rjust(w) for i, (t, w) in enumerate(zip(row, widths, strict=True))).rstrip()
 
-    return "\n".join([put(columns), "-" * (sum(widths) + 2 * len(widths) - 2), *map(put, lines)])
+    return "\n".join([put(columns), "-" * (sum(widths) + 2 * len(widths) - 2), *map(put, cells)])
 
 
 def report(root: Path, jobs: Sequence[Job]) -> Path | None:
-    """One HTML page of all runs of a sweep, where matplotlib is there to draw it."""
+    """One HTML page of all runs of a sweep, if matplotlib is there to draw it."""
     from rlkit.runs.report import write_report
 
     folders = [job.folder for job in jobs if runs.is_run(job.folder)]
-    if not folders:
-        return None
     try:
-        return write_report(folders, root / "report.html")
+        return write_report(folders, root / "report.html") if folders else None
     except Refusal as error:
         print(f"report           none: {error}")
         return None

@@ -19,6 +19,8 @@ from rlkit.runs import folder as runs
 from rlkit.runs.sweeps.jobs import alive, read_jobs
 from rlkit.system import owner
 
+PLUGINS = ("joblib", "submitit", "optuna")  # extras
+
 
 class Plan(NamedTuple):
     """What a sweep will do."""
@@ -27,14 +29,11 @@ class Plan(NamedTuple):
     arguments: list[str]  # as the sweeper takes them
     root: Path
     total: int  # jobs
-    resume: bool
+    varied: list[str]  # keys with several values
 
 
 def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
     """The jobs of a command line, each of them composed, checked and dry-run. Raises ConfigError with all problems at once."""
-    from rlkit.config.compose import compose, experiment
-    from rlkit.training.loggers import check_loggers
-
     given = [quoted(text) for text in arguments]
     if secret := [text.partition("=")[0] for text in arguments if runs.without_secrets(text) != text]:
         raise ConfigError(
@@ -42,20 +41,38 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
             f"{secret[0]}='${{oc.env:NAME}}'"
         )
     config = compose_sweep(given, config_dir)
-    root = Path(config.hydra.sweep.dir)
+    root, search = Path(config.hydra.sweep.dir), is_search(config)
     resume = ([text.partition("=")[2] for text in given if text.lstrip("+").partition("=")[0] == "resume"] or ["never"])[-1]
     if resume not in ("never", "auto"):
         raise ConfigError(
             f"resume={resume}: a sweep takes resume=auto, which goes on where {root} ended; a single run is resumed without -m"
         )
-    params = config.hydra.sweeper.get("params") or {}
-    ours = [text for text in given if not text.lstrip("+~").startswith("hydra")]
-    every = [*(f"{key}={value}" for key, value in params.items()), *ours]
-    search = is_search(config)
-    batches = corners(every) if search else expand(every)
+    own = [text for text in given if not text.lstrip("+~").startswith("hydra")]
+    every = [*(f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()), *own]
+    varied = [key for key, texts in values(every, intervals=search).items() if len(texts) > 1]
+    jobs = corners(every) if search else expand(every)
+    added = check_jobs(jobs, config_dir, None if search else root, resume == "auto")
+    if running := [job for job in read_jobs(root / "jobs") if alive(job)]:
+        raise ConfigError(f"{root}: job {running[0].folder.name} still runs there as process {running[0].pid}; wait for it, or end it")
+    if not varied and not search:
+        raise ConfigError("-m: no key has several values; write algorithm=grpo,dapo seed=1,2, or leave -m away")
+    task = [f"++{text}" if text.partition("=")[0] in added else text for text in own]
+    return Plan(config, task, root, int(config.hydra.sweeper.n_trials) if search else len(jobs), varied)
+
+
+def check_jobs(jobs: Sequence[list[str]], config_dir: str | None, root: Path | None, resume: bool) -> set[str]:
+    """Composes, checks and dry-runs every job; the keys that only a signature knows, which Hydra has to be told to add.
+
+    Args:
+      root: the folder with the jobs' folders; None looks at no folder, since a search chooses its values later.
+    Raises: ConfigError with the problems of all jobs, one that all of them have said once.
+    """
+    from rlkit.config.compose import compose, experiment
+    from rlkit.training.loggers import check_loggers
+
     problems: dict[str, list[str]] = {}
     added: set[str] = set()
-    for job in batches:
+    for job in jobs:
         try:
             composed = compose(job, config_dir=config_dir)
             added |= {key[2:] for text in composed.overrides if (key := text.partition("=")[0]).startswith("++")}
@@ -63,20 +80,14 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
             check_loggers(x.logger)
             if problem := sweep_problem(x.trainer.devices, x.trainer.nodes):
                 raise ConfigError(problem)
-            folder = root / folder_name(dirname(composed.overrides))
-            lines = [] if search else folder_problems(folder, composed.config, resume == "auto")
+            lines = folder_problems(root / folder_name(dirname(composed.overrides)), composed.config, resume) if root else []
         except Refusal as error:
             lines = str(error).splitlines()
         for line in lines:
             problems.setdefault(line, []).append(" ".join(job))
     if problems:
-        raise ConfigError("\n".join(line if len(of) == len(batches) > 1 else f"job {of[0]}: {line}" for line, of in problems.items()))
-    if running := [job for job in read_jobs(root / "jobs") if alive(job)]:
-        raise ConfigError(f"{root}: job {running[0].folder.name} still runs there as process {running[0].pid}; wait for it, or end it")
-    if len(batches) == 1 and not search and not any(is_sweep(text) for text in every):
-        raise ConfigError("-m: no key has several values; write algorithm=grpo,dapo seed=1,2, or leave -m away")
-    task = [f"++{text}" if text.partition("=")[0] in added else text for text in ours]
-    return Plan(config, task, root, int(config.hydra.sweeper.n_trials) if search else len(batches), resume == "auto")
+        raise ConfigError("\n".join(line if len(of) == len(jobs) > 1 else f"job {of[0]}: {line}" for line, of in problems.items()))
+    return added
 
 
 def is_search(config: DictConfig) -> bool:
@@ -106,14 +117,12 @@ def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
             config.hydra.mode = RunMode.MULTIRUN
             targets = {name: str(config.hydra[name]._target_) for name in ("sweeper", "launcher")}
         except (HydraException, OmegaConfBaseException) as error:
-            said, absent = one_sentence(error), re.search(r"hydra/(launcher|sweeper)/(joblib|submitit|optuna)", str(error))
-            raise ConfigError(f"{absent[0]} is not installed; {install(absent[2])}" if absent else said) from error
+            absent = re.search(rf"hydra/(?:launcher|sweeper)/({'|'.join(PLUGINS)})", str(error))
+            raise ConfigError(f"{absent[0]} is not installed; {install(absent[1])}" if absent else one_sentence(error)) from error
     for name, target in targets.items():
-        package = target.rpartition(".")[0].split(".")
-        plugin = ".".join(package[:2])
-        if package[0] == "hydra_plugins" and not installed(plugin):
-            extra = next((e for e in ("joblib", "submitit", "optuna") if e in target), "")
-            raise ConfigError(f"hydra/{name}: {plugin} is not installed; {install(extra)}")
+        package, extra = ".".join(target.split(".")[:2]), next((e for e in PLUGINS if e in target), "")
+        if extra and not installed(package):
+            raise ConfigError(f"hydra/{name}: {package} is not installed; {install(extra)}")
     if "optuna" in targets["sweeper"]:  # its own option minimises, and ends a search with the first job that fails
         config.hydra.sweeper.direction, config.hydra.sweeper.max_failure_rate = "maximize", 1.0
     return config

@@ -45,14 +45,6 @@ def rollouts(run: Path, /, *, every: int = 1) -> Any:
     return Rollouts(run / "rollouts", every=every)
 
 
-@ranges(every=(0, None), count=(1, None))
-def tokens(run: Path, /, *, every: int = 1, count: int = 8) -> Any:
-    """Writes token texts, log-probs, advantages and loss mask of `count` rollouts of every `every`-th RL step to tokens/; 0 writes none."""
-    from rlkit.training.callbacks.conversations import Tokens
-
-    return Tokens(run / "tokens", every=every, count=count)
-
-
 def progress(run: Path, /) -> Any:
     """A progress bar on a terminal, one readable line per RL step otherwise."""
     from rlkit.training.callbacks.terminal import Progress

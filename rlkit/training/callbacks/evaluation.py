@@ -14,8 +14,6 @@ import lightning as L
 from rlkit.distributed import ranks
 from rlkit.episodes import save_rollouts
 from rlkit.episodes.evaluation import greedy_accuracy
-from rlkit.episodes.tokens import save_tokens
-from rlkit.models.chat import decode
 from rlkit.system import rng
 from rlkit.system.deadline import process_ends_after
 from rlkit.system.files import lenient
@@ -86,7 +84,6 @@ class HeldOut(L.Callback):
             name = self.metrics.parent / "held_out" / split / f"step_{module.rl_step:06d}"
             with lenient(f"held_out/{split}/{name.name}"):
                 save_rollouts(name.with_suffix(".jsonl.gz"), rollouts[:KEPT])
-                save_tokens(name.with_suffix(".tokens.jsonl.gz"), rollouts[:KEPT], lambda ids: decode(module.policy.renderer, ids))
         return result_row(result, PREFIXES[split]) | {"perf/eval_s": time.perf_counter() - started}
 
 

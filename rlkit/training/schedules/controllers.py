@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from rlkit.training.schedules.functions import linear
 from rlkit.types import Controller
 
 GRAMMAR = "METRIC > NUMBER or METRIC > NUMBER for N, with >, >=, < or <=, N at least 1; for example 'reward/mean > 0.8 for 5'"
@@ -48,30 +47,6 @@ def streak(condition: Condition, before: float, metrics: Mapping[str, float]) ->
     if condition.metric not in metrics:
         return int(before)
     return int(before) + 1 if OPERATORS[condition.operator](metrics[condition.metric], condition.bound) else 0
-
-
-def on_metric(*, when: str, before: float, after: float, steps: int = 0) -> Controller:
-    """`before` until a condition holds, then `after`, for good: also where the condition fails again.
-
-    Args:
-      when: a condition, "reward/mean > 0.8 for 5".
-      steps: RL steps of a line from before to after; with 0 or 1 the next step has `after`.
-    Raises: ValueError where the condition cannot be read, or steps is negative.
-    """
-    if steps < 0:
-        raise ValueError(f"steps={steps}: must not be negative")
-    return Controller(
-        init=functools.partial(dict, value=before, streak=0, since=0),
-        update=functools.partial(_on_metric, when=condition(when), before=before, after=after, steps=steps),
-    )
-
-
-def _on_metric(
-    state: Mapping[str, float], metrics: Mapping[str, float], *, when: Condition, before: float, after: float, steps: int
-) -> dict[str, float]:
-    held = streak(when, state["streak"], metrics)
-    since = state["since"] + 1 if state["since"] or held >= when.times else 0
-    return {"value": linear(int(since), start=before, end=after, steps=max(1, steps)), "streak": held, "since": since}
 
 
 def adaptive(

@@ -6,9 +6,7 @@ a phase, those of the phase (`rlkit.training.schedules.at`).
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping, Sequence
 
 from rlkit.types import ranges
 
@@ -38,39 +36,6 @@ def cosine(step: int, *, start: float, end: float, steps: int | None = None) -> 
     0.5
     """
     return end + (start - end) * (1 + math.cos(math.pi * _share(step, steps))) / 2
-
-
-def exponential(step: int, *, start: float, end: float, steps: int | None = None) -> float:
-    """start · (end / start)^min(1, step / steps): the same factor at every step; `steps` > 0, start and end of one sign and not 0.
-
-    Raises: ValueError where start and end are not of one sign.
-    >>> exponential(1, start=1.0, end=0.01, steps=2)
-    0.1
-    """
-    if not start * end > 0:
-        raise ValueError(f"start={start}, end={end}: must both be positive or both negative; to reach 0 choose linear or cosine")
-    return start * (end / start) ** _share(step, steps)
-
-
-def piecewise(step: int, *, points: Mapping[int, float] | Sequence[Sequence[float]], interpolate: bool = False) -> float:
-    """The value of the last point that is not after `step`: steps, or lines between them with `interpolate`.
-
-    Args:
-      points: {step: value} or [[step, value], …], steps ascending. Before the first point the first value holds, after the last the last.
-    Raises: ValueError where there is no point, or the steps do not ascend.
-    >>> [piecewise(s, points={0: 1.0, 10: 0.0}) for s in (0, 5, 10, 99)]
-    [1.0, 1.0, 0.0, 0.0]
-    >>> piecewise(5, points=[[0, 1.0], [10, 0.0]], interpolate=True)
-    0.5
-    """
-    pairs = [(float(s), v) for s, v in (points.items() if isinstance(points, Mapping) else points)]
-    if not pairs or any(a >= b for (a, _), (b, _) in itertools.pairwise(pairs)):
-        raise ValueError(f"points={points}: must be at least one [step, value], with ascending steps")
-    before = [pair for pair in pairs if pair[0] <= step] or pairs[:1]
-    (begun, value), after = before[-1], pairs[len(before) :]
-    if not interpolate or not after or step <= begun:
-        return value
-    return value + (after[0][1] - value) * (step - begun) / (after[0][0] - begun)
 
 
 @ranges(to=(0, None))

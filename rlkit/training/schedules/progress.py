@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from rlkit.errors import nearest
-from rlkit.training.schedules.controllers import Condition, condition, streak
+from rlkit.training.schedules.controllers import condition, streak
 from rlkit.training.schedules.paths import fields, flat, replace, settable
 from rlkit.types import Controller
 
@@ -219,8 +219,7 @@ def watched(experiment: Any, progress: Progress) -> dict[str, str]:
     phase, x = _current(experiment, progress)
     out = {}
     for path, controller in controllers_of(x).items():
-        numbers = getattr(controller.update, "keywords", {})
-        metric = numbers["when"].metric if isinstance(numbers.get("when"), Condition) else numbers.get("metric")
+        metric = getattr(controller.update, "keywords", {}).get("metric")
         if isinstance(metric, str):
             out[path] = metric
     if phase is not None and isinstance(phase.until, str):
