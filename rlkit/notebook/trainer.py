@@ -284,7 +284,6 @@ class RLTrainer:
     def _values(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         """The value before each sampled token of rollouts with a step [T], in the order of time."""
         batch = assemble(rollouts, pad_token_id=self.learner.policy.pad_token_id, device=self.learner.device)
-        self.learner.begin()
         found: TokenLogprobs = scored(self.learner, self.model, batch, critic=self.learner.critic)
         assert found.values is not None
         return [found.values[batch.rollout_ids == i][batch.response_mask[batch.rollout_ids == i]].cpu() for i in range(len(rollouts))]
