@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, cast
 
 import torch
@@ -90,10 +88,12 @@ class LLMGenerator:
         rollouts = self.replies(chats, max_new_tokens, temperature, num_return_sequences, enable_thinking, **kwargs)
         if full := [r.group for r in rollouts if not r.steps]:
             raise ValueError(f"chat {full[0]} fills the model's context of {self.policy().context_length} tokens; shorten it, none is cut")
-        said = [
-            [r.steps[0].thinking, r.steps[0].content] if return_thinking else self._text(r.steps[0].response_ids).strip() for r in rollouts
-        ]
-        return self._grouped(said, num_return_sequences)[0] if single else self._grouped(said, num_return_sequences)
+        said: list[Any] = [[r.steps[0].thinking, r.steps[0].content] for r in rollouts]
+        if not return_thinking:
+            said = [decode(self.policy().renderer, self._without_end(r.steps[0].response_ids)).strip() for r in rollouts]
+        n = num_return_sequences
+        results = said if n == 1 else [said[i : i + n] for i in range(0, len(said), n)]
+        return results[0] if single else results
 
     def replies(
         self,
@@ -123,28 +123,13 @@ class LLMGenerator:
             **kwargs,
         )
 
-    def _decode_batch(self, outputs: Any, input_ids: Any, num_return_sequences: int, return_thinking: bool) -> list[Any]:
-        """Replies in words of generated rows [B × n, P + T] that begin with their padded prompts [B, P]."""
-        rows = outputs[:, input_ids.shape[1] :].tolist()
-        said = [list(self._parse_thinking(ids)) if return_thinking else self._text(ids).strip() for ids in rows]
-        return self._grouped(said, num_return_sequences)
-
     def _parse_thinking(self, output_ids: Sequence[int]) -> tuple[str, str]:
         """Thinking and content of a reply's ids, split at the last `</think>`; the tags are in neither."""
-        policy = self.policy()
-        return split_reply(policy.renderer.thinking, _without_end(policy, output_ids))[:2]
+        return split_reply(self.policy().renderer.thinking, self._without_end(output_ids))[:2]
 
-    def _text(self, ids: Sequence[int]) -> str:
-        policy = self.policy()
-        return decode(policy.renderer, _without_end(policy, ids))
-
-    def _grouped(self, said: list[Any], n: int) -> list[Any]:
-        return said if n == 1 else [said[i : i + n] for i in range(0, len(said), n)]
-
-
-def _without_end(policy: Policy, ids: Sequence[int]) -> list[int]:
-    """The ids up to the first that ends a reply."""
-    return list(ids)[: next((i for i, token in enumerate(ids) if token in policy.eos_token_ids), None)]
+    def _without_end(self, ids: Sequence[int]) -> list[int]:
+        ends = self.policy().eos_token_ids
+        return list(ids)[: next((i for i, token in enumerate(ids) if token in ends), None)]
 
 
 # ------------------------------------------------------------------------------------------------------ lists of chats
@@ -157,7 +142,7 @@ def generate_templates(prompts: Sequence[str]) -> Chat:
 
 def batch_history(history: Messages, prompts: Sequence[str]) -> list[Chat]:
     """The history with each of the texts as its next message: one chat a text, and no two share a list or a message."""
-    return [[*map(_copied, history), message] for message in generate_templates(prompts)]
+    return [[*deepcopy(history), message] for message in generate_templates(prompts)]
 
 
 def create_batch(bh: Sequence[Messages], num_gen: int, outputs: Any, include_thinking: bool = False) -> tuple[list[Chat], list[Chat]]:
@@ -167,26 +152,20 @@ def create_batch(bh: Sequence[Messages], num_gen: int, outputs: Any, include_thi
       num_gen: replies to each chat. outputs: of `LLMGenerator.generate` for these chats.
       include_thinking: False leaves the chats of the second version without their replies.
     """
-    pairs = [(chat, reply) for chat, own in zip(bh, outputs, strict=True) for reply in (own if num_gen > 1 else [own])]
-    without = [[*map(_copied, chat), _reply("", content)] for chat, (_, content) in pairs]
+    pairs = [(list(deepcopy(chat)), reply) for chat, own in zip(bh, outputs, strict=True) for reply in (own if num_gen > 1 else [own])]
+    without = [[*chat, Message(role="assistant", content=content)] for chat, (_, content) in pairs]
     if not include_thinking:
-        return without, [[*map(_copied, chat)] for chat, _ in pairs]
-    return without, [[*map(_copied, chat), _reply(*reply)] for chat, reply in pairs]
+        return without, [deepcopy(chat) for chat, _ in pairs]
+    return without, [
+        [*deepcopy(chat), Message(role="assistant", content=content) | ({"reasoning_content": thinking} if thinking else {})]
+        for chat, (thinking, content) in pairs
+    ]
 
 
 def res(generator: Any, batch: Sequence[Messages], max_new_tokens: int = 1000, num_return_sequences: int = 1) -> tuple[Any, ...]:
     """The replies of `generator.generate`, and the chats with them of `create_batch`, without and with thinking."""
     outputs = generator.generate(batch, max_new_tokens=max_new_tokens, num_return_sequences=num_return_sequences)
     return outputs, *create_batch(batch, num_return_sequences, outputs, include_thinking=True)
-
-
-def _reply(thinking: str, content: str) -> Message:
-    reply: Message = {"role": "assistant", "content": content}
-    return cast(Message, reply | ({"reasoning_content": thinking} if thinking else {}))
-
-
-def _copied(message: Message) -> Message:
-    return cast(Message, dict(message))
 
 
 # ---------------------------------------------------------------------------------------------------------------- tools
@@ -223,7 +202,7 @@ class ToolUseLLM:
         answer = run_agent(
             messages,
             tools,
-            {name: in_json(tool) for name, tool in tool_implementations.items()},
+            tool_implementations,
             policy=self.policy,
             engine=self.engine,
             max_turns=max_turns,
@@ -264,25 +243,7 @@ def execute_tool_call(
 
     Arguments may be a JSON string. Nothing but a real interruption is raised (`rlkit.environments.execute`).
     """
-    tools = {name: in_json(tool) for name, tool in tool_implementations.items()}
-    return run(execute(to_call(tool_call), tools, max_chars=max_chars, timeout=timeout)).content
-
-
-def in_json(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """The tool with results in JSON where they are no string."""
-
-    @wraps(tool)
-    def told(**arguments: Any) -> Any:
-        given = tool(**arguments)
-        return later(given) if inspect.isawaitable(given) else text(given)
-
-    async def later(given: Awaitable[Any]) -> str:
-        return text(await given)
-
-    def text(result: Any) -> str:
-        return result if isinstance(result, str) else json.dumps(result)
-
-    return told
+    return run(execute(to_call(tool_call), tool_implementations, max_chars=max_chars, timeout=timeout)).content
 
 
 TEMPERATURES = {"San Francisco, CA": (65, 18), "New York, NY": (50, 10), "London, UK": (55, 13)}  # °F and °C

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
@@ -79,29 +79,16 @@ class RolloutData:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types only, tensors as lists."""
-        return _plain(self)
-
-
-def _plain(data: Any) -> Any:
-    if isinstance(data, StepData | RolloutData):
-        return {f.name: _plain(getattr(data, f.name)) for f in fields(data)}
-    if isinstance(data, Mapping):
-        return {name: _plain(value) for name, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_plain(item) for item in data]
-    return data.tolist() if isinstance(data, Tensor) else data
+        return json.loads(json.dumps(asdict(self), default=Tensor.tolist))
 
 
 def _rollout_from(plain: Mapping[str, Any]) -> RolloutData:
     """The inverse of `to_dict`."""
-    return RolloutData(**{**plain, "steps": [_step_from(step) for step in plain["steps"]]})
-
-
-def _step_from(plain: Mapping[str, Any]) -> StepData:
-    if "response_tokens" not in plain:
-        return StepData(**plain)
-    tensors = {name: plain[name] for name in ("logprobs", "values", "old_logprobs")}
-    return RLStepData(**{**plain, **{name: None if value is None else torch.tensor(value) for name, value in tensors.items()}})
+    steps: list[StepData] = []
+    for step in plain["steps"]:
+        tensors = {n: torch.tensor(step[n]) for n in ("logprobs", "values", "old_logprobs") if step.get(n) is not None}
+        steps.append(RLStepData(**step | tensors) if "response_tokens" in step else StepData(**step))
+    return RolloutData(**{**plain, "steps": steps})
 
 
 def core_rollout(rollout: RolloutData, *, group: int = 0) -> Rollout:

@@ -22,7 +22,7 @@ from rlkit.training.experiment import BatchSize, Evaluation, Experiment, Samplin
 from rlkit.training.learner import Learner
 from rlkit.training.references import none
 from rlkit.training.update import scored
-from rlkit.types import Environment, Estimate, Policy, Rollout, TokenLogprobs
+from rlkit.types import Environment, Estimate, Policy, Rollout
 
 
 class SimpleValueHead(nn.Module):
@@ -282,11 +282,10 @@ class RLTrainer:
         return [(s.thinking, s.content) for s in steps], logprobs, values, [list(s.response_ids) for s in steps]
 
     def _values(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
-        """The value before each sampled token of rollouts with a step [T], in the order of time."""
+        """The value before each sampled token of rollouts with one step [T]."""
         batch = assemble(rollouts, pad_token_id=self.learner.policy.pad_token_id, device=self.learner.device)
-        found: TokenLogprobs = scored(self.learner, self.model, batch, critic=self.learner.critic)
-        assert found.values is not None
-        return [found.values[batch.rollout_ids == i][batch.response_mask[batch.rollout_ids == i]].cpu() for i in range(len(rollouts))]
+        found: Any = scored(self.learner, self.model, batch, critic=self.learner.critic).values
+        return [values[mask].cpu() for values, mask in zip(found, batch.response_mask, strict=True)]
 
     def train_step(self, rollouts: Sequence[RolloutData], n_epochs: int = 4, batch_size: int = 32) -> dict[str, float]:
         """One step of the learner on rollouts whose steps have advantages and returns (`compute_advantages_and_returns`).
