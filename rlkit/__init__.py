@@ -40,7 +40,7 @@ _HOMES = {
         "calculator", "continue_with_step", "dialogue", "execute", "get_weather", "hermes", "python_tool", "single_turn", "split_thinking",
         "tool_schema", "tool_use", "with_schema", "xml",
     ),
-    "rlkit.commands.agent": ("AgentResult", "execute_tool_call", "has_tool_call", "parse_tool_calls", "run_agent"),
+    "rlkit.commands.agent": ("AgentResult", "run_agent"),
     "rlkit.engines": ("Batched", "Cached", "Transformers", "VLLM"),
     "rlkit.models": ("LoRA", "ValueHead", "load_policy", "make_renderer", "make_critic", "make_policy", "forward_logprobs"),
     "rlkit.episodes": (

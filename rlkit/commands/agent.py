@@ -1,4 +1,4 @@
-"""A conversation with tools and without training: `rlkit agent`, `run_agent`, and tool calls as the dicts of OpenAI's API.
+"""A conversation with tools and without training: `rlkit agent` and `run_agent`.
 
 The loop is rlkit.episodes.collect, the environment rlkit.environments.tool_use: what is sampled here is sampled in training.
 
@@ -21,13 +21,12 @@ from rlkit.commands.arguments import Arguments, drop, option
 from rlkit.commands.trust import model_of
 from rlkit.config.problems.numbers import agent_problems
 from rlkit.engines import Cached
-from rlkit.environments import calculator, execute, get_weather, hermes, python_tool, single_turn, split_thinking, tool_name, tool_use
+from rlkit.environments import calculator, execute, get_weather, hermes, python_tool, single_turn, tool_name, tool_use
 from rlkit.environments.tool_parsers import from_payload
 from rlkit.environments.tools import MAX_CHARS, TIMEOUT, tool_schema, with_schema
 from rlkit.episodes import collect
 from rlkit.errors import ConfigError, visible
 from rlkit.models import check_template, make_policy
-from rlkit.system.loops import run
 from rlkit.types import Engine, Environment, Message, Messages, Policy, Rollout, Task, ToolCall, ToolParser, ToolResult
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class AgentResult(NamedTuple):
 
     messages: list[Message]  # the given ones and all that followed, thinking apart, results with the ids of their calls
     final_response: str  # content of the last reply; '' where a limit or stop_condition cut the episode off before an answer
-    tool_calls: list[dict[str, Any]]  # as parse_tool_calls gives them, ids unique in the conversation
+    tool_calls: list[dict[str, Any]]  # as OpenAI's API has them, ids unique in the conversation
     turns: int  # replies
     rollout: Rollout  # its `status` and `truncation` say how it ended
 
@@ -97,7 +96,7 @@ def run_agent(
             max_turns=max_turns,
             max_calls=max_calls,
             system_prompt=system_prompt,
-            parse_calls=_parser(tool_parser),
+            parse_calls=core_parser(tool_parser),
             max_chars=max_chars,
             timeout=timeout,
         )
@@ -152,7 +151,7 @@ def _by_the_executor(**arguments: Any) -> None:
     """Stands for a tool that tool_executor runs."""
 
 
-def _parser(tool_parser: Callable[..., Any]) -> ToolParser:
+def core_parser(tool_parser: Callable[..., Any]) -> ToolParser:
     """A parser of the core. A list of calls does not say where they stood, so the content of a reply with calls is left out then."""
 
     @wraps(tool_parser)
@@ -204,35 +203,6 @@ def to_call(call: Any, id: str = "call_0") -> ToolCall:
     given = call.get("id", id)
     made = from_payload(given if isinstance(given, str) else id, lambda: call.get("function", call))
     return made._replace(arguments={}, error=str(call["error"])) if call.get("error") else made
-
-
-def has_tool_call(text: str, *, tool_parser: Callable[..., Any] = hermes) -> bool:
-    """Whether a reply calls a tool, or means to: a call that cannot be read counts, one inside the thinking does not."""
-    return bool(parse_tool_calls(text, tool_parser=tool_parser))
-
-
-def parse_tool_calls(text: str, *, tool_parser: Callable[..., Any] = hermes, first: int = 0) -> list[dict[str, Any]]:
-    """The calls of a reply as {id, type, function {name, arguments}}.
-
-    Args:
-      text: a reply as decoded; calls inside its thinking are none.
-      first: number of the first id, so that ids are unique in a conversation: the calls before.
-    Returns: the calls in order. One that cannot be read stands among them with an `error`, which `execute_tool_call` gives.
-    """
-    _, content, _ = split_thinking(text)
-    _, calls = _parser(tool_parser)(content)
-    return [as_dict(call._replace(id=f"call_{first + i}")) for i, call in enumerate(calls)]
-
-
-def execute_tool_call(
-    call: Mapping[str, Any] | ToolCall,
-    implementations: Mapping[str, Callable[..., Any]],
-    *,
-    max_chars: int = MAX_CHARS,
-    timeout: float | None = TIMEOUT,
-) -> str:
-    """What a call gives, as text. Arguments may be a JSON string; nothing but a real interruption is raised (see `execute`)."""
-    return run(execute(to_call(call), implementations, max_chars=max_chars, timeout=timeout)).content
 
 
 # ------------------------------------------------------------------------------------------------------ the command

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rlkit.commands.config_file import overrides_of
 from rlkit.errors import ConfigError
 
 STARTED = time.perf_counter()
@@ -26,7 +27,7 @@ class Arguments(NamedTuple):
 
 def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
     """Flags and overrides; with `texts` also words that are neither. Raises ConfigError for a flag that does not exist."""
-    arguments = Arguments([], words=tuple(words))
+    arguments, file = Arguments([], words=tuple(words)), list[str]()
     rest = iter(words)
     for word in rest:
         if word in ("-m", "--multirun"):
@@ -38,15 +39,23 @@ def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
             if not Path(folder).is_dir():
                 raise ConfigError(f"--config-dir {folder}: no such folder")
             arguments = arguments._replace(config_dir=folder)
+        elif word == "--config" or word.startswith("--config="):
+            file += overrides_of(word.partition("=")[2] or next(rest, ""))
         elif texts and (" " in word.partition("=")[0].strip() or not re.match(r"[-~]|[^=]+=", word)):
             arguments = arguments._replace(texts=(*arguments.texts, word))
         elif word.startswith("-"):
-            raise ConfigError(f"there is no flag '{word}'; there are -m, --config-dir DIR and --help")
+            raise ConfigError(f"there is no flag '{word}'; there are -m, --config FILE, --config-dir DIR and --help")
         elif "=" not in word and not word.startswith("~"):
             raise ConfigError(f"'{word}' is no override; write KEY=VALUE or GROUP=OPTION")
         else:
             arguments.overrides.append(word)
-    return arguments
+    return arguments._replace(overrides=beneath(file, arguments.overrides))
+
+
+def beneath(file: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Overrides of a file and of the command line, which wins."""
+    said = {o.partition("=")[0].lstrip("+~") for o in overrides}
+    return [*(o for o in file if o.partition("=")[0].lstrip("+~") not in said), *overrides]
 
 
 def option(overrides: Sequence[str], key: str) -> str | None:

@@ -35,6 +35,7 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit doctor                                   versions, devices, sandbox, disk and extras of this machine
   rlkit replay bundle=outputs/NAME/TIME/debug/step_000007   an update that failed, once more: which rows and gradients are not finite
 
+  --config FILE       overrides from YAML, or the flat config of a GSM8K/MBPP trainer; what stands behind it wins
   --config-dir DIR    options of your own
   trust=true          with run= or bundle=: the folder's config may call functions that do not ship with rlkit
   -m, --multirun      a sweep

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import sys
 import types
 import typing
@@ -158,7 +159,7 @@ async def _text_of(tool: Tool, call: ToolCall, timeout: float | None) -> str:
 
     def run() -> Any:
         given = tool(**call.arguments)
-        return given if inspect.isawaitable(given) else str(given)
+        return given if inspect.isawaitable(given) else _as_text(given)
 
     bounded = marked(tool, "bounded")
     given = contained(run) if bounded or inspect.iscoroutinefunction(tool) else await in_worker(run, timeout, f"the tool {call.name}")
@@ -166,10 +167,16 @@ async def _text_of(tool: Tool, call: ToolCall, timeout: float | None) -> str:
         return given
     with containing(asyncio.CancelledError, GeneratorExit):
         async with within(None if bounded else timeout):
-            text = str(await given)
+            text = _as_text(await given)
             if not bounded:
                 await asyncio.sleep(0)  # so that it counts as waiting even if it had its answer at once, such as from a cache
             return text
+
+
+def _as_text(result: Any) -> str:
+    """A result as the policy reads it: JSON where it is JSON's kind of value and no text."""
+    plain = isinstance(result, dict | list | bool | int | float | None)
+    return json.dumps(result, default=str) if plain else str(result)
 
 
 def marked(tool: Tool | None, word: str) -> bool:

@@ -13,8 +13,12 @@ from typing import Any
 
 _HOMES = {
     "rlkit.notebook.algorithms": (
-        "PairSelector", "compute_advantages", "compute_advantages_and_returns", "compute_grpo_loss", "compute_pairwise_loss",
-        "compute_policy_gradient_loss", "compute_ppo_loss", "compute_value_loss",
+        "PairSelector", "compute_advantages", "compute_grpo_loss", "compute_pairwise_loss",
+        "compute_policy_gradient_loss",
+    ),
+    "rlkit.notebook.chat": (
+        "LLMGenerator", "ToolUseLLM", "batch_history", "calculate", "create_batch", "execute_tool_call", "generate_templates",
+        "get_weather", "has_tool_call", "parse_tool_calls", "res",
     ),
     "rlkit.notebook.checkpoints": ("Checkpoint", "load_checkpoint", "plot_training", "save_checkpoint"),
     "rlkit.notebook.configs": (
@@ -26,13 +30,16 @@ _HOMES = {
         "view_steps",
     ),
     "rlkit.notebook.generation": (
-        "batch_history", "create_batch", "format_prompt", "generate_templates", "generate_text",
-        "generate_with_values", "load_model", "load_tokenizer", "parse_thinking",
+        "format_prompt", "generate_text", "generate_with_values", "load_model", "load_tokenizer", "parse_thinking",
     ),
     "rlkit.notebook.kl": (
-        "KLHook", "UpdateHook", "compute_forward_kl", "compute_kl", "compute_kl_divergence", "compute_reverse_kl", "confident_share",
+        "KLHook", "UpdateHook", "compute_forward_kl", "compute_kl", "compute_reverse_kl", "confident_share",
         "create_adaptive_kl", "create_ema_updater", "create_kl_updater", "create_periodic_updater", "create_reference_model",
         "create_truncated_kl", "lift_update", "truncated_kl", "update_reference_model",
+    ),
+    "rlkit.notebook.manager": (
+        "RLStepData", "RolloutData", "RolloutManager", "StepData", "dummy_prompt_generator", "dummy_reward_function",
+        "dummy_termination_check",
     ),
     "rlkit.notebook.rewards": (
         "aggregate_vector_rewards", "compute_scalar_reward", "compute_vector_reward", "exact_match_reward", "format_reward",
@@ -46,6 +53,10 @@ _HOMES = {
     "rlkit.notebook.tensors": ("score_batch",),
     "rlkit.notebook.stacked": ("attach_logprobs", "same_rollouts", "stack_rollouts"),
     "rlkit.notebook.tokens": ("compute_logprobs_for_tokens",),
+    "rlkit.notebook.trainer": (
+        "RLTrainer", "SimpleValueHead", "compute_advantages_and_returns", "compute_kl_divergence", "compute_ppo_loss", "compute_value_loss",
+        "generate_initial_prompts",
+    ),
     "rlkit.notebook.training": ("train_model", "training_iteration", "update_policy"),
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

@@ -1,0 +1,86 @@
+"""`--config FILE`: overrides as YAML, and the flat config of the GSM8K/MBPP trainer that rlkit grew out of."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlkit.errors import ConfigError, nearest, visible
+
+# Its keys → those of rlkit.
+FLAT = {
+    "model.name": "model.path",
+    "model.lora_r": "model.lora.rank",
+    "model.lora_alpha": "model.lora.alpha",
+    "data.dataset": "task",
+    "data.max_samples": "task.max_samples",
+    "training.lr": "optimizer.lr",
+    "training.batch_size": "batch.prompts",
+    "training.group_size": "batch.group_size",
+    "training.kl_coef": "kl.coef",
+    "training.num_iterations": "trainer.steps",
+}
+BASE = "experiment=gsm8k_tools"  # the trainer's own numbers, where the file leaves one out
+DATASETS = ("gsm8k", "mbpp")
+
+
+def overrides_of(file: str) -> list[str]:
+    """The overrides of a YAML file. Those of a flat config are printed.
+
+    Args:
+      file: a mapping, nested or with dots, of config keys and groups to values; a list of overrides; or a flat config.
+    Raises: ConfigError for a file that is none of these, and for a key that a flat config does not have.
+    """
+    try:
+        given = yaml.safe_load(Path(file).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {file}: {' '.join(str(error).split())}") from error
+    if isinstance(given, list) and all(isinstance(line, str) for line in given):
+        return given
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"--config {file}: write overrides as KEY: VALUE lines, or as a list of KEY=VALUE")
+    values = dict(_flattened(given))
+    if {"data", "training"} & given.keys() or FLAT.keys() & values.keys():
+        translated = _translated(file, values)
+        print(visible(f"{file}: {' '.join(translated)}"), flush=True)
+        return translated
+    return [f"{key}={_written(value)}" for key, value in values.items()]
+
+
+def _flattened(given: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in given.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flattened(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _translated(file: str, values: Mapping[str, Any]) -> list[str]:
+    """The overrides of a flat config. Raises: ConfigError naming the file and the key."""
+    for key in values:
+        if key not in FLAT:
+            last = [known for known in FLAT if known.rpartition(".")[2] == key.rpartition(".")[2]]
+            hint = f" Did you mean '{last[0]}'?" if last else nearest(key, FLAT)
+            raise ConfigError(
+                f"{file}:{key}: there is no such key.{hint} There are {', '.join(FLAT)}; all others are given behind the file, as KEY=VALUE"
+            )
+    if (dataset := values.get("data.dataset", DATASETS[0])) not in DATASETS:
+        raise ConfigError(f"{file}:data.dataset: there is no {dataset!r}; write {' or '.join(DATASETS)}, or give task=… behind the file")
+    if values.get("training.kl_coef") == 0:
+        values = {key: value for key, value in values.items() if key != "training.kl_coef"}
+        return [BASE, "kl=none", "reference=none", *_translated(file, values)[1:]]
+    return [BASE, *(f"{FLAT[key]}={_written(value)}" for key, value in values.items())]
+
+
+def _written(value: Any) -> str:
+    """A value in Hydra's override grammar."""
+    if isinstance(value, str):
+        return value if re.fullmatch(r"[\w./@:+-]+", value) else "'" + value.replace("'", "\\'") + "'"
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    return json.dumps(value)

@@ -1,0 +1,266 @@
+"""The chat and tool functions of the chat and PPO notebook, over `collect` and `run_agent`: what is sampled here is sampled in training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any, cast
+
+import torch
+
+from rlkit.commands.agent import as_dict, core_parser, run_agent, to_call
+from rlkit.engines import Cached
+from rlkit.environments import calculator, execute, hermes, single_turn, split_reply, split_thinking
+from rlkit.environments.tools import MAX_CHARS, TIMEOUT
+from rlkit.episodes import collect
+from rlkit.models import decode, make_policy, pretrained_model, pretrained_tokenizer
+from rlkit.system.loops import run
+from rlkit.types import Engine, Message, Messages, Policy, Rollout, Task, ToolCall
+
+TEMPERATURE = 0.6  # of the notebook's samples
+Chat = list[Message]
+
+
+def load_chat_model(model_name: Any, tokenizer: Any = None) -> tuple[Any, Any]:
+    """A causal LM in evaluation mode and its tokenizer, which pads on the left.
+
+    Args:
+      model_name: "tiny", a local folder or a hub id, loaded to the GPU where there is one; or a model that is already built.
+      tokenizer: None is the one of that name.
+    Raises: ConfigError where there is no such model.
+    """
+    model: Any = model_name
+    if isinstance(model_name, str):
+        gpu = torch.cuda.is_available()
+        model = pretrained_model(model_name, dtype="auto" if gpu else torch.float32).to("cuda" if gpu else "cpu").eval()
+    tokenizer = tokenizer or pretrained_tokenizer(model_name if isinstance(model_name, str) else model.name_or_path)
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model, tokenizer
+
+
+class LLMGenerator:
+    """Batched replies to chats, with the thinking apart.
+
+    Two calls differ in their samples; the same calls in the same order give the same replies.
+
+    Args:
+      model_name, tokenizer: of `load_chat_model`.
+      engine: what samples; None: a new `rlkit.engines.Cached`. seed: all the randomness there is.
+    """
+
+    def __init__(self, model_name: Any, tokenizer: Any = None, *, engine: Engine | None = None, seed: int = 0):
+        self.model, self.tokenizer = load_chat_model(model_name, tokenizer)
+        self.engine, self.seed, self.temperature = engine or Cached(), seed, TEMPERATURE
+        self.calls, self.version = 0, 0  # of `replies`; RL steps that the weights have done
+        self.policies: dict[bool | None, Policy] = {}
+        ids: Any = self.policy().renderer.thinking.ids or (None, None)
+        self.think_start_id, self.think_end_id = ids
+
+    def policy(self, enable_thinking: bool | None = True) -> Policy:
+        """The model with its chat template."""
+        if enable_thinking not in self.policies:
+            self.policies[enable_thinking] = make_policy(self.model, self.tokenizer, enable_thinking=enable_thinking)
+        return self.policies[enable_thinking]
+
+    def generate(
+        self,
+        prompts: Any,
+        max_new_tokens: int = 512,
+        temperature: float | None = None,
+        num_return_sequences: int = 1,
+        enable_thinking: bool = True,
+        return_thinking: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Replies to one chat or to many, all of them in one batch.
+
+        Args:
+          prompts: a chat (a list of messages, or a text), or a list of chats.
+          temperature: 0 is greedy; None: the generator's own, 0.6. kwargs: top_p, top_k, do_sample, max_thinking_tokens.
+        Returns: [thinking, content] for one reply to one chat; a list of these where there are several replies or chats, a list of
+          lists where both. Without `return_thinking` a text in place of each pair, with its thinking and the tags.
+        Raises: ValueError for a chat that fills the model's context: none is cut.
+        """
+        single = isinstance(prompts, str) or isinstance(prompts[0], Mapping)
+        chats = [prompts] if single else list(prompts)
+        rollouts = self.replies(chats, max_new_tokens, temperature, num_return_sequences, enable_thinking, **kwargs)
+        if full := [r.group for r in rollouts if not r.steps]:
+            raise ValueError(f"chat {full[0]} fills the model's context of {self.policy().context_length} tokens; shorten it, none is cut")
+        said: list[Any] = [[r.steps[0].thinking, r.steps[0].content] for r in rollouts]
+        if not return_thinking:
+            said = [decode(self.policy().renderer, self._without_end(r.steps[0].response_ids)).strip() for r in rollouts]
+        n = num_return_sequences
+        results = said if n == 1 else [said[i : i + n] for i in range(0, len(said), n)]
+        return results[0] if single else results
+
+    def replies(
+        self,
+        chats: Sequence[Any],
+        max_new_tokens: int = 512,
+        temperature: float | None = None,
+        num_return_sequences: int = 1,
+        enable_thinking: bool = True,
+        **kwargs: Any,
+    ) -> list[Rollout]:
+        """The replies as rollouts of one step, chat by chat; one without a step where the chat leaves no room for a reply."""
+        if not kwargs.pop("do_sample", True):
+            temperature = 0.0
+        messages = [({"role": "user", "content": chat},) if isinstance(chat, str) else tuple(chat) for chat in chats]
+        self.calls += 1
+        return collect(
+            self.policy(enable_thinking),
+            [Task(f"chat_{i}", cast(tuple[Message, ...], chat)) for i, chat in enumerate(messages)],
+            engine=self.engine,
+            environment=single_turn(),
+            group_size=num_return_sequences,
+            seed=self.seed,
+            step=self.calls,
+            version=self.version,
+            temperature=self.temperature if temperature is None else temperature,
+            max_new_tokens=max_new_tokens,
+            **kwargs,
+        )
+
+    def _parse_thinking(self, output_ids: Sequence[int]) -> tuple[str, str]:
+        """Thinking and content of a reply's ids, split at the last `</think>`; the tags are in neither."""
+        return split_reply(self.policy().renderer.thinking, self._without_end(output_ids))[:2]
+
+    def _without_end(self, ids: Sequence[int]) -> list[int]:
+        ends = self.policy().eos_token_ids
+        return list(ids)[: next((i for i, token in enumerate(ids) if token in ends), None)]
+
+
+# ------------------------------------------------------------------------------------------------------ lists of chats
+
+
+def generate_templates(prompts: Sequence[str]) -> Chat:
+    """A user's message of each text."""
+    return [{"role": "user", "content": prompt} for prompt in prompts]
+
+
+def batch_history(history: Messages, prompts: Sequence[str]) -> list[Chat]:
+    """The history with each of the texts as its next message: one chat a text, and no two share a list or a message."""
+    return [[*deepcopy(history), message] for message in generate_templates(prompts)]
+
+
+def create_batch(bh: Sequence[Messages], num_gen: int, outputs: Any, include_thinking: bool = False) -> tuple[list[Chat], list[Chat]]:
+    """The chats with their replies, one for each reply, in two versions: without thinking, and with it in `reasoning_content`.
+
+    Args:
+      num_gen: replies to each chat. outputs: of `LLMGenerator.generate` for these chats.
+      include_thinking: False leaves the chats of the second version without their replies.
+    """
+    pairs = [(list(deepcopy(chat)), reply) for chat, own in zip(bh, outputs, strict=True) for reply in (own if num_gen > 1 else [own])]
+    without = [[*chat, Message(role="assistant", content=content)] for chat, (_, content) in pairs]
+    if not include_thinking:
+        return without, [deepcopy(chat) for chat, _ in pairs]
+    return without, [
+        [*deepcopy(chat), Message(role="assistant", content=content) | ({"reasoning_content": thinking} if thinking else {})]
+        for chat, (thinking, content) in pairs
+    ]
+
+
+def res(generator: Any, batch: Sequence[Messages], max_new_tokens: int = 1000, num_return_sequences: int = 1) -> tuple[Any, ...]:
+    """The replies of `generator.generate`, and the chats with them of `create_batch`, without and with thinking."""
+    outputs = generator.generate(batch, max_new_tokens=max_new_tokens, num_return_sequences=num_return_sequences)
+    return outputs, *create_batch(batch, num_return_sequences, outputs, include_thinking=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------- tools
+
+
+class ToolUseLLM:
+    """A model that calls tools, in `<tool_call>` tags. model_name, tokenizer, engine, seed: as for `LLMGenerator`."""
+
+    def __init__(self, model_name: Any, tokenizer: Any = None, *, engine: Engine | None = None, seed: int = 0):
+        self.model, self.tokenizer = load_chat_model(model_name, tokenizer)
+        self.policy, self.engine, self.seed = make_policy(self.model, self.tokenizer), engine or Cached(), seed
+
+    def has_tool_call(self, response_text: str) -> bool:
+        """Whether a reply calls a tool (`has_tool_call`)."""
+        return has_tool_call(response_text)
+
+    def execute_tool_call(self, tool_call: Mapping[str, Any], tool_implementations: Mapping[str, Callable[..., Any]]) -> str:
+        """What a call gives, as text (`execute_tool_call`)."""
+        return execute_tool_call(tool_call, tool_implementations)
+
+    def _parse_tool_calls(self, response_text: str) -> list[dict[str, Any]]:
+        return parse_tool_calls(response_text)
+
+    def run(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]],
+        tool_implementations: Mapping[str, Callable[..., Any]],
+        max_turns: int = 10,
+        max_new_tokens: int = 1024,
+        temperature: float = TEMPERATURE,
+    ) -> dict[str, Any]:
+        """A conversation with tools (`run_agent`): messages, final_response, tool_calls, turns, and the rollout with its status."""
+        answer = run_agent(
+            messages,
+            tools,
+            tool_implementations,
+            policy=self.policy,
+            engine=self.engine,
+            max_turns=max_turns,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=self.seed,
+        )
+        self.seed += 1  # the next conversation is another sample
+        return answer._asdict()
+
+
+def has_tool_call(response_text: str, *, tool_parser: Callable[..., Any] = hermes) -> bool:
+    """Whether a reply calls a tool, or means to: a call that cannot be read counts, one inside the thinking does not."""
+    return bool(parse_tool_calls(response_text, tool_parser=tool_parser))
+
+
+def parse_tool_calls(response_text: str, *, tool_parser: Callable[..., Any] = hermes, first: int = 0) -> list[dict[str, Any]]:
+    """The calls of a reply as {id, type, function {name, arguments}}.
+
+    Args:
+      response_text: a reply as decoded; calls inside its thinking are none.
+      first: number of the first id, so that ids are unique in a conversation: the calls before.
+    Returns: the calls in order. One that cannot be read stands among them with an `error`, which `execute_tool_call` gives.
+    """
+    _, content, _ = split_thinking(response_text)
+    _, calls = core_parser(tool_parser)(content)
+    return [as_dict(call._replace(id=f"call_{first + i}")) for i, call in enumerate(calls)]
+
+
+def execute_tool_call(
+    tool_call: Mapping[str, Any] | ToolCall,
+    tool_implementations: Mapping[str, Callable[..., Any]],
+    *,
+    max_chars: int = MAX_CHARS,
+    timeout: float | None = TIMEOUT,
+) -> str:
+    """What a call gives, as text: a result that is no string as JSON, every failure as a sentence.
+
+    Arguments may be a JSON string. Nothing but a real interruption is raised (`rlkit.environments.execute`).
+    """
+    return run(execute(to_call(tool_call), tool_implementations, max_chars=max_chars, timeout=timeout)).content
+
+
+TEMPERATURES = {"San Francisco, CA": (65, 18), "New York, NY": (50, 10), "London, UK": (55, 13)}  # °F and °C
+ELSEWHERE = (70, 21)
+
+
+def get_weather(location: str, unit: str = "fahrenheit") -> str:
+    """The example of a tool: the weather of three cities, "City, STATE", and one answer for all others; it is always sunny."""
+    fahrenheit, celsius = TEMPERATURES.get(location, ELSEWHERE)
+    degrees = f"{celsius}°C" if unit == "celsius" else f"{fahrenheit}°F"
+    return f"The weather in {location} is {degrees} and sunny"
+
+
+def calculate(expression: str) -> int | float | str:
+    """The value of an arithmetic expression, or a text that says what is wrong with it. Nothing is evaluated as Python."""
+    try:
+        value = calculator(expression)
+    except ValueError as error:
+        return f"Error: {error}"
+    return int(value) if value.lstrip("-").isdigit() else float(value)

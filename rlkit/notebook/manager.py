@@ -1,0 +1,276 @@
+"""The rollout manager of the chat and PPO notebook: parallel chats, step by step, each reply sampled by the core."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+import rlkit.functional as F
+from rlkit.errors import DataError
+from rlkit.notebook.chat import Chat, create_batch, generate_templates
+from rlkit.types import Rollout, Step, Task
+
+Format = Literal["pickle", "json"]
+
+
+@dataclass
+class StepData:
+    """One turn of a rollout."""
+
+    step_num: int
+    prompt: str
+    thinking: str
+    content: str
+    history_wo_thinking: Chat  # up to and with this turn
+    history_w_thinking: Chat  # the same with the thinking of every turn, as `reasoning_content`
+    tokens: list[int] = field(default_factory=list)  # context and reply
+
+
+@dataclass
+class RLStepData(StepData):
+    """A turn with what training needs. Tensors are constants."""
+
+    logprobs: Tensor | None = None  # [T] of response_tokens, by the policy that sampled
+    values: Tensor | None = None  # [1], the value of the state before the reply
+    response_tokens: list[int] = field(default_factory=list)  # as sampled, the end token included
+    advantages: float = 0.0
+    returns: float = 0.0
+    old_logprobs: Tensor | None = None  # [T], the "old" of ratios
+
+
+@dataclass
+class RolloutData:
+    """A whole rollout."""
+
+    rollout_id: int
+    initial_prompt: str
+    steps: list[StepData] = field(default_factory=list)
+    is_complete: bool = False
+    terminated_early: bool = False
+    termination_step: int = -1  # steps that it had when it ended; -1 before
+    reward: float | None = 0.0  # None: it cannot be scored
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def add_step(self, step_data: StepData) -> None:
+        """One more turn."""
+        self.steps.append(step_data)
+
+    def get_total_steps(self) -> int:
+        """Turns so far."""
+        return len(self.steps)
+
+    def mark_complete(self, early: bool = False) -> None:
+        """The rollout is over; `early` if it ended of itself before the step limit."""
+        self.is_complete, self.terminated_early, self.termination_step = True, early, len(self.steps)
+
+    def set_reward(self, reward: float | None) -> None:
+        """What the whole rollout earned."""
+        self.reward = reward
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types only, tensors as lists."""
+        return json.loads(json.dumps(asdict(self), default=Tensor.tolist))
+
+
+def _rollout_from(plain: Mapping[str, Any]) -> RolloutData:
+    """The inverse of `to_dict`."""
+    steps: list[StepData] = []
+    for step in plain["steps"]:
+        tensors = {n: torch.tensor(step[n]) for n in ("logprobs", "values", "old_logprobs") if step.get(n) is not None}
+        steps.append(RLStepData(**step | tensors) if "response_tokens" in step else StepData(**step))
+    return RolloutData(**{**plain, "steps": steps})
+
+
+def core_rollout(rollout: RolloutData, *, group: int = 0) -> Rollout:
+    """The rollout as the core has it: what the learner trains on. Steps without log-probs are left out.
+
+    Its metadata holds `advantages` and `returns`, one number a step.
+    """
+    trained = [s for s in rollout.steps if isinstance(s, RLStepData) and s.logprobs is not None and s.response_tokens]
+    steps = []
+    for step in trained:
+        ids = tuple(step.tokens[: -len(step.response_tokens)]), tuple(step.response_tokens)
+        old: Any = step.logprobs if step.old_logprobs is None else step.old_logprobs
+        said = step.thinking, step.content
+        steps.append(Step(({"role": "user", "content": step.prompt},), *ids, tuple(old.tolist()), "stop", *said))
+    task = Task(f"rollout_{rollout.rollout_id}", ({"role": "user", "content": rollout.initial_prompt},))
+    numbers = {"advantages": [s.advantages for s in trained], "returns": [s.returns for s in trained]}
+    ended: Any = {"status": "terminated"} if rollout.terminated_early else {"status": "truncated", "truncation": "steps"}
+    return Rollout(task, tuple(steps), group=group, reward=rollout.reward, metadata=numbers, **ended)
+
+
+class RolloutManager:
+    """n chats side by side: every step is one reply in each that is still active, all of them one batch.
+
+    Args:
+      generator: an `LLMGenerator`; or anything with its `generate`, whose steps then have no tokens to train on.
+      max_steps: replies of a rollout.
+    """
+
+    def __init__(self, generator: Any, n_rollouts: int, max_steps: int = 50):
+        self.generator, self.n_rollouts, self.max_steps = generator, n_rollouts, max_steps
+        self.rollouts: list[RolloutData] = []
+        self.active_rollout_indices: list[int] = []
+
+    def initialize_rollouts(self, initial_prompts: Sequence[str]) -> None:
+        """New rollouts, none of which has been prompted yet."""
+        if len(initial_prompts) != self.n_rollouts:
+            raise ValueError(
+                f"there are {len(initial_prompts)} initial prompts for n_rollouts={self.n_rollouts}; give one for each rollout"
+            )
+        now = datetime.now().isoformat()
+        self.rollouts = [RolloutData(i, prompt, metadata={"created_at": now}) for i, prompt in enumerate(initial_prompts)]
+        self.active_rollout_indices = list(range(self.n_rollouts))
+
+    def execute_step(self, step_num: int, prompts: Sequence[str], max_new_tokens: int = 1000) -> None:
+        """One reply in every active rollout to its prompt, after its history without thinking.
+
+        A rollout whose history leaves no room in the model's context is over; it gets no step.
+        """
+        active = [self.rollouts[i] for i in self.active_rollout_indices]
+        if len(prompts) != len(active):
+            raise ValueError(f"there are {len(prompts)} prompts for {len(active)} active rollouts; give one for each")
+        if not active:
+            return
+        asked = generate_templates(prompts)
+        before = [(r.steps[-1].history_wo_thinking, r.steps[-1].history_w_thinking) if r.steps else ([], []) for r in active]
+        plain = [[*without, q] for (without, _), q in zip(before, asked, strict=True)]
+        full = [[*thinking, q] for (_, thinking), q in zip(before, asked, strict=True)]
+        replies: list[Step | None] = [None] * len(active)
+        if core := hasattr(self.generator, "replies"):
+            replies = [r.steps[0] if r.steps else None for r in self.generator.replies(plain, max_new_tokens)]
+            outputs: Any = [("", "") if r is None else (r.thinking, r.content) for r in replies]
+        else:
+            outputs = self.generator.generate(plain, max_new_tokens=max_new_tokens, num_return_sequences=1)
+        plain, full = create_batch(plain, 1, outputs)[0], create_batch(full, 1, outputs, include_thinking=True)[1]
+        for i, (rollout, reply) in enumerate(zip(active, replies, strict=True)):
+            data = StepData(step_num, prompts[i], outputs[i][0], outputs[i][1], plain[i], full[i])
+            if reply is not None:
+                rollout.add_step(_sampled(reply, data))
+            elif core:
+                rollout.metadata["truncation"] = "context"
+                self._end(rollout, early=False)
+            else:
+                rollout.add_step(data)
+
+    def check_termination_conditions(self, termination_fn: Callable[[RolloutData, Any], bool] | None = None) -> list[int]:
+        """Ends the rollouts that have max_steps replies, or of which termination_fn (rollout, last_step) says so; their indices."""
+        ended = []
+        for i in list(self.active_rollout_indices):
+            rollout = self.rollouts[i]
+            full = rollout.get_total_steps() >= self.max_steps
+            if full or (termination_fn is not None and rollout.steps and termination_fn(rollout, rollout.steps[-1])):
+                self._end(rollout, early=not full)
+                ended.append(i)
+        return ended
+
+    def run_rollouts(
+        self,
+        prompt_generator_fn: Callable[[RolloutData, int], str | None],
+        termination_fn: Callable[[RolloutData, Any], bool] | None = None,
+        max_new_tokens: int = 1000,
+    ) -> None:
+        """Plays all rollouts to their ends.
+
+        Args:
+          prompt_generator_fn: (rollout, step) → the next user message; `step` is 0 for the first prompt, 1 after the first reply. None
+            ends the rollout early.
+          termination_fn: (rollout, last_step) → True ends the rollout early. max_new_tokens: of a reply.
+        """
+        for step_num in range(self.max_steps):
+            prompts = []
+            for i in list(self.active_rollout_indices):
+                if (prompt := prompt_generator_fn(self.rollouts[i], step_num)) is None:
+                    self._end(self.rollouts[i], early=True)
+                else:
+                    prompts.append(prompt)
+            if not self.active_rollout_indices:
+                return
+            self.execute_step(step_num, prompts, max_new_tokens)
+            self.check_termination_conditions(termination_fn)
+
+    def _end(self, rollout: RolloutData, *, early: bool) -> None:
+        rollout.mark_complete(early)
+        self.active_rollout_indices.remove(rollout.rollout_id)
+
+    def assign_rewards(self, reward_fn: Callable[[RolloutData], float | None]) -> None:
+        """Scores every rollout."""
+        for rollout in self.rollouts:
+            rollout.set_reward(reward_fn(rollout))
+
+    def get_rollout_summary(self) -> dict[str, Any]:
+        """Counts and means; `avg_reward` is that of the rollouts that could be scored, 0 where there is none."""
+        steps, rewards = [r.get_total_steps() for r in self.rollouts], [r.reward for r in self.rollouts]
+        scored = [reward for reward in rewards if reward is not None]
+        return {
+            "total_rollouts": len(self.rollouts),
+            "avg_steps": fmean(steps) if steps else 0,
+            "min_steps": min(steps, default=0),
+            "max_steps": max(steps, default=0),
+            "early_terminations": sum(r.terminated_early for r in self.rollouts),
+            "avg_reward": fmean(scored) if scored else 0,
+            "step_distribution": steps,
+            "rewards": rewards,
+        }
+
+    def save_rollouts(self, filepath: str | Path, format: Format = "pickle") -> None:
+        """Writes the rollouts as plain data, in JSON or pickled."""
+        plain = [r.to_dict() for r in self.rollouts]
+        Path(filepath).write_bytes(pickle.dumps(plain) if _known(format) == "pickle" else json.dumps(plain, indent=2).encode())
+
+    @staticmethod
+    def load_rollouts(filepath: str | Path, format: Format = "pickle") -> list[RolloutData]:
+        """The rollouts of a file of `save_rollouts`. Raises: DataError for a pickle that holds more than plain data."""
+        with Path(filepath).open("rb") as file:
+            plain = PlainUnpickler(file).load() if _known(format) == "pickle" else json.load(file)
+        return [_rollout_from(rollout) for rollout in plain]
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Reads lists, dicts, texts and numbers; a pickle that names a class or a function could run anything."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Refuses."""
+        raise DataError(f"the pickle names {module}.{name}; load_rollouts reads the plain data of save_rollouts only")
+
+
+def _known(format: str) -> str:
+    if format not in ("pickle", "json"):
+        raise ValueError(f"there is no format {format!r}; choose 'pickle' or 'json'")
+    return format
+
+
+def _sampled(reply: Step, data: StepData) -> RLStepData:
+    """A turn with the tokens that the core sampled."""
+    tokens, logprobs = [*reply.prompt_ids, *reply.response_ids], torch.tensor(reply.logprobs)
+    given: dict[str, Any] = vars(data) | {"tokens": tokens, "logprobs": logprobs, "old_logprobs": logprobs.clone()}
+    return RLStepData(**given, response_tokens=list(reply.response_ids))
+
+
+# --------------------------------------------------------------------------------------------------------- the examples
+
+
+def dummy_reward_function(rollout: RolloutData) -> float:
+    """The example reward: half a point a step for a rollout that ended early, else a point a step and 10."""
+    return 0.5 * rollout.get_total_steps() if rollout.terminated_early else rollout.get_total_steps() + 10.0
+
+
+def dummy_termination_check(rollout: RolloutData, last_step: StepData) -> bool:
+    """The example termination_fn: the reply says DONE, in any case; or by a chance of a tenth, decided by the rollout and the reply."""
+    draw = F.mix(rollout.rollout_id, len(rollout.steps), crc32(last_step.content.encode())) / 2**63
+    return "DONE" in last_step.content.upper() or draw < 0.1
+
+
+def dummy_prompt_generator(rollout: RolloutData, step_num: int) -> str:
+    """The example prompt_generator_fn: the initial prompt, then "Continue with step n", n counted from 2."""
+    return rollout.initial_prompt if step_num == 0 else f"Continue with step {step_num + 1}"

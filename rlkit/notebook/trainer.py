@@ -1,0 +1,383 @@
+"""The PPO trainer of the chat and PPO notebook. Its updates are those of `rlkit.training.learner.Learner`: there is one training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import rlkit.functional as F
+from rlkit.algorithm import KL, Algorithm, Critic
+from rlkit.episodes import assemble
+from rlkit.notebook import algorithms
+from rlkit.notebook.chat import TEMPERATURE, LLMGenerator
+from rlkit.notebook.manager import RLStepData, RolloutData, RolloutManager, core_rollout
+from rlkit.rewards import Reward
+from rlkit.training.experiment import BatchSize, Evaluation, Experiment, Sampling, TrainerSettings
+from rlkit.training.learner import Learner
+from rlkit.training.references import none
+from rlkit.training.update import scored
+from rlkit.types import Environment, Estimate, Policy, Rollout
+
+
+class SimpleValueHead(nn.Module):
+    """A value head: hidden → hidden/2 → ReLU → 1."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        half = max(1, hidden_size // 2)
+        self.value_head = nn.Sequential(nn.Linear(hidden_size, half), nn.ReLU(), nn.Linear(half, 1))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., hidden_size] → [..., 1]."""
+        return self.value_head(hidden_states)
+
+
+# ---------------------------------------------------------------------------------------------------- what a loss is
+
+
+def compute_advantages_and_returns(rollouts: Sequence[RolloutData], gamma: float = 0.99, lam: float = 0.95, use_gae: bool = True) -> None:
+    """Writes `advantages` and `returns` into the steps: generalised advantage estimation over steps, the reward at the last one.
+
+    Args:
+      rollouts: scored. A step's value is the last entry of its `values`, or the number that it is; 0 where it has none. A rollout that
+        cannot be scored gets 0.
+      gamma, lam: 0 … 1, per step. use_gae: False is lam = 1, the discounted return minus the value.
+    """
+    for rollout in (r for r in rollouts if r.steps):
+        steps: list[Any] = rollout.steps
+        values = torch.tensor([[_last(getattr(step, "values", None)) for step in steps]], dtype=torch.float64)
+        rewards = torch.zeros_like(values)
+        rewards[0, -1] = rollout.reward or 0.0
+        at, mask = torch.arange(len(steps))[None], torch.ones(1, len(steps), dtype=torch.bool)
+        given = torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64), at, mask
+        advantages, returns = F.gae(rewards, values, *given, gamma=gamma, lam=lam if use_gae else 1.0)
+        for i, step in enumerate(steps):
+            if hasattr(step, "advantages"):
+                unscored = rollout.reward is None
+                step.advantages, step.returns = (0.0, _last(values[0, i])) if unscored else (float(advantages[0, i]), float(returns[0, i]))
+
+
+def _last(values: Any) -> float:
+    return 0.0 if values is None else float(values.reshape(-1)[-1]) if isinstance(values, Tensor) else float(values)
+
+
+def compute_ppo_loss(*given: Any, **named: Any) -> Any:
+    """The PPO loss of either notebook: `ppo_loss_of_tensors` for log-probs, `rlkit.notebook.algorithms.compute_ppo_loss` for rollouts.
+
+    Args:
+      (logprobs, old_logprobs, advantages, clip_epsilon=0.2), which gives (loss, stats); or (rollouts, old_logprobs, advantages,
+      clip_range=0.2), which gives the loss.
+    """
+    if "logprobs" in named or (given and isinstance(given[0], Tensor)):
+        return ppo_loss_of_tensors(*given, **named)
+    return algorithms.compute_ppo_loss(*given, **named)
+
+
+def ppo_loss_of_tensors(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_epsilon: float = 0.2, mask: Tensor | None = None
+) -> tuple[Tensor, dict[str, float]]:
+    """The clipped PPO loss, averaged over the tokens that count.
+
+    Args:
+      logprobs: [B, T], with gradient. old_logprobs: [B, T], a constant. advantages: [B], or one for each token.
+      clip_epsilon: 0 < clip_epsilon ≤ 1. mask: [B, T], True where a token counts; None: everywhere.
+    Returns: scalar loss; policy_loss, approx_kl (nats per token), clipfrac, ratio_mean, ratio_std (0 of one token).
+
+    >>> loss, stats = ppo_loss_of_tensors(torch.tensor([[-1.0]]), torch.tensor([[-1.0]]), torch.tensor([2.0]))
+    >>> float(loss), stats["clipfrac"], stats["ratio_std"]
+    (-2.0, 0.0, 0.0)
+    """
+    mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask.bool()
+    old_logprobs = old_logprobs.detach()
+    weights = advantages.detach()[:, None] if advantages.dim() == 1 and logprobs.dim() == 2 else advantages.detach()
+    ratio = F.token_ratio(logprobs, old_logprobs, mask)
+    per_token = F.clipped(ratio, weights.to(ratio.device).expand(ratio.shape), clip_low=clip_epsilon, clip_high=clip_epsilon)
+    loss, ratios = per_token[mask].mean(), ratio.detach()[mask]
+    stats = {"policy_loss": float(loss), "approx_kl": float(F.approximate_kl(logprobs.detach(), old_logprobs, mask))}
+    stats |= {"clipfrac": float(((ratios - 1).abs() > clip_epsilon).float().mean())}
+    return loss, stats | {"ratio_mean": float(ratios.mean()), "ratio_std": _deviation(ratios)}
+
+
+def compute_value_loss(
+    values: Tensor,
+    returns: Tensor,
+    clip_value: bool = False,
+    old_values: Tensor | None = None,
+    clip_epsilon: float = 0.2,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """The mean squared distance of the values from the returns; with `clip_value` clipped about the old values.
+
+    Args:
+      values: [B], or [B, T] or [B, T, 1], of which the last token's counts; with gradient, in units of reward. returns: [B].
+      old_values: in the shape of values, before the first update. clip_epsilon: > 0, in units of reward.
+      mask: [B, T], True on real tokens; the last of these counts, at least one a row. None: everywhere.
+    Returns: scalar loss; value_loss, value_mean, value_std (0 of one value), returns_mean.
+    Raises: ValueError where `clip_value` has no old values.
+
+    >>> compute_value_loss(torch.tensor([1.0]), torch.tensor([3.0]))[0]
+    tensor(4.)
+    """
+    if clip_value and old_values is None:
+        raise ValueError("clip_value=True needs old_values, the values before the first update")
+    values, old_values = _of_last_token(values, mask), None if old_values is None else _of_last_token(old_values, mask)
+    returns = returns.to(values.device).reshape(values.shape)
+    if clip_value and old_values is not None:
+        loss = 2 * F.clipped_squared_error(values, old_values, returns, clip=clip_epsilon).mean()
+    else:
+        loss = 2 * F.squared_error(values, returns).mean()
+    stats = {"value_loss": float(loss), "value_mean": float(values.mean()), "value_std": _deviation(values.detach())}
+    return loss, stats | {"returns_mean": float(returns.mean())}
+
+
+def _of_last_token(values: Tensor, mask: Tensor | None) -> Tensor:
+    """[B], [B, T] or [B, T, 1] → [B]."""
+    values = values[..., 0] if values.dim() == 3 else values
+    if values.dim() == 1:
+        return values
+    last = -1 if mask is None else (mask.long() * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
+    return values[torch.arange(len(values), device=values.device), last]
+
+
+def _deviation(values: Tensor) -> float:
+    return float(values.std()) if values.numel() > 1 else 0.0
+
+
+def compute_kl_divergence(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
+    """KL(old ‖ new) from tokens that the old policy sampled: the mean of old - new, in nats per token, which noise may make negative.
+
+    Args:
+      logprobs: of the new policy. old_logprobs: of the old one, the same shape. mask: True where a token counts; None: everywhere.
+    """
+    mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask.bool()
+    return (old_logprobs - logprobs)[mask].mean()
+
+
+# ------------------------------------------------------------------------------------------------------- the trainer
+
+
+class HeadOnStates(nn.Module):
+    """A value head as the core's critic: on the policy's last hidden states, which it does not train."""
+
+    def __init__(self, head: nn.Module):
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden: Tensor, packed: Any) -> Tensor:
+        """Values [K] of the states [K, H]."""
+        return self.head(hidden.detach().to(next(self.head.parameters()).dtype)).reshape(len(hidden))
+
+
+class HeadLearner(Learner):
+    """A learner with a critic that is there already."""
+
+    def __init__(self, experiment: Experiment, policy: Policy, head: nn.Module, optimizers: Sequence[torch.optim.Optimizer]):
+        self.given = HeadOnStates(head)
+        super().__init__(experiment, policy, optimizers=optimizers)
+
+    def make_critic(self) -> nn.Module:
+        """The one that is given."""
+        return self.given
+
+
+def advantages_of_steps(metadata: Sequence[Mapping[str, Any]], rollout_ids: Tensor, step_ids: Tensor, response_mask: Tensor) -> Estimate:
+    """The advantages and returns that stand in the rollouts' metadata, one number a step, at each of its tokens [B, T]."""
+    found = []
+    for name in ("advantages", "returns"):
+        numbers = nn.utils.rnn.pad_sequence([torch.tensor([*m[name], 0.0], dtype=torch.float32) for m in metadata], batch_first=True)
+        per_token = numbers.to(step_ids.device)[rollout_ids[:, None], step_ids]
+        found.append(F.fill_masked(per_token, response_mask, 0.0))
+    return Estimate(*found)
+
+
+def _squared(values: Tensor, returns: Tensor) -> Tensor:
+    return 2 * F.squared_error(values, returns)
+
+
+def _clipped_squared(values: Tensor, values_old: Tensor, returns: Tensor, *, clip: float) -> Tensor:
+    return 2 * F.clipped_squared_error(values, values_old, returns, clip=clip)
+
+
+class RLTrainer:
+    """PPO on whole rollouts: rollouts, rewards, values, advantages, updates, again.
+
+    Args:
+      model: a causal LM, also under PEFT. Half-precision weights that are trained become float32, or they would not move.
+      tokenizer: its tokenizer. value_head: [..., hidden] → [..., 1], as SimpleValueHead.
+      config: policy_lr 1e-5, value_lr 1e-4, gamma 0.99, lam 0.95, clip_epsilon 0.2, vf_coef 0.5, max_grad_norm (none), ppo_epochs 4,
+        batch_size 32 (steps of a minibatch), max_new_tokens 512, save_interval 5 (iterations), clip_value False; and temperature 0.6,
+        seed 0, micro_batch_tokens 16384.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, value_head: nn.Module, config: dict[str, Any]):
+        if unknown := sorted({*config} - {*DEFAULTS}):
+            raise ValueError(f"config: there is no {', '.join(unknown)}; there are {', '.join(DEFAULTS)}")
+        if any(p.requires_grad and p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
+            print("RLTrainer: weights in half precision do not move at these learning rates; the model is now in float32")
+            model.float()
+        self.model, self.tokenizer, self.value_head, self.config = model, tokenizer, value_head, config
+        self.settings: dict[str, Any] = {**DEFAULTS, **config}
+        self.policy_optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=self.settings["policy_lr"])
+        self.value_optimizer = torch.optim.Adam(value_head.parameters(), lr=self.settings["value_lr"])
+        self.training_stats: list[dict[str, Any]] = []
+        self.generator = LLMGenerator(model, tokenizer, seed=self.settings["seed"])
+        self.generator.temperature = self.settings["temperature"]
+        optimizers = (self.policy_optimizer, self.value_optimizer)
+        self.learner = HeadLearner(self._experiment(1, 1), self.generator.policy(), value_head, optimizers)
+
+    def _experiment(self, epochs: int, minibatches: int) -> Experiment:
+        """What a step of the learner is."""
+        s = self.settings
+        loss: Any = partial(_clipped_squared, clip=s["clip_epsilon"]) if s["clip_value"] else _squared
+        algorithm = Algorithm(
+            "ppo",
+            advantage=advantages_of_steps,
+            ratio=F.token_ratio,
+            policy_loss=partial(F.clipped, clip_low=s["clip_epsilon"], clip_high=s["clip_epsilon"]),
+            aggregation=F.token_mean,
+            group_filter=F.keep_all,
+            normalization=F.whiten,
+            critic=Critic("head", loss, torch.optim.Adam, coef=s["vf_coef"]),
+            epochs=epochs,
+            minibatches=minibatches,
+        )
+        limits = TrainerSettings(1, micro_batch_tokens=s["micro_batch_tokens"], max_grad_norm=s["max_grad_norm"] or float("inf"))
+        return Experiment(
+            name="ppo",
+            seed=s["seed"],
+            batch=BatchSize(1, 1),
+            task=lambda split: (),
+            environment=Environment(),
+            model=lambda device: self.generator.policy(),
+            generation=Sampling(self.generator.engine, s["temperature"], s["max_new_tokens"]),
+            reward=Reward("given", {}),
+            algorithm=algorithm,
+            kl=KL("none"),
+            reference=none(),
+            optimizer=torch.optim.Adam,
+            trainer=limits,
+            evaluation=Evaluation(Reward("given", {}), n=0),
+        )
+
+    def generate_with_values(
+        self, prompts: Sequence[Any], max_new_tokens: int = 512, temperature: float | None = None
+    ) -> tuple[list[tuple[str, str]], list[Tensor], list[Tensor], list[list[int]]]:
+        """Replies to a list of chats, with what training needs of each.
+
+        Returns: (thinking, content) of each; log-probs [T] of its tokens, constants; the value [T] of the state before each token; its
+          token ids, the end token included.
+        """
+        rollouts = self.generator.replies(prompts, max_new_tokens, temperature)
+        if full := [r.group for r in rollouts if not r.steps]:
+            raise ValueError(f"chat {full[0]} fills the model's context; shorten it, none is cut")
+        steps = [r.steps[0] for r in rollouts]
+        values = self._values(rollouts)
+        logprobs = [torch.tensor(step.logprobs) for step in steps]
+        return [(s.thinking, s.content) for s in steps], logprobs, values, [list(s.response_ids) for s in steps]
+
+    def _values(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
+        """The value before each sampled token of rollouts with one step [T]."""
+        batch = assemble(rollouts, pad_token_id=self.learner.policy.pad_token_id, device=self.learner.device)
+        found: Any = scored(self.learner, self.model, batch, critic=self.learner.critic).values
+        return [values[mask].cpu() for values, mask in zip(found, batch.response_mask, strict=True)]
+
+    def train_step(self, rollouts: Sequence[RolloutData], n_epochs: int = 4, batch_size: int = 32) -> dict[str, float]:
+        """One step of the learner on rollouts whose steps have advantages and returns (`compute_advantages_and_returns`).
+
+        Args:
+          n_epochs: passes over the rollouts. batch_size: steps of a minibatch, about: minibatches are of whole rollouts.
+        Returns: policy_loss, value_loss, total_loss, approx_kl, clipfrac, and all metrics of a step of `rlkit train`; {} where no step
+          has log-probs.
+        """
+        trained = [r for r in (core_rollout(r, group=i) for i, r in enumerate(rollouts)) if r.steps]
+        if not trained:
+            print("RLTrainer: no step has log-probs to train on")
+            return {}
+        steps = sum(len(r.steps) for r in trained)
+        self.learner.configured = self._experiment(n_epochs, max(1, min(len(trained), -(-steps // batch_size))))
+        self.learner.settle(exact=False)
+        was_training = self.model.training
+        self.model.eval()  # no dropout: sampler and trainer are to see one policy
+        try:
+            row = self.learner.step(trained)
+        finally:
+            self.model.train(was_training)
+        self.generator.version = self.learner.rl_step
+        named = {"policy_loss": row["loss/policy"], "value_loss": row["value/loss"]}
+        named |= {"total_loss": row["loss/policy"] + self.settings["vf_coef"] * row["value/loss"], "approx_kl": row["kl/old"]}
+        return named | {"clipfrac": row["clip/low_frac"] + row["clip/high_frac"]} | row
+
+    def train(
+        self,
+        initial_prompts_generator: Callable[[int], Sequence[str]],
+        reward_function: Callable[[RolloutData], float | None],
+        termination_function: Callable[[RolloutData, Any], bool] | None,
+        prompt_generator_function: Callable[[RolloutData, int], str | None],
+        n_iterations: int = 10,
+        n_rollouts_per_iter: int = 4,
+        max_steps: int = 50,
+    ) -> list[dict[str, Any]]:
+        """Trains for n_iterations; the hooks are those of `RolloutManager`.
+
+        Returns: a row for each iteration so far: iteration, rollout_summary (`get_rollout_summary`), training_stats (`train_step`).
+          checkpoint_iter_N.pt is written every save_interval iterations.
+        """
+        for _ in range(n_iterations):
+            manager = RolloutManager(self.generator, n_rollouts_per_iter, max_steps)
+            manager.initialize_rollouts(initial_prompts_generator(n_rollouts_per_iter))
+            manager.run_rollouts(prompt_generator_function, termination_function, self.settings["max_new_tokens"])
+            manager.assign_rewards(reward_function)
+            self.add_values(manager.rollouts)
+            compute_advantages_and_returns(manager.rollouts, self.settings["gamma"], self.settings["lam"])
+            stats = self.train_step(manager.rollouts, self.settings["ppo_epochs"], self.settings["batch_size"])
+            iteration, summary = len(self.training_stats) + 1, manager.get_rollout_summary()
+            self.training_stats.append({"iteration": iteration, "rollout_summary": summary, "training_stats": stats})
+            losses = "  ".join(f"{name} {stats.get(name, 0):.4f}" for name in ("policy_loss", "value_loss", "approx_kl"))
+            print(f"iteration {iteration}  reward {summary['avg_reward']:.2f}  steps {summary['avg_steps']:.2f}  {losses}")
+            if self.settings["save_interval"] and iteration % self.settings["save_interval"] == 0:
+                self.save_checkpoint(f"checkpoint_iter_{iteration}.pt")
+        return self.training_stats
+
+    def add_values(self, rollouts: Sequence[RolloutData]) -> None:
+        """Writes `values` [1] into the steps: the value of the state before the reply."""
+        steps = [s for r in rollouts for s in r.steps if isinstance(s, RLStepData) and s.response_tokens]
+        alone = [core_rollout(RolloutData(i, "", [s]), group=i) for i, s in enumerate(steps)]
+        for step, values in zip(steps, self._values(alone) if alone else (), strict=True):
+            step.values = values[:1]
+
+    def save_checkpoint(self, filepath: str | Path) -> None:
+        """Writes weights of model and value head, both optimizers, the rows and the config; `load_checkpoint` goes on from there."""
+        kept = {"learner": self.learner.saved(), "calls": self.generator.calls}
+        nets = {"model_state_dict": self.model.state_dict(), "value_head_state_dict": self.value_head.state_dict()}
+        moments = {"policy_optimizer_state_dict": self.policy_optimizer.state_dict()}
+        moments |= {"value_optimizer_state_dict": self.value_optimizer.state_dict()}
+        torch.save({**nets, **moments, "training_stats": self.training_stats, "config": self.config, **kept}, filepath)
+
+    def load_checkpoint(self, filepath: str | Path) -> None:
+        """Puts a checkpoint back into a trainer of the same model and config, which then goes on bit for bit."""
+        saved = torch.load(filepath, weights_only=True, map_location=self.learner.device)
+        self.model.load_state_dict(saved["model_state_dict"])
+        self.value_head.load_state_dict(saved["value_head_state_dict"])
+        self.policy_optimizer.load_state_dict(saved["policy_optimizer_state_dict"])
+        self.value_optimizer.load_state_dict(saved["value_optimizer_state_dict"])
+        self.learner.load({"rlkit": saved["learner"]})
+        self.training_stats, self.generator.calls, self.generator.version = saved["training_stats"], saved["calls"], self.learner.rl_step
+
+
+DEFAULTS: Mapping[str, Any] = {
+    "policy_lr": 1e-5, "value_lr": 1e-4, "gamma": 0.99, "lam": 0.95, "clip_epsilon": 0.2, "vf_coef": 0.5, "max_grad_norm": 0.0,
+    "ppo_epochs": 4, "batch_size": 32, "max_new_tokens": 512, "save_interval": 5, "clip_value": False, "temperature": TEMPERATURE,
+    "seed": 0, "micro_batch_tokens": 16384,
+}  # fmt: skip
+INITIAL_PROMPTS = ("What is 17 times 24?", "Tell a short story.", "Explain how a bicycle stays upright.", "What is wrong with print(1?")
+
+
+def generate_initial_prompts(n: int) -> list[str]:
+    """The example initial_prompts_generator: four prompts, over and over."""
+    return list(islice(cycle(INITIAL_PROMPTS), n))
