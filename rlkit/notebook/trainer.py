@@ -21,7 +21,7 @@ from rlkit.rewards import Reward
 from rlkit.training.experiment import BatchSize, Evaluation, Experiment, Sampling, TrainerSettings
 from rlkit.training.learner import Learner
 from rlkit.training.references import none
-from rlkit.training.update import scored
+from rlkit.training.update import batch_logprobs
 from rlkit.types import Environment, Estimate, Policy, Rollout
 
 
@@ -284,7 +284,7 @@ class RLTrainer:
     def _values(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         """The value before each sampled token of rollouts with one step [T]."""
         batch = assemble(rollouts, pad_token_id=self.learner.policy.pad_token_id, device=self.learner.device)
-        found: Any = scored(self.learner, self.model, batch, critic=self.learner.critic).values
+        found: Any = batch_logprobs(self.learner, self.model, batch, critic=self.learner.critic).values
         return [values[mask].cpu() for values, mask in zip(found, batch.response_mask, strict=True)]
 
     def train_step(self, rollouts: Sequence[RolloutData], n_epochs: int = 4, batch_size: int = 32) -> dict[str, float]:
