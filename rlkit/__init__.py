@@ -1,7 +1,10 @@
 """rlkit: reinforcement learning of language models on multi-turn, tool-using tasks.
 
-Every primitive is importable from here and works without Hydra: `from rlkit import collect, assemble, group_mean, k3, …`.
-Nothing is imported before it is asked for.
+    x = rlkit.experiment("algorithm=dapo", "kl=none", reward=my_reward, trainer__steps=10)
+    run = rlkit.train(x)
+
+Single parts are in namespaces: `rlkit.functional.k3`, `rlkit.rewards.numeric`, `rlkit.references.ema`. Nothing is imported before it
+is asked for. The notebooks' functions (`rlkit.notebook`) can be imported from here too, and are not listed.
 """
 
 from __future__ import annotations
@@ -12,61 +15,53 @@ from typing import Any
 
 _HOMES = {
     "rlkit.types": (
-        "Batch", "Controller", "Engine", "Environment", "Estimate", "Generation", "Message", "Policy", "Reference", "Rollout",
-        "SamplingParams", "TokenLogprobs", "Session", "Step", "Task", "ToolCall", "ToolResult",
+        "Batch", "Controller", "Engine", "Environment", "Generation", "Message", "Policy", "Reference", "Rollout", "SamplingParams",
+        "Session", "Splits", "Step", "Task", "ToolCall", "ToolResult",
     ),
-    "rlkit.errors": ("ConfigError", "DataError", "Refusal", "RLKitError", "SelfCheckError", "TemplateError"),
-    "rlkit.training.experiment": ("BatchSize", "Evaluation", "Experiment", "Sampling", "TrainerSettings"),
-    "rlkit.algorithm": (
-        "KL", "Algorithm", "Critic", "filter_rollouts", "estimate_advantages", "micro_batches", "minibatches", "token_scale", "surrogate",
-        "value_surrogate", "loss_weights",
-    ),
-    "rlkit.functional": (
-        "all_pairs", "approximate_kl", "batch_mean", "best_minus_second", "best_worst", "chunked_log_probs", "cispo", "clip_fractions",
-        "clipped", "clipped_squared_error", "confident", "cut_distribution", "explained_variance", "forward", "full", "gae", "gmpo",
-        "group_mean", "gumbel_noise", "k1", "k2", "k3", "keep_all", "leave_one_out", "length_weighted", "log_ratio", "mask_truncated",
-        "masked_mean", "max_rl", "mix", "mixed_groups", "normalize_batch", "normalize_group", "pairwise", "pairwise_loss",
-        "pass_at_k_advantage", "prompt_mean", "raw", "reinforce", "reverse", "reward_to_go", "sapo", "sequence_correction",
-        "sequence_mean", "sequence_ratio", "sequence_sum", "sequence_token_ratio", "soft_penalty", "squared_error", "token_correction",
-        "token_log_probs", "token_mean", "token_ratio", "top_entropy", "truncated", "turn_gae", "whiten",
-    ),
-    "rlkit.functional.statistics": ("mean_interval", "pass_at_k", "wilson"),
-    "rlkit.rewards": (
-        "Reward", "RewardError", "Term", "Verdict", "batched", "contains", "exact_match", "format_match", "group_normalised", "largest",
-        "length", "math_verify", "mean", "numeric", "product", "repetition", "smallest", "soft_length", "tool_usage", "weighted_sum",
-    ),
-    "rlkit.tasks": ("arithmetic", "conversations", "gsm8k", "jsonl"),
-    "rlkit.environments": (
-        "calculator", "continue_with_step", "dialogue", "execute", "get_weather", "hermes", "python_tool", "single_turn", "split_thinking",
-        "tool_schema", "tool_use", "with_schema", "xml",
-    ),
-    "rlkit.commands.agent": ("AgentResult", "run_agent"),
-    "rlkit.engines": ("Batched", "Cached", "Transformers", "VLLM"),
-    "rlkit.models": ("LoRA", "ValueHead", "load_policy", "make_renderer", "make_critic", "make_policy", "forward_logprobs"),
-    "rlkit.episodes": (
-        "append_rollouts", "assemble", "collect", "demonstrations", "load_rollouts",
-        "rollout_schema", "save_rollouts", "summarize", "transcript",
-    ),
+    "rlkit.errors": ("ConfigError", "DataError", "RLKitError"),
+    "rlkit.algorithm": ("KL", "Algorithm"),
+    "rlkit.rewards": ("Reward", "Term", "score"),
+    "rlkit.models": ("load_policy",),
+    "rlkit.episodes": ("assemble", "collect"),
+    "rlkit.episodes.episode": ("play",),
     "rlkit.episodes.evaluation": ("greedy_accuracy", "sampled_accuracy"),
-    "rlkit.training.schedules": (
-        "Phase", "Progress", "Schedule", "adaptive", "adaptive_entropy", "advance", "at", "condition", "constant", "cosine", "decay",
-        "linear", "phases", "start", "values",
-    ),
-    "rlkit.training.learner": ("Host", "Learner"),
-    "rlkit.training.module": ("RLModule",),
+    "rlkit.training.experiment": ("Experiment",),
+    "rlkit.training.learner": ("Learner",),
+    "rlkit.config.experiment": ("experiment",),
+    "rlkit.runs.python": ("Run", "steps", "train"),
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
+_NAMESPACES = {"references": "rlkit.training.references", "schedules": "rlkit.training.schedules"} | {
+    name: f"rlkit.{name}"
+    for name in ("algorithm", "engines", "environments", "episodes", "functional", "models", "notebook", "rewards", "tasks")
+}
+# Where names of version 0.2 that stood here are now; for one more version, with a warning.
+_BEFORE = (
+    "rlkit.types", "rlkit.errors", "rlkit.training.experiment", "rlkit.algorithm", "rlkit.functional", "rlkit.functional.statistics",
+    "rlkit.rewards", "rlkit.tasks", "rlkit.environments", "rlkit.engines", "rlkit.models", "rlkit.episodes", "rlkit.training.schedules",
+    "rlkit.training.learner", "rlkit.training.module", "rlkit.commands.agent",
+)  # fmt: skip
 
-__all__ = sorted(_HOME)
+__all__ = sorted([*_HOME, *_NAMESPACES])
 
 
 def __getattr__(name: str) -> Any:
-    """A name of the table, else one of the notebooks' (rlkit.notebook), which are many and not listed here."""
-    home = _HOME.get(name) or ("" if name.startswith("_") or importlib.util.find_spec(f"rlkit.{name}") else "rlkit.notebook")
-    part = getattr(importlib.import_module(home), name, None) if home else None
-    if part is None:
-        raise AttributeError(f"module 'rlkit' has no attribute '{name}'")
-    return part
+    if name in _NAMESPACES:
+        return importlib.import_module(_NAMESPACES[name])
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    if not name.startswith("_") and importlib.util.find_spec(f"rlkit.{name}") is None:
+        notebook = importlib.import_module("rlkit.notebook")
+        if name in notebook.__all__:
+            return getattr(notebook, name)
+        for home in _BEFORE:
+            part = getattr(importlib.import_module(home), name, None)
+            if getattr(part, "__module__", "").startswith("rlkit."):
+                import warnings
+
+                warnings.warn(f"rlkit.{name} is now {home}.{name}; the old name goes in the next version", DeprecationWarning, stacklevel=2)
+                return part
+    raise AttributeError(f"module 'rlkit' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:

@@ -167,6 +167,16 @@ class Rollout(NamedTuple):
     metadata: Mapping[str, Any] = {}
     statuses: Mapping[str, str] = {}  # component → how its score came about: ok, wrong, unparseable, timeout or error
 
+    def __repr__(self) -> str:
+        from rlkit.display import rollout_text
+
+        return rollout_text(self)
+
+    def _repr_html_(self) -> str:
+        from rlkit.display import rollout_html
+
+        return rollout_html(self)
+
     def add(self, step: Step) -> Rollout:
         """The episode with one more turn."""
         return self._replace(steps=(*self.steps, step))

@@ -8,21 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlkit import (
-    ConfigError,
-    execute_tool_call,
-    get_weather,
-    has_tool_call,
-    parse_tool_calls,
-    run_agent,
-    xml,
-)
+from rlkit import ConfigError
+from rlkit.commands.agent import execute_tool_call, has_tool_call, parse_tool_calls, run_agent
 from rlkit.commands.arguments import parse
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose
 from rlkit.config.schema import build
 from rlkit.engines import Batched
-from rlkit.environments import calculator
+from rlkit.environments import calculator, get_weather, xml
 from rlkit.models.chat import encode_scaffold
 from rlkit.types import Generation, ToolCall
 

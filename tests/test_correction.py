@@ -13,7 +13,7 @@ from rlkit.config.problems.rows import load_tasks
 from rlkit.functional import no_correction, sequence_correction, token_correction
 from rlkit.training import selfcheck
 from rlkit.training.experiment import correction_in_words, settle_correction
-from rlkit.training.run import train
+from rlkit.training.run import train_in
 from rlkit.training.schedules import phases
 
 FAST = [
@@ -25,7 +25,7 @@ FAST = [
 def run(folder: Path, *overrides: str, resume: bool = False) -> tuple[list[dict], dict]:
     """The rows of a run without its clock, and its last checkpoint."""
     x = experiment(compose([*FAST, *overrides]))
-    train(x, load_tasks(x), folder, started=0.0, resume=folder / "checkpoints" if resume else None)
+    train_in(x, load_tasks(x), folder, started=0.0, resume=folder / "checkpoints" if resume else None)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     state = torch.load(sorted((folder / "checkpoints").glob("*.ckpt"))[-1], weights_only=True)
     return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in rows if "reward/mean" in row], state

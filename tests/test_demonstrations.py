@@ -8,11 +8,11 @@ import json
 import pytest
 import torch
 
-from rlkit import collect, demonstrations
+from rlkit import collect
 from rlkit.commands.cli import main
 from rlkit.engines import Cached
 from rlkit.environments import single_turn
-from rlkit.episodes import assemble
+from rlkit.episodes import assemble, demonstrations
 from rlkit.episodes.demonstrate import demonstrated
 from rlkit.errors import DataError
 from rlkit.models.chat import decode, make_renderer

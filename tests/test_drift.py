@@ -11,7 +11,7 @@ import torch
 
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
-from rlkit.training.run import train
+from rlkit.training.run import train_in
 
 FAST = [
     "debug=fast", "trainer.accelerator=cpu", "logger=none", "evaluation.n=0", "optimizer.lr=1e-3", "task.max_samples=64",
@@ -21,7 +21,7 @@ FAST = [
 
 def run(folder: Path, *overrides: str, resume: bool = False) -> list[dict]:
     x = experiment(compose([*FAST, *overrides]))
-    train(x, load_tasks(x), folder, started=0.0, resume=folder / "checkpoints" if resume else None)
+    train_in(x, load_tasks(x), folder, started=0.0, resume=folder / "checkpoints" if resume else None)
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in found if "reward/mean" in row]
 

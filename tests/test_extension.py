@@ -92,12 +92,22 @@ def test_options_of_a_package_compose_beside_the_shipped_ones(monkeypatch):
         compose(["hydra.searchpath=[pkg://my_package.conf]", "algorithm=nothing_of_this"])
 
 
-def test_the_same_run_without_hydra(tmp_path, capsys, monkeypatch):
-    """examples/without_hydra.py, as a notebook would run it, on the smallest numbers."""
+@pytest.mark.parametrize("name", ["loop", "train"])
+def test_an_example_runs_as_it_stands(name, tmp_path, capsys, monkeypatch):
+    """On the smallest number of steps; nothing is written."""
     import runpy
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EXAMPLE_STEPS", "1")
-    names = runpy.run_path(str(ROOT / "examples" / "without_hydra.py"))
-    assert names["learner"].rl_step == 1 and "reward" in capsys.readouterr().out
+    assert 0.3 < runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["after"] < 0.7
+    assert "calculator(" in capsys.readouterr().out
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["loop", "train"])
+def test_an_example_learns(name, monkeypatch):
+    import runpy
+
+    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) <= 100
+    assert runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["after"] >= 0.95

@@ -16,8 +16,8 @@ from rlkit.rewards import score
 from rlkit.system import rng
 from rlkit.training.groups import experience
 from rlkit.training.learner import Host, Learner
-from rlkit.training.run import train
 from rlkit.types import Rollout, Step, Task
+from rlkit.training.run import train_in
 
 COMMON = [
     "trainer.threads=1", "trainer.accelerator=cpu", "trainer.steps=3", "batch.prompts=4", "batch.group_size=4", "evaluation.n=0",
@@ -98,7 +98,7 @@ def test_a_plain_loop_gives_the_weights_of_a_run(loop, overrides, seen, tmp_path
     if "broken" in overrides:
         x = x._replace(algorithm=x.algorithm._replace(policy_loss=broken))
     tasks = load_tasks(x)
-    train(x, tasks, tmp_path, started=0.0, resume=None)
+    train_in(x, tasks, tmp_path, started=0.0, resume=None)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     for name, bound in seen.items():
         assert any((row.get(name) or 0) > bound for row in rows), name

@@ -18,7 +18,7 @@ from rlkit.episodes.evaluation import _with_parts, accuracy, curves
 from rlkit.errors import ConfigError
 from rlkit.rewards import Reward, Term, by_task, few_turns, numeric, score
 from rlkit.training.callbacks.evaluation import result_row
-from rlkit.training.run import train as train_in
+from rlkit.training.run import train_in
 from rlkit.types import Rollout, Step, Task
 
 MIXTURE = ["task=mixture", "debug=fast", "trainer.accelerator=cpu", "logger=none", "generation.max_new_tokens=40",
@@ -31,7 +31,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mixture")
     x = experiment(compose([*MIXTURE, "task.weights.arithmetic=3", "batch.prompts=4", "evaluation.n=8", "trainer.steps=1"]))
     tasks = load_tasks(x)
-    summary = train_in(x, tasks, folder, started=0.0, resume=None)
+    summary, _ = train_in(x, tasks, folder, started=0.0, resume=None)
     return tasks, summary, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

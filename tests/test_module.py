@@ -11,7 +11,7 @@ import torch
 
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
-from rlkit.training.run import train as train_in
+from rlkit.training.run import train_in
 
 FAST = ["debug=fast", "trainer.accelerator=cpu", "logger=none", "evaluation.n=0", "optimizer.lr=1e-3", "task.max_samples=64"]
 MIXED = ["batch.group_size=8", "batch.prompts=2", "seed=3"]  # with which little steps have a gradient

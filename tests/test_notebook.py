@@ -16,7 +16,6 @@ from torch import nn
 import rlkit
 from rlkit import (
     Reward,
-    RewardError,
     Rollout,
     Step,
     Task,
@@ -24,9 +23,6 @@ from rlkit import (
     ToolResult,
     aggregate_vector_rewards,
     attach_logprobs,
-    best_worst,
-    clipped,
-    clipped_squared_error,
     compute_advantages,
     compute_advantages_and_returns,
     compute_forward_kl,
@@ -55,14 +51,10 @@ from rlkit import (
     exact_match_reward,
     format_reward,
     get_algorithm_config,
-    k3,
     length_penalty,
     load_checkpoint,
-    numeric,
     plot_training,
     save_checkpoint,
-    smallest,
-    squared_error,
     stack_rollouts,
     tool_band_reward,
     tool_usage_reward,
@@ -74,10 +66,12 @@ from rlkit import (
     update_reference_model,
 )
 from rlkit.errors import DataError
+from rlkit.functional import best_worst, clipped, clipped_squared_error, k3, squared_error
 from rlkit.models import LoRA
 from rlkit.models.critic import make_critic
 from rlkit.models.load import add_lora
 from rlkit.notebook import CONFIGS, TrainingState
+from rlkit.rewards import RewardError, numeric, smallest
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "notebooks.md"
 ROWS = [line.split("|")[1:-1] for line in PAGE.read_text().splitlines() if line.startswith("| ") and not line.startswith("| in the")]

@@ -10,12 +10,10 @@ import torch
 
 from rlkit import (
     GenerationConfig,
-    LoRA,
     Rollout,
     Step,
     Task,
     TextGeneration,
-    ValueHead,
     attach_logprobs,
     batch_history,
     compute_logprobs_for_tokens,
@@ -26,16 +24,14 @@ from rlkit import (
     generate_text,
     generate_with_values,
     load_model,
-    load_rollouts,
     load_tokenizer,
-    make_critic,
     parse_thinking,
     same_rollouts,
-    save_rollouts,
     view_steps,
 )
+from rlkit.episodes import load_rollouts, save_rollouts
 from rlkit.errors import ConfigError
-from rlkit.models import encode_prompt
+from rlkit.models import LoRA, ValueHead, encode_prompt, make_critic
 from rlkit.models.load import TINY
 from rlkit.notebook.data import TRAINING
 from rlkit.types import SamplingParams

@@ -17,7 +17,6 @@ from rlkit import (
     TextGeneration,
     assign_rewards,
     check_termination_conditions,
-    continue_with_step,
     create_batch_rollouts,
     create_environment,
     create_grpo_config,
@@ -31,14 +30,15 @@ from rlkit import (
     get_rollout_summary,
     initial_prompts,
     initialize_rollouts,
-    make_policy,
     run_rollouts,
     stack_rollouts,
     train_model,
     training_iteration,
     update_policy,
 )
+from rlkit.environments import continue_with_step
 from rlkit.errors import EnvironmentFailed
+from rlkit.models import make_policy
 from rlkit.notebook.data import TRAINING
 
 SHORT = TRAINING._replace(max_new_tokens=6)

@@ -14,15 +14,15 @@ from rlkit import (
     create_kl_updater,
     create_reference_model,
     load_checkpoint,
-    make_critic,
     train_model,
     training_iteration,
 )
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
 from rlkit.episodes.stream import StreamState, take
+from rlkit.models import make_critic
 from rlkit.system import rng
-from rlkit.training.run import train
+from rlkit.training.run import train_in
 
 COMMON = [
     "trainer.threads=1", "trainer.accelerator=cpu", "trainer.steps=3", "batch.prompts=4", "batch.group_size=4", "evaluation.n=0",
@@ -102,7 +102,7 @@ def test_a_notebook_gives_the_weights_of_a_run(loop, overrides, update_fn, seen,
     """`seen`: metric → what it exceeds in some step, so that what a case is about does happen in it."""
     x = experiment(compose([*COMMON, *overrides]))
     tasks = load_tasks(x)
-    train(x, tasks, tmp_path, started=0.0, resume=None)
+    train_in(x, tasks, tmp_path, started=0.0, resume=None)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     for name, bound in seen.items():
         assert any((row.get(name) or 0) > bound for row in rows), name

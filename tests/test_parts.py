@@ -336,7 +336,7 @@ def test_a_reference_whose_update_forgets_its_state_is_named_and_a_pair_is_a_sta
 
 def test_metrics_of_parts_reach_the_row_of_a_run(tmp_path):
     from rlkit.config.problems.rows import load_tasks
-    from rlkit.training.run import train
+    from rlkit.training.run import train_in
 
     def advantage(rewards, components, metadata, versions, rollout_ids):
         assert len(metadata) == len(rewards) and versions.shape[0] == len(rollout_ids) and metadata[0]["level"] == 2
@@ -352,7 +352,7 @@ def test_metrics_of_parts_reach_the_row_of_a_run(tmp_path):
     )
     tasks = load_tasks(x)
     tasks = tasks._replace(train=[task._replace(metadata={"level": 2}) for task in tasks.train])
-    train(x, tasks, tmp_path / "run", started=0.0, resume=None)
+    train_in(x, tasks, tmp_path / "run", started=0.0, resume=None)
     rows = [r for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if "optim/lr" in (r := json.loads(line))]
     assert len(rows) == 2
     for row in rows:

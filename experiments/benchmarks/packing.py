@@ -2,7 +2,7 @@
 
     python experiments/benchmarks/packing.py
 
-Both sides go through `rlkit.forward_logprobs` over the same rows of the embedded model: groups of 8 replies of 19 to
+Both sides go through `rlkit.models.forward_logprobs` over the same rows of the embedded model: groups of 8 replies of 19 to
 38 tokens to prompts of 40 tokens. `padded` reads the rows as a model does that cannot be packed. `apart` packs rows
 whose prompts all differ, so that nothing is shared. Rounds alternate in one process.
 """

@@ -19,7 +19,7 @@ from rlkit.runs import folder as runs
 from rlkit.system import owner
 from rlkit.system.device import versions
 from rlkit.system.files import LOST, lenient, refusing
-from rlkit.training.run import train
+from rlkit.training.run import train_in
 
 if TYPE_CHECKING:
     from rlkit.config.compose import Composed
@@ -145,7 +145,7 @@ def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *,
                 print(f"resume: {line}", flush=True)
         with refusing(folder):
             provenance = ranks.broadcast(lambda: runs.read_start(folder))
-        summary = train(x, tasks, folder, started=started, resume=resume, provenance=provenance)
+        summary, _ = train_in(x, tasks, folder, started=started, resume=resume, provenance=provenance)
     except Refusal as error:
         print(visible(f"rlkit: {error}", kept="\n"), file=sys.stderr)
         if fresh and not (folder / "metrics.jsonl").exists() and ranks.rank() == 0 and not owner.lost(folder):

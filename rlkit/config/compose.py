@@ -263,8 +263,12 @@ def one_sentence(error: Exception) -> str:
 
 
 def experiment(composed: Composed) -> Experiment:
-    """The Experiment of a composed config, validated and dry-run phase by phase. Raises ConfigError with all problems at once."""
-    x = build(composed.config)
+    """The Experiment of a composed config, checked and dry-run phase by phase. Raises ConfigError with all problems at once."""
+    return checked(build(composed.config))
+
+
+def checked(x: Experiment) -> Experiment:
+    """The experiment itself, after every check that needs no model and no data. Raises ConfigError with all problems at once."""
     if problems := run_problems(x):
         raise ConfigError("\n".join(problems))
     for first in first_steps(x).values():

@@ -7,55 +7,15 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
+from rlkit.engines import Cached
 from rlkit.environments import environment_of
 from rlkit.episodes.episode import play
 from rlkit.episodes.replies import check_engine, encoder, speaker
 from rlkit.functional import mix
-from rlkit.system.loops import awaited, run, together
+from rlkit.system.loops import awaited, blocking, together
 from rlkit.types import Engine, Environment, Messages, Policy, Rollout, SamplingParams, Session, Step, Task
 
 KEYS = count()  # of episodes, for engines
-
-
-def collect(
-    policy: Policy,
-    tasks: Sequence[Task],
-    *,
-    engine: Engine,
-    environment: Environment | Callable[[Task], Environment],
-    group_size: int = 1,
-    seed: int = 0,
-    step: int = 0,
-    first: int = 0,
-    version: int = 0,
-    on_done: Callable[[Rollout], None] | None = None,
-    spent: Callable[[float], None] = lambda seconds: None,
-    **params: Any,
-) -> list[Rollout]:
-    """Plays `group_size` independent episodes of each task, all of them at the same time. Also works inside a running event loop.
-
-    Args:
-      policy: what is sampled from, with its weights as they are now.
-      tasks: the prompts, one group each.
-      engine: what samples the completions.
-      environment: one for all tasks, or a function that gives each task its own.
-      group_size: samples per task, > 0.
-      seed, step: of the run and of the RL step. With the position of the task and the sample they are all the randomness
-        there is (rlkit.functional.mix), so the same call gives the same rollouts in any batch, on any rank.
-      first: position of the first task, where these are further prompts of the same step.
-      version: RL steps that the weights have done.
-      on_done: called with each episode once it is over.
-      spent: called with the seconds that each episode spent in its session.
-      params: of SamplingParams (temperature, max_new_tokens, …).
-    Returns: unscored rollouts, task by task, samples of a task side by side.
-    Raises: the first error of any episode, as it was raised, after every session has been closed.
-    """
-    return run(
-        collected(
-            policy, tasks, engine=engine, environment=environment, group_size=group_size, seed=seed, step=step, first=first,
-            version=version, on_done=on_done, spent=spent, **params,
-        )
-    )  # fmt: skip
 
 
 class Start:
@@ -94,9 +54,9 @@ class Place:
 async def collected(
     policy: Policy,
     tasks: Sequence[Task],
-    *,
-    engine: Engine,
     environment: Environment | Callable[[Task], Environment],
+    *,
+    engine: Engine | None = None,
     group_size: int = 1,
     seed: int = 0,
     step: int = 0,
@@ -106,7 +66,28 @@ async def collected(
     spent: Callable[[float], None] = lambda seconds: None,
     **params: Any,
 ) -> list[Rollout]:
-    """`collect` as a coroutine."""
+    """Play `group_size` independent episodes of each task, all of them at the same time.
+
+    `collect` is the plain function, which also works inside a running event loop; `await collected(…)` is the same as a coroutine.
+
+    Args:
+      policy: what is sampled from, with its weights as they are now.
+      tasks: the prompts, one group each.
+      environment: one for all tasks, or a function that gives each task its own.
+      engine: what samples the completions; None is a new `rlkit.engines.Cached()`. Keep one of your own to play many times: its cache
+        and what it has compiled outlive the call.
+      group_size: samples per task, > 0.
+      seed, step: of the run and of the RL step. With the position of the task and the sample they are all the randomness
+        there is (rlkit.functional.mix), so the same call gives the same rollouts in any batch, on any rank.
+      first: position of the first task, where these are further prompts of the same step.
+      version: RL steps that the weights have done.
+      on_done: called with each episode once it is over.
+      spent: called with the seconds that each episode spent in its session.
+      params: of SamplingParams (temperature, max_new_tokens, …).
+    Returns: unscored rollouts, task by task, samples of a task side by side.
+    Raises: the first error of any episode, as it was raised, after every session has been closed.
+    """
+    engine = Cached() if engine is None else engine
     sampling, encode = SamplingParams(**params), encoder(policy)
     check_engine(engine)
     await awaited(engine.load(policy, version))
@@ -139,6 +120,9 @@ async def collected(
     return await together(
         [episode(task, i, j, start.place()) for i, task in enumerate(tasks, first) for j in range(group_size)],
     )
+
+
+collect = blocking(collected, name="collect")
 
 
 def named_limit(policy: Policy, rollout: Rollout) -> Rollout:

@@ -12,7 +12,9 @@ from rlkit.episodes._collect import collect
 from rlkit.episodes.summary import by_part, failures
 from rlkit.functional.statistics import mean_interval, pass_at_k, wilson
 from rlkit.rewards import Reward, score, score_spread
-from rlkit.types import Policy, Rollout, Task
+from rlkit.types import Environment, Policy, Rollout, Task
+
+Setting = Environment | Callable[[Task], Environment]  # one for all tasks, or a function that gives each task its own
 
 CORRECT = 1.0  # a verifier's score of a right answer, where the task's metadata names no other as `correct_from`
 
@@ -24,19 +26,19 @@ def is_correct(rollout: Rollout) -> bool:
 
 
 def greedy_accuracy(
-    policy: Policy, tasks: Sequence[Task], *, reward: Reward, temperature: float = 0.0, **collecting: Any
+    policy: Policy, tasks: Sequence[Task], environment: Setting, *, reward: Reward, temperature: float = 0.0, **collecting: Any
 ) -> tuple[dict[str, Any], list[Rollout]]:
     """One episode per task, greedy unless a temperature is given; shared out to all ranks, which all get the result.
 
     Args:
       reward: the verifier; which of its scores are right is told by `is_correct`.
       temperature: ≥ 0. A policy that plays by chance may do nothing but repeat itself in greedy decoding.
-      collecting: engine, environment, version and max_new_tokens, as for `collect`.
+      collecting: engine, version and max_new_tokens, as for `collect`.
     Returns: what `accuracy` measures, and the temperature; of a mixture, the same under `parts`; and the rollouts.
     """
 
     def play(own: Sequence[Task], begin: int) -> list[Rollout]:
-        return collect(policy, own, temperature=temperature, first=begin, **collecting)
+        return collect(policy, own, environment, temperature=temperature, first=begin, **collecting)
 
     played = ranks.split_work(tasks, play)
     failures(played)
@@ -45,7 +47,15 @@ def greedy_accuracy(
 
 
 def sampled_accuracy(
-    policy: Policy, tasks: Sequence[Task], *, reward: Reward, samples: int, k: Sequence[int], temperature: float, **collecting: Any
+    policy: Policy,
+    tasks: Sequence[Task],
+    environment: Setting,
+    *,
+    reward: Reward,
+    samples: int,
+    k: Sequence[int],
+    temperature: float,
+    **collecting: Any,
 ) -> tuple[dict[str, Any], list[Rollout]]:
     """Several sampled replies per task.
 
@@ -55,7 +65,7 @@ def sampled_accuracy(
     """
     if max(k) > samples:
         raise ValueError(f"evaluation.k: pass@{max(k)} needs at least {max(k)} samples a task; evaluation.samples is {samples}")
-    rollouts = score(collect(policy, tasks, group_size=samples, temperature=temperature, **collecting), reward)
+    rollouts = score(collect(policy, tasks, environment, group_size=samples, temperature=temperature, **collecting), reward)
     return _with_parts(rollouts, partial(curves, samples=samples, k=k)), rollouts
 
 

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
     """What a coroutine returns. Works where a loop is running already, as in a notebook: that one waits meanwhile."""
     with outside_loops():
         return asyncio.run(main)
+
+
+def blocking(function: Callable[P, Coroutine[Any, Any, T]], *, name: str) -> Callable[P, T]:
+    """A coroutine function as a plain function of the same signature, which runs it to its end."""
+
+    @functools.wraps(function)
+    def plain(*args: P.args, **kwargs: P.kwargs) -> T:
+        return run(function(*args, **kwargs))
+
+    plain.__name__ = plain.__qualname__ = name
+    return plain
 
 
 @contextmanager

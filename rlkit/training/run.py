@@ -16,17 +16,20 @@ from rlkit.system.files import LOST, lenient, put_aside, refusing, write_json
 from rlkit.system.processors import cores
 from rlkit.system.redaction import redacted
 from rlkit.training.experiment import Experiment, correction_in_words
-from rlkit.types import Split, Splits
+from rlkit.types import Policy, Split, Splits
 
 if TYPE_CHECKING:
     from rlkit.training.callbacks.evaluation import Results
+    from rlkit.training.module import RLModule
 
 
-def train(
+def train_in(
     x: Experiment, tasks: Splits, folder: Path, *, started: float, resume: Path | None, provenance: Mapping[str, Any] = MappingProxyType({})
-) -> dict[str, Any]:
-    """Trains to the end and returns the summary, which is also written to the folder. Its `before` and `after` are of test problems, and
-    `validation` is the last evaluation on the way.
+) -> tuple[dict[str, Any], RLModule]:
+    """Train to the end.
+
+    Returns: the summary, which is also written to the folder; its `before` and `after` are of test problems, and `validation` is the
+      last evaluation on the way. And the module, which holds the policy.
 
     Args:
       x: the experiment. tasks: the problems of its splits (see `rlkit.config.problems.rows.load_tasks`).
@@ -35,26 +38,13 @@ def train(
       resume: a checkpoint, or a folder whose newest one is taken; None starts anew.
       started: time.perf_counter() of the command's start.
     """
-    quiet()
     LOST.clear()
 
     from rlkit.episodes.record import FAILED, failed_rollout_kept
-    from rlkit.system import rng
     from rlkit.training.callbacks.stopping import StopOnSignal
     from rlkit.training.module import RLModule
-    from rlkit.training.selfcheck import check_policy, check_teacher
 
-    rng.seed(x.seed)  # initial adapters, and what a reward or an environment draws; sampling has its own randomness
-    check_teacher(x)
-    policy, device = on_device(x)
-    print(header(x, policy, device, tasks), flush=True)
-    with autocast(x, device):
-        agreement = check_policy(policy, tasks.train, x)
-    for line in agreement.warnings:
-        print(f"warning: {line}", flush=True)
-    exact = not ranks.any_rank(not agreement.exact)  # all ranks do the same
-    if line := correction_in_words(x, exact=exact):
-        print(line, flush=True)
+    policy, device, exact = ready(x, tasks)
     module = RLModule(x, policy, tasks.train, exact=exact)
     module.provenance = dict(provenance)
     results: Results = {}
@@ -79,7 +69,31 @@ def train(
         raise
     finally:
         conclude(summary, module, folder, results, seconds=time.perf_counter() - started, device=device)
-    return summary
+    return summary, module
+
+
+def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
+    """Seed, load and check the policy of a run, and print what runs.
+
+    Returns: the policy; its device; whether the engine gives the trainer's log-probs exactly, on all ranks.
+    Raises: ConfigError, SelfCheckError, DataError.
+    """
+    from rlkit.system import rng
+    from rlkit.training.selfcheck import check_policy, check_teacher
+
+    quiet()
+    rng.seed(x.seed)  # initial adapters, and what a reward or an environment draws; sampling has its own randomness
+    check_teacher(x)
+    policy, device = on_device(x)
+    print(header(x, policy, device, tasks), flush=True)
+    with autocast(x, device):
+        agreement = check_policy(policy, tasks.train, x)
+    for line in agreement.warnings:
+        print(f"warning: {line}", flush=True)
+    exact = not ranks.any_rank(not agreement.exact)  # all ranks do the same
+    if line := correction_in_words(x, exact=exact):
+        print(line, flush=True)
+    return policy, device, exact
 
 
 def conclude(

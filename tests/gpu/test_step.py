@@ -35,23 +35,16 @@ def test_one_training_step_with_lora(random_qwen3):
         pytest.skip("no CUDA device")
     import lightning as L
 
-    from rlkit import (
-        BatchSize,
-        Experiment,
-        LoRA,
-        RLModule,
-        Sampling,
-        TrainerSettings,
-        arithmetic,
-        calculator,
-        load_policy,
-        tool_use,
-    )
+    from rlkit import Experiment, load_policy
     from rlkit.algorithm import KL, Algorithm
     from rlkit.engines import Transformers
+    from rlkit.environments import calculator, tool_use
     from rlkit.functional import clipped, group_mean, k3, keep_all, normalize_group, sequence_mean, token_ratio
+    from rlkit.models import LoRA
     from rlkit.rewards import Reward, Term, weighted_sum
-    from rlkit.training.experiment import Evaluation
+    from rlkit.tasks import arithmetic
+    from rlkit.training.experiment import BatchSize, Evaluation, Sampling, TrainerSettings
+    from rlkit.training.module import RLModule
     from rlkit.training.references import frozen
 
     length = Reward(

@@ -1,0 +1,222 @@
+"""`rlkit.experiment`: an experiment from Python. Options and checks are those of the command line; any part may be a Python object."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
+from pathlib import Path
+from types import MappingProxyType, UnionType
+from typing import Any
+
+from rlkit.config.compose import checked, compose, conf_dir
+from rlkit.config.problems.schedules import phase_problems
+from rlkit.config.schema import build
+from rlkit.errors import ConfigError, nearest, written
+from rlkit.rewards import Reward, Term
+from rlkit.training.experiment import Experiment
+from rlkit.types import Policy, Splits, Task
+
+PLAIN = (str, int, float, bool, type(None), Path)
+
+
+class Configured(Experiment):
+    """An experiment that knows its config. `_replace` gives one that does not, since the config would no longer describe it."""
+
+    config: Mapping[str, Any] = MappingProxyType({})
+    overrides: tuple[str, ...] = ()  # that give the config to Hydra; empty where a part is a Python object
+
+
+def experiment(*overrides: str, config_dir: str | None = None, **keywords: Any) -> Experiment:
+    """Compose an experiment from the options of conf/, as `rlkit train` does, and check it before a model is loaded.
+
+        rlkit.experiment("algorithm=dapo", "kl=none", reward=my_reward, trainer__steps=10)
+
+    Args:
+      overrides: as on the command line.
+      config_dir: a folder of your own options.
+      keywords: overrides as keywords, two underscores for a dot: trainer__steps=10 is trainer.steps=10. A Python object replaces the
+        part itself: reward=my_reward, algorithm__advantage=my_advantage, reference=rlkit.references.ema(decay=0.99). A reward may be a
+        function, a Term, or several of them in a list or by name; a task a list of Tasks or a Splits; a model a Policy.
+    Raises: ConfigError with all problems, in the sentences of the command line.
+    """
+    given = {key.replace("__", "."): value for key, value in keywords.items()}
+    parts = {path: value for path, value in given.items() if not is_plain(value)}
+    composed = compose([*overrides, *(override(path, value) for path, value in given.items() if path not in parts)], config_dir=config_dir)
+    if problems := phase_problems(composed.config, [f"{path}={type(part).__name__}" for path, part in parts.items()]):
+        raise ConfigError("\n".join(problems))
+    x, config = build(composed.config), composed.config
+    for path, part in parts.items():
+        x = placed(x, path, part, Experiment, path)
+        config = with_value(config, path, described(reduce(inside, path.split("."), x)))
+    configured = Configured(*checked(x))
+    configured.config, configured.overrides = config, () if parts else tuple(composed.overrides)
+    return configured
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a config can hold the value: text, a number, a truth value, nothing, and lists and mappings of them."""
+    if type(value) in (list, tuple):
+        return all(map(is_plain, value)) and len(value) > 0
+    return all(map(is_plain, value.values())) if type(value) is dict else isinstance(value, PLAIN)
+
+
+def override(path: str, value: Any) -> str:
+    """A keyword as an override. A text chooses an option where there is a group of that name."""
+    is_group = (conf_dir() / path.replace(".", "/")).is_dir()
+    chosen = [value] if isinstance(value, str) else value
+    if is_group and isinstance(chosen, list | tuple) and all(isinstance(name, str) for name in chosen):
+        return f"{path.replace('.', '/')}={value if isinstance(value, str) else '[' + ','.join(chosen) + ']'}"
+    return f"{path}={literal(value)}"
+
+
+def literal(value: Any) -> str:
+    """A plain value in Hydra's grammar."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{literal(own)}" for key, own in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(literal, value)) + "]"
+    if isinstance(value, str | Path):
+        return "'" + str(value).replace("'", r"\'") + "'"
+    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
+
+
+# ------------------------------------------------------------------------------------------------ parts as Python objects
+
+
+def placed(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
+    """The owner with a part in place of what stands at a path inside it.
+
+    Args:
+      path: of field names, keys and keyword arguments. hint: the owner's type. where: the whole path, for messages.
+    Raises: ConfigError where there is no such place, or where the part cannot stand there.
+    """
+    name, _, rest = path.partition(".")
+    if isinstance(owner, Mapping):
+        within = typing.get_args(hint)[-1] if typing.get_args(hint) else Any
+        return {**owner, name: placed(owner.get(name), rest, part, within, where) if rest else lifted(part, within, where)}
+    if hasattr(owner, "_fields"):
+        known = _hints(type(owner))
+    elif isinstance(owner, partial):
+        known = dict.fromkeys(inspect.signature(owner).parameters, Any) | _hints(owner.func)
+    else:
+        raise ConfigError(f"{where}: there is no '{name}' to replace; give the whole part that it would belong to")
+    if name not in known:
+        raise ConfigError(f"{where}: there is no '{name}'.{nearest(name, known)} There are: {', '.join(known)}")
+    new = placed(inside(owner, name), rest, part, known[name], where) if rest else lifted(part, known[name], where)
+    return partial(owner, **{name: new}) if isinstance(owner, partial) else owner._replace(**{name: new})
+
+
+def inside(owner: Any, name: str) -> Any:
+    """What stands under a name: a field, an entry or a keyword argument; None where nothing does."""
+    named = owner.keywords if isinstance(owner, partial) else owner if isinstance(owner, Mapping) else None
+    return getattr(owner, name, None) if named is None else named.get(name)
+
+
+def _hints(target: Any) -> dict[str, Any]:
+    """Type hints by name; Any where they cannot be evaluated."""
+    try:
+        return typing.get_type_hints(target)
+    except (NameError, TypeError, AttributeError):
+        return dict.fromkeys(inspect.signature(target).parameters, Any)
+
+
+def lifted(part: Any, hint: Any, where: str) -> Any:
+    """The part as its place takes it. Raises ConfigError where it cannot stand there."""
+    if hint in (Reward, Term) and not isinstance(part, hint):
+        part = (as_reward if hint is Reward else as_term)(part, where)
+    elif where == "task" and not callable(part):
+        part = as_task(part, where)
+    elif where == "model" and isinstance(part, Policy):
+        part = the_policy(part)
+    if not stands(part, hint):
+        prefix = where.replace(".", "__")
+        takes = (
+            f", or replace one of its parts: {', '.join(f'{prefix}__{name}' for name in hint._fields)}" if hasattr(hint, "_fields") else ""
+        )
+        raise ConfigError(f"{where}: {part!r:.100} cannot stand there; give {in_words(hint)}{takes}")
+    return part
+
+
+def stands(part: Any, hint: Any) -> bool:
+    """Whether a part is of the type that its place asks for, as far as that shows without calling it."""
+    base = typing.get_origin(hint) or hint
+    if base in (typing.Union, UnionType):
+        return any(stands(part, one) for one in typing.get_args(hint))
+    if base in (typing.Any, object) or isinstance(base, typing.TypeVar):
+        return True
+    if base is Callable or "__call__" in vars(base):
+        return callable(part)
+    if getattr(base, "_is_protocol", False):
+        return all(hasattr(part, name) for name in vars(base) if not name.startswith("_"))
+    return isinstance(base, type) and isinstance(part, base)
+
+
+def in_words(hint: Any) -> str:
+    """A type for a message: Reward; a function; Environment or a function."""
+    base = typing.get_origin(hint) or hint
+    if base in (typing.Union, UnionType):
+        return " or ".join(map(in_words, typing.get_args(hint)))
+    return "a function" if base is Callable or "__call__" in vars(base) else f"a value of the type {getattr(base, '__name__', base)}"
+
+
+def as_term(part: Any, where: str) -> Term:
+    """A function of a rollout as a term of weight 1."""
+    if not callable(part) and not isinstance(part, Term):
+        raise ConfigError(f"{where}: {part!r:.100} is no term of a reward; give a function (rollout) → float or a Term")
+    return part if isinstance(part, Term) else Term(1.0, part)
+
+
+def as_reward(part: Any, where: str) -> Reward:
+    """Functions and terms as a reward; they are named as they are in a mapping, else as the functions are."""
+    own = part if isinstance(part, list | tuple) and not isinstance(part, Term) else [part]
+    terms = {name: as_term(one, f"{where}.terms.{name}") for name, one in part.items()} if isinstance(part, Mapping) else {}
+    for one in own if not terms else ():
+        term = as_term(one, where)
+        name = written(term.fn).rpartition(".")[2].strip("<>")
+        terms[name if name not in terms else f"{name}_{len(terms)}"] = term
+    return Reward("+".join(terms), terms)
+
+
+def as_task(part: Any, where: str) -> Callable[..., Sequence[Task]]:
+    """Tasks as the function of a split that a run asks. A list is all for training, without validation or test problems."""
+    splits = part if isinstance(part, Splits) else Splits(part)
+    if isinstance(part, Task) or not all(isinstance(task, Task) for own in splits for task in own):
+        raise ConfigError(f"{where}: {part!r:.100} are no tasks; give a list of Task, a Splits, or a function (split=…) → tasks")
+    return lambda *, split: getattr(splits, split)
+
+
+def the_policy(policy: Policy) -> Callable[..., Policy]:
+    """A policy that is loaded already, as the function that a run loads it with; it is moved to the run's device."""
+
+    def model(*, device: Any) -> Policy:
+        policy.model.to(device)
+        return policy
+
+    return model
+
+
+# ------------------------------------------------------------------------------------------------------ written down
+
+
+def described(part: Any) -> Any:
+    """A part as a node of a config, for the run folder: what it is called, and its plain values. It may not be buildable again."""
+    if is_plain(part):
+        return str(part) if isinstance(part, Path) else part
+    if isinstance(part, Mapping):
+        return {str(key): described(value) for key, value in part.items()}
+    if hasattr(part, "_asdict"):
+        return {"_target_": written(type(part)), **described(part._asdict())}
+    if isinstance(part, list | tuple):
+        return [described(value) for value in part[:8]]  # of a long list of tasks the first ones
+    if isinstance(part, partial):
+        return {"_target_": written(part.func), "_partial_": True, **described(part.keywords)}
+    return {"_target_": written(part if callable(part) else type(part)), "_partial_": callable(part)}
+
+
+def with_value(config: Any, path: str, value: Any) -> Any:
+    """A copy of a nested mapping with the value at a dotted path."""
+    name, _, rest = path.partition(".")
+    inside = config.get(name) if isinstance(config, Mapping) else None
+    return {**(config if isinstance(config, Mapping) else {}), name: with_value(inside, rest, value) if rest else value}

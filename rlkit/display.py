@@ -1,0 +1,116 @@
+"""How a rollout and a run look at a prompt and in a notebook: short, as plain text and as HTML without scripts or anything to load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from rlkit.errors import visible
+
+LINES, WIDTH, MESSAGE = 24, 100, 8  # of a text: lines in all, characters of a line, lines of one message
+ROWS = 12  # of a run's table
+COLUMNS = {  # metric → heading
+    "reward/mean": "reward", "eval/accuracy": "validation", "test/accuracy": "test", "kl/ref_k3": "KL", "policy/entropy": "entropy",
+    "len/mean": "tokens",
+}  # fmt: skip
+STYLE = "border:1px solid rgba(128,128,128,.4);border-radius:4px;padding:.4em .8em;max-width:60em;max-height:34em;overflow:auto"
+CELL = "text-align:left;vertical-align:top;padding:.1em .8em .1em 0"
+
+
+# ---------------------------------------------------------------------------------------------------------- a rollout
+
+
+def heading(rollout: Any) -> str:
+    """The task, how the episode ended and what it is worth, in a line."""
+    ended = f"truncated by {rollout.truncation}" if rollout.status == "truncated" else rollout.status
+    parts = ", ".join(f"{name} {number(score)}" for name, score in rollout.rewards.items())
+    worth = f"reward {number(rollout.total_reward)}{f' ({parts})' if parts else ''}"
+    replies, tokens = len(rollout.steps), rollout.response_length
+    size = f"{replies} {'reply' if replies == 1 else 'replies'}, {tokens} tokens"
+    return visible(f"Rollout {rollout.task.id} · sample {rollout.sample} · {ended} · {worth} · {size}")
+
+
+def said(rollout: Any) -> Iterator[tuple[str, str]]:
+    """(who, what) of an episode in order; thinking and calls are entries of their own."""
+    for message in rollout.conversation or rollout.task.messages:
+        if thinking := message.get("reasoning_content"):
+            yield "thinking", thinking
+        if content := message.get("content"):
+            yield message.get("role", ""), content
+        for call in message.get("tool_calls", ()):
+            arguments = ", ".join(f"{name}={value!r}" for name, value in call["function"]["arguments"].items())
+            yield "call", f"{call['function']['name']}({arguments})"
+    if rollout.task.answer:
+        yield "expected", rollout.task.answer
+
+
+def rollout_text(rollout: Any) -> str:
+    """At most a screen."""
+    lines = [f"{who:>9}  {line}" for who, text in said(rollout) for who, line in _indented(who, text)]
+    lines = [f"{line[: WIDTH - 1]}…" if len(line) > WIDTH else line for line in shortened(lines, LINES - 1)]
+    return "\n".join([heading(rollout), *lines])
+
+
+def _indented(who: str, text: str) -> Iterator[tuple[str, str]]:
+    """The lines of a message; only the first one says who."""
+    for index, line in enumerate(shortened(visible(text.strip(), kept="\n").split("\n"), MESSAGE)):
+        yield "" if index else who, line
+
+
+def shortened(lines: Sequence[str], most: int) -> list[str]:
+    """The lines, those in the middle left out where there are too many."""
+    if len(lines) <= most:
+        return list(lines)
+    head = most // 2
+    tail = most - head - 1
+    return [*lines[:head], f"… {len(lines) - head - tail} lines …", *lines[len(lines) - tail :]]
+
+
+def rollout_html(rollout: Any) -> str:
+    """The whole conversation in a box that scrolls. All text is escaped."""
+    rows = "".join(
+        f'<tr><th style="{CELL};opacity:.6;font-weight:normal">{escape(who)}</th>'
+        f'<td style="{CELL};white-space:pre-wrap{";opacity:.7;font-style:italic" if who == "thinking" else ""}">'
+        f"{escape(visible(text.strip(), kept=chr(10)))}</td></tr>"
+        for who, text in said(rollout)
+    )
+    return f'<div style="{STYLE}"><b>{escape(heading(rollout))}</b><table>{rows}</table></div>'
+
+
+# --------------------------------------------------------------------------------------------------------------- a run
+
+
+def number(value: Any) -> str:
+    """A figure for a table: four digits; a dash where there is none."""
+    return f"{value:.4g}" if isinstance(value, int | float) and value == value else "–"
+
+
+def table(metrics: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Heading and rows of the figures that a run has; those in the middle left out where there are many."""
+    columns = [name for name in COLUMNS if any(name in row for row in metrics)]
+    rows = [[number(row.get("step")), *(number(row.get(name)) for name in columns)] for row in metrics]
+    if len(rows) > ROWS:
+        rows = [*rows[: ROWS // 3], ["…"] * (len(columns) + 1), *rows[-(ROWS - ROWS // 3 - 1) :]]
+    return [["step", *(COLUMNS[name] for name in columns)], *rows]
+
+
+def run_heading(run: Any) -> str:
+    """How a run ended, and where it is."""
+    before, after = run.summary.get("before"), run.summary.get("after")
+    accuracy = f" · test accuracy {number(before['accuracy'])} → {number(after['accuracy'])}" if before and after else ""
+    where = f" · {run.folder}" if run.folder else ""
+    return visible(f"Run {run.summary['name']} · {run.summary['ended']} after {run.summary['steps']} steps{accuracy}{where}")
+
+
+def run_text(run: Any) -> str:
+    """A line on the whole run, and a table of its steps."""
+    return "\n".join([run_heading(run), *("".join(f"{cell:>12}" for cell in row) for row in table(run.metrics))])
+
+
+def run_html(run: Any) -> str:
+    """The same as a table."""
+    head, *rows = table(run.metrics)
+    cells = "".join("<tr>" + "".join(f'<td style="{CELL}">{escape(cell)}</td>' for cell in row) + "</tr>" for row in rows)
+    names = "".join(f'<th style="{CELL}">{escape(name)}</th>' for name in head)
+    return f'<div style="{STYLE}"><b>{escape(run_heading(run))}</b><table><tr>{names}</tr>{cells}</table></div>'

@@ -1,0 +1,133 @@
+"""Training from Python: a whole run, or one RL step at a time. The steps are those of `rlkit train`, bit for bit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from rlkit import display
+from rlkit.config.experiment import Configured, described
+from rlkit.config.problems.doubts import warnings
+from rlkit.config.problems.rows import load_tasks
+from rlkit.distributed import ranks
+from rlkit.errors import ConfigError
+from rlkit.runs import folder as runs
+from rlkit.system import owner
+from rlkit.system.device import autocast, versions
+from rlkit.system.files import refusing, write_atomic
+from rlkit.system.rows import read_rows
+from rlkit.tasks.splits import overlaps
+from rlkit.training.experiment import Experiment
+from rlkit.types import Policy, Rollout, Splits
+
+WITHOUT_FILES = ("progress", "health")  # callbacks that write nothing
+
+
+class Run(NamedTuple):
+    """What a run gave."""
+
+    metrics: list[dict[str, Any]]  # a row a step, as in metrics.jsonl; step 0 is the evaluation before training
+    rollouts: list[Rollout]  # of the last step, scored
+    policy: Policy  # as trained
+    folder: Path | None
+    summary: dict[str, Any]  # how it ended; `before` and `after`: accuracy on test problems
+
+    def __repr__(self) -> str:
+        return display.run_text(self)
+
+    def _repr_html_(self) -> str:
+        return display.run_html(self)
+
+
+class RLStep(NamedTuple):
+    """What an RL step gave."""
+
+    step: int  # counted from 1
+    metrics: dict[str, Any]
+    rollouts: list[Rollout]  # scored
+    policy: Policy  # as it is after the step
+
+    def __repr__(self) -> str:
+        reward = display.number(self.metrics.get("reward/mean"))
+        return f"RL step {self.step} · reward {reward} · {len(self.rollouts)} rollouts · {len(self.metrics)} metrics"
+
+
+def train(x: Experiment, folder: Path | str | None = None) -> Run:
+    """Train to the end, as `rlkit train` does, evaluations included.
+
+    An interrupt (Ctrl-C, or the stop button of a notebook) ends the run after the step under way; what it gave so far is returned.
+
+    Args:
+      x: of `rlkit.experiment`, or built by hand.
+      folder: a new run folder, which `rlkit report`, `evaluate` and `export` take. Without one nothing is kept on disk: no checkpoint,
+        no logger, and of the callbacks only those that print.
+    Raises: ConfigError, DataError, SelfCheckError before the first step; what a part raises in a step.
+    """
+    from rlkit.training.loggers import check_loggers
+    from rlkit.training.run import train_in
+
+    started, tasks = time.perf_counter(), _problems_of(x)
+    with ExitStack() as stack:
+        if folder is None:
+            place = Path(stack.enter_context(TemporaryDirectory(prefix="rlkit_")))
+            x = x._replace(logger={}, callbacks={name: part for name, part in x.callbacks.items() if name in WITHOUT_FILES})
+        else:
+            check_loggers(x.logger)
+            place = Path(folder)
+            stack.enter_context(_begun(x, place))
+        summary, module = train_in(x, tasks, place, started=started, resume=None, provenance=runs.read_start(place))
+        rows = list(read_rows(place / "metrics.jsonl"))
+    return Run(rows, module.rollouts, module.policy, None if folder is None else place, summary)
+
+
+def steps(x: Experiment) -> Iterator[RLStep]:
+    """Train one RL step at a time: nothing is evaluated and nothing is written. You may stop at any step.
+
+    Raises: as `train`.
+    """
+    from rlkit.episodes.stream import StreamState
+    from rlkit.training.groups import experience
+    from rlkit.training.learner import Learner
+    from rlkit.training.run import ready
+
+    tasks = _problems_of(x)
+    policy, device, exact = ready(x, tasks)
+    learner, stream = Learner(x, policy, exact=exact), StreamState()
+    while learner.rl_step < x.trainer.steps:
+        with autocast(x, device, updates=True):
+            now = learner.begin()
+            rollouts, trained, stream = experience(now, policy, tasks.train, stream, step=learner.rl_step, clock=learner.clock)
+            metrics = learner.step(rollouts, trained)
+        yield RLStep(learner.rl_step, metrics, learner.rollouts, policy)
+
+
+def _problems_of(x: Experiment) -> Splits:
+    """The problems of a run in this process; prints what is probably not meant."""
+    count = x.trainer.devices * x.trainer.nodes
+    if count > 1 and ranks.size() == 1:
+        raise ConfigError(f"trainer.devices={x.trainer.devices}, trainer.nodes={x.trainer.nodes}: {count} processes are started by "
+                          "`rlkit train`; from Python, train in one process (trainer__devices=1)")  # fmt: skip
+    tasks = load_tasks(x)
+    for line in (*warnings(x), *overlaps(tasks)):
+        print(f"warning: {line}", flush=True)
+    return tasks
+
+
+def _begun(x: Experiment, folder: Path) -> Any:
+    """Writes how a run begins to its folder; a block in which this process owns it."""
+    if runs.is_run(folder):
+        raise ConfigError(f"folder={folder}: already holds a run, which is never overwritten; choose another folder, or go on with it: "
+                          f"rlkit train resume={runs.quoted(folder)}")  # fmt: skip
+    runs.require_writable(folder)
+    config, overrides = (x.config, x.overrides) if isinstance(x, Configured) and x.config else (described(x), ())
+    with refusing(folder):
+        if overrides:
+            (folder / ".hydra").mkdir(exist_ok=True)
+            write_atomic(folder / ".hydra" / "overrides.yaml", runs.dump(list(overrides)))
+        runs.write_config(folder, config)
+        runs.write_start(folder, config, versions())
+    return owner.owned(folder)
