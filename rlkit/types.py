@@ -227,50 +227,6 @@ class Rollout(NamedTuple):
             messages += [{"role": "tool", "tool_call_id": r.id, "name": r.name, "content": r.content} for r in step.tool_results]
         return messages
 
-    # The other names that notebooks know an episode by (docs/notebooks.md)
-
-    @property
-    def prompt(self) -> str:
-        """What the task asked: its last user message."""
-        return next((m.get("content", "") for m in reversed(self.task.messages) if m["role"] == "user"), "")
-
-    @property
-    def generation(self) -> Step | None:
-        """The last reply."""
-        return self.steps[-1] if self.steps else None
-
-    @property
-    def text(self) -> str:
-        """`final_content` by the name that a single generation has."""
-        return self.final_content
-
-    @property
-    def total_steps(self) -> int:
-        """Replies."""
-        return len(self.steps)
-
-    @property
-    def terminated_early(self) -> bool:
-        """The episode ended of itself; no limit cut it off."""
-        return self.status == "terminated"
-
-    @property
-    def termination_step(self) -> int | None:
-        """The position of the step after which it ended of itself; None where a limit cut it off."""
-        return len(self.steps) - 1 if self.terminated_early else None
-
-    @property
-    def kl_penalty(self) -> float | None:
-        """KL from a reference on the sampled tokens, in nats, before any coefficient; None where none was measured."""
-        return self.metadata.get("kl_penalty")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain types only, in the order of the fields."""
-        steps: list[dict[str, Any]] = [step._asdict() for step in self.steps]
-        for step in steps:
-            step |= {name: [item._asdict() for item in step[name]] for name in ("tool_calls", "tool_results")}
-        return self._asdict() | {"task": self.task._asdict(), "steps": steps}
-
 
 # ------------------------------------------------------------------------------------------------------ tensors
 

@@ -16,8 +16,8 @@ from rlkit.rewards import score
 from rlkit.system import rng
 from rlkit.training.groups import experience
 from rlkit.training.learner import Host, Learner
-from rlkit.types import Rollout, Step, Task
 from rlkit.training.run import train_in
+from rlkit.types import Rollout, Step, Task
 
 COMMON = [
     "trainer.threads=1", "trainer.accelerator=cpu", "trainer.steps=3", "batch.prompts=4", "batch.group_size=4", "evaluation.n=0",

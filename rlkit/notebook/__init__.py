@@ -1,9 +1,7 @@
-"""The author's notebook signatures, lifted onto the core: plain functions of models, tokenizers and lists of rollouts, without Hydra.
+"""The names of the project's first documents, as those write them, over `collect`, `play` and `Learner.step`.
 
-No maths stands here: every function arranges tensors and calls the core. In this package `[B, T]` means B rollouts × the tokens that
-each sampled, in the order of time and filled up on the right (`stack_rollouts`); prompts and tool results are not among them.
-
-The hooks and their signatures head docs/notebooks.md.
+There is one episode loop and one training loop, the core's; here arguments and hooks become its parts, and its episodes rollouts in the
+document's shape (`rlkit.notebook.views`). docs/notebooks.md says, name by name, what differs.
 """
 
 from __future__ import annotations
@@ -12,30 +10,23 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "rlkit.notebook.algorithms": (
-        "PairSelector", "compute_advantages", "compute_grpo_loss", "compute_pairwise_loss",
-        "compute_policy_gradient_loss",
-    ),
+    "rlkit.notebook.algorithms": ("compute_advantages", "compute_dapo_loss", "compute_policy_gradient_loss"),
     "rlkit.notebook.chat": (
         "LLMGenerator", "ToolUseLLM", "batch_history", "calculate", "create_batch", "execute_tool_call", "generate_templates",
         "get_weather", "has_tool_call", "parse_tool_calls", "res",
     ),
-    "rlkit.notebook.checkpoints": ("Checkpoint", "load_checkpoint", "plot_training", "save_checkpoint"),
-    "rlkit.notebook.configs": (
-        "CONFIGS", "TrainingConfig", "create_dapo_config", "create_grpo_config", "create_pairwise_config", "create_ppo_config",
-        "create_switch_strategy", "get_algorithm_config",
-    ),
+    "rlkit.notebook.checkpoints": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
+    "rlkit.notebook.configs": ("create_dapo_config", "create_grpo_config", "create_ppo_config", "get_algorithm_config"),
     "rlkit.notebook.data": (
-        "TRAINING", "Conversation", "GenerationConfig", "Prompt", "StepView", "TextGeneration", "TrainingState", "update_ema_metrics",
-        "view_steps",
+        "Batch", "Conversation", "Generation", "GenerationConfig", "Message", "Rollout", "TrainingConfig", "TrainingState",
     ),
     "rlkit.notebook.generation": (
-        "format_prompt", "generate_text", "generate_with_values", "load_model", "load_tokenizer", "parse_thinking",
+        "QWEN3_THINK_END_TOKEN", "compute_logprobs_for_tokens", "format_prompt", "generate", "load_model", "load_tokenizer",
+        "parse_thinking",
     ),
     "rlkit.notebook.kl": (
-        "KLHook", "UpdateHook", "compute_forward_kl", "compute_kl", "compute_reverse_kl", "confident_share",
-        "create_adaptive_kl", "create_ema_updater", "create_kl_updater", "create_periodic_updater", "create_reference_model",
-        "create_truncated_kl", "lift_update", "truncated_kl", "update_reference_model",
+        "compute_forward_kl", "compute_kl", "compute_reverse_kl", "create_adaptive_kl", "create_ema_updater", "create_kl_updater",
+        "create_periodic_updater", "create_reference_model", "create_truncated_kl", "truncated_kl", "update_reference_model",
     ),
     "rlkit.notebook.manager": (
         "RLStepData", "RolloutData", "RolloutManager", "StepData", "dummy_prompt_generator", "dummy_reward_function",
@@ -43,21 +34,14 @@ _HOMES = {
     ),
     "rlkit.notebook.rewards": (
         "aggregate_vector_rewards", "compute_scalar_reward", "compute_vector_reward", "exact_match_reward", "format_reward",
-        "length_penalty", "tool_band_reward", "tool_usage_reward",
+        "length_penalty_reward", "max_aggregator", "mean_aggregator", "min_aggregator", "tool_usage_reward", "weighted_sum_aggregator",
     ),
-    "rlkit.notebook.rollouts": (
-        "INITIAL_PROMPTS", "assign_rewards", "check_termination_conditions", "create_batch_rollouts", "create_environment",
-        "create_multiturn_rollout", "create_random_termination", "create_rollout", "early_or_long", "execute_step",
-        "get_rollout_summary", "initial_prompts", "initialize_rollouts", "run_rollouts",
-    ),
-    "rlkit.notebook.tensors": ("score_batch",),
-    "rlkit.notebook.stacked": ("attach_logprobs", "same_rollouts", "stack_rollouts"),
-    "rlkit.notebook.tokens": ("compute_logprobs_for_tokens",),
+    "rlkit.notebook.rollouts": ("create_batch_rollouts", "create_multiturn_rollout", "create_rollout"),
     "rlkit.notebook.trainer": (
         "RLTrainer", "SimpleValueHead", "compute_advantages_and_returns", "compute_kl_divergence", "compute_ppo_loss", "compute_value_loss",
         "generate_initial_prompts",
     ),
-    "rlkit.notebook.training": ("train_model", "training_iteration", "update_policy"),
+    "rlkit.notebook.training": ("train", "training_iteration", "update_ema_metrics"),
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

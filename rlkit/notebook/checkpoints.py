@@ -1,85 +1,64 @@
-"""Checkpoints and curves."""
+"""Checkpoints in the format of Hugging Face."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
-
 from rlkit.errors import DataError
-from rlkit.notebook.data import TrainingState
 from rlkit.system.digest import folder_damage, write_sums
-from rlkit.system.files import write_json
-
-NAN = float("nan")
 
 
 class Checkpoint(NamedTuple):
-    """What `load_checkpoint` gives: all of it goes into `train_model`."""
+    """What `load_checkpoint` gives."""
 
-    model: nn.Module
+    model: Any
     tokenizer: Any
-    state: TrainingState
+    step: int
 
 
-def save_checkpoint(model: Any, tokenizer: Any, step: int, output_dir: str | Path, *, state: TrainingState | None = None) -> None:
-    """Writes output_dir/step_NNNNNN: model and tokenizer in the format of Hugging Face, and the state. Whole, or not there.
+def save_checkpoint(
+    model: Any, tokenizer: Any, step: int, output_dir: str | Path, checkpoint_fn: Callable[..., None] | None = None
+) -> None:
+    """Writes model and tokenizer to output_dir/checkpoint-STEP, whole or not at all; of a model with adapters these alone.
 
-    Under PEFT the adapters alone are written. The state of `train_model` brings optimizer, critic and reference with it; what a
-    ref_update_fn keeps for itself, such as a KL that adds up, is not in it.
+    checkpoint_fn: (model, tokenizer, step, output_dir) in place of all this.
     """
-    folder = Path(output_dir) / f"step_{step:06d}"
+    if checkpoint_fn is not None:
+        checkpoint_fn(model, tokenizer, step, output_dir)
+        return
+    folder = Path(output_dir) / f"checkpoint-{step}"
     part = folder.with_name(folder.name + ".tmp")
     for old in (part, folder):
         shutil.rmtree(old, ignore_errors=True)
     model.save_pretrained(part)
     tokenizer.save_pretrained(part)
-    kept = (state or TrainingState(step))._asdict()
-    if learner := kept.pop("learner"):
-        torch.save(dict(learner), part / "learner.pt")
-    write_json(part / "training_state.json", kept)
     write_sums(part)
     os.replace(part, folder)
 
 
 def load_checkpoint(path: str | Path) -> Checkpoint:
-    """Model, tokenizer and state of a folder of `save_checkpoint`, or of the newest one in an output_dir.
+    """Model, tokenizer and step of a folder of `save_checkpoint`, or of the newest one in an output_dir.
 
-    Raises: DataError where there is none, or where a file of it is not what `save_checkpoint` wrote.
+    Raises: DataError where there is none, or where a file of it has changed since.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = Path(path)
-    folder = path if (path / "training_state.json").exists() else max(path.glob("step_??????"), default=None)
-    if folder is None:
+    found = [path, *path.glob("checkpoint-*")]
+    folders = {int(number): f for f in found if f.name.startswith("checkpoint-") and (number := f.name[11:]).isdigit() and f.is_dir()}
+    if not folders:
         raise DataError(f"{path}: no checkpoint of save_checkpoint is there")
-    if why := folder_damage(folder):
-        raise DataError(f"{folder}: {why}; load an older checkpoint")
-    if (folder / "adapter_config.json").exists():
+    step = max(folders)
+    if why := folder_damage(folders[step]):
+        raise DataError(f"{folders[step]}: {why}; load an older checkpoint")
+    if (folders[step] / "adapter_config.json").exists():
         from peft import AutoPeftModelForCausalLM
 
-        model = AutoPeftModelForCausalLM.from_pretrained(folder, is_trainable=True)
+        model = AutoPeftModelForCausalLM.from_pretrained(folders[step], is_trainable=True)
     else:
-        model = AutoModelForCausalLM.from_pretrained(folder)
-    saved = json.loads((folder / "training_state.json").read_text())
-    saved["metrics"] = {name: NAN if value is None else value for name, value in saved["metrics"].items()}  # JSON knows no nan
-    if (folder / "learner.pt").exists():
-        saved["learner"] = torch.load(folder / "learner.pt", weights_only=True)
-    return Checkpoint(model, AutoTokenizer.from_pretrained(folder), TrainingState(**saved))
-
-
-def plot_training(statistics: Sequence[Mapping[str, Any]], path: str | Path) -> None:
-    """Reward, policy loss and value loss over the steps, side by side, as a picture; its format is that of the path's ending."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 3.5), layout="constrained")
-    for axes, name in zip(figure.subplots(1, 3), ("reward", "policy_loss", "value_loss"), strict=True):
-        axes.plot([row["step"] for row in statistics], [row[name] for row in statistics])
-        axes.set(xlabel="RL step", title=name.replace("_", " "))
-    figure.savefig(path)
+        model = AutoModelForCausalLM.from_pretrained(folders[step])
+    return Checkpoint(model.eval(), AutoTokenizer.from_pretrained(folders[step]), step)

@@ -1,28 +1,76 @@
-"""The data of a notebook, where the core has no shape of its own for it."""
+"""The data of the notebook of primitives: named tuples, immutable in their defaults too."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlkit.rewards import Moments
-from rlkit.types import FinishReason, Message, Rollout, SamplingParams, Task
+import numpy as np
+from torch import Tensor
 
-Conversation = list[Message]
-Prompt = str | Sequence[Message] | Task
+from rlkit.algorithm import KL, Algorithm
+from rlkit.types import Message as ChatMessage
+from rlkit.types import SamplingParams, Task
+
+Prompt = str | Sequence[ChatMessage] | Task
+
+
+class Generation(NamedTuple):
+    """One reply, or in training all replies of an episode."""
+
+    text: str
+    token_ids: Tensor  # [T] int64, the end token included
+    logprobs: Tensor | None  # [T] in nats, at the sampler's temperature
+    valid_mask: Tensor  # [T] float, 1 where a token was sampled, the end token included
+    metadata: Mapping[str, Any] = {}  # thinking and finish_reason
+
+
+class Message(NamedTuple):
+    """One message of a conversation."""
+
+    role: str  # system, user, assistant or tool
+    content: str
+    tool_calls: Sequence[Mapping[str, Any]] = ()  # as the tool_parser gave them, else as OpenAI writes them
+    metadata: Mapping[str, Any] = {}  # of a tool's result: id, name and ok
+
+
+class Conversation(NamedTuple):
+    """The messages of an episode."""
+
+    messages: Sequence[Message]
+    metadata: Mapping[str, Any] = {}
+
+
+class Rollout(NamedTuple):
+    """An episode: the last reply as `generation`, and its reward. `metadata["episode"]` is the whole `rlkit.Rollout`."""
+
+    prompt: str
+    generation: Generation
+    reward: float | np.ndarray | None  # less kl_penalty; None where it cannot be scored
+    kl_penalty: float = 0.0  # coefficient × KL in nats, mean over the tokens
+    conversation: Conversation | None = None  # of `create_multiturn_rollout`, and of episodes in training
+    metadata: Mapping[str, Any] = {}  # episode, and rewards: component → number
+
+
+class Batch(NamedTuple):
+    """Rollouts with their advantages."""
+
+    rollouts: Sequence[Rollout]
+    advantages: Tensor  # [B, T]
+    returns: Tensor | None = None  # [B, T]
+    metadata: Mapping[str, Any] = {}
 
 
 class GenerationConfig(NamedTuple):
-    """How replies are sampled. The defaults are the notebooks' numbers, for rollouts without training; `TRAINING` is its opposite."""
+    """How replies are sampled. Training needs the full distribution: it takes top_p as 1 and top_k as 0."""
 
     max_new_tokens: int = 512
     temperature: float = 0.7
     top_p: float = 0.9
     top_k: int = 50  # 0 is off
     do_sample: bool = True  # False is greedy, as temperature 0 is
-    enable_thinking: bool | None = None  # for the chat template; None leaves its default
-    parse_thinking: bool = True  # False leaves thinking and its tags in the text of `generate_text`
+    enable_thinking: bool | None = False  # for the chat template; None leaves its default
+    parse_thinking: bool = False  # with enable_thinking: `generate` leaves the thinking out of the text
     use_cache: bool = True
 
     @property
@@ -31,99 +79,37 @@ class GenerationConfig(NamedTuple):
         return SamplingParams(self.max_new_tokens, self.temperature if self.do_sample else 0.0, self.top_p, self.top_k)
 
 
-TRAINING = GenerationConfig(max_new_tokens=256, temperature=1.0, top_p=1.0, top_k=0)  # the full distribution
+class TrainingConfig(NamedTuple):
+    """An algorithm and its numbers. The fields after max_grad_norm are not in the document."""
 
-
-class TextGeneration(NamedTuple):
-    """One reply in words, and as the tokens that were sampled, its end token included. A `generator` gives it."""
-
-    text: str
-    token_ids: Sequence[int]  # [T]
-    logprobs: Sequence[float] | None = None  # [T], of the distribution that was sampled, constants
-    valid_mask: Sequence[bool] | None = None  # [T], True where a token belongs to the reply; None: everywhere
-    metadata: Mapping[str, Any] = {}  # thinking and finish_reason among others
-
-
-class StepView(NamedTuple):
-    """One turn by the names of the notebooks' StepData and RLStepData; `Step` is what is stored."""
-
-    step_num: int
-    prompt: tuple[Message, ...]
-    thinking: str
-    content: str
-    history: Conversation  # up to and with this turn, thinking left out
-    history_with_thinking: Conversation
-    tokens: tuple[int, ...]  # context and reply
-    response_tokens: tuple[int, ...]
-    logprobs: Any  # [T] of response_tokens
-    old_logprobs: Any  # [T], of `attach_logprobs`; None without it
-    finish_reason: FinishReason
-    reward: float | None  # the step's own
-    value: float | None = None
-    advantage: float | None = None
-    return_: float | None = None
-
-
-def view_steps(
-    rollout: Rollout,
-    *,
-    values: Sequence[float] | None = None,
-    advantages: Sequence[float] | None = None,
-    returns: Sequence[float] | None = None,
-) -> list[StepView]:
-    """The turns of a rollout by the notebooks' names.
-
-    Args:
-      values, advantages, returns: one number a step, such as a row of `compute_advantages_and_returns`.
-    """
-    views, start, old = [], 0, rollout.metadata.get("old_logprobs")
-    numbers: list[list[Any]] = [
-        [None] * len(rollout.steps) if row is None else list(map(float, row)) for row in (values, advantages, returns)
-    ]
-    for i, step in enumerate(rollout.steps):
-        end = start + len(step.response_ids)
-        before = None if old is None else old[start:end]
-        histories = [rollout.history(i + 1, thinking=thinking) for thinking in (False, True)]
-        said = i, step.prompt, step.thinking, step.content, *histories, step.prompt_ids + step.response_ids, step.response_ids
-        views.append(StepView(*(*said, step.logprobs, before, step.finish_reason, step.reward, *(row[i] for row in numbers))))
-        start = end
-    return views
+    algorithm: str | Algorithm = "grpo"  # grpo, pg, dapo (the pairwise loss) or ppo; or one of the core
+    learning_rate: float = 1e-4  # for whoever makes the optimizer, as `train` does
+    kl_coef: float = 0.1  # ≥ 0, in units of reward per nat
+    clip_range: float = 0.2  # in (0, 1]
+    normalize_advantages: bool = True
+    normalize_rewards: bool = False  # by the mean and the deviation of all rewards so far
+    max_grad_norm: float = 1.0  # 0: no limit
+    group_size: int = 4  # rollouts of each prompt
+    beta: float = 0.1  # > 0, per nat, of the pairwise loss
+    value_loss_coef: float = 0.5
+    value_learning_rate: float = 1e-4  # of the critic
+    gamma: float = 0.99  # of PPO, per step
+    lam: float = 0.95
+    kl: KL | None = None  # one of the core in place of the one that kl_coef describes
 
 
 class TrainingState(NamedTuple):
-    """Where a run stands, for the next iteration and for the checkpoint."""
+    """How an iteration went."""
 
-    step: int = 0  # RL steps done
-    total_tokens: int = 0  # of all rollouts trained on, prompts included
-    metrics: Mapping[str, float] = {}  # of the last step
+    step: int  # iterations that this optimizer has done
+    total_tokens: int  # sampled in this iteration
+    metrics: Mapping[str, float]
     ema_metrics: Mapping[str, float] = {}
-    moments: Sequence[float] = Moments()  # of all rewards so far, for normalize_rewards
-    stream: Sequence[int] = ()  # where `train_model` stands in the order of its prompts
-    learner: Mapping[str, Any] = {}  # what else decides the steps to come (rlkit.training.learner.Learner.saved)
-
-
-def update_ema_metrics(ema_metrics: Mapping[str, float], metrics: Mapping[str, float], decay: float = 0.9) -> dict[str, float]:
-    """decay · average + (1 - decay) · value, by name. A new name starts at its value; a value that is not finite changes nothing.
-
-    >>> update_ema_metrics({"loss": 1.0}, {"loss": 0.0, "reward": 2.0, "kl": float("nan")})
-    {'loss': 0.9, 'reward': 2.0}
-    """
-    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-    return {**ema_metrics, **{name: decay * ema_metrics.get(name, value) + (1 - decay) * value for name, value in finite.items()}}
-
-
-def as_messages(prompt: Prompt) -> tuple[Message, ...]:
-    """A prompt as chat messages."""
-    if isinstance(prompt, Task):
-        return prompt.messages
-    return ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
 
 
 def as_task(prompt: Prompt, index: int) -> Task:
     """A prompt as a task."""
-    return prompt if isinstance(prompt, Task) else Task(id=f"prompt_{index}", messages=as_messages(prompt))
-
-
-def as_prompt(messages: Sequence[Message]) -> Prompt:
-    """Messages as a hook gets them: the text, where a user's message is all there is."""
-    return messages[0]["content"] if len(messages) == 1 and messages[0]["role"] == "user" else list(messages)
+    if isinstance(prompt, Task):
+        return prompt
+    messages: Sequence[ChatMessage] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return Task(id=f"prompt_{index}", messages=tuple(messages))

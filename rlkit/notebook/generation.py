@@ -1,281 +1,278 @@
-"""Models and generation: loading, templates, replies and their log-probs and values."""
+"""Models, templates and replies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-import rlkit.functional as F
-from rlkit.engines import Batched, Transformers
-from rlkit.engines.transformers import complete
-from rlkit.environments import split_thinking
-from rlkit.environments.prompts import with_system_prompt
-from rlkit.models import (
-    LoRA,
-    ValueHead,
-    add_lora,
-    decode,
-    encode_prompt,
-    forward_logprobs,
-    make_policy,
-    pack,
-    pretrained_model,
-    pretrained_tokenizer,
-)
-from rlkit.notebook.data import Conversation, GenerationConfig, Prompt, TextGeneration, as_messages, as_prompt
-from rlkit.notebook.tokens import compute_logprobs_for_tokens, rows_of
-from rlkit.types import Engine, Generation, Message, Messages, Policy, SamplingParams, Task
+from rlkit import types
+from rlkit.engines import Batched, Cached, Transformers
+from rlkit.environments import single_turn, split_reply
+from rlkit.episodes import collect
+from rlkit.models import LoRA, add_lora, decode, forward_logprobs, make_policy, pack, pretrained_model, pretrained_tokenizer
+from rlkit.notebook.data import Generation, GenerationConfig, Prompt, as_task
+from rlkit.notebook.views import view
+from rlkit.types import Engine, Messages, Policy, SamplingParams
 
-TemplateFn = Callable[..., str]
-Generator = Callable[..., TextGeneration]
-
-# ---------------------------------------------------------------------------------------------------------- loading
+QWEN3_THINK_END_TOKEN = 151668  # for readers of the document; the functions here ask the tokenizer
 
 
 def load_model(
     model_id: str | nn.Module,
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
-    device_map: str | None = None,
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "bfloat16",
+    device_map: str | None = "auto",
     use_lora: bool = False,
     lora_rank: int = 16,
     lora_alpha: int = 32,
+    model_loader: Callable[..., Any] | None = None,
 ) -> Any:
-    """A causal LM in evaluation mode; the default model_loader. Raises ConfigError if there is no such model.
+    """A causal LM in evaluation mode.
 
     Args:
       model_id: "tiny", a local folder or a hub id; or a model that is already built.
-      dtype: of the weights; "auto" is the one they were saved in. Whole weights in bfloat16 do not move at the learning rates of RL.
-      device_map: a device such as "cuda"; None: the CPU, or where a built model is.
-      use_lora: adapters of `lora_rank` and `lora_alpha` on all projections, in float32, without dropout.
+      dtype: of the weights; "auto" is the one they were saved in. Whole weights in half precision do not move at the learning rates
+        of RL: train them in float32, or with use_lora.
+      device_map: "auto" is the GPU where there is one; None leaves a model where it is.
+      use_lora: adapters of lora_rank and lora_alpha on all projections, in float32, without dropout.
+      model_loader: (model_id, dtype, device_map, use_lora, lora_rank, lora_alpha) → model, in place of all this.
+    Raises: ConfigError where there is no such model.
     """
+    if model_loader is not None:
+        return model_loader(model_id, dtype, device_map, use_lora, lora_rank, lora_alpha)
     model: Any = model_id
     if isinstance(model_id, str):
         model = pretrained_model(model_id, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
     if device_map is not None:
-        model.to(device_map)
+        model.to(("cuda" if torch.cuda.is_available() else "cpu") if device_map == "auto" else device_map)
     return (add_lora(model, LoRA(lora_rank, lora_alpha)) if use_lora else model).eval()
 
 
-def load_tokenizer(model_id: str) -> Any:
-    """The tokenizer of a model: it pads on the left, with the end token where it has none for padding. Raises ConfigError."""
+def load_tokenizer(model_id: str, padding_side: str = "left") -> Any:
+    """The tokenizer of a model; the end token pads where there is no other. Raises: ConfigError where there is none."""
     tokenizer = pretrained_tokenizer(model_id)
-    tokenizer.padding_side = "left"
+    tokenizer.padding_side = padding_side
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-# -------------------------------------------------------------------------------------------------------- templates
-
-
 def format_prompt(
-    prompt: Prompt, tokenizer: Any, use_chat_template: bool = True, system_prompt: str | None = None, enable_thinking: bool | None = None
+    prompt: str,
+    tokenizer: Any,
+    use_chat_template: bool = False,
+    system_prompt: str | None = None,
+    enable_thinking: bool | None = False,
+    template_fn: Callable[..., str] | None = None,
 ) -> str:
-    """A prompt as the text that a model reads; the default template_fn. Encode it with `add_special_tokens=False`.
+    """The text that a model reads. Without the chat template it is the prompt, and the system prompt is ignored.
 
-    Users may forge a turn in such a text, but not in a prompt that is given to `generate_text`, which encodes their words apart.
-    `use_chat_template=False` joins the contents by empty lines, without roles; `enable_thinking=None` leaves the template's default.
+    template_fn: (prompt, tokenizer, use_chat_template, system_prompt, enable_thinking) → text.
     """
-    messages = with_system_prompt(as_messages(prompt), system_prompt)
+    if template_fn is not None:
+        return template_fn(prompt, tokenizer, use_chat_template, system_prompt, enable_thinking)
     if not use_chat_template:
-        return "\n\n".join(m["content"] for m in messages)
+        return prompt
+    messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    messages.append({"role": "user", "content": prompt})
+    if getattr(tokenizer, "chat_template", None) is None:
+        return "".join(f"{m['role'].capitalize()}: {m['content']}\n\n" for m in messages) + "Assistant:"
     thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **thinking))
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **thinking))
 
 
-def parse_thinking(reply: str | Sequence[int] | Tensor, tokenizer: Any = None) -> tuple[str, str]:
-    """Thinking and content of a reply, split at its last `</think>`; the tags are in neither. Token ids need the tokenizer.
+def parse_thinking(token_ids: Sequence[int] | Tensor, tokenizer: Any) -> tuple[str, str]:
+    """Thinking and response of a reply's ids, split at the last `</think>`; the tags and the end token are in neither."""
+    from rlkit.models.chat import make_renderer
 
-    >>> parse_thinking("<think>2 + 2</think>4")
-    ('2 + 2', '4')
-    """
-    if not isinstance(reply, str):
-        ids = torch.as_tensor(reply).tolist()
-        ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
-        while ids and ids[-1] in ends:
-            ids.pop()
-        reply = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-    thinking, content, _ = split_thinking(reply)
-    return thinking, content
+    ids, ends = torch.as_tensor(token_ids).tolist(), {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    while ids and ids[-1] in ends:
+        ids.pop()
+    thinking, response, _ = split_reply(make_renderer(tokenizer, render=_raw).thinking, ids)
+    return thinking.strip(), response.strip()
 
 
-def create_batch(prompts: Prompt | Sequence[Prompt], n: int = 1, system_prompt: str | None = None) -> list[Conversation]:
-    """n parallel chats of each prompt, side by side: every one its own list."""
-    return [
-        [Message(**m) for m in with_system_prompt(as_messages(prompt), system_prompt)] for prompt in _several(prompts) for _ in range(n)
-    ]
-
-
-def batch_history(
-    chats: Sequence[Conversation], replies: Sequence[TextGeneration | str], prompts: Sequence[str] | None = None
-) -> list[Conversation]:
-    """New chats: each with its reply, thinking left out, and with the user's next message where `prompts` has them."""
-    texts = [reply if isinstance(reply, str) else reply.text for reply in replies]
-    answers: list[Message] = [{"role": "assistant", "content": parse_thinking(text)[1]} for text in texts]
-    following: list[Conversation] = [[] for _ in chats]
-    if prompts is not None:
-        following = [[{"role": "user", "content": text}] for text in prompts]
-    return [[*chat, answer, *user] for chat, answer, user in zip(chats, answers, following, strict=True)]
-
-
-def generate_templates(chats: Sequence[Prompt], tokenizer: Any, enable_thinking: bool | None = None) -> list[str]:
-    """What a model reads of each chat: `format_prompt`."""
-    return [format_prompt(chat, tokenizer, enable_thinking=enable_thinking) for chat in chats]
+def _raw(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
+    """The contents as they are, without roles."""
+    return "\n\n".join(m["content"] for m in messages)
 
 
 def policy_of(
     model: Any,
     tokenizer: Any,
     *,
-    template_fn: TemplateFn | None = None,
-    use_chat_template: bool = True,
+    use_chat_template: bool,
+    template_fn: Callable[..., str] | None = None,
+    system_prompt: str | None = None,
     enable_thinking: bool | None = None,
 ) -> Policy:
-    """A policy whose prompts are written by the chat template, or by a template_fn.
+    """A policy that reads a prompt through the chat template, through a template_fn, or as it is.
 
-    A template_fn gets placeholders for the contents, which are encoded apart as plain text, so that no content forges a turn.
+    Through a template, a prompt is encoded as plain text, so that it cannot forge a turn. As it is, it may hold control tokens, such as
+    those that `format_prompt` writes.
     """
-    if template_fn is None and use_chat_template:
+    if template_fn is not None:
+        return make_policy(model, tokenizer, render=_templated(template_fn, tokenizer, use_chat_template, system_prompt, enable_thinking))
+    if use_chat_template:
         return make_policy(model, tokenizer, enable_thinking=enable_thinking)
-    write = template_fn or format_prompt
+    policy = make_policy(model, tokenizer, render=_raw)
+    return policy._replace(renderer=policy.renderer._replace(plain=Verbatim(tokenizer)))
+
+
+class Verbatim:
+    """Encodes a text with the control tokens in it, and behind the token that begins every text, where the tokenizer has one."""
+
+    def __init__(self, tokenizer: Any):
+        self.backend, self.begins = tokenizer.backend_tokenizer, tokenizer.bos_token
+
+    def encode(self, text: str, **_: Any) -> Any:
+        """The encoding of a text; what begins it already is not repeated."""
+        return self.backend.encode(text, add_special_tokens=not (self.begins and text.startswith(self.begins)))
+
+
+def _templated(template_fn: Callable[..., str], tokenizer: Any, *settings: Any) -> Callable[..., str]:
+    """A template_fn as the core renders: it gets stand-ins for texts, which are encoded apart."""
 
     def render(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
-        system = messages[0]["content"] if messages[0]["role"] == "system" else None
-        rest = list(messages if system is None else messages[1:])
-        text = write(as_prompt(rest), tokenizer, use_chat_template, system, enable_thinking)
-        if any(m["role"] == "user" and m["content"] not in text for m in rest):
-            raise ValueError("template_fn left out or changed a prompt's text, which it has to write as it gets it")
+        asked = [m["content"] for m in messages if m["role"] != "system"]
+        text = template_fn(asked[0] if len(asked) == 1 else list(messages), tokenizer, *settings)
+        if any(content not in text for content in asked):
+            raise ValueError("template_fn left out or changed a prompt's text; it has to write the text as it gets it")
         return text
 
-    return make_policy(model, tokenizer, render=render)
+    return render
 
 
-# ------------------------------------------------------------------------------------------------------- generation
+def engine_of(generator: Callable[..., Generation] | None, config: GenerationConfig, engine: Any = None) -> Engine:
+    """The engine that samples: the given one, the generator's, else rlkit's fast one; without use_cache the simple one."""
+    if generator is not None:
+        return Batched(_asked(generator, config))
+    return engine or (Cached() if config.use_cache else Transformers(use_cache=False))
 
 
-def generate_text(
-    model: Any,
-    tokenizer: Any,
-    prompt: Prompt | Sequence[Prompt],
-    config: GenerationConfig = GenerationConfig(),  # noqa: B008  (immutable)
-    compute_logprobs: bool = True,
-    *,
-    num_return_sequences: int = 1,
-    system_prompt: str | None = None,
-    template_fn: TemplateFn | None = None,
-    use_chat_template: bool = True,
-    seed: int = 0,
-) -> Any:
-    """Replies to one prompt or to many, all in one batch; the default generator. The notebooks call it generate.
+def _asked(generator: Callable[..., Generation], config: GenerationConfig) -> Callable[..., list[types.Generation]]:
+    """A generator as the core's function of a batch, asked prompt by prompt."""
 
-    Args:
-      model, tokenizer: a causal LM, also under PEFT, and its fast tokenizer. The model's mode and `use_cache` are put back.
-      prompt: a text, a list of messages, a Task, or a list of these.
-      compute_logprobs: False leaves `logprobs` None. num_return_sequences: replies to each prompt.
-      seed: decides every token, with the position of the prompt and of the sample, whatever the batch.
-    Returns: a TextGeneration for one reply to one prompt; else a list, prompt by prompt, replies to a prompt side by side.
-    Raises: ValueError for a prompt as long as the model's context: none is cut.
-    """
-    template: dict[str, Any] = {"template_fn": template_fn, "use_chat_template": use_chat_template}
-    policy, prompts = policy_of(model, tokenizer, enable_thinking=config.enable_thinking, **template), _several(prompt)
-    contexts = [encode_prompt(policy.renderer, with_system_prompt(as_messages(p), system_prompt)) for p in prompts]
-    for i, context in enumerate(contexts):
-        if len(context) >= policy.context_length:
-            raise ValueError(f"prompt {i} has {len(context)} tokens, the model's context {policy.context_length}; shorten it, none is cut")
-    places = [(i, j) for i in range(len(prompts)) for j in range(num_return_sequences)]
-    seeds = [F.mix(F.mix(seed, 0, i, j), 0) for i, j in places]  # as the first step of `collect`
-    replies = complete(policy, [contexts[i] for i, _ in places], seeds, config.params, use_cache=config.use_cache)
-    found = [_in_words(policy, reply, config, compute_logprobs) for reply in replies]
-    return found[0] if len(found) == 1 and not _is_many(prompt) else found
+    def complete(policy: Policy, contexts: list[Any], seeds: list[int], params: SamplingParams) -> list[types.Generation]:
+        texts = [decode(policy.renderer, context) for context in contexts]
+        said = [generator(policy.model, policy.renderer.tokenizer, text, config, True) for text in texts]
+        return [_sampled(policy, context, reply, params) for context, reply in zip(contexts, said, strict=True)]
+
+    return complete
 
 
-def _in_words(policy: Policy, reply: Generation, config: GenerationConfig, compute_logprobs: bool) -> TextGeneration:
-    text = decode(policy.renderer, reply.token_ids[: -1 if reply.finish_reason == "stop" else None])
-    thinking, content, closed = split_thinking(text)
-    metadata = {"finish_reason": reply.finish_reason, "thinking": thinking, "thinking_closed": closed}
-    logprobs = reply.logprobs if compute_logprobs else None
-    valid = (True,) * len(reply.token_ids)
-    return TextGeneration(content if config.parse_thinking else text, reply.token_ids, logprobs, valid, metadata)
-
-
-def _is_many(prompt: Prompt | Sequence[Prompt]) -> bool:
-    return not isinstance(prompt, str | Task) and not (len(prompt) > 0 and isinstance(prompt[0], Mapping))
-
-
-def _several(prompt: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    return list(prompt) if _is_many(prompt) else [prompt]  # type: ignore[arg-type, list-item]
-
-
-def engine_of(generate: Any, config: GenerationConfig) -> Engine:
-    """The engine that is meant: one that is made, or a plain function as `rlkit.engines.Batched` takes it. None: `Transformers`."""
-    if generate is None:
-        return Transformers(use_cache=config.use_cache)
-    return generate if hasattr(generate, "load") else Batched(generate)
-
-
-class Asked(NamedTuple):
-    """What a generator is asked for one reply, as the engine of that reply."""
-
-    generator: Generator
-    policy: Policy
-    prompt: Prompt
-    config: GenerationConfig
-
-    async def generate(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> Generation:
-        """The generator's reply. It has a seed of its own, if any."""
-        given = self.generator(self.policy.model, self.policy.renderer.tokenizer, self.prompt, self.config, True)
-        return _sampled(self.policy, prompt_ids, given, params.temperature or 1.0)
-
-    def release(self, key: int) -> None:
-        """Nothing is kept."""
-
-
-def _sampled(policy: Policy, context: Sequence[int], given: TextGeneration, temperature: float) -> Generation:
-    """What a generator gave as the core keeps it: up to the first end token, scored by the model where log-probs are missing."""
-    ids = [int(token) for token in given.token_ids]
-    valid = [True] * len(ids) if given.valid_mask is None else [bool(v) for v in given.valid_mask]
-    length = valid.index(False) if False in valid else len(ids)
-    length = next((i + 1 for i, token in enumerate(ids[:length]) if token in policy.eos_token_ids), length)
+def _sampled(policy: Policy, context: Sequence[int], given: Generation, params: SamplingParams) -> types.Generation:
+    """A generator's reply as the core keeps it: up to the first end token, scored by the model where log-probs are missing."""
+    ids = torch.as_tensor(given.token_ids).tolist()
+    ends = [i for i, token in enumerate(ids) if token in policy.eos_token_ids]
+    length = ends[0] + 1 if ends else int(torch.as_tensor(given.valid_mask).bool().sum())
     if length == 0:
         raise ValueError("generator gave a reply without a token; the end token belongs to the reply")
     if given.logprobs is None:
         with torch.no_grad():
-            found = compute_logprobs_for_tokens(
-                policy.model, torch.tensor([list(context)]), None, torch.tensor([ids[:length]]), temperature=temperature
-            )
-        logprobs = found[0].tolist()
+            prompt, reply = torch.tensor([list(context)]), torch.tensor([ids[:length]])
+            found = compute_logprobs_for_tokens(policy.model, prompt, None, reply, temperature=params.temperature or 1.0)[0]
     else:
-        logprobs = [float(logprob) for logprob in given.logprobs[:length]]
-    ended = ids[length - 1] in policy.eos_token_ids
-    return Generation(tuple(ids[:length]), tuple(logprobs), given.metadata.get("finish_reason", "stop" if ended else "length"))
+        found = torch.as_tensor(given.logprobs)[:length]
+    return types.Generation(tuple(ids[:length]), tuple(found.tolist()), "stop" if ends else "length")
 
 
-# ------------------------------------------------------------------------------------------------ tokens and values
+def drawn_seed(seed: int | None) -> int:
+    """The seed that is given, else one from torch's generator, so that two calls differ and torch.manual_seed repeats them."""
+    return int(torch.randint(1 << 62, ())) if seed is None else seed
 
 
-def generate_with_values(
+def generate(
     model: Any,
     tokenizer: Any,
-    prompt: Prompt,
-    critic: nn.Module,
+    prompt: str,
     config: GenerationConfig = GenerationConfig(),  # noqa: B008  (immutable)
-    **hooks: Any,
-) -> tuple[TextGeneration, Tensor]:
-    """A reply, and the critic's value of the state before each of its tokens [T], a constant. Hooks as in `generate_text`.
+    compute_logprobs: bool = False,
+    generator: Callable[..., Generation] | None = None,
+    *,
+    engine: Any = None,
+    seed: int | None = None,
+) -> Generation:
+    """A reply to a text, which the model reads as it is (`format_prompt` writes one through the chat template).
 
-    The critic is one of `make_critic(model, model="head")`, or a `ValueHead` on the model's last hidden states.
+    Args:
+      compute_logprobs: scores the tokens with the model, at the sampler's temperature, with gradient where gradients are enabled.
+      generator: (model, tokenizer, prompt, config, compute_logprobs) → Generation, in place of all this.
+      engine: None: `rlkit.engines.Cached`. seed: of the draws; None takes one from torch's generator.
+    Raises: ValueError for a prompt that fills the model's context: none is cut.
     """
-    reply = generate_text(model, tokenizer, prompt, config, **hooks)
-    template = {name: hooks[name] for name in ("template_fn", "use_chat_template") if name in hooks}
-    policy = policy_of(model, tokenizer, enable_thinking=config.enable_thinking, **template)
-    context = encode_prompt(policy.renderer, with_system_prompt(as_messages(prompt), hooks.get("system_prompt")))
+    if generator is not None:
+        return generator(model, tokenizer, prompt, config, compute_logprobs)
+    policy = policy_of(model, tokenizer, use_chat_template=False)
+    episode = played(policy, [prompt], config, engine_of(None, config, engine), single_turn(), seed=drawn_seed(seed))[0]
+    step = episode.steps[-1]
+    closed = step.response_ids[:-1] if step.response_ids[-1] in policy.eos_token_ids else step.response_ids
+    text = step.content if config.enable_thinking and config.parse_thinking else decode(policy.renderer, closed, control_tokens=False)
+    found = view(episode, text=text).generation
+    return found._replace(logprobs=scores(policy.model, [episode], config)[0] if compute_logprobs else None)
+
+
+def played(
+    policy: Policy, prompts: Sequence[Prompt], config: GenerationConfig, engine: Engine, environment: Any, *, seed: int
+) -> list[types.Rollout]:
+    """An episode of each prompt. Raises: ValueError for a prompt that fills the model's context."""
+    tasks = [as_task(prompt, i) for i, prompt in enumerate(prompts)]
+    episodes = collect(policy, tasks, engine=engine, environment=environment, seed=seed, **config.params._asdict())
+    if full := [i for i, episode in enumerate(episodes) if not episode.steps]:
+        raise ValueError(f"prompt {full[0]} fills the model's context of {policy.context_length} tokens; shorten it, none is cut")
+    return episodes
+
+
+def scores(model: nn.Module, episodes: Sequence[types.Rollout], config: GenerationConfig, *, whole: bool = False) -> list[Tensor]:
+    """The model's log-probs [T] of the last reply of each episode, or of all of them (`whole`), at the sampler's temperature."""
+    found = []
+    was_training = model.training
+    model.eval()  # no dropout: the sampler had none
+    for episode in episodes:
+        parts = []
+        for step in episode.steps if whole else episode.steps[-1:]:
+            ids = torch.tensor([step.prompt_ids]), torch.tensor([step.response_ids])
+            scored = compute_logprobs_for_tokens(model, ids[0], None, ids[1], temperature=config.params.temperature or 1.0)[0]
+            parts.append(scored[torch.tensor(step.sampled, device=scored.device)])
+        found.append(torch.cat(parts))
+    model.train(was_training)
+    return found
+
+
+def compute_logprobs_for_tokens(
+    model: nn.Module,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor | None,
+    generated_ids: Tensor,
+    pad_token_id: int | None = None,
+    micro_batch_size: int = 8,
+    *,
+    temperature: float = 1.0,
+) -> Tensor:
+    """The log-probs [B, T] that a model gives to tokens which are there already, in nats, float32, with gradient.
+
+    Args:
+      prompt_ids: [B, P], padded on either side. prompt_mask: [B, P], True on real tokens, at least one a row; None: everywhere.
+      generated_ids: [B, T], all of them scored. pad_token_id: not needed, since prompt_mask says what is padding.
+      micro_batch_size: rows at once. temperature: > 0, the one that was sampled with.
+    """
+    ids, mask = _rows(prompt_ids, prompt_mask, generated_ids)
     device = next(model.parameters()).device
-    ids, mask = rows_of(torch.tensor([context]), None, torch.tensor([reply.token_ids]))
-    judge: Any = (lambda hidden, packed: critic(hidden)) if isinstance(critic, ValueHead) else critic
-    with torch.no_grad():
-        values = forward_logprobs(model, pack(ids.to(device), mask.to(device)), critic=judge).values
-    assert values is not None
-    return reply, values[mask.to(device)]
+    found = [
+        forward_logprobs(model, pack(part.to(device), sampled.to(device)), temperature=temperature).logprobs[sampled.to(device)]
+        for part, sampled in zip(ids.split(micro_batch_size), mask.split(micro_batch_size), strict=True)
+    ]
+    return torch.cat(found).reshape(generated_ids.shape)
+
+
+def _rows(prompt_ids: Tensor, prompt_mask: Tensor | None, generated_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Prompt and reply side by side without the padding between them, and a mask on the reply; so positions count real tokens."""
+    real = torch.ones_like(prompt_ids, dtype=torch.bool) if prompt_mask is None else prompt_mask.bool()
+    if not real.any(1).all():
+        raise ValueError("a row of prompt_mask is empty: the first token of a reply has nothing before it to be predicted from")
+    rows = [torch.cat([p[m], g.to(p.device)]) for p, m, g in zip(prompt_ids, real, generated_ids, strict=True)]
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    at, ends = torch.arange(ids.shape[1], device=ids.device), torch.tensor([len(row) for row in rows], device=ids.device)[:, None]
+    return ids, (at < ends) & (at >= ends - generated_ids.shape[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -12,56 +13,66 @@ import torch
 from torch import Tensor
 
 import rlkit.functional as F
-from rlkit.algorithm import call
-from rlkit.notebook.configs import accepted, asks_for
-from rlkit.notebook.tensors import mask_like, row_mean, same_shape
+from rlkit.algorithm import call, inputs
 from rlkit.training import references as reference
-from rlkit.types import Reference, unpacked
+from rlkit.types import QUANTITIES, Reference, unpacked
 
 KLHook = Callable[..., Tensor]
 UpdateHook = Callable[..., None]
 
 
 def compute_kl(
-    policy_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None, kl_fn: Callable[..., Tensor] = F.forward
+    policy_logprobs: Tensor, ref_logprobs: Tensor, valid_mask: Tensor | None = None, kl_fn: Callable[..., Tensor] = F.forward
 ) -> Tensor:
     """The divergence of each sequence from the reference [B], in nats, by any estimate.
 
     Args:
       policy_logprobs: [B, T] in nats, of tokens that the policy sampled, carries the gradient; [T] is one sequence.
-      ref_logprobs: the same shape, a constant. mask: True where a token counts; anything may lie under it, nan and inf included.
-      kl_fn: (policy_logprobs, ref_logprobs, mask) → [B], or an estimator of the core, whose mean is taken over each sequence.
+      ref_logprobs: the same shape, a constant. valid_mask: True where a token counts; anything may lie under it, nan and inf included.
+      kl_fn: (policy_logprobs, ref_logprobs, valid_mask) → [B], or an estimator of the core, whose mean is taken over each sequence.
     Raises: ValueError where shapes differ or kl_fn does not give [B].
 
     >>> compute_kl(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -9.0]]), torch.tensor([[True, False]]))
     tensor([0.5000])
     """
-    same_shape(policy_logprobs=policy_logprobs, ref_logprobs=ref_logprobs)
-    mask = mask_like(policy_logprobs, mask)
-    if policy_logprobs.dim() == 1:
-        policy_logprobs, ref_logprobs, mask = policy_logprobs[None], ref_logprobs[None], mask[None]
-    policy = F.fill_masked(policy_logprobs, mask, 0.0)
-    ref = F.fill_masked(ref_logprobs.detach().to(policy.device), mask, 0.0)
-    if asks_for(kl_fn, "logprobs"):
-        given = {"logprobs": policy, "logprobs_ref": ref, "logprobs_old": policy.detach(), "response_mask": mask}
-        return row_mean(call(kl_fn, given), mask)
-    kl = kl_fn(policy, ref, mask)
+    mask = torch.ones_like(policy_logprobs) if valid_mask is None else valid_mask
+    if not policy_logprobs.shape == ref_logprobs.shape == mask.shape:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (policy_logprobs, ref_logprobs, mask))
+        raise ValueError(f"policy_logprobs, ref_logprobs and valid_mask have the shapes {shapes}; they must be equal")
+    width = policy_logprobs.shape[-1]
+    mask = mask.bool().to(policy_logprobs.device).reshape(-1, width)
+    policy = F.fill_masked(policy_logprobs.reshape(-1, width), mask, 0.0)
+    ref = F.fill_masked(ref_logprobs.detach().to(policy.device).reshape(-1, width), mask, 0.0)
+    if is_estimator(kl_fn):
+        found = call(kl_fn, {"logprobs": policy, "logprobs_ref": ref, "logprobs_old": policy.detach(), "response_mask": mask})
+        return F.rollout_mean(found, mask, torch.arange(len(mask), device=mask.device))[:, 0]
+    kl = kl_fn(policy, ref, mask.to(policy.dtype))
     if kl.shape != policy.shape[:1]:
         raise ValueError(f"kl_fn gave shape {tuple(kl.shape)}; it must be [B] = {tuple(policy.shape[:1])}")
     return kl
 
 
-def compute_forward_kl(policy_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
-    """A kl_fn: the mean of log π - log ref, an estimate of KL(π‖ref), of either sign.
+def is_estimator(kl_fn: Callable[..., Any]) -> bool:
+    """Whether a function is one of the core: all that it asks for are quantities."""
+    asked = inputs(kl_fn)
+    return "logprobs" in asked and set(asked) <= set(QUANTITIES)
+
+
+def compute_forward_kl(
+    policy_logprobs: Tensor, ref_logprobs: Tensor, valid_mask: Tensor | None = None, kl_fn: KLHook | None = None
+) -> Tensor:
+    """KL(policy ‖ reference) of each sequence [B]: the mean of log π - log ref, of either sign; or what kl_fn says.
 
     Its gradient is that of the divergence (the core's `forward` at ratio 1); the gradient of the bare mean is 0 on average.
     """
-    return compute_kl(policy_logprobs, ref_logprobs, mask, F.forward)
+    return compute_kl(policy_logprobs, ref_logprobs, valid_mask, kl_fn or F.forward)
 
 
-def compute_reverse_kl(policy_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
-    """A kl_fn: an estimate of KL(ref‖π) by the importance weights ref / π; not the negated forward one."""
-    return compute_kl(policy_logprobs, ref_logprobs, mask, F.reverse)
+def compute_reverse_kl(
+    policy_logprobs: Tensor, ref_logprobs: Tensor, valid_mask: Tensor | None = None, kl_fn: KLHook | None = None
+) -> Tensor:
+    """KL(reference ‖ policy) of each sequence [B] by the importance weights ref / π, not the negated forward one; or what kl_fn says."""
+    return compute_kl(policy_logprobs, ref_logprobs, valid_mask, kl_fn or F.reverse)
 
 
 def create_truncated_kl(threshold: float = 1.0) -> KLHook:
@@ -69,56 +80,37 @@ def create_truncated_kl(threshold: float = 1.0) -> KLHook:
     return partial(compute_kl, kl_fn=partial(F.truncated, threshold=threshold))
 
 
-def truncated_kl(policy_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
+def truncated_kl(policy_logprobs: Tensor, ref_logprobs: Tensor, valid_mask: Tensor | None = None) -> Tensor:
     """A kl_fn: `create_truncated_kl()`, at a threshold of 1 nat.
 
     >>> compute_kl(torch.tensor([[-1.0]]), torch.tensor([[-9.0]]), kl_fn=truncated_kl)
     tensor([0.3679])
     """
-    return create_truncated_kl()(policy_logprobs, ref_logprobs, mask)
+    return create_truncated_kl()(policy_logprobs, ref_logprobs, valid_mask)
 
 
-def create_adaptive_kl(probability: float = 0.1) -> KLHook:
-    """A kl_fn: k3 on tokens that the policy gives more than `probability` (in [0, 1)), 0 on others (`confident_share`); the mean of all."""
-    return partial(compute_kl, kl_fn=partial(F.confident, probability=probability))
+def create_adaptive_kl(confidence_threshold: float = 0.1) -> KLHook:
+    """A kl_fn: k3 on tokens that the policy gives more than the threshold (in [0, 1)), 0 on others; the mean of all."""
+    return partial(compute_kl, kl_fn=partial(F.confident, probability=confidence_threshold))
 
 
-def confident_share(policy_logprobs: Tensor, mask: Tensor | None = None, probability: float = 0.1) -> Tensor:
-    """Which share of each sequence's tokens `create_adaptive_kl(probability)` looks at [B], in 0 … 1; 0 for one without tokens.
-
-    >>> confident_share(torch.tensor([[-1.0, -3.0]]))
-    tensor([0.5000])
-    """
-    mask = mask_like(policy_logprobs, mask)
-    return row_mean(F.full_precision(policy_logprobs.detach()).exp() > probability, mask)
-
-
-def compute_kl_divergence(old_logprobs: Tensor, new_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
-    """How far an update has moved the policy: k3 estimate of KL(old‖new) on the old policy's tokens [B, T], a scalar ≥ 0 in nats.
-
-    >>> compute_kl_divergence(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]))
-    tensor(0.1065)
-    """
-    same_shape(old_logprobs=old_logprobs, new_logprobs=new_logprobs)
-    return F.approximate_kl(new_logprobs, old_logprobs.to(new_logprobs.device), mask_like(new_logprobs, mask))
-
-
-def create_reference_model(policy_model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of the policy as it is now, without gradient, in evaluation mode. Under LoRA the base is copied too."""
+def create_reference_model(policy_model: torch.nn.Module, ref_model_fn: Callable[..., Any] | None = None) -> Any:
+    """A copy of the policy as it is now, without gradient, in evaluation mode; or ref_model_fn(policy_model), such as a teacher."""
+    if ref_model_fn is not None:
+        return ref_model_fn(policy_model)
     return copy.deepcopy(policy_model).requires_grad_(False).eval()
 
 
-def update_reference_model(
-    ref_model: torch.nn.Module, policy_model: torch.nn.Module, update_fn: UpdateHook | None = None, **progress: Any
-) -> None:
-    """Moves the reference: by `update_fn`, or without one to a copy of the policy, parameters and buffers by name.
+def update_reference_model(ref_model: torch.nn.Module, policy_model: torch.nn.Module, update_fn: UpdateHook, **progress: Any) -> None:
+    """Moves the reference: update_fn(ref_model, policy_model).
 
-    Of `progress`, such as step (RL steps done) and kl (nats per token, of the last step), an update_fn gets what its signature takes.
+    Of `progress`, step (iterations done) and kl (nats per token, of the last step), an update_fn gets what it has parameters for; kl_value
+    is another name of kl.
     """
-    if update_fn is None:
-        reference.follow(reference.track(ref_model), policy_model)
-    else:
-        update_fn(ref_model, policy_model, **accepted(update_fn, progress))
+    taken = inspect.signature(update_fn).parameters
+    given = progress | ({"kl_value": progress["kl"]} if "kl" in progress and "kl_value" in taken else {})
+    every = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+    update_fn(ref_model, policy_model, **{name: value for name, value in given.items() if every or name in taken})
 
 
 def lift_update(kept: Reference) -> UpdateHook:
@@ -140,7 +132,7 @@ def create_ema_updater(decay: float = 0.999) -> UpdateHook:
     return lift_update(reference.ema(decay=decay))
 
 
-def create_periodic_updater(update_every: int = 20) -> UpdateHook:
+def create_periodic_updater(update_every: int) -> UpdateHook:
     """A ref update_fn: a copy of the policy at every multiple of `update_every` steps (or calls, where no step is passed)."""
     return lift_update(reference.periodic(every=update_every))
 

@@ -1,0 +1,124 @@
+"""The hooks of an iteration as parts of the core's algorithm and KL."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import rlkit.functional as F
+from rlkit.algorithm import KL, Algorithm
+from rlkit.errors import Refusal
+from rlkit.notebook.algorithms import selected
+from rlkit.notebook.configs import core_of
+from rlkit.notebook.data import Rollout, TrainingConfig
+from rlkit.notebook.kl import compute_kl, is_estimator
+from rlkit.notebook.views import view
+from rlkit.training.learner import Learner
+
+
+def with_hooks(
+    learner: Learner,
+    config: TrainingConfig,
+    *,
+    advantage_fn: Callable[..., Tensor] | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    kl_fn: Callable[..., Tensor] | None = None,
+    pair_selector: Callable[..., Any] | None = None,
+) -> tuple[Algorithm, KL]:
+    """Algorithm and KL of a config with the hooks in them.
+
+    Args:
+      learner: whose episodes the hooks are given, as rollouts with the tokens of all replies.
+      kl_fn: one that gives [B] is taken off the rewards, whatever the config's placement.
+    Raises: ValueError for a hook that would do nothing.
+    """
+    algorithm, kl = core_of(config)
+    if kl_fn is not None:
+        if not kl.coef:
+            raise ValueError(f"kl_fn is given, and the coefficient of the KL in '{algorithm.name}' is 0; set kl_coef")
+        core = is_estimator(kl_fn)
+        kl = kl._replace(estimator=kl_fn) if core else kl._replace(estimator=_per_rollout(kl_fn), placement="reward_sequence")
+    if pair_selector is not None:
+        if "pair_selector" not in inspect.signature(algorithm.advantage).parameters:
+            raise ValueError(f"pair_selector is given, and '{algorithm.name}' compares no pairs; use create_dapo_config()")
+
+        def selector(rewards: Tensor, group_ids: Tensor) -> Tensor:
+            return selected(pair_selector, _views(learner))(rewards, group_ids)
+
+        algorithm = algorithm._replace(advantage=partial(algorithm.advantage, pair_selector=selector))
+    if advantage_fn is not None:
+        own = _advantage(learner, advantage_fn, config.normalize_advantages)
+        algorithm = algorithm._replace(advantage=own, normalization=F.no_normalization)
+    return algorithm if loss_fn is None else algorithm._replace(policy_loss=_policy_loss(learner, loss_fn)), kl
+
+
+def _views(learner: Learner) -> list[Rollout]:
+    return [view(episode, whole=True) for episode in learner.trained]
+
+
+def _per_rollout(kl_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A kl_fn that gives [B] as an estimator: each rollout's number on all of its tokens."""
+
+    def estimator(logprobs: Tensor, logprobs_ref: Tensor, response_mask: Tensor, rollout_ids: Tensor, step_ids: Tensor) -> Tensor:
+        positions, mask = F.episode_positions(rollout_ids, step_ids, response_mask)
+        policy, ref = (F.to_episodes(x, positions, mask) for x in (logprobs, logprobs_ref))
+        return compute_kl(policy, ref, mask, kl_fn)[rollout_ids][:, None].expand(response_mask.shape)
+
+    return estimator
+
+
+def _advantage(learner: Learner, advantage_fn: Callable[..., Tensor], normalize: bool) -> Any:
+    """An advantage_fn, which takes rollouts, as an advantage."""
+
+    def advantage(rewards: Tensor, rollout_ids: Tensor, step_ids: Tensor, sampled_mask: Tensor, logprobs_sampler: Tensor) -> Tensor:
+        positions, mask = _episodes(rollout_ids, step_ids, sampled_mask, len(rewards))
+        given = advantage_fn(_views(learner), normalize).detach().float().to(mask.device)
+        given = given[:, None].expand(mask.shape) if given.dim() == 1 else given
+        if given.shape != mask.shape:
+            raise ValueError(f"advantage_fn gave shape {tuple(given.shape)}; it must be [B, T] = {tuple(mask.shape)}, or [B]")
+        return F.from_episodes(given, positions, mask, logprobs_sampler)
+
+    return advantage
+
+
+def _policy_loss(learner: Learner, loss_fn: Callable[..., Tensor]) -> Any:
+    """A loss_fn, which gives a number for a whole minibatch, as a loss per token whose weighted sum is that number."""
+
+    def policy_loss(
+        logprobs: Tensor, logprobs_old: Tensor, rollout_ids: Tensor, step_ids: Tensor, response_mask: Tensor, weights: Tensor, scale: Tensor
+    ) -> Tensor:
+        whole, n = learner.minibatch, len(learner.trained)
+        assert whole is not None and whole.advantages is not None
+        positions, mask = _episodes(rollout_ids, step_ids, response_mask, n)
+        every, full = _episodes(whole.rollout_ids, whole.step_ids, whole.response_mask, n)
+        if not torch.equal(mask.any(1), full.any(1)):
+            raise Refusal("memory ran out, and a loss_fn needs its whole minibatch at once: give fewer or shorter rollouts")
+        new, old = (F.to_episodes(x, positions, mask) for x in (logprobs, logprobs_old))
+        rollouts = _with_logprobs(learner, new, old, mask.sum(1).tolist())
+        loss = loss_fn(rollouts, F.to_episodes(whole.advantages, every, full)[full.any(1)])
+        share = F.fill_masked(weights * scale, response_mask, 0.0).sum()
+        return (loss / share if share else 0.0 * loss).expand(response_mask.shape)
+
+    return policy_loss
+
+
+def _with_logprobs(learner: Learner, new: Tensor, old: Tensor, lengths: Sequence[int]) -> list[Rollout]:
+    """The rollouts that are trained on, with log-probs that carry the gradient, and the old ones in metadata["old_logprobs"]."""
+    rollouts = []
+    for episode, row, before, length in zip(learner.trained, new, old, lengths, strict=True):
+        if length:
+            rollout = view(episode, logprobs=row[:length], whole=True)
+            rollouts.append(rollout._replace(metadata={**rollout.metadata, "old_logprobs": before[:length]}))
+    return rollouts
+
+
+def _episodes(rollout_ids: Tensor, step_ids: Tensor, mask: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Positions and mask [n, T] of each rollout's sampled tokens, also for rollouts at the end without any."""
+    positions, own = F.episode_positions(rollout_ids, step_ids, mask)
+    padding = (0, 0, 0, n - len(own))
+    return nn.functional.pad(positions, padding), nn.functional.pad(own, padding)

@@ -1,0 +1,132 @@
+"""Episodes of the core as the document's rollouts, and its hooks as functions of the core's episodes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlkit import types
+from rlkit.notebook.data import Conversation, Generation, Message, Rollout
+from rlkit.rewards import Reward, Term, batched, weighted_sum
+
+Aggregator = Callable[[np.ndarray], float]
+
+
+class Arguments(dict[str, Any]):
+    """A call's arguments that remember the call as a tool_parser gave it."""
+
+    def __init__(self, arguments: Mapping[str, Any], call: Mapping[str, Any]):
+        super().__init__(arguments)
+        self.call = call
+
+
+def call_as_given(call: types.ToolCall) -> Mapping[str, Any]:
+    """A call as its tool_parser gave it; as OpenAI writes it where there was none."""
+    if isinstance(call.arguments, Arguments):
+        return call.arguments.call
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+
+
+def view(
+    episode: types.Rollout, *, logprobs: Tensor | None = None, kl_penalty: float = 0.0, text: str | None = None, whole: bool = False
+) -> Rollout:
+    """An episode as the document has rollouts.
+
+    Args:
+      logprobs: [T] of the tokens, in place of the sampler's. kl_penalty: taken off the reward. text: in place of the last content.
+      whole: the tokens of all replies in `generation`, as a loss needs them; else those of the last one.
+    """
+    steps = episode.steps if whole else episode.steps[-1:]
+    ids = [step.response_ids[i] for step in steps for i in step.sampled]
+    own = torch.tensor([step.logprobs[i] for step in steps for i in step.sampled]) if logprobs is None else logprobs
+    said = {"thinking": steps[-1].thinking, "finish_reason": steps[-1].finish_reason} if steps else {}
+    text = episode.final_content if text is None else text
+    generation = Generation(text, torch.tensor(ids, dtype=torch.int64, device=own.device), own, torch.ones_like(own.detach()), said)
+    reward = None if episode.reward is None else episode.reward - kl_penalty
+    metadata = {**episode.metadata, "episode": episode, "rewards": episode.rewards}
+    return Rollout(prompt_of(episode.task), generation, reward, kl_penalty, conversation_of(episode), metadata)
+
+
+def prompt_of(task: types.Task) -> str:
+    """What a task asks: its last user message."""
+    return next((m.get("content", "") for m in reversed(task.messages) if m["role"] == "user"), "")
+
+
+def conversation_of(episode: types.Rollout) -> Conversation:
+    """The messages of an episode, thinking left out."""
+    results = {r.id: {"id": r.id, "name": r.name, "ok": r.ok} for step in episode.steps for r in step.tool_results}
+    calls = iter([call_as_given(call) for call in step.tool_calls] for step in episode.steps)
+    messages = []
+    for m in episode.history(len(episode.steps), thinking=False):
+        ours = next(calls, []) if m["role"] == "assistant" else []
+        messages.append(Message(m["role"], m.get("content", ""), tuple(ours), results.get(m.get("tool_call_id", ""), {})))
+    return Conversation(tuple(messages))
+
+
+def as_reward(reward_fn: Any, aggregator: Aggregator | None = None, vectors: dict[int, np.ndarray] | None = None) -> Reward:
+    """A reward function of the document, or a list of them, as a Reward of the core.
+
+    Args:
+      reward_fn: (rollout) → number, vector or None, plain, async or `@batched`; a list of these; or a Reward.
+      aggregator: (vector) → float, of a list's numbers or a vector's; None: their mean.
+      vectors: takes the vector that a function gives, by the position of its prompt.
+    """
+    if isinstance(reward_fn, Reward):
+        return reward_fn
+    mean: Aggregator = aggregator or (lambda vector: float(np.mean(vector)))
+    if callable(reward_fn):
+        return Reward("reward_fn", {"reward_fn": Term(1.0, _of_view(reward_fn, mean, vectors))}, weighted_sum)
+    names = [getattr(fn, "__name__", "reward_fn") for fn in reward_fn]
+    names = [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
+    terms = {name: Term(1.0, _of_view(fn, mean, None)) for name, fn in zip(names, reward_fn, strict=True)}
+    return Reward("reward_fns", terms, lambda scores, weights: float(mean(np.array(list(scores.values())))))
+
+
+def _of_view(reward_fn: Callable[..., Any], aggregator: Aggregator, vectors: dict[int, np.ndarray] | None) -> Callable[..., Any]:
+    """A reward function that is given views, and whose vectors become numbers."""
+
+    def number(found: Any, episode: types.Rollout) -> Any:
+        if not np.ndim(found):
+            return found.item() if isinstance(found, np.generic) else found
+        if vectors is not None:
+            vectors[episode.group] = found
+        return float(aggregator(found))
+
+    async def later(found: Any, episode: types.Rollout) -> Any:
+        return number(await found, episode)
+
+    def reward(episode: types.Rollout) -> Any:
+        found = reward_fn(view(episode))
+        return later(found, episode) if inspect.isawaitable(found) else number(found, episode)
+
+    if getattr(reward_fn, "batched", False):
+        return batched(lambda episodes: reward_fn([view(episode) for episode in episodes]))
+    return reward
+
+
+def stacked(rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor]:
+    """Log-probs and mask [B, T] of the rollouts' tokens, filled up on the right."""
+    if any(r.generation.logprobs is None for r in rollouts):
+        raise ValueError("a rollout has no log-probs; give generate(…, compute_logprobs=True)")
+    pad = torch.nn.utils.rnn.pad_sequence
+    logprobs = pad([r.generation.logprobs for r in rollouts], batch_first=True)  # type: ignore[misc]
+    return logprobs, pad([r.generation.valid_mask.bool() for r in rollouts], batch_first=True).to(logprobs.device)
+
+
+def task_rewards(rollouts: Sequence[Rollout]) -> Tensor:
+    """[B] rewards before the KL penalty, nan where there is none. Raises: ValueError for a vector."""
+    if any(np.ndim(r.reward) > 0 for r in rollouts if r.reward is not None):
+        raise ValueError("a rollout's reward is a vector; make it a number with aggregate_vector_rewards before training on it")
+    return torch.tensor([float("nan") if r.reward is None else float(r.reward) + r.kl_penalty for r in rollouts])
+
+
+def groups(rollouts: Sequence[Rollout]) -> Tensor:
+    """[B] int64: rollouts of one prompt share a number."""
+    kept = [r.metadata.get("episode") for r in rollouts]
+    keys = [r.prompt if e is None else str(e.task.messages) for r, e in zip(rollouts, kept, strict=True)]
+    return torch.tensor([keys.index(key) for key in keys])
