@@ -16,16 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial, wraps
+from functools import partial, wraps
 from time import perf_counter
 from typing import Any, Literal, Union
 
-from rlkit.errors import ConfigError, visible
-from rlkit.system.deadline import DeadlinePassed, ProcessEndAsked, contained, containing, in_worker, within
+from rlkit.errors import ConfigError
+from rlkit.system.deadline import DeadlinePassed, ProcessEndAsked, contained, containing, in_worker, warn_once, within
 from rlkit.types import Tool, ToolCall, ToolResult
 
 MAX_CHARS = 2000  # of a result that the policy reads
@@ -143,7 +142,7 @@ async def _attempt(call: ToolCall, tools: Mapping[str, Tool], timeout: float | N
     except DeadlinePassed:
         return f"Error: {call.name} took longer than {timeout:g} s and was given up.", False
     except ProcessEndAsked as error:
-        _warn_of_end(call.name, str(error))
+        warn_once(f"the tool {call.name} tried to end the process: {error}; its call counts as failed, and the run goes on")
         return f"Error: {call.name} tried to end the process and was stopped ({error}).", False
     except asyncio.CancelledError as error:
         if (task := asyncio.current_task()) is None or task.cancelling():
@@ -176,13 +175,6 @@ def marked(tool: Tool | None, word: str) -> bool:
     """Whether a tool says this of itself: `tool.bounded = True`, or its class says it of all its methods."""
     function = _function(tool) if tool is not None else None
     return bool(getattr(function, word, getattr(getattr(function, "__self__", None), word, False)))
-
-
-@lru_cache(maxsize=64)
-def _warn_of_end(name: str, how: str) -> None:
-    """Tell the user, once for each place, of a tool that tries to end the run."""
-    said = visible(f"warning: the tool {name} tried to end the process: {how}; its call counts as failed, and the run goes on")
-    print(said, file=sys.stderr, flush=True)
 
 
 def text_arguments(name: str, tool: Callable[..., Any], text: str, load: Callable[[str], Any]) -> dict[str, Any]:

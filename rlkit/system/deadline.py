@@ -116,17 +116,19 @@ class Work(Generic[T]):
                 with suppress(Exception):
                     end()
         if what and not self.ends:
-            _warn_of_thread(what)
+            warn_once(
+                f"{what} was given up and goes on in a thread beside the training, since a thread cannot be killed; what it gives is "
+                "dropped. Make it async, or have it wait inside `with rlkit.system.deadline.ended_by(end)`, and it ends in time"
+            )
 
 
 WORK: ContextVar[Work[Any] | None] = ContextVar("WORK", default=None)  # whose thread this is
 
 
 @lru_cache(maxsize=64)
-def _warn_of_thread(what: str) -> None:
-    said = f"warning: {what} was given up and goes on in a thread beside the training, since a thread cannot be killed; what it gives is "
-    said += "dropped. Make it async, or have it wait inside `with rlkit.system.deadline.ended_by(end)`, and it ends in time"
-    print(visible(said), file=sys.stderr, flush=True)
+def warn_once(text: str) -> None:
+    """Prints a warning to standard error, the same one only once."""
+    print(visible(f"warning: {text}"), file=sys.stderr, flush=True)
 
 
 @contextmanager
