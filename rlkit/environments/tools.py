@@ -172,7 +172,7 @@ async def _text_of(tool: Tool, call: ToolCall, timeout: float | None) -> str:
 
 
 def marked(tool: Tool | None, word: str) -> bool:
-    """Whether a tool says this of itself: `tool.bounded = True`, or its class says it of all its methods."""
+    """Whether a tool has this mark: `tool.bounded = True`, or the same on the class that it is a method of."""
     function = _function(tool) if tool is not None else None
     return bool(getattr(function, word, getattr(getattr(function, "__self__", None), word, False)))
 
@@ -216,7 +216,7 @@ def _misfit(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a JSON value may stand for a parameter of this type. An annotation unknown to JSON fits everything."""
+    """Whether a JSON value fits a parameter of this type. An annotation unknown to JSON fits everything."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):
         return any(_fits(value, option) for option in inner)
