@@ -142,8 +142,6 @@ def _outside(node: ast.expr, s: _Split, asked: bool) -> ast.expr:
             return ast.BoolOp(node.op, [_outside(part, s, True) for part in node.values])
         case ast.Compare():
             return _comparison(node, s)
-        case ast.Subscript() if not _from_program(node.slice, s):
-            return ast.Subscript(inner(node.value), node.slice, ast.Load())
         case ast.Call():
             return _function(node, s, asked)
     raise Unsplittable(f"no literal: {ast.unparse(node):.60}")
