@@ -137,7 +137,7 @@ async def _attempt(call: ToolCall, tools: Mapping[str, Tool], timeout: float | N
             return f"Error: there is no tool {call.name!r}. The tools are: {known}.", False
         tool = tools[call.name]
         if problem := _misfit(tool, call.arguments):
-            return f"Error: {problem}. Call it as {_signature(call.name, tool)}.", False
+            return f"Error: {problem}. Call it as {call.name}{_signature(tool)}.", False
         return await _text_of(tool, call, timeout), True
     except DeadlinePassed:
         return f"Error: {call.name} took longer than {timeout:g} s and was given up.", False
@@ -184,12 +184,13 @@ def text_arguments(name: str, tool: Callable[..., Any], text: str, load: Callabl
       load: reads the text for a parameter that is no string; raises ValueError where it cannot.
     Raises: ValueError where the tool has not exactly one required parameter. One without any takes a call without text.
     """
-    parameters = _parameters(tool) or {}
+    signature = _signature(tool) or inspect.Signature()
+    parameters = signature.parameters
     required = [p for p in parameters.values() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if not required and not text:
         return {}
     if len(required) != 1:
-        raise ValueError(f"a text cannot call {_signature(name, tool)}, which has {len(required)} required parameters, not one")
+        raise ValueError(f"a text cannot call {name}{signature}, which has {len(required)} required parameters, not one")
     if _fits(text, required[0].annotation):
         return {required[0].name: text}
     try:
@@ -200,9 +201,9 @@ def text_arguments(name: str, tool: Callable[..., Any], text: str, load: Callabl
 
 def _misfit(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
     """Why the arguments do not fit the tool's signature, or '' where they do."""
-    parameters = _parameters(tool)
-    if parameters is None:  # a builtin without a signature checks for itself
+    if (signature := _signature(tool)) is None:  # a builtin without a signature checks for itself
         return ""
+    parameters = signature.parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if unexpected := [name for name in arguments if name not in named and not takes_any]:
@@ -234,23 +235,13 @@ def _fits(value: Any, annotation: Any) -> bool:
     return value is None if expected in (None, type(None)) else True
 
 
-def _parameters(tool: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+def _signature(tool: Callable[..., Any]) -> inspect.Signature | None:
     for resolve in (True, False):  # annotations that cannot be resolved are not checked
         try:
-            return inspect.signature(tool, eval_str=resolve).parameters
+            return inspect.signature(tool, eval_str=resolve).replace(return_annotation=inspect.Signature.empty)
         except Exception:
             continue
     return None
-
-
-def _signature(name: str, tool: Callable[..., Any]) -> str:
-    """The call as the policy should write it: add(a: int, b: int = 0)."""
-    parts = []
-    for parameter in (_parameters(tool) or {}).values():
-        kind = "" if parameter.annotation is parameter.empty else f": {_type_name(parameter.annotation)}"
-        default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
-        parts.append(parameter.name + kind + default)
-    return f"{name}({', '.join(parts)})"
 
 
 def _type_name(annotation: Any) -> str:
