@@ -38,8 +38,6 @@ def test_threads_by_size_and_cores(parameters, available, asked, expected, monke
         ("0::/", {"cpu.max": "150000 100000"}, 2),  # a core and a half: two threads can run
         ("0::/job/step", {"cpu.max": "max 100000", "job/cpu.max": "300000 100000", "job/step/cpu.max": "max 100000"}, 3),
         ("0::/", {"cpu.max": "max 100000"}, 8),
-        ("4:memory:/\n3:cpu,cpuacct:/pod", {"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4),
-        ("3:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
         ("0::/", {"cpu.max": "nonsense"}, 8),
         (None, {}, 8),
     ],

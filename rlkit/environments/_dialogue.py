@@ -31,7 +31,7 @@ def dialogue(
       tools: of `tool_use`; with any, calls in replies are answered before prompt_fn is asked.
       max_turns: replies of an episode, at least 1; an episode that would go on after the last one is truncated.
       system_prompt: put in front of the task's messages; None adds none.
-      history: strip_thinking renders the conversation anew for every reply, without earlier thinking; keep_thinking only appends.
+      history: strip_thinking renders the conversation again for every reply, without earlier thinking; keep_thinking only appends.
       overflow: of the model's context. truncate ends the episode; drop_oldest drops the oldest replies, each with what was said to it,
         until a whole reply fits; the task's messages always stay.
       deadline: seconds, > 0, that an episode may spend waiting for its functions, all together; then it is truncated. None: no limit.

@@ -41,7 +41,7 @@ def gymnasium(
       render: observation → text.
       max_turns: replies of an episode, at least 1; one that would go on after the last is truncated.
       system_prompt: put in front of the task's messages and the first observation; None adds none.
-      history: keep_thinking only appends; strip_thinking renders the conversation anew, without earlier thinking.
+      history: keep_thinking only appends; strip_thinking renders the conversation again for every reply, without earlier thinking.
       deadline: seconds, > 0, that an episode may spend waiting for async methods, all together; then it is truncated. None: no limit.
     Raises: ConfigError for a limit out of range; from an episode's start, where the environment cannot be made or reset.
     """

@@ -31,7 +31,7 @@ def tool_use(
 
     Args:
       tools: name → typed function with a docstring, plain or async. The name is the function's own, since the schema gives that one.
-        Or name → class (or partial of one) that is made anew for each episode: its documented public methods are tools by their own
+        Or name → class (or partial of one) of which each episode makes an instance: its documented public methods are tools by their own
         names, and the name is that of its end state (rlkit.environments.toolbox).
       max_turns: replies in an episode, at least 1; an episode that still calls in the last one is truncated.
       max_calls: calls answered in one reply, at least 1; the others come back as errors.

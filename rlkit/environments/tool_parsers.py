@@ -1,7 +1,7 @@
 """Reading tool calls out of a reply. A parser takes the content without thinking, and never raises on any text.
 
 Text that was meant as a call and is none becomes a ToolCall whose `error` the policy reads, so that no call vanishes.
-Ids count within the reply (call_0, call_1, …); whoever keeps the conversation makes them unique in it.
+Ids count within the reply (call_0, call_1, …); the code that keeps the conversation makes them unique in it.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
 
 
 def signatures(tools: Mapping[str, Any]) -> dict[str, Tool]:
-    """The tools for whoever only reads their signatures, such as a parser: methods without an instance."""
+    """The tools for code that only reads their signatures, such as a parser: methods without an instance."""
     out: dict[str, Tool] = {}
     for name, tool in tools.items():
         if (cls := tool_class(tool)) is None:

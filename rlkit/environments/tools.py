@@ -17,16 +17,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial, wraps
+from functools import partial, wraps
 from time import perf_counter
 from typing import Any, Literal, Union
 
-from rlkit.errors import ConfigError, visible
-from rlkit.system.deadline import DeadlinePassed, ProcessEndAsked, contained, containing, in_worker, within
+from rlkit.errors import ConfigError
+from rlkit.system.deadline import DeadlinePassed, ProcessEndAsked, contained, containing, in_worker, warn_once, within
 from rlkit.types import Tool, ToolCall, ToolResult
 
 MAX_CHARS = 2000  # of a result that the policy reads
@@ -139,12 +138,12 @@ async def _attempt(call: ToolCall, tools: Mapping[str, Tool], timeout: float | N
             return f"Error: there is no tool {call.name!r}. The tools are: {known}.", False
         tool = tools[call.name]
         if problem := _misfit(tool, call.arguments):
-            return f"Error: {problem}. Call it as {_signature(call.name, tool)}.", False
+            return f"Error: {problem}. Call it as {call.name}{_signature(tool)}.", False
         return await _text_of(tool, call, timeout), True
     except DeadlinePassed:
         return f"Error: {call.name} took longer than {timeout:g} s and was given up.", False
     except ProcessEndAsked as error:
-        _warn_of_end(call.name, str(error))
+        warn_once(f"the tool {call.name} tried to end the process: {error}; its call counts as failed, and the run goes on")
         return f"Error: {call.name} tried to end the process and was stopped ({error}).", False
     except asyncio.CancelledError as error:
         if (task := asyncio.current_task()) is None or task.cancelling():
@@ -180,16 +179,9 @@ def _as_text(result: Any) -> str:
 
 
 def marked(tool: Tool | None, word: str) -> bool:
-    """Whether a tool says this of itself: `tool.bounded = True`, or its class says it of all its methods."""
+    """Whether a tool has this mark: `tool.bounded = True`, or the same on the class that it is a method of."""
     function = _function(tool) if tool is not None else None
     return bool(getattr(function, word, getattr(getattr(function, "__self__", None), word, False)))
-
-
-@lru_cache(maxsize=64)
-def _warn_of_end(name: str, how: str) -> None:
-    """Tell the user, once for each place, of a tool that tries to end the run."""
-    said = visible(f"warning: the tool {name} tried to end the process: {how}; its call counts as failed, and the run goes on")
-    print(said, file=sys.stderr, flush=True)
 
 
 def text_arguments(name: str, tool: Callable[..., Any], text: str, load: Callable[[str], Any]) -> dict[str, Any]:
@@ -199,12 +191,13 @@ def text_arguments(name: str, tool: Callable[..., Any], text: str, load: Callabl
       load: reads the text for a parameter that is no string; raises ValueError where it cannot.
     Raises: ValueError where the tool has not exactly one required parameter. One without any takes a call without text.
     """
-    parameters = _parameters(tool) or {}
+    signature = _signature(tool) or inspect.Signature()
+    parameters = signature.parameters
     required = [p for p in parameters.values() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if not required and not text:
         return {}
     if len(required) != 1:
-        raise ValueError(f"a text cannot call {_signature(name, tool)}, which has {len(required)} required parameters, not one")
+        raise ValueError(f"a text cannot call {name}{signature}, which has {len(required)} required parameters, not one")
     if _fits(text, required[0].annotation):
         return {required[0].name: text}
     try:
@@ -215,9 +208,9 @@ def text_arguments(name: str, tool: Callable[..., Any], text: str, load: Callabl
 
 def _misfit(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
     """Why the arguments do not fit the tool's signature, or '' where they do."""
-    parameters = _parameters(tool)
-    if parameters is None:  # a builtin without a signature checks for itself
+    if (signature := _signature(tool)) is None:  # a builtin without a signature checks for itself
         return ""
+    parameters = signature.parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if unexpected := [name for name in arguments if name not in named and not takes_any]:
@@ -231,7 +224,7 @@ def _misfit(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a JSON value may stand for a parameter of this type. An annotation unknown to JSON fits everything."""
+    """Whether a JSON value fits a parameter of this type. An annotation unknown to JSON fits everything."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):
         return any(_fits(value, option) for option in inner)
@@ -249,23 +242,13 @@ def _fits(value: Any, annotation: Any) -> bool:
     return value is None if expected in (None, type(None)) else True
 
 
-def _parameters(tool: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+def _signature(tool: Callable[..., Any]) -> inspect.Signature | None:
     for resolve in (True, False):  # annotations that cannot be resolved are not checked
         try:
-            return inspect.signature(tool, eval_str=resolve).parameters
+            return inspect.signature(tool, eval_str=resolve).replace(return_annotation=inspect.Signature.empty)
         except Exception:
             continue
     return None
-
-
-def _signature(name: str, tool: Callable[..., Any]) -> str:
-    """The call as the policy should write it: add(a: int, b: int = 0)."""
-    parts = []
-    for parameter in (_parameters(tool) or {}).values():
-        kind = "" if parameter.annotation is parameter.empty else f": {_type_name(parameter.annotation)}"
-        default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
-        parts.append(parameter.name + kind + default)
-    return f"{name}({', '.join(parts)})"
 
 
 def _type_name(annotation: Any) -> str:

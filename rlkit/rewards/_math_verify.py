@@ -93,9 +93,9 @@ def _unread(reason: str) -> str:
 
 
 def ask(calls: Sequence[Sequence[str]], deadline: float) -> list[str]:
-    """What a child says of each (truth,) or (truth, answer), as in `_math_child`; or timeout, or error.
+    """A child's verdict on each (truth,) or (truth, answer), as in `_math_child`; or timeout, or error.
 
-    error: the child died, for example of too much memory, and so did a second one.
+    error: the child died, for example because it ran out of memory, and so did a second one.
     """
     if not deadline > 0:
         raise ConfigError(f"math_verify: deadline must be > 0 seconds, not {deadline}")

@@ -28,7 +28,7 @@ async def verifiers(rollout: Rollout) -> float:
 
 
 def task_of(row: Mapping[str, Any]) -> Any:
-    """The task of verifiers that a row's id, config and data stand for."""
+    """The task of verifiers that a row describes by id, config and data."""
     try:
         from verifiers.v1.utils import loaders
     except ImportError as error:

@@ -28,7 +28,7 @@ class _Open(NamedTuple):
     fence: str  # its run of backticks or tildes
     info: str  # what stands behind it
     indent: int  # columns before it
-    quotes: int  # block quotes that it stands in
+    quotes: int  # block quotes around it
     lines: list[str]
 
 

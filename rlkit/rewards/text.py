@@ -44,7 +44,7 @@ def exact_match(
 @gives("binary", correct=1, wrong=0)
 @gives("raw")
 def contains(rollout: Rollout, *, ignore_case: bool = False, correct: float = 1.0, wrong: float = 0.0) -> float | None:
-    """Whether `task.answer` stands in the final reply as whole words.
+    """Whether the final reply contains `task.answer` as whole words.
 
     "1" is not in "10", "1.5", "1,000", "1/2" or "-1", and "correct" is not in "incorrect". White space between the
     answer's words may be of any kind and length.

@@ -142,8 +142,6 @@ def _outside(node: ast.expr, s: _Split, asked: bool) -> ast.expr:
             return ast.BoolOp(node.op, [_outside(part, s, True) for part in node.values])
         case ast.Compare():
             return _comparison(node, s)
-        case ast.Subscript() if not _from_program(node.slice, s):
-            return ast.Subscript(inner(node.value), node.slice, ast.Load())
         case ast.Call():
             return _function(node, s, asked)
     raise Unsplittable(f"no literal: {ast.unparse(node):.60}")
@@ -237,13 +235,13 @@ def _call(node: ast.expr, s: _Split, asked: bool, form: str = "{}") -> ast.expr:
         if isinstance(part, ast.Name) and part.id in EVALUATE:
             raise Unsplittable(f"{part.id} may hold the expectation")
         if _judges(part) and any(isinstance(inner, ast.expr) and _is_program(inner, s) for inner in ast.walk(part) if inner is not part):
-            raise Unsplittable(f"the expectation stands inside the call {text:.60}")
+            raise Unsplittable(f"the expectation is inside the call {text:.60}")
     s.calls.append(form.format(text))
     return ast.Name(f"value_{len(s.calls) - 1}", ast.Load())
 
 
 def _judges(node: ast.AST) -> bool:
-    """Whether a part decides something about what stands inside it: a comparison, a predicate, a library's function of several values."""
+    """Whether a part decides something about what is inside it: a comparison, a predicate, a library's function of several values."""
     if isinstance(node, ast.Compare | ast.BoolOp) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)):
         return True
     if not isinstance(node, ast.Call):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import math
 import operator
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -65,8 +64,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "all": lambda items: all(map(truth, items)),
     "any": lambda items: any(map(truth, items)),
     "range": _range,
-    "Counter": lambda items=(): dict(Counter(items)),
-    "collections.Counter": lambda items=(): dict(Counter(items)),
     "bool": truth,
     "isinstance": isinstance,  # of `TYPES`, see `evaluate`
     "round": _round,
@@ -81,10 +78,10 @@ KEYWORDS = {
     "sorted": {"reverse"}, "min": {"default"}, "max": {"default"}, "sum": {"start"}, "round": {"ndigits"},
 }  # fmt: skip
 # These take the items of one argument, whatever it is: of a program's value the child sends the list of its items.
-ITERATE = {"all", "any", "Counter", "collections.Counter", "len", "sorted", "set", "frozenset", "list", "tuple", "sum"}
+ITERATE = {"all", "any", "len", "sorted", "set", "frozenset", "list", "tuple", "sum"}
 ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod, ast.Pow: operator.pow, ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
+    ast.Mod: operator.mod, ast.Pow: operator.pow,
 }  # fmt: skip
 UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
     ast.Not: lambda value: not truth(value), ast.USub: operator.neg, ast.UAdd: operator.pos,
@@ -123,10 +120,6 @@ def evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
         case ast.Compare():
             sides = [of(part) for part in (node.left, *node.comparators)]
             return all(_compare(type(op), a, b) for op, a, b in zip(node.ops, sides[:-1], sides[1:], strict=True))
-        case ast.Subscript():
-            return of(node.value)[of(node.slice)]
-        case ast.Slice():
-            return slice(*(None if bound is None else of(bound) for bound in (node.lower, node.upper, node.step)))
         case ast.Call(func=ast.Name(id="isinstance")):
             return isinstance(of(node.args[0]), TYPES[ast.unparse(node.args[1])])
         case ast.Call():
@@ -141,8 +134,7 @@ def _arithmetic(kind: type[ast.operator], a: Any, b: Any) -> Any:
         return ARITHMETIC[kind](a, b)
     joined = kind is ast.Add and type(a) is type(b) and type(a) in SEQUENCES
     repeated = kind is ast.Mult and type(a) in SEQUENCES and type(b) is int and len(a) * b <= LONGEST
-    sets = kind in (ast.Sub, ast.BitAnd, ast.BitOr, ast.BitXor) and isinstance(a, set | frozenset) and isinstance(b, set | frozenset)
-    if not (joined or repeated or sets):
+    if not (joined or repeated):
         raise TypeError(f"no {kind.__name__} of {type(a).__name__} and {type(b).__name__}")
     return ARITHMETIC[kind](a, b)
 

@@ -102,11 +102,10 @@ class Outcome(NamedTuple):
 
 def check(sandbox: Sandbox) -> None:
     """Raises: ConfigError naming the number that is out of range."""
-    least = {"time_limit": 0.01, "memory_mb": 64, "output_kb": 1, "workers": 1}
-    for name, bound in least.items():
+    for name, (least, _) in Sandbox.__ranges__.items():  # type: ignore[attr-defined]
         value = getattr(sandbox, name)
-        if value is not None and not bound <= value:
-            raise ConfigError(f"sandbox.{name} is {value}; it must be at least {bound}")
+        if value is not None and not least <= value:
+            raise ConfigError(f"sandbox.{name} is {value}; it must be at least {least}")
 
 
 def workers(sandbox: Sandbox) -> int:

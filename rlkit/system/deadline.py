@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 from rlkit.errors import Interrupted, raised_at, visible
 
 T = TypeVar("T")
-end_process = os._exit  # the system's own, whatever stands in its place while user code runs
+end_process = os._exit  # the system's own; `containing` replaces os._exit
 GRACE = 5.0  # seconds until a process that cannot even say that it hangs is ended
 MOST_THREADS = 256  # that work for one event loop at the same time; further calls wait for a place
 
@@ -116,17 +116,19 @@ class Work(Generic[T]):
                 with suppress(Exception):
                     end()
         if what and not self.ends:
-            _warn_of_thread(what)
+            warn_once(
+                f"{what} was given up and goes on in a thread beside the training, since a thread cannot be killed; what it gives is "
+                "dropped. Make it async, or have it wait inside `with rlkit.system.deadline.ended_by(end)`, and it ends in time"
+            )
 
 
 WORK: ContextVar[Work[Any] | None] = ContextVar("WORK", default=None)  # whose thread this is
 
 
 @lru_cache(maxsize=64)
-def _warn_of_thread(what: str) -> None:
-    said = f"warning: {what} was given up and goes on in a thread beside the training, since a thread cannot be killed; what it gives is "
-    said += "dropped. Make it async, or have it wait inside `with rlkit.system.deadline.ended_by(end)`, and it ends in time"
-    print(visible(said), file=sys.stderr, flush=True)
+def warn_once(text: str) -> None:
+    """Prints a warning to standard error, the same one only once."""
+    print(visible(f"warning: {text}"), file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -189,7 +191,7 @@ async def in_worker(call: Callable[[], T], seconds: float | None, what: str) -> 
 
 
 class Countdown:
-    """Seconds that blocks may await, all together; None: no limit. `spent` is what the clock says of them.
+    """Seconds that blocks may await, all together; None: no limit. `spent` is their time on the clock.
 
     The event loop counts them in small ticks. While it is busy with something else, such as decoding, nothing that it awaits can go
     on, so such a stretch counts as one tick, however long it is.
@@ -255,7 +257,7 @@ def process_ends_after(minutes: float | None, what: Callable[[], str]) -> Iterat
     timer = Timer(60 * minutes, _end, (what,))
     timer.daemon = True
     timer.start()
-    faulthandler.dump_traceback_later(60 * minutes + GRACE, exit=True)  # also where nothing lets go of the interpreter
+    faulthandler.dump_traceback_later(60 * minutes + GRACE, exit=True)  # even if nothing lets go of the interpreter
     try:
         yield
     finally:

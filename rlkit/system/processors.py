@@ -16,33 +16,24 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 def cores() -> int:
     """Cores that this process may use: its affinity, and the processor time that its container may take, rounded up; at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.ceil(min([allowed, *(quota(folder) for folder in groups())])))
+    return max(1, math.ceil(min([allowed, *map(quota, groups())])))
 
 
 def groups() -> list[Path]:
-    """The folders of the control groups that this process is in, the innermost first: version 2's, then version 1's."""
+    """The folders of the control groups (version 2) that this process is in, the innermost first."""
     try:
-        lines = [line.split(":", 2) for line in MEMBERSHIP.read_text().splitlines()]
-    except OSError:  # no control groups here
+        inner = next(CGROUP / line[3:].lstrip("/") for line in MEMBERSHIP.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
         return []
-    found = []
-    for _, controllers, path in lines:
-        if controllers in ("", "cpu", "cpu,cpuacct", "cpuacct,cpu"):
-            root = CGROUP / "cpu" if controllers else CGROUP
-            inner = root / path.lstrip("/")
-            found += [inner, *(parent for parent in inner.parents if parent.is_relative_to(root))]
-    return found
+    return [inner, *(parent for parent in inner.parents if parent.is_relative_to(CGROUP))]
 
 
 def quota(folder: Path) -> float:
-    """Cores' worth of processor time that a control group may take, in either version's files; inf where it has no limit."""
+    """Cores' worth of processor time that a control group may take; inf if it has no limit."""
     try:
-        if (folder / "cpu.max").exists():
-            limit, period = (folder / "cpu.max").read_text().split()
-        else:
-            limit, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        return float(limit) / float(period) if float(limit) > 0 else math.inf
-    except (OSError, ValueError):  # no such files, or "max": no limit
+        limit, period = (folder / "cpu.max").read_text().split()
+        return float(limit) / float(period)
+    except (OSError, ValueError):  # no such file, or "max": no limit
         return math.inf
 
 
@@ -60,6 +51,6 @@ def threads_for(parameters: int, available: int) -> int:
 def wait_without_spinning() -> None:
     """Have OpenMP's threads sleep between operations instead of spinning. Acts only before torch is imported.
 
-    A spinning thread takes a core from whoever wants it, and small operations end every few microseconds.
+    A spinning thread keeps a core from other processes, and small operations end every few microseconds.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

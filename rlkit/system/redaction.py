@@ -25,7 +25,7 @@ PARAMETER = re.compile(r"([?&](?:access_token|api_?key|auth|key|password|secret|
 FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)[^{}]*\}")
 NAMED, TAKEN = 8, 6  # characters that the value of a variable needs to be covered in any text: found by its name, or by its origin
 PLAIN = re.compile(r"[-+]?[\d.,:eE]*|true|false|null|none", re.IGNORECASE)  # values that say nothing
-KNOWN: dict[str, str] = {}  # secret value → what stands in its place; of this process
+KNOWN: dict[str, str] = {}  # secret value → its replacement; of this process
 
 
 def learn(config: Any, raw: Any = None) -> None:

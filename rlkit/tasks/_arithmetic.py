@@ -2,7 +2,7 @@
 
 A problem has a name, an item, a start amount and one to three operations on it; some carry a distractor sentence about
 another person. Everything follows from (seed, index). Test problems are those whose *expression* falls in one tenth of
-the hash space, and validation problems those of another tenth, so no expression stands in two splits, under any wording or
+the hash space, and validation problems those of another tenth, so no expression is in two splits, under any wording or
 seed. The warm-up of the embedded model has seen train and validation expressions, never a test one.
 """
 

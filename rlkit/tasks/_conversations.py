@@ -37,8 +37,8 @@ def conversations(
 ) -> Sequence[Task]:
     """The rows of a .jsonl or .parquet file, of a folder or of a hub data set, as tasks that hold their whole conversation.
 
-    A task's messages are those before the first reply; the whole conversation is its `metadata["messages"]`. Thinking that stands in
-    a reply's content, between think tags, becomes its `reasoning_content`.
+    A task's messages are those before the first reply; the whole conversation is its `metadata["messages"]`. Thinking between think tags
+    in a reply's content becomes its `reasoning_content`.
 
     Args:
       path, split, seed, validation_path, test_path, max_samples: as in `jsonl`.

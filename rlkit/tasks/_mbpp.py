@@ -30,7 +30,7 @@ def mbpp(
 ) -> Sequence[Task]:
     """The problems of one split as tasks for the `code_exec` reward.
 
-    The prompt shows the first test, without which nobody knows the function's name; only the others score, so that a program that
+    The prompt shows the first test, because it tells the function's name; only the others score, so that a program that
     knows one case does not pass.
 
     Args:

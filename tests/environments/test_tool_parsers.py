@@ -107,7 +107,7 @@ def test_xml_gives_its_text_to_the_only_required_parameter():
 @pytest.mark.parametrize(
     ("text", "name", "reason"),
     [
-        ('<tool name="ratio">1</tool>', "ratio", "ratio(top: int, bottom: float), which has 2 required parameters"),
+        ('<tool name="ratio">1</tool>', "ratio", "ratio(top: int, *, bottom: float), which has 2 required parameters"),
         ('<tool name="now">x</tool>', "now", "now(), which has 0 required parameters"),
         ('<tool name="nope">x</tool>', "nope", "there is no tool 'nope'; the tools are calculator"),
         ('<tool name="calculator">1 + 1', "calculator", "</tool> is missing"),

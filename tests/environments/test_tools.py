@@ -12,8 +12,8 @@ from typing import Any, Literal
 import pytest
 
 from rlkit.environments import calculator, execute, get_weather, tool_schema, with_schema
-from rlkit.environments.tools import _warn_of_end
 from rlkit.errors import ConfigError, Interrupted
+from rlkit.system.deadline import warn_once
 from rlkit.system.loops import run
 from rlkit.types import ToolCall
 
@@ -178,7 +178,7 @@ def test_a_call_that_failed_to_parse_is_not_run():
 
 def test_a_tool_that_ends_the_process_is_named_to_the_user_once(capsys):
     """The episode went on with a process that was gone: os._exit ran no handler and no traceback."""
-    _warn_of_end.cache_clear()
+    warn_once.cache_clear()
     for _ in range(2):
         executed(call("leave", status=3), TOOLS)
     (line,) = capsys.readouterr().err.splitlines()

@@ -64,7 +64,7 @@ def test_a_coroutine_that_waits_contains_no_other(monkeypatch):
 
 
 def test_a_thread_that_goes_on_is_named_once_and_what_it_gives_is_dropped(capsys):
-    deadline._warn_of_thread.cache_clear()
+    deadline.warn_once.cache_clear()
     release = threading.Event()
 
     async def main():
