@@ -440,8 +440,8 @@ def minibatches(batch: Batch, algorithm: Algorithm, seed: int) -> Iterator[Batch
 def micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:
     """Row numbers, as many at a time as fit into `max_tokens` tokens, the rollouts of a group side by side.
 
-    Rows of one rollout stay together, since a ratio or a mean of a sequence is one of all its tokens; so a portion is always
-    at least one rollout, also where its rows alone exceed `max_tokens`. A row counts up to its last trained token; what it shares
+    Rows of one rollout stay together, since a ratio or a mean of a sequence is one of all its tokens; so a micro-batch is always
+    at least one rollout, even if its rows alone exceed `max_tokens`. A row counts up to its last trained token; what it shares
     with others (`rlkit.models.packing`) counts each time. Rows without a trained token are left out: they add nothing to any sum.
     """
     lengths = (batch.response_mask * torch.arange(batch.ids.shape[1], device=batch.ids.device)).amax(1).tolist()
@@ -450,12 +450,12 @@ def micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:
     for row in sorted(range(len(lengths)), key=lambda row: (groups[owners[row]], owners[row])):
         if lengths[row]:
             rollouts.setdefault(owners[row], []).append(row)
-    portion, size = list[int](), 0
+    chosen, size = list[int](), 0
     for rows in rollouts.values():
         more = sum(lengths[row] for row in rows)
-        if portion and size + more > max_tokens:
-            yield torch.tensor(portion, device=batch.ids.device)
-            portion, size = [], 0
-        portion, size = portion + rows, size + more
-    if portion:
-        yield torch.tensor(portion, device=batch.ids.device)
+        if chosen and size + more > max_tokens:
+            yield torch.tensor(chosen, device=batch.ids.device)
+            chosen, size = [], 0
+        chosen, size = chosen + rows, size + more
+    if chosen:
+        yield torch.tensor(chosen, device=batch.ids.device)

@@ -587,7 +587,9 @@ class Environment(NamedTuple):
     overflow: Literal["truncate", "drop_oldest"] = "truncate"  # what a context does that leaves no room for a reply
     session: Callable[[Task], Any] | None = None  # (task) → Session, or a context manager of one, plain or async
     execute: ToolExecutor | None = None  # answers a call; None: rlkit.environments.execute with its own limits
-    deadline: float | None = None  # seconds that an episode may spend in its session, all together; then it is truncated
+    # Seconds that an episode may spend in its session, all together; then it is truncated. A method that awaits is cancelled; a plain
+    # one that blocks cannot be, and the episode is truncated once it returns.
+    deadline: float | None = None
 
 
 class Engine(Protocol):

@@ -188,14 +188,14 @@ def assign_groups(lengths: Tensor, group_ids: Tensor) -> Tensor:
     return torch.tensor([owner in dealt for owner in group_ids.tolist()], dtype=torch.bool, device=lengths.device)
 
 
-def pad_work(portions: list[T], spare: Callable[[], T]) -> list[tuple[T, bool]]:
-    """The portions of work, and whether each counts: on every rank as many as on the busiest, the rest filled with one that must not count.
+def pad_work(work: list[T], spare: Callable[[], T]) -> list[tuple[T, bool]]:
+    """The pieces of work, and whether each counts: on every rank as many as on the busiest, the rest filled with one that must not count.
 
     Sharded models gather their weights together, so a rank that had nothing left to do would leave the others waiting.
     """
-    missing = all_reduce_max(len(portions)) - len(portions)  # agreed before the first of them, which may be a collective itself
-    filler = [(portions[-1] if portions else spare(), False)] if missing else []
-    return [(portion, True) for portion in portions] + filler * missing
+    missing = all_reduce_max(len(work)) - len(work)  # agreed before the first of them, which may be a collective itself
+    filler = [(work[-1] if work else spare(), False)] if missing else []
+    return [(piece, True) for piece in work] + filler * missing
 
 
 # ------------------------------------------------------------------------------------------------- sharded weights

@@ -87,7 +87,10 @@ class Service:
         if self.driver is not None and self.driver.get_loop() is asyncio.get_running_loop() and not self._in_play():
             await asyncio.wait([self.driver])  # it ends by itself once no episode asks for more
         if self._in_play():
-            raise EngineError(f"{type(self).__name__}.load: {self._in_play()} episodes are in play; wait for their ends")
+            raise EngineError(
+                f"{type(self).__name__}.load: {self._in_play()} episodes are in play, and weights change only between episodes; await "
+                "their completions, and call release(key) for each episode that is over"
+            )
         self.decoder, self.version, self.failure = self.make_decoder(weights), version, None
 
     def _in_play(self) -> int:

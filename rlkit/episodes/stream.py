@@ -29,24 +29,24 @@ def order(seed: int, epoch: int, n: int) -> list[int]:
 
 
 def order_of_parts(tasks: Sequence[Task], seed: int, epoch: int) -> list[int]:
-    """The same for tasks of a mixture: shuffled within parts, so that every place keeps its part and a step the shares of the mixture.
+    """The same for tasks of a mixture: shuffled within parts, so that every position keeps its part and a step the shares of the mixture.
 
     Tasks of one part, or of no mixture, come in `order`.
     """
-    places: dict[str, list[int]] = defaultdict(list)
+    positions: dict[str, list[int]] = defaultdict(list)
     for i, task in enumerate(tasks):
-        places[task.part].append(i)
+        positions[task.part].append(i)
     out = [0] * len(tasks)
-    for own in places.values():
-        for place, j in zip(own, order(seed, epoch, len(own)), strict=True):
-            out[place] = own[j]
+    for own in positions.values():
+        for index, j in zip(own, order(seed, epoch, len(own)), strict=True):
+            out[index] = own[j]
     return out
 
 
 def take(tasks: Sequence[Task], state: StreamState, n: int, *, seed: int) -> tuple[list[Task], StreamState]:
     """The next n tasks, and the state after them.
 
-    Within an epoch no place is drawn twice; an epoch that runs out is followed by the next one, in its own order, in the
+    Within an epoch no task is drawn twice; an epoch that runs out is followed by the next one, in its own order, in the
     same call if need be. So n may exceed the number of tasks, and drawing a and then b tasks equals drawing a + b.
 
     Args:

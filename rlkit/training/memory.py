@@ -29,7 +29,7 @@ class OutOfMemory(RLKitError, MemoryError):
 def retried(learner: Any, batch: Batch, work: Callable[[], T], terms: UpdateTerms | None = None) -> T:
     """What `work` gives; where memory runs out, done again with micro-batches of half as many tokens, as often as that splits `batch`.
 
-    The smaller portions stay, in the checkpoint too: they change no gradient but in its last bits. `work` must start from scratch each
+    The smaller micro-batches stay, in the checkpoint too: they change no gradient but in its last bits. `work` must start from scratch each
     time; what it has added to `terms` is taken out again. Several ranks do not retry: they would no longer do the same work.
     Raises: OutOfMemory.
     """
@@ -48,7 +48,7 @@ def retried(learner: Any, batch: Batch, work: Callable[[], T], terms: UpdateTerm
             remedy = "lower trainer.micro_batch_tokens" if splits else one
             raise OutOfMemory(f"out of memory in the update, with micro-batches of {tokens} tokens; {remedy} ({message})")
         learner.halvings += 1
-        if terms is not None:
+        if terms is not None and before is not None:
             terms.back_to(before)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -86,13 +86,9 @@ def probe(learner: Any, tasks: Sequence[Task]) -> None:
     # A group shares its prompt, as in a run: attention over packed rows then needs a mask, which takes other kernels than rows without.
     ids = (column + torch.where(column < prompt, row // x.batch.group_size, row)) % policy.model.get_input_embeddings().num_embeddings
     mask = (column >= prompt).expand(rows, width)
-    batch = Batch(
-        ids=ids, attention_mask=torch.ones_like(mask), response_mask=mask, rollout_ids=row[:, 0], step_ids=torch.zeros_like(ids),
-        rewards=torch.zeros(rows), group_ids=row[:, 0] // x.batch.group_size, truncated=torch.zeros(rows, dtype=torch.bool),
-        lengths=mask.sum(1), token_rewards=torch.zeros(rows, width), logprobs_sampler=torch.zeros(rows, width),
-    )  # fmt: skip
-    on_device: dict[str, Any] = {name: v.to(learner.device) for name, v in batch._asdict().items() if isinstance(v, torch.Tensor)}
-    batch = batch._replace(**on_device)
+    of = {"ids": ids, "response_mask": mask, "rollout_ids": row[:, 0], "group_ids": row[:, 0] // x.batch.group_size}
+    fields: Any = dict.fromkeys(Batch._fields) | {name: value.to(learner.device) for name, value in of.items()}
+    batch = Batch(**fields)  # what cuts it into micro-batches
 
     def work() -> None:
         moments = [torch.empty_like(p) for p in learner.nets.parameters() if p.requires_grad for _ in range(2)]

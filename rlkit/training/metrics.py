@@ -59,14 +59,13 @@ class UpdateTerms:
         else:
             self.skip("nonfinite")
 
-    def taken(self) -> Any:
+    def taken(self) -> dict[str, Any]:
         """What has been added so far, for `back_to`."""
-        return {name: len(values) for name, values in self.tokens.items()}, self.loss, (self.read, self.packed, self.padded)
+        return vars(self) | {"tokens": defaultdict(list, {name: list(values) for name, values in self.tokens.items()})}
 
-    def back_to(self, taken: Any) -> None:
+    def back_to(self, taken: dict[str, Any]) -> None:
         """Takes out what has been added since."""
-        sizes, self.loss, (self.read, self.packed, self.padded) = taken
-        self.tokens = defaultdict(list, {name: values[: sizes.get(name, 0)] for name, values in self.tokens.items()})
+        vars(self).update(taken)
 
     def gather(self) -> None:
         """Adds the tokens of all other ranks, in one exchange, so that every metric is that of the whole batch. Once, at the end."""
@@ -218,18 +217,13 @@ def _critic(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
 
 
 def _optimizer(terms: UpdateTerms) -> dict[str, float]:
-    norms = {who: sum(values) / len(values) if values else NAN for who, values in terms.norms.items()}
-    return {
-        "optim/grad_norm": norms["policy"],
-        "optim/lr": terms.rates["policy"],
-        "optim/updates": len(terms.norms["policy"]),
-        "optim/critic_grad_norm": norms["critic"],
-        "optim/critic_lr": terms.rates["critic"],
-        "optim/critic_updates": len(terms.norms["critic"]),
-        "optim/skipped_nonfinite": terms.skipped["nonfinite"],
-        "optim/skipped_no_signal": terms.skipped["no_signal"],
-        "optim/ended_by_target_kl": terms.skipped["target_kl"],
-    }
+    out: dict[str, float] = {}
+    for who, prefix in (("policy", "optim/"), ("critic", "optim/critic_")):
+        norms = terms.norms[who]
+        mean = sum(norms) / len(norms) if norms else NAN
+        out |= {f"{prefix}grad_norm": mean, f"{prefix}lr": terms.rates[who], f"{prefix}updates": len(norms)}
+    names = {"nonfinite": "skipped_nonfinite", "no_signal": "skipped_no_signal", "target_kl": "ended_by_target_kl"}
+    return out | {f"optim/{name}": terms.skipped[why] for why, name in names.items()}
 
 
 class Clock:

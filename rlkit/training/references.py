@@ -37,7 +37,7 @@ def moved(reference: Reference, state: Any, policy: nn.Module, *, step: int, kl:
 
 def none() -> Reference:
     """No reference: nothing is kept, nothing is scored."""
-    return Reference(name="none", init=lambda policy, **_: None, update=_keep, model=_no_model, save=_save_nothing, load=_load_nothing)
+    return _made_again("none", lambda policy, **_: None, _no_model)
 
 
 def frozen(*, path: str | None = None, revision: str | None = None) -> Reference:
@@ -53,9 +53,8 @@ def frozen(*, path: str | None = None, revision: str | None = None) -> Reference
     Raises: ConfigError, when the reference is made, where the model cannot be loaded or has another vocabulary.
     """
     if path is not None:
-        load = functools.partial(_load_teacher, path=path, revision=revision)
-        return Reference(name="frozen", init=load, update=_keep, model=_frozen_model, save=_save_nothing, load=_load_nothing)
-    return Reference(name="frozen", init=_freeze, update=_keep, model=_frozen_model, save=_save_frozen, load=_load_frozen)
+        return _made_again("frozen", functools.partial(_load_teacher, path=path, revision=revision), _model)
+    return Reference(name="frozen", init=_freeze, update=_keep, model=_model, save=_save_frozen, load=_load_frozen)
 
 
 def is_start(reference: Reference) -> bool:
@@ -161,7 +160,7 @@ def shard_state(state: nn.Module | Moving | None, policy: nn.Module, mesh: Any) 
 
 
 def _moving(name: str, update: Callable[..., Moving]) -> Reference:
-    return Reference(name=name, init=_start, update=update, model=_moving_model, save=_save_moving, load=_load_moving)
+    return Reference(name=name, init=_start, update=update, model=_model, save=_save_moving, load=_load_moving)
 
 
 def _start(policy: nn.Module, **_: Any) -> Moving:
@@ -203,17 +202,26 @@ def _show(state: Moving) -> None:
 
 
 @contextmanager
-def _moving_model(state: Moving, policy: nn.Module) -> Iterator[nn.Module]:
+def _model(state: nn.Module | Moving | None, policy: nn.Module) -> Iterator[nn.Module]:
+    """The reference's own model; under LoRA the policy with the second adapter, or without any where the state is None."""
+    own = state.model if isinstance(state, Moving) else state
     with torch.no_grad():
-        if state.model is not None:
-            yield state.model
-            return
-        active: Any = policy.active_adapter
-        _activate(policy, ADAPTER)
-        try:
-            yield policy
-        finally:
-            _activate(policy, active)
+        if own is not None:
+            yield own
+        elif isinstance(state, Moving):
+            active: Any = policy.active_adapter
+            _activate(policy, ADAPTER)
+            try:
+                yield policy
+            finally:
+                _activate(policy, active)
+        else:
+            ranks.reshard(policy)  # PEFT switches gradients off and on, which has to be on the same tensors: the shards
+            with policy.disable_adapter():  # type: ignore[operator]
+                try:
+                    yield policy
+                finally:
+                    ranks.reshard(policy)
 
 
 def _save_moving(state: Moving) -> dict[str, Any]:
@@ -280,20 +288,15 @@ def _keep(state: Any, policy: nn.Module, **progress: Any) -> Any:
     return state
 
 
-def _save_nothing(state: Any) -> dict[str, Any]:
-    return {}
-
-
-def _load_nothing(state: Any, policy: nn.Module, saved: Mapping[str, Any]) -> Any:
-    return state
+def _made_again(name: str, init: Callable[..., Any], model: Callable[..., Any]) -> Reference:
+    """One that never moves, and that `init` makes again on resume."""
+    return Reference(name, init, _keep, model, save=lambda state: {}, load=lambda state, policy, saved: state)
 
 
 def _freeze(policy: nn.Module, *, step: int = 0) -> nn.Module | Moving | None:
     if step > 0:
         return _start(policy)
-    if hasattr(policy, "disable_adapter"):
-        return None
-    return ranks.unsharded_copy(policy)
+    return None if hasattr(policy, "disable_adapter") else ranks.unsharded_copy(policy)
 
 
 @assumes("same_vocabulary")
@@ -323,23 +326,6 @@ def _load_frozen(state: nn.Module | Moving | None, policy: nn.Module, saved: Map
     if "frozen" not in saved:  # it began with the run, or the run had another reference before
         return state
     return _load_moving(state if isinstance(state, Moving) else _start(policy), policy, saved["frozen"])
-
-
-@contextmanager
-def _frozen_model(state: nn.Module | Moving | None, policy: nn.Module) -> Iterator[nn.Module]:
-    with torch.no_grad():
-        if isinstance(state, Moving):
-            with _moving_model(state, policy) as model:
-                yield model
-        elif state is not None:
-            yield state
-        else:
-            ranks.reshard(policy)  # PEFT switches gradients off and on, which has to be on the same tensors: the shards
-            with policy.disable_adapter():  # type: ignore[operator]
-                try:
-                    yield policy
-                finally:
-                    ranks.reshard(policy)
 
 
 @contextmanager

@@ -116,11 +116,11 @@ def own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> 
     options = inspect.signature(getattr(model, "get_base_model", lambda: model)().forward).parameters
     parts = []
     for row, marks in zip(ids, mask, strict=True):
-        places = marks.nonzero()[:, 0]
-        last, kept = int(places[-1]), int(places[-1] - places[0]) + 1
+        positions = marks.nonzero()[:, 0]
+        last, kept = int(positions[-1]), int(positions[-1] - positions[0]) + 1
         few = {"logits_to_keep": kept} if "logits_to_keep" in options else {}
         logits = model(input_ids=row[None, :last], use_cache=False, **few).logits[0, -kept:]
-        parts.append(token_log_probs(logits[places - places[0]], row[places], temperature=temperature))
+        parts.append(token_log_probs(logits[positions - positions[0]], row[positions], temperature=temperature))
     return torch.cat(parts)
 
 
