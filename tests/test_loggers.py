@@ -67,12 +67,12 @@ def events(tmp_path_factory):
     return events
 
 
-def test_tensorboard_has_scalars_in_groups_histograms_texts_and_charts(events):
+def test_tensorboard_has_scalars_in_groups_histograms_and_texts(events):
     tags = events.Tags()
     assert {"reward/mean", "kl/ref_k3", "test/accuracy", "perf/step_s"} <= set(tags["scalars"])
     assert {"reward/histogram", "adv/histogram"} == set(tags["histograms"])
     assert sum(bucket for bucket in events.Histograms("reward/histogram")[-1].histogram_value.bucket) == 8, "every rollout of the step"
-    assert {"samples/0/text_summary", "custom_scalars__config__"} <= set(tags["tensors"])
+    assert "samples/0/text_summary" in tags["tensors"]
 
 
 def test_tensorboard_compares_runs_by_settings_and_final_figures(events):

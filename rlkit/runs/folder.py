@@ -161,31 +161,18 @@ def write_start(folder: Path, config: Mapping[str, Any], versions: Mapping[str, 
     """
     started = datetime.now().isoformat(timespec="seconds")
     now = {"started": started, "config": redacted(config), "versions": dict(versions), "git": git_state()}
-    starts, damaged, said = _starts(folder), [], vanished(folder)
+    starts, changed = _starts(folder), []
     if starts is None:
         kept = put_aside(folder / "run.json", ".unreadable")
-        starts, damaged = [], [f"run.json cannot be read and is kept as {kept.name}"]
+        starts, changed = [], [f"run.json cannot be read and is kept as {kept.name}"]
     write_atomic(folder / "run.json", (json.dumps([*starts, now], indent=1, default=str) + "\n").encode())
     if not starts:
-        return damaged + said
+        return changed
     before = starts[-1]
-    changed = said + [
-        f"{name} was {was}, is {now['versions'].get(name)}" for name, was in before["versions"].items() if was != now["versions"].get(name)
-    ]
+    changed = [f"{name} was {was}, is {then}" for name, was in before["versions"].items() if was != (then := now["versions"].get(name))]
     if before["git"] != now["git"]:
         changed.append(f"the code was at {before['git'] or 'no commit'}, is at {now['git'] or 'no commit'}")
     return changed
-
-
-def vanished(folder: Path) -> list[str]:
-    """A sentence where the process that worked in the folder last did not come to its end: it left no summary after its start."""
-    start, summary = folder / "run.json", folder / "summary.json"
-    try:
-        if not start.exists() or (summary.exists() and summary.stat().st_mtime >= start.stat().st_mtime):
-            return []
-    except OSError:
-        return []
-    return ["the process before ended without a word: killed, out of memory, or by code of a tool or an environment that exits or crashes"]
 
 
 def read_start(folder: Path) -> dict[str, Any]:

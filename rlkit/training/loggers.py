@@ -20,19 +20,6 @@ from typing import Any
 from rlkit.errors import ConfigError, install
 from rlkit.system.files import LOST, lose, reason, unwritable
 
-CHARTS = {  # TensorBoard's custom scalars: tab → chart → (kind, metrics)
-    "rlkit": {
-        "reward": ("Multiline", ["reward/mean", "eval/reward"]),
-        "validation accuracy, 95 % interval": ("Margin", ["eval/accuracy", "eval/accuracy_low", "eval/accuracy_high"]),
-        "test accuracy, 95 % interval": ("Margin", ["test/accuracy", "test/accuracy_low", "test/accuracy_high"]),
-        "KL": ("Multiline", ["kl/ref_k3", "kl/step"]),
-        "entropy": ("Multiline", ["policy/entropy"]),
-        "length": ("Multiline", ["len/mean", "len/solved_mean", "len/unsolved_mean"]),
-        "seconds of a step": ("Multiline", ["perf/generate_s", "perf/reward_s", "perf/update_s"]),
-    }
-}
-
-
 # ---------------------------------------------------------------------------------------------------- conf/logger
 
 
@@ -40,12 +27,8 @@ def tensorboard(run: Path, step: int, /) -> Any:
     """TensorBoard event files in tensorboard/; a resumed run goes on in the same folder and hides what came after its checkpoint."""
     from lightning.pytorch.loggers import TensorBoardLogger
 
-    logger = TensorBoardLogger(
-        save_dir=str(run), name="", version="tensorboard", default_hp_metric=False, purge_step=step + 1 if step else None
-    )
-    if not step:
-        logger.experiment.add_custom_scalars(CHARTS)
-    return logger
+    purge = step + 1 if step else None
+    return TensorBoardLogger(save_dir=str(run), name="", version="tensorboard", default_hp_metric=False, purge_step=purge)
 
 
 def wandb(run: Path, step: int, /, *, project: str = "rlkit", entity: str | None = None, mode: str = "offline") -> Any:
@@ -63,15 +46,8 @@ def wandb(run: Path, step: int, /, *, project: str = "rlkit", entity: str | None
     if not identity.is_file():
         identity.write_text(secrets.token_hex(6))
     resume = "allow" if step and mode == "online" else None  # offline, `wandb sync --append` joins the parts
-    return WandbLogger(
-        name=f"{run.parent.name}/{run.name}",
-        project=project,
-        entity=entity,
-        save_dir=str(run),
-        id=identity.read_text(),
-        mode=mode,
-        resume=resume,
-    )
+    named: dict[str, Any] = {"name": f"{run.parent.name}/{run.name}", "id": identity.read_text(), "save_dir": str(run)}
+    return WandbLogger(project=project, entity=entity, mode=mode, resume=resume, **named)
 
 
 def mlflow(run: Path, step: int, /, *, experiment: str = "rlkit", tracking_uri: str | None = None) -> Any:
@@ -204,7 +180,7 @@ def log_settings(logger: Any, settings: Mapping[str, Any]) -> None:
 
 def log_final(logger: Any, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
     """What the run came to, to compare the runs of a sweep by: TensorBoard's hparams, W&B's summary, MLflow metrics."""
-    named = {f"final/{name}": value for name, value in figures.items()}
+    named: dict[str, Any] = {f"final/{name}": value for name, value in figures.items()}
     with missed(logger):
         if hasattr(logger.experiment, "add_hparams"):
             plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in settings.items()}
