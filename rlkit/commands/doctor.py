@@ -18,7 +18,6 @@ from rlkit.errors import ConfigError
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-OLDEST, NEWEST = (3, 11), (3, 13)  # of Python, tested
 LOW_DISK_GB = 10.0  # a checkpoint of Qwen3-1.7B with its optimizer takes some 20 GB, adapters megabytes
 
 
@@ -53,12 +52,7 @@ def show(findings: list[Finding]) -> str:
 
 def python() -> list[Finding]:
     """The interpreter and the system."""
-    text = f"{sys.version.split()[0]} on {platform.system()} {platform.machine()}"
-    if sys.version_info < OLDEST:
-        return [Finding("python", f"{text}; rlkit needs {'.'.join(map(str, OLDEST))} or newer", "bad")]
-    if sys.version_info[:2] > NEWEST:
-        return [Finding("python", f"{text}; rlkit is tested up to {'.'.join(map(str, NEWEST))}", "warn")]
-    return [Finding("python", text)]
+    return [Finding("python", f"{sys.version.split()[0]} on {platform.system()} {platform.machine()}")]
 
 
 def requirements(own: Distribution, extra: str = "") -> list[tuple[Requirement, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +49,7 @@ def command(arguments: Arguments) -> int:
         resume = runs.checkpoint_source(named, folder)
         require_secrets(named, folder, overrides)
         overrides = [*added(runs.saved_overrides(folder), drop(overrides, "resume")), f"resume={quote(named)}"]
-    composed = compose(overrides, config_dir=arguments.config_dir, before_import=announcer(folder if resume else None))
+    composed = compose(overrides, config_dir=arguments.config_dir, before_import=announcer(folder) if folder and resume else None)
     x = experiment(composed)
     check_loggers(x.logger)
     if launch.must_start(x.trainer.devices, x.trainer.nodes):
@@ -173,7 +174,7 @@ def closing(summary: Mapping[str, Any], folder: Path) -> str:
     """The before/after table of the test problems, the folder and the commands that come next."""
     from rlkit.training.callbacks.terminal import how_sampled
 
-    where = runs.quoted(folder)
+    where = shlex.quote(str(folder))
     lines = [""]
     before, after = summary.get("before"), summary.get("after")
     if before and after:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
@@ -228,11 +227,6 @@ def _saved(folder: Path) -> list[str]:
     if not isinstance(saved, list):
         raise DataError(f"{path}: holds no list of overrides; give the folder as rlkit wrote it")
     return [str(text) for text in saved]
-
-
-def quoted(folder: Path) -> str:
-    """A folder as a shell takes it."""
-    return shlex.quote(str(folder))
 
 
 def refuse_restart(folder: Path) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlkit.errors import ConfigError, install
 from rlkit.system.files import LOST, lose, reason, unwritable
@@ -31,15 +31,23 @@ def tensorboard(run: Path, step: int, /) -> Any:
     return TensorBoardLogger(save_dir=str(run), name="", version="tensorboard", default_hp_metric=False, purge_step=purge)
 
 
-def wandb(run: Path, step: int, /, *, project: str = "rlkit", entity: str | None = None, mode: str = "offline") -> Any:
+def wandb(
+    run: Path,
+    step: int,
+    /,
+    *,
+    project: str = "rlkit",
+    entity: str | None = None,
+    mode: Literal["offline", "online", "disabled"] = "offline",
+) -> Any:
     """Weights & Biases, named as the run folder; a resumed run is the same run there.
 
     Args:
       project, entity: where the run is shown; None is the account's own entity.
       mode: offline keeps everything in wandb/ of the run folder until `wandb sync`; online sends it at once; disabled does nothing.
-    Raises: ConfigError where the package is missing or the mode is none of these.
+    Raises: ConfigError where the package is missing.
     """
-    _check_wandb(mode=mode)
+    _installed("wandb")
     from lightning.pytorch.loggers import WandbLogger
 
     identity = run / "wandb.id"
@@ -74,25 +82,16 @@ def mlflow(run: Path, step: int, /, *, experiment: str = "rlkit", tracking_uri: 
 
 
 def check_loggers(loggers: Mapping[str, Callable[..., Any]]) -> None:
-    """What a logger would refuse when it is made, which is after the model is loaded. Raises ConfigError."""
+    """Raises ConfigError for a logger whose package is missing: it is made when the model is loaded already."""
     for make in loggers.values():
-        if own := CHECKS.get(getattr(make, "func", make)):
-            own(**getattr(make, "keywords", {}))
+        if (function := getattr(make, "func", make)) in (wandb, mlflow):
+            _installed(function.__name__)
 
 
-def _check_wandb(*, mode: str = "offline", **_: Any) -> None:
-    if mode not in ("offline", "online", "disabled"):
-        raise ConfigError(f"logger.wandb.mode={mode}: it is offline, online or disabled")
-    _installed("wandb")
-
-
-def _installed(package: str, **_: Any) -> None:
+def _installed(package: str) -> None:
     """Raises ConfigError where an optional package, which has the name of its option, is missing."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"logger={package}: the package {package} is not installed; {install(package)}, or leave it out")
-
-
-CHECKS: dict[Callable[..., Any], Callable[..., None]] = {wandb: _check_wandb, mlflow: partial(_installed, "mlflow")}
 
 
 # ------------------------------------------------------------------------------------------ a logger that fails

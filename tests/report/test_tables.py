@@ -27,7 +27,7 @@ def test_seeds_that_agree_by_chance_still_have_the_interval_over_problems():
 def test_seeds_are_put_together_and_the_reward_is_shown_where_it_is_another_number(make_run):
     rows = before_after(group_runs([read_run(make_run(str(seed), seed=seed, after=after)) for seed, after in ((0, 0.8), (1, 0.9))]))
     assert [(row.figure, row.seeds, row.problems) for row in rows] == [("accuracy", 2, 100)]
-    assert rows[0].before == 0.5 and rows[0].after == pytest.approx(0.85) and rows[0].change == pytest.approx(0.35)
+    assert rows[0].before.value == 0.5 and rows[0].after.value == pytest.approx(0.85) and rows[0].change.value == pytest.approx(0.35)
 
 
 def test_a_run_without_an_end_has_no_row(make_run):

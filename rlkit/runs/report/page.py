@@ -13,7 +13,7 @@ from typing import Any
 
 from rlkit.runs.report.charts import SECTIONS, Drawn, phase_starts
 from rlkit.runs.report.read import Group, Run, differences, is_number
-from rlkit.runs.report.tables import HeldOutRow, health
+from rlkit.runs.report.tables import Estimate, HeldOutRow, health
 from rlkit.system.files import finite
 
 SHOWN = 80  # settings that differ
@@ -91,9 +91,9 @@ def held_out_table(rows: Sequence[HeldOutRow]) -> str:
             escape(row.line),
             escape(row.split),
             escape(row.figure),
-            interval(row.before, row.before_low, row.before_high),
-            interval(row.after, row.after_low, row.after_high),
-            change(row),
+            interval(row.before),
+            interval(row.after),
+            change(row.change),
             str(row.problems),
             str(row.seeds),
         )
@@ -107,19 +107,19 @@ def held_out_table(rows: Sequence[HeldOutRow]) -> str:
     )
 
 
-def change(row: HeldOutRow) -> str:
-    """The change, marked where its interval leaves out 0."""
-    kind = "good" if row.change_low > 0 else "bad" if row.change_high < 0 else "open"
-    return f"<span class={kind}>{interval(row.change, row.change_low, row.change_high, sign=True)}</span>"
+def change(estimate: Estimate) -> str:
+    """A change, marked where its interval leaves out 0."""
+    kind = "good" if estimate.low > 0 else "bad" if estimate.high < 0 else "open"
+    return f"<span class={kind}>{interval(estimate, sign='+')}</span>"
 
 
-def interval(value: float, low: float, high: float, *, sign: bool = False) -> str:
+def interval(estimate: Estimate, *, sign: str = "") -> str:
     """0.984 [0.961, 0.994]."""
-    plus = "+" if sign else ""
-    if value is None or math.isnan(value):
+    value, low, high = estimate
+    if math.isnan(value):
         return "not known"
-    own = f"{value:{plus}.3f}"
-    return own if math.isnan(low) else f"{own} <span class=interval>[{low:{plus}.3f}, {high:{plus}.3f}]</span>"
+    own = f"{value:{sign}.3f}"
+    return own if math.isnan(low) else f"{own} <span class=interval>[{low:{sign}.3f}, {high:{sign}.3f}]</span>"
 
 
 def health_list(groups: Sequence[Group]) -> str:

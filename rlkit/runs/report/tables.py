@@ -33,15 +33,9 @@ class HeldOutRow(NamedTuple):
     figure: str
     seeds: int
     problems: int
-    before: float
-    before_low: float
-    before_high: float
-    after: float
-    after_low: float
-    after_high: float
-    change: float
-    change_low: float
-    change_high: float
+    before: Estimate
+    after: Estimate
+    change: Estimate
 
 
 def before_after(groups: Iterable[Group]) -> list[HeldOutRow]:
@@ -93,7 +87,7 @@ def figures(line: str, split: str, prefix: str, pairs: Sequence[tuple[Mapping[st
         both = [[estimate(side[name], side[interval]) for side in pair] for pair in pairs]
         before, after = (over_seeds([pair[i] for pair in both]) for i in (0, 1))
         change = over_seeds([newcombe(*pair) for pair in both])
-        out.append(HeldOutRow(line, split, prefix + name, len(pairs), int(pairs[0][1]["n"]), *before, *after, *change))
+        out.append(HeldOutRow(line, split, prefix + name, len(pairs), int(pairs[0][1]["n"]), before, after, change))
     return out
 
 
