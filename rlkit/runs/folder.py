@@ -252,14 +252,10 @@ def lost_steps(folder: Path) -> int:
     steps = max([row["step"] for row in read_rows(folder / "metrics.jsonl")] + numbers, default=0)
     ended = summary.get("ended") in ("finished", "out of time", "interrupted") and summary.get("steps") and not summary.get("unsaved")
     left = any(any(saves.glob(name)) for name in ("*.superseded", "*.damaged*", "best.json"))
-    parts = None
+    parts: Any = None
     with suppress(DataError):  # a config that cannot be read says nothing of saves
         parts = read_config(folder).get("callbacks")
-    every = [
-        part["every"]
-        for part in (parts.values() if isinstance(parts, Mapping) else ())
-        if isinstance(part, Mapping)
-        and part.get("_target_") == "rlkit.training.callbacks.checkpoint"
-        and isinstance(part.get("every"), int)
-    ]
+    named = [part for part in parts.values() if isinstance(part, Mapping)] if isinstance(parts, Mapping) else []
+    saving = [part.get("every") for part in named if part.get("_target_") == "rlkit.training.callbacks.checkpoint"]
+    every = [count for count in saving if isinstance(count, int)]
     return steps if ended or left or not every or steps > min(every) else 0

@@ -13,7 +13,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,18 +101,9 @@ CALLS = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize", "aft
 
 def tolerant(logger: Any) -> Any:
     """The same logger, whose calls report a failure instead of raising it: a full disk, a server that is away, a package's own error."""
-
-    def careful(call: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(call)
-        def attempt(*args: Any, **settings: Any) -> Any:
-            with missed(logger):
-                return call(*args, **settings)
-
-        return attempt
-
     for name in CALLS:
         if hasattr(logger, name):
-            setattr(logger, name, careful(getattr(logger, name)))
+            setattr(logger, name, missed(logger)(getattr(logger, name)))
     if not hasattr(threading.excepthook, "before"):
         hook = partial(_thread_failed, threading.excepthook)
         hook.before = threading.excepthook  # type: ignore[attr-defined]

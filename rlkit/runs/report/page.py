@@ -135,7 +135,7 @@ def health_list(groups: Sequence[Group]) -> str:
         elif found:
             out.append(f"<li class=bad><span class=mark>!</span> {name}:<ul>{items}</ul></li>")
         else:
-            out.append(f"<li class=good><span class=mark>✓</span> {name}: all checks passed in {steps} steps</li>")
+            out.append(f"<li class=good><span class=mark>✓</span> {name}: the checks found nothing in {steps} steps</li>")
     return f"<ul class=health>{''.join(out)}</ul>" if out else ""
 
 
