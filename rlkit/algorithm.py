@@ -33,6 +33,7 @@ from rlkit.types import (
     TokenFilterFn,
     TokenLogprobs,
     ValueLossFn,
+    ranges,
     unpacked,
 )
 
@@ -40,6 +41,7 @@ from rlkit.types import (
 PER_ROLLOUT = ("rewards", "group_ids", "truncated", "lengths", "reply_lengths", "components", "metadata")
 
 
+@ranges(warmup=(0, None), coef=(0, None))
 class Critic(NamedTuple):
     """What predicts returns. No loss means no critic, and none is built.
 
@@ -60,6 +62,7 @@ class Critic(NamedTuple):
         return self.loss is not None
 
 
+@ranges(epochs=(1, None), minibatches=(1, None), max_refills=(0, None), entropy_coef=(0, None))
 class Algorithm(NamedTuple):
     """A named set of functions; complete alone."""
 
@@ -88,6 +91,7 @@ class Algorithm(NamedTuple):
         return slots | ({"critic.loss": self.critic.loss} if self.critic.loss is not None else {})
 
 
+@ranges(coef=(0, None))
 class KL(NamedTuple):
     """The penalty that keeps the policy near the reference. `coef` 0 or no estimator means none, and no reference pass.
 

@@ -25,7 +25,7 @@ from rlkit.algorithm import (
 )
 from rlkit.config.compose import compose, conf_dir
 from rlkit.config.compose import experiment as built
-from rlkit.config.problems import validate
+from rlkit.config.problems import problems_of
 from rlkit.config.problems.trial import dry_run
 from rlkit.errors import ConfigError
 from rlkit.training.schedules import at, start
@@ -67,7 +67,7 @@ def composed(overrides: tuple[str, ...]):
         x = x._replace(
             kl=x.kl._replace(**{name: value == "true" if value in ("true", "false") else value for name, value in fields.items()})
         )
-        if validate(x):
+        if problems_of(x):
             return None
         dry_run(x)
         return x

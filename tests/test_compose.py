@@ -99,6 +99,13 @@ REFUSALS = {
     "fraction for a whole number": (["trainer.steps=1.5"], ["trainer.steps", "not a whole number"]),
     "word outside a choice": (["trainer.precision=fp8"], ["trainer.precision", "bf16-mixed"]),
     "number for a part": (["++batch=3"], ["batch: 3", "mapping with a _target_"]),
+    "a term that is no part": (
+        ["+reward.terms.x={weight: 1.0, fn: {_target_: rlkit.rewards.numeric, _partial_: true}}"],
+        ["reward.terms.x", "no _target_", "_target_: rlkit.rewards.Term"],
+    ),
+    "a package of options that is not there": (["hydra.searchpath=[pkg://my_pckage.conf]"], ["pkg://my_pckage.conf", "PYTHONPATH"]),
+    "a folder of options that is not there": (["hydra.searchpath=[file:///no/where]"], ["file:///no/where is no folder"]),
+    "a setting of Hydra's that there is not": (["hydra.serchpath=[pkg://rlkit]"], ["hydra.serchpath", "Did you mean 'searchpath'"]),
     "mapping for a number": (["++seed={a: 1}"], ["seed", "not a whole number"]),
     "missing value": (["task=jsonl"], ["task.path", "set task.path="]),
     "missing target": (["environment=gymnasium"], ["environment.make: has no default; set environment.make._target_="]),

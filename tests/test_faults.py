@@ -304,16 +304,6 @@ def test_secrets_are_not_written(tmp_path, monkeypatch):
     assert all("sk-01" not in p.read_text() and "my-own-key" not in p.read_text() for p in tmp_path.rglob("*") if p.is_file())
 
 
-def test_a_process_that_left_no_summary_is_told_of_at_the_next_start(tmp_path):
-    """A tool that exits from C, or a kill, says nothing itself."""
-    config = {"seed": 0}
-    assert runs.write_start(tmp_path, config, {}) == []
-    (line,) = runs.write_start(tmp_path, config, {})
-    assert "ended without a word" in line
-    (tmp_path / "summary.json").write_text("{}")
-    assert runs.write_start(tmp_path, config, {}) == []
-
-
 def test_what_changed_between_two_starts_is_said(tmp_path):
     assert runs.write_start(tmp_path, {"seed": 0}, {"torch": "1"}) == []
     (tmp_path / "summary.json").write_text("{}")

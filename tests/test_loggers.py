@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 
 import pytest
@@ -45,11 +44,9 @@ def test_a_missing_package_is_refused_before_data_and_model_are_loaded(words, mo
     assert install("wandb" if "wandb" in words[-1] else "mlflow") in said and list(tmp_path.iterdir()) == []
 
 
-def test_a_mode_that_wandb_does_not_know_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"logger\.wandb\.mode=quiet"):
-        loggers.wandb(tmp_path, 0, mode="quiet")
-    with pytest.raises(ConfigError, match=r"logger\.wandb\.mode=quiet"):
-        loggers.check_loggers({"mine": functools.partial(loggers.wandb, mode="quiet")})
+def test_a_mode_that_wandb_does_not_know_is_refused():
+    with pytest.raises(ConfigError, match=r"logger\.wandb\.mode: 'quiet' is not one of offline, online, disabled"):
+        compose(["logger=wandb", "logger.wandb.mode=quiet"])
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +64,12 @@ def events(tmp_path_factory):
     return events
 
 
-def test_tensorboard_has_scalars_in_groups_histograms_texts_and_charts(events):
+def test_tensorboard_has_scalars_in_groups_histograms_and_texts(events):
     tags = events.Tags()
     assert {"reward/mean", "kl/ref_k3", "test/accuracy", "perf/step_s"} <= set(tags["scalars"])
     assert {"reward/histogram", "adv/histogram"} == set(tags["histograms"])
     assert sum(bucket for bucket in events.Histograms("reward/histogram")[-1].histogram_value.bucket) == 8, "every rollout of the step"
-    assert {"samples/0/text_summary", "custom_scalars__config__"} <= set(tags["tensors"])
+    assert "samples/0/text_summary" in tags["tensors"]
 
 
 def test_tensorboard_compares_runs_by_settings_and_final_figures(events):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlkit.algorithm import estimate_advantages, filter_rollouts
-from rlkit.commands.evaluate import table
+from rlkit.commands.evaluate import accuracy_table
 from rlkit.commands.train import closing
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import check_reward, load_tasks
@@ -126,7 +126,7 @@ def test_results_of_parts_are_those_of_their_rollouts_alone():
     assert not any(k.startswith("part/") for k in expected)
     result = {"split": "test", "n": 3, "greedy": _with_parts(whole, accuracy), "sampled": {}, "wall_seconds": 0.0}
     result["sampled"] = curves(whole, samples=2, k=[1]) | {"parts": {p: curves(sums, samples=2, k=[1]) for p in ("sums", "games")}}
-    lines = table(result, "out").splitlines()
+    lines = accuracy_table(result, "out").splitlines()
     assert any(line.startswith("sums: greedy accuracy") for line in lines) and any(line.startswith("games: pass@1") for line in lines)
     assert result_row(result["greedy"], "eval/")["eval/part/games/n"] == 2
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rlkit.config.compose import compose, experiment
-from rlkit.config.problems import validate
+from rlkit.config.problems import problems_of
 from rlkit.errors import ConfigError
 from rlkit.types import ranges
 
@@ -31,7 +31,7 @@ def test_a_part_from_outside_has_its_ranges_too(tmp_path, monkeypatch):
 
 def test_an_experiment_built_by_hand_has_them_too():
     x = experiment(compose([]))
-    assert "batch.prompts=0: must be at least 1" in validate(x._replace(batch=x.batch._replace(prompts=0)))
+    assert "batch.prompts=0: must be at least 1" in problems_of(x._replace(batch=x.batch._replace(prompts=0)))
 
 
 def test_a_range_of_a_number_that_is_not_there_is_refused():

@@ -72,7 +72,7 @@ def test_what_the_user_names_himself_needs_no_trust():
 @pytest.mark.parametrize(
     "node",
     [
-        {"_target_": "rlkit.distributed.launch.start", "command": ["sh"], "count": 1},  # of rlkit, but no part of a run
+        {"_target_": "rlkit.distributed.launch.start_ranks", "command": ["sh"], "count": 1},  # of rlkit, but no part of a run
         {"_target_": "os.system", "_args_": ["true"]},
         {"_target_": ["os.system"]},
         MODEL | {"trust_remote_code": True, "revision": "0" * 40},

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.commands.arguments import Arguments, drop, option
 from rlkit.commands.trust import model_of
-from rlkit.config.problems.numbers import agent_problems
+from rlkit.config.problems.numbers import sampling_problems
 from rlkit.engines import Cached
 from rlkit.environments import calculator, execute, get_weather, hermes, python_tool, single_turn, tool_name, tool_use
 from rlkit.environments.tool_parsers import from_payload
@@ -228,7 +228,7 @@ def find_tools(x: AgentRun) -> list[Callable[..., Any]]:
 
 def ask(x: AgentRun, question: str, *, checkpoint: Path | None = None) -> AgentResult:
     """Loads the model, or a run's newest checkpoint, and lets it answer. Raises ConfigError where the settings are out of range."""
-    if problems := agent_problems(x):
+    if problems := sampling_problems(x.generation):
         raise ConfigError("\n".join(problems))
     tools = find_tools(x)
     from rlkit.commands.evaluate import restore

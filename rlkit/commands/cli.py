@@ -6,15 +6,10 @@ import importlib
 import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rlkit.commands.arguments import parse
 from rlkit.errors import ConfigError, Refusal, RLKitError, raised_at, visible
 from rlkit.system.processors import wait_without_spinning
-
-if TYPE_CHECKING:
-    pass
-
 
 COMMANDS = ("train", "evaluate", "rollout", "agent", "export", "report", "check", "doctor", "replay")  # a file of this folder each
 HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-using tasks

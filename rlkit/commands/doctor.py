@@ -7,14 +7,17 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import Distribution, PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rlkit.commands.arguments import Arguments
 from rlkit.errors import ConfigError
 
-OLDEST, NEWEST = (3, 11), (3, 13)  # of Python, tested
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
 LOW_DISK_GB = 10.0  # a checkpoint of Qwen3-1.7B with its optimizer takes some 20 GB, adapters megabytes
 
 
@@ -49,30 +52,28 @@ def show(findings: list[Finding]) -> str:
 
 def python() -> list[Finding]:
     """The interpreter and the system."""
-    text = f"{sys.version.split()[0]} on {platform.system()} {platform.machine()}"
-    if sys.version_info < OLDEST:
-        return [Finding("python", f"{text}; rlkit needs {'.'.join(map(str, OLDEST))} or newer", "bad")]
-    if sys.version_info[:2] > NEWEST:
-        return [Finding("python", f"{text}; rlkit is tested up to {'.'.join(map(str, NEWEST))}", "warn")]
-    return [Finding("python", text)]
+    return [Finding("python", f"{sys.version.split()[0]} on {platform.system()} {platform.machine()}")]
 
 
-def requirements(own: Distribution, extra: str = "") -> list[tuple[str, str, bool | None]]:
-    """(package, installed version or "", whether it is one that rlkit takes; None where it is absent) of rlkit or of an extra."""
+def requirements(own: Distribution, extra: str = "") -> list[tuple[Requirement, str]]:
+    """(what is needed, the installed version or "") of rlkit or of an extra."""
     from packaging.requirements import Requirement
 
-    out: list[tuple[str, str, bool | None]] = []
+    out = []
     for line in own.requires or ():
         needed = Requirement(line)
         applies = needed.marker is None or needed.marker.evaluate({"extra": extra})
-        if bool(extra) != ("extra ==" in line) or needed.name == own.name or not applies:
-            continue
-        try:
-            found = version(needed.name)
-            out.append((f"{needed.name}{needed.specifier}", found, needed.specifier.contains(found, prereleases=True)))
-        except PackageNotFoundError:
-            out.append((f"{needed.name}{needed.specifier}", "", None))
+        if applies and bool(extra) == ("extra ==" in line) and needed.name != own.name:
+            with suppress(PackageNotFoundError):
+                out.append((needed, version(needed.name)))
+                continue
+            out.append((needed, ""))
     return out
+
+
+def fits(needed: Requirement, installed: str) -> bool:
+    """Whether an installed version is one that is needed."""
+    return bool(installed) and needed.specifier.contains(installed, prereleases=True)
 
 
 def packages() -> list[Finding]:
@@ -83,29 +84,20 @@ def packages() -> list[Finding]:
     if own is None:
         return [Finding("rlkit", "is not installed, so its versions are not known; pip install -c constraints.txt -e .", "warn")]
     out = [Finding("rlkit", f"{own.name} {own.version} at {Path(__file__).parent.parent}")]
-    for name, installed, fits in requirements(own):
-        package = name.partition(">")[0].partition("<")[0]
-        if fits:
-            out.append(Finding(package, installed))
-        elif installed:
-            out.append(Finding(package, f"{installed}; rlkit takes {name}: pip install -c constraints.txt '{name}'", "bad"))
-        else:
-            out.append(Finding(package, f"is not installed: pip install -c constraints.txt '{name}'", "bad"))
+    for needed, installed in requirements(own):
+        wanted = f"{needed.name}{needed.specifier}"
+        remedy = f"{installed or 'is not installed'}; rlkit takes {wanted}: pip install -c constraints.txt '{wanted}'"
+        out.append(Finding(needed.name, installed) if fits(needed, installed) else Finding(needed.name, remedy, "bad"))
     return out
 
 
 def processors() -> list[Finding]:
-    """Cores that this process may use, torch's threads, and memory."""
+    """Cores that this process may use, and torch's threads."""
     import torch
 
     from rlkit.system.processors import cores
 
-    out = [Finding("processors", f"{cores()} cores, {torch.get_num_threads()} threads of torch")]
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        page = os.sysconf("SC_PAGE_SIZE") / 2**30
-        free = f", {os.sysconf('SC_AVPHYS_PAGES') * page:.1f} GiB free" if "SC_AVPHYS_PAGES" in os.sysconf_names else ""
-        out.append(Finding("memory", f"{os.sysconf('SC_PHYS_PAGES') * page:.1f} GiB{free}"))
-    return out
+    return [Finding("processors", f"{cores()} cores, {torch.get_num_threads()} threads of torch")]
 
 
 def devices() -> list[Finding]:
@@ -153,15 +145,13 @@ def disk() -> list[Finding]:
 
 
 def models() -> list[Finding]:
-    """The embedded model can be read, and where models of the hub are kept."""
+    """Whether the embedded model can be read."""
     from rlkit.models.load import TINY
 
     missing = [name for name in ("config.json", "model.safetensors", "tokenizer.json") if not (TINY / name).is_file()]
     if missing:
-        return [Finding("embedded model", f"{TINY} lacks {', '.join(missing)}; install rlkit anew", "bad")]
-    cache = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
-    offline = ", offline (HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
-    return [Finding("embedded model", str(TINY)), Finding("hub cache", f"{cache}{offline}")]
+        return [Finding("embedded model", f"{TINY} lacks {', '.join(missing)}; install rlkit again", "bad")]
+    return [Finding("embedded model", str(TINY))]
 
 
 def extras() -> list[Finding]:
@@ -172,8 +162,8 @@ def extras() -> list[Finding]:
     if own is None:
         return []
     out = []
-    for name in own.metadata.get_all("Provides-Extra") or []:
-        missing = [package for package, _, fits in requirements(own, name) if not fits]
+    for name in own.metadata.get_all("Provides-Extra") or ():
+        missing = [f"{needed.name}{needed.specifier}" for needed, installed in requirements(own, name) if not fits(needed, installed)]
         text = f"absent: {', '.join(missing)} ({install(name)})" if missing else "there"
         out.append(Finding(f"extra {name}", text, "off" if missing else "ok"))
     return out

@@ -111,7 +111,7 @@ def held_out_rows(label: str, greedy: Mapping[str, Any], sampled: Mapping[str, A
     return rows + [(prefix + name, sampled[name]["value"], sampled[name]["interval"]) for name in curves]
 
 
-def table(result: Mapping[str, Any], out: Path) -> str:
+def accuracy_table(result: Mapping[str, Any], out: Path) -> str:
     """The result in columns."""
     greedy, sampled = result["greedy"], result["sampled"]
     rows = held_out_rows("greedy", greedy, sampled)
@@ -151,5 +151,5 @@ def command(arguments: Arguments) -> int:
     checkpoint = runs.checkpoint_source(named, run) if named and run else None
     parent = run / "evaluation" if run else runs.OUTPUTS / "evaluation"
     LOST.clear()
-    print(table(*evaluate(x, tasks, split=split, checkpoint=checkpoint, parent=parent, started=STARTED)))
+    print(accuracy_table(*evaluate(x, tasks, split=split, checkpoint=checkpoint, parent=parent, started=STARTED)))
     return int(bool(LOST))

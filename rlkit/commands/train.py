@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -48,11 +49,11 @@ def command(arguments: Arguments) -> int:
         resume = runs.checkpoint_source(named, folder)
         require_secrets(named, folder, overrides)
         overrides = [*added(runs.saved_overrides(folder), drop(overrides, "resume")), f"resume={quote(named)}"]
-    composed = compose(overrides, config_dir=arguments.config_dir, before_import=announcer(folder if resume else None))
+    composed = compose(overrides, config_dir=arguments.config_dir, before_import=announcer(folder) if folder and resume else None)
     x = experiment(composed)
     check_loggers(x.logger)
-    if launch.needed(x.trainer.devices, x.trainer.nodes):
-        return launch.start([sys.executable, "-m", "rlkit", "train", *arguments.words], x.trainer.devices)
+    if launch.must_start(x.trainer.devices, x.trainer.nodes):
+        return launch.start_ranks([sys.executable, "-m", "rlkit", "train", *arguments.words], x.trainer.devices)
     join_ranks(x.trainer)
 
     if named == "auto":
@@ -80,7 +81,7 @@ def command(arguments: Arguments) -> int:
             own(target)
 
         def job() -> int:
-            return start(x, composed.config, tasks, target, started=STARTED, resume=resume)
+            return run_in_folder(x, composed.config, tasks, target, started=STARTED, resume=resume)
 
         status = in_hydra(composed, target, job) if ranks.rank() == 0 else job()
     if status == 0:
@@ -134,7 +135,7 @@ def in_hydra(composed: Composed, folder: Path, job: Callable[[], int]) -> int:
         return done.return_value
 
 
-def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *, started: float, resume: Path | None) -> int:
+def run_in_folder(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *, started: float, resume: Path | None) -> int:
     """Runs in a folder and prints the end; the exit status. A refusal leaves nothing behind that was not there before."""
     fresh = resume is None
     try:
@@ -173,7 +174,7 @@ def closing(summary: Mapping[str, Any], folder: Path) -> str:
     """The before/after table of the test problems, the folder and the commands that come next."""
     from rlkit.training.callbacks.terminal import how_sampled
 
-    where = runs.quoted(folder)
+    where = shlex.quote(str(folder))
     lines = [""]
     before, after = summary.get("before"), summary.get("after")
     if before and after:

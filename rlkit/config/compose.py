@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +72,7 @@ def compose(
 
     logging.getLogger("hydra").setLevel(logging.ERROR)
     search = searchpath(config_dir)
+    _check_searchpath(overrides)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         problems, accepted = _check_overrides(overrides, search)
@@ -125,6 +127,22 @@ def _clashes(config_dir: str | None) -> list[str]:
     return [f"{f}: an option of this name ships with rlkit and would be taken instead; rename the file" for f in hidden]
 
 
+def _check_searchpath(overrides: Sequence[str]) -> None:
+    """Raises ConfigError for a place of hydra.searchpath that is not there. Hydra would only warn, and then miss its options."""
+    for scheme, place in re.findall(r"(file|pkg)://([^\]\s,'\"]+)", " ".join(text for text in overrides if "hydra.searchpath=" in text)):
+        if scheme == "file" and not Path(place).is_dir():
+            raise ConfigError(f"hydra.searchpath: file://{place} is no folder; name the folder that holds your groups")
+        if scheme == "pkg" and not _importable(place):
+            raise ConfigError(f"hydra.searchpath: pkg://{place} cannot be imported; install the package, or put its folder on PYTHONPATH")
+
+
+def _importable(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
 def _load(entry: str, search: Sequence[str], overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
     """Hydra's config, its own node included, and the overrides that give it; whatever goes wrong is one ConfigError.
 
@@ -153,8 +171,14 @@ def _load(entry: str, search: Sequence[str], overrides: Sequence[str]) -> tuple[
                 ConfigLoaderImpl._apply_overrides_to_config(parser.parse_overrides([text]), full)
             accepted.append(text)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        absent = re.match(r"Could not override '(\w+)'", str(error))  # a whole group: adding it, as Hydra proposes, would not help
-        raise ConfigError(f"{absent[1]}: rlkit {entry} has no such group" if absent else one_sentence(error)) from error
+        absent = re.match(r"Could not override '([\w.]+)'", str(error))
+        path = absent[1] if absent else ""
+        if path.startswith("hydra."):
+            known = _composed_groups(entry, (), _stamp(search)).hydra
+            raise ConfigError(f"{path}: Hydra has no such setting.{nearest(path.split('.')[1], known)}") from error
+        if path and "." not in path:  # a whole group: adding it, as Hydra proposes, would not help
+            raise ConfigError(f"{path}: rlkit {entry} has no such group") from error
+        raise ConfigError(one_sentence(error)) from error
     full.hydra.overrides.task = [text for text in accepted if not text.startswith("hydra")]
     full.hydra.job.override_dirname = ",".join(sorted(full.hydra.overrides.task))
     full.hydra.runtime.cwd = os.getcwd()

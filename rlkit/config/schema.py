@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import inspect
 import math
+import sys
 import types
 import typing
 import warnings
@@ -94,38 +95,36 @@ def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str) 
 
 
 def _check_value(value: Any, hint: Any, where: str) -> list[str]:
-    if value == MISSING or isinstance(value, dict | list):
-        return check(value, where) + _misplaced(value, hint, where)
-    if isinstance(value, float) and math.isnan(value):
-        return check(value, where)
-    if not fits(value, hint):
-        return [f"{where}: {value!r} is not {describe(hint)}"]
-    return []
+    """A value against the hint of its parameter, and every node within it."""
+    problems = check(value, where)
+    return problems if problems and not isinstance(value, dict | list) else problems + _mismatch(value, hint, where)
 
 
-def _misplaced(value: Any, hint: Any, where: str) -> list[str]:
-    """A mapping or list where a number, a word or a part belongs."""
+def _mismatch(value: Any, hint: Any, where: str) -> list[str]:
+    """Where a value, or one within it, is not of the kind that a signature asks for."""
     if value == MISSING or (isinstance(value, dict) and "_target_" in value):
         return []
+    if not isinstance(value, dict | list):
+        return [] if fits(value, hint) else [f"{where}: {value!r} is not {describe(hint)}"]
     holding = [option for option in _alternatives(hint) if _holds(option, type(value))]
     if not holding:
+        part = next((_public_name(option) for option in _alternatives(hint) if hasattr(option, "_fields")), "")
+        if part and isinstance(value, dict):
+            return [f"{where}: this mapping has no _target_, so nothing says what it is; add _target_: {part}"]
         return [f"{where}: {value!r} is not {describe(hint)}"]
     inside = typing.get_args(holding[0])
     if len(holding) > 1 or not inside or typing.get_origin(holding[0]) is tuple:
         return []
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    return [
-        problem
-        for key, item in items
-        for place in [_join(where, key) if isinstance(value, dict) else f"{where}[{key}]"]
-        for problem in (
-            _misplaced(item, inside[-1], place)
-            if isinstance(item, dict | list)
-            else []
-            if item == MISSING or fits(item, inside[-1])
-            else [f"{place}: {item!r} is not {describe(inside[-1])}"]
-        )
-    ]
+    if isinstance(value, dict):
+        return [problem for key, item in value.items() for problem in _mismatch(item, inside[-1], _join(where, key))]
+    return [problem for i, item in enumerate(value) for problem in _mismatch(item, inside[-1], f"{where}[{i}]")]
+
+
+def _public_name(part: type) -> str:
+    """A class as a config names it: by its package, if that has it, else by its module."""
+    package = part.__module__.rpartition(".")[0]
+    home = package if getattr(sys.modules.get(package), part.__name__, None) is part else part.__module__
+    return f"{home}.{part.__name__}"
 
 
 def _holds(hint: Any, kind: type) -> bool:

@@ -28,12 +28,12 @@ def started_outside(environ: Mapping[str, str], devices: int, nodes: int) -> boo
     return devices * nodes > 1 and int(environ.get("SLURM_NTASKS") or 1) == devices * nodes and "SLURM_PROCID" in environ
 
 
-def needed(devices: int, nodes: int) -> bool:
+def must_start(devices: int, nodes: int) -> bool:
     """Whether this process has to start its ranks itself: several devices of one machine, and nobody has."""
     return devices * nodes > 1 and nodes == 1 and not started_outside(os.environ, devices, nodes)
 
 
-def start(command: Sequence[str], count: int) -> int:
+def start_ranks(command: Sequence[str], count: int) -> int:
     """Runs `count` ranks of a command on this machine to their end.
 
     Returns: 0, or the exit status of the rank that failed first (128 + its number for a signal).

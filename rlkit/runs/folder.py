@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
@@ -161,31 +160,18 @@ def write_start(folder: Path, config: Mapping[str, Any], versions: Mapping[str, 
     """
     started = datetime.now().isoformat(timespec="seconds")
     now = {"started": started, "config": redacted(config), "versions": dict(versions), "git": git_state()}
-    starts, damaged, said = _starts(folder), [], vanished(folder)
+    starts, changed = _starts(folder), []
     if starts is None:
         kept = put_aside(folder / "run.json", ".unreadable")
-        starts, damaged = [], [f"run.json cannot be read and is kept as {kept.name}"]
+        starts, changed = [], [f"run.json cannot be read and is kept as {kept.name}"]
     write_atomic(folder / "run.json", (json.dumps([*starts, now], indent=1, default=str) + "\n").encode())
     if not starts:
-        return damaged + said
+        return changed
     before = starts[-1]
-    changed = said + [
-        f"{name} was {was}, is {now['versions'].get(name)}" for name, was in before["versions"].items() if was != now["versions"].get(name)
-    ]
+    changed = [f"{name} was {was}, is {then}" for name, was in before["versions"].items() if was != (then := now["versions"].get(name))]
     if before["git"] != now["git"]:
         changed.append(f"the code was at {before['git'] or 'no commit'}, is at {now['git'] or 'no commit'}")
     return changed
-
-
-def vanished(folder: Path) -> list[str]:
-    """A sentence where the process that worked in the folder last did not come to its end: it left no summary after its start."""
-    start, summary = folder / "run.json", folder / "summary.json"
-    try:
-        if not start.exists() or (summary.exists() and summary.stat().st_mtime >= start.stat().st_mtime):
-            return []
-    except OSError:
-        return []
-    return ["the process before ended without a word: killed, out of memory, or by code of a tool or an environment that exits or crashes"]
 
 
 def read_start(folder: Path) -> dict[str, Any]:
@@ -243,11 +229,6 @@ def _saved(folder: Path) -> list[str]:
     return [str(text) for text in saved]
 
 
-def quoted(folder: Path) -> str:
-    """A folder as a shell takes it."""
-    return shlex.quote(str(folder))
-
-
 def refuse_restart(folder: Path) -> None:
     """Raises DataError where a run has trained and has no checkpoint left: it could only begin again, in place of what it was."""
     if steps := lost_steps(folder):
@@ -271,14 +252,10 @@ def lost_steps(folder: Path) -> int:
     steps = max([row["step"] for row in read_rows(folder / "metrics.jsonl")] + numbers, default=0)
     ended = summary.get("ended") in ("finished", "out of time", "interrupted") and summary.get("steps") and not summary.get("unsaved")
     left = any(any(saves.glob(name)) for name in ("*.superseded", "*.damaged*", "best.json"))
-    parts = None
+    parts: Any = None
     with suppress(DataError):  # a config that cannot be read says nothing of saves
         parts = read_config(folder).get("callbacks")
-    every = [
-        part["every"]
-        for part in (parts.values() if isinstance(parts, Mapping) else ())
-        if isinstance(part, Mapping)
-        and part.get("_target_") == "rlkit.training.callbacks.checkpoint"
-        and isinstance(part.get("every"), int)
-    ]
+    named = [part for part in parts.values() if isinstance(part, Mapping)] if isinstance(parts, Mapping) else []
+    saving = [part.get("every") for part in named if part.get("_target_") == "rlkit.training.callbacks.checkpoint"]
+    every = [count for count in saving if isinstance(count, int)]
     return steps if ended or left or not every or steps > min(every) else 0

@@ -21,7 +21,7 @@ class BatchSize(NamedTuple):
     group_size: int
 
 
-@ranges(admission_rounds=(1, None))
+@ranges(temperature=(0, None), max_new_tokens=(1, None), admission_rounds=(1, None))
 class Sampling(NamedTuple):
     """How replies are sampled. Training samples from the full distribution: it refuses a `top_p` below 1 and a `top_k` above 0."""
 
@@ -42,7 +42,7 @@ class Sampling(NamedTuple):
 
 @ranges(
     n=(0, None), every=(0, None), samples=(0, None), temperature=(0, None), curve_temperature=(0, None), max_new_tokens=(1, None),
-    stop_at=(0, None),
+    stop_at=(0, None), max_time=(0.001, None),
 )  # fmt: skip
 class Evaluation(NamedTuple):
     """Evaluation with settings and a verifier of its own: of validation tasks on the way, of test tasks before and after."""
@@ -62,7 +62,7 @@ class Evaluation(NamedTuple):
 
 @ranges(
     steps=(1, None), micro_batch_tokens=(1, None), max_grad_norm=(1e-8, None), max_time=(0, None), threads=(1, None),
-    max_nonfinite=(1, None),
+    max_nonfinite=(1, None), devices=(1, None), nodes=(1, None), timeout=(0.001, None), max_step_time=(0.001, None),
 )  # fmt: skip
 class TrainerSettings(NamedTuple):
     """How long, on what, and in which portions."""
@@ -103,7 +103,7 @@ class RolloutRun(NamedTuple):
     sandbox: Sandbox = Sandbox()  # named by the parts that run code
 
 
-@ranges(max_turns=(1, None), max_calls=(1, None), max_chars=(1, None))
+@ranges(max_turns=(1, None), max_calls=(1, None), max_chars=(1, None), timeout=(0.001, None))
 class AgentRun(NamedTuple):
     """A question answered with tools: who answers, and within which limits."""
 

@@ -13,25 +13,12 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlkit.errors import ConfigError, install
 from rlkit.system.files import LOST, lose, reason, unwritable
-
-CHARTS = {  # TensorBoard's custom scalars: tab → chart → (kind, metrics)
-    "rlkit": {
-        "reward": ("Multiline", ["reward/mean", "eval/reward"]),
-        "validation accuracy, 95 % interval": ("Margin", ["eval/accuracy", "eval/accuracy_low", "eval/accuracy_high"]),
-        "test accuracy, 95 % interval": ("Margin", ["test/accuracy", "test/accuracy_low", "test/accuracy_high"]),
-        "KL": ("Multiline", ["kl/ref_k3", "kl/step"]),
-        "entropy": ("Multiline", ["policy/entropy"]),
-        "length": ("Multiline", ["len/mean", "len/solved_mean", "len/unsolved_mean"]),
-        "seconds of a step": ("Multiline", ["perf/generate_s", "perf/reward_s", "perf/update_s"]),
-    }
-}
-
 
 # ---------------------------------------------------------------------------------------------------- conf/logger
 
@@ -40,38 +27,35 @@ def tensorboard(run: Path, step: int, /) -> Any:
     """TensorBoard event files in tensorboard/; a resumed run goes on in the same folder and hides what came after its checkpoint."""
     from lightning.pytorch.loggers import TensorBoardLogger
 
-    logger = TensorBoardLogger(
-        save_dir=str(run), name="", version="tensorboard", default_hp_metric=False, purge_step=step + 1 if step else None
-    )
-    if not step:
-        logger.experiment.add_custom_scalars(CHARTS)
-    return logger
+    purge = step + 1 if step else None
+    return TensorBoardLogger(save_dir=str(run), name="", version="tensorboard", default_hp_metric=False, purge_step=purge)
 
 
-def wandb(run: Path, step: int, /, *, project: str = "rlkit", entity: str | None = None, mode: str = "offline") -> Any:
+def wandb(
+    run: Path,
+    step: int,
+    /,
+    *,
+    project: str = "rlkit",
+    entity: str | None = None,
+    mode: Literal["offline", "online", "disabled"] = "offline",
+) -> Any:
     """Weights & Biases, named as the run folder; a resumed run is the same run there.
 
     Args:
       project, entity: where the run is shown; None is the account's own entity.
       mode: offline keeps everything in wandb/ of the run folder until `wandb sync`; online sends it at once; disabled does nothing.
-    Raises: ConfigError where the package is missing or the mode is none of these.
+    Raises: ConfigError where the package is missing.
     """
-    _check_wandb(mode=mode)
+    _installed("wandb")
     from lightning.pytorch.loggers import WandbLogger
 
     identity = run / "wandb.id"
     if not identity.is_file():
         identity.write_text(secrets.token_hex(6))
     resume = "allow" if step and mode == "online" else None  # offline, `wandb sync --append` joins the parts
-    return WandbLogger(
-        name=f"{run.parent.name}/{run.name}",
-        project=project,
-        entity=entity,
-        save_dir=str(run),
-        id=identity.read_text(),
-        mode=mode,
-        resume=resume,
-    )
+    named: dict[str, Any] = {"name": f"{run.parent.name}/{run.name}", "id": identity.read_text(), "save_dir": str(run)}
+    return WandbLogger(project=project, entity=entity, mode=mode, resume=resume, **named)
 
 
 def mlflow(run: Path, step: int, /, *, experiment: str = "rlkit", tracking_uri: str | None = None) -> Any:
@@ -98,25 +82,16 @@ def mlflow(run: Path, step: int, /, *, experiment: str = "rlkit", tracking_uri: 
 
 
 def check_loggers(loggers: Mapping[str, Callable[..., Any]]) -> None:
-    """What a logger would refuse when it is made, which is after the model is loaded. Raises ConfigError."""
+    """Raises ConfigError for a logger whose package is missing: it is made when the model is loaded already."""
     for make in loggers.values():
-        if own := CHECKS.get(getattr(make, "func", make)):
-            own(**getattr(make, "keywords", {}))
+        if (function := getattr(make, "func", make)) in (wandb, mlflow):
+            _installed(function.__name__)
 
 
-def _check_wandb(*, mode: str = "offline", **_: Any) -> None:
-    if mode not in ("offline", "online", "disabled"):
-        raise ConfigError(f"logger.wandb.mode={mode}: it is offline, online or disabled")
-    _installed("wandb")
-
-
-def _installed(package: str, **_: Any) -> None:
+def _installed(package: str) -> None:
     """Raises ConfigError where an optional package, which has the name of its option, is missing."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"logger={package}: the package {package} is not installed; {install(package)}, or leave it out")
-
-
-CHECKS: dict[Callable[..., Any], Callable[..., None]] = {wandb: _check_wandb, mlflow: partial(_installed, "mlflow")}
 
 
 # ------------------------------------------------------------------------------------------ a logger that fails
@@ -126,18 +101,9 @@ CALLS = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize", "aft
 
 def tolerant(logger: Any) -> Any:
     """The same logger, whose calls report a failure instead of raising it: a full disk, a server that is away, a package's own error."""
-
-    def careful(call: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(call)
-        def attempt(*args: Any, **settings: Any) -> Any:
-            with missed(logger):
-                return call(*args, **settings)
-
-        return attempt
-
     for name in CALLS:
         if hasattr(logger, name):
-            setattr(logger, name, careful(getattr(logger, name)))
+            setattr(logger, name, missed(logger)(getattr(logger, name)))
     if not hasattr(threading.excepthook, "before"):
         hook = partial(_thread_failed, threading.excepthook)
         hook.before = threading.excepthook  # type: ignore[attr-defined]
@@ -204,7 +170,7 @@ def log_settings(logger: Any, settings: Mapping[str, Any]) -> None:
 
 def log_final(logger: Any, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
     """What the run came to, to compare the runs of a sweep by: TensorBoard's hparams, W&B's summary, MLflow metrics."""
-    named = {f"final/{name}": value for name, value in figures.items()}
+    named: dict[str, Any] = {f"final/{name}": value for name, value in figures.items()}
     with missed(logger):
         if hasattr(logger.experiment, "add_hparams"):
             plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in settings.items()}

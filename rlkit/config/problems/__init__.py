@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rlkit.config.problems.assumptions import assumption_problems
 from rlkit.config.problems.combinations import combination_problems, rank_problems
-from rlkit.config.problems.numbers import negative, number_problems
+from rlkit.config.problems.numbers import number_problems
 from rlkit.config.problems.schedules import first_steps, schedule_problems
 from rlkit.config.problems.trial import optimizer_problems
 
@@ -23,8 +23,9 @@ def run_problems(x: Experiment) -> list[str]:
     """All problems of a run with its phases, each at its first step."""
     problems = schedule_problems(x) + rank_problems(x)
     firsts = {} if problems else first_steps(x)
-    problems += [f"schedule.phases.{name}: {problem}" if name else problem for name, first in firsts.items() for problem in validate(first)]
-    problems += [problem for problem in negative(x) if problem not in problems]
+    problems += [
+        f"schedule.phases.{name}: {problem}" if name else problem for name, first in firsts.items() for problem in problems_of(first)
+    ]
     if firsts and not x.needs_reference and x.reference.name not in ("none", "frozen"):
         problems.append(
             f"reference={x.reference.name}: it would be updated and never used, since no KL compares with it (kl={x.kl.name}, "
@@ -37,6 +38,6 @@ def run_problems(x: Experiment) -> list[str]:
     return problems + optimizer_problems(x)
 
 
-def validate(x: Experiment) -> list[str]:
-    """Combinations that cannot run, or that would silently do nothing, as sentences."""
+def problems_of(x: Experiment) -> list[str]:
+    """What of an experiment without open schedules cannot run, or would silently do nothing, as sentences."""
     return number_problems(x) + combination_problems(x) + assumption_problems(x)

@@ -37,14 +37,9 @@ def _check_evaluation(x: Experiment) -> list[str]:
 
 
 def rank_problems(x: Experiment) -> list[str]:
-    """Numbers of devices that cannot be, and what several ranks cannot do, as sentences."""
+    """What several ranks cannot do, as sentences."""
     t, problems = x.trainer, []
     count = t.devices * t.nodes
-    for name, value in {"devices": t.devices, "nodes": t.nodes}.items():
-        if value < 1:
-            problems.append(f"trainer.{name}={value}: must be at least 1")
-    if not t.timeout > 0:
-        problems.append(f"trainer.timeout={t.timeout}: must be greater than 0 seconds")
     if count > 1 and t.strategy == "single":
         problems.append(
             f"trainer.devices={t.devices}, trainer.nodes={t.nodes}: one process uses one device; choose trainer=ddp, or trainer=fsdp for a "

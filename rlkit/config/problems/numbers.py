@@ -10,7 +10,7 @@ from rlkit.training.schedules import Schedule
 from rlkit.training.schedules.paths import fields
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
-    from rlkit.training.experiment import AgentRun, Experiment, Sampling
+    from rlkit.training.experiment import Experiment, Sampling
 
 
 def range_problems(node: Any, path: str = "") -> list[str]:
@@ -30,30 +30,18 @@ def range_problems(node: Any, path: str = "") -> list[str]:
 
 
 def number_problems(x: Experiment) -> list[str]:
-    rollouts = x.batch.prompts * x.batch.group_size
-    a = x.algorithm
-    counts: dict[str, float] = {
-        "algorithm.epochs": a.epochs,
-        "algorithm.minibatches": a.minibatches,
-        "generation.max_new_tokens": x.generation.max_new_tokens,
-    }
-    problems = range_problems(x._replace(schedule=Schedule()))
-    problems += [f"{path}={value}: must be at least 1" for path, value in counts.items() if value < 1]
-    problems += thinking_problems(x.generation)
-    problems += negative(x)
+    """Numbers that a run cannot have, or that do not fit one another, as sentences."""
+    a, sampling, rollouts = x.algorithm, x.generation, x.batch.prompts * x.batch.group_size
+    problems = range_problems(x._replace(schedule=Schedule())) + thinking_problems(sampling)
     if a.target_kl is not None and not a.target_kl > 0:
         problems.append(f"algorithm.target_kl={a.target_kl}: must be greater than 0 nats per token; null never ends a step's updates early")
-    if x.generation.temperature == 0:
+    if sampling.temperature == 0:
         problems.append("generation.temperature=0: greedy samples of a prompt are all equal, so nothing is learned; use 1.0")
-    if x.generation.top_p < 1 or x.generation.top_k > 0:
+    if sampling.top_p < 1 or sampling.top_k > 0:
         problems.append(
-            f"generation.top_p={x.generation.top_p}, generation.top_k={x.generation.top_k}: training samples from the full distribution, "
+            f"generation.top_p={sampling.top_p}, generation.top_k={sampling.top_k}: training samples from the full distribution, "
             "since ratios and KL compare full distributions and are wrong on samples of a cut one; set top_p=1 and top_k=0"
         )
-    if x.trainer.max_step_time is not None and not x.trainer.max_step_time > 0:
-        problems.append(f"trainer.max_step_time={x.trainer.max_step_time}: must be greater than 0 minutes; null waits for ever")
-    if x.evaluation.max_time is not None and not x.evaluation.max_time > 0:
-        problems.append(f"evaluation.max_time={x.evaluation.max_time}: must be greater than 0 minutes; null waits for ever")
     if x.trainer.requeue and x.resume == "never":
         problems.append("trainer.requeue: with resume=never the job that is queued again would begin anew; set resume=auto, or name a run")
     if not problems and rollouts % a.minibatches:
@@ -62,19 +50,6 @@ def number_problems(x: Experiment) -> list[str]:
             f"{rollouts} rollouts, which do not divide into that many equal parts; change it, batch.prompts or batch.group_size"
         )
     return problems
-
-
-def negative(x: Experiment) -> list[str]:
-    """Of the numbers that a schedule may set in place of the config's, too: a broken one is never taken for what it is not."""
-    amounts = {
-        "kl.coef": x.kl.coef,
-        "generation.temperature": x.generation.temperature,
-        "algorithm.entropy_coef": x.algorithm.entropy_coef,
-        "algorithm.max_refills": x.algorithm.max_refills,
-        "algorithm.critic.warmup": x.algorithm.critic.warmup,
-        "algorithm.critic.coef": x.algorithm.critic.coef,
-    }
-    return [f"{path}={value}: must not be negative" for path, value in amounts.items() if isinstance(value, int | float) and value < 0]
 
 
 def sampling_problems(sampling: Sampling) -> list[str]:
@@ -93,11 +68,3 @@ def thinking_problems(sampling: Sampling) -> list[str]:
         f"generation.max_thinking_tokens={budget}: must be at least 0 and below generation.max_new_tokens={limit}, where a reply ends "
         "anyway; null sets no limit"
     ]
-
-
-def agent_problems(x: AgentRun) -> list[str]:
-    """What of `rlkit agent` is out of range besides what its settings declare."""
-    problems = []
-    if x.timeout is not None and not x.timeout > 0:
-        problems.append(f"timeout={x.timeout}: must be > 0 seconds, or null for no limit")
-    return problems + sampling_problems(x.generation)

@@ -54,19 +54,16 @@ def schedule_problems(experiment: Any) -> list[str]:
             except ValueError as error:
                 problems.append(f"{where}.until: {error}")
         problems += [f"{where}.reset: '{word}' is not one of {', '.join(RESETS)}" for word in phase.reset if word not in RESETS]
-    for position in range(len(given) or 1) if not problems else ():
-        problems += [
-            f"{path}: waits for '{metric}', but test problems must not decide what a run does; wait for 'eval/{metric[5:]}' (validation)"
-            for path, metric in watched(experiment, Progress(phase=position)).items()
-            if metric.startswith("test/")
-        ]
-    if not problems and (experiment.evaluation.n == 0 or experiment.evaluation.every == 0):
-        for position in range(len(given) or 1):
-            problems += [
+    evaluated = experiment.evaluation.n > 0 and experiment.evaluation.every > 0
+    waiting = {} if problems else {p: m for i in range(len(given) or 1) for p, m in watched(experiment, Progress(phase=i)).items()}
+    for path, metric in waiting.items():
+        if metric.startswith("test/"):
+            instead = f"wait for 'eval/{metric[5:]}' (validation)"
+            problems.append(f"{path}: waits for '{metric}', but test problems must not decide what a run does; {instead}")
+        if metric.startswith("eval/") and not evaluated:
+            problems.append(
                 f"{path}: waits for '{metric}', which is measured of validation problems only; set evaluation.every and evaluation.n"
-                for path, metric in watched(experiment, Progress(phase=position)).items()
-                if metric.startswith("eval/")
-            ]
+            )
     for name, x in phases(experiment).items():
         where = f"schedule.phases.{name}: " if name else ""
         twice = x.schedule.paths.keys() & dict(inline_controllers(x._replace(schedule=None))).keys()

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlkit.runs.report.charts import SECTIONS, Drawn, phase_starts
 from rlkit.runs.report.read import Group, Run, differences, is_number
-from rlkit.runs.report.tables import HeldOutRow, health, spans
+from rlkit.runs.report.tables import Estimate, HeldOutRow, health
 from rlkit.system.files import finite
 
 SHOWN = 80  # settings that differ
@@ -91,9 +91,9 @@ def held_out_table(rows: Sequence[HeldOutRow]) -> str:
             escape(row.line),
             escape(row.split),
             escape(row.figure),
-            interval(row.before, row.before_low, row.before_high),
-            interval(row.after, row.after_low, row.after_high),
-            change(row),
+            interval(row.before),
+            interval(row.after),
+            change(row.change),
             str(row.problems),
             str(row.seeds),
         )
@@ -107,44 +107,35 @@ def held_out_table(rows: Sequence[HeldOutRow]) -> str:
     )
 
 
-def change(row: HeldOutRow) -> str:
-    """The change, marked where its interval leaves out 0."""
-    kind = "good" if row.change_low > 0 else "bad" if row.change_high < 0 else "open"
-    return f"<span class={kind}>{interval(row.change, row.change_low, row.change_high, sign=True)}</span>"
+def change(estimate: Estimate) -> str:
+    """A change, marked where its interval leaves out 0."""
+    kind = "good" if estimate.low > 0 else "bad" if estimate.high < 0 else "open"
+    return f"<span class={kind}>{interval(estimate, sign='+')}</span>"
 
 
-def interval(value: float, low: float, high: float, *, sign: bool = False) -> str:
+def interval(estimate: Estimate, *, sign: str = "") -> str:
     """0.984 [0.961, 0.994]."""
-    plus = "+" if sign else ""
-    if value is None or math.isnan(value):
+    value, low, high = estimate
+    if math.isnan(value):
         return "not known"
-    own = f"{value:{plus}.3f}"
-    return own if math.isnan(low) else f"{own} <span class=interval>[{low:{plus}.3f}, {high:{plus}.3f}]</span>"
+    own = f"{value:{sign}.3f}"
+    return own if math.isnan(low) else f"{own} <span class=interval>[{low:{sign}.3f}, {high:{sign}.3f}]</span>"
 
 
 def health_list(groups: Sequence[Group]) -> str:
     """The verdict of the checks, a line a run."""
     out = []
-    for group in groups:
-        for run in group.runs:
-            found = health(run)
-            spoke = [finding for finding in found if finding.steps]
-            silent = [f.check for f in found if not f.measured]
-            name = escape(run_name(group, run))
-            if not any(f.measured for f in found):
-                out.append(f"<li class=open>{name}: nothing to check, no step was finished</li>")
-                continue
-            trained = sum("reward/mean" in row for row in run.rows)
-            fine = len(found) - len(spoke) - len(silent)
-            kind, mark = ("bad", "!") if spoke else ("good", "✓")
-            items = "".join(
-                f"<li><b>{escape(f.check)}</b>, {'step' if len(f.steps) == 1 else 'steps'} {spans(f.steps)} of {trained}: "
-                f"{escape(f.text)}</li>"
-                for f in spoke
-            )
-            missing = f"; not measured: {escape(', '.join(silent))}" if silent else ""
-            of = f"{fine} of {len(found)} checks never spoke{missing}"
-            out.append(f"<li class={kind}><span class=mark>{mark}</span> {name}: {of}{f'<ul>{items}</ul>' if items else ''}</li>")
+    for group, run in ((own, run) for own in groups for run in own.runs):
+        steps, found, name = sum("reward/mean" in row for row in run.rows), health(run), escape(run_name(group, run))
+        items = "".join(
+            f"<li><b>{escape(f.check)}</b>, on {len(f.steps)} of {steps} steps, first at {f.steps[0]}: {escape(f.text)}</li>" for f in found
+        )
+        if not steps:
+            out.append(f"<li class=open>{name}: nothing to check, no step was finished</li>")
+        elif found:
+            out.append(f"<li class=bad><span class=mark>!</span> {name}:<ul>{items}</ul></li>")
+        else:
+            out.append(f"<li class=good><span class=mark>✓</span> {name}: the checks found nothing in {steps} steps</li>")
     return f"<ul class=health>{''.join(out)}</ul>" if out else ""
 
 

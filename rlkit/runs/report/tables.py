@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from rlkit.runs.report.read import Group, Run, is_number
@@ -32,15 +33,9 @@ class HeldOutRow(NamedTuple):
     figure: str
     seeds: int
     problems: int
-    before: float
-    before_low: float
-    before_high: float
-    after: float
-    after_low: float
-    after_high: float
-    change: float
-    change_low: float
-    change_high: float
+    before: Estimate
+    after: Estimate
+    change: Estimate
 
 
 def before_after(groups: Iterable[Group]) -> list[HeldOutRow]:
@@ -92,7 +87,7 @@ def figures(line: str, split: str, prefix: str, pairs: Sequence[tuple[Mapping[st
         both = [[estimate(side[name], side[interval]) for side in pair] for pair in pairs]
         before, after = (over_seeds([pair[i] for pair in both]) for i in (0, 1))
         change = over_seeds([newcombe(*pair) for pair in both])
-        out.append(HeldOutRow(line, split, prefix + name, len(pairs), int(pairs[0][1]["n"]), *before, *after, *change))
+        out.append(HeldOutRow(line, split, prefix + name, len(pairs), int(pairs[0][1]["n"]), before, after, change))
     return out
 
 
@@ -146,41 +141,22 @@ def student(freedom: int) -> float:
 
 
 class Finding(NamedTuple):
-    """What a health check said of a run."""
+    """A known pathology of a run."""
 
     check: str  # in words
-    steps: Sequence[int]  # where it spoke
-    text: str  # what it said first
-    measured: bool  # False: the run's rows lack what it reads
+    steps: Sequence[int]  # where it was seen
+    text: str  # what the check said first
 
 
 def health(run: Run) -> list[Finding]:
-    """The verdict of every known pathology over all steps."""
-    steps = [{k: math.nan if v is None else v for k, v in row.items()} for row in run.rows if "reward/mean" in row]
+    """The known pathologies over all steps. A step whose row lacks what a check reads says nothing."""
     out = []
     for check in CHECKS:
-        said, measured = [], bool(steps)
-        for row in steps:
-            try:
-                text = check(row)
-            except (KeyError, TypeError, ValueError, ArithmeticError):  # it is not there, or no number
-                measured = False
-                break
-            said += [(int(row["step"]), text)] if text is not None else []
-        out.append(Finding(check.__name__.replace("_", " "), [s for s, _ in said], said[0][1] if said else "", measured))
+        found = []
+        for row in run.rows:
+            with suppress(KeyError, TypeError, ValueError, ArithmeticError):
+                if text := check({key: math.nan if value is None else value for key, value in row.items()}):
+                    found.append((int(row["step"]), text))
+        if found:
+            out.append(Finding(check.__name__.replace("_", " "), [step for step, _ in found], found[0][1]))
     return out
-
-
-def spans(steps: Sequence[int]) -> str:
-    """Step numbers as people write them.
-
-    >>> spans([1, 2, 3, 7, 9, 10])
-    '1–3, 7, 9–10'
-    """
-    out: list[list[int]] = []
-    for step in steps:
-        if out and step == out[-1][1] + 1:
-            out[-1][1] = step
-        else:
-            out.append([step, step])
-    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in out)

@@ -34,7 +34,7 @@ class Plan(NamedTuple):
 
 def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
     """The jobs of a command line, each of them composed, checked and dry-run. Raises ConfigError with all problems at once."""
-    given = [quoted(text) for text in arguments]
+    given = [read_override(text)[1] for text in arguments]
     if secret := [text.partition("=")[0] for text in arguments if runs.without_secrets(text) != text]:
         raise ConfigError(
             f"{secret[0]}: holds a secret, and a sweep names its folders by its overrides; take it from the environment, as "
@@ -111,7 +111,10 @@ def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         # A key that only a signature knows is added; the check of the jobs decides about it.
-        texts = [text if text[0] in "+~" or is_sweep(text) or is_group(text, search) else f"++{text}" for text in given]
+        texts = [
+            text if text[0] in "+~" or read_override(text)[0].is_sweep_override() or is_group(text, search) else f"++{text}"
+            for text in given
+        ]
         try:
             config = hydra.compose_config("train", [*search, *texts], RunMode.MULTIRUN, from_shell=False, validate_sweep_overrides=False)
             config.hydra.mode = RunMode.MULTIRUN
@@ -153,42 +156,30 @@ def values(overrides: Sequence[str], *, intervals: bool = False) -> dict[str, li
 
     Raises: ConfigError where an override cannot be read, or is an interval and those are not asked for.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
     found: dict[str, list[str]] = {}
-    try:
-        for override in OverridesParser.create().parse_overrides(list(overrides)):
-            key = override.get_key_element()
-            given: Any = override.value()
-            if not override.is_sweep_override():
-                found[key] = [f"{key}={override.get_value_element_as_str()}"]
-                continue
-            if override.is_interval_sweep() and not intervals:
-                raise ConfigError(f"{override.input_line}: an interval needs hydra/sweeper=search")
-            texts = [str(given.start), str(given.end)] if override.is_interval_sweep() else override.sweep_string_iterator()
-            found[key] = [f"{key}={text}" for text in texts]
-    except HydraException as error:
-        raise ConfigError(str(error)) from error
+    for override, text in map(read_override, overrides):
+        key, given = override.get_key_element(), override.value()
+        if override.is_interval_sweep() and not intervals:
+            raise ConfigError(f"{text}: an interval needs hydra/sweeper=search")
+        if override.is_interval_sweep():
+            texts = [str(given.start), str(given.end)]
+        elif override.is_sweep_override():
+            texts = list(override.sweep_string_iterator())
+        else:
+            texts = [override.get_value_element_as_str()]
+        found[key] = [f"{key}={value}" for value in texts]
     return found
 
 
-def is_sweep(text: str) -> bool:
-    """Whether an override names several values."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    return bool(OverridesParser.create().parse_overrides([text])[0].is_sweep_override())
-
-
-def quoted(text: str) -> str:
-    """An override in Hydra's grammar, as for a single run. Raises ConfigError where it cannot be read."""
+def read_override(text: str) -> tuple[Any, str]:
+    """An override, and its text in Hydra's grammar, as for a single run. Raises ConfigError where it cannot be read."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     from rlkit.config.compose import one_sentence, parse_override
 
     try:
-        return parse_override(OverridesParser.create(), text)[1]
+        return parse_override(OverridesParser.create(), text)
     except HydraException as error:
         raise ConfigError(f"'{text}' cannot be read: {one_sentence(error)}") from error
 

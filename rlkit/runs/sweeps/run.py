@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import shlex
 import signal
@@ -73,8 +74,9 @@ def launch(plan: Plan, task: Callable[[DictConfig], float | None]) -> None:
 
     from rlkit.config.compose import hydra_context
 
-    logging.getLogger("optuna").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="optuna|hydra_plugins")
+    if "optuna" in plan.config.hydra.sweeper._target_:  # it sets the level of its logger itself when it is imported
+        importlib.import_module("optuna").logging.set_verbosity(logging.ERROR)
+        warnings.filterwarnings("ignore", category=FutureWarning, module="optuna|hydra_plugins")
     with hydra_context(plan.config) as context:
         context.callbacks.on_multirun_start(config=plan.config, config_name="train")
         sweeper = Plugins.instance().instantiate_sweeper(config=plan.config, hydra_context=context, task_function=task)

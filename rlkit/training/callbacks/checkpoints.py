@@ -66,10 +66,6 @@ class RLCheckpoint(L.Callback):
     """
 
     def __init__(self, run: Path, *, every: int, keep: int, best: str | None = None, mode: str = "max", model: bool = True):
-        if every < 1 or keep < 1:
-            raise ValueError(f"callbacks.checkpoint: every and keep must be at least 1, are {every} and {keep}")
-        if mode not in ("max", "min"):
-            raise ValueError(f"callbacks.checkpoint.mode={mode}: must be max or min")
         self.run, self.folder = run, run / "checkpoints"
         self.every, self.keep, self.metric, self.mode, self.model = every, keep, best, mode, model
         self.best: dict[str, Any] = {}  # step and value

@@ -34,14 +34,8 @@ class Progress(L.Callback):
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as Bar
 
-        columns = [
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.fields[left]}"),
-            TextColumn("{task.fields[reward]}"),
-        ]
-        self.bar = Bar(*columns)
+        left, reward = TextColumn("{task.fields[left]}"), TextColumn("{task.fields[reward]}")
+        self.bar = Bar(TextColumn("step"), MofNCompleteColumn(), BarColumn(), left, reward)
         self.task = self.bar.add_task("training", total=module.total_steps, completed=module.rl_step, reward="", left=self.countdown)
         self.bar.start()
 
