@@ -78,9 +78,7 @@ def make_strategy(settings: Any) -> Any:
     if count == 1:
         return "auto"
     if ranks.size() != count:
-        raise ConfigError(
-            f"trainer.devices × trainer.nodes = {count}, but only one was started; use `rlkit train` or torchrun"
-        )
+        raise ConfigError(f"trainer.devices × trainer.nodes = {count}, but only one was started; use `rlkit train` or torchrun")
     timeout = timedelta(seconds=settings.timeout)
     if settings.strategy == "fsdp":
         return Sharded(data_parallel_size=count, tensor_parallel_size=1, save_distributed_checkpoint=False, timeout=timeout)
