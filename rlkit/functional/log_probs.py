@@ -124,7 +124,7 @@ def _score(
 
 
 def _divergence(logp: Tensor, logp_ref: Tensor) -> Tensor:
-    """KL(π‖ref) of each row: [m, V], [m, V] → [m]; what π excludes adds 0, whatever the reference says."""
+    """KL(π‖ref) of each row: [m, V], [m, V] → [m]; tokens that π excludes add 0, even if the reference excludes them too."""
     probabilities = logp.exp()
     return (probabilities * fill_masked(logp - logp_ref, probabilities > 0, 0.0)).sum(-1)
 

@@ -1,4 +1,4 @@
-"""What becomes of rollouts that are too long: (rewards [N], …) → (rewards [N] that the advantage sees, [N] bool trained on)."""
+"""Rules for rollouts that are too long: (rewards [N], …) → (rewards [N] for the advantage, [N] bool: trained on)."""
 
 from __future__ import annotations
 
