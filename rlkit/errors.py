@@ -1,8 +1,7 @@
 """The errors that rlkit raises. All but Interrupted derive from RLKitError and from the matching standard error.
 
-A `Refusal` is a mistake in the user's input: a config, a file or a row. The command line prints its
-message without a traceback and exits with status 2. The other errors have causes outside the config
-and the data.
+A `Refusal` is a mistake in the user's input: a config, a file or a row. The command line prints its message without a traceback and
+exits with status 2. The other errors have causes outside the config and the data.
 """
 
 import difflib
@@ -98,8 +97,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
 def distribution() -> Distribution | None:
     """The installed distribution that contains this package; None if only the source is on the path.
 
-    It is found by its command instead of its name. On the public package index the name `rlkit`
-    belongs to another project, which may be installed in the same environment.
+    It is found by its command instead of its name. On the public package index the name `rlkit` belongs to another project, which
+    may be installed in the same environment.
     """
     return next(
         (d for d in distributions() if any(re.fullmatch(r"rlkit\.(commands\.)?cli:main", entry.value) for entry in d.entry_points)), None
@@ -109,8 +108,7 @@ def distribution() -> Distribution | None:
 def place(error: BaseException) -> str:
     """FILE:LINE at which an error was raised.
 
-    This is the innermost frame of the user's own code, or the innermost frame of all if there is
-    none.
+    This is the innermost frame of the user's own code, or the innermost frame of all if there is none.
     """
     frames = traceback.extract_tb(error.__traceback__)
     others = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "<")

@@ -1,8 +1,7 @@
 """Starts the ranks of a run, unless torchrun or SLURM has started them.
 
-`rlkit train trainer=ddp trainer.devices=2` starts two processes with the same command line and
-watches them. They get the environment variables that torchrun would set. If one of them fails, the
-others are stopped. A signal is sent to all of them.
+`rlkit train trainer=ddp trainer.devices=2` starts two processes with the same command line and watches them. They get the
+environment variables that torchrun would set. If one of them fails, the others are stopped. A signal is sent to all of them.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ def start(command: Sequence[str], count: int) -> int:
 def watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait for all ranks and return the exit status of the first that failed, or 0.
 
-    If one fails, the others have GRACE seconds to end by themselves. Then they get SIGTERM, and
-    after GRACE seconds more SIGKILL.
+    If one fails, the others have GRACE seconds to end by themselves. Then they get SIGTERM, and after GRACE seconds more SIGKILL.
     """
     first, failed_at, told = 0, 0.0, False
     while any(rank.poll() is None for rank in ranks):
@@ -131,14 +129,12 @@ def sweep_problem(devices: int, nodes: int) -> str | None:
 def own_gpus(locks: Path, *, jobs: int, devices: int) -> Iterator[dict[str, str]]:
     """CUDA_VISIBLE_DEVICES for one of `jobs` simultaneous processes that need `devices` GPUs each.
 
-    No two processes get the same GPU unless there are more jobs than GPUs. Then jobs are spread
-    evenly. A process holds its place by a file lock, so the place is freed however the process
-    ends.
+    No two processes get the same GPU unless there are more jobs than GPUs. Then jobs are spread evenly. A process holds its place
+    by a file lock, so the place is freed however the process ends.
 
     Args:
       locks: a folder that the jobs of this machine share.
-    Yields: variables to add to the environment; none if there is only one job or too few GPUs to
-      choose from.
+    Yields: variables to add to the environment; none if there is only one job or too few GPUs to choose from.
     """
     gpus = visible_gpus()
     sets = len(gpus) // devices

@@ -1,13 +1,11 @@
 """Collectives for one run on several processes. All ranks compute the same result.
 
-Every rank holds all rollouts of a step, because they are small. So every rank computes refill,
-baselines, advantages, weights and metrics on the whole batch, as on one process. Only the expensive
-parts are divided between ranks: episodes and their scoring by prompt, forward and backward passes
-by group. A loss is a sum whose weights are fixed beforehand. So gradients are summed over ranks,
-and nothing else scales them.
+Every rank holds all rollouts of a step, because they are small. So every rank computes refill, baselines, advantages, weights and
+metrics on the whole batch, as on one process. Only the expensive
+parts are divided between ranks: episodes and their scoring by prompt, forward and backward passes by group. A loss is a sum whose
+weights are fixed beforehand. So gradients are summed over ranks, and nothing else scales them.
 
-On one process the functions here only pass their input on. torch.distributed is imported only when
-it is needed.
+On one process the functions here only pass their input on. torch.distributed is imported only when it is needed.
 """
 
 from __future__ import annotations
@@ -125,8 +123,7 @@ def split_work(items: Sequence[Any], work: Callable[[Sequence[Any], int], list[T
 
     Args:
       items: the same on every rank.
-      work: (items of this rank, position of the first of them) → results. Not called on a rank
-        without items.
+      work: (items of this rank, position of the first of them) → results. Not called on a rank without items.
     """
     if size() == 1:
         return work(items, 0)
@@ -181,8 +178,7 @@ def _reaching(what: str) -> Iterator[None]:
 def assign_groups(lengths: Tensor, group_ids: Tensor) -> Tensor:
     """[B] True on the rows that this rank trains on.
 
-    Groups are dealt whole, in order of length, longest first. Each goes to the rank with the fewest
-    tokens.
+    Groups are dealt whole, in order of length, longest first. Each goes to the rank with the fewest tokens.
 
     A packed pass reads the prompt of a group once, so the rollouts of a group stay together.
 
@@ -207,8 +203,8 @@ def pad_work(portions: list[T], spare: Callable[[], T]) -> list[tuple[T, bool]]:
 
     The length is that of the rank with the most micro-batches. Padding does not count.
 
-    A sharded model gathers its weights on all ranks at the same time. A rank that ran fewer passes
-    would make the others wait for ever.
+    A sharded model gathers its weights on all ranks at the same time. A rank that ran fewer passes would make the others wait for
+    ever.
     """
     missing = all_reduce_max(len(portions)) - len(portions)  # agreed before the first of them, which may be a collective itself
     filler = [(portions[-1] if portions else spare(), False)] if missing else []

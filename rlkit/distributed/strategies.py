@@ -1,7 +1,7 @@
 """Lightning's strategies for several ranks, adapted to reinforcement learning with manual optimisation.
 
-rlkit.training.update sums the gradients over ranks after the last micro-batch. So ranks may run any
-number of backward passes, and a step need not use every parameter, such as those of a critic.
+rlkit.training.update sums the gradients over ranks after the last micro-batch. So ranks may run any number of backward passes, and
+a step need not use every parameter, such as those of a critic.
 """
 
 from __future__ import annotations

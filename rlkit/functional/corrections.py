@@ -7,12 +7,11 @@ the old one. The factor is computed once over the whole update batch, without gr
     token_correction      π_old / μ of each token                            min(ρ, cap)    ρ where ρ ≤ cap, else 0
     sequence_correction   their product over all tokens of the rollout       min(ρ, cap)    ρ where ρ ≤ cap, else 0
 
-The factor of a token does not correct the bias from the tokens before it. The factor of a sequence
-has no bias below the cap, but its variance grows with the length. Other libraries differ. TRL by
-default takes the factor of the sequence and masks above 3. verl truncates at 2, only from above,
-and can divide by the mean of the batch, which is not done here. The sequence mask of OpenRLHF keeps
-or drops a sequence and does not bound the weights that it keeps. With `automatic_correction` the
-run chooses between no correction and the truncated token factor.
+The factor of a token does not correct the bias from the tokens before it. The factor of a sequence has no bias below the cap, but
+its variance grows with the length. Other libraries differ. TRL by default takes the factor of the sequence and masks above 3. verl
+truncates at 2, only from above, and can divide by the mean of the batch, which is not done here. The sequence mask of OpenRLHF
+keeps or drops a sequence and does not bound the weights that it keeps. With `automatic_correction` the run chooses between no
+correction and the truncated token factor.
 """
 
 from __future__ import annotations
@@ -46,9 +45,8 @@ def no_correction(response_mask: Tensor) -> Tensor:
 def automatic_correction(logprobs_old: Tensor, logprobs_sampler: Tensor, response_mask: Tensor) -> Tensor:
     """The function of `algorithm/correction=auto` until a run has chosen: `token_correction` truncated at 2.
 
-    The check before the first step compares the engine's log-probs with the trainer's. If they
-    agree in float32, the run uses `no_correction` instead
-    (`rlkit.training.experiment.settle_correction`). A run that is not checked keeps this function.
+    The check before the first step compares the engine's log-probs with the trainer's. If they agree in float32, the run uses
+    `no_correction` instead (`rlkit.training.experiment.settle_correction`). A run that is not checked keeps this function.
 
     Args:
       logprobs_old: [B, T] in nats, by the trainer, before the update. Anything, nan and inf included, under the mask.

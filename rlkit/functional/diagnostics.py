@@ -84,18 +84,16 @@ def effective_sample_size(logprobs: Tensor, logprobs_sampler: Tensor, response_m
     of tokens:   W_t = exp(log π_t - log μ_t)
     of rollouts: W_j = exp(Σ over the trained tokens of rollout j of (log π_t - log μ_t))
 
-    Log-ratios and their sums are clamped to ±20, and not truncated otherwise. A small gap per token
-    accumulates over a rollout. If log-ratios are normal with standard deviation σ, ESS / n is
-    e^(-σ²) for tokens and e^(-Tσ²) for rollouts of T tokens.
+    Log-ratios and their sums are clamped to ±20, and not truncated otherwise. A small gap per token accumulates over a rollout. If
+    log-ratios are normal with standard deviation σ, ESS / n is e^(-σ²) for tokens and e^(-Tσ²) for rollouts of T tokens.
 
     Args:
       logprobs: [B, T] in nats, by the trainer.
       logprobs_sampler: [B, T] in nats, by the engine that sampled.
       response_mask: [B, T] bool, n trained tokens.
       rollout_ids: [B] or [B, T] int64; all tokens of a rollout must be there. None: the samples are tokens.
-    Returns: scalar in (0, 1], 1 if both agree; nan if nothing is trained. The chi-square divergence
-      of trainer and sampler is estimated by n / ESS - 1 = mean(W²) / mean(W)² - 1. verl's mean(W²)
-      - 1 can be negative.
+    Returns: scalar in (0, 1], 1 if both agree; nan if nothing is trained. The chi-square divergence of trainer and sampler is
+      estimated by n / ESS - 1 = mean(W²) / mean(W)² - 1. verl's mean(W²) - 1 can be negative.
     Source: Kong 1992, "A note on importance sampling using standardized weights".
 
     >>> new, old, mask = torch.tensor([[3.0, 1.0]]).log(), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)

@@ -67,8 +67,8 @@ def top_entropy(entropy_old: Tensor, response_mask: Tensor, *, fraction: float =
 
     keep_t = H_t ≥ the (1 - fraction) quantile of H over all trained tokens of the update batch
 
-    The quantile is interpolated between two neighbours. So the ⌊fraction · (n - 1)⌋ + 1 highest of
-    n tokens are kept, and all that tie with the last of them. The loss is still a mean over all n
+    The quantile is interpolated between two neighbours. So the ⌊fraction · (n - 1)⌋ + 1 highest of n tokens are kept, and all that
+    tie with the last of them. The loss is still a mean over all n
     tokens: the others add 0 to it, and keep their KL.
 
     Args:

@@ -52,15 +52,13 @@ def chunked_log_probs(
 
     KL_m = Σ_v π_v (log π_v - log ref_v), over the whole vocabulary, both at the same temperature
 
-    The two heads may have different numbers of rows, since padding may follow the same vocabulary.
-    Only ids that both have are compared. The other rows are cut off before normalisation, so
-    padding takes no probability.
+    The two heads may have different numbers of rows, since padding may follow the same vocabulary. Only ids that both have are
+    compared. The other rows are cut off before normalisation, so padding takes no probability.
 
-    Equal to `token_log_probs(lm_head(hidden), ids)` and `entropy.from_logits(lm_head(hidden) /
-    temperature)`. If gradients are enabled and there are several chunks, each chunk is
-    checkpointed. The backward pass then applies the head again instead of keeping its logits, so
-    the peak is chunk_size × V instead of M × V. Without `entropy_gradient` the entropy costs
-    nothing in the backward pass.
+    Equal to `token_log_probs(lm_head(hidden), ids)` and `entropy.from_logits(lm_head(hidden) / temperature)`. If gradients are
+    enabled and there are several chunks, each chunk is checkpointed. The backward pass then applies the head again instead of
+    keeping its logits, so the peak is chunk_size × V instead of M × V. Without `entropy_gradient` the entropy costs nothing in the
+    backward pass.
 
     Args:
       hidden: [M, H] last hidden states, aligned with `ids`; carries the gradient. M = 0 is legal.
@@ -71,10 +69,9 @@ def chunked_log_probs(
       entropy_gradient: True lets the entropy carry the gradient, for an entropy bonus.
       reference: hidden states [M, H'] of the reference at the same tokens, and its head over the same vocabulary, which may have more or
         fewer rows of padding behind it; constants.
-    Returns: log-probs [M], entropies [M] and, with a reference, KL(π‖ref) [M]; in nats, float32 or
-      float64. The KL is ≥ 0 up to rounding, and only the policy gets its gradient. It is inf,
-      without a finite gradient, if the reference excludes (-inf) a token that the policy may
-      sample. A token that the policy excludes adds 0.
+    Returns: log-probs [M], entropies [M] and, with a reference, KL(π‖ref) [M]; in nats, float32 or float64. The KL is ≥ 0 up to
+      rounding, and only the policy gets its gradient. It is inf, without a finite gradient, if the reference excludes (-inf) a
+      token that the policy may sample. A token that the policy excludes adds 0.
     Raises: ValueError naming the argument that is out of range.
     Source: gradient checkpointing, Chen et al. 2016, arXiv:1604.06174.
 

@@ -25,9 +25,8 @@ def full_precision(values: Tensor) -> Tensor:
 def fill_masked(values: Tensor, mask: Tensor, fill: float) -> Tensor:
     """`values` where the mask is True, the constant `fill` elsewhere.
 
-    Use it before any exp, ratio or product. Entries under the mask (padding, prompt and tool
-    tokens; even nan and inf) then affect neither the value nor the gradient. A mask applied at the
-    end does not achieve this, because 0 × nan is nan.
+    Use it before any exp, ratio or product. Entries under the mask (padding, prompt and tool tokens; even nan and inf) then affect
+    neither the value nor the gradient. A mask applied at the end does not achieve this, because 0 × nan is nan.
 
     Args:
       values: any shape.
@@ -103,8 +102,8 @@ def rollout_mean(values: Tensor, mask: Tensor, rollout_ids: Tensor) -> Tensor:
 def episode_positions(rollout_ids: Tensor, step_ids: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Positions of the trained tokens of each rollout in order of time, across rows, without tool and user tokens.
 
-    Returns and GAE are computed on `to_episodes` of these positions. There a token's neighbour is
-    the next *sampled* token of the rollout, so nothing resets, discounts or bootstraps in between.
+    Returns and GAE are computed on `to_episodes` of these positions. There a token's neighbour is the next *sampled* token of the
+    rollout, so nothing resets, discounts or bootstraps in between.
 
     Args:
       rollout_ids: [B] int64; rows of one rollout need not be neighbours.

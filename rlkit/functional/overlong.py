@@ -32,9 +32,8 @@ def soft_penalty(rewards: Tensor, reply_lengths: Tensor, *, limit: float, buffer
 
     R'_i = R_i + clamp((L - b - |y_i|) / b, -1, 0), L = limit, b = buffer · limit: 0 up to L - b tokens, -1 from L on
 
-    A reply is the output of one call of the policy. In an episode of several replies the longest
-    counts, so ten short turns are not penalised. To penalise the length of a whole episode use
-    `rlkit.rewards.soft_length`.
+    A reply is the output of one call of the policy. In an episode of several replies the longest counts, so ten short turns are not
+    penalised. To penalise the length of a whole episode use `rlkit.rewards.soft_length`.
 
     Args:
       rewards: [N], nan where it cannot be scored.

@@ -1,7 +1,6 @@
 """Losses of the critic per token, [B, T], unmasked and unreduced: (values, values_old, returns) → [B, T].
 
-They have the weights of the policy loss, so the critic learns from the same tokens with the same
-shares.
+They have the weights of the policy loss, so the critic learns from the same tokens with the same shares.
 """
 
 from __future__ import annotations
