@@ -1,9 +1,9 @@
 """Collectives for one run on several processes. All ranks compute the same result.
 
 Every rank holds all rollouts of a step, because they are small. So every rank computes refill, baselines, advantages, weights and
-metrics on the whole batch, as on one process. Only the expensive
-parts are divided between ranks: episodes and their scoring by prompt, forward and backward passes by group. A loss is a sum whose
-weights are fixed beforehand. So gradients are summed over ranks, and nothing else scales them.
+metrics on the whole batch, as on one process. Only the expensive parts are divided between ranks: episodes and their scoring by
+prompt, forward and backward passes by group. A loss is a sum whose weights are fixed beforehand. So gradients are summed over
+ranks, and nothing else scales them.
 
 On one process the functions here only pass their input on. torch.distributed is imported only when it is needed.
 """
