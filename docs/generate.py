@@ -1,6 +1,6 @@
 """Writes docs/config/GROUP.md and docs/extension_points.md from the code and the comments of conf/: python docs/generate.py
 
-Nothing on those pages is written by hand; tests/test_docs.py fails where they are not what this gives.
+Do not edit those pages by hand. tests/test_docs.py fails if they differ from the output of this script.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def read_option(file: Path) -> tuple[str, list[str], list[Key]]:
 
 
 def takes(keys: list[Key], key: Key) -> str:
-    """What the signature says that a key takes; blank where no function of this file names it."""
+    """The type of a key according to the signature; an empty string if no function of this file names the key."""
     parent, _, name = key.path.rpartition(".")
     target = next((k.value for k in keys if k.path == (f"{parent}._target_" if parent else "_target_")), None)
     if target is None or target == "???":
@@ -92,7 +92,7 @@ def takes(keys: list[Key], key: Key) -> str:
 
 
 def group_page(group: Path) -> str:
-    """The page of a group: its options, and of each what it calls, its keys, their defaults and meanings."""
+    """The page of a group. For each option it lists the functions called and the keys with default and meaning."""
     files = sorted(group.rglob("*.yaml"), key=lambda f: (len(f.parts), f.as_posix()))
     lines = [MARK, "", f"# `{group.name}`", "", "| option | what it is |", "|---|---|"]
     lines += [f"| `{chosen(group, f)}` | {cell(read_option(f)[0])} |" for f in files]
@@ -115,13 +115,13 @@ def group_page(group: Path) -> str:
 
 
 def inherited(file: Path, choices: list[str]) -> list[Key]:
-    """The keys of the options that an option begins with, for their meanings."""
+    """The keys of the options that an option builds on. Their comments give the meaning of keys without one."""
     parents = [file.parent / f"{choice}.yaml" for choice in choices if ":" not in choice]
     return [key for parent in parents for key in (read_option(parent)[2] + inherited(parent, read_option(parent)[1]))]
 
 
 def meaning(keys: list[Key], key: Key) -> str:
-    """What another file says of a key."""
+    """The comment on a key in another file."""
     return next((k.comment for k in keys if k.path == key.path and k.comment), "")
 
 
@@ -131,12 +131,12 @@ def chosen(group: Path, file: Path) -> str:
 
 
 def cell(text: str) -> str:
-    """Text that does not end a table's cell."""
+    """Text escaped for a cell of a table."""
     return text.replace("|", "\\|")
 
 
 def index(groups: list[Path]) -> str:
-    """The list of groups, with the options of each, and the keys that stand in the entry config itself."""
+    """The list of groups with their options, and the keys of the entry config itself."""
     lines = [MARK, "", "# Config groups", "", "| group | options |", "|---|---|"]
     lines += [f"| [{g.name}]({g.name}.md) | {', '.join(f.stem for f in sorted(g.glob('*.yaml')))} |" for g in groups]
     title, _, keys = read_option(conf_dir() / "train.yaml")
@@ -147,7 +147,7 @@ def index(groups: list[Path]) -> str:
 
 # ------------------------------------------------------------------------------------------------- extension points
 
-# Where the named tuples stand in a config; {} is a name of the user's own.
+# Named tuple → its path in a config. NAME is chosen by the user.
 PLACES = {
     "rlkit.training.experiment.Experiment": "",
     "rlkit.training.experiment.Sampling": "generation",
@@ -165,7 +165,7 @@ PLACES = {
     "rlkit.models.chat.Renderer": "model → renderer",
 }
 
-# Parts by names of the user's own.
+# Types whose keys are chosen by the user.
 NAMED = {
     "Mapping[str, Any]": "name → a part: a Lightning callback, a function of the step, a Controller",
     "Mapping[str, Phase]": "name → a phase",
@@ -174,7 +174,7 @@ NAMED = {
 
 
 class Point(NamedTuple):
-    """A place where a function of the user's own may stand."""
+    """A place in a config that accepts a user's function."""
 
     place: str
     signature: str
@@ -182,12 +182,12 @@ class Point(NamedTuple):
 
 
 def protocols() -> dict[str, type]:
-    """Name → Protocol, of rlkit/types.py."""
+    """Name → Protocol for all Protocols of rlkit/types.py."""
     return {n: v for n, v in vars(rlkit.types).items() if getattr(v, "_is_protocol", False) and v.__module__ == "rlkit.types"}
 
 
 def points() -> list[Point]:
-    """Every field of a config's named tuples, and every parameter of a shipped part, that takes a function."""
+    """Every field of the configs' named tuples and every parameter of a shipped part that accepts a function."""
     out: dict[str, Point] = {}
     for name, place in PLACES.items():
         owner: Any = resolve(name)
@@ -210,32 +210,32 @@ def first_line(hint: str) -> str:
 
 
 def positional(function: Callable[..., Any], name: str) -> bool:
-    """Whether a parameter is what a part is called with, not what a config sets."""
+    """Whether a parameter is passed when the part is called, instead of being set in a config."""
     p = inspect.signature(function).parameters.get(name)
     return p is None or (p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty and not inspect.isclass(function))
 
 
 def written_hints(owner: Any) -> dict[str, str]:
-    """Annotations as they are written."""
+    """Annotations as written in the source."""
     own = owner.__annotations__ if inspect.isclass(owner) else getattr(owner, "__annotations__", {})
     words = {name: hint if isinstance(hint, str) else getattr(hint, "__forward_arg__", str(hint)) for name, hint in own.items()}
     return {name: hint for name, hint in words.items() if name != "return"}
 
 
 def takes_function(hint: str) -> bool:
-    """Whether an annotation names something that is called."""
+    """Whether an annotation names a callable."""
     called = ("Callable", "Tool", "Controller", "Environment", "Reference", *protocols())
     return any(re.search(rf"\b{name}\b", hint) for name in called)
 
 
 def field_comments(owner: Any) -> dict[str, str]:
-    """Field → the comment behind it in the source."""
+    """Field → the comment on the same line of the source."""
     found = re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(owner), re.M)
     return dict(found)
 
 
 def targets() -> Iterator[tuple[str, str]]:
-    """(place, function) of every part that conf/ names, experiments aside."""
+    """(place, function) of every part that conf/ names, except in experiments."""
     for file in sorted(conf_dir().rglob("*.yaml")):
         group = file.parent.relative_to(conf_dir()).as_posix()
         if group.split("/")[0] in ("experiment", "hydra", "debug", "."):
@@ -255,21 +255,21 @@ def extension_points() -> str:
     """The page of all places, all Protocols and all quantities."""
     found = points()
     lines = [MARK, "", "# Extension points", ""]
-    lines += [f"{len(found)} places take a function of your own, named in a config as `_target_: my_module.my_function`, with"]
-    lines += ["`_partial_: true` where it is called later; its keyword-only parameters are keys. Nothing is registered.", ""]
+    lines += [f"{len(found)} places in a config accept a function of your own. Name it as `_target_: my_module.my_function`. Add"]
+    lines += ["`_partial_: true` if rlkit calls it later. Its keyword-only parameters are its keys. You need not register it.", ""]
     lines += ["| place | takes | meaning |", "|---|---|---|"]
     lines += [f"| `{p.place}` | `{cell(p.signature)}` | {cell(p.meaning)} |" for p in found]
     lines += ["", "## Protocols", ""]
     for name, protocol in protocols().items():
         lines += [f"### {name}", "", *(f"`{signature}`" for signature in signatures(protocol)), "", inspect.getdoc(protocol) or "", ""]
         lines += [f"Shipped: {', '.join(f'`{s}`' for s in shipped(name))}.", ""] if shipped(name) else []
-    lines += ["## Quantities", "", "What a part of an algorithm or a KL may ask for, by the name of a positional parameter:", ""]
+    lines += ["## Quantities", "", "A part of an algorithm or of a KL gets these values by the names of its positional parameters:", ""]
     lines += [f"- `{name}` {meaning}" for name, meaning in rlkit.types.QUANTITIES.items()]
     return "\n".join([*lines, *MEASURING.splitlines(), *declarations_page()]) + "\n"
 
 
 MEASURING = """
-Named rewards, metadata and versions, for instance:
+An example that uses named rewards, metadata and versions:
 
     def of_format(rewards, components, metadata, versions):
         easy = torch.tensor([row["level"] < 3 for row in metadata])
@@ -277,13 +277,14 @@ Named rewards, metadata and versions, for instance:
 
 ## Metrics of a part
 
-A part may return `(value, metrics)` in place of its value: metrics are a mapping of names to numbers, or to
-tensors [N] or [B, T], and stand in the step's row as `PART/NAME`: `policy_loss/NAME`, `advantage/NAME`,
-`kl_estimator/NAME`, `value_loss/NAME`, `aggregator/NAME`. Of a tensor the mean is taken over the trained tokens, or the
-rollouts that have one, of all updates; entries that are nan are left out. A number is weighted by the trained tokens of the rows
-that the part was given, so a mean over these is the same for every split into micro-batches, and a maximum is not.
-A step without an update has no metrics of the loss. The update of a reference returns
-`rlkit.types.Measured(state, metrics)`, as `reference/NAME`, since its state may itself be a pair.
+A part may return `(value, metrics)` instead of its value. Metrics map names to numbers or to tensors
+[N] or [B, T]. They are logged in the step's row as `PART/NAME`: `policy_loss/NAME`, `advantage/NAME`,
+`kl_estimator/NAME`, `value_loss/NAME`, `aggregator/NAME`. A tensor is averaged over the trained tokens
+of all updates, or over the rollouts that have one. Entries that are nan are left out. A number is
+weighted by the trained tokens of the rows that the part was given. So a mean over these tokens does not
+depend on the split into micro-batches, but a maximum does. A step without an update has no metrics of
+the loss. The update of a reference returns `rlkit.types.Measured(state, metrics)`, because its state may
+itself be a pair. Its metrics are logged as `reference/NAME`.
 
     def loss(ratio, advantages):
         return -ratio * advantages, {"above": (ratio > 1).float()}
@@ -293,10 +294,11 @@ A step without an update has no metrics of the loss. The update of a reference r
 DECLARING = """
 ## What parts assume and give
 
-An advantage may rely on rewards of 0 and 1, and a penalty on a limit that counts the tokens of one
-reply. A part declares what it relies on, and a run that breaks it is refused with what to choose
-instead. Declarations are optional. A part without them assumes nothing and guarantees nothing: where
-another part relies on it, the run prints a warning and goes on.
+Some parts need a property of others. For example, an advantage may need rewards of 0 and 1, and a
+penalty may need a limit that counts the tokens of one reply. A part declares what it assumes. A run
+that breaks an assumption is refused, and the message says what to choose instead. Declarations are
+optional. A part without them assumes nothing and guarantees nothing. If another part relies on it, the
+run prints a warning and continues.
 
     from rlkit.types import assumes, gives, keeps
 
@@ -306,20 +308,20 @@ another part relies on it, the run prints a warning and goes on.
     @gives("binary", strict=True)  # only while its hyperparameter `strict` is true
     def graded(rollout, *, strict=False): ...
 
-    @keeps("non_negative", "raw")  # an aggregator or overlong rule: which words still hold behind it
+    @keeps("non_negative", "raw")  # an aggregator or overlong rule: which words still hold after it
     def halves(scores, weights): ...
 
     @assumes("binary_rewards")  # an advantage
     def share_of_right(rewards, group_ids): ...
 
 `functools.partial` and `functools.wraps` keep the declarations of what they wrap. A weight other than
-1 takes `binary` away, and a negative one `non_negative` too. The sum of several components is not
-`binary`. `reward.normalize` leaves none of the words.
+1 removes `binary`, and a negative weight also removes `non_negative`. The sum of several components is
+not `binary`. `reward.normalize` removes all words.
 """
 
 
 def declarations_page() -> list[str]:
-    """The words that parts may declare, and what the shipped ones do."""
+    """The words that parts may declare, and the declarations of the shipped parts."""
     lines = [*DECLARING.splitlines(), ""]
     for title, known in (("Of rewards", rlkit.types.GUARANTEES), ("Assumed", rlkit.types.ASSUMPTIONS)):
         lines += [f"{title}:", "", *(f"- `{word}` {meaning}" for word, meaning in known.items()), ""]
@@ -332,7 +334,7 @@ def declarations_page() -> list[str]:
 
 
 def signatures(protocol: type) -> list[str]:
-    """How a function of this Protocol is called; of an object, each of its methods."""
+    """The signature of a Protocol: that of the function, or of each method of an object."""
     methods = {n: f for n, f in inspect.getmembers(protocol, inspect.isfunction) if n == "__call__" or not n.startswith("_")}
     kinds = {name: "async " if inspect.iscoroutinefunction(f) else "" for name, f in methods.items()}
     shown = {
@@ -342,14 +344,14 @@ def signatures(protocol: type) -> list[str]:
 
 
 def shipped(protocol: str) -> list[str]:
-    """The functions of conf/ that stand where a Protocol is asked for."""
+    """The functions in conf/ at the places that take this Protocol."""
     places = [p.place for p in points() if re.search(rf"\b{protocol}\b", p.signature)]
     names = [target for path, target in targets() if path in places or re.sub(r"terms\.\w+", "terms.NAME", path) in places]
     return list(dict.fromkeys(names))
 
 
 def main() -> None:
-    """Writes the pages, and takes away those of groups that are gone."""
+    """Write the pages and remove those of groups that no longer exist."""
     written = pages()
     for old in (DOCS / "config").glob("*.md"):
         if old not in written:

@@ -1,7 +1,7 @@
-"""What can go wrong, by name: one root, and each error also is the standard error that it replaces.
+"""The errors that rlkit raises. All but Interrupted derive from RLKitError and from the matching standard error.
 
-A `Refusal` is the user's to mend (a config, a file, a row): the command line prints its sentence and exits with 2, without a
-traceback. Every other error is ours.
+A `Refusal` is a mistake in the user's input: a config, a file or a row. The command line prints its message without a traceback and
+exits with status 2. The other errors have causes outside the config and the data.
 """
 
 import difflib
@@ -21,35 +21,35 @@ class RLKitError(Exception):
 
 
 class Refusal(RLKitError, ValueError):
-    """The input cannot be run as it is; the message names the place and the remedy."""
+    """The input cannot be run. The message says where the mistake is and how to fix it."""
 
 
 class ConfigError(Refusal):
-    """A config that does not hold together: unknown option or key, wrong type, impossible combination."""
+    """A config with an unknown option or key, a wrong type, or an impossible combination."""
 
 
 class DataError(Refusal):
-    """A file or a row of it that cannot become a Task."""
+    """A file, or a row of a file, that cannot be turned into a Task."""
 
 
 class TemplateError(Refusal):
-    """A chat template that is missing or that cannot carry what the run needs."""
+    """A chat template that is missing or cannot express what the run needs."""
 
 
 class PartError(Refusal):
-    """A function that a config names gave what is not what its place asks for, or asked for what there is not."""
+    """A function named in a config returned a wrong value, or asked for a quantity that does not exist."""
 
 
 class SelfCheckError(RLKitError, AssertionError):
-    """An invariant proved at start-up does not hold on this model and tokenizer: training would be wrong."""
+    """A check at start-up failed for this model and tokenizer. Training would give wrong results."""
 
 
 class EngineError(RLKitError, RuntimeError):
-    """A rollout engine outside this process that does not answer, or not as it should."""
+    """A rollout engine outside this process does not answer, or answers wrongly."""
 
 
 class EnvironmentFailed(RLKitError, RuntimeError):
-    """A user's environment that raised; the message names the file and the line."""
+    """A user's environment raised an exception. The message names the file and the line."""
 
 
 class NonFinite(RLKitError, ArithmeticError):
@@ -57,7 +57,7 @@ class NonFinite(RLKitError, ArithmeticError):
 
 
 class Interrupted(BaseException):
-    """A signal asked the run to end. No step is half done, and the checkpoint callback saves."""
+    """A signal asked the run to end. The current step is complete, and the checkpoint callback saves."""
 
     def __init__(self, signum: int):
         super().__init__(signal.Signals(signum).name)
@@ -70,7 +70,10 @@ class Interrupted(BaseException):
 
 
 def raised_at(error: BaseException, *, back: int = 1) -> str:
-    """An exception in a few words with its place: "SystemExit(3) at game.py:12". `back`: frames from the innermost, 1 is that one."""
+    """A short description of an exception with its place, such as "SystemExit(3) at game.py:12".
+
+    `back` counts frames from the innermost one, which is 1.
+    """
     while isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt | SystemExit):  # a framework's own exit
         error = error.__context__
     said = f"{type(error).__name__}({error!s})" if str(error) else type(error).__name__
@@ -79,7 +82,7 @@ def raised_at(error: BaseException, *, back: int = 1) -> str:
 
 
 def written(function: Callable[..., Any]) -> str:
-    """A function as a config names it: my_package.loss."""
+    """The name of a function as a config writes it, such as my_package.loss."""
     while isinstance(function, functools.partial):
         function = function.func
     module = re.sub(r"\._\w+$", "", getattr(function, "__module__", ""))  # a package exports what its private files hold
@@ -87,16 +90,16 @@ def written(function: Callable[..., Any]) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """ " Did you mean …?" where a valid name is close: the end of a sentence, or nothing."""
+    """ " Did you mean …?" if a valid name is similar, otherwise an empty string."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return f" Did you mean '{close[0]}'?" if close else ""
 
 
 def distribution() -> Distribution | None:
-    """The installed distribution that brought this package; None where the source is only on the path.
+    """The installed distribution that contains this package; None if only the source is on the path.
 
-    It is found by its command, not by its name: on the public package index the name `rlkit` belongs to another project, and
-    that one may be installed in the same environment.
+    It is found by its command instead of its name. On the public package index the name `rlkit` belongs to another project, which
+    may be installed in the same environment.
     """
     return next(
         (d for d in distributions() if any(re.fullmatch(r"rlkit\.(commands\.)?cli:main", entry.value) for entry in d.entry_points)), None
@@ -104,7 +107,10 @@ def distribution() -> Distribution | None:
 
 
 def place(error: BaseException) -> str:
-    """FILE:LINE that raised an error: the innermost frame of the user's own code, else the innermost of all."""
+    """FILE:LINE at which an error was raised.
+
+    This is the innermost frame of the user's own code, or the innermost frame of all if there is none.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     others = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "<")
     own = [frame for frame in frames if not frame.filename.startswith(others)]
@@ -112,7 +118,7 @@ def place(error: BaseException) -> str:
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra: the checkout's own in a checkout, else by the name of the distribution."""
+    """The command that installs an extra. In a checkout it installs the checkout, otherwise the distribution by its name."""
     root = Path(__file__).resolve().parent.parent
     if (root / "pyproject.toml").is_file():
         here = "" if root == Path.cwd() else f"cd {root} && "

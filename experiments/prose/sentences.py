@@ -10,8 +10,8 @@ The length of a sentence's parse is approximated without a parser:
     length = words + 2 · (commas + semicolons + colons + opening brackets + dashes + subordinators)
 
 A subordinator is one of SUBORDINATORS below, such as "which" or "where". A code span, a number or a symbol counts as one word.
-The seed draws ten pages from those that have at least MINIMUM sentences at both the commit BEFORE and the working tree, so the same
-ten pages are read at every commit.
+The seed orders the pages that have at least MINIMUM sentences at the commit BEFORE. The first ten that still have prose in the
+working tree are read, so a change of the prose does not change the choice.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def masked(text: str) -> str:
 def split(paragraph: str) -> list[str]:
     """The sentences of a paragraph that have two words or more."""
     text = " ".join(paragraph.replace("**", "").split())
-    ends = [match.end() for match in re.finditer(r"[.!?][\"')]? (?=[A-Z0-9`\"'(<\[])", masked(text))]
+    ends = [match.end() for match in re.finditer(r"[.!?][\"')]? (?=[A-Z0-9`\"'(<\[]|\w+: )", masked(text))]
     parts = [text[begin:end].strip() for begin, end in zip([0, *ends], [*ends, len(text)], strict=True)]
     return [part for part in parts if len(re.findall(r"[A-Za-z]{2,}", part)) >= 2]
 
@@ -216,10 +216,11 @@ def split(paragraph: str) -> list[str]:
 
 
 def drawn(seed: int, under: list[str]) -> list[str]:
-    """The pages that a seed chooses from those with enough prose both before and now."""
-    enough = [{path for path, found in sentences(at).items() if len(found) >= MINIMUM} for at in (BEFORE, None)]
-    pages = sorted(path for path in enough[0] & enough[1] if path.startswith(tuple(under)))
-    return sorted(random.Random(seed).sample(pages, min(PAGES, len(pages))))
+    """The pages that a seed chooses from those with enough prose at BEFORE, without pages that are gone now."""
+    pages = sorted(path for path, found in sentences(BEFORE).items() if len(found) >= MINIMUM and path.startswith(tuple(under)))
+    random.Random(seed).shuffle(pages)
+    now = {path for path, found in sentences(None).items() if found}
+    return sorted([path for path in pages if path in now][:PAGES])
 
 
 def figures(found: list[Sentence]) -> dict[str, float]:

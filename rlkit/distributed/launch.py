@@ -1,7 +1,7 @@
-"""Starting the ranks of a run, or finding that torchrun or SLURM has.
+"""Starts the ranks of a run, unless torchrun or SLURM has started them.
 
-`rlkit train trainer=ddp trainer.devices=2` becomes a supervisor of two processes of the same command line, with the environment that
-torchrun would give them. Where one of them fails, the others are ended; a signal goes to all of them.
+`rlkit train trainer=ddp trainer.devices=2` starts two processes with the same command line and watches them. They get the
+environment variables that torchrun would set. If one of them fails, the others are stopped. A signal is sent to all of them.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ GRACE = 15.0  # seconds in which the others may say what they saw, after a rank 
 
 
 def started_outside(environ: Mapping[str, str], devices: int, nodes: int) -> bool:
-    """Whether torchrun, this supervisor, or srun with a task a device has started this process as one of several ranks."""
+    """Whether torchrun, `start`, or srun with one task per device has started this process as one of several ranks."""
     if {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
         return True
     return devices * nodes > 1 and int(environ.get("SLURM_NTASKS") or 1) == devices * nodes and "SLURM_PROCID" in environ
 
 
 def must_start(devices: int, nodes: int) -> bool:
-    """Whether this process has to start its ranks itself: several devices of one machine, and nobody has."""
+    """Whether this process has to start its ranks: several devices on one machine, and no other program has started them."""
     return devices * nodes > 1 and nodes == 1 and not started_outside(os.environ, devices, nodes)
 
 
 def start_ranks(command: Sequence[str], count: int) -> int:
-    """Runs `count` ranks of a command on this machine to their end.
+    """Run a command as `count` ranks on this machine and wait for all of them.
 
     Returns: 0, or the exit status of the rank that failed first (128 + its number for a signal).
     """
@@ -63,7 +63,10 @@ def start_ranks(command: Sequence[str], count: int) -> int:
 
 
 def watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Waits for all ranks; where one fails, the others have GRACE to end by themselves, and as long again after SIGTERM."""
+    """Wait for all ranks and return the exit status of the first that failed, or 0.
+
+    If one fails, the others have GRACE seconds to end by themselves. Then they get SIGTERM, and after GRACE seconds more SIGKILL.
+    """
     first, failed_at, told = 0, 0.0, False
     while any(rank.poll() is None for rank in ranks):
         time.sleep(0.1)
@@ -93,7 +96,7 @@ def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 
 
 def adopt_slurm() -> None:
-    """What srun says of this task, in torchrun's words."""
+    """Copy srun's description of this task to the environment variables that torchrun sets."""
     if "RANK" in os.environ or "SLURM_PROCID" not in os.environ:
         return
     from lightning.fabric.plugins.environments import SLURMEnvironment
@@ -105,9 +108,9 @@ def adopt_slurm() -> None:
 
 
 def sweep_problem(devices: int, nodes: int) -> str | None:
-    """Why a sweep (-m) cannot start jobs of that many devices from this process, and what to do; None where it can.
+    """Why a sweep (-m) cannot start jobs with this many devices here, and what to do; None if it can.
 
-    Jobs are processes of their own, each of which starts its ranks; so on one machine nothing stands in the way.
+    Each job is a process that starts its own ranks. So on one machine a sweep always works.
     """
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return (
@@ -124,13 +127,14 @@ def sweep_problem(devices: int, nodes: int) -> str | None:
 
 @contextmanager
 def own_gpus(locks: Path, *, jobs: int, devices: int) -> Iterator[dict[str, str]]:
-    """The CUDA_VISIBLE_DEVICES of one of `jobs` processes side by side that need `devices` GPUs each, none of them another's.
+    """CUDA_VISIBLE_DEVICES for one of `jobs` simultaneous processes that need `devices` GPUs each.
 
-    Where there are more jobs than GPUs, they go round, so that none has two more than another. A place is a lock on a file: whatever
-    ends the process frees it.
+    No two processes get the same GPU unless there are more jobs than GPUs. Then jobs are spread evenly. A process holds its place
+    by a file lock, so the place is freed however the process ends.
+
     Args:
       locks: a folder that the jobs of this machine share.
-    Yields: what to add to the environment; nothing where there is one job, or nothing to choose from.
+    Yields: variables to add to the environment; none if there is only one job or too few GPUs to choose from.
     """
     gpus = visible_gpus()
     sets = len(gpus) // devices

@@ -1,10 +1,11 @@
-"""Several processes, one run: who does which part, and how all of them come to the same result.
+"""Collectives for one run on several processes. All ranks compute the same result.
 
-Every rank holds all rollouts of a step: they are light, and so refill, baselines, advantages, weights and metrics are computed on the whole
-batch by everyone, as on one process. Shared out are the heavy parts: episodes and their scoring by prompts, forward and backward by
-groups. The losses are sums whose weights are fixed before, so gradients are added up over ranks and nothing else scales them.
+Every rank holds all rollouts of a step, because they are small. So every rank computes refill, baselines, advantages, weights and
+metrics on the whole batch, as on one process. Only the expensive parts are divided between ranks: episodes and their scoring by
+prompt, forward and backward passes by group. A loss is a sum whose weights are fixed beforehand. So gradients are summed over
+ranks, and nothing else scales them.
 
-On one process every function here does nothing, and nothing is imported from torch.distributed before it is needed.
+On one process the functions here only pass their input on. torch.distributed is imported only when it is needed.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ T = TypeVar("T")
 
 
 class RankError(RLKitError, RuntimeError):
-    """Another rank failed, is gone, or was silent for longer than trainer.timeout."""
+    """Another rank failed, ended, or did not answer within trainer.timeout."""
 
 
 class RankOSError(RankError, OSError):
-    """Another rank could not write or read: a full disk there is one for all."""
+    """Another rank could not read or write. For example, its disk is full."""
 
     elsewhere = True  # that rank reports it
 
@@ -39,12 +40,12 @@ class RankOSError(RankError, OSError):
 
 
 def size() -> int:
-    """How many processes train together."""
+    """Number of processes that train together."""
     return torch.distributed.get_world_size() if _joined() else 1
 
 
 def rank() -> int:
-    """Which one this is; 0 alone prints and writes."""
+    """Number of this process. Only rank 0 prints and writes."""
     return torch.distributed.get_rank() if _joined() else 0
 
 
@@ -53,13 +54,15 @@ def _joined() -> bool:
 
 
 def join(devices: int, *, cuda: bool, timeout: float) -> None:
-    """Makes this process a rank of the group that torchrun, SLURM or `rlkit.distributed.launch` has started; ranks above 0 fall silent.
+    """Join the process group that torchrun, SLURM or `rlkit.distributed.launch` has started.
+
+    Ranks above 0 no longer print to stdout.
 
     Args:
-      devices: ranks that the config asks for, over all nodes.
-      cuda: one GPU a rank; collectives of tensors on it go through NCCL, those of objects through gloo.
+      devices: number of ranks that the config asks for, over all nodes.
+      cuda: each rank has one GPU. Collectives of tensors on it use NCCL, those of objects use gloo.
       timeout: seconds that a rank waits for the others.
-    Raises: ConfigError where another number of ranks was started.
+    Raises: ConfigError if a different number of ranks was started.
     """
     started = int(os.environ["WORLD_SIZE"])
     if started != devices:
@@ -73,7 +76,7 @@ def join(devices: int, *, cuda: bool, timeout: float) -> None:
 
 
 def leave() -> None:
-    """Ends the group."""
+    """Leave the process group."""
     if _joined():
         torch.distributed.destroy_process_group()
 
@@ -82,9 +85,11 @@ def leave() -> None:
 
 
 def gather(make: Callable[[], T]) -> list[T]:
-    """What `make` gives on every rank, in their order. Where it raises on one, all ranks raise, that one its own exception.
+    """Call `make` on every rank and return all results, in the order of the ranks.
 
-    Results travel by pickle, between processes of one run alone.
+    If `make` raises on one rank, all ranks raise. That rank raises its own exception.
+
+    Results are pickled. Only processes of the same run exchange them.
     """
     if size() == 1:
         return [make()]
@@ -109,16 +114,16 @@ def gather(make: Callable[[], T]) -> list[T]:
 
 
 def broadcast(make: Callable[[], T]) -> T:
-    """What `make` gives on rank 0, which alone calls it."""
+    """Call `make` on rank 0 only and return its result on every rank."""
     return gather(lambda: make() if rank() == 0 else None)[0]  # type: ignore[return-value]
 
 
 def split_work(items: Sequence[Any], work: Callable[[Sequence[Any], int], list[T]]) -> list[T]:
-    """`work` on all items, every rank on consecutive ones of its own; the results of all, in order.
+    """Divide items over the ranks in consecutive parts and return the results for all items, in order.
 
     Args:
       items: the same on every rank.
-      work: (own items, position of the first of them) → results. Not called where there are fewer items than ranks.
+      work: (items of this rank, position of the first of them) → results. Not called on a rank without items.
     """
     if size() == 1:
         return work(items, 0)
@@ -127,12 +132,12 @@ def split_work(items: Sequence[Any], work: Callable[[Sequence[Any], int], list[T
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether it is so on any rank: what all of them then do together."""
+    """Whether the flag is true on any rank."""
     return bool(all_reduce_max(int(flag)))
 
 
 def all_reduce_max(number: int) -> int:
-    """The largest of the ranks' numbers."""
+    """The largest number over all ranks."""
     if size() == 1:
         return number
     tensor = torch.tensor(number)
@@ -142,7 +147,10 @@ def all_reduce_max(number: int) -> int:
 
 
 def all_reduce_sum(tensors: Iterable[Tensor | None]) -> None:
-    """Replaces each tensor by its sum over all ranks, in place; the same tensors, in the same order, on every rank. None is passed over."""
+    """Replace each tensor by its sum over all ranks, in place. None is skipped.
+
+    Every rank must pass the same tensors in the same order.
+    """
     if size() == 1:
         return
     with _reaching("the sums of the others"):
@@ -152,7 +160,7 @@ def all_reduce_sum(tensors: Iterable[Tensor | None]) -> None:
 
 @contextmanager
 def _reaching(what: str) -> Iterator[None]:
-    """A lost or silent rank as a sentence."""
+    """Turn the error about a lost or silent rank into a message that says what to do."""
     try:
         yield
     except RuntimeError as error:
@@ -168,12 +176,14 @@ def _reaching(what: str) -> Iterator[None]:
 
 
 def assign_groups(lengths: Tensor, group_ids: Tensor) -> Tensor:
-    """[B] True on the rows that this rank trains on: whole groups, the longest dealt first, each to the rank with the fewest tokens.
+    """[B] True on the rows that this rank trains on.
 
-    The rollouts of a group share their prompt in a packed pass, so they stay together.
+    Groups are dealt whole, in order of length, longest first. Each goes to the rank with the fewest tokens.
+
+    A packed pass reads the prompt of a group once, so the rollouts of a group stay together.
 
     Args:
-      lengths: [B] tokens of each row. group_ids: [B] the prompt that each row belongs to.
+      lengths: [B] number of tokens per row. group_ids: [B] the prompt of each row.
     """
     loads = [0] * size()
     of: dict[int, int] = {}
@@ -189,9 +199,12 @@ def assign_groups(lengths: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def pad_work(work: list[T], spare: Callable[[], T]) -> list[tuple[T, bool]]:
-    """The pieces of work, and whether each counts: on every rank as many as on the busiest, the rest filled with one that must not count.
+    """Pad the list of micro-batches to the same length on all ranks. Return each with whether it counts.
 
-    Sharded models gather their weights together, so a rank that had nothing left to do would leave the others waiting.
+    The length is that of the rank with the most micro-batches. Padding does not count.
+
+    A sharded model gathers its weights on all ranks at the same time. A rank that ran fewer passes would make the others wait for
+    ever.
     """
     missing = all_reduce_max(len(work)) - len(work)  # agreed before the first of them, which may be a collective itself
     filler = [(work[-1] if work else spare(), False)] if missing else []
@@ -202,7 +215,7 @@ def pad_work(work: list[T], spare: Callable[[], T]) -> list[tuple[T, bool]]:
 
 
 def shard(model: Any, mesh: Any) -> None:
-    """Shards a causal LM over the ranks of the mesh, each transformer layer by itself and the rest together (FSDP2).
+    """Shard a causal LM over the ranks of the mesh with FSDP2: each transformer layer separately, the rest together.
 
     Gradients are summed, not averaged. `in_forward` calls functions of the model.
     """
@@ -225,7 +238,10 @@ def shard(model: Any, mesh: Any) -> None:
 
 
 def unsharded_copy(model: Any) -> Any:
-    """A copy of a model without gradient, whole on each rank also where the model is sharded. A collective there."""
+    """A copy of a model without gradients, whole on each rank even if the model is sharded.
+
+    For a sharded model this is a collective: all ranks must call it.
+    """
     if not sharded(model):
         return copy.deepcopy(model).requires_grad_(False).eval()
     (empty,) = _root(model).unsharded
@@ -239,27 +255,30 @@ def _root(model: Any) -> Any:
 
 
 def in_forward(model: Any, function: Callable[..., T], *arguments: Any, **settings: Any) -> T:
-    """function(model, …), as the forward pass of a sharded model: weights are gathered, gradients are reduced."""
+    """Call function(model, …) as the forward pass of a sharded model, which gathers weights and reduces gradients."""
     call = getattr(_root(model), "call_inside", None)
     return function(model, *arguments, **settings) if call is None else call(function, model, *arguments, **settings)
 
 
 def sharded(*models: Any) -> list[Any]:
-    """All modules of the models that hold a shard."""
+    """All submodules of the models that are sharded."""
     from torch.distributed.fsdp import FSDPModule
 
     return [m for model in models if isinstance(model, nn.Module) for m in model.modules() if isinstance(m, FSDPModule)]
 
 
 def reshard(*models: Any) -> None:
-    """Back to shards, where a pass without a backward pass has left weights gathered."""
+    """Shard the weights again. A forward pass without a backward pass leaves them gathered."""
     for part in sharded(*models) if size() > 1 else ():
         part.reshard()
 
 
 @contextmanager
 def whole_weights(model: Any) -> Iterator[None]:
-    """All weights gathered inside, once: then ranks may generate as many tokens as each needs, and any engine reads plain tensors."""
+    """Gather all weights once, for the duration of the context.
+
+    Inside, each rank may generate as many tokens as it needs, and any engine sees plain tensors.
+    """
     parts = sharded(model) if size() > 1 else []
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)
@@ -273,7 +292,7 @@ def whole_weights(model: Any) -> Iterator[None]:
 
 
 def full_tensors(value: Any) -> Any:
-    """Plain containers with every sharded tensor gathered. A collective: all ranks call it."""
+    """A copy of the containers with every sharded tensor gathered. This is a collective: all ranks must call it."""
     if isinstance(value, Mapping):
         return {key: full_tensors(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -282,7 +301,7 @@ def full_tensors(value: Any) -> Any:
 
 
 def shard_like(value: Tensor, live: Tensor) -> Tensor:
-    """A whole tensor, the same on every rank, as the live one is sharded."""
+    """Shard a whole tensor, which is the same on every rank, in the same way as `live`."""
     if not hasattr(live, "full_tensor"):
         return value
     from torch.distributed.tensor import distribute_tensor

@@ -1,7 +1,7 @@
-"""Lightning's strategies for several ranks, where reinforcement learning in manual optimisation needs them otherwise than they are.
+"""Lightning's strategies for several ranks, adapted to reinforcement learning with manual optimisation.
 
-Gradients are added up in rlkit.training.update, after the last micro-batch: so any number of backward passes is right, and a critic or
-a head that a step does not use keeps no rank waiting.
+rlkit.training.update sums the gradients over ranks after the last micro-batch. So ranks may run any number of backward passes, and
+a step need not use every parameter, such as those of a critic.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from rlkit.errors import ConfigError
 
 
 class Replicated(DDPStrategy):
-    """DDP without its reducer: the module is not wrapped. All ranks have loaded the same weights and step with the same gradients."""
+    """DDP without its reducer: the module is not wrapped.
+
+    All ranks load the same weights and take steps with the same gradients.
+    """
 
     def configure_ddp(self) -> None:
         return None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Rank 0 writes. Raises OSError on every rank where it cannot; Lightning's own leaves the others waiting."""
+        """Write on rank 0. If that fails, raise OSError on every rank. With Lightning's own method the others would hang."""
         ranks.broadcast(lambda: self.checkpoint_io.save_checkpoint(checkpoint, filepath))
 
 
 class Sharded(ModelParallelStrategy):
-    """FSDP2 whose checkpoints are those of one process: whole tensors in one file, which any number of ranks loads."""
+    """FSDP2 with the checkpoints of one process: whole tensors in one file, which any number of ranks can load."""
 
     @property
     def lightning_restore_optimizer(self) -> bool:
@@ -62,7 +65,7 @@ class Sharded(ModelParallelStrategy):
             optimizer.load_state_dict({**saved, "state": state})
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """As that of Replicated."""
+        """Write on rank 0, as `Replicated` does."""
         ranks.broadcast(lambda: self.checkpoint_io.save_checkpoint(checkpoint, filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -70,14 +73,12 @@ class Sharded(ModelParallelStrategy):
 
 
 def make_strategy(settings: Any) -> Any:
-    """The strategy that the trainer's settings name. Raises ConfigError where its ranks were not started."""
+    """The strategy that the trainer's settings name. Raises ConfigError if its ranks were not started."""
     count = settings.devices * settings.nodes
     if count == 1:
         return "auto"
     if ranks.size() != count:
-        raise ConfigError(
-            f"trainer.devices × trainer.nodes = {count}, but this process is alone; start it as `rlkit train`, or by torchrun"
-        )
+        raise ConfigError(f"trainer.devices × trainer.nodes = {count}, but only one was started; use `rlkit train` or torchrun")
     timeout = timedelta(seconds=settings.timeout)
     if settings.strategy == "fsdp":
         return Sharded(data_parallel_size=count, tensor_parallel_size=1, save_distributed_checkpoint=False, timeout=timeout)
@@ -85,5 +86,5 @@ def make_strategy(settings: Any) -> Any:
 
 
 def cluster() -> list[Any]:
-    """How Lightning learns of ranks that it did not start."""
+    """Plugins that tell Lightning about ranks that it did not start."""
     return [TorchElasticEnvironment()] if ranks.size() > 1 and "RANK" in os.environ else []

@@ -1,4 +1,4 @@
-"""What advantages and their scales ask of a group of rewards."""
+"""Statistics of groups of rewards, for advantages and their scales."""
 
 from __future__ import annotations
 

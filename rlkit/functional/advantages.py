@@ -1,13 +1,13 @@
 """Advantages of whole rollouts, [N] rewards → [N], and of tokens, → [B, T]; computed once without gradient over the whole
 update batch.
 
-A reward of nan cannot be scored: it takes no part in any baseline and its advantage is 0. Where the rewards compared
-with each other are all equal the advantage is exactly 0, with no rounding for an epsilon to blow up. The arithmetic is
-in float64 and the result has the dtype of `rewards`.
+A reward of nan means that the rollout cannot be scored. It takes no part in any baseline, and its advantage is 0. If the rewards
+that are compared are all equal, the advantage is exactly 0, so there is no rounding error for an epsilon to amplify. The arithmetic
+is in float64 and the result has the dtype of `rewards`.
 
-Token-level estimators read `token_rewards` in place of rewards and have its dtype; what cannot be scored earns nothing there
-but a KL. They count sampled tokens only: what tools and users say between them is passed over, neither a reset nor a step
-of the discount.
+Token-level estimators read `token_rewards` instead of rewards and return its dtype. There a rollout that cannot be scored only has
+the rewards of a KL. These estimators count sampled tokens only. They
+skip text of tools and users: it neither resets the estimate nor counts as a step of the discount.
 """
 
 from __future__ import annotations
@@ -96,13 +96,13 @@ def length_weighted(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tens
 
     A_i = R_i - Σ_j |y_j| R_j / Σ_j |y_j|, j over the scored rollouts of the group
 
-    The squared norm of a rollout's score function is taken to grow with its length, which makes this the optimal baseline
-    of a loss that sums over tokens.
+    The squared norm of a rollout's score function is assumed to grow with its length. Under this assumption the baseline is optimal
+    for a loss that sums over tokens.
 
     Args:
       rewards: [N], nan where it cannot be scored.
       group_ids: [N] any integers.
-      lengths: [N] sampled tokens, ≥ 0. Of a group without any token the rollouts count the same.
+      lengths: [N] sampled tokens, ≥ 0. In a group without any token all rollouts count the same.
     Returns: [N], in units of reward; the sum weighted by length is 0 over a group. All equal, or a group of one: 0.
     Source: OPO, Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline", arXiv:2505.23585.
 
@@ -122,8 +122,8 @@ def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     A_i = (R_i - mean_g(R)) / mean_g(R); 0 where mean_g(R) ≤ 0
 
-    For rewards 0 and 1 the expected gradient is that of a truncated series of log p(correct): maximum likelihood instead
-    of the mean, which is its first term.
+    For rewards 0 and 1 the expected gradient is that of a truncated series of log p(correct). So it maximises the likelihood of a
+    correct answer. The mean reward is only the first term of that series.
 
     Args:
       rewards: [N], ≥ 0 in the paper (0 or 1), nan where it cannot be scored.
@@ -147,7 +147,7 @@ def pass_at_k_advantage(rewards: Tensor, group_ids: Tensor, *, k: int = 4, corre
     ρ = 1 - C(n-c, k) / C(n, k), σ = √(ρ (1-ρ)), n scored and c correct rollouts in the group
     A_i = (1 - ρ) / σ where correct, (1 - ρ - C(n-c-1, k-1) / C(n-1, k-1)) / σ elsewhere
 
-    A subset is rewarded 1 where any of its rollouts is correct, and standardised over all subsets.
+    A subset has the reward 1 if any of its rollouts is correct. These rewards are standardised over all subsets.
 
     Args:
       rewards: [N], nan where it cannot be scored.
@@ -187,8 +187,8 @@ def best_minus_second(rewards: Tensor, group_ids: Tensor) -> Tensor:
     Args:
       rewards: [N], nan where it cannot be scored.
       group_ids: [N] any integers.
-    Returns: [N], in units of reward, never negative. Two that share the best place, or a group of one: 0. verl divides by
-      std_g + 1e-6: that is normalize_group with eps=1e-6.
+    Returns: [N], in units of reward, never negative. 0 if two share the best reward, or in a group of one. verl divides by std_g +
+      1e-6, which is normalize_group with eps=1e-6.
     Source: Tang et al. 2025, "Optimizing language models for inference time objectives using reinforcement learning",
       arXiv:2503.19595; in verl `grpo_passk`. For the closed form over all subsets see `pass_at_k_advantage`.
 
@@ -206,12 +206,12 @@ def best_minus_second(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def reward_to_go(token_rewards: Tensor, rollout_ids: Tensor, step_ids: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """The discounted return of each sampled token: of rewards of steps, of one at the end, of a KL in the reward.
+    """The discounted return of each sampled token, from rewards of steps, of the whole episode, and of a KL.
 
     G_t = Σ_{s ≥ t} γ^(sampled tokens of the rollout from t to s) r_s
 
-    Tool and user tokens are passed over: they neither end the return nor discount it. Peers have zeroed it there, which
-    takes the credit from all that was sampled before a tool's answer.
+    Tool and user tokens are skipped: they neither end the return nor discount it. Some other libraries set the return to zero
+    there, which takes the credit from all tokens sampled before a tool's answer.
 
     Args:
       token_rewards: [B, T], 0 where a token earns nothing, anything under the mask.
@@ -250,8 +250,8 @@ def gae(
 
     δ_t = r_t + γ V_{t+1} - V_t,  Â_t = δ_t + γ λ Â_{t+1},  return_t = Â_t + V_t
 
-    t + 1 is the next *sampled* token of the rollout, over tools, users and rows: nothing resets, discounts or bootstraps in
-    between. Behind the last one V and Â are 0. Not whitened: that is the normalisation's business.
+    t + 1 is the next *sampled* token of the rollout, across tools, users and rows. Nothing resets, discounts or bootstraps in
+    between. After the last token V and Â are 0. The result is not whitened; that is a normalisation.
 
     Args:
       token_rewards: [B, T], 0 where a token earns nothing, anything under the mask.
@@ -259,8 +259,8 @@ def gae(
       truncated: [N] bool. rollout_ids: [B]. step_ids: [B, T]. response_mask: [B, T] bool. As in `reward_to_go`.
       gamma: 0 ≤ gamma ≤ 1, per sampled token.
       lam: 0 ≤ lam ≤ 1; 1 is the return minus the value, 0 the one-step error. OpenRLHF and verl 1, TRL 0.95.
-      bootstrap_truncated: behind the last token of a truncated rollout V is that of its last state, the nearest the critic
-        has seen, not 0: being cut off is then no failure.
+      bootstrap_truncated: after the last token of a truncated rollout, V is the value of its last state instead of 0. Truncation
+        then does not count as failure.
     Returns: advantages and returns, [B, T] each, in units of reward, of the dtype of `token_rewards`; 0 outside the mask.
     Raises: ValueError naming `gamma` or `lam`.
     Source: Schulman et al. 2016, section 3, arXiv:1506.02438.
@@ -295,13 +295,13 @@ def turn_gae(
     δ_k = r_k + γ V_{k+1} - V_k,  Â_k = δ_k + γ λ Â_{k+1},  return_k = Â_k + V_k;  r_k sums the turn's token rewards, V_k is the
     value at its first sampled token
 
-    γ and λ count turns, so that credit reaches the first turn however long the turns are.
+    γ and λ apply per turn, so credit reaches the first turn even if turns are long.
 
     Args:
       token_rewards: [B, T]. values: [B, T]. truncated: [N] bool. rollout_ids: [B]. step_ids: [B, T], one number a turn.
       response_mask: [B, T] bool. As in `gae`.
       gamma: 0 ≤ gamma ≤ 1, per turn. lam: 0 ≤ lam ≤ 1.
-      bootstrap_truncated: behind the last turn of a truncated rollout V is that of its last sampled token, not 0.
+      bootstrap_truncated: after the last turn of a truncated rollout, V is the value at its last sampled token instead of 0.
     Returns: advantages and returns, [B, T] each, the same at all tokens of a turn; as in `gae`.
     Raises: ValueError naming `gamma` or `lam`.
     Source: Schulman et al. 2016, section 3, arXiv:1506.02438, on turns; Zhou et al. 2024 (ArCHer), arXiv:2402.19446, for

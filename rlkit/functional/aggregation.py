@@ -1,9 +1,8 @@
 """How much each token counts: weights [B, T], to be computed over the whole update batch.
 
-loss = Σ weights × loss per token, over however many micro-batches: no local mean is ever taken, so a split into
-micro-batches never changes the gradient. Weights are float32, 0 under the mask, and sum to 1 unless their docstring
-says otherwise; they are all 0 where nothing is trained. "Sequence" means all trained tokens of one rollout, however
-many rows it fills.
+loss = Σ weights × loss per token, over all micro-batches. No mean is taken within a micro-batch, so a split into micro-batches
+never changes the gradient. Weights are float32 and 0 under the mask. They sum to 1 unless their docstring says otherwise, and are
+all 0 if nothing is trained. "Sequence" means all trained tokens of one rollout, even if it fills several rows.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ def sequence_mean(response_mask: Tensor, rollout_ids: Tensor) -> Tensor:
 
     w_it = m_it / (n |y_j|), j the rollout of row i, |y_j| its trained tokens over all its rows, n rollouts with any
 
-    A rollout without a trained token does not count in n, so that the weights sum to 1 whatever was masked (TRL and
-    verl count it, which shrinks the loss of all others).
+    A rollout without a trained token does not count in n. So the weights sum to 1 whatever is masked. TRL and verl count it, which
+    shrinks the loss of all others.
 
     Args:
       response_mask: [B, T] bool, of the whole update batch.
@@ -58,8 +57,8 @@ def sequence_sum(response_mask: Tensor, rollout_ids: Tensor, *, constant: float)
 
     w_it = m_it / (N · constant), N the rollouts in the batch
 
-    Does *not* sum to 1 but to mean |y| / constant. Rollouts without a trained token count in N: a denominator that
-    depends on what was sampled is what this form avoids.
+    The weights sum to mean |y| / constant and *not* to 1. Rollouts without a trained token count in N, because this form avoids a
+    denominator that depends on the samples.
 
     Args:
       response_mask: [B, T] bool, of the whole update batch.

@@ -7,10 +7,11 @@ the old one. The factor is computed once over the whole update batch, without gr
     token_correction      π_old / μ of each token                            min(ρ, cap)    ρ where ρ ≤ cap, else 0
     sequence_correction   their product over all tokens of the rollout       min(ρ, cap)    ρ where ρ ≤ cap, else 0
 
-A token's factor leaves the bias of the tokens before it, a sequence's has none below the cap and a variance that grows with
-the length. Peers differ: TRL takes the sequence's by default and masks above 3; verl truncates at 2, from above alone, and can
-divide by the mean of the batch, which is not done here; the sequence mask of OpenRLHF keeps or drops and leaves the weight
-unbounded in between. `automatic_correction` leaves the choice between none and the truncated token factor to the run.
+The factor of a token does not correct the bias from the tokens before it. The factor of a sequence has no bias below the cap, but
+its variance grows with the length. Other libraries differ. TRL by default takes the factor of the sequence and masks above 3. verl
+truncates at 2, only from above, and can divide by the mean of the batch, which is not done here. The sequence mask of OpenRLHF
+keeps or drops a sequence and does not bound the weights that it keeps. With `automatic_correction` the run chooses between no
+correction and the truncated token factor.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rlkit.functional.ratios import LOG_RATIO_BOUND, log_ratio, token_ratio
 
 
 def no_correction(response_mask: Tensor) -> Tensor:
-    """The sampler is taken for the old policy.
+    """No correction: the sampler is treated as the old policy.
 
     w_t = 1
 
@@ -42,10 +43,10 @@ def no_correction(response_mask: Tensor) -> Tensor:
 
 
 def automatic_correction(logprobs_old: Tensor, logprobs_sampler: Tensor, response_mask: Tensor) -> Tensor:
-    """What `algorithm/correction=auto` names before a run has settled it: `token_correction` truncated at 2.
+    """The function of `algorithm/correction=auto` until a run has chosen: `token_correction` truncated at 2.
 
-    A run puts `no_correction` in its place where the check before the first step found that, in float32, the engine gives the log-probs
-    of the trainer (`rlkit.training.experiment.settle_correction`). A run that is not checked keeps this.
+    The check before the first step compares the engine's log-probs with the trainer's. If they agree in float32, the run uses
+    `no_correction` instead (`rlkit.training.experiment.settle_correction`). A run that is not checked keeps this function.
 
     Args:
       logprobs_old: [B, T] in nats, by the trainer, before the update. Anything, nan and inf included, under the mask.

@@ -1,6 +1,6 @@
 """Figures that say whether an update is healthy. Scalars without gradient; nan where a figure is not defined.
 
-What lies under the mask is never looked at.
+Entries under the mask are ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def approximate_kl(logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor
 
     Args:
       logprobs: [B, T] in nats, after some updates.
-      logprobs_old: [B, T] in nats, of the policy that the tokens stand for.
+      logprobs_old: [B, T] in nats, of the old policy, whose samples the tokens are.
       response_mask: [B, T] bool.
     Returns: scalar in nats, ≥ 0; 0 where nothing is trained.
     Source: Schulman 2020, "Approximating KL divergence".
@@ -78,22 +78,22 @@ def clip_fractions(ratio: Tensor, advantages: Tensor, response_mask: Tensor, *, 
 
 @torch.no_grad()
 def effective_sample_size(logprobs: Tensor, logprobs_sampler: Tensor, response_mask: Tensor, rollout_ids: Tensor | None = None) -> Tensor:
-    """What share of the samples is left once they are weighted by trainer over sampler.
+    """Effective share of the samples after weighting them by trainer over sampler.
 
     ESS / n = (Σ W)² / (n Σ W²)
     of tokens:   W_t = exp(log π_t - log μ_t)
     of rollouts: W_j = exp(Σ over the trained tokens of rollout j of (log π_t - log μ_t))
 
-    Log-ratios, and their sums, are clamped to ±20; nothing is truncated before. A small gap a token multiplies over a rollout: with
-    normal log-ratios of standard deviation σ, ESS / n is e^(-σ²) of tokens and e^(-Tσ²) of rollouts of T tokens.
+    Log-ratios and their sums are clamped to ±20, and not truncated otherwise. A small gap per token accumulates over a rollout. If
+    log-ratios are normal with standard deviation σ, ESS / n is e^(-σ²) for tokens and e^(-Tσ²) for rollouts of T tokens.
 
     Args:
       logprobs: [B, T] in nats, by the trainer.
       logprobs_sampler: [B, T] in nats, by the engine that sampled.
       response_mask: [B, T] bool, n trained tokens.
       rollout_ids: [B] or [B, T] int64; all tokens of a rollout must be there. None: the samples are tokens.
-    Returns: scalar in (0, 1], 1 where both agree; nan where nothing is trained. n / ESS - 1 is the chi-square divergence of trainer and
-      sampler as estimated by mean(W²) / mean(W)² - 1; verl's mean(W²) - 1 can be negative.
+    Returns: scalar in (0, 1], 1 if both agree; nan if nothing is trained. The chi-square divergence of trainer and sampler is
+      estimated by n / ESS - 1 = mean(W²) / mean(W)² - 1. verl's mean(W²) - 1 can be negative.
     Source: Kong 1992, "A note on importance sampling using standardized weights".
 
     >>> new, old, mask = torch.tensor([[3.0, 1.0]]).log(), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)

@@ -10,7 +10,7 @@ from rlkit.functional.masking import full_precision
 
 
 def keep_all(rewards: Tensor) -> Tensor:
-    """Every rollout is kept, also those that cannot be scored (their advantage is 0).
+    """Every rollout is kept, even if it cannot be scored (its advantage is then 0).
 
     Args:
       rewards: [N].
@@ -67,8 +67,9 @@ def top_entropy(entropy_old: Tensor, response_mask: Tensor, *, fraction: float =
 
     keep_t = H_t ≥ the (1 - fraction) quantile of H over all trained tokens of the update batch
 
-    That quantile is interpolated between two neighbours, so what is kept is the ⌊fraction · (n - 1)⌋ + 1 highest of n, and what
-    ties with the last of them. The loss is still a mean over all n tokens: the others are 0 in it, and keep their KL.
+    The quantile is interpolated between two neighbours. So the ⌊fraction · (n - 1)⌋ + 1 highest of n tokens are kept, and all that
+    tie with the last of them. The loss is still a mean over all n
+    tokens: the others add 0 to it, and keep their KL.
 
     Args:
       entropy_old: [B, T] in nats, before the update. Anything, nan and inf included, under the mask.

@@ -1,8 +1,8 @@
 """Estimates of KL(π‖ref) per token, from log-probs of the tokens that π sampled; `full` from the whole vocabulary.
 
-Every estimator f is an expectation over tokens drawn from π, and a gradient through the estimate alone leaves out that
-the draw depends on π too. So the value and the gradient are separate questions, and the placement decides (on-policy; what
-is descended, per unit of the coefficient; q = log ref - log π):
+Every estimator f is an expectation over tokens drawn from π. The draw depends on π too, and a gradient through the estimate alone
+leaves this out. So value and gradient are separate questions, and the placement decides the gradient. The table gives the on-policy
+gradient that is descended, per unit of the coefficient, with q = log ref - log π:
 
     estimator  value V      loss                loss, importance_weight  reward
     k1         KL(π‖ref)    0                   ∇KL(π‖ref)               ∇KL(π‖ref)
@@ -14,19 +14,20 @@ is descended, per unit of the coefficient; q = log ref - log π):
     confident  k3, π_t > p  ∇KL(ref‖π), π_t > p ∇V                       ∇V - its gradient in the loss
     full       KL(π‖ref)    ∇KL(π‖ref)          ∇KL(π‖ref)               ∇KL(π‖ref) of what comes after; 0 for one token
 
-The table is of one state. Over a rollout, the gradient of the loss is its expectation over the states that were visited, as
-if π did not decide which. The reward adds, to every row, the gradient of V of the later tokens through the states they are
-drawn in; so `reward` with k1 gives ∇KL(π‖ref) of whole rollouts, and loss and reward together, of one estimator without a ratio,
-give ∇V. `reward_sequence` is `reward` with f / |y| in place of f: a rollout's mean for its sum. `in_baseline` has the same
-expected gradient where what is subtracted does not depend on the rollout's own reward (`raw`, `leave_one_out`).
+The table is for one state. Over a rollout, the gradient of the loss is its expectation over the visited states, as if π did not
+decide which states are visited. The reward adds the gradient of V of the later tokens through the states in which they are drawn.
+So `reward` with k1 gives ∇KL(π‖ref) of whole rollouts. For one estimator without a ratio, loss and reward together give ∇V.
+`reward_sequence` is `reward` with f / |y| in place of f: the mean over a rollout instead of the sum. `in_baseline` has the same
+expected gradient if the baseline does not depend on the rollout's own reward (`raw`, `leave_one_out`).
 
-So k1 (or forward) belongs into the reward. Near the reference k2, k3 and truncated in the reward have a gradient of second order
-in q only: they do not pull; and reverse pushes away. full in the reward is the part that full in the loss leaves out.
+So k1 (or forward) is the right choice for the reward. Near the reference, k2, k3 and truncated in the reward only have a gradient
+of second order in q, so they do not pull towards the reference. reverse in the reward pushes away from it. full in the reward is
+the part of the gradient that full in the loss leaves out.
 
-The ratio is the token's own, π_t / old_t from `logprobs_old`, whatever level of ratio the policy loss takes; so `forward`,
-`reverse` and whatever has importance_weight also have the right value and gradient on samples of the old policy, state by
-state; `full` has them without. Log-ratios of tokens are clamped to ±20, beyond which the gradient of the estimate is 0;
-within, nothing is biased. Nothing flows into the reference or the old policy.
+The ratio is that of the token, π_t / old_t from `logprobs_old`, even if the policy loss uses a ratio per sequence. So `forward`,
+`reverse` and every estimator with importance_weight have the right value and gradient on samples of the old policy, state by state.
+`full` has them without a ratio. Log-ratios of tokens are clamped to ±20. Beyond the clamp the gradient of the estimate is 0; within
+it nothing is biased. No gradient flows into the reference or the old policy.
 
 Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
 """
@@ -127,10 +128,10 @@ def reverse(logprobs: Tensor, logprobs_ref: Tensor, logprobs_old: Tensor) -> Ten
 
     reverse_t = r_t e^q q, q = log ref_t - log π_t, r_t = π_t / old_t; its gradient is -r_t e^q ∇log π_t
 
-    Value: E_old[reverse] = E_ref[q] = KL(ref‖π). Gradient in the loss: ∇KL(ref‖π) = -E_ref[∇log π]. The gradient of the
-    expression as written is the same within the clamp, as two terms in e^q q that cancel; beyond it only one of them
-    would be left, with the wrong sign, so the value is a constant here and the gradient stands alone: 0 beyond the clamp.
-    The variance is that of ref / π: use it where the two are close.
+    Value: E_old[reverse] = E_ref[q] = KL(ref‖π). Gradient in the loss: ∇KL(ref‖π) = -E_ref[∇log π]. Within the clamp, the
+    expression as written has the same gradient, because two terms in e^q q cancel. Beyond the clamp only one of the two terms would
+    remain, with the wrong sign. So here the value is a constant, and the gradient is added separately; it is 0 beyond the clamp.
+    The variance is that of ref / π, so use this estimator only if the two are close.
 
     Args:
       logprobs: [B, T] in nats, carries the gradient.
@@ -172,12 +173,12 @@ def truncated(logprobs: Tensor, logprobs_ref: Tensor, *, threshold: float = 1.0)
 
 
 def confident(logprobs: Tensor, logprobs_ref: Tensor, *, probability: float = 0.1) -> Tensor:
-    """k3 on the tokens that the policy holds likely, 0 on the others: what it merely explores is not penalised.
+    """k3 on tokens that are likely under the policy, 0 on the others, so that exploration is not penalised.
 
     confident_t = e^q - q - 1 where π_t > probability, else 0; q = log ref_t - log π_t
 
-    Value: the part of E[k3] that comes from such tokens; 0 where there is none. Gradient in the loss: Σ (π - ref) ∇log π
-    over such tokens; which tokens those are is a constant.
+    Value: the part of E[k3] that comes from such tokens; 0 if there is none. Gradient in the loss: Σ (π - ref) ∇log π over such
+    tokens. The choice of tokens has no gradient.
 
     Args:
       logprobs: [B, T] in nats, carries the gradient.
@@ -200,8 +201,8 @@ def full(full_kl: Tensor) -> Tensor:
 
     full_t = Σ_v π(v) (log π(v) - log ref(v))
 
-    Value: KL(π‖ref) at the states that were visited, and ∇KL(π‖ref) there in the loss; no ratio wanted. It costs the reference's
-    head at every step of the update, and no more memory than a chunk of logits.
+    Value: KL(π‖ref) at the visited states. Gradient in the loss: ∇KL(π‖ref) at these states, without a ratio. It runs the
+    reference's head at every step of the update and needs no more memory than a chunk of logits.
 
     Args:
       full_kl: [B, T] in nats, of `chunked_log_probs` with a reference; in the loss it carries the gradient.

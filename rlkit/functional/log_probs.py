@@ -48,16 +48,17 @@ def chunked_log_probs(
     entropy_gradient: bool = False,
     reference: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Log-probs and entropies of tokens from hidden states, `chunk_size` tokens at a time; with a reference the exact KL too.
+    """Log-probs and entropies of tokens from hidden states, `chunk_size` tokens at a time. With a reference also the exact KL.
 
     KL_m = Σ_v π_v (log π_v - log ref_v), over the whole vocabulary, both at the same temperature
 
-    Heads of unequal height, which rows of padding behind one vocabulary make, are compared on the ids that both have: the others are
-    cut off before both are normalised, so that padding neither counts nor takes probability.
+    The two heads may have different numbers of rows, since padding may follow the same vocabulary. Only ids that both have are
+    compared. The other rows are cut off before normalisation, so padding takes no probability.
 
-    Equal to `token_log_probs(lm_head(hidden), ids)` and `entropy.from_logits(lm_head(hidden) / temperature)`. With
-    gradient enabled each of several chunks is checkpointed: the backward pass applies the head again instead of keeping its logits,
-    so that the peak is chunk_size × V, not M × V. Unless asked for, the entropy costs nothing in the backward pass.
+    Equal to `token_log_probs(lm_head(hidden), ids)` and `entropy.from_logits(lm_head(hidden) / temperature)`. If gradients are
+    enabled and there are several chunks, each chunk is checkpointed. The backward pass then applies the head again instead of
+    keeping its logits, so the peak is chunk_size × V instead of M × V. Without `entropy_gradient` the entropy costs nothing in the
+    backward pass.
 
     Args:
       hidden: [M, H] last hidden states, aligned with `ids`; carries the gradient. M = 0 is legal.
@@ -69,8 +70,8 @@ def chunked_log_probs(
       reference: hidden states [M, H'] of the reference at the same tokens, and its head over the same vocabulary, which may have more or
         fewer rows of padding behind it; constants.
     Returns: log-probs [M], entropies [M] and, with a reference, KL(π‖ref) [M]; in nats, float32 or float64. The KL is ≥ 0 up to
-      rounding, its gradient that of the policy alone; inf, without a gradient that is finite, where the reference excludes (-inf) what
-      the policy may sample; a token that the policy excludes adds nothing.
+      rounding, and only the policy gets its gradient. It is inf, without a finite gradient, if the reference excludes (-inf) a
+      token that the policy may sample. A token that the policy excludes adds 0.
     Raises: ValueError naming the argument that is out of range.
     Source: gradient checkpointing, Chen et al. 2016, arXiv:1604.06174.
 
@@ -120,7 +121,7 @@ def _score(
 
 
 def _divergence(logp: Tensor, logp_ref: Tensor) -> Tensor:
-    """KL(π‖ref) of each row: [m, V], [m, V] → [m]; what π excludes adds 0, whatever the reference says.
+    """KL(π‖ref) of each row: [m, V], [m, V] → [m]; tokens that π excludes add 0, even if the reference excludes them too.
 
     Σ π is 1, so its gradient is taken off: for equal distributions that of the KL is then 0 exactly, not up to rounding.
     """

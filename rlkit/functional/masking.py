@@ -25,9 +25,8 @@ def full_precision(values: Tensor) -> Tensor:
 def fill_masked(values: Tensor, mask: Tensor, fill: float) -> Tensor:
     """`values` where the mask is True, the constant `fill` elsewhere.
 
-    To be used before any exp, ratio or product: what lies under the mask (padding, prompt and tool tokens; nan and inf
-    included) then reaches neither the value nor the gradient. A mask applied at the end does not do that: 0 × nan is
-    nan.
+    Use it before any exp, ratio or product. Entries under the mask (padding, prompt and tool tokens; even nan and inf) then affect
+    neither the value nor the gradient. A mask applied at the end does not achieve this, because 0 × nan is nan.
 
     Args:
       values: any shape.
@@ -67,7 +66,7 @@ def segment_sum(values: Tensor, rollout_ids: Tensor, *, n: int | None = None) ->
     Args:
       values: [B] or [B, T]; neutral (0) wherever it must not count. Booleans and integers are summed exactly.
       rollout_ids: [B] int64, 0 … n-1; rows of one rollout need not be neighbours.
-      n: how many rollouts, also those without a row. None: the largest id plus one.
+      n: number of rollouts, including those without a row. None: the largest id plus one.
     Returns: [n], int64 for booleans and integers, float32 or float64 otherwise; 0 for a rollout without rows.
 
     >>> segment_sum(torch.tensor([[True, True], [True, False], [False, False]]), torch.tensor([1, 1, 2]))
@@ -101,10 +100,10 @@ def rollout_mean(values: Tensor, mask: Tensor, rollout_ids: Tensor) -> Tensor:
 
 
 def episode_positions(rollout_ids: Tensor, step_ids: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the trained tokens of each rollout stand, in the order of time: across rows, over tool and user tokens.
+    """Positions of the trained tokens of each rollout in order of time, across rows, without tool and user tokens.
 
-    What is computed along an episode (returns, GAE) is computed on `to_episodes` of these positions: there a token's
-    neighbour is the next *sampled* token of the rollout, so that nothing resets, discounts or bootstraps in between.
+    Returns and GAE are computed on `to_episodes` of these positions. There a token's neighbour is the next *sampled* token of the
+    rollout, so nothing resets, discounts or bootstraps in between.
 
     Args:
       rollout_ids: [B] int64; rows of one rollout need not be neighbours.

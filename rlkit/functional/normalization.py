@@ -1,7 +1,7 @@
 """Scales of advantages: (advantages [B, T], …) → [B, T], over the whole update batch and without gradient.
 
-An axis of its own: any advantage with any scale. Entries outside the response mask are ignored and may be anything. The
-arithmetic is in float64 and the result has the dtype of `advantages`.
+Any advantage can be combined with any scale. Entries outside the response mask are ignored and may have any value. The arithmetic
+is in float64 and the result has the dtype of `advantages`.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def normalize_group(
       std: "sample" divides the squares by n-1 (TRL, verl, OpenRLHF), "population" by n (open-instruct, the paper's code
         leaves it open). For two rollouts, 0 and 1, that is ±0.71 against ±1.
       eps: ≥ 0, in units of reward. TRL 1e-4, verl and SkyRL 1e-6, OpenRLHF 1e-9.
-    Returns: [B, T], dimensionless. Of a group without spread, or of one, as they are: there a group's advantages are 0
-      anyway, and an epsilon would only blow up those that are not.
+    Returns: [B, T], dimensionless. Unchanged for a group of one or without spread. There the advantages of a group are 0 anyway,
+      and an epsilon would only amplify others.
     Raises: ValueError naming `std` or `eps`.
     Source: GRPO, Shao et al. 2024, section 4.1.2, arXiv:2402.03300.
 

@@ -1,4 +1,4 @@
-"""What becomes of rollouts that are too long: (rewards [N], …) → (rewards [N] that the advantage sees, [N] bool trained on)."""
+"""Rules for rollouts that are too long: (rewards [N], …) → (rewards [N] for the advantage, [N] bool: trained on)."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def keep_overlong(rewards: Tensor) -> tuple[Tensor, Tensor]:
 @assumes("raw_rewards", "reply_budget")
 @keeps("raw")
 def soft_penalty(rewards: Tensor, reply_lengths: Tensor, *, limit: float, buffer: float = 0.2) -> tuple[Tensor, Tensor]:
-    """The reward falls with the length of the longest reply, over the last part of what a reply may be.
+    """The reward falls with the length of the longest reply over the last part of the allowed length.
 
     R'_i = R_i + clamp((L - b - |y_i|) / b, -1, 0), L = limit, b = buffer · limit: 0 up to L - b tokens, -1 from L on
 
-    A reply is what one call of the policy gives. Of an episode of several the longest counts, so that ten short turns cost nothing;
-    the length of a whole episode is a reward of its own (`rlkit.rewards.soft_length`).
+    A reply is the output of one call of the policy. In an episode of several replies the longest counts, so ten short turns are not
+    penalised. To penalise the length of a whole episode use `rlkit.rewards.soft_length`.
 
     Args:
       rewards: [N], nan where it cannot be scored.
@@ -56,7 +56,7 @@ def soft_penalty(rewards: Tensor, reply_lengths: Tensor, *, limit: float, buffer
 
 @keeps("binary", "non_negative", "raw")
 def mask_truncated(rewards: Tensor, truncated: Tensor) -> tuple[Tensor, Tensor]:
-    """Rollouts that were cut off are not trained on: their reward says nothing of what they would have come to.
+    """Truncated rollouts are not trained on, because their reward does not show how they would have ended.
 
     trained_i = not truncated_i; the rewards stay, and count in the baseline of their group.
 

@@ -108,13 +108,13 @@ def pairwise(
     A_i = N/P · β (Σ_{(i,j)} σ(-β (s_i - s_j)) - Σ_{(j,i)} σ(-β (s_j - s_i))), s as in `pairwise_loss`; over |y_i| where
     s is a mean
 
-    That of the preference loss exactly with policy_loss `reinforce` and aggregation `sequence_sum` with constant 1, whose
-    weights are 1/N.
+    The gradients are exactly equal with policy_loss `reinforce` and aggregation `sequence_sum` with constant 1, whose weights are
+    1/N.
 
     Args:
       rewards: [N], nan where it cannot be scored. group_ids: [N] any integers.
       logprobs_old: [B, T] in nats, anything under the mask. response_mask: [B, T] bool. rollout_ids: [B].
-      beta: > 0, per nat; how much nearer to equal a pair has to be for its full weight. 0.1 as in DPO.
+      beta: > 0, per nat. A pair gets its full weight only within about 1 / beta nats of equal. DPO takes 0.1.
       length_normalise: s_i is the mean over tokens, not the sum; SimPO takes beta 2 to 2.5 with it.
       pair_selector: (rewards, group_ids) → [P, 2]. Rollouts without a trained token have the reward nan there.
     Returns: [B, T], one number a rollout, of the dtype of `logprobs_old`; sums to 0 over the rollouts of a group unless

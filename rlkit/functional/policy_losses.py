@@ -52,9 +52,9 @@ def clipped(
     dual_clip: min(loss_t, -dual_clip · A_t) where A_t < 0
     delta: min(r_t, delta) in place of the first r_t
 
-    A token has no gradient once its ratio has left the interval in the direction that its advantage asks for. Where the
-    advantage is negative nothing bounds the loss from above, for r_t may be anything; either cap bounds it, and with
-    dual_clip = delta they are the same function.
+    A token has no gradient once its ratio has left the interval in the direction of its advantage. For a negative advantage the
+    loss is not bounded from above, because r_t may be arbitrarily large. Either cap bounds it. With dual_clip = delta the two caps
+    are the same function.
 
     Args:
       ratio: [B, T] π / π_old, > 0, carries the gradient.
@@ -91,7 +91,7 @@ def cispo(ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, clip_low: floa
       logprobs: [B, T] in nats, carries the gradient.
       clip_low, clip_high: half-widths around 1, as in verl and SkyRL: 0 < clip_low ≤ 1, clip_high > 0. The defaults bound
         the weight by [0, 5] (SkyRL); clip_low = 1 is no lower bound, as in the paper. verl 0.2 and 0.2. TRL's value is the
-        cap itself: its epsilon_high = 5 is clip_high = 4 here, and its default of 0.2 makes every weight small.
+        cap itself: its epsilon_high = 5 is clip_high = 4 here. Its default of 0.2 makes every weight small.
     Returns: [B, T]; only its gradient means anything.
     Raises: ValueError naming the argument, its value and the allowed range.
     Source: CISPO, MiniMax-M1, Chen et al. 2025, section 3.1, arXiv:2506.13585.
@@ -145,7 +145,7 @@ def gmpo(
     loss_t = -s_j A_t, s_j = exp(clamp(mean over the trained tokens of rollout j of Δ'_t, -20, 20)), Δ_t = log π_t - log π_old_t
     Δ'_t = min(Δ_t, clip_log_high) where A_t > 0, max(Δ_t, -clip_log_low) elsewhere
 
-    The same s_j stands at each token of a rollout, so that `sequence_mean` gives the mean over rollouts of -s_j A_j.
+    All tokens of a rollout have the same s_j, so `sequence_mean` gives the mean over rollouts of -s_j A_j.
 
     Args:
       logprobs: [B, T] in nats, carries the gradient. Anything under the mask.

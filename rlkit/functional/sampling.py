@@ -1,7 +1,7 @@
-"""Randomness that depends on nothing but names: a hash of integers, and Gumbel noise by seed, counter and token.
+"""Randomness without generator state: a hash of integers, and Gumbel noise from seed, counter and token.
 
-Sampling is argmax(logits / temperature + gumbel_noise(seeds, counter, V)), an exact draw from the softmax. No generator
-state exists, so neither batch composition, row, rank nor device changes what a rollout draws.
+Sampling is argmax(logits / temperature + gumbel_noise(seeds, counter, V)), an exact draw from the softmax. So neither batch
+composition, row, rank nor device changes the tokens that a rollout draws.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def gumbel_noise(seeds: Tensor, counter: int | Tensor, vocabulary: int) -> Tenso
 
     g = -log(-log(1 - u)), u = (top 31 bits of splitmix64(state(seed, counter), token) + ½) / 2^31, 0 < u < 1
 
-    u is smallest where g is largest, where float32 is finest: g reaches 22, so that a token of probability 1e-9 still
-    has its fair chance. The bits are equal on every device; the two logarithms may differ in the last place.
+    The largest g come from the smallest u, where float32 is most precise. g reaches 22, so a token of probability 1e-9 is still
+    drawn with the right probability. The bits are equal on every device; the two logarithms may differ in the last place.
 
     Args:
       seeds: [B] integers, one a rollout, as `mix` makes them.

@@ -1,6 +1,6 @@
 """Losses of the critic per token, [B, T], unmasked and unreduced: (values, values_old, returns) → [B, T].
 
-Their weights are those of the policy loss, so that the critic learns from the same tokens in the same shares.
+They have the weights of the policy loss, so the critic learns from the same tokens with the same shares.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def squared_error(values: Tensor, returns: Tensor) -> Tensor:
 
 
 def clipped_squared_error(values: Tensor, values_old: Tensor, returns: Tensor, *, clip: float = 0.2) -> Tensor:
-    """Half the squared distance from the return, the larger of the value's and of that of the value held near the old one.
+    """Half the squared distance from the return: of the value, or of the value clipped around the old one, whichever is larger.
 
     loss_t = ½ max((V_t - G_t)², (clip(V_t, V_old_t - clip, V_old_t + clip) - G_t)²)
 
