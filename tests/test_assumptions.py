@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 
+from laws import cases
 from rlkit import rewards
 from rlkit.algorithm import filter_rollouts
 from rlkit.config.compose import compose, experiment
@@ -101,7 +102,7 @@ BROKEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("overrides, words", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("overrides, words", cases(BROKEN.values(), 4, unpack=True), ids=BROKEN)
 def test_a_broken_assumption_is_refused_with_what_to_choose(overrides, words):
     with pytest.raises(ConfigError, match=words):
         experiment(compose(overrides))

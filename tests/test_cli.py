@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from laws import cases
 from rlkit.commands.arguments import quote, unquote
 from rlkit.commands.cli import main
 from rlkit.config.schema import resolve
@@ -90,7 +91,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("case", cases(CASES, [raising_reward, without_answer, missing_file]), ids=lambda c: c.__name__)
 def test_bad_input_is_a_sentence_and_leaves_nothing(case, tmp_path, monkeypatch, capsys):
     import torch
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from laws import cases
 from rlkit.algorithm import inputs
 from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.config.problems.doubts import warnings
@@ -44,12 +45,12 @@ def nested_options(group: str) -> list[str]:
 
 
 # Algorithms, their parts and KLs are built and dry-run in test_catalogue.py, which holds them to their laws too.
-@pytest.mark.parametrize("option", [o for g in GROUPS for o in options(g) + nested_options(g) if g not in ("algorithm", "kl")])
+@pytest.mark.parametrize("option", cases([o for g in GROUPS for o in options(g) + nested_options(g) if g not in ("algorithm", "kl")], 10))
 def test_every_option_composes_builds_and_dry_runs(option):
     experiment(compose([option, *REQUIRED.get(option, [])]))
 
 
-@pytest.mark.parametrize("option", options("experiment") + options("debug"))
+@pytest.mark.parametrize("option", cases(options("experiment") + options("debug"), 5))
 def test_every_preset_composes_builds_and_dry_runs(option):
     experiment(compose([option, *REQUIRED.get(option, [])]))
 
@@ -184,7 +185,7 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("overrides, words", REFUSALS.values(), ids=REFUSALS)
+@pytest.mark.parametrize("overrides, words", cases(REFUSALS.values(), 16, unpack=True), ids=REFUSALS)
 def test_refusal_names_the_place_and_the_remedy(overrides, words):
     with pytest.raises(ConfigError) as refusal:
         experiment(compose(overrides))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from laws import cases
 from rlkit.engines import Cached, Transformers
 from rlkit.engines.cached import graphs
 from rlkit.engines.cached.attention import SIDE_BY_SIDE, parts_of
@@ -116,8 +117,8 @@ def turns(complete, engine, policy, contexts, rewrites, **params):
     return [reply for _, replies in sorted(seen.items()) for reply in replies]
 
 
-@pytest.mark.parametrize("rewrites", [False, True])
-@pytest.mark.parametrize("slots", [{}, pytest.param({"max_rows": 2}, marks=pytest.mark.slow), {"max_cached_tokens": 700}], ids=str)
+@pytest.mark.parametrize("rewrites", cases([False, True], [True]))
+@pytest.mark.parametrize("slots", cases([{}, {"max_rows": 2}, {"max_cached_tokens": 700}], [{"max_cached_tokens": 700}]), ids=str)
 def test_what_follows_is_that_of_contexts_read_afresh(tiny, contexts, complete, rewrites, slots):
     """Every reply of every turn, where contexts go on, are cut back and written anew, and outgrow the room that there is."""
     found = [turns(complete, engine, tiny, contexts, rewrites) for engine in (Cached(**slots), Transformers())]
@@ -363,8 +364,10 @@ class Day:
             self.capacities.add(self.decoder.capacity)
 
 
-@pytest.mark.parametrize("more", [{}, {"max_thinking_tokens": 2}, {"max_thinking_tokens": 2, "spelled": True}], ids=str)
-@pytest.mark.parametrize("slots", [{}, {"max_rows": 3}, {"max_cached_tokens": 400}, {"check_every": 4}], ids=str)
+@pytest.mark.parametrize("more", cases([{}, {"max_thinking_tokens": 2}, {"max_thinking_tokens": 2, "spelled": True}], 2), ids=str)
+@pytest.mark.parametrize(
+    "slots", cases([{}, {"max_rows": 3}, {"max_cached_tokens": 400}, {"check_every": 4}], [{"max_cached_tokens": 400}]), ids=str
+)
 def test_episodes_may_come_wait_and_go_in_any_order(small, reference, slots, more):
     """Slots that grow and are given up while their episodes wait outside, growing room, rows released while they draw: every completion
     is that of the reference engine, which knows of no slots."""
@@ -541,7 +544,7 @@ def test_shapes_are_few_and_never_too_small():
 
 
 @pytest.mark.parametrize("engine", [Cached, Transformers])
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("temperature", cases([1.0, 2.5], [2.5]))
 def test_replies_of_two_tokens_follow_their_exact_distribution(tiny, complete, engine, temperature):
     """All 36 replies of two tokens over a vocabulary of 6, enumerated: chi-square of 4,000 fixed seeds at 35 degrees of freedom.
 
