@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -222,11 +223,17 @@ def test_jobs_have_folders_a_failed_one_is_told_and_the_rest_goes_on(tmp_path):
     assert all(p.stat().st_mtime_ns == stamp for p, stamp in stamps.items())
 
 
+def begin(command: list[str], folder: Path, **more) -> subprocess.Popen:
+    """Starts a command that takes Ctrl-C, even where a shell without job control started pytest with SIGINT ignored."""
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, preexec_fn=heed, **more)
+
+
 @pytest.mark.slow
 def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path):
     words = ["seed=1,2", "debug=fast", "trainer.steps=6", "evaluation.n=0"]
     root = tmp_path / "outputs" / "sweep"
-    process = subprocess.Popen([sys.executable, "-m", "rlkit", "train", "-m", *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    process = begin([sys.executable, "-m", "rlkit", "train", "-m", *words], tmp_path)
     deadline = time.monotonic() + 300
     while not list(root.glob("*/checkpoints/*.ckpt")):
         assert process.poll() is None and time.monotonic() < deadline
@@ -250,8 +257,7 @@ def test_a_ctrl_c_ends_a_sweep_and_leaves_no_process(launcher, tmp_path):
     words = [f"hydra/launcher={launcher}", "seed=1,2", "debug=fast", "trainer.steps=50", "evaluation.n=0"]
     root = tmp_path / "outputs" / "sweep"
     command = [sys.executable, "-m", "rlkit", "train", "-m", *words]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    process = begin(command, tmp_path, stderr=subprocess.PIPE, start_new_session=True)
     deadline = time.monotonic() + 300
     while len({p.parent for p in root.glob("*/checkpoints/*.ckpt")}) < (2 if launcher == "parallel" else 1):
         assert process.poll() is None and time.monotonic() < deadline
