@@ -110,14 +110,17 @@ def test_a_broken_assumption_is_refused_with_what_to_choose(overrides, words):
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        ["algorithm=max_rl"],
-        ["algorithm=max_rl", "reward=[numeric,format]", "reward.terms.format.weight=0.1"],
-        ["algorithm=pass_at_k", "reward=[numeric,length]", "reward.terms.length.weight=0"],
-        ["algorithm=pass_at_k", "reward=[numeric,format]", "reward/aggregator=product"],
-        ["algorithm=grpo", "reward=length", "reward.normalize=true"],
-        ["algorithm=dapo", "reward=[numeric,format]"],
-    ],
+    cases(
+        [
+            ["algorithm=max_rl"],
+            ["algorithm=max_rl", "reward=[numeric,format]", "reward.terms.format.weight=0.1"],
+            ["algorithm=pass_at_k", "reward=[numeric,length]", "reward.terms.length.weight=0"],
+            ["algorithm=pass_at_k", "reward=[numeric,format]", "reward/aggregator=product"],
+            ["algorithm=grpo", "reward=length", "reward.normalize=true"],
+            ["algorithm=dapo", "reward=[numeric,format]"],
+        ],
+        2,
+    ),
     ids=" ".join,
 )
 def test_what_holds_is_taken(overrides):

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from laws import cases
 from rlkit.distributed.launch import own_gpus
 from rlkit.errors import ConfigError, install
 from rlkit.runs.sweeps.compare import comparison
@@ -70,12 +71,16 @@ def test_a_plan_takes_the_values_of_a_preset_and_of_the_command_line(tmp_path, m
 
 @pytest.mark.parametrize(
     "words, expected",
-    [
-        (["algorithm=grpo,grpp"], "Did you mean 'grpo'"),
-        (["seed=1,2", "resume=outputs/grpo/x"], "resume=auto"),
-        (["seed=1"], "no key has several values"),
-        (["seed=1,2", "hydra/launcher=submitit_nowhere"], install("submitit")),
-    ],
+    cases(
+        [
+            (["algorithm=grpo,grpp"], "Did you mean 'grpo'"),
+            (["seed=1,2", "resume=outputs/grpo/x"], "resume=auto"),
+            (["seed=1"], "no key has several values"),
+            (["seed=1,2", "hydra/launcher=submitit_nowhere"], install("submitit")),
+        ],
+        2,
+        unpack=True,
+    ),
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
 def test_a_sweep_is_refused_before_its_first_job(words, expected, tmp_path, monkeypatch):

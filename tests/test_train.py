@@ -308,7 +308,7 @@ def test_a_resumed_run_keeps_its_threads_on_a_machine_of_other_cores(tmp_path, m
     before = torch.get_num_threads()
     try:
         for threads, words in [
-            (2, [*FAST, "trainer.steps=1", f"hydra.run.dir={tmp_path}"]),
+            (2, [*FAST, "trainer.steps=1", "evaluation.n=0", f"hydra.run.dir={tmp_path}"]),
             (1, [f"resume={tmp_path}", "trainer.steps=2"]),
         ]:
             monkeypatch.setattr("rlkit.system.device.threads_for", lambda parameters, cores, threads=threads: threads)

@@ -44,7 +44,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", cases(COMMANDS, 2))
 def test_code_of_a_stranger_is_not_even_imported(stranger, command, capsys):
     folder, trace, name = stranger
     words = [word.format(folder) for word in COMMANDS[command]]
@@ -124,7 +124,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("kind", cases(BAD, 4))
 def test_a_config_that_attacks_is_one_sentence(tmp_path, kind, capsys):
     folder = tmp_path / "run"
     (folder / ".hydra").mkdir(parents=True)

@@ -104,7 +104,7 @@ def test_a_barrier_gives_the_bits_of_answers_at_once(policy, tasks, plain, weath
     assert bits(play(policy, tasks, Cached(), weather(1).pause, admission="barrier")) == bits(plain)
 
 
-@pytest.mark.parametrize("more", [{}, {"max_rows": 3}], ids=str)
+@pytest.mark.parametrize("more", cases([{}, {"max_rows": 3}], 1), ids=str)
 def test_free_gives_the_same_tokens(policy, tasks, plain, weather, more):
     """Prompts and answers join as they come: slots grow after the first burst."""
     assert tokens(play(policy, tasks, Cached(**more), weather(1).pause, late=True, admission="free")) == tokens(plain)
