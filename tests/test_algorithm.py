@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 
+from laws import AGGREGATIONS, combinations
 from rlkit.algorithm import (
     KL,
     PER_ROLLOUT,
@@ -38,12 +39,10 @@ from rlkit.functional import (
     normalize_group,
     pairwise,
     pairwise_loss,
-    prompt_mean,
     raw,
     reinforce,
     reverse,
     reward_to_go,
-    sequence_mean,
     sequence_ratio,
     sequence_sum,
     sequence_token_ratio,
@@ -55,12 +54,6 @@ from rlkit.functional import (
 )
 from rlkit.types import QUANTITIES, Batch, TokenLogprobs
 
-AGGREGATIONS = {
-    "token_mean": token_mean,
-    "sequence_mean": sequence_mean,
-    "sequence_sum": functools.partial(sequence_sum, constant=8.0),
-    "prompt_mean": prompt_mean,
-}
 POLICY_LOSSES = {"clipped": clipped, "reinforce": reinforce}
 KLS = {
     "none": KL("none"),
@@ -68,7 +61,7 @@ KLS = {
     "forward": KL("forward", forward, coef=0.3),
     "reverse": KL("reverse", reverse, coef=0.3),
 }
-TABLE = list(itertools.product(AGGREGATIONS, POLICY_LOSSES, KLS))
+TABLE = combinations(AGGREGATIONS, POLICY_LOSSES, KLS)
 ROLLOUTS = torch.tensor([0, 0, 0, 1, 2, 2, 3, 4, 5, 6, 6, 7])  # of each row; rollout 8 has no row
 TOKENS = ("logprobs_sampler", "logprobs_old", "logprobs_ref")
 

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 
+from laws import cases
 from rlkit import rewards
 from rlkit.algorithm import filter_rollouts
 from rlkit.config.compose import compose, experiment
@@ -101,7 +102,7 @@ BROKEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("overrides, words", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("overrides, words", cases(BROKEN.values(), 4, unpack=True), ids=BROKEN)
 def test_a_broken_assumption_is_refused_with_what_to_choose(overrides, words):
     with pytest.raises(ConfigError, match=words):
         experiment(compose(overrides))
@@ -109,14 +110,17 @@ def test_a_broken_assumption_is_refused_with_what_to_choose(overrides, words):
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        ["algorithm=max_rl"],
-        ["algorithm=max_rl", "reward=[numeric,format]", "reward.terms.format.weight=0.1"],
-        ["algorithm=pass_at_k", "reward=[numeric,length]", "reward.terms.length.weight=0"],
-        ["algorithm=pass_at_k", "reward=[numeric,format]", "reward/aggregator=product"],
-        ["algorithm=grpo", "reward=length", "reward.normalize=true"],
-        ["algorithm=dapo", "reward=[numeric,format]"],
-    ],
+    cases(
+        [
+            ["algorithm=max_rl"],
+            ["algorithm=max_rl", "reward=[numeric,format]", "reward.terms.format.weight=0.1"],
+            ["algorithm=pass_at_k", "reward=[numeric,length]", "reward.terms.length.weight=0"],
+            ["algorithm=pass_at_k", "reward=[numeric,format]", "reward/aggregator=product"],
+            ["algorithm=grpo", "reward=length", "reward.normalize=true"],
+            ["algorithm=dapo", "reward=[numeric,format]"],
+        ],
+        2,
+    ),
     ids=" ".join,
 )
 def test_what_holds_is_taken(overrides):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from laws import ALGORITHMS, KINDS_OF_ALGORITHM, KINDS_OF_KL, OTHERS, PARTS, PLACED_KLS, cases
 from rlkit.algorithm import (
     PER_ROLLOUT,
     estimate_advantages,
@@ -23,7 +24,7 @@ from rlkit.algorithm import (
     token_scale,
     value_surrogate,
 )
-from rlkit.config.compose import compose, conf_dir
+from rlkit.config.compose import compose
 from rlkit.config.compose import experiment as built
 from rlkit.config.problems import problems_of
 from rlkit.config.problems.trial import dry_run
@@ -36,26 +37,9 @@ ROLLOUTS = torch.tensor([0, 0, 0, 1, 2, 2, 3, 4, 5, 6, 6, 7])  # of each row; ro
 ALWAYS = ("trainer.steps=1",)
 CRITIC = ("algorithm/critic=head",)
 
-FOLDER = conf_dir() / "algorithm"
-PRESETS = [(f"algorithm={f.stem}",) for f in sorted(FOLDER.glob("*.yaml"))]
-PARTS = [(f"{f.parent.relative_to(conf_dir())}={f.stem}",) for f in sorted(FOLDER.glob("*/**/*.yaml"))]
-KLS = [
-    (f"kl={f.stem}", f"kl.placement={placement}", *more)
-    for f in sorted((conf_dir() / "kl").glob("*.yaml"))
-    for placement, switch in (("loss", "importance_weight"), ("reward", "in_baseline"), ("reward_sequence", "in_baseline"))
-    for more in ((), (f"kl.{switch}=true",))
-    if f.stem != "none"
-]
-OTHERS = [
-    ("kl=none",),
-    ("kl/coef=adaptive",),
-    ("algorithm.entropy_coef=0.1",),
-    ("algorithm=ppo", "kl=k1", "kl.placement=reward"),
-    ("algorithm=ppo", "kl=k1", "kl.placement=reward_sequence"),
-    ("algorithm=reinforce_pp", "kl=k1", "kl.placement=reward"),
-]
-SLOW = pytest.mark.slow
-TABLE = [*PRESETS, *(pytest.param(x, marks=SLOW) for x in PARTS), *KLS[::4], *(pytest.param(x, marks=SLOW) for x in KLS), *OTHERS]
+# The whole table, in which parts and placed KLs are slow but for a representative of each kind.
+TABLE = [*cases(ALGORITHMS, KINDS_OF_ALGORITHM), *cases(PARTS, 1), *cases(PLACED_KLS, KINDS_OF_KL), *cases(OTHERS, 2)]
+BOUNDS = [*cases(ALGORITHMS, KINDS_OF_ALGORITHM), *cases(PLACED_KLS, KINDS_OF_KL)]
 
 
 @functools.cache
@@ -256,7 +240,7 @@ def test_only_policy_and_critic_get_a_gradient(overrides):
     assert [name for name, tensor in (constants | later).items() if tensor.grad is not None] == []
 
 
-@pytest.mark.parametrize("overrides", [*PRESETS, *(pytest.param(x, marks=SLOW) for x in KLS)], ids=ids)
+@pytest.mark.parametrize("overrides", BOUNDS, ids=ids)
 def test_a_batch_without_a_trained_token_is_a_zero(overrides):
     """Everything filtered, or every reply empty: no nan, and a gradient of 0."""
     x = experiment(overrides)
@@ -266,7 +250,7 @@ def test_a_batch_without_a_trained_token_is_a_zero(overrides):
     assert loss == 0 and gradient.count_nonzero() == 0
 
 
-@pytest.mark.parametrize("overrides", [*PRESETS, *(pytest.param(x, marks=SLOW) for x in KLS)], ids=ids)
+@pytest.mark.parametrize("overrides", BOUNDS, ids=ids)
 def test_huge_log_ratios_stay_finite(overrides):
     x = experiment(overrides)
     batch, policy = make_batch(), make_policy()
@@ -280,7 +264,7 @@ def test_huge_log_ratios_stay_finite(overrides):
 @pytest.mark.slow
 def test_only_these_combinations_are_refused():
     """So that a combination is not lost without a word."""
-    refused = {ids(overrides) for overrides in PRESETS + PARTS + KLS + OTHERS if composed(overrides) is None}
+    refused = {ids(overrides) for overrides in ALGORITHMS + PARTS + PLACED_KLS + OTHERS if composed(overrides) is None}
     carry_the_ratio = {f"kl={name},kl.placement=loss,kl.importance_weight=true" for name in ("forward", "k1", "reverse")}
-    exact = {ids(overrides) for overrides in KLS if overrides[0] == "kl=full" and overrides[1] != "kl.placement=loss"}
+    exact = {ids(overrides) for overrides in PLACED_KLS if overrides[0] == "kl=full" and overrides[1] != "kl.placement=loss"}
     assert refused == carry_the_ratio | exact

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from laws import cases
 from rlkit.commands.arguments import quote, unquote
 from rlkit.commands.cli import main
 from rlkit.config.schema import resolve
@@ -90,7 +91,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("case", cases(CASES, [raising_reward, without_answer, missing_file]), ids=lambda c: c.__name__)
 def test_bad_input_is_a_sentence_and_leaves_nothing(case, tmp_path, monkeypatch, capsys):
     import torch
 
@@ -112,16 +113,20 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(case, tmp_path, monkeypatch,
 
 @pytest.mark.parametrize(
     "words, expected",
-    [
-        (["trian"], "there is no command 'trian'"),
-        (["train", "--stesp"], "there is no flag '--stesp'"),
-        (["train", "seed"], "'seed' is no override"),
-        (["train", "--config-dir", "nowhere"], "no such folder"),
-        (["train", "resume=nowhere"], "no run folder"),
-        (["evaluate", "run=nowhere"], "no run folder"),
-        (["evaluate", "evaluation.samples=2"], "pass@8"),
-        (["train", "-m", "algorithm=grpo,grpp"], "grpp"),
-    ],
+    cases(
+        [
+            (["trian"], "there is no command 'trian'"),
+            (["train", "--stesp"], "there is no flag '--stesp'"),
+            (["train", "seed"], "'seed' is no override"),
+            (["train", "--config-dir", "nowhere"], "no such folder"),
+            (["train", "resume=nowhere"], "no run folder"),
+            (["evaluate", "run=nowhere"], "no run folder"),
+            (["evaluate", "evaluation.samples=2"], "pass@8"),
+            (["train", "-m", "algorithm=grpo,grpp"], "grpp"),
+        ],
+        4,
+        unpack=True,
+    ),
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
 def test_wrong_command_lines(words, expected, capsys, tmp_path, monkeypatch):

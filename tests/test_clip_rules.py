@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from laws import cases
 from rlkit.algorithm import call, clipped_tokens
 from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.functional import token_ratio
@@ -27,7 +28,7 @@ def given(seed: int) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", cases(OPTIONS, 4))
 def test_what_a_loss_says_it_holds_is_what_has_no_gradient(option):
     loss = experiment(compose([f"algorithm/policy_loss={option}", "algorithm/ratio=token"])).algorithm.policy_loss
     held = capped = 0

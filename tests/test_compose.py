@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from laws import cases
 from rlkit.algorithm import inputs
 from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.config.problems.doubts import warnings
@@ -44,12 +45,12 @@ def nested_options(group: str) -> list[str]:
 
 
 # Algorithms, their parts and KLs are built and dry-run in test_catalogue.py, which holds them to their laws too.
-@pytest.mark.parametrize("option", [o for g in GROUPS for o in options(g) + nested_options(g) if g not in ("algorithm", "kl")])
+@pytest.mark.parametrize("option", cases([o for g in GROUPS for o in options(g) + nested_options(g) if g not in ("algorithm", "kl")], 10))
 def test_every_option_composes_builds_and_dry_runs(option):
     experiment(compose([option, *REQUIRED.get(option, [])]))
 
 
-@pytest.mark.parametrize("option", options("experiment") + options("debug"))
+@pytest.mark.parametrize("option", cases(options("experiment") + options("debug"), 5))
 def test_every_preset_composes_builds_and_dry_runs(option):
     experiment(compose([option, *REQUIRED.get(option, [])]))
 
@@ -67,7 +68,7 @@ PAPER_NUMBERS = {  # what the papers give, so that no default of ours takes its 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name, numbers", PAPER_NUMBERS.items(), ids=PAPER_NUMBERS)
+@pytest.mark.parametrize("name, numbers", cases(PAPER_NUMBERS.items(), 2, unpack=True), ids=PAPER_NUMBERS)
 def test_presets_of_papers_hold_the_papers_numbers(name, numbers):
     from rlkit.training.schedules.paths import flat as flatten
 
@@ -191,7 +192,7 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("overrides, words", REFUSALS.values(), ids=REFUSALS)
+@pytest.mark.parametrize("overrides, words", cases(REFUSALS.values(), 16, unpack=True), ids=REFUSALS)
 def test_refusal_names_the_place_and_the_remedy(overrides, words):
     with pytest.raises(ConfigError) as refusal:
         experiment(compose(overrides))
@@ -222,12 +223,15 @@ def test_a_reference_that_a_scheduled_kl_uses_is_no_warning():
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        ["algorithm=pass_at_k", "batch.group_size=6"],
-        ["algorithm=pass_at_k", "algorithm.advantage.k=8", "batch.group_size=16"],
-        ["algorithm=grpo", "algorithm/advantage=best_minus_second"],
-        ["algorithm=pairwise", "algorithm/advantage/pair_selector=best_worst", "algorithm.advantage.beta=0.2"],
-    ],
+    cases(
+        [
+            ["algorithm=pass_at_k", "batch.group_size=6"],
+            ["algorithm=pass_at_k", "algorithm.advantage.k=8", "batch.group_size=16"],
+            ["algorithm=grpo", "algorithm/advantage=best_minus_second"],
+            ["algorithm=pairwise", "algorithm/advantage/pair_selector=best_worst", "algorithm.advantage.beta=0.2"],
+        ],
+        2,
+    ),
 )
 def test_the_dry_run_shows_every_advantage_a_group_it_learns_from(overrides):
     """One best sample in a group: among many equal ones an advantage of the best is rightly 0, and the config would be refused."""
@@ -236,19 +240,23 @@ def test_the_dry_run_shows_every_advantage_a_group_it_learns_from(overrides):
 
 @pytest.mark.parametrize(
     "option, numbers",
-    {
-        "clip_higher": {"clip_low": 0.2, "clip_high": 0.28},
-        "dual_clip": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0},
-        "delta_clip": {"clip_low": 0.2, "clip_high": 0.2, "delta": 4.0},
-        "clip_sequence": {"clip_low": 3e-4, "clip_high": 4e-4},
-    }.items(),
+    cases(
+        {
+            "clip_higher": {"clip_low": 0.2, "clip_high": 0.28},
+            "dual_clip": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0},
+            "delta_clip": {"clip_low": 0.2, "clip_high": 0.2, "delta": 4.0},
+            "clip_sequence": {"clip_low": 3e-4, "clip_high": 4e-4},
+        }.items(),
+        2,
+        unpack=True,
+    ),
 )
 def test_options_that_inherit_the_clip_keep_the_rest_of_it(option, numbers):
     part = experiment(compose([f"algorithm/policy_loss={option}"])).algorithm.policy_loss
     assert part.func.__name__ == "clipped" and part.keywords == numbers
 
 
-@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "max_rl", "opo"])
+@pytest.mark.parametrize("name", cases(["dr_grpo", "rloo", "max_rl", "opo"], 2))
 def test_a_sum_over_a_reply_is_divided_by_the_longest_reply(name):
     """The two numbers cannot drift apart; a number of one's own stays possible."""
 
@@ -259,7 +267,7 @@ def test_a_sum_over_a_reply_is_divided_by_the_longest_reply(name):
     assert constant("generation.max_new_tokens=77", "algorithm.aggregation.constant=3") == 3
 
 
-@pytest.mark.parametrize("name", ["k1", "forward", "reverse"])
+@pytest.mark.parametrize("name", cases(["k1", "forward", "reverse"], 1))
 def test_these_estimators_carry_the_ratio_in_the_loss(name):
     """Without it k1 in the loss has no gradient in expectation, and says nothing about it."""
     assert "logprobs_old" in inputs(experiment(compose([f"kl={name}"])).kl.estimator)
@@ -299,14 +307,18 @@ def test_overrides_reach_into_a_phase(two_phases):
 
 @pytest.mark.parametrize(
     "override, meant",
-    {
-        "algorithm=rloo": "algorithm@schedule.phases.first.algorithm=rloo",
-        "algorithm/policy_loss=sapo": "algorithm/policy_loss@schedule.phases.second.algorithm.policy_loss=sapo",
-        "algorithm.policy_loss.clip_high=0.5": "schedule.phases.first.algorithm.policy_loss.clip_high=0.5",
-        "++algorithm.epochs=2": "schedule.phases.second.algorithm.epochs=2",
-        "kl.coef=0.1": "schedule.phases.first.kl.coef=0.1",
-        "kl/coef=adaptive": "kl/coef@schedule.phases.first.kl.coef=adaptive",
-    }.items(),
+    cases(
+        {
+            "algorithm=rloo": "algorithm@schedule.phases.first.algorithm=rloo",
+            "algorithm/policy_loss=sapo": "algorithm/policy_loss@schedule.phases.second.algorithm.policy_loss=sapo",
+            "algorithm.policy_loss.clip_high=0.5": "schedule.phases.first.algorithm.policy_loss.clip_high=0.5",
+            "++algorithm.epochs=2": "schedule.phases.second.algorithm.epochs=2",
+            "kl.coef=0.1": "schedule.phases.first.kl.coef=0.1",
+            "kl/coef=adaptive": "kl/coef@schedule.phases.first.kl.coef=adaptive",
+        }.items(),
+        2,
+        unpack=True,
+    ),
 )
 def test_an_override_that_every_phase_replaces_is_refused(two_phases, override, meant):
     """Hydra would compose it, and it would change nothing."""
@@ -397,7 +409,7 @@ KL_OF_THE_PAPER = {
 }
 
 
-@pytest.mark.parametrize("algorithm", KL_OF_THE_PAPER)
+@pytest.mark.parametrize("algorithm", cases(KL_OF_THE_PAPER, 2))
 def test_an_algorithm_alone_has_the_kl_of_its_paper(algorithm):
     """PPO and REINFORCE++ had k3 in the loss, and DAPO, MaxRL and OPO a KL that their papers leave out."""
     x = experiment(compose([f"algorithm={algorithm}"]))
@@ -408,15 +420,19 @@ def test_an_algorithm_alone_has_the_kl_of_its_paper(algorithm):
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
-    [
-        (["algorithm=ppo", "kl.placement=loss"], ("k1", "loss", 0.05)),
-        (["algorithm=ppo", "kl.coef=0.2"], ("k1", "reward", 0.2)),
-        (["algorithm=ppo", "kl=k3"], ("k3", "loss", 0.05)),
-        (["algorithm=ppo", "kl=none"], ("none", "loss", 0.0)),
-        (["algorithm=dapo", "kl.coef=0.1"], ("k3", "loss", 0.1)),
-        (["algorithm=dapo", "kl=k2"], ("k2", "loss", 0.05)),
-        (["algorithm=reinforce", "algorithm.suggests.kl.placement=reward_sequence"], ("k3", "reward_sequence", 0.05)),
-    ],
+    cases(
+        [
+            (["algorithm=ppo", "kl.placement=loss"], ("k1", "loss", 0.05)),
+            (["algorithm=ppo", "kl.coef=0.2"], ("k1", "reward", 0.2)),
+            (["algorithm=ppo", "kl=k3"], ("k3", "loss", 0.05)),
+            (["algorithm=ppo", "kl=none"], ("none", "loss", 0.0)),
+            (["algorithm=dapo", "kl.coef=0.1"], ("k3", "loss", 0.1)),
+            (["algorithm=dapo", "kl=k2"], ("k2", "loss", 0.05)),
+            (["algorithm=reinforce", "algorithm.suggests.kl.placement=reward_sequence"], ("k3", "reward_sequence", 0.05)),
+        ],
+        3,
+        unpack=True,
+    ),
     ids=lambda value: " ".join(map(str, value)),
 )
 def test_what_the_user_says_of_the_kl_wins(overrides, expected):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from laws import cases
 from rlkit.commands.cli import main
 from rlkit.commands.train import closing
 from rlkit.config.compose import compose, experiment
@@ -138,7 +139,15 @@ def test_an_unknown_split_is_refused(capsys):
 def run(tmp_path_factory):
     """Three steps with an evaluation every second one: the folder, its rows, its summary."""
     folder = tmp_path_factory.mktemp("evaluated") / "run"
-    words = ["debug=fast", "trainer.accelerator=cpu", "trainer.steps=3", "evaluation.every=2", "evaluation.n=3", "logger=none"]
+    words = [
+        "debug=fast",
+        "trainer.accelerator=cpu",
+        "trainer.steps=3",
+        "evaluation.every=2",
+        "evaluation.n=3",
+        "logger=none",
+        "task.max_samples=64",
+    ]
     assert main(["train", *words, "callbacks.checkpoint.best=eval/accuracy", f"hydra.run.dir={folder}"]) == 0
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return folder, rows, json.loads((folder / "summary.json").read_text())
@@ -189,7 +198,7 @@ def test_a_run_that_goes_on_keeps_what_was_validation_and_what_was_test(run, tmp
     assert after["before"] == summary["before"] and after["after"]["split"] == "test" and after["validation"]["step"] == 5
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", cases(SPLITS, 1))
 def test_rollout_plays_the_split_that_is_named(split, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["rollout", f"split={split}", "n=2", "task.max_samples=2", "generation.max_new_tokens=4", "trainer.accelerator=cpu"]) == 0

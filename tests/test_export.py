@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from laws import cases
 from rlkit.commands.cli import main
 from rlkit.commands.evaluate import restore
 from rlkit.errors import ConfigError
@@ -16,7 +17,7 @@ from rlkit.training import references as reference
 IDS = torch.tensor([[20, 21, 22, 23, 24]])
 
 
-@pytest.fixture(scope="module", params=[0, 4], ids=["all weights", "adapters"])
+@pytest.fixture(scope="module", params=cases([0, 4], [4]), ids=["all weights", "adapters"])
 def run(request, tmp_path_factory):
     """A run of one large step: its folder, and the logits of its policy."""
     folder = tmp_path_factory.mktemp("run")

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from laws import cases
 from rlkit.config.changes import difference
 from rlkit.distributed import ranks
 from rlkit.runs import folder as runs
@@ -403,7 +404,7 @@ def test_a_terminal_that_is_closed_ends_a_run_saved(tmp_path):
     assert load_checkpoint(tmp_path / "run" / "checkpoints")[1]["rlkit"]["rl_step"] == summary["steps"]
 
 
-@pytest.mark.parametrize("how", ["raise SystemExit(0)", "raise KeyboardInterrupt"])
+@pytest.mark.parametrize("how", cases(["raise SystemExit(0)", "raise KeyboardInterrupt"], 1))
 def test_an_environment_that_ends_the_process_is_named(tmp_path, forked, monkeypatch, how):
     """It ended the run without a word, and with the exit status of its choice."""
     (tmp_path / "leaves.py").write_text(

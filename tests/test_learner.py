@@ -84,9 +84,9 @@ def by_steps(x, tasks) -> Learner:
 @pytest.mark.parametrize(
     "loop, overrides, seen",
     [
-        (by_parts, [], {}),
+        pytest.param(by_parts, [], {}, marks=pytest.mark.slow),
         (by_steps, [*REFILLS, *MOVED], {"group/sampled": 4, "optim/ended_by_target_kl": 0}),
-        (by_parts, ["broken"], {"optim/skipped_nonfinite": 0, "optim/updates": 0}),
+        pytest.param(by_parts, ["broken"], {"optim/skipped_nonfinite": 0, "optim/updates": 0}, marks=pytest.mark.slow),
         pytest.param(by_parts, WARM, {"value/loss": 0}, marks=pytest.mark.slow),
         pytest.param(by_steps, PHASES, {"schedule/phase": 0}, marks=pytest.mark.slow),
         pytest.param(by_steps, [*PHASES, "model.lora.rank=4", "reward.normalize=true"], {"schedule/phase": 0}, marks=pytest.mark.slow),

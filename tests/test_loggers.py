@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from laws import cases
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose
 from rlkit.errors import ConfigError, install
@@ -30,7 +31,15 @@ def test_a_missing_package_is_refused_with_what_to_install(name, monkeypatch, tm
 
 @pytest.mark.parametrize(
     "words",
-    [["train", "logger=wandb"], ["train", "logger=[tensorboard,mlflow]"], ["check", "logger=wandb"], ["train", "-m", "logger=mlflow,none"]],
+    cases(
+        [
+            ["train", "logger=wandb"],
+            ["train", "logger=[tensorboard,mlflow]"],
+            ["check", "logger=wandb"],
+            ["train", "-m", "logger=mlflow,none"],
+        ],
+        2,
+    ),
     ids=" ".join,
 )
 def test_a_missing_package_is_refused_before_data_and_model_are_loaded(words, monkeypatch, tmp_path, capsys):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from laws import cases
 from rlkit.commands.cli import main
 from rlkit.config.changes import difference
 from rlkit.runs import folder as runs
@@ -223,7 +224,9 @@ for line in sys.stdin:
 
 
 @pytest.mark.parametrize(
-    "start, locks", [("an empty folder", True), ("a dead owner", True), ("an empty folder", False)], ids=["empty", "dead owner", "no locks"]
+    "start, locks",
+    cases([("an empty folder", True), ("a dead owner", True), ("an empty folder", False)], 1, unpack=True),
+    ids=["empty", "dead owner", "no locks"],
 )
 def test_of_processes_that_start_at_the_same_moment_exactly_one_owns_the_folder(tmp_path, start, locks):
     """Real processes. On a file system without locks the exclusive creation of the file decides, where no dead owner's is there."""
@@ -281,7 +284,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize("how", ["resume=FOLDER", "resume=auto", "hydra.run.dir"])
+@pytest.mark.parametrize("how", cases(["resume=FOLDER", "resume=auto", "hydra.run.dir"], 1))
 def test_a_second_process_is_refused_and_changes_nothing(copy, other, capsys, how):
     write(copy, other)
     before = contents(copy)

@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 import yaml
 
+from laws import cases
 from rlkit.commands import check
 from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.config.problems.rows import load_tasks
 from rlkit.config.problems.schedules import first_steps
 
 PRESETS = sorted(f.stem for f in (conf_dir() / "experiment").glob("*.yaml"))
-CHEAP = ("quickstart", "vector_reward", "tool_tracking")  # the others take a minute together
+CHEAP = ("tool_tracking",)  # the others take a minute together
 
 
-@pytest.mark.parametrize("name", [n if n in CHEAP else pytest.param(n, marks=pytest.mark.slow) for n in PRESETS])
+@pytest.mark.parametrize("name", cases(PRESETS, CHEAP))
 def test_a_preset_takes_a_step(name, tmp_path):
     path = tmp_path / "talk.jsonl"
     row = {"messages": [{"role": "user", "content": "How are you?"}, {"role": "assistant", "content": "#### 7"}]}

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 
+from laws import cases
 from rlkit.config.compose import compose, conf_dir, length_keys
 from rlkit.config.compose import experiment as experiment_of
 from rlkit.config.problems.schedules import schedule_problems, schedule_warnings
@@ -448,8 +449,8 @@ def check_curves(overrides: list[str], steps: int) -> None:
         assert all(move >= 0 for move in moves) or all(move <= 0 for move in moves), (overrides, steps, path)
 
 
-@pytest.mark.parametrize("steps", LENGTHS)
-@pytest.mark.parametrize("option", [*(f"schedule={name}" for name in SCHEDULES), "kl/coef=adaptive"])
+@pytest.mark.parametrize("steps", cases(LENGTHS, 1))
+@pytest.mark.parametrize("option", cases([*(f"schedule={name}" for name in SCHEDULES), "kl/coef=adaptive"], 4))
 def test_the_numbers_of_a_schedule_move_over_the_whole_run_whatever_its_length(option, steps):
     check_curves([option], steps)
 
@@ -461,7 +462,7 @@ def test_the_numbers_of_a_preset_move_over_the_whole_run_whatever_its_length(nam
     check_curves([f"experiment={name}", *OWN.get(name, [])], steps)
 
 
-@pytest.mark.parametrize("steps", LENGTHS)
+@pytest.mark.parametrize("steps", cases(LENGTHS, 1))
 def test_the_ends_and_the_middle_of_the_shipped_curves(steps):
     """One step after the last the end would be reached; half way along the line stands the mean of both ends."""
     x = experiment_of(compose([f"trainer.steps={steps}"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from laws import cases
 from rlkit.distributed.launch import own_gpus
 from rlkit.errors import ConfigError, install
 from rlkit.runs.sweeps.compare import comparison
@@ -69,12 +71,16 @@ def test_a_plan_takes_the_values_of_a_preset_and_of_the_command_line(tmp_path, m
 
 @pytest.mark.parametrize(
     "words, expected",
-    [
-        (["algorithm=grpo,grpp"], "Did you mean 'grpo'"),
-        (["seed=1,2", "resume=outputs/grpo/x"], "resume=auto"),
-        (["seed=1"], "no key has several values"),
-        (["seed=1,2", "hydra/launcher=submitit_nowhere"], install("submitit")),
-    ],
+    cases(
+        [
+            (["algorithm=grpo,grpp"], "Did you mean 'grpo'"),
+            (["seed=1,2", "resume=outputs/grpo/x"], "resume=auto"),
+            (["seed=1"], "no key has several values"),
+            (["seed=1,2", "hydra/launcher=submitit_nowhere"], install("submitit")),
+        ],
+        2,
+        unpack=True,
+    ),
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
 def test_a_sweep_is_refused_before_its_first_job(words, expected, tmp_path, monkeypatch):
@@ -221,11 +227,17 @@ def test_jobs_have_folders_a_failed_one_is_told_and_the_rest_goes_on(tmp_path):
     assert all(p.stat().st_mtime_ns == stamp for p, stamp in stamps.items())
 
 
+def begin(command: list[str], folder: Path, **more) -> subprocess.Popen:
+    """Starts a command that takes Ctrl-C, even where a shell without job control started pytest with SIGINT ignored."""
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, preexec_fn=heed, **more)
+
+
 @pytest.mark.slow
 def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path):
     words = ["seed=1,2", "debug=fast", "trainer.steps=6", "evaluation.n=0"]
     root = tmp_path / "outputs" / "sweep"
-    process = subprocess.Popen([sys.executable, "-m", "rlkit", "train", "-m", *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    process = begin([sys.executable, "-m", "rlkit", "train", "-m", *words], tmp_path)
     deadline = time.monotonic() + 300
     while not list(root.glob("*/checkpoints/*.ckpt")):
         assert process.poll() is None and time.monotonic() < deadline
@@ -249,8 +261,7 @@ def test_a_ctrl_c_ends_a_sweep_and_leaves_no_process(launcher, tmp_path):
     words = [f"hydra/launcher={launcher}", "seed=1,2", "debug=fast", "trainer.steps=50", "evaluation.n=0"]
     root = tmp_path / "outputs" / "sweep"
     command = [sys.executable, "-m", "rlkit", "train", "-m", *words]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    process = begin(command, tmp_path, stderr=subprocess.PIPE, start_new_session=True)
     deadline = time.monotonic() + 300
     while len({p.parent for p in root.glob("*/checkpoints/*.ckpt")}) < (2 if launcher == "parallel" else 1):
         assert process.poll() is None and time.monotonic() < deadline

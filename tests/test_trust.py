@@ -8,6 +8,7 @@ import random
 import pytest
 import yaml
 
+from laws import cases, options
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose, conf_dir
 from rlkit.config.trust import outside, read_yaml, require, shipped, with_environment
@@ -43,7 +44,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", cases(COMMANDS, 2))
 def test_code_of_a_stranger_is_not_even_imported(stranger, command, capsys):
     folder, trace, name = stranger
     words = [word.format(folder) for word in COMMANDS[command]]
@@ -89,7 +90,7 @@ def test_every_way_to_code_outside_is_seen(node):
         assert len(list(outside(place, shipped(conf_dir())))) >= 1
 
 
-@pytest.mark.parametrize("experiment", [None, *sorted(f.stem for f in (conf_dir() / "experiment").glob("*.yaml"))])
+@pytest.mark.parametrize("experiment", cases([None, *options("experiment")], 3))
 def test_runs_of_shipped_options_need_no_trust(experiment):
     words = [f"experiment={experiment}", *(["task.path=rows.jsonl"] if experiment == "sft" else [])] if experiment else []
     found = [what for what in outside(compose(words).config, shipped(conf_dir())) if not what.startswith("generation.engine gives vLLM")]
@@ -123,7 +124,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("kind", cases(BAD, 4))
 def test_a_config_that_attacks_is_one_sentence(tmp_path, kind, capsys):
     folder = tmp_path / "run"
     (folder / ".hydra").mkdir(parents=True)
@@ -151,17 +152,18 @@ def test_what_rlkit_writes_it_can_read(tmp_path):
 ODD = [None, True, -1, 3.5, 1e308, 10**400, float("nan"), float("inf"), "", "x" * 300, "\ud800", [], {}, [1], {"a": {"b": []}}, [[[]]]]
 
 
-def test_a_report_survives_whatever_stands_in_a_run_folder(tmp_path):
+@pytest.mark.parametrize("seed", cases(range(9), 1))
+def test_a_report_survives_whatever_stands_in_a_run_folder(seed, tmp_path):
     """Each number, text and mapping of metrics.jsonl, summary.json, run.json and the rollouts is replaced by another type, at random."""
     pytest.importorskip("matplotlib")
     from rlkit.episodes import save_rollouts
     from rlkit.types import Rollout, Step, Task
 
-    generator = random.Random(0)
+    generator = random.Random(seed)
     metrics = ("reward/mean", "reward/term/mean", "eval/accuracy", "kl/ref_k3", "perf/step_s", "schedule/optimizer.lr", "adv/abs_mean")
     side = {"accuracy": 0.5, "interval": [0.4, 0.6], "reward": 0.4, "reward_interval": [0.3, 0.5], "n": 9, "parts": {}}
     step = Step(({"role": "user", "content": "hi"},), (1,), (2, 3), (-0.1, -0.2), "stop", content="ho")
-    for case in range(25):
+    for case in range(3 * seed, 3 * seed + 3):
         folder = tmp_path / "runs" / str(case)
         (folder / "rollouts").mkdir(parents=True)
         rows = [{"step": s, **dict.fromkeys(metrics, s / 9)} for s in range(6)]

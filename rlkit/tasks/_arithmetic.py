@@ -8,7 +8,8 @@ seed. The warm-up of the embedded model has seen train and validation expression
 
 from __future__ import annotations
 
-import itertools
+import functools
+import operator
 import random
 import zlib
 from collections.abc import Collection, Sequence
@@ -50,18 +51,21 @@ class Problem(NamedTuple):
 def expression(start: int, operations: tuple[tuple[str, int], ...]) -> str:
     """`start` and its operations in infix form: (6, ((*, 4), (+, 5))) → "6 * 4 + 5"."""
     text = str(start)
-    for i, (operator, operand) in enumerate(operations):
-        if operator == "/" and i and operations[i - 1][0] in "+-":
+    for i, (sign, operand) in enumerate(operations):
+        if sign == "/" and i and operations[i - 1][0] in "+-":
             text = f"({text})"
-        text += f" {operator} {operand}"
+        text += f" {sign} {operand}"
     return text
+
+
+APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 
 
 def evaluate(start: int, operations: tuple[tuple[str, int], ...]) -> int:
     """The value of the operations applied from left to right; division is exact by construction."""
     total = start
-    for operator, x in operations:
-        total = {"+": total + x, "-": total - x, "*": total * x, "/": total // x}[operator]
+    for sign, x in operations:
+        total = APPLY[sign](total, x)
     return total
 
 
@@ -71,6 +75,7 @@ def split_of_expression(text: str) -> Split:
     return "test" if tenth == 0 else "validation" if tenth == 1 else "train"
 
 
+@functools.lru_cache(maxsize=16384)  # three splits of the default size; a run asks again for every split and phase
 def problem(seed: int, index: int, split: Split) -> Problem:
     """Problem number `index` of a split, from a generator of its own."""
     return draw_of(random.Random(f"arithmetic {seed} {split} {index}"), (split,))
@@ -98,10 +103,10 @@ def _draw(rng: random.Random) -> Problem | None:
         operations, kinds = [("*", x)], ["boxes"]
     share = len(operations) < count and rng.random() < 0.3
     while len(operations) < count - share:
-        operator, choices, top = rng.choice((("+", ADD, 20), ("-", SUB, 12)))
+        sign, choices, top = rng.choice((("+", ADD, 20), ("-", SUB, 12)))
         kind, sentence = rng.choice(choices)
         x = rng.randint(2, top)
-        operations.append((operator, x))
+        operations.append((sign, x))
         kinds.append(kind)
         sentences.append(sentence.format(x=x, **words))
     question = TOTAL
@@ -121,8 +126,14 @@ def _draw(rng: random.Random) -> Problem | None:
 
 def _fits(start: int, operations: Sequence[tuple[str, int]]) -> bool:
     """True where every intermediate total is a positive integer."""
-    totals = list(itertools.accumulate(operations, lambda total, one: evaluate(total, (one,)), initial=start))
-    return min(totals) > 0 and not any(operator == "/" and total % x for total, (operator, x) in zip(totals, operations, strict=False))
+    total = start
+    for sign, x in operations:
+        if sign == "/" and total % x:
+            return False
+        total = APPLY[sign](total, x)
+        if total <= 0:
+            return False
+    return True
 
 
 @ranges(max_samples=(1, None))

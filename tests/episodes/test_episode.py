@@ -8,6 +8,7 @@ import signal
 import pytest
 import torch
 
+from laws import cases
 from rlkit.engines import Cached, Transformers
 from rlkit.engines.cached.scheduler import Scheduler
 from rlkit.episodes import collect
@@ -92,7 +93,7 @@ def test_slots_change_no_token(policy, tasks, plain, engine):
             torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("more", [{}, {"max_rows": 3}, {"max_cached_tokens": 1500}], ids=str)
+@pytest.mark.parametrize("more", cases([{}, {"max_rows": 3}, {"max_cached_tokens": 1500}], [{"max_rows": 3}]), ids=str)
 def test_a_run_repeats_itself_whenever_answers_come(policy, tasks, plain, weather, more):
     """First prompts and answers in five orders, some early, some late: the same bits; and the tokens of answers at once."""
     runs = [play(policy, tasks, Cached(**more), weather(seed).pause, late=True, admission_rounds=6) for seed in range(5)]
@@ -103,7 +104,7 @@ def test_a_barrier_gives_the_bits_of_answers_at_once(policy, tasks, plain, weath
     assert bits(play(policy, tasks, Cached(), weather(1).pause, admission="barrier")) == bits(plain)
 
 
-@pytest.mark.parametrize("more", [{}, {"max_rows": 3}], ids=str)
+@pytest.mark.parametrize("more", cases([{}, {"max_rows": 3}], 1), ids=str)
 def test_free_gives_the_same_tokens(policy, tasks, plain, weather, more):
     """Prompts and answers join as they come: slots grow after the first burst."""
     assert tokens(play(policy, tasks, Cached(**more), weather(1).pause, late=True, admission="free")) == tokens(plain)
@@ -160,7 +161,7 @@ def test_a_session_that_closes_slowly_holds_up_no_decoding(policy, tasks):
 ERRORS = [RuntimeError("by hand"), KeyboardInterrupt(), Interrupted(signal.SIGTERM)]
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("error", cases(ERRORS, 1), ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("where", ["decoder", "answer", "close"])
 def test_after_an_error_sessions_are_closed_and_the_engine_is_as_new(policy, tasks, plain, monkeypatch, capfd, where, error):
     """It comes out as it was raised, or as the environment's; the model is in its own mode, and nothing complains."""

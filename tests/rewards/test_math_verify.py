@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 
+from laws import cases
 from rlkit.config.problems.rows import check_truths
 from rlkit.errors import ConfigError, DataError, install
 from rlkit.rewards import Reward, RewardError, Term, by_task, math_verify, score
@@ -314,7 +315,7 @@ UNREADABLE = [
 ]
 
 
-@pytest.mark.parametrize("truth", UNREADABLE)
+@pytest.mark.parametrize("truth", cases(UNREADABLE, 2))
 def test_a_truth_that_cannot_be_read_is_refused_at_the_start_with_its_row(real, truth):
     """It scored None, which dropped its rollouts without a word; and only 32 rows were tried."""
     tasks = [Task(f"rows.jsonl:{i}", (), str(i), "math_verify") for i in range(40)] + [Task("rows.jsonl:41", (), truth, "math_verify")]

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from laws import cases
 from rlkit.rewards import extract_answer, numeric, parse_number
 from rlkit.types import Rollout, Step, Task, ToolCall
 
@@ -345,27 +346,30 @@ def test_no_final_answer_is_wrong(episode):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "9" * 10**6,
-        "1 " * 10**5,
-        "111," * 10**5,
-        "1" * 10**5 + " " + "2" * 10**5,
-        "#### " * 10**5,
-        "\\boxed{" * 10**5,
-        "the answer is " + "=" * 10**6,
-        "1" + " " * 10**6,
-        "$" * 10**6,
-        "-" * 10**6,
-        "1/" * 10**5,
-        "\\boxed{" + "\\frac{" * 10**5,
-    ],
+    cases(
+        [
+            "9" * 10**6,
+            "1 " * 10**5,
+            "111," * 10**5,
+            "1" * 10**5 + " " + "2" * 10**5,
+            "#### " * 10**5,
+            "\\boxed{" * 10**5,
+            "the answer is " + "=" * 10**6,
+            "1" + " " * 10**6,
+            "$" * 10**6,
+            "-" * 10**6,
+            "1/" * 10**5,
+            "\\boxed{" + "\\frac{" * 10**5,
+        ],
+        4,
+    ),
     ids=range(12),
 )
 def test_hostile_text_is_bounded(text):
     assert numeric(rollout(text)) == 0.0  # returns at all: no number of a million digits, no backtracking
 
 
-@pytest.mark.parametrize("frame", ["{}", "#### 1{}", "\\boxed{{{}}}", "the answer is {}", "<answer>{}</answer>", "1{}."])
+@pytest.mark.parametrize("frame", cases(["{}", "#### 1{}", "\\boxed{{{}}}", "the answer is {}", "<answer>{}</answer>", "1{}."], 2))
 def test_a_reply_of_60_kb_is_read_in_less_than_100_ms(frame):
     """Processor time, the best of three. A quadratic pattern takes seconds."""
     pieces = ["9", "1 ", "111,", "#### ", "#### a1 ", "\\boxed{", "the answer is 1", "Answer: ", "<answer>", "<answer>1</answer>", 

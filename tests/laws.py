@@ -1,0 +1,145 @@
+"""Which options meet which laws, and how much of each table the fast tests run.
+
+A law is a test that holds for every option of a table, or for every combination of several tables. `pytest` alone runs each law with
+representatives: a few cases in which every option of every table occurs at least once. The other cases are marked `slow`, so that
+`pytest -m slow` runs the rest of the product, and no case runs in both.
+A new option is added to its table here; a test fails if a shipped option is in no table.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+
+import rlkit.functional as f
+from rlkit.algorithm import KL
+from rlkit.config.compose import conf_dir
+
+
+def cases(table: Iterable[Any], fast: int | Collection[Any] | Callable[[Any], bool], *, unpack: bool = False) -> list[Any]:
+    """Every case of a table, for `pytest.mark.parametrize`; all but the representatives are marked slow.
+
+    Args:
+      table: values, or `pytest.param(…)` where a case has an id or marks of its own.
+      fast: the representatives: how many, spread evenly over the table with its first and its last case among them; or the values
+        themselves; or a function of a value. A value that the table lacks is an error, since its law would lose its representative.
+      unpack: each value is a tuple with one value for each of several names.
+    Returns: the same cases in the same order.
+    """
+    params = [row if hasattr(row, "marks") else pytest.param(*row) if unpack else pytest.param(row) for row in table]
+    values = [param.values if unpack else param.values[0] for param in params]
+    if isinstance(fast, int):
+        step = (len(params) - 1) / max(fast - 1, 1)
+        places = {round(i * step) for i in range(fast)}
+        chosen = [i in places for i in range(len(params))]
+    elif callable(fast):
+        chosen = [fast(value) for value in values]
+    else:
+        missing = [value for value in fast if value not in values]
+        assert not missing, f"no such case: {missing}"
+        chosen = [value in fast for value in values]
+    assert any(chosen), "a law needs a representative among the fast tests"
+    slow = [pytest.param(*p.values, id=p.id, marks=(*p.marks, pytest.mark.slow)) for p in params]
+    return [param if keep else late for param, late, keep in zip(params, slow, chosen, strict=True)]
+
+
+def product(*tables: Iterable[Any]) -> list[tuple]:
+    """Every combination of the tables' options."""
+    return list(itertools.product(*tables))
+
+
+def diagonal(*tables: Collection[Any]) -> list[tuple]:
+    """The fewest combinations in which every option of every table occurs: the tables side by side, shorter ones repeated."""
+    longest = max(map(len, tables))
+    return list(zip(*(itertools.islice(itertools.cycle(table), longest) for table in tables), strict=True))
+
+
+def combinations(*tables: Collection[Any]) -> list[Any]:
+    """The product as cases of one name, each a tuple; its diagonal is fast."""
+    return cases(product(*tables), diagonal(*tables))
+
+
+# ------------------------------------------------------------------------------------------ functions of rlkit.functional
+
+POLICY_LOSSES: dict[str, Callable[..., Any]] = {
+    "cispo": f.cispo,
+    "clipped": f.clipped,
+    "clipped dual": partial(f.clipped, dual_clip=1.5),
+    "clipped delta": partial(f.clipped, clip_high=0.28, delta=1.5),
+    "gmpo": f.gmpo,
+    "reinforce": f.reinforce,
+    "sapo": f.sapo,
+}
+KLS = {name: getattr(f, name) for name in ("confident", "forward", "full", "k1", "k2", "k3", "reverse", "truncated")}
+AGGREGATIONS: dict[str, Callable[..., Any]] = {
+    "token_mean": f.token_mean,
+    "sequence_mean": f.sequence_mean,
+    "sequence_sum": partial(f.sequence_sum, constant=8.0),
+    "prompt_mean": f.prompt_mean,
+}
+
+# ------------------------------------------------------------------------------------------ slots of an algorithm, by option
+
+SLOTS: dict[str, dict[str, Any]] = {
+    "advantage": {
+        "raw": f.raw, "batch_mean": f.batch_mean, "group_mean": f.group_mean, "leave_one_out": f.leave_one_out,
+        "opo": f.length_weighted, "max_rl": f.max_rl, "pass_at_k": partial(f.pass_at_k_advantage, k=2),
+        "best_minus_second": f.best_minus_second, "reward_to_go": f.reward_to_go, "gae": f.gae, "turn_gae": f.turn_gae,
+        "pairwise": f.pairwise,
+    },
+    "normalization": {"none": f.no_normalization, "group": f.normalize_group, "batch": f.normalize_batch, "whiten": f.whiten},
+    "overlong": {"none": f.keep_overlong, "penalty": partial(f.soft_penalty, limit=4, buffer=0.5), "mask": f.mask_truncated},
+    "group_filter": {"none": f.keep_all, "mixed": f.mixed_groups},
+    "token_filter": {"none": f.every_token, "top_entropy": partial(f.top_entropy, fraction=0.5)},
+    "correction": {
+        "auto": f.no_correction,  # what it stands for is decided before the first step
+        "none": f.no_correction, "token_truncate": f.token_correction, "token_mask": partial(f.token_correction, mode="mask"),
+        "sequence_truncate": f.sequence_correction, "sequence_mask": partial(f.sequence_correction, mode="mask"),
+    },
+    "kl": {
+        "none": KL("none"),
+        "loss": KL("k1", f.k1, "loss", 0.3),
+        **{
+            f"{placement}, {'before' if inside else 'behind'} the baseline": KL("k1", f.k1, placement, 0.3, in_baseline=inside)
+            for placement in ("reward", "reward_sequence")
+            for inside in (False, True)
+        },
+    },
+}  # fmt: skip
+
+# ------------------------------------------------------------------------------------------ overrides, from the files of conf/
+
+
+def options(group: str) -> list[str]:
+    return sorted(file.stem for file in (conf_dir() / group).glob("*.yaml"))
+
+
+ALGORITHMS = [(f"algorithm={name}",) for name in options("algorithm")]
+PARTS = [(f"{file.parent.relative_to(conf_dir())}={file.stem}",) for file in sorted((conf_dir() / "algorithm").glob("*/**/*.yaml"))]
+PLACED_KLS = [
+    (f"kl={name}", f"kl.placement={placement}", *more)
+    for name in options("kl")
+    for placement, switch in (("loss", "importance_weight"), ("reward", "in_baseline"), ("reward_sequence", "in_baseline"))
+    for more in ((), (f"kl.{switch}=true",))
+    if name != "none"
+]
+OTHERS = [
+    ("kl=none",),
+    ("kl/coef=adaptive",),
+    ("algorithm.entropy_coef=0.1",),
+    ("algorithm=ppo", "kl=k1", "kl.placement=reward"),
+    ("algorithm=ppo", "kl=k1", "kl.placement=reward_sequence"),
+    ("algorithm=reinforce_pp", "kl=k1", "kl.placement=reward"),
+]
+# One of each kind: a critic, pairs, demonstrations, each ratio; then a KL of each placement, one exact and one refused.
+KINDS_OF_ALGORITHM = [(f"algorithm={name}",) for name in ("grpo", "gspo", "pairwise", "ppo", "sft")]
+KINDS_OF_KL = [
+    ("kl=k3", "kl.placement=loss"),
+    ("kl=full", "kl.placement=loss"),
+    ("kl=k1", "kl.placement=reward", "kl.in_baseline=true"),
+    ("kl=k1", "kl.placement=reward_sequence"),
+]
