@@ -99,7 +99,7 @@ def ppo_loss_of_tensors(
     ratio = F.token_ratio(logprobs, old_logprobs, mask)
     per_token = F.clipped(ratio, weights.to(ratio.device).expand(ratio.shape), clip_low=clip_epsilon, clip_high=clip_epsilon)
     loss, ratios = per_token[mask].mean(), ratio.detach()[mask]
-    stats = {"policy_loss": float(loss), "approx_kl": float(F.approximate_kl(logprobs.detach(), old_logprobs, mask))}
+    stats = {"policy_loss": float(loss.detach()), "approx_kl": float(F.approximate_kl(logprobs.detach(), old_logprobs, mask))}
     stats |= {"clipfrac": float(((ratios - 1).abs() > clip_epsilon).float().mean())}
     return loss, stats | {"ratio_mean": float(ratios.mean()), "ratio_std": _deviation(ratios)}
 
@@ -132,7 +132,7 @@ def compute_value_loss(
         loss = 2 * F.clipped_squared_error(values, old_values, returns, clip=clip_epsilon).mean()
     else:
         loss = 2 * F.squared_error(values, returns).mean()
-    stats = {"value_loss": float(loss), "value_mean": float(values.mean()), "value_std": _deviation(values.detach())}
+    stats = {"value_loss": float(loss.detach()), "value_mean": float(values.detach().mean()), "value_std": _deviation(values.detach())}
     return loss, stats | {"returns_mean": float(returns.mean())}
 
 

@@ -60,17 +60,21 @@ def run(number: str, monkeypatch, tmp_path, *, shorter: dict[str, str]) -> tuple
     return given, ran
 
 
+SHORTER = {"512": "12", "max_steps = 50": "max_steps = 3", "max_steps=50": "max_steps=3", "n_iterations=10": "n_iterations=2"}
+SHORTER |= {
+    "max_turns=5": "max_turns=5, max_new_tokens=24",
+    "max_turns=10": "max_turns=10, max_new_tokens=24",
+    "_epochs': 4": "_epochs': 1",
+}
+
+
+@pytest.mark.parametrize("shorter", [SHORTER, pytest.param({}, marks=pytest.mark.slow)], ids=["short", "as they are"])
 @pytest.mark.parametrize("number", ["001", "000"])
-def test_the_cells_of_the_chat_notebooks_run(number, monkeypatch, tmp_path):
-    """Shorter replies and episodes, so that a test takes seconds; the slow one below runs the cells as they are."""
-    given, ran = run(number, monkeypatch, tmp_path, shorter={"512": "24", "max_steps = 50": "max_steps = 4", "max_steps=50": "max_steps=4"})
+def test_the_cells_of_the_chat_notebooks_run(number, shorter, monkeypatch, tmp_path):
+    """Every cell, in order. `shorter` replaces numbers, so that the test takes seconds."""
+    given, ran = run(number, monkeypatch, tmp_path, shorter=shorter)
     assert sum(bool(cell.body) for cell in ran) == {"001": 14, "000": 26}[number]
     assert given["summary"]["total_rollouts"] == 4 and (tmp_path / "rollout_data.pkl").exists()
     if number == "000":
-        assert given["has_call"] and len(given["training_stats"]) == 10 and (tmp_path / "checkpoint_iter_10.pt").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", ["001", "000"])
-def test_the_cells_of_the_chat_notebooks_run_at_their_own_length(number, monkeypatch, tmp_path):
-    run(number, monkeypatch, tmp_path, shorter={})
+        assert given["has_call"] and len(given["training_stats"]) == (2 if shorter else 10)
+        assert shorter or (tmp_path / "checkpoint_iter_10.pt").exists()
