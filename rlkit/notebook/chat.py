@@ -11,11 +11,10 @@ import torch
 from rlkit.commands.agent import as_dict, core_parser, run_agent, to_call
 from rlkit.engines import Cached
 from rlkit.environments import calculator, execute, hermes, single_turn, split_reply, split_thinking
-from rlkit.environments.tools import MAX_CHARS, TIMEOUT
 from rlkit.episodes import collect
 from rlkit.models import decode, make_policy, pretrained_model, pretrained_tokenizer
 from rlkit.system.loops import run
-from rlkit.types import Engine, Message, Messages, Policy, Rollout, Task, ToolCall
+from rlkit.types import Engine, Message, Messages, Policy, Rollout, Step, Task, ToolCall
 
 TEMPERATURE = 0.6  # of the notebook's samples
 Chat = list[Message]
@@ -86,11 +85,10 @@ class LLMGenerator:
         single = isinstance(prompts, str) or isinstance(prompts[0], Mapping)
         chats = [prompts] if single else list(prompts)
         rollouts = self.replies(chats, max_new_tokens, temperature, num_return_sequences, enable_thinking, **kwargs)
-        if full := [r.group for r in rollouts if not r.steps]:
-            raise ValueError(f"chat {full[0]} fills the model's context of {self.policy().context_length} tokens; shorten it, none is cut")
-        said: list[Any] = [[r.steps[0].thinking, r.steps[0].content] for r in rollouts]
+        steps = self.steps_of(rollouts)
+        said: list[Any] = [[step.thinking, step.content] for step in steps]
         if not return_thinking:
-            said = [decode(self.policy().renderer, self._without_end(r.steps[0].response_ids)).strip() for r in rollouts]
+            said = [decode(self.policy().renderer, self._without_end(step.response_ids)).strip() for step in steps]
         n = num_return_sequences
         results = said if n == 1 else [said[i : i + n] for i in range(0, len(said), n)]
         return results[0] if single else results
@@ -122,6 +120,12 @@ class LLMGenerator:
             max_new_tokens=max_new_tokens,
             **kwargs,
         )
+
+    def steps_of(self, rollouts: Sequence[Rollout]) -> list[Step]:
+        """The replies of `replies`. Raises: ValueError for a chat that left no room for one."""
+        if full := [r.group for r in rollouts if not r.steps]:
+            raise ValueError(f"chat {full[0]} fills the model's context of {self.policy().context_length} tokens; shorten it, none is cut")
+        return [r.steps[0] for r in rollouts]
 
     def _parse_thinking(self, output_ids: Sequence[int]) -> tuple[str, str]:
         """Thinking and content of a reply's ids, split at the last `</think>`; the tags are in neither."""
@@ -232,18 +236,12 @@ def parse_tool_calls(response_text: str, *, tool_parser: Callable[..., Any] = he
     return [as_dict(call._replace(id=f"call_{first + i}")) for i, call in enumerate(calls)]
 
 
-def execute_tool_call(
-    tool_call: Mapping[str, Any] | ToolCall,
-    tool_implementations: Mapping[str, Callable[..., Any]],
-    *,
-    max_chars: int = MAX_CHARS,
-    timeout: float | None = TIMEOUT,
-) -> str:
-    """What a call gives, as text: a result that is no string as JSON, every failure as a sentence.
+def execute_tool_call(tool_call: Mapping[str, Any] | ToolCall, tool_implementations: Mapping[str, Callable[..., Any]]) -> str:
+    """What a call gives, as text: a result that is no string as JSON, every failure as a sentence (`rlkit.environments.execute`).
 
-    Arguments may be a JSON string. Nothing but a real interruption is raised (`rlkit.environments.execute`).
+    Arguments may be a JSON string. Nothing but a real interruption is raised.
     """
-    return run(execute(to_call(tool_call), tool_implementations, max_chars=max_chars, timeout=timeout)).content
+    return run(execute(to_call(tool_call), tool_implementations)).content
 
 
 TEMPERATURES = {"San Francisco, CA": (65, 18), "New York, NY": (50, 10), "London, UK": (55, 13)}  # °F and °C
