@@ -68,7 +68,7 @@ def _last(values: Any) -> float:
 
 
 def compute_ppo_loss(
-    logprobs: Any, old_logprobs: Tensor, advantages: Tensor, clip_epsilon: float = 0.2, mask: Tensor | None = None, **rest: float
+    logprobs: Any, old_logprobs: Tensor, advantages: Tensor, clip_epsilon: float = 0.2, mask: Tensor | None = None, **rest: Any
 ) -> Any:
     """The clipped PPO loss of log-probs, averaged over the tokens that count; of rollouts, that of `rlkit.notebook.algorithms`.
 
@@ -226,8 +226,9 @@ class RLTrainer:
         reward, optimizer = Reward("given", {}), torch.optim.Adam
         sampling = Sampling(self.generator.engine, s["temperature"], s["max_new_tokens"])
         limits = TrainerSettings(1, micro_batch_tokens=s["micro_batch_tokens"], max_grad_norm=s["max_grad_norm"] or float("inf"))
-        held: Any = ("ppo", s["seed"], BatchSize(1, 1), lambda split: (), Environment(), lambda device: self.generator.policy())
-        return Experiment(*held, sampling, reward, algorithm, KL("none"), none(), optimizer, limits, Evaluation(reward, n=0))
+        held: Any = ("ppo", s["seed"], BatchSize(1, 1), lambda split: (), Environment(), lambda device: self.generator.policy(), sampling)
+        evaluation = Evaluation(reward, n=0)
+        return Experiment(*(*held, reward, algorithm, KL("none"), none(), optimizer, limits, evaluation))
 
     def generate_with_values(
         self, prompts: Sequence[Any], max_new_tokens: int = 512, temperature: float | None = None
