@@ -68,21 +68,28 @@ def _last(values: Any) -> float:
 
 
 def compute_ppo_loss(
-    logprobs: Any, old_logprobs: Tensor, advantages: Tensor, clip_epsilon: float = 0.2, mask: Tensor | None = None, **rest: Any
+    logprobs: Any,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_epsilon: float = 0.2,
+    *,
+    clip_range: float | None = None,
+    mask: Tensor | None = None,
 ) -> Any:
     """The clipped PPO loss of log-probs, averaged over the tokens that count; of rollouts, that of `rlkit.notebook.algorithms`.
 
     Args:
-      logprobs: [B, T], with gradient; or rollouts, and then a fourth argument is its clip_range. old_logprobs: [B, T], a constant.
-      advantages: [B], or one for each token. clip_epsilon: in (0, 1]. mask: [B, T], True where a token counts; None: everywhere.
+      logprobs: [B, T], with gradient; or rollouts. old_logprobs: [B, T], a constant. advantages: [B], or one for each token.
+      clip_epsilon, clip_range: two names of one number in (0, 1]. mask: [B, T], True where a token counts; None: everywhere.
     Returns: scalar loss, and policy_loss, approx_kl (nats per token), clipfrac, ratio_mean, ratio_std (0 of one token). Of rollouts
       the loss alone.
 
     >>> compute_ppo_loss(torch.tensor([[-1.0]]), torch.tensor([[-1.0]]), torch.tensor([2.0]))[0]
     tensor(-2.)
     """
+    clip_epsilon = clip_epsilon if clip_range is None else clip_range
     if not isinstance(logprobs, Tensor):
-        return algorithms.compute_ppo_loss(logprobs, old_logprobs, advantages, rest.get("clip_range", clip_epsilon))
+        return algorithms.compute_ppo_loss(logprobs, old_logprobs, advantages, clip_epsilon)
     mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask.bool()
     old_logprobs = old_logprobs.detach()
     weights = advantages.detach()[:, None] if advantages.dim() == 1 and logprobs.dim() == 2 else advantages.detach()
