@@ -175,49 +175,6 @@ def res(generator: Any, batch: Sequence[Messages], max_new_tokens: int = 1000, n
 # ---------------------------------------------------------------------------------------------------------------- tools
 
 
-class ToolUseLLM:
-    """A model that calls tools, in `<tool_call>` tags. model_name, tokenizer, engine, seed: as for `LLMGenerator`."""
-
-    def __init__(self, model_name: Any, tokenizer: Any = None, *, engine: Engine | None = None, seed: int = 0):
-        self.model, self.tokenizer = load_chat_model(model_name, tokenizer)
-        self.policy, self.engine, self.seed = make_policy(self.model, self.tokenizer), engine or Cached(), seed
-
-    def has_tool_call(self, response_text: str) -> bool:
-        """Whether a reply calls a tool (`has_tool_call`)."""
-        return has_tool_call(response_text)
-
-    def execute_tool_call(self, tool_call: Mapping[str, Any], tool_implementations: Mapping[str, Callable[..., Any]]) -> str:
-        """What a call gives, as text (`execute_tool_call`)."""
-        return execute_tool_call(tool_call, tool_implementations)
-
-    def _parse_tool_calls(self, response_text: str) -> list[dict[str, Any]]:
-        return parse_tool_calls(response_text)
-
-    def run(
-        self,
-        messages: Messages,
-        tools: Sequence[Mapping[str, Any]],
-        tool_implementations: Mapping[str, Callable[..., Any]],
-        max_turns: int = 10,
-        max_new_tokens: int = 1024,
-        temperature: float = TEMPERATURE,
-    ) -> dict[str, Any]:
-        """A conversation with tools (`run_agent`): messages, final_response, tool_calls, turns, and the rollout with its status."""
-        answer = run_agent(
-            messages,
-            tools,
-            tool_implementations,
-            policy=self.policy,
-            engine=self.engine,
-            max_turns=max_turns,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=self.seed,
-        )
-        self.seed += 1  # the next conversation is another sample
-        return answer._asdict()
-
-
 def has_tool_call(response_text: str, *, tool_parser: Callable[..., Any] = hermes) -> bool:
     """Whether a reply calls a tool, or means to: a call that cannot be read counts, one inside the thinking does not."""
     return bool(parse_tool_calls(response_text, tool_parser=tool_parser))
@@ -242,6 +199,42 @@ def execute_tool_call(tool_call: Mapping[str, Any] | ToolCall, tool_implementati
     Arguments may be a JSON string. Nothing but a real interruption is raised.
     """
     return run(execute(to_call(tool_call), tool_implementations)).content
+
+
+class ToolUseLLM:
+    """A model that calls tools, in `<tool_call>` tags. model_name, tokenizer, engine, seed: as for `LLMGenerator`."""
+
+    def __init__(self, model_name: Any, tokenizer: Any = None, *, engine: Engine | None = None, seed: int = 0):
+        self.model, self.tokenizer = load_chat_model(model_name, tokenizer)
+        self.policy, self.engine, self.seed = make_policy(self.model, self.tokenizer), engine or Cached(), seed
+
+    has_tool_call = staticmethod(has_tool_call)
+    execute_tool_call = staticmethod(execute_tool_call)
+    _parse_tool_calls = staticmethod(parse_tool_calls)
+
+    def run(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]],
+        tool_implementations: Mapping[str, Callable[..., Any]],
+        max_turns: int = 10,
+        max_new_tokens: int = 1024,
+        temperature: float = TEMPERATURE,
+    ) -> dict[str, Any]:
+        """A conversation with tools (`run_agent`): messages, final_response, tool_calls, turns, and the rollout with its status."""
+        answer = run_agent(
+            messages,
+            tools,
+            tool_implementations,
+            policy=self.policy,
+            engine=self.engine,
+            max_turns=max_turns,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=self.seed,
+        )
+        self.seed += 1  # the next conversation is another sample
+        return answer._asdict()
 
 
 TEMPERATURES = {"San Francisco, CA": (65, 18), "New York, NY": (50, 10), "London, UK": (55, 13)}  # °F and °C

@@ -89,7 +89,7 @@ def compute_ppo_loss(
     """
     clip_epsilon = clip_epsilon if clip_range is None else clip_range
     if not isinstance(logprobs, Tensor):
-        return algorithms.compute_ppo_loss(logprobs, old_logprobs, advantages, clip_epsilon)
+        return algorithms.compute_ppo_loss(logprobs, old_logprobs, advantages, clip_range=clip_epsilon)
     mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask.bool()
     old_logprobs = old_logprobs.detach()
     weights = advantages.detach()[:, None] if advantages.dim() == 1 and logprobs.dim() == 2 else advantages.detach()
