@@ -114,7 +114,7 @@ def test_an_executor_runs_every_call_that_can_be_read(tiny):
     result = run(tiny, said, "done", tools=[SCHEMA], tool_executor=executor, max_chars=45)
     contents = [m["content"] for m in result.messages if m["role"] == "tool"]
     assert [s["id"] for s in seen] == ["call_0", "call_1", "call_3"] and seen[0]["function"] == {"name": "add", "arguments": {"a": 0}}
-    assert contents[0].startswith("{'a': 'xxx") and "[cut" in contents[0]
+    assert contents[0].startswith('{"a": "xxx') and "[cut" in contents[0]
     assert contents[1] == "Error: ZeroDivisionError: division by zero." and "bad JSON" in contents[2]
 
 

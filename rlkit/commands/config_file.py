@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -47,7 +48,8 @@ def overrides_of(file: str) -> list[str]:
     values = dict(_flattened(given))
     if {"data", "training"} & given.keys() or FLAT.keys() & values.keys():
         translated = _translated(file, values)
-        print(visible(f"{file}: {' '.join(translated)}"), flush=True)
+        if os.environ.get("RANK", "0") == "0":
+            print(visible(f"{file}: {' '.join(translated)}"), flush=True)
         return translated
     return [f"{key}={_written(value)}" for key, value in values.items()]
 

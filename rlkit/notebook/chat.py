@@ -11,11 +11,10 @@ import torch
 from rlkit.commands.agent import as_dict, core_parser, run_agent, to_call
 from rlkit.engines import Cached
 from rlkit.environments import calculator, execute, hermes, single_turn, split_reply, split_thinking
-from rlkit.environments.tools import MAX_CHARS, TIMEOUT
 from rlkit.episodes import collect
 from rlkit.models import decode, make_policy, pretrained_model, pretrained_tokenizer
 from rlkit.system.loops import run
-from rlkit.types import Engine, Message, Messages, Policy, Rollout, Task, ToolCall
+from rlkit.types import Engine, Message, Messages, Policy, Rollout, Step, Task, ToolCall
 
 TEMPERATURE = 0.6  # of the notebook's samples
 Chat = list[Message]
@@ -86,11 +85,10 @@ class LLMGenerator:
         single = isinstance(prompts, str) or isinstance(prompts[0], Mapping)
         chats = [prompts] if single else list(prompts)
         rollouts = self.replies(chats, max_new_tokens, temperature, num_return_sequences, enable_thinking, **kwargs)
-        if full := [r.group for r in rollouts if not r.steps]:
-            raise ValueError(f"chat {full[0]} fills the model's context of {self.policy().context_length} tokens; shorten it, none is cut")
-        said: list[Any] = [[r.steps[0].thinking, r.steps[0].content] for r in rollouts]
+        steps = self.steps_of(rollouts)
+        said: list[Any] = [[step.thinking, step.content] for step in steps]
         if not return_thinking:
-            said = [decode(self.policy().renderer, self._without_end(r.steps[0].response_ids)).strip() for r in rollouts]
+            said = [decode(self.policy().renderer, self._without_end(step.response_ids)).strip() for step in steps]
         n = num_return_sequences
         results = said if n == 1 else [said[i : i + n] for i in range(0, len(said), n)]
         return results[0] if single else results
@@ -122,6 +120,12 @@ class LLMGenerator:
             max_new_tokens=max_new_tokens,
             **kwargs,
         )
+
+    def steps_of(self, rollouts: Sequence[Rollout]) -> list[Step]:
+        """The replies of `replies`. Raises: ValueError for a chat that left no room for one."""
+        if full := [r.group for r in rollouts if not r.steps]:
+            raise ValueError(f"chat {full[0]} fills the model's context of {self.policy().context_length} tokens; shorten it, none is cut")
+        return [r.steps[0] for r in rollouts]
 
     def _parse_thinking(self, output_ids: Sequence[int]) -> tuple[str, str]:
         """Thinking and content of a reply's ids, split at the last `</think>`; the tags are in neither."""
@@ -171,6 +175,32 @@ def res(generator: Any, batch: Sequence[Messages], max_new_tokens: int = 1000, n
 # ---------------------------------------------------------------------------------------------------------------- tools
 
 
+def has_tool_call(response_text: str, *, tool_parser: Callable[..., Any] = hermes) -> bool:
+    """Whether a reply calls a tool, or means to: a call that cannot be read counts, one inside the thinking does not."""
+    return bool(parse_tool_calls(response_text, tool_parser=tool_parser))
+
+
+def parse_tool_calls(response_text: str, *, tool_parser: Callable[..., Any] = hermes, first: int = 0) -> list[dict[str, Any]]:
+    """The calls of a reply as {id, type, function {name, arguments}}.
+
+    Args:
+      response_text: a reply as decoded; calls inside its thinking are none.
+      first: number of the first id, so that ids are unique in a conversation: the calls before.
+    Returns: the calls in order. One that cannot be read stands among them with an `error`, which `execute_tool_call` gives.
+    """
+    _, content, _ = split_thinking(response_text)
+    _, calls = core_parser(tool_parser)(content)
+    return [as_dict(call._replace(id=f"call_{first + i}")) for i, call in enumerate(calls)]
+
+
+def execute_tool_call(tool_call: Mapping[str, Any] | ToolCall, tool_implementations: Mapping[str, Callable[..., Any]]) -> str:
+    """What a call gives, as text: a result that is no string as JSON, every failure as a sentence (`rlkit.environments.execute`).
+
+    Arguments may be a JSON string. Nothing but a real interruption is raised.
+    """
+    return run(execute(to_call(tool_call), tool_implementations)).content
+
+
 class ToolUseLLM:
     """A model that calls tools, in `<tool_call>` tags. model_name, tokenizer, engine, seed: as for `LLMGenerator`."""
 
@@ -178,16 +208,9 @@ class ToolUseLLM:
         self.model, self.tokenizer = load_chat_model(model_name, tokenizer)
         self.policy, self.engine, self.seed = make_policy(self.model, self.tokenizer), engine or Cached(), seed
 
-    def has_tool_call(self, response_text: str) -> bool:
-        """Whether a reply calls a tool (`has_tool_call`)."""
-        return has_tool_call(response_text)
-
-    def execute_tool_call(self, tool_call: Mapping[str, Any], tool_implementations: Mapping[str, Callable[..., Any]]) -> str:
-        """What a call gives, as text (`execute_tool_call`)."""
-        return execute_tool_call(tool_call, tool_implementations)
-
-    def _parse_tool_calls(self, response_text: str) -> list[dict[str, Any]]:
-        return parse_tool_calls(response_text)
+    has_tool_call = staticmethod(has_tool_call)
+    execute_tool_call = staticmethod(execute_tool_call)
+    _parse_tool_calls = staticmethod(parse_tool_calls)
 
     def run(
         self,
@@ -212,38 +235,6 @@ class ToolUseLLM:
         )
         self.seed += 1  # the next conversation is another sample
         return answer._asdict()
-
-
-def has_tool_call(response_text: str, *, tool_parser: Callable[..., Any] = hermes) -> bool:
-    """Whether a reply calls a tool, or means to: a call that cannot be read counts, one inside the thinking does not."""
-    return bool(parse_tool_calls(response_text, tool_parser=tool_parser))
-
-
-def parse_tool_calls(response_text: str, *, tool_parser: Callable[..., Any] = hermes, first: int = 0) -> list[dict[str, Any]]:
-    """The calls of a reply as {id, type, function {name, arguments}}.
-
-    Args:
-      response_text: a reply as decoded; calls inside its thinking are none.
-      first: number of the first id, so that ids are unique in a conversation: the calls before.
-    Returns: the calls in order. One that cannot be read stands among them with an `error`, which `execute_tool_call` gives.
-    """
-    _, content, _ = split_thinking(response_text)
-    _, calls = core_parser(tool_parser)(content)
-    return [as_dict(call._replace(id=f"call_{first + i}")) for i, call in enumerate(calls)]
-
-
-def execute_tool_call(
-    tool_call: Mapping[str, Any] | ToolCall,
-    tool_implementations: Mapping[str, Callable[..., Any]],
-    *,
-    max_chars: int = MAX_CHARS,
-    timeout: float | None = TIMEOUT,
-) -> str:
-    """What a call gives, as text: a result that is no string as JSON, every failure as a sentence.
-
-    Arguments may be a JSON string. Nothing but a real interruption is raised (`rlkit.environments.execute`).
-    """
-    return run(execute(to_call(tool_call), tool_implementations, max_chars=max_chars, timeout=timeout)).content
 
 
 TEMPERATURES = {"San Francisco, CA": (65, 18), "New York, NY": (50, 10), "London, UK": (55, 13)}  # °F and °C

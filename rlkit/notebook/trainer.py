@@ -22,7 +22,7 @@ from rlkit.training.experiment import BatchSize, Evaluation, Experiment, Samplin
 from rlkit.training.learner import Learner
 from rlkit.training.references import none
 from rlkit.training.update import batch_logprobs
-from rlkit.types import Environment, Estimate, Policy, Rollout
+from rlkit.types import Environment, Estimate, Rollout
 
 
 class SimpleValueHead(nn.Module):
@@ -67,39 +67,36 @@ def _last(values: Any) -> float:
     return 0.0 if values is None else float(values.reshape(-1)[-1]) if isinstance(values, Tensor) else float(values)
 
 
-def compute_ppo_loss(*given: Any, **named: Any) -> Any:
-    """The PPO loss of either notebook: `ppo_loss_of_tensors` for log-probs, `rlkit.notebook.algorithms.compute_ppo_loss` for rollouts.
+def compute_ppo_loss(
+    logprobs: Any,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_epsilon: float = 0.2,
+    *,
+    clip_range: float | None = None,
+    mask: Tensor | None = None,
+) -> Any:
+    """The clipped PPO loss of log-probs, averaged over the tokens that count; of rollouts, that of `rlkit.notebook.algorithms`.
 
     Args:
-      (logprobs, old_logprobs, advantages, clip_epsilon=0.2), which gives (loss, stats); or (rollouts, old_logprobs, advantages,
-      clip_range=0.2), which gives the loss.
+      logprobs: [B, T], with gradient; or rollouts. old_logprobs: [B, T], a constant. advantages: [B], or one for each token.
+      clip_epsilon, clip_range: two names of one number in (0, 1]. mask: [B, T], True where a token counts; None: everywhere.
+    Returns: scalar loss, and policy_loss, approx_kl (nats per token), clipfrac, ratio_mean, ratio_std (0 of one token). Of rollouts
+      the loss alone.
+
+    >>> compute_ppo_loss(torch.tensor([[-1.0]]), torch.tensor([[-1.0]]), torch.tensor([2.0]))[0]
+    tensor(-2.)
     """
-    if "logprobs" in named or (given and isinstance(given[0], Tensor)):
-        return ppo_loss_of_tensors(*given, **named)
-    return algorithms.compute_ppo_loss(*given, **named)
-
-
-def ppo_loss_of_tensors(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_epsilon: float = 0.2, mask: Tensor | None = None
-) -> tuple[Tensor, dict[str, float]]:
-    """The clipped PPO loss, averaged over the tokens that count.
-
-    Args:
-      logprobs: [B, T], with gradient. old_logprobs: [B, T], a constant. advantages: [B], or one for each token.
-      clip_epsilon: 0 < clip_epsilon ≤ 1. mask: [B, T], True where a token counts; None: everywhere.
-    Returns: scalar loss; policy_loss, approx_kl (nats per token), clipfrac, ratio_mean, ratio_std (0 of one token).
-
-    >>> loss, stats = ppo_loss_of_tensors(torch.tensor([[-1.0]]), torch.tensor([[-1.0]]), torch.tensor([2.0]))
-    >>> float(loss), stats["clipfrac"], stats["ratio_std"]
-    (-2.0, 0.0, 0.0)
-    """
+    clip_epsilon = clip_epsilon if clip_range is None else clip_range
+    if not isinstance(logprobs, Tensor):
+        return algorithms.compute_ppo_loss(logprobs, old_logprobs, advantages, clip_range=clip_epsilon)
     mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask.bool()
     old_logprobs = old_logprobs.detach()
     weights = advantages.detach()[:, None] if advantages.dim() == 1 and logprobs.dim() == 2 else advantages.detach()
     ratio = F.token_ratio(logprobs, old_logprobs, mask)
     per_token = F.clipped(ratio, weights.to(ratio.device).expand(ratio.shape), clip_low=clip_epsilon, clip_high=clip_epsilon)
     loss, ratios = per_token[mask].mean(), ratio.detach()[mask]
-    stats = {"policy_loss": float(loss), "approx_kl": float(F.approximate_kl(logprobs.detach(), old_logprobs, mask))}
+    stats = {"policy_loss": float(loss.detach()), "approx_kl": float(F.approximate_kl(logprobs.detach(), old_logprobs, mask))}
     stats |= {"clipfrac": float(((ratios - 1).abs() > clip_epsilon).float().mean())}
     return loss, stats | {"ratio_mean": float(ratios.mean()), "ratio_std": _deviation(ratios)}
 
@@ -126,13 +123,10 @@ def compute_value_loss(
     """
     if clip_value and old_values is None:
         raise ValueError("clip_value=True needs old_values, the values before the first update")
-    values, old_values = _of_last_token(values, mask), None if old_values is None else _of_last_token(old_values, mask)
+    values, old_values = _of_last_token(values, mask), _of_last_token(values if old_values is None else old_values, mask)
     returns = returns.to(values.device).reshape(values.shape)
-    if clip_value and old_values is not None:
-        loss = 2 * F.clipped_squared_error(values, old_values, returns, clip=clip_epsilon).mean()
-    else:
-        loss = 2 * F.squared_error(values, returns).mean()
-    stats = {"value_loss": float(loss), "value_mean": float(values.mean()), "value_std": _deviation(values.detach())}
+    loss = _squared(values, old_values, returns, clip=clip_epsilon if clip_value else None).mean()
+    stats = {"value_loss": float(loss.detach()), "value_mean": float(values.detach().mean()), "value_std": _deviation(values.detach())}
     return loss, stats | {"returns_mean": float(returns.mean())}
 
 
@@ -174,18 +168,6 @@ class HeadOnStates(nn.Module):
         return self.head(hidden.detach().to(next(self.head.parameters()).dtype)).reshape(len(hidden))
 
 
-class HeadLearner(Learner):
-    """A learner with a critic that is there already."""
-
-    def __init__(self, experiment: Experiment, policy: Policy, head: nn.Module, optimizers: Sequence[torch.optim.Optimizer]):
-        self.given = HeadOnStates(head)
-        super().__init__(experiment, policy, optimizers=optimizers)
-
-    def make_critic(self) -> nn.Module:
-        """The one that is given."""
-        return self.given
-
-
 def advantages_of_steps(metadata: Sequence[Mapping[str, Any]], rollout_ids: Tensor, step_ids: Tensor, response_mask: Tensor) -> Estimate:
     """The advantages and returns that stand in the rollouts' metadata, one number a step, at each of its tokens [B, T]."""
     found = []
@@ -196,11 +178,10 @@ def advantages_of_steps(metadata: Sequence[Mapping[str, Any]], rollout_ids: Tens
     return Estimate(*found)
 
 
-def _squared(values: Tensor, returns: Tensor) -> Tensor:
-    return 2 * F.squared_error(values, returns)
-
-
-def _clipped_squared(values: Tensor, values_old: Tensor, returns: Tensor, *, clip: float) -> Tensor:
+def _squared(values: Tensor, values_old: Tensor, returns: Tensor, *, clip: float | None = None) -> Tensor:
+    """The notebook's value loss, which is not halved."""
+    if clip is None:
+        return 2 * F.squared_error(values, returns)
     return 2 * F.clipped_squared_error(values, values_old, returns, clip=clip)
 
 
@@ -228,13 +209,15 @@ class RLTrainer:
         self.training_stats: list[dict[str, Any]] = []
         self.generator = LLMGenerator(model, tokenizer, seed=self.settings["seed"])
         self.generator.temperature = self.settings["temperature"]
-        optimizers = (self.policy_optimizer, self.value_optimizer)
-        self.learner = HeadLearner(self._experiment(1, 1), self.generator.policy(), value_head, optimizers)
+        self.learner = Learner(self._experiment(1, 1), self.generator.policy(), optimizers=(self.policy_optimizer, self.value_optimizer))
+        self.learner.critic = self.learner.nets["critic"] = HeadOnStates(value_head)  # in place of one that it has made
+        self.saved = {"model": model, "value_head": value_head}
+        self.saved |= {"policy_optimizer": self.policy_optimizer, "value_optimizer": self.value_optimizer}
 
     def _experiment(self, epochs: int, minibatches: int) -> Experiment:
         """What a step of the learner is."""
         s = self.settings
-        loss: Any = partial(_clipped_squared, clip=s["clip_epsilon"]) if s["clip_value"] else _squared
+        loss = partial(_squared, clip=s["clip_epsilon"] if s["clip_value"] else None)
         algorithm = Algorithm(
             "ppo",
             advantage=advantages_of_steps,
@@ -247,23 +230,12 @@ class RLTrainer:
             epochs=epochs,
             minibatches=minibatches,
         )
+        reward, optimizer = Reward("given", {}), torch.optim.Adam
+        sampling = Sampling(self.generator.engine, s["temperature"], s["max_new_tokens"])
         limits = TrainerSettings(1, micro_batch_tokens=s["micro_batch_tokens"], max_grad_norm=s["max_grad_norm"] or float("inf"))
-        return Experiment(
-            name="ppo",
-            seed=s["seed"],
-            batch=BatchSize(1, 1),
-            task=lambda split: (),
-            environment=Environment(),
-            model=lambda device: self.generator.policy(),
-            generation=Sampling(self.generator.engine, s["temperature"], s["max_new_tokens"]),
-            reward=Reward("given", {}),
-            algorithm=algorithm,
-            kl=KL("none"),
-            reference=none(),
-            optimizer=torch.optim.Adam,
-            trainer=limits,
-            evaluation=Evaluation(Reward("given", {}), n=0),
-        )
+        held: Any = ("ppo", s["seed"], BatchSize(1, 1), lambda split: (), Environment(), lambda device: self.generator.policy(), sampling)
+        evaluation = Evaluation(reward, n=0)
+        return Experiment(*(*held, reward, algorithm, KL("none"), none(), optimizer, limits, evaluation))
 
     def generate_with_values(
         self, prompts: Sequence[Any], max_new_tokens: int = 512, temperature: float | None = None
@@ -274,12 +246,9 @@ class RLTrainer:
           token ids, the end token included.
         """
         rollouts = self.generator.replies(prompts, max_new_tokens, temperature)
-        if full := [r.group for r in rollouts if not r.steps]:
-            raise ValueError(f"chat {full[0]} fills the model's context; shorten it, none is cut")
-        steps = [r.steps[0] for r in rollouts]
-        values = self._values(rollouts)
-        logprobs = [torch.tensor(step.logprobs) for step in steps]
-        return [(s.thinking, s.content) for s in steps], logprobs, values, [list(s.response_ids) for s in steps]
+        steps = self.generator.steps_of(rollouts)
+        logprobs, tokens = [torch.tensor(s.logprobs) for s in steps], [list(s.response_ids) for s in steps]
+        return [(s.thinking, s.content) for s in steps], logprobs, self._values(rollouts), tokens
 
     def _values(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         """The value before each sampled token of rollouts with one step [T]."""
@@ -302,12 +271,8 @@ class RLTrainer:
         steps = sum(len(r.steps) for r in trained)
         self.learner.configured = self._experiment(n_epochs, max(1, min(len(trained), -(-steps // batch_size))))
         self.learner.settle(exact=False)
-        was_training = self.model.training
         self.model.eval()  # no dropout: sampler and trainer are to see one policy
-        try:
-            row = self.learner.step(trained)
-        finally:
-            self.model.train(was_training)
+        row = self.learner.step(trained)
         self.generator.version = self.learner.rl_step
         named = {"policy_loss": row["loss/policy"], "value_loss": row["value/loss"]}
         named |= {"total_loss": row["loss/policy"] + self.settings["vf_coef"] * row["value/loss"], "approx_kl": row["kl/old"]}
@@ -353,21 +318,17 @@ class RLTrainer:
 
     def save_checkpoint(self, filepath: str | Path) -> None:
         """Writes weights of model and value head, both optimizers, the rows and the config; `load_checkpoint` goes on from there."""
-        kept = {"learner": self.learner.saved(), "calls": self.generator.calls}
-        nets = {"model_state_dict": self.model.state_dict(), "value_head_state_dict": self.value_head.state_dict()}
-        moments = {"policy_optimizer_state_dict": self.policy_optimizer.state_dict()}
-        moments |= {"value_optimizer_state_dict": self.value_optimizer.state_dict()}
-        torch.save({**nets, **moments, "training_stats": self.training_stats, "config": self.config, **kept}, filepath)
+        nets = {f"{name}_state_dict": part.state_dict() for name, part in self.saved.items()}
+        rest = {"training_stats": self.training_stats, "config": self.config, "calls": self.generator.calls}
+        torch.save({**nets, **rest, "learner": self.learner.saved()}, filepath)
 
     def load_checkpoint(self, filepath: str | Path) -> None:
         """Puts a checkpoint back into a trainer of the same model and config, which then goes on bit for bit."""
-        saved = torch.load(filepath, weights_only=True, map_location=self.learner.device)
-        self.model.load_state_dict(saved["model_state_dict"])
-        self.value_head.load_state_dict(saved["value_head_state_dict"])
-        self.policy_optimizer.load_state_dict(saved["policy_optimizer_state_dict"])
-        self.value_optimizer.load_state_dict(saved["value_optimizer_state_dict"])
-        self.learner.load({"rlkit": saved["learner"]})
-        self.training_stats, self.generator.calls, self.generator.version = saved["training_stats"], saved["calls"], self.learner.rl_step
+        kept = torch.load(filepath, weights_only=True, map_location=self.learner.device)
+        for name, part in self.saved.items():
+            part.load_state_dict(kept[f"{name}_state_dict"])
+        self.learner.load({"rlkit": kept["learner"]})
+        self.training_stats, self.generator.calls, self.generator.version = kept["training_stats"], kept["calls"], self.learner.rl_step
 
 
 DEFAULTS: Mapping[str, Any] = {

@@ -135,7 +135,7 @@ def test_a_function_without_docstring_is_refused_with_its_place_and_an_example()
 
 def test_a_result_carries_the_id_and_text():
     result = executed(call("weather", city="Paris", days=2, unit="F", at=[48.9, 2]), TOOLS)
-    assert result[:4] == ("call_7", "weather", "{'city': 'Paris', 'days': 2}", True)
+    assert result[:4] == ("call_7", "weather", '{"city": "Paris", "days": 2}', True)
     assert result.seconds >= 0
 
 
