@@ -142,27 +142,27 @@ def test_training_takes_the_configs_numbers_and_says_what_it_ignores(model, toke
     with pytest.warns(UserWarning, match=r"kl_coef=0\.1 has no effect"):
         first = nb.training_iteration(*given)
     assert max(lengths) <= 3 and len({*logprobs[:4]}) == 1 and first.total_tokens == sum(lengths)
+    quiet = *given[:4], nb.create_grpo_config(kl_coef=0.0), *given[5:]
     with pytest.warns(UserWarning, match="taken as 1 and 0"):
-        assert nb.training_iteration(*given[:3], nb.GenerationConfig(3), *given[4:]).step == 2
+        assert nb.training_iteration(*quiet[:3], nb.GenerationConfig(3), *quiet[4:]).step == 2
     with pytest.raises(ValueError, match="ref_update_fn is given, and no ref_model"):
-        nb.training_iteration(*given, None, nb.create_ema_updater())
+        nb.training_iteration(*quiet, None, nb.create_ema_updater())
     with pytest.raises(ValueError, match="compares no pairs"):
-        nb.training_iteration(*given, pair_selector=lambda rollouts: [])
+        nb.training_iteration(*quiet, pair_selector=lambda rollouts: [])
 
 
 def test_every_hook_of_an_iteration_is_called_and_trains(model, tokenizer):
     """The document's own loss as a loss_fn gives the step that the config alone gives: its log-probs carry the gradient."""
-    weights = []
+    weights, seen = [], []
     for hooks in ({}, {"loss_fn": nb.compute_policy_gradient_loss, "advantage_fn": nb.compute_advantages}):
-        own, seen = copy.deepcopy(model), []
+        own = copy.deepcopy(model)
         optimizer, config = torch.optim.SGD(own.parameters(), lr=1.0), nb.create_grpo_config()._replace(max_grad_norm=0.0)
         ref = nb.create_reference_model(own)
         kl_fn = lambda policy, ref, mask: seen.append(mask) or (policy - ref).sum(1)  # noqa: E731
         reward = lambda r: float(r.generation.token_ids[0] % 7)  # noqa: E731
         nb.training_iteration(own, tokenizer, ["a", "b"], FULL, config, reward, optimizer, ref, seed=3, kl_fn=kl_fn, **hooks)
-        assert seen
         weights.append(torch.nn.utils.parameters_to_vector(own.parameters()) - torch.nn.utils.parameters_to_vector(model.parameters()))
-    assert weights[0].abs().max() > 0
+    assert len(seen) >= 2 and weights[0].abs().max() > 0
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-3, atol=1e-6)
 
 
