@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
 
-from rlkit import (
-    TrainingConfig,
-    TrainingState,
-    create_ema_updater,
-    create_kl_updater,
-    create_reference_model,
-    load_checkpoint,
-    train_model,
-    training_iteration,
-)
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
 from rlkit.episodes.stream import StreamState, take
-from rlkit.models import make_critic
+from rlkit.notebook import (
+    GenerationConfig,
+    TrainingConfig,
+    create_ema_updater,
+    create_kl_updater,
+    create_reference_model,
+    train,
+    training_iteration,
+)
 from rlkit.system import rng
 from rlkit.training.run import train_in
 
@@ -44,46 +43,40 @@ def model_of(x):
 
 
 def settings(x):
-    """The experiment as a notebook's arguments."""
+    """The experiment as a notebook's configs, and the rest of its arguments."""
     rate = x.algorithm.critic.optimizer.keywords["lr"] if x.algorithm.critic.active else 0.0
     config = TrainingConfig(
-        x.algorithm, x.kl, x.optimizer.keywords["lr"], rate, x.trainer.max_grad_norm, x.batch.group_size, x.reward.normalize
-    )
-    given = {"environment": x.environment, "generate": x.generation.engine, "max_new_tokens": x.generation.max_new_tokens}
-    return given | {"config": config, "seed": x.seed}
+        x.algorithm, kl=x.kl, value_learning_rate=rate, max_grad_norm=x.trainer.max_grad_norm, group_size=x.batch.group_size,
+        normalize_rewards=x.reward.normalize,
+    )  # fmt: skip
+    sampling = GenerationConfig(x.generation.max_new_tokens, x.generation.temperature, 1.0, 0, enable_thinking=None)
+    return sampling, config, {"environment": x.environment, "engine": x.generation.engine, "seed": x.seed}
 
 
 def by_runs(x, tasks, update_fn, tmp_path):
-    """train_model, and once more from its checkpoint of the first step."""
+    """`train` of the notebook."""
     model, tokenizer = model_of(x)
-    given = settings(x) | {"ref_update_fn": update_fn} | {"batch_size": x.batch.prompts, "output_dir": tmp_path, "progress": None}
-    _, rows = train_model(model, tokenizer, tasks, x.reward, steps=x.trainer.steps, save_every=1, **given)
-    if x.reference.name != "on_kl":  # the KL that has added up is the updater's
-        again = load_checkpoint(tmp_path / "step_000001")
-        train_model(again.model, again.tokenizer, tasks, x.reward, steps=x.trainer.steps, state=again.state, **given)
-        assert all(torch.equal(value, model.state_dict()[name]) for name, value in again.model.state_dict().items())
-    return model, rows
+    sampling, config, given = settings(x)
+    states = []
+    train(
+        model, tasks, x.reward, x.trainer.steps, x.batch.prompts, learning_rate=x.optimizer.keywords["lr"], use_ref_model=bool(update_fn),
+        output_dir=tmp_path, gen_config=sampling, train_config=config, tokenizer=tokenizer, log_fn=states.append,
+        optimizer_fn=partial(torch.optim.AdamW, weight_decay=0.0), **given, **({"ref_update_fn": update_fn} if update_fn else {}),
+    )  # fmt: skip
+    return model, states
 
 
 def by_iterations(x, tasks, update_fn, tmp_path):
     """training_iteration on prompts that the notebook draws."""
     model, tokenizer = model_of(x)
     optimizer = torch.optim.AdamW(model.parameters(), lr=x.optimizer.keywords["lr"], weight_decay=0.0)
-    given = settings(x) | {"reward_fn": x.reward}
-    if update_fn is not None:
-        given |= {"ref_model": create_reference_model(model), "ref_update_fn": update_fn}
-    if x.algorithm.critic.active:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(x.seed)
-            given["critic"] = make_critic(model, model="head")
-        optimizer.add_param_group({"params": list(given["critic"].parameters()), "lr": given["config"].value_learning_rate})
-    state, stream, rows = TrainingState(), StreamState(), []
+    sampling, config, given = settings(x)
+    ref_model = create_reference_model(model) if update_fn else None
+    stream, states = StreamState(), []
     for _ in range(x.trainer.steps):
         drawn, stream = take(tasks, stream, x.batch.prompts, seed=x.seed)
-        state, rollouts = training_iteration(model, tokenizer, drawn, optimizer, state, **given)
-        assert [r.task for r in rollouts] == [task for task in drawn for _ in range(x.batch.group_size)]
-        rows.append(state.metrics)
-    return model, rows
+        states.append(training_iteration(model, tokenizer, drawn, sampling, config, x.reward, optimizer, ref_model, update_fn, **given))
+    return model, states
 
 
 @pytest.mark.parametrize(
@@ -109,4 +102,5 @@ def test_a_notebook_gives_the_weights_of_a_run(loop, overrides, update_fn, seen,
     run = torch.load(tmp_path / "checkpoints" / "step_000003.ckpt", weights_only=True)["state_dict"]
     model, ours = loop(x, tasks.train, update_fn, tmp_path / "notebook")
     assert all(torch.equal(value, run[f"model.{name}"]) for name, value in model.state_dict().items())
-    assert len(ours) == 3 and all(row["reward/mean"] == theirs["reward/mean"] for row, theirs in zip(ours, rows, strict=True))
+    assert [state.step for state in ours] == [1, 2, 3]
+    assert all(state.metrics["reward/mean"] == row["reward/mean"] for state, row in zip(ours, rows, strict=True))
