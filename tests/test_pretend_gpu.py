@@ -6,8 +6,8 @@ import re
 
 import pytest
 import torch
-from pretend_gpu import PretendGPU
 
+from pretend_gpu import PretendGPU
 from rlkit.commands import cli
 from rlkit.training import memory
 from rlkit.training.learner import Learner
