@@ -121,7 +121,7 @@ def _begun(x: Experiment, folder: Path) -> Any:
     """Writes how a run begins to its folder; a block in which this process owns it."""
     if runs.is_run(folder):
         raise ConfigError(f"folder={folder}: already holds a run, which is never overwritten; choose another folder, or go on with it: "
-                          f"rlkit train resume={runs.quoted(folder)}")  # fmt: skip
+                          f"rlkit train resume={folder}")  # fmt: skip
     runs.require_writable(folder)
     config, overrides = (x.config, x.overrides) if isinstance(x, Configured) and x.config else (described(x), ())
     with refusing(folder):

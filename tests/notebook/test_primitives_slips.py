@@ -37,7 +37,8 @@ def rollout(reward, logprobs, prompt="p", kl_penalty=0.0):
 def test_every_name_of_the_page_is_there():
     rows = [row for row in (ROOT / "docs/notebooks.md").read_text().splitlines() if row.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-    assert len(named) > 40 and sorted(name for name in named if not hasattr(nb, name)) == []
+    held = [nb, nb.ToolUseLLM, nb.RolloutManager, nb.RLTrainer]  # the page names methods as well
+    assert len(named) > 40 and sorted(name for name in named if not any(hasattr(home, name) for home in held)) == []
 
 
 def test_the_notebooks_names_are_known_in_their_room_alone():
