@@ -192,7 +192,7 @@ CALLS = {
     ),
     "compute_dapo_loss": (lambda c: nb.compute_dapo_loss(c.rollouts, beta=0.1), lambda loss, c: loss.requires_grad and whole(loss)),
     "compute_dapo_loss by a selector": (
-        lambda c: nb.compute_dapo_loss(c.rollouts, 0.1, lambda rollouts: []), lambda loss, c: float(loss) == 0 and loss.requires_grad
+        lambda c: nb.compute_dapo_loss(c.rollouts, 0.1, lambda rollouts: []), lambda loss, c: loss.item() == 0 and loss.requires_grad
     ),
     "compute_ppo_loss": (
         lambda c: nb.compute_ppo_loss(c.rollouts, c.logprobs, c.advantages, 0.2), lambda loss, c: loss.shape == () and loss.requires_grad
