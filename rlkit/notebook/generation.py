@@ -225,18 +225,15 @@ def played(
     return episodes
 
 
-def scores(model: nn.Module, episodes: Sequence[types.Rollout], config: GenerationConfig, *, whole: bool = False) -> list[Tensor]:
-    """The model's log-probs [T] of the last reply of each episode, or of all of them (`whole`), at the sampler's temperature."""
+def scores(model: nn.Module, episodes: Sequence[types.Rollout], config: GenerationConfig) -> list[Tensor]:
+    """The model's log-probs [T] of the last reply of each episode, at the sampler's temperature."""
     found = []
     was_training = model.training
     model.eval()  # no dropout: the sampler had none
-    for episode in episodes:
-        parts = []
-        for step in episode.steps if whole else episode.steps[-1:]:
-            ids = torch.tensor([step.prompt_ids]), torch.tensor([step.response_ids])
-            scored = compute_logprobs_for_tokens(model, ids[0], None, ids[1], temperature=config.params.temperature or 1.0)[0]
-            parts.append(scored[torch.tensor(step.sampled, device=scored.device)])
-        found.append(torch.cat(parts))
+    for step in (episode.steps[-1] for episode in episodes):
+        ids = torch.tensor([step.prompt_ids]), None, torch.tensor([step.response_ids])
+        scored = compute_logprobs_for_tokens(model, *ids, temperature=config.params.temperature or 1.0)[0]
+        found.append(scored[torch.tensor(step.sampled, device=scored.device)])
     model.train(was_training)
     return found
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import rlkit.notebook as nb
+from rlkit.rewards import batched
 
 PROMPTS = ["What is 2 + 3?", "Name a colour.", "What is 2 + 3?", "Say DONE."]
 SHORT = nb.GenerationConfig(max_new_tokens=8, temperature=0.7)
@@ -23,6 +24,11 @@ def text_length(rollout):
     return float(len(rollout.generation.text))
 
 
+@batched
+def by_place(rollouts):
+    return [float(i) for i in range(len(rollouts))]
+
+
 class Notebook:
     """What the calls share: the variables of the notebook's cells."""
 
@@ -31,7 +37,7 @@ class Notebook:
         self.generation = nb.generate(model, tokenizer, PROMPTS[0], SHORT, compute_logprobs=True)
         self.messages = [nb.Message(role="user", content="hello")]
         self.rollout = nb.Rollout(prompt="p", generation=self.generation, reward=1.0)
-        self.rollouts = nb.create_batch_rollouts(model, tokenizer, PROMPTS[:1] * 4, SHORT, text_length, None, 0.1)
+        self.rollouts = nb.create_batch_rollouts(model, tokenizer, PROMPTS[:1] * 4, SHORT, by_place, None, 0.1)
         self.advantages = nb.compute_advantages(self.rollouts)
         self.logprobs = torch.nn.utils.rnn.pad_sequence([r.generation.logprobs.detach() for r in self.rollouts], batch_first=True)
         self.mask = torch.nn.utils.rnn.pad_sequence([r.generation.valid_mask for r in self.rollouts], batch_first=True)
