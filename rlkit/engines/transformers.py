@@ -129,7 +129,7 @@ def _decode(
         written = torch.stack(processors[1].forced, dim=1)
         logprobs, forced = logprobs.masked_fill(written, 0.0), written.tolist()
     rows = zip(sampled, logprobs.tolist(), forced, limits, strict=True)
-    return [_cut(tokens[:limit], scores[:limit], marks, policy.eos_token_ids) for tokens, scores, marks, limit in rows]
+    return [completion(tokens[:limit], scores[:limit], marks, policy.eos_token_ids) for tokens, scores, marks, limit in rows]
 
 
 def draw(logits: Tensor, seeds: Tensor, counter: int | Tensor, temperature: float, **cut: Any) -> tuple[Tensor, Tensor]:
@@ -234,7 +234,7 @@ class Budgeted:
         return choice
 
 
-def _cut(tokens: list[int], logprobs: list[float], forced: list[bool], eos_token_ids: Sequence[int]) -> Generation:
+def completion(tokens: list[int], logprobs: list[float], forced: list[bool], eos_token_ids: Sequence[int]) -> Generation:
     """The reply up to and including its first end-of-sequence id; what `generate` padded after it is dropped."""
     end = next((i + 1 for i, token in enumerate(tokens) if token in eos_token_ids), None)
     written = tuple(i for i, mark in enumerate(forced[: len(tokens) if end is None else end]) if mark)

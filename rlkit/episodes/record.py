@@ -276,7 +276,8 @@ def _unescaped(line: str) -> Any:
 
 def transcript(rollout: Rollout) -> str:
     """The conversation as Markdown that also reads well as plain text; text of the model is indented, never markup."""
-    lines = [f"### {visible(rollout.task.id)} · sample {rollout.sample} · reward {rollout.reward} · {_ending(rollout)}", ""]
+    ending = f"truncated by {rollout.truncation}" if rollout.status == "truncated" else "terminated"
+    lines = [f"### {visible(rollout.task.id)} · sample {rollout.sample} · reward {rollout.reward} · {ending}", ""]
     for message in rollout.conversation:
         lines += [f"**{visible(message['role'])}**", ""]
         if thinking := message.get("reasoning_content"):
@@ -288,10 +289,6 @@ def transcript(rollout: Rollout) -> str:
     if rollout.task.answer:
         lines += [f"expected: `{visible(rollout.task.answer)}`", ""]
     return "\n".join(lines)
-
-
-def _ending(rollout: Rollout) -> str:
-    return f"truncated by {rollout.truncation}" if rollout.status == "truncated" else "terminated"
 
 
 def _indent(text: str) -> str:

@@ -14,7 +14,7 @@ from rlkit.errors import EngineError
 from rlkit.functional import mix
 from rlkit.models.chat import continuation, encode_prompt
 from rlkit.system.loops import awaited
-from rlkit.types import Engine, Environment, FinishReason, Generation, Messages, Policy, Rollout, SamplingParams, Session, Step, Tool
+from rlkit.types import Engine, Environment, Generation, Messages, Policy, Rollout, SamplingParams, Session, Step, Tool
 
 Encode = Callable[[Messages, Mapping[str, Tool]], tuple[int, ...]]  # a whole conversation and the tools → ids
 
@@ -111,7 +111,7 @@ def read_reply(
         prompt_ids=ids,
         response_ids=reply.token_ids,
         logprobs=reply.logprobs,
-        finish_reason=finish_reason(reply, tools=bool(calls)),
+        finish_reason="length" if reply.finish_reason == "length" else "budget" if reply.forced else "tool" if calls else "stop",
         thinking=thinking,
         content=content,
         thinking_closed=closed,
@@ -120,13 +120,6 @@ def read_reply(
         dropped=dropped,
         versions=reply.versions,
     )
-
-
-def finish_reason(reply: Generation, *, tools: bool) -> FinishReason:
-    """How a reply ended, as FinishReason orders it. `tools`: it holds tool calls."""
-    if reply.finish_reason == "length":
-        return "length"
-    return "budget" if reply.forced else "tool" if tools else "stop"
 
 
 def next_prompt_ids(
@@ -155,7 +148,9 @@ def next_prompt_ids(
     def rendered(dropped: int) -> tuple[int, ...]:
         if environment.history == "keep_thinking":
             return _appended(policy, rollout, messages, dropped)
-        return encode(_history(rollout, messages, dropped), tools)
+        history = rollout.history(len(rollout.steps), thinking=False, dropped=dropped)
+        results = bool(messages) and messages[0]["role"] == "tool"  # part of the history already
+        return encode(history if results else [*history, *messages], tools)
 
     dropped = rollout.steps[-1].dropped
     ids = rendered(dropped)
@@ -164,13 +159,6 @@ def next_prompt_ids(
             dropped += 1
             ids = rendered(dropped)
     return ids, dropped
-
-
-def _history(rollout: Rollout, messages: Messages, dropped: int) -> list[Any]:
-    history = rollout.history(len(rollout.steps), thinking=False, dropped=dropped)
-    if messages and messages[0]["role"] != "tool":  # results are part of the history already
-        history += messages
-    return history
 
 
 def _appended(policy: Policy, rollout: Rollout, messages: Messages, dropped: int) -> tuple[int, ...]:

@@ -70,7 +70,9 @@ def load_policy(
     tokenizer = pretrained_tokenizer(path, **hub)
     model = pretrained_model(path, dtype=torch.bfloat16 if half else torch.float32, attention=attention, **hub)
     if chat_template is not None:
-        tokenizer.chat_template = _read_template(chat_template)
+        if not (file := Path(chat_template).expanduser()).is_file():
+            raise ConfigError(f"model.chat_template={chat_template}: no such file")
+        tokenizer.chat_template = file.read_text()
     model.to(device)
     check_weights(model, path)
     if gradient_checkpointing:
@@ -207,10 +209,3 @@ def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     if not ids:
         raise TemplateError("model.path: the model names no end-of-sequence token; set eos_token_id in its generation_config.json")
     return tuple(dict.fromkeys(ids))
-
-
-def _read_template(file: str) -> str:
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"model.chat_template={file}: no such file")
-    return path.read_text()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlkit.engines.transformers import ThinkingBudget, draw
+from rlkit.engines.transformers import ThinkingBudget, completion, draw
 from rlkit.types import Generation, Policy, SamplingParams
 
 STATE = ("last", "position", "count", "limit", "seed", "draws", "ended", "tokens", "logprobs", "forced")
@@ -88,12 +88,8 @@ class Sampler:
         counts = self.count[at].tolist()
         tokens, logprobs = self.tokens[at, : max(counts)].tolist(), self.logprobs[at, : max(counts)].tolist()
         forced = [[]] * len(counts) if self.budget is None else self.forced[at, : max(counts)].tolist()
-        out = []
-        for slot, size, ids, scores, marks in zip(at.tolist(), counts, tokens, logprobs, forced, strict=True):
-            written = tuple(i for i, mark in enumerate(marks[:size]) if mark)
-            ends = ids[size - 1] in self.policy.eos_token_ids
-            out.append((slot, Generation(tuple(ids[:size]), tuple(scores[:size]), "stop" if ends else "length", written)))
-        return out
+        replies = zip(at.tolist(), counts, tokens, logprobs, forced, strict=True)
+        return [(slot, completion(ids[:n], scores[:n], marks, self.policy.eos_token_ids)) for slot, n, ids, scores, marks in replies]
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Slots take the place of others."""
