@@ -110,7 +110,7 @@ def _mismatch(value: Any, hint: Any, where: str) -> list[str]:
     if not holding:
         part = next((_public_name(option) for option in _alternatives(hint) if hasattr(option, "_fields")), "")
         if part and isinstance(value, dict):
-            return [f"{where}: this mapping has no _target_, so nothing says what it is; add _target_: {part}"]
+            return [f"{where}: {value!r} has no _target_, so nothing says what it is; add _target_: {part}"]
         return [f"{where}: {value!r} is not {describe(hint)}"]
     inside = typing.get_args(holding[0])
     if len(holding) > 1 or not inside or typing.get_origin(holding[0]) is tuple:
