@@ -129,7 +129,7 @@ END = "import os, signal, sys, threading; rank = int(os.environ['RANK'])\n"
 )
 def test_a_rank_that_fails_ends_the_others_and_gives_its_status(monkeypatch, program, status):
     monkeypatch.setattr(launch, "GRACE", 0.2)
-    assert launch.start([sys.executable, "-c", END + program], 2) == status
+    assert launch.spawn([sys.executable, "-c", END + program], 2) == status
 
 
 # ------------------------------------------------------------------------------------------------ two equal one
@@ -190,7 +190,7 @@ def run(root: Path, strategy: str, runs: list[tuple[str, str, bool]]) -> str:
     more = [] if strategy == "single" else [f"trainer={strategy}", "trainer.timeout=300"]
     (root / "runs.json").write_text(json.dumps([(name, [*FAST, *more, *(RUNS | OWN)[key]], resume) for name, key, resume in runs]))
     environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    start = f"import sys; from rlkit.distributed import launch; sys.exit(launch.start(sys.argv[1:], {1 if strategy == 'single' else 2}))"
+    start = f"import sys; from rlkit.distributed import launch; sys.exit(launch.spawn(sys.argv[1:], {1 if strategy == 'single' else 2}))"
     command = [sys.executable, str(WORKER), str(root)]
     done = subprocess.run(
         command if strategy == "single" else [sys.executable, "-c", start, *command], env=environ, capture_output=True, text=True

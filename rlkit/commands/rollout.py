@@ -116,7 +116,7 @@ def step_counts(rollouts: Sequence[Rollout]) -> dict[int, int]:
     return dict(sorted(Counter(len(r.steps) for r in rollouts).items()))
 
 
-def table(rollouts: Sequence[Rollout]) -> str:
+def _table(rollouts: Sequence[Rollout]) -> str:
     """The episodes in columns: counts, steps, rewards, how they ended, tool calls."""
     row, steps = summarize(rollouts), [len(r.steps) for r in rollouts]
     rewards = [r.reward for r in rollouts if r.reward is not None]
@@ -148,5 +148,5 @@ def command(arguments: Arguments) -> int:
     x = build(composed.config)
     LOST.clear()
     rollouts, out = roll_out(x, parent=runs.OUTPUTS / x.name, started=STARTED)
-    print(f"{'split':<34}{x.split}\n{table(rollouts)}\n\nwritten to {out}" + (f", but for {', '.join(LOST)}" if LOST else ""))
+    print(f"{'split':<34}{x.split}\n{_table(rollouts)}\n\nwritten to {out}" + (f", but for {', '.join(LOST)}" if LOST else ""))
     return int(bool(LOST))

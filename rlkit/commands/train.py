@@ -52,7 +52,7 @@ def command(arguments: Arguments) -> int:
     x = experiment(composed)
     check_loggers(x.logger)
     if launch.needed(x.trainer.devices, x.trainer.nodes):
-        return launch.start([sys.executable, "-m", "rlkit", "train", *arguments.words], x.trainer.devices)
+        return launch.spawn([sys.executable, "-m", "rlkit", "train", *arguments.words], x.trainer.devices)
     join_ranks(x.trainer)
 
     if named == "auto":
@@ -80,7 +80,7 @@ def command(arguments: Arguments) -> int:
             own(target)
 
         def job() -> int:
-            return start(x, composed.config, tasks, target, started=STARTED, resume=resume)
+            return start_run(x, composed.config, tasks, target, started=STARTED, resume=resume)
 
         status = in_hydra(composed, target, job) if ranks.rank() == 0 else job()
     if status == 0:
@@ -134,7 +134,7 @@ def in_hydra(composed: Composed, folder: Path, job: Callable[[], int]) -> int:
         return done.return_value
 
 
-def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *, started: float, resume: Path | None) -> int:
+def start_run(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *, started: float, resume: Path | None) -> int:
     """Runs in a folder and prints the end; the exit status. A refusal leaves nothing behind that was not there before."""
     fresh = resume is None
     try:
@@ -158,7 +158,7 @@ def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *,
     if ranks.rank() == 0:
         with lenient("config.yaml"):
             runs.write_config(folder, config)  # a resumed run's, once it has gone on with it
-    print(closing(summary, folder), flush=True)
+    print(closing_lines(summary, folder), flush=True)
     if summary["ended"] == "interrupted":
         if ranks.rank() == 0 and x.trainer.requeue and "signal" in summary and summary["signal"] != "SIGINT":
             from rlkit.training.callbacks.stopping import requeue
@@ -169,7 +169,7 @@ def start(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *,
     return 1 if LOST else 0
 
 
-def closing(summary: Mapping[str, Any], folder: Path) -> str:
+def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
     """The before/after table of the test problems, the folder and the commands that come next."""
     from rlkit.training.callbacks.terminal import how_sampled
 

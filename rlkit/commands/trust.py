@@ -26,7 +26,7 @@ def announcer(folder: Path | None) -> Callable[[dict], None] | None:
 def asker(where: str, folder: Path, arguments: Arguments) -> Callable[[dict], None]:
     """What refuses a config that comes with a folder and calls code outside rlkit, unless the command line says trust=true."""
     from rlkit.config.compose import conf_dir
-    from rlkit.config.trust import require
+    from rlkit.config.trust import require_trust
     from rlkit.runs import folder as runs
 
     own = " ".join(drop(arguments.overrides, "run"))
@@ -35,7 +35,7 @@ def asker(where: str, folder: Path, arguments: Arguments) -> Callable[[dict], No
 
     def ask(config: dict) -> None:
         node = {"": config, "overrides": runs.saved_overrides(folder)}
-        require(node, where, conf_dir(), trusted=is_trusted(arguments.overrides), own=own)
+        require_trust(node, where, conf_dir(), trusted=is_trusted(arguments.overrides), own=own)
 
     return ask
 
@@ -52,14 +52,14 @@ def model_of(run: Path, where: str, arguments: Arguments) -> dict:
     """The model of a run, from its config, which is read as data. Raises ConfigError where it names code outside rlkit and trust=true
     is not said; DataError where it cannot be read."""
     from rlkit.config.compose import conf_dir
-    from rlkit.config.trust import require, with_environment
+    from rlkit.config.trust import require_trust, with_environment
     from rlkit.runs import folder as runs
     from rlkit.system.redaction import learn
 
     written = runs.read_config(run).get("model")
     if not isinstance(written, dict) or "_target_" not in written:
         raise ConfigError(f"{where}: {run}/config.yaml names no model; give the folder as rlkit wrote it")
-    require({"model": written}, where, conf_dir(), trusted=is_trusted(arguments.overrides))
+    require_trust({"model": written}, where, conf_dir(), trusted=is_trusted(arguments.overrides))
     model = with_environment(written, "model")
     learn(model, written)
     return model

@@ -33,7 +33,7 @@ def needed(devices: int, nodes: int) -> bool:
     return devices * nodes > 1 and nodes == 1 and not started_outside(os.environ, devices, nodes)
 
 
-def start(command: Sequence[str], count: int) -> int:
+def spawn(command: Sequence[str], count: int) -> int:
     """Runs `count` ranks of a command on this machine to their end.
 
     Returns: 0, or the exit status of the rank that failed first (128 + its number for a signal).
@@ -55,14 +55,14 @@ def start(command: Sequence[str], count: int) -> int:
             }
             environ = os.environ | {name: str(value) for name, value in place.items()}
             ranks.append(subprocess.Popen(command, env=environ, start_new_session=True))  # a Ctrl-C comes through here, once
-        return watch(ranks)
+        return _watch(ranks)
     finally:
         _send(ranks, signal.SIGKILL)
         for number, handler in earlier.items():
             signal.signal(number, handler)
 
 
-def watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     """Waits for all ranks; where one fails, the others have GRACE to end by themselves, and as long again after SIGTERM."""
     first, failed_at, told = 0, 0.0, False
     while any(rank.poll() is None for rank in ranks):
@@ -70,7 +70,7 @@ def watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         failed = [i for i, rank in enumerate(ranks) if rank.poll()]
         if failed and not first:
             first, failed_at = ranks[failed[0]].returncode, time.monotonic()
-            print(f"rlkit: rank {failed[0]} of {len(ranks)} {ending(first)}; the others are stopped", file=sys.stderr, flush=True)
+            print(f"rlkit: rank {failed[0]} of {len(ranks)} {_ending(first)}; the others are stopped", file=sys.stderr, flush=True)
         waited = time.monotonic() - failed_at if first else 0.0
         if waited > GRACE and not told:
             told = True
@@ -81,7 +81,7 @@ def watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     return first if first >= 0 else 128 - first
 
 
-def ending(status: int) -> str:
+def _ending(status: int) -> str:
     """An exit status in words."""
     return f"ended with exit status {status}" if status > 0 else f"was killed by {signal.Signals(-status).name}"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlkit.errors import ConfigError
-from rlkit.sandbox.process import Job, Outcome, Sandbox, SandboxError, check, folder, run_many_with, run_with, sweep
+from rlkit.sandbox.process import Job, Outcome, Sandbox, SandboxError, check_settings, folder, remove_leftovers, run_many_with, run_with
 
 LEVELS = ("basic", "kernel", "kernel+ns")  # weakest first
 CHOICES = (("seccomp", "landlock", "namespaces"), ("seccomp", "landlock"), ("seccomp",), ("landlock",), ())  # strongest first
@@ -59,7 +59,7 @@ def probe() -> Level:
     Folders that a killed process left behind are removed first.
     Raises: SandboxError where not even `basic` runs.
     """
-    sweep()
+    remove_leftovers()
     reasons = []
     for features in CHOICES if sys.platform.startswith("linux") else ((),):
         try:
@@ -91,7 +91,7 @@ def self_test(features: Sequence[str]) -> tuple[str, ...]:
 
 def require(sandbox: Sandbox) -> Level:
     """The level here. Raises: ConfigError where it is weaker than asked for and that was not consented to, or a number is out of range."""
-    check(sandbox)
+    check_settings(sandbox)
     if sandbox.min_level not in LEVELS:
         raise ConfigError(f"sandbox.min_level is {sandbox.min_level!r}; it must be one of {', '.join(LEVELS)}")
     level = probe()

@@ -98,7 +98,7 @@ def identity() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "place": place(),
+        "place": _place(),
         "started": started(os.getpid()),
         "since": datetime.now().isoformat(sep=" ", timespec="seconds"),
         "beat": time.time(),
@@ -112,7 +112,7 @@ def slurm() -> list[Any] | None:
     return [job, int(os.environ.get("SLURM_RESTART_COUNT") or 0)] if job else None
 
 
-def place() -> str:
+def _place() -> str:
     """Which processes a pid can mean here: the boot of the kernel and the namespace of process ids; empty where the system has neither."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -142,7 +142,7 @@ def started(pid: int) -> str | None:
 
 def lives(found: Mapping[str, Any]) -> bool:
     """Whether the process of a record may still work in its folder."""
-    if found.get("host") == socket.gethostname() and found.get("place", place()) == place():
+    if found.get("host") == socket.gethostname() and found.get("place", _place()) == _place():
         now = started(found["pid"])
         return now is not None and (found.get("started") in (now, UNKNOWN) or now == UNKNOWN)
     mine, theirs = slurm(), found.get("slurm")
@@ -164,7 +164,7 @@ def _occupied(folder: Path, found: Mapping[str, Any]) -> str:
     age = max(0, round(time.time() - found["beat"]))
     if "host" not in found:
         return f"{folder / NAME} cannot be read and is {age} s old: another process may be starting there. Look, then add takeover=true"
-    here = found["host"] == socket.gethostname() and found.get("place", place()) == place()
+    here = found["host"] == socket.gethostname() and found.get("place", _place()) == _place()
     until = "" if here else f", dead after {DEAD:.0f} s without one"
     return (
         f"{folder}: process {found['pid']} on {found['host']} works there since {found.get('since')} "
@@ -204,7 +204,7 @@ def beat(folder: Path, record: Mapping[str, Any], ended: threading.Event) -> Non
             _write(file, {**record, "beat": time.time()})
 
 
-def check(folder: Path) -> None:
+def check_owner(folder: Path) -> None:
     """Raises TakenOver where this process owned a run folder and another one does now; nothing where it never did."""
     if said := lost(folder):
         raise TakenOver(said)
@@ -213,7 +213,7 @@ def check(folder: Path) -> None:
 def check_path(path: Path) -> None:
     """`check` for the run folder that a path lies in."""
     for folder in [folder for folder in HELD if folder in path.resolve().parents]:
-        check(folder)
+        check_owner(folder)
 
 
 def lost(folder: Path) -> str:

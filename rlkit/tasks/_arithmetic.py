@@ -44,7 +44,7 @@ class Problem(NamedTuple):
     @property
     def answer(self) -> int:
         """The value of the expression; always a positive integer."""
-        return evaluate(self.start, self.operations)
+        return value_of(self.start, self.operations)
 
 
 def expression(start: int, operations: tuple[tuple[str, int], ...]) -> str:
@@ -57,7 +57,7 @@ def expression(start: int, operations: tuple[tuple[str, int], ...]) -> str:
     return text
 
 
-def evaluate(start: int, operations: tuple[tuple[str, int], ...]) -> int:
+def value_of(start: int, operations: tuple[tuple[str, int], ...]) -> int:
     """The value of the operations applied from left to right; division is exact by construction."""
     total = start
     for operator, x in operations:
@@ -121,7 +121,7 @@ def _draw(rng: random.Random) -> Problem | None:
 
 def _fits(start: int, operations: Sequence[tuple[str, int]]) -> bool:
     """True where every intermediate total is a positive integer."""
-    totals = list(itertools.accumulate(operations, lambda total, one: evaluate(total, (one,)), initial=start))
+    totals = list(itertools.accumulate(operations, lambda total, one: value_of(total, (one,)), initial=start))
     return min(totals) > 0 and not any(operator == "/" and total % x for total, (operator, x) in zip(totals, operations, strict=False))
 
 

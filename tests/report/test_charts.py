@@ -28,7 +28,7 @@ def test_a_seed_that_ended_early_does_not_make_the_mean_jump():
 
 
 def test_charts_that_show_nothing_are_left_out(make_run):
-    chosen = {chart.metric for chart in charts.choose(groups(make_run))}
+    chosen = {chart.metric for chart in charts.chosen_charts(groups(make_run))}
     assert {"reward/mean", "kl/ref_k3", "policy/entropy", "len/mean", "eval/accuracy", "reward/format/mean"} <= chosen
     assert "parse_fail_frac" not in chosen, "0 throughout"
     assert "value/loss" not in chosen, "never measured"
@@ -40,7 +40,7 @@ def test_an_svg_fits_a_strict_content_policy_and_a_page_with_others(make_run):
     """No style attributes, no style sheets, no ids that another chart has, colours by class."""
     shown = groups(make_run, switch=2)
     entropy = next(chart for chart in charts.STATIC if chart.metric == "policy/entropy")
-    drawn = [charts.draw(charts.STATIC[0], shown, 2), charts.draw(entropy, shown, 0)]
+    drawn = [charts.draw_charts(charts.STATIC[0], shown, 2), charts.draw_charts(entropy, shown, 0)]
     for chart in drawn:
         assert not re.search(r"style=|<style|<script|<metadata|onload|DejaVu", chart.svg)
         ET.fromstring(chart.svg)
@@ -54,7 +54,7 @@ def test_an_svg_fits_a_strict_content_policy_and_a_page_with_others(make_run):
 
 
 def test_a_phase_is_marked_by_its_name(make_run):
-    svg = charts.draw(charts.STATIC[0], groups(make_run, switch=2), None).svg
+    svg = charts.draw_charts(charts.STATIC[0], groups(make_run, switch=2), None).svg
     assert ">b</text>" in svg.replace("\n", "")
 
 
@@ -62,12 +62,12 @@ def test_long_names_leave_room_for_the_chart(make_run):
     """matplotlib warns, which is an error here, where a legend takes all of the figure."""
     many = group_runs([read_run(make_run(str(i), lr=10.0**-i, title="n" * 200)) for i in range(15)])
     for chart in (charts.STATIC[0], charts.Chart("times", charts.TIME, "Times", "")):
-        charts.draw(chart, many, None)
+        charts.draw_charts(chart, many, None)
 
 
 def test_equal_runs_give_equal_bytes(make_run):
     shown = groups(make_run)
-    assert charts.draw(charts.STATIC[0], shown, None) == charts.draw(charts.STATIC[0], shown, None)
+    assert charts.draw_charts(charts.STATIC[0], shown, None) == charts.draw_charts(charts.STATIC[0], shown, None)
 
 
 def test_without_matplotlib_the_refusal_says_what_to_install(monkeypatch):

@@ -6,7 +6,7 @@ import gzip
 
 import pytest
 
-from rlkit.runs.report.conversations import TEXT, choose, clipped, collect
+from rlkit.runs.report.conversations import TEXT, chosen_episodes, collect, trimmed
 from rlkit.runs.report.read import read_run
 from rlkit.types import Rollout, Task
 
@@ -37,8 +37,8 @@ def test_the_limit_holds_and_every_step_is_seen(make_run):
 
 def test_best_worst_and_those_with_token_values_come_first():
     rollouts = [Rollout(Task(f"row/{i}", ()), (), group=i, reward=[0.5, 0.1, 0.9, None, 0.5, 0.5][i]) for i in range(6)]
-    assert [r.group for r in choose(rollouts, {(4, 0, "row/4"): []}, 3, seed=0)] == [2, 3, 4], "what cannot be scored is worst"
-    assert [r.group for r in choose(rollouts[:3], {}, 2, seed=0)] == [1, 2]
+    assert [r.group for r in chosen_episodes(rollouts, {(4, 0, "row/4"): []}, 3, seed=0)] == [2, 3, 4], "what cannot be scored is worst"
+    assert [r.group for r in chosen_episodes(rollouts[:3], {}, 2, seed=0)] == [1, 2]
 
 
 def test_a_damaged_file_is_said_and_left_out(make_run):
@@ -52,5 +52,5 @@ def test_a_damaged_file_is_said_and_left_out(make_run):
 
 
 def test_a_long_text_is_cut_and_says_so():
-    assert clipped("x" * TEXT) == "x" * TEXT
-    assert clipped("x" * (TEXT + 1234)).endswith("1,234 more characters are in the run's files")
+    assert trimmed("x" * TEXT) == "x" * TEXT
+    assert trimmed("x" * (TEXT + 1234)).endswith("1,234 more characters are in the run's files")

@@ -6,12 +6,12 @@ import pytest
 
 from rlkit.functional.statistics import wilson
 from rlkit.runs.report.read import group_runs, read_run
-from rlkit.runs.report.tables import Estimate, before_after, health, newcombe, over_seeds, student
+from rlkit.runs.report.tables import WithInterval, before_after, newcombe, over_seeds, student, symptoms
 
 
 def test_the_interval_of_a_change_is_newcombes():
     """Newcombe 1998, table II, example (a): 56/70 against 48/80, method 10: 0.0524 to 0.3339."""
-    first, second = (Estimate(k / n, *wilson(k, n)) for k, n in ((48, 80), (56, 70)))
+    first, second = (WithInterval(k / n, *wilson(k, n)) for k, n in ((48, 80), (56, 70)))
     assert newcombe(first, second) == pytest.approx((0.2, 0.0524, 0.3339), abs=1e-4)
 
 
@@ -21,7 +21,7 @@ def test_students_t_is_that_of_the_tables(freedom, table):
 
 
 def test_seeds_that_agree_by_chance_still_have_the_interval_over_problems():
-    assert over_seeds([Estimate(0.9, 0.8, 0.95)] * 2) == pytest.approx((0.9, 0.8, 0.95))
+    assert over_seeds([WithInterval(0.9, 0.8, 0.95)] * 2) == pytest.approx((0.9, 0.8, 0.95))
 
 
 def test_seeds_are_put_together_and_the_reward_is_shown_where_it_is_another_number(make_run):
@@ -38,14 +38,14 @@ def test_a_run_without_an_end_has_no_row(make_run):
 
 def test_a_check_that_spoke_names_its_steps_and_one_without_its_metric_says_so(make_run):
     run = read_run(make_run("a", change={"len/truncated_frac": 1.0}))
-    found = {finding.check: finding for finding in health(run)}
+    found = {finding.check: finding for finding in symptoms(run)}
     assert found["all truncated"].steps == [1, 2, 3, 4] and "truncated" in found["all truncated"].text
     assert found["all rewards equal"].steps == [] and found["all rewards equal"].measured
     older = run._replace(rows=[{k: v for k, v in row.items() if k != "parse_fail_frac"} for row in run.rows])
-    assert [f.check for f in health(older) if not f.measured] == ["parse failures"]
+    assert [f.check for f in symptoms(older) if not f.measured] == ["parse failures"]
 
 
 def test_what_was_not_measured_does_not_speak(make_run):
     """null in metrics.jsonl is nan to a check."""
     run = read_run(make_run("a", change={"ratio/first_mean": None}))
-    assert not any(finding.steps for finding in health(run))
+    assert not any(finding.steps for finding in symptoms(run))

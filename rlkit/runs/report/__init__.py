@@ -16,7 +16,7 @@ from typing import Any
 from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
 from rlkit.runs.report import charts, conversations, page, tables
-from rlkit.runs.report.read import Run, find_runs, group_runs, read_run
+from rlkit.runs.report.read import ReadRun, find_runs, group_runs, read_run
 from rlkit.system.files import refusing, write_atomic
 
 
@@ -34,12 +34,12 @@ def write_report(paths: Sequence[Path | str], out: Path | str | None = None, *, 
         raise ConfigError(f"limit={limit} and smooth={smooth} are counts: 0 or more")
     charts.require_matplotlib()
     found = [read_run(folder) for folder in find_runs(paths)]
-    target = where(paths, out)
+    target = _where(paths, out)
     beside = target.with_suffix("")
     groups = group_runs(found)
-    drawn = [charts.draw(chart, groups, smooth) for chart in charts.choose(groups)]
+    drawn = [charts.draw_charts(chart, groups, smooth) for chart in charts.chosen_charts(groups)]
     held_out = tables.before_after(groups)
-    shown, left_out = collected(found, limit)
+    shown, left_out = collected_runs(found, limit)
     notes = [*(note for run in found for note in run.notes), *left_out]
     text = page.render(found, groups, drawn, held_out, shown, notes, beside.name)
     with refusing(target.parent):
@@ -51,7 +51,7 @@ def write_report(paths: Sequence[Path | str], out: Path | str | None = None, *, 
     return target
 
 
-def collected(found: Sequence[Run], limit: int) -> tuple[dict[str, Any], list[str]]:
+def collected_runs(found: Sequence[ReadRun], limit: int) -> tuple[dict[str, Any], list[str]]:
     """The conversations, and what had to be left out of them."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -59,7 +59,7 @@ def collected(found: Sequence[Run], limit: int) -> tuple[dict[str, Any], list[st
     return shown, [str(warning.message) for warning in caught]
 
 
-def where(paths: Sequence[Path | str], out: Path | str | None) -> Path:
+def _where(paths: Sequence[Path | str], out: Path | str | None) -> Path:
     """The file to write. Raises ConfigError for a name that is no page's."""
     if out is None:
         return (Path(paths[0]).expanduser() if len(paths) == 1 else runs.fresh(runs.OUTPUTS / "report")) / "report.html"

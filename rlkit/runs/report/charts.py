@@ -86,7 +86,7 @@ def require_matplotlib() -> None:
         raise ConfigError(f"rlkit report draws with matplotlib, which is not installed: {install('report')}")
 
 
-def choose(groups: Sequence[Group]) -> list[Chart]:
+def chosen_charts(groups: Sequence[Group]) -> list[Chart]:
     """The charts that show something: a metric with a value that is not 0 throughout. A validation or test reward only where it is not the
     accuracy, a component only where it is not the reward."""
     found = metrics_of(run for group in groups for run in group.runs)
@@ -159,7 +159,7 @@ def window(groups: Sequence[Group]) -> int:
 # ------------------------------------------------------------------------------------------------------ drawing
 
 
-def draw(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Drawn:
+def draw_charts(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Drawn:
     """The chart twice: for the page, in colours that its CSS gives, and as PNG on white with its own title and legend."""
     import matplotlib
 
@@ -201,10 +201,10 @@ def figure_of(chart: Chart, groups: Sequence[Group], smooth: int | None, palette
     axes.set_axisbelow(True)
     if alone:
         title = f"{chart.title}{f' ({chart.unit})' if chart.unit else ''}"
-        axes.set_title(clipped(title, 60), loc="left", color=palette["ink"], fontsize=9.5)
+        axes.set_title(_clipped(title, 60), loc="left", color=palette["ink"], fontsize=9.5)
     if legend or not chart.metric:  # the parts of a bar are named on the page too
         handles, names = axes.get_legend_handles_labels()
-        named = [clipped(name, 64) for name in names[:NAMED]]
+        named = [_clipped(name, 64) for name in names[:NAMED]]
         where: Any = {"loc": "outside lower center", "ncols": 1 if chart.metric else 4}
         figure.legend(handles[:NAMED], named, fontsize=8, frameon=False, labelcolor=palette["ink"], **where)
     return figure
@@ -259,7 +259,7 @@ def phase_starts(group: Group) -> Iterator[tuple[int, str]]:
     for run in group.runs:
         for step, text in run.switches:
             match = re.match(r"phase .+? → (.+?) after step", text)
-            yield step, clipped(match[1] if match else text, 24)
+            yield step, _clipped(match[1] if match else text, 24)
 
 
 def draw_times(axes: Any, groups: Sequence[Group], palette: Mapping[str, str]) -> None:
@@ -271,13 +271,13 @@ def draw_times(axes: Any, groups: Sequence[Group], palette: Mapping[str, str]) -
         widths = [mean_of(group, metric) if metric else max(0.0, t - at) for group, t, at in zip(groups, total, left, strict=True)]
         axes.barh(range(len(groups)), widths, left=left, height=0.6, color=palette[f"c{index}"] if metric else palette["soft"], label=name)
         left = [at + width for at, width in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(groups)), [clipped(text, 28) for text in names])
+    axes.set_yticks(range(len(groups)), [_clipped(text, 28) for text in names])
     axes.invert_yaxis()
     axes.set_xlabel("seconds", color=palette["ink"])
     axes.set_ylim(len(groups) - 0.3, -0.7)
 
 
-def clipped(text: str, length: int) -> str:
+def _clipped(text: str, length: int) -> str:
     """A name that leaves room for the chart."""
     return text if len(text) <= length else text[: length - 1] + "…"
 

@@ -13,7 +13,7 @@ from typing import Any
 from rlkit.episodes.record import FORMATS, load_rollouts
 from rlkit.episodes.tokens import Tokens, load_tokens
 from rlkit.errors import DataError
-from rlkit.runs.report.read import Run, rollout_file
+from rlkit.runs.report.read import ReadRun, rollout_file
 from rlkit.types import Rollout, Step
 
 STEPS = 60  # of a run that are shown
@@ -22,7 +22,7 @@ TEXT = 20_000  # characters of one message
 TOTAL = 30_000_000  # characters of all conversations: what a browser opens at once
 
 
-def collect(found: Sequence[Run], limit: int) -> dict[str, Any]:
+def collect(found: Sequence[ReadRun], limit: int) -> dict[str, Any]:
     """{runs: [name], texts: [text of a prompt], rollouts: [entry]}; at most `limit` entries, the same number of each run.
 
     Of a run's steps at most STEPS are shown, spread evenly, first and last among them; of a step the rollouts with token values (best
@@ -41,21 +41,21 @@ def collect(found: Sequence[Run], limit: int) -> dict[str, Any]:
     return {"runs": names(found), "texts": list(prompts), "rollouts": entries}
 
 
-def names(found: Sequence[Run]) -> list[str]:
+def names(found: Sequence[ReadRun]) -> list[str]:
     """A line for each run that tells it from the others."""
     return [f"{run.name}{'' if run.seed is None else f', seed {run.seed}'} · {run.folder.name}" for run in found]
 
 
-def of_run(run: Run, limit: int, prompts: dict[str, int]) -> list[dict[str, Any]]:
+def of_run(run: ReadRun, limit: int, prompts: dict[str, int]) -> list[dict[str, Any]]:
     """The entries of a run: those of test and validation problems first, since they are few, then of each step its share."""
     alone = rollout_file(run.folder)
     if alone is not None:
         return step_entries(alone, run.folder / "tokens.jsonl.gz", 0, "episodes", limit, prompts)
-    held_out = [(step, path, kind) for kind, folder in HELD_OUT.items() for step, path in spread(step_files(run.folder / folder), STEPS)]
+    held_out = [(step, path, kind) for kind, folder in HELD_OUT.items() for step, path in _spread(step_files(run.folder / folder), STEPS)]
     out: list[dict[str, Any]] = []
     for step, path, kind in held_out:
         out += step_entries(path, path.with_name(f"step_{step:06d}.tokens.jsonl.gz"), step, kind, (limit // 2) // len(held_out), prompts)
-    files = spread(step_files(run.folder / "rollouts"), STEPS)
+    files = _spread(step_files(run.folder / "rollouts"), STEPS)
     for position, (step, path) in enumerate(files):
         share = (limit - len(out)) // (len(files) - position)
         out += step_entries(path, run.folder / "tokens" / f"step_{step:06d}.jsonl.gz", step, "training", share, prompts)
@@ -68,7 +68,7 @@ def step_files(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(name.removeprefix("step_")), path) for name, path in files if name.removeprefix("step_").isdigit())
 
 
-def spread(items: Sequence[Any], count: int) -> list[Any]:
+def _spread(items: Sequence[Any], count: int) -> list[Any]:
     """At most `count` of them, evenly spread, with the first and the last.
 
     >>> spread([1, 2, 3, 4, 5], 3)
@@ -87,7 +87,7 @@ def step_entries(path: Path, tokens: Path, step: int, kind: str, limit: int, pro
         warnings.warn(f"left out: {error}", stacklevel=2)
         return []
     known = load_tokens(tokens)
-    chosen = choose(rollouts, known, limit, seed=step)
+    chosen = chosen_episodes(rollouts, known, limit, seed=step)
     entries = []
     for r in chosen:
         values = known.get((r.group, r.sample, r.task.id))
@@ -100,7 +100,7 @@ def step_entries(path: Path, tokens: Path, step: int, kind: str, limit: int, pro
     return entries
 
 
-def choose(rollouts: Sequence[Rollout], tokens: Tokens, limit: int, *, seed: int) -> list[Rollout]:
+def chosen_episodes(rollouts: Sequence[Rollout], tokens: Tokens, limit: int, *, seed: int) -> list[Rollout]:
     """At most `limit`: best, worst, those with token values, then others at random; in their own order."""
     if len(rollouts) <= limit:
         return list(rollouts)
@@ -130,7 +130,7 @@ def entry_of(rollout: Rollout, tokens: Sequence[Mapping[str, Any]] | None, promp
         "tokens": rollout.response_length,
         "calls": len(calls),
         "failed": sum(not result.ok for result in results),
-        "expected": clipped(rollout.task.answer),
+        "expected": trimmed(rollout.task.answer),
         "messages": said,
         "values": tokens is not None,
         "size": sum(len(json.dumps(message)) for message in said),
@@ -144,22 +144,22 @@ def messages(rollout: Rollout, tokens: Sequence[Mapping[str, Any]] | None, promp
         for message in step.prompt:
             if index and message["role"] == "tool":  # shown with the step that called
                 continue
-            text = clipped(str(message.get("content", "")))
+            text = trimmed(str(message.get("content", "")))
             out.append({"role": message["role"], "prompt": prompts.setdefault(text, len(prompts))})
-        out.append(reply(step) | ({"tokens": token_values(tokens[index])} if tokens and index < len(tokens) else {}))
-        out += [{"role": "tool", "name": r.name, "text": clipped(r.content), "ok": r.ok} for r in step.tool_results]
+        out.append(_reply(step) | ({"tokens": token_values(tokens[index])} if tokens and index < len(tokens) else {}))
+        out += [{"role": "tool", "name": r.name, "text": trimmed(r.content), "ok": r.ok} for r in step.tool_results]
     return out or [
-        {"role": m["role"], "prompt": prompts.setdefault(clipped(str(m.get("content", ""))), len(prompts))} for m in rollout.task.messages
+        {"role": m["role"], "prompt": prompts.setdefault(trimmed(str(m.get("content", ""))), len(prompts))} for m in rollout.task.messages
     ]
 
 
-def reply(step: Step) -> dict[str, Any]:
+def _reply(step: Step) -> dict[str, Any]:
     """A reply of the policy."""
     calls = [
-        {"name": c.name, "arguments": clipped(json.dumps(dict(c.arguments), ensure_ascii=False)), "error": c.error} for c in step.tool_calls
+        {"name": c.name, "arguments": trimmed(json.dumps(dict(c.arguments), ensure_ascii=False)), "error": c.error} for c in step.tool_calls
     ]
-    out: dict[str, Any] = {"role": "assistant", "text": clipped(step.content), "why": step.finish_reason}
-    out |= {"thinking": clipped(step.thinking), "closed": step.thinking_closed} if step.thinking or not step.thinking_closed else {}
+    out: dict[str, Any] = {"role": "assistant", "text": trimmed(step.content), "why": step.finish_reason}
+    out |= {"thinking": trimmed(step.thinking), "closed": step.thinking_closed} if step.thinking or not step.thinking_closed else {}
     return out | ({"calls": calls} if calls else {}) | ({"reward": step.reward} if step.reward is not None else {})
 
 
@@ -174,6 +174,6 @@ def token_values(own: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def clipped(text: str) -> str:
+def trimmed(text: str) -> str:
     """A text, cut where it is longer than a page can show."""
     return text if len(text) <= TEXT else f"{text[:TEXT]}\n… {len(text) - TEXT:,} more characters are in the run's files"

@@ -12,15 +12,15 @@ from importlib.resources import files
 from typing import Any
 
 from rlkit.runs.report.charts import SECTIONS, Drawn, phase_starts, style
-from rlkit.runs.report.read import Group, Run, differences, is_number
-from rlkit.runs.report.tables import HeldOutRow, health, spans
+from rlkit.runs.report.read import Group, ReadRun, differences, is_number
+from rlkit.runs.report.tables import HeldOutRow, spans, symptoms
 from rlkit.system.files import finite
 
 SHOWN = 80  # settings that differ
 
 
 def render(
-    found: Sequence[Run],
+    found: Sequence[ReadRun],
     groups: Sequence[Group],
     drawn: Sequence[Drawn],
     held_out: Sequence[HeldOutRow],
@@ -80,7 +80,7 @@ def slug(name: str) -> str:
 # ------------------------------------------------------------------------------------------------------- tables
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Cells are HTML; on a narrow screen the table scrolls in its own box."""
     head = "".join(f"<th>{name}</th>" for name in columns)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
@@ -105,7 +105,7 @@ def held_out_table(rows: Sequence[HeldOutRow]) -> str:
     several = any(row.seeds > 1 for row in rows)
     note = "In brackets 95 % intervals: of one seed over problems, that of the change as of two independent samples (Newcombe)"
     note += "; of several seeds Student's t over seeds and the interval over problems, in quadrature." if several else "."
-    return table(("line", "problems of", "figure", "before", "after", "change", "problems", "seeds"), cells) + f"<p class=note>{note}</p>"
+    return _table(("line", "problems of", "figure", "before", "after", "change", "problems", "seeds"), cells) + f"<p class=note>{note}</p>"
 
 
 def change(row: HeldOutRow) -> str:
@@ -128,7 +128,7 @@ def health_list(groups: Sequence[Group]) -> str:
     out = []
     for group in groups:
         for run in group.runs:
-            found = health(run)
+            found = symptoms(run)
             spoke = [finding for finding in found if finding.steps]
             silent = [f.check for f in found if not f.measured]
             name = escape(run_name(group, run))
@@ -149,12 +149,12 @@ def health_list(groups: Sequence[Group]) -> str:
     return f"<ul class=health>{''.join(out)}</ul>" if out else ""
 
 
-def run_name(group: Group, run: Run) -> str:
+def run_name(group: Group, run: ReadRun) -> str:
     """The line, and which run of it."""
     return group.label if len(group.runs) == 1 else f"{group.label}, seed {run.seed}"
 
 
-def runs_table(found: Sequence[Run]) -> str:
+def runs_table(found: Sequence[ReadRun]) -> str:
     """What each run was and how it ended."""
     rows = []
     for run in found:
@@ -167,18 +167,18 @@ def runs_table(found: Sequence[Run]) -> str:
                 escape(run.name),
                 "" if run.seed is None else str(run.seed),
                 f"<span class={'plain' if good else 'bad'}>{escape(ended)}</span>",
-                number(steps),
-                number(s.get("tokens")),
+                _number(steps),
+                _number(s.get("tokens")),
                 seconds(s.get("wall_seconds", s.get("seconds"))),
-                number(s.get("peak_memory_gb"), " GiB"),
+                _number(s.get("peak_memory_gb"), " GiB"),
                 escape(str(s.get("device", ""))),
                 f"<code>{escape(str(run.folder))}</code>",
             )
         )
-    return table(("run", "seed", "ended", "steps", "tokens", "time", "peak memory", "device", "folder"), rows)
+    return _table(("run", "seed", "ended", "steps", "tokens", "time", "peak memory", "device", "folder"), rows)
 
 
-def number(value: Any, unit: str = "") -> str:
+def _number(value: Any, unit: str = "") -> str:
     """1,234."""
     return f"{value:,}{unit}" if is_number(value) else ""
 
@@ -205,7 +205,7 @@ def settings_table(groups: Sequence[Group]) -> str:
         return ""
     rows = [(f"<code>{escape(key)}</code>", *(setting(v) for v in values)) for key, values in list(changed.items())[:SHOWN]]
     more = f"<p class=note>{len(changed) - SHOWN} more settings differ.</p>" if len(changed) > SHOWN else ""
-    return table(("setting", *(escape(group.label) for group in groups)), rows) + more
+    return _table(("setting", *(escape(group.label) for group in groups)), rows) + more
 
 
 def setting(value: Any) -> str:

@@ -11,11 +11,11 @@ from typing import Any
 
 from rlkit.errors import Refusal
 from rlkit.runs import folder as runs
-from rlkit.runs.sweeps.jobs import Job
+from rlkit.runs.sweeps.jobs import RunJob
 from rlkit.system.rows import read_rows
 
 
-def table(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+def _table(jobs: Sequence[RunJob]) -> list[dict[str, Any]]:
     """One row a job: what it varies, how it ended, the last validation accuracy, test accuracy before and after, reward, steps, time."""
     settings = [dict(text.lstrip("+").partition("=")[::2] for text in job.overrides) for job in jobs]
     keys = [key for key in dict.fromkeys(k for s in settings for k in s) if len({s.get(key) for s in settings}) > 1 and key != "resume"]
@@ -34,22 +34,22 @@ def table(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     return out
 
 
-def table_csv(jobs: Sequence[Job]) -> str:
+def table_csv(jobs: Sequence[RunJob]) -> str:
     """The table of all jobs as CSV."""
-    lines, out = table(jobs), io.StringIO()
+    lines, out = _table(jobs), io.StringIO()
     writer = csv.DictWriter(out, list(lines[0]) if lines else ["status"])
     writer.writeheader()
     writer.writerows(lines)
     return out.getvalue()
 
 
-def comparison(jobs: Sequence[Job]) -> str:
+def comparison(jobs: Sequence[RunJob]) -> str:
     """The table for people, best first, and over seeds mean ± standard deviation of the test accuracy where there are several.
 
     The order goes by validation accuracy where there is any, else by the training reward: with a choice by test accuracy, that would no
     longer be a figure of problems that nothing was tuned on.
     """
-    lines = table(jobs)
+    lines = _table(jobs)
     if not lines:
         return "no job has begun"
     keys = list(lines[0])[: list(lines[0]).index("status")]
@@ -89,7 +89,7 @@ def aligned(columns: Sequence[str], lines: Sequence[Sequence[str]], *, left: int
     return "\n".join([put(columns), "-" * (sum(widths) + 2 * len(widths) - 2), *map(put, lines)])
 
 
-def report(root: Path, jobs: Sequence[Job]) -> Path | None:
+def report(root: Path, jobs: Sequence[RunJob]) -> Path | None:
     """One HTML page of all runs of a sweep, where matplotlib is there to draw it."""
     from rlkit.runs.report import write_report
 

@@ -13,7 +13,7 @@ from rlkit.system.files import write_json
 STOP = "stop"  # jobs/stop: no further job starts
 
 
-class Job(NamedTuple):
+class RunJob(NamedTuple):
     """A job as its file tells."""
 
     number: int
@@ -27,22 +27,22 @@ class Job(NamedTuple):
     reason: str = ""
 
 
-def save(record: Path, job: Job) -> None:
+def save(record: Path, job: RunJob) -> None:
     """Writes what is known of a job."""
     write_json(record, job._asdict() | {"folder": str(job.folder)})
 
 
-def read_jobs(jobs: Path) -> list[Job]:
+def read_jobs(jobs: Path) -> list[RunJob]:
     """All jobs that have begun, in order."""
     found = []
     for path in jobs.glob("*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             known = json.loads(path.read_text())
-            found.append(Job(**known | {"folder": Path(known["folder"])}))
+            found.append(RunJob(**known | {"folder": Path(known["folder"])}))
     return sorted(found, key=lambda job: job.number)
 
 
-def alive(job: Job) -> bool:
+def alive(job: RunJob) -> bool:
     """Whether a job's process runs, here: of one on another machine we know nothing."""
     if job.status != "running" or not job.pid or job.host != socket.gethostname():
         return False

@@ -35,7 +35,7 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
     from rlkit.config.compose import compose, experiment
     from rlkit.training.loggers import check_loggers
 
-    given = [quoted(text) for text in arguments]
+    given = [_quoted(text) for text in arguments]
     if secret := [text.partition("=")[0] for text in arguments if runs.without_secrets(text) != text]:
         raise ConfigError(
             f"{secret[0]}: holds a secret, and a sweep names its folders by its overrides; take it from the environment, as "
@@ -129,17 +129,17 @@ def installed(module: str) -> bool:
 
 def expand(overrides: Sequence[str]) -> list[list[str]]:
     """The jobs of a grid, each as its overrides: every combination, the last key first to change. Raises ConfigError."""
-    return [list(job) for job in itertools.product(*values(overrides).values())]
+    return [list(job) for job in itertools.product(*_values(overrides).values())]
 
 
 def corners(overrides: Sequence[str]) -> list[list[str]]:
     """Jobs that a search may propose: the first value of every key, then each end or choice of each key in turn."""
-    ends = values(overrides, intervals=True)
+    ends = _values(overrides, intervals=True)
     first = {key: own[0] for key, own in ends.items()}
     return [list(first.values()), *(list((first | {key: end}).values()) for key, own in ends.items() for end in own[1:])]
 
 
-def values(overrides: Sequence[str], *, intervals: bool = False) -> dict[str, list[str]]:
+def _values(overrides: Sequence[str], *, intervals: bool = False) -> dict[str, list[str]]:
     """Key → the overrides that a sweep has of it, one for each value; of an interval its ends.
 
     Raises: ConfigError where an override cannot be read, or is an interval and those are not asked for.
@@ -171,7 +171,7 @@ def is_sweep(text: str) -> bool:
     return bool(OverridesParser.create().parse_overrides([text])[0].is_sweep_override())
 
 
-def quoted(text: str) -> str:
+def _quoted(text: str) -> str:
     """An override in Hydra's grammar, as for a single run. Raises ConfigError where it cannot be read."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException

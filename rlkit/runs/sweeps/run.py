@@ -24,7 +24,7 @@ from rlkit.distributed.launch import own_gpus
 from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
 from rlkit.runs.sweeps.compare import comparison, report, table_csv
-from rlkit.runs.sweeps.jobs import STOP, Job, alive, read_jobs, save
+from rlkit.runs.sweeps.jobs import STOP, RunJob, alive, read_jobs, save
 from rlkit.runs.sweeps.plan import Plan, is_search, make_plan
 from rlkit.runs.sweeps.watch import watching
 from rlkit.system import owner
@@ -107,7 +107,7 @@ def run_job(config: DictConfig, *, config_dir: str | None, parallel: int, parent
     overrides, folder = [str(text) for text in state.overrides.task], Path(state.sweep.dir) / str(state.sweep.subdir)
     record = Path(state.sweep.dir) / "jobs" / f"{folder.name}.json"
     log = record.with_suffix(".log")
-    job = Job(int(state.job.num), overrides, folder, "running", host=socket.gethostname(), started=time.time())
+    job = RunJob(int(state.job.num), overrides, folder, "running", host=socket.gethostname(), started=time.time())
     if os.getpid() != parent and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep passes it on
     if runs.is_finished(folder):

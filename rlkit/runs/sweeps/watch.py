@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from rlkit.runs import folder as runs
-from rlkit.runs.sweeps.jobs import Job, read_jobs
+from rlkit.runs.sweeps.jobs import RunJob, read_jobs
 from rlkit.runs.sweeps.plan import Plan, is_sweep
 from rlkit.system.output import clock
 
@@ -51,12 +51,12 @@ def key_of(text: str) -> str:
     return text.partition("=")[0].lstrip("+~")
 
 
-def label(job: Job, varied: Sequence[str]) -> str:
+def label(job: RunJob, varied: Sequence[str]) -> str:
     """A job by what sets it apart: `algorithm=grpo seed=1`."""
     return " ".join(text.lstrip("+") for text in job.overrides if not varied or key_of(text) in varied)
 
 
-def end_line(job: Job, total: int, varied: Sequence[str]) -> str:
+def end_line(job: RunJob, total: int, varied: Sequence[str]) -> str:
     """`3/9  algorithm=grpo seed=1  finished  20 steps  1:04  test accuracy 0.412 → 0.970`."""
     words = [f"{job.number + 1:>{len(str(total))}}/{total}", label(job, varied), job.status]
     summary = runs.read_summary(job.folder) or {}

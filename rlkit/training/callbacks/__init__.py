@@ -55,9 +55,9 @@ def tokens(run: Path, /, *, every: int = 1, count: int = 8) -> Any:
 
 def progress(run: Path, /) -> Any:
     """A progress bar on a terminal, one readable line per RL step otherwise."""
-    from rlkit.training.callbacks.terminal import Progress
+    from rlkit.training.callbacks.terminal import ProgressLines
 
-    return Progress()
+    return ProgressLines()
 
 
 def health(run: Path, /) -> Any:
