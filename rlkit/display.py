@@ -24,14 +24,14 @@ CELL = "text-align:left;vertical-align:top;padding:.1em .8em .1em 0"
 def heading(rollout: Any) -> str:
     """The task, how the episode ended and what it is worth, in a line."""
     ended = f"truncated by {rollout.truncation}" if rollout.status == "truncated" else rollout.status
-    parts = ", ".join(f"{name} {number(score)}" for name, score in rollout.rewards.items())
-    worth = f"reward {number(rollout.total_reward)}{f' ({parts})' if parts else ''}"
+    parts = ", ".join(f"{name} {figure(score)}" for name, score in rollout.rewards.items())
+    worth = f"reward {figure(rollout.total_reward)}{f' ({parts})' if parts else ''}"
     replies, tokens = len(rollout.steps), rollout.response_length
     size = f"{replies} {'reply' if replies == 1 else 'replies'}, {tokens} tokens"
     return visible(f"Rollout {rollout.task.id} · sample {rollout.sample} · {ended} · {worth} · {size}")
 
 
-def said(rollout: Any) -> Iterator[tuple[str, str]]:
+def spoken(rollout: Any) -> Iterator[tuple[str, str]]:
     """(who, what) of an episode in order; thinking and calls are entries of their own."""
     for message in rollout.conversation or rollout.task.messages:
         if thinking := message.get("reasoning_content"):
@@ -47,7 +47,7 @@ def said(rollout: Any) -> Iterator[tuple[str, str]]:
 
 def rollout_text(rollout: Any) -> str:
     """At most a screen."""
-    lines = [f"{who:>9}  {line}" for who, text in said(rollout) for who, line in _indented(who, text)]
+    lines = [f"{who:>9}  {line}" for who, text in spoken(rollout) for who, line in _indented(who, text)]
     lines = [f"{line[: WIDTH - 1]}…" if len(line) > WIDTH else line for line in shortened(lines, LINES - 1)]
     return "\n".join([heading(rollout), *lines])
 
@@ -73,7 +73,7 @@ def rollout_html(rollout: Any) -> str:
         f'<tr><th style="{CELL};opacity:.6;font-weight:normal">{escape(who)}</th>'
         f'<td style="{CELL};white-space:pre-wrap{";opacity:.7;font-style:italic" if who == "thinking" else ""}">'
         f"{escape(visible(text.strip(), kept=chr(10)))}</td></tr>"
-        for who, text in said(rollout)
+        for who, text in spoken(rollout)
     )
     return f'<div style="{STYLE}"><b>{escape(heading(rollout))}</b><table>{rows}</table></div>'
 
@@ -81,15 +81,15 @@ def rollout_html(rollout: Any) -> str:
 # --------------------------------------------------------------------------------------------------------------- a run
 
 
-def number(value: Any) -> str:
+def figure(value: Any) -> str:
     """A figure for a table: four digits; a dash where there is none."""
     return f"{value:.4g}" if isinstance(value, int | float) and value == value else "–"
 
 
-def table(metrics: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def steps_table(metrics: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Heading and rows of the figures that a run has; those in the middle left out where there are many."""
     columns = [name for name in COLUMNS if any(name in row for row in metrics)]
-    rows = [[number(row.get("step")), *(number(row.get(name)) for name in columns)] for row in metrics]
+    rows = [[figure(row.get("step")), *(figure(row.get(name)) for name in columns)] for row in metrics]
     if len(rows) > ROWS:
         rows = [*rows[: ROWS // 3], ["…"] * (len(columns) + 1), *rows[-(ROWS - ROWS // 3 - 1) :]]
     return [["step", *(COLUMNS[name] for name in columns)], *rows]
@@ -98,19 +98,19 @@ def table(metrics: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 def run_heading(run: Any) -> str:
     """How a run ended, and where it is."""
     before, after = run.summary.get("before"), run.summary.get("after")
-    accuracy = f" · test accuracy {number(before['accuracy'])} → {number(after['accuracy'])}" if before and after else ""
+    accuracy = f" · test accuracy {figure(before['accuracy'])} → {figure(after['accuracy'])}" if before and after else ""
     where = f" · {run.folder}" if run.folder else ""
     return visible(f"Run {run.summary['name']} · {run.summary['ended']} after {run.summary['steps']} steps{accuracy}{where}")
 
 
 def run_text(run: Any) -> str:
     """A line on the whole run, and a table of its steps."""
-    return "\n".join([run_heading(run), *("".join(f"{cell:>12}" for cell in row) for row in table(run.metrics))])
+    return "\n".join([run_heading(run), *("".join(f"{cell:>12}" for cell in row) for row in steps_table(run.metrics))])
 
 
 def run_html(run: Any) -> str:
     """The same as a table."""
-    head, *rows = table(run.metrics)
+    head, *rows = steps_table(run.metrics)
     cells = "".join("<tr>" + "".join(f'<td style="{CELL}">{escape(cell)}</td>' for cell in row) + "</tr>" for row in rows)
     names = "".join(f'<th style="{CELL}">{escape(name)}</th>' for name in head)
     return f'<div style="{STYLE}"><b>{escape(run_heading(run))}</b><table><tr>{names}</tr>{cells}</table></div>'

@@ -12,7 +12,7 @@ import pytest
 
 from laws import cases
 from rlkit.commands.cli import main
-from rlkit.commands.train import closing
+from rlkit.commands.train import closing_lines
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
 from rlkit.config.problems.schedules import schedule_problems
@@ -159,7 +159,7 @@ def test_rows_and_summary_name_the_split(run, tmp_path):
     assert [row["step"] for row in rows if "test/accuracy" in row] == [0, 3]
     assert summary["before"]["split"] == summary["after"]["split"] == "test" and summary["validation"]["split"] == "validation"
     assert summary["after"]["accuracy"] == rows[-1]["test/accuracy"] and summary["validation"]["accuracy"] == rows[-1]["eval/accuracy"]
-    table = closing(summary, tmp_path).splitlines()
+    table = closing_lines(summary, tmp_path).splitlines()
     assert any(line.split() == ["test", "before", "after"] for line in table)
 
 

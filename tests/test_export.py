@@ -9,7 +9,7 @@ import torch
 
 from laws import cases
 from rlkit.commands.cli import main
-from rlkit.commands.evaluate import restore
+from rlkit.commands.evaluate import restored_policy
 from rlkit.errors import ConfigError
 from rlkit.models import LoRA, load_policy
 from rlkit.training import references as reference
@@ -33,7 +33,7 @@ def run(request, tmp_path_factory):
     assert main(["train", *words, f"hydra.run.dir={folder}/a"]) == 0
     policy = load_policy(path="tiny", lora=LoRA(rank=request.param))
     before = logits(policy.model)
-    restore(policy, folder / "a" / "checkpoints")
+    restored_policy(policy, folder / "a" / "checkpoints")
     assert not torch.allclose(logits(policy.model), before, atol=1e-3)
     return folder / "a", logits(policy.model)
 

@@ -273,7 +273,7 @@ def test_the_probe_takes_the_longest_rollouts_and_leaves_no_gradient(experiment,
     learner = Learner(x, load_policy(path="tiny"))
     seen, real = [], memory.forward_logprobs
     monkeypatch.setattr(memory, "forward_logprobs", lambda *a, **k: seen.append(a[1]) or real(*a, **k))
-    memory.probe(learner, experiment.task(split="train")[:2])
+    memory.probe_memory(learner, experiment.task(split="train")[:2])
     (packed,) = seen
     rows, width = packed.response_mask.shape
     assert rows * width <= 1024 < (rows + 1) * width and width > 4 * x.generation.max_new_tokens

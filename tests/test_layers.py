@@ -237,3 +237,28 @@ def test_no_part_of_a_package_hides_a_file_of_its_own():
         for alias in node.names
     ]
     assert set(exported) & set(MODULES) == set()
+
+
+NAMED_TWICE = {
+    "command": "every command of the command line has one",
+    "by_task": "options of the same name: a reward and an environment",
+    "guess_number": "options of the same name: a task and an environment",
+    "verifiers": "options of the same name: a task and a reward",
+    "none": "options of the same name: a reader of calls and a reference",
+    "episodes": "a task and what the notebooks call so",
+    "experiment": "from overrides and keywords; of a composed config",
+    "require": "arguments of a function; a level of the sandbox",
+    "run": "a coroutine, as asyncio.run; a program, as subprocess.run",
+    "read_rows": "of metrics; of data",
+}
+
+
+def test_no_public_name_is_defined_twice():
+    """The names of the documents (notebook/) and the scripts that run alone in a child process are their own."""
+    own = [m for m in MODULES if part(m) != "notebook" and not m.endswith("_child")]
+    places: dict[str, list[str]] = {}
+    for module in own:
+        for node in ast.parse(MODULES[module].read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(module)
+    assert {name: where for name, where in places.items() if len(where) > 1 and name not in NAMED_TWICE} == {}

@@ -65,7 +65,7 @@ def test_held_out_accuracy_is_that_of_the_parts_together(run, tmp_path):
         assert {part: r["n"] for part, r in own.items()} == {"arithmetic": 6, "guess_number": 2}
         assert sum(r["n"] * r["accuracy"] for r in own.values()) == pytest.approx(8 * result["accuracy"])
         assert row["test/part/arithmetic/accuracy"] == own["arithmetic"]["accuracy"]
-    assert "accuracy, guess_number" in closing(summary, tmp_path)
+    assert "accuracy, guess_number" in closing_lines(summary, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------- without a model

@@ -21,7 +21,7 @@ from rlkit.config.changes import difference
 from rlkit.runs import folder as runs
 from rlkit.runs.sweeps.plan import folder_problems
 from rlkit.system import owner
-from rlkit.system.owner import Occupied, TakenOver, check, identity, lost, occupied, owned, release
+from rlkit.system.owner import Occupied, TakenOver, check_owner, identity, lost, occupied, owned, release
 
 SMALL = ["debug=fast", "trainer.accelerator=cpu", "task.max_samples=32", "evaluation.n=0", "logger=none", "model.lora.rank=1"]
 KEYS = ("host", "pid", "place", "started", "beat", "slurm")
@@ -60,7 +60,7 @@ def test_the_owner_is_named_while_it_works_and_leaves_nothing(tmp_path):
         found = read(tmp_path / "new" / "run")
         assert {key: found[key] for key in KEYS if key != "beat"} == {key: identity()[key] for key in KEYS if key != "beat"}
         assert found["pid"] == os.getpid() and abs(found["beat"] - time.time()) < 60
-        check(tmp_path / "new" / "run")
+        check_owner(tmp_path / "new" / "run")
     assert list((tmp_path / "new" / "run").iterdir()) == [] and owner.HELD == {}
 
 
@@ -142,7 +142,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_used(tmp_path, capsys):
     """A run goes on where its files cannot be written; this one is no exception."""
     (tmp_path / "owner.json").mkdir()
     with owned(tmp_path):
-        check(tmp_path)
+        check_owner(tmp_path)
     assert "nothing keeps a second process" in capsys.readouterr().err
 
 
@@ -181,7 +181,7 @@ def test_an_owner_that_was_taken_over_knows_it_and_leaves_the_file_alone(tmp_pat
         mine = read(tmp_path)
         write(tmp_path, other)
         with pytest.raises(TakenOver, match=rf"taken over by process {other['pid']} on "):
-            check(tmp_path)
+            check_owner(tmp_path)
         owner.beat(tmp_path, mine, Once())  # its thread must not win the folder back
     assert read(tmp_path) == other
 
@@ -190,7 +190,7 @@ def test_an_owner_of_another_folder_is_not_concerned(tmp_path, other):
     with owned(tmp_path / "mine"):
         (tmp_path / "theirs").mkdir()
         write(tmp_path / "theirs", other)
-        check(tmp_path / "theirs")
+        check_owner(tmp_path / "theirs")
         owner.check_path(tmp_path / "theirs" / "checkpoints" / "a.ckpt")
         write(tmp_path / "mine", other)
         with pytest.raises(TakenOver):

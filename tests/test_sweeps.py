@@ -123,7 +123,7 @@ def test_the_comparison_puts_the_best_first_and_sums_up_seeds(tmp_path):
     jobs = []
     for number, (algorithm, seed, after, validation) in enumerate([("grpo", 1, 0.9, 0.1), ("grpo", 2, 0.7, 0.2), ("dapo", 1, 0.3, 0.8)]):
         overrides = [f"algorithm={algorithm}", f"seed={seed}", "debug=fast"]
-        jobs.append(Job(number, overrides, run_folder(tmp_path, f"{number}", seed=seed, after=after, validation=validation), "finished"))
+        jobs.append(RunJob(number, overrides, run_folder(tmp_path, f"{number}", seed=seed, after=after, validation=validation), "finished"))
         save(tmp_path / "jobs" / f"{number}.json", jobs[-1])
     assert read_jobs(tmp_path / "jobs") == jobs
     first, second, said = comparison(jobs).split("\n\n")

@@ -21,7 +21,7 @@ from rlkit.sandbox import Sandbox
 from rlkit.sandbox.level import probe
 from rlkit.system.processors import cores
 from rlkit.training.callbacks import terminal
-from rlkit.training.callbacks.terminal import Countdown, Progress, evaluations_left, time_left
+from rlkit.training.callbacks.terminal import ProgressLines, TimeLeft, evaluations_left, time_left
 from rlkit.types import Task
 
 ROW = {
@@ -51,7 +51,7 @@ def lines(monkeypatch, capsys):
     monkeypatch.setattr(terminal.time, "perf_counter", lambda: 100.0)
 
     def run(steps, *, max_time=None):
-        progress, trainer = Progress(), SimpleNamespace(should_stop=False)
+        progress, trainer = ProgressLines(), SimpleNamespace(should_stop=False)
         progress.on_train_start(trainer, module_at(0, {"perf/eval_s": 4.0}))
         for step in range(1, steps + 1):
             trainer.should_stop = step == 10
@@ -76,7 +76,7 @@ def test_a_limit_of_time_is_the_end_of_the_run(lines):
 def test_the_countdown_counts_down(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(terminal.time, "perf_counter", lambda: now[0])
-    countdown = Countdown()
+    countdown = TimeLeft()
     assert str(countdown) == ""
     countdown.set(75.0)
     now[0] = 15.0

@@ -11,7 +11,7 @@ import yaml
 from laws import cases, options
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose, conf_dir
-from rlkit.config.trust import outside, read_yaml, require, shipped, with_environment
+from rlkit.config.trust import outside, read_yaml, require_trust, shipped, with_environment
 from rlkit.errors import ConfigError, DataError
 from rlkit.runs import folder as runs
 from rlkit.runs.report import write_report
@@ -64,9 +64,9 @@ def test_what_the_user_names_himself_needs_no_trust():
     known = shipped(conf_dir())
     node = {"reward": {"_target_": "strange.call"}}
     for own in ("reward._target_=strange.call", "_target_: strange.call\n"):
-        require(node, "run=a", conf_dir(), trusted=False, own=own)
+        require_trust(node, "run=a", conf_dir(), trusted=False, own=own)
     with pytest.raises(ConfigError, match=r"run=a: .*reward calls strange\.call"):
-        require(node, "run=a", conf_dir(), trusted=False, own="reward=strange.call")
+        require_trust(node, "run=a", conf_dir(), trusted=False, own="reward=strange.call")
     assert list(outside(node, known)) == ["reward calls strange.call"]
 
 

@@ -226,17 +226,17 @@ def find_tools(x: AgentRun) -> list[Callable[..., Any]]:
     return [shipped[name] if name in shipped else resolve(name) for name in x.tools]
 
 
-def ask(x: AgentRun, question: str, *, checkpoint: Path | None = None) -> AgentResult:
+def _ask(x: AgentRun, question: str, *, checkpoint: Path | None = None) -> AgentResult:
     """Loads the model, or a run's newest checkpoint, and lets it answer. Raises ConfigError where the settings are out of range."""
     if problems := sampling_problems(x.generation):
         raise ConfigError("\n".join(problems))
     tools = find_tools(x)
-    from rlkit.commands.evaluate import restore
+    from rlkit.commands.evaluate import restored_policy
     from rlkit.system.device import autocast, on_device
 
     policy, device = on_device(x)
     if checkpoint is not None:
-        restore(policy, checkpoint)
+        restored_policy(policy, checkpoint)
     with autocast(x, device):
         return run_agent(
             question,
@@ -265,7 +265,7 @@ def show(rollout: Rollout) -> None:
         style = styles.get(name.partition(" ")[0], "")
         lines = [f"  {line}" for line in visible(text, kept="\n").split("\n")]
         console.print(Text(visible(name), f"{style} underline"), Text("\n".join(lines), style), "", sep="\n")
-    console.print(ending(rollout))
+    console.print(_ending(rollout))
 
 
 def parts(rollout: Rollout) -> Iterator[tuple[str, str]]:
@@ -283,7 +283,7 @@ def parts(rollout: Rollout) -> Iterator[tuple[str, str]]:
             yield f"{'result' if result.ok else 'failed'} {result.id}", result.content
 
 
-def ending(rollout: Rollout) -> str:
+def _ending(rollout: Rollout) -> str:
     """How a conversation ended, in one line."""
     calls = sum(len(step.tool_calls) for step in rollout.steps)
     counts = f"{len(rollout.steps)} turn{'s' * (len(rollout.steps) != 1)}, {calls} tool call{'s' * (calls != 1)}"
@@ -314,5 +314,5 @@ def command(arguments: Arguments) -> int:
         config["model"], checkpoint = model_of(run, f"run={named}", arguments), runs.checkpoint_source(named, run)
         if problems := check(config["model"], f"{run}/config.yaml, model"):
             raise ConfigError("\n".join(problems))
-    show(ask(build(config), arguments.texts[0], checkpoint=checkpoint).rollout)
+    show(_ask(build(config), arguments.texts[0], checkpoint=checkpoint).rollout)
     return 0

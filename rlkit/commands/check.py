@@ -89,7 +89,7 @@ def run(x: Experiment, tasks: Splits) -> Report:
     from rlkit.system.device import autocast, on_device
     from rlkit.training.groups import experience
     from rlkit.training.learner import Learner
-    from rlkit.training.memory import probe
+    from rlkit.training.memory import probe_memory
     from rlkit.training.run import header
     from rlkit.training.selfcheck import check_policy, check_teacher
 
@@ -111,7 +111,7 @@ def run(x: Experiment, tasks: Splits) -> Report:
         process_ends_after(limit, lambda: f"step 1 hangs: nothing within trainer.max_step_time={limit:g} minutes"),
     ):
         if device.type == "cuda":
-            probe(learner, tasks.train)
+            probe_memory(learner, tasks.train)
         sampled, trained, _ = experience(learner.begin(), policy, tasks.train, StreamState(), step=0, clock=learner.clock)
         metrics = learner.step(sampled, trained)
         found = memory(learner, device)
@@ -151,7 +151,7 @@ def size_of(node: Any) -> int:
     return sum(sizes.values())
 
 
-def show(report: Report, *, phases: Sequence[str] = ()) -> str:
+def _show(report: Report, *, phases: Sequence[str] = ()) -> str:
     """The report in lines: what was done, with its numbers, then memory."""
     m, clock, memory = report.metrics, report.seconds, report.memory
     own = [r.total_reward for r in report.rollouts]
@@ -200,5 +200,5 @@ def command(arguments: Arguments) -> int:
         print(f"warning: {line}")
     firsts = first_steps(x)
     report = run(next(iter(firsts.values())), tasks)
-    print(show(report, phases=list(firsts)))
+    print(_show(report, phases=list(firsts)))
     return 0

@@ -42,9 +42,9 @@ groups and their options:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; the exit status: 0 done, 1 failed, 2 refused, 130 interrupted."""
     wait_without_spinning()
-    from rlkit.system.output import install
+    from rlkit.system.output import guard_output
 
-    install()
+    guard_output()
     words = list(sys.argv[1:] if argv is None else argv)
     if broken := [word for word in words if re.search("[\ud800-\udfff]", word)]:
         print(

@@ -29,7 +29,7 @@ class Finding(NamedTuple):
     state: Literal["ok", "warn", "bad", "off"] = "ok"  # off: an optional part that is not there
 
 
-def examine() -> list[Finding]:
+def _examine() -> list[Finding]:
     """Everything, in the order in which a run would miss it. A part that fails is a finding, never an error."""
     parts: tuple[Callable[[], list[Finding]], ...] = (python, packages, processors, devices, sandbox, disk, models, extras)
     return [finding for part in parts for finding in _kept(part)]
@@ -42,7 +42,7 @@ def _kept(part: Callable[[], list[Finding]]) -> list[Finding]:
         return [Finding(part.__name__, f"{type(error).__name__}: {error}", "bad")]
 
 
-def show(findings: list[Finding]) -> str:
+def _show(findings: list[Finding]) -> str:
     """The lines, and a last one that says whether a run can start."""
     marks = {"ok": "ok  ", "warn": "warn", "bad": "BAD ", "off": "-   "}
     lines = [f"{marks[f.state]}  {f.what:<16} {f.text}" for f in findings]
@@ -173,6 +173,6 @@ def command(arguments: Arguments) -> int:
     """What this machine gives to a run; 1 where nothing can be trained on it."""
     if arguments.overrides:
         raise ConfigError("rlkit doctor takes no overrides; rlkit check takes those of a run")
-    findings = examine()
-    print(show(findings))
+    findings = _examine()
+    print(_show(findings))
     return 1 if any(f.state == "bad" for f in findings) else 0

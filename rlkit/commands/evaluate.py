@@ -17,7 +17,7 @@ from rlkit.training.experiment import Experiment
 from rlkit.types import SPLITS, Policy, Split, Task
 
 
-def evaluate(
+def evaluate_run(
     x: Experiment, tasks: Sequence[Task], *, split: Split, checkpoint: Path | None, parent: Path, started: float
 ) -> tuple[dict[str, Any], Path]:
     """Greedy accuracy, avg@k, pass@k and mean rewards of tasks, by the verifiers of training; written as JSON beside the rollouts.
@@ -39,7 +39,7 @@ def evaluate(
     from rlkit.training.selfcheck import check_policy
 
     policy, device = on_device(x)
-    path, step = restore(policy, checkpoint) if checkpoint else (None, None)
+    path, step = restored_policy(policy, checkpoint) if checkpoint else (None, None)
     settings = x.evaluation
     with autocast(x, device):
         check_policy(policy, tasks, x)
@@ -82,7 +82,7 @@ def evaluate(
     return result, out
 
 
-def restore(policy: Policy, checkpoint: Path) -> tuple[Path, int]:
+def restored_policy(policy: Policy, checkpoint: Path) -> tuple[Path, int]:
     """Loads a checkpoint's policy; the file and the RL step of it.
 
     Raises: DataError where no checkpoint can be read, or where its weights are not those of this model.

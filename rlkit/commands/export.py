@@ -25,7 +25,7 @@ def export(model: Mapping[str, Any], *, checkpoint: Path, out: Path, merge: bool
       out: a folder that does not exist yet.
     Raises: ConfigError where `out` exists, or the adapters' base cannot be named to others; DataError where there is no checkpoint.
     """
-    from rlkit.commands.evaluate import restore
+    from rlkit.commands.evaluate import restored_policy
     from rlkit.config.schema import build, check
     from rlkit.models.load import EMBEDDED
     from rlkit.models.save import save_policy
@@ -40,7 +40,7 @@ def export(model: Mapping[str, Any], *, checkpoint: Path, out: Path, merge: bool
     adapters = hasattr(policy.model, "merge_and_unload")
     if adapters and not merge and EMBEDDED.get(model["path"]):
         raise ConfigError(f"model.path={model['path']}: no other program can load adapters on this embedded model; use merge=true")
-    path, step = restore(policy, checkpoint)
+    path, step = restored_policy(policy, checkpoint)
     written = policy.model.merge_and_unload() if adapters and merge else policy.model
     with refusing(out):
         save_policy(out, policy._replace(model=written))

@@ -23,7 +23,7 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
     """
     from rlkit.config.compose import conf_dir
     from rlkit.config.schema import build, check
-    from rlkit.config.trust import require, with_environment
+    from rlkit.config.trust import require_trust, with_environment
     from rlkit.runs import folder as runs
     from rlkit.system.device import autocast, on_device
     from rlkit.training import drift
@@ -36,7 +36,7 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
         if not (folder / name).is_file():
             raise ConfigError(f"bundle={folder}: there is no {name}; name a folder debug/step_… of a run whose update failed")
     written = runs.read_config(folder)
-    require(written, f"bundle={folder}", conf_dir(), trusted=trusted)
+    require_trust(written, f"bundle={folder}", conf_dir(), trusted=trusted)
     config = with_environment(written)
     learn(config, written)
     if problems := check(config, f"{folder}/config.yaml"):
@@ -65,13 +65,13 @@ def examine(learner: Any, batch: Any) -> tuple[str, bool]:
     fine = True
     for rows in micro_batches(batch, learner.micro_batch_tokens):
         loss, norm, names = backward(learner, batch, rows)
-        lines.append(line(rows, mask, loss, norm))
+        lines.append(_line(rows, mask, loss, norm))
         if names or loss != loss or abs(loss) == float("inf"):
             fine = False
             lines += names[:1]
             for row in rows if len(rows) > 1 else ():
                 loss, norm, _ = backward(learner, batch, row[None])
-                lines.append("  " + line(row[None], mask, loss, norm))
+                lines.append("  " + _line(row[None], mask, loss, norm))
     lines.append("everything is finite: the fault did not come again" if fine else "the fault came again")
     return "\n".join(lines), fine
 
@@ -101,7 +101,7 @@ def not_finite(tensors: Mapping[str, Any], what: str) -> list[str]:
     return [f"{what} of {bad[0]} and {len(bad) - 1} more: not finite"] if bad else []
 
 
-def line(rows: Any, mask: Any, loss: float, norm: float) -> str:
+def _line(rows: Any, mask: Any, loss: float, norm: float) -> str:
     """One row of the table."""
     names = ", ".join(map(str, rows.tolist()))
     return f"{names if len(names) < 23 else f'{names[:20]}…':<24}{int(mask[rows].sum()):>8}{loss:>14.6g}{norm:>14.6g}"

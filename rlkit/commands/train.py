@@ -159,7 +159,7 @@ def run_in_folder(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: 
     if ranks.rank() == 0:
         with lenient("config.yaml"):
             runs.write_config(folder, config)  # a resumed run's, once it has gone on with it
-    print(closing(summary, folder), flush=True)
+    print(closing_lines(summary, folder), flush=True)
     if summary["ended"] == "interrupted":
         if ranks.rank() == 0 and x.trainer.requeue and "signal" in summary and summary["signal"] != "SIGINT":
             from rlkit.training.callbacks.stopping import requeue
@@ -170,7 +170,7 @@ def run_in_folder(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: 
     return 1 if LOST else 0
 
 
-def closing(summary: Mapping[str, Any], folder: Path) -> str:
+def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
     """The before/after table of the test problems, the folder and the commands that come next."""
     from rlkit.training.callbacks.terminal import how_sampled
 

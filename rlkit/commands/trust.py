@@ -31,7 +31,7 @@ def asker(where: str, folder: Path, arguments: Arguments) -> Callable[[dict], No
 
     def ask(config: dict) -> None:
         node = {"": config, "overrides": runs.saved_overrides(folder)}
-        require(node, where, conf_dir(), trusted=is_trusted(arguments.overrides), own=own)
+        require_trust(node, where, conf_dir(), trusted=is_trusted(arguments.overrides), own=own)
 
     return ask
 
@@ -50,7 +50,7 @@ def model_of(run: Path, where: str, arguments: Arguments) -> dict:
     written = runs.read_config(run).get("model")
     if not isinstance(written, dict) or "_target_" not in written:
         raise ConfigError(f"{where}: {run}/config.yaml names no model; give the folder as rlkit wrote it")
-    require({"model": written}, where, conf_dir(), trusted=is_trusted(arguments.overrides))
+    require_trust({"model": written}, where, conf_dir(), trusted=is_trusted(arguments.overrides))
     model = with_environment(written, "model")
     learn(model, written)
     return model

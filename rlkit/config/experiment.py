@@ -127,7 +127,7 @@ def lifted(part: Any, hint: Any, where: str) -> Any:
     if hint in (Reward, Term) and not isinstance(part, hint):
         part = (as_reward if hint is Reward else as_term)(part, where)
     elif where == "task" and not callable(part):
-        part = as_task(part, where)
+        part = task_function(part, where)
     elif where == "model" and isinstance(part, Policy):
         part = the_policy(part)
     if not stands(part, hint):
@@ -179,7 +179,7 @@ def as_reward(part: Any, where: str) -> Reward:
     return Reward("+".join(terms), terms)
 
 
-def as_task(part: Any, where: str) -> Callable[..., Sequence[Task]]:
+def task_function(part: Any, where: str) -> Callable[..., Sequence[Task]]:
     """Tasks as the function of a split that a run asks. A list is all for training, without validation or test problems."""
     splits = part if isinstance(part, Splits) else Splits(part)
     if isinstance(part, Task) or not all(isinstance(task, Task) for own in splits for task in own):

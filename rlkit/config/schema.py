@@ -181,7 +181,7 @@ def _is_plain_class(target: Any) -> bool:
     return inspect.isclass(target) and not issubclass(target, tuple)
 
 
-def moved(name: Any) -> Any:
+def present_name(name: Any) -> Any:
     """A `_target_` under its present name; warns once where it is that of version 0.1."""
     old = next((old for old in MOVED if isinstance(name, str) and (name == old or name.startswith(f"{old}."))), None)
     package, _, file = str(name).rpartition(".")[0].rpartition(".")  # a part was also named with its file: rlkit.rewards.numeric.numeric
@@ -207,15 +207,14 @@ def renamed(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     called = "_partial_" in node and not _is_partial(node)
-    return {
-        key: moved(value) if key == "_target_" else renamed(value) for key, value in node.items() if not (called and key == "_partial_")
-    }
+    kept = {key: value for key, value in node.items() if not (called and key == "_partial_")}
+    return {key: present_name(value) if key == "_target_" else renamed(value) for key, value in kept.items()}
 
 
 @functools.cache
 def resolve(name: Any) -> Callable[..., Any]:
     """The function that a `_target_` names. Raises ConfigError with the nearest valid name."""
-    name = moved(name)
+    name = present_name(name)
     module_name, _, attribute = str(name).rpartition(".")
     try:
         module = importlib.import_module(module_name)

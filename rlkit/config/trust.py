@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from rlkit.config.schema import moved
+from rlkit.config.schema import present_name
 from rlkit.errors import ConfigError, DataError
 from rlkit.system.redaction import FROM_ENVIRONMENT
 
@@ -75,7 +75,7 @@ def outside(node: Any, known: frozenset[str], path: str = "") -> Iterator[str]:
             yield f"{path} is {node:.80}"
 
 
-def require(node: Any, where: str, conf: Path, *, trusted: bool, own: str = "") -> None:
+def require_trust(node: Any, where: str, conf: Path, *, trusted: bool, own: str = "") -> None:
     """Refuse a config that has code of others run, unless the user trusts it.
 
     Args:
@@ -87,7 +87,7 @@ def require(node: Any, where: str, conf: Path, *, trusted: bool, own: str = "") 
     """
     if trusted:
         return
-    mine = frozenset(moved(name) for name in re.findall(r"_target_\s*[:=]\s*['\"]?([\w.]+)", own))
+    mine = frozenset(present_name(name) for name in re.findall(r"_target_\s*[:=]\s*['\"]?([\w.]+)", own))
     found = list(dict.fromkeys(outside(node, shipped(conf) | mine)))
     if found:
         more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlkit.types import Batch, Rollout
 
 
-class Row(NamedTuple):
+class TokenRow(NamedTuple):
     """One training sequence: consecutive steps of a rollout whose contexts extend one another."""
 
     ids: list[int]
@@ -22,19 +22,19 @@ class Row(NamedTuple):
     versions: list[int]
 
 
-def rows(rollout: Rollout) -> list[Row]:
+def rows(rollout: Rollout) -> list[TokenRow]:
     """The training sequences of a rollout.
 
     A step whose context begins with all that came before (context + reply of the step before) extends the row; one whose
     context was rewritten (a template that drops earlier thinking, turns dropped to make room) starts a new row. One rule for every
     history policy. What a thinking budget wrote is in the row, for the policy read it, and is not trained.
     """
-    out: list[Row] = []
-    spot: tuple[Row, int] | None = None  # the last sampled token so far: where a reward is earned
+    out: list[TokenRow] = []
+    spot: tuple[TokenRow, int] | None = None  # the last sampled token so far: where a reward is earned
     for index, step in enumerate(rollout.steps):
         prompt = list(step.prompt_ids)
         if not out or prompt[: len(out[-1].ids)] != out[-1].ids:
-            out.append(Row([], [], [], [], [], []))
+            out.append(TokenRow([], [], [], [], [], []))
         row = out[-1]
         new = prompt[len(row.ids) :] + list(step.response_ids)
         observed = len(new) - len(step.response_ids)

@@ -50,19 +50,19 @@ async def play(
             while prompt is not None:
                 step = await say(rollout, prompt, session)
                 if step is None:
-                    rollout = truncated(rollout, "context")
+                    rollout = cut_off(rollout, "context")
                     break
                 rollout = rollout.add(step)
                 if step.finish_reason == "length":
-                    rollout = truncated(rollout, "length")
+                    rollout = cut_off(rollout, "length")
                     break
                 async with limit.running():
                     with blamed("answer", task):
                         rollout, prompt = _checked(await awaited(session.answer(rollout)))
                 if prompt is not None and len(rollout.steps) >= environment.max_steps:
-                    rollout, prompt = truncated(rollout, "steps"), None
+                    rollout, prompt = cut_off(rollout, "steps"), None
         except DeadlinePassed:
-            rollout = truncated(rollout, "deadline")
+            rollout = cut_off(rollout, "deadline")
         said()
         return rollout if session is None else await with_state(rollout, session)
 
@@ -88,7 +88,7 @@ def opening(task: Task, environment: Environment) -> Opening:
     return run(look())
 
 
-def truncated(rollout: Rollout, why: str) -> Rollout:
+def cut_off(rollout: Rollout, why: str) -> Rollout:
     """The rollout, cut off by a limit."""
     return rollout._replace(status="truncated", truncation=why)
 

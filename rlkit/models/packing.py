@@ -148,12 +148,12 @@ def allow_packing(model: nn.Module) -> None:
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
     able = getattr(model, "_supports_attention_backend", False) and not getattr(config, "is_encoder_decoder", False)
     if able and layers == {"full_attention"} and config._attn_implementation == "sdpa" and not getattr(config, "sliding_window", None):
-        AttentionInterface.register(ATTENTION, attend)
+        AttentionInterface.register(ATTENTION, attend_packed)
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)
         config._attn_implementation = ATTENTION
 
 
-def attend(
+def attend_packed(
     module: Any,
     query: Tensor,
     key: Tensor,

@@ -52,7 +52,7 @@ class RLStep(NamedTuple):
     policy: Policy  # as it is after the step
 
     def __repr__(self) -> str:
-        reward = display.number(self.metrics.get("reward/mean"))
+        reward = display.figure(self.metrics.get("reward/mean"))
         return f"RL step {self.step} · reward {reward} · {len(self.rollouts)} rollouts · {len(self.metrics)} metrics"
 
 

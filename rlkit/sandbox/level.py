@@ -60,7 +60,7 @@ def probe() -> Level:
     Folders that a killed process left behind are removed first.
     Raises: SandboxError where not even `basic` runs.
     """
-    sweep()
+    remove_leftovers()
     reasons = []
     for features in CHOICES if sys.platform.startswith("linux") else ((),):
         try:
@@ -92,7 +92,7 @@ def self_test(features: Sequence[str]) -> tuple[str, ...]:
 
 def require(sandbox: Sandbox) -> Level:
     """The level here. Raises: ConfigError where it is weaker than asked for and that was not consented to, or a number is out of range."""
-    check(sandbox)
+    check_settings(sandbox)
     if sandbox.min_level not in LEVELS:
         raise ConfigError(f"sandbox.min_level is {sandbox.min_level!r}; it must be one of {', '.join(LEVELS)}")
     level = probe()

@@ -20,7 +20,7 @@ from time import monotonic
 from typing import Any, Literal, NamedTuple
 
 from rlkit.errors import ConfigError, RLKitError
-from rlkit.sandbox.values import Malformed, decode, records
+from rlkit.sandbox.values import Malformed, decode_value, records
 from rlkit.system.deadline import ended_by
 from rlkit.system.processors import cores
 from rlkit.types import ranges
@@ -100,7 +100,7 @@ class Outcome(NamedTuple):
     seconds: float = 0.0
 
 
-def check(sandbox: Sandbox) -> None:
+def check_settings(sandbox: Sandbox) -> None:
     """Raises: ConfigError naming the number that is out of range."""
     for name, (least, _) in Sandbox.__ranges__.items():  # type: ignore[attr-defined]
         value = getattr(sandbox, name)
@@ -124,7 +124,7 @@ def run_with(job: Job, sandbox: Sandbox, features: Sequence[str], landlock_abi: 
       landlock_abi: the newest version of Landlock that is used, as on an older kernel; None for the kernel's own.
     Raises: SandboxError where the limits cannot be set or this machine cannot start the child.
     """
-    check(sandbox)
+    check_settings(sandbox)
     try:
         data, how, seconds = _said(marshal.dumps(_job(job, sandbox, features, landlock_abi)), sandbox)
     except (OSError, subprocess.SubprocessError) as error:
@@ -207,7 +207,7 @@ def _result(tag: str, payload: bytes) -> Result:
     if tag == "F":
         return Result(error=payload.decode("utf-8", "replace") or "failed")
     try:
-        return Result(decode(payload))
+        return Result(decode_value(payload))
     except Malformed as error:
         return Result(error=f"no value: {error}")
 
@@ -251,7 +251,7 @@ def folder() -> Iterator[str]:
         os.close(lock)
 
 
-def sweep() -> list[str]:
+def remove_leftovers() -> list[str]:
     """Remove the folders of this user in the temporary folder whose owner is gone. Returns their paths."""
     swept = []
     for entry in Path(tempfile.gettempdir()).glob(FOLDER + "*"):

@@ -52,7 +52,7 @@ def records(data: bytes) -> list[tuple[str, bytes]]:
     return out
 
 
-def decode(data: bytes) -> Any:
+def decode_value(data: bytes) -> Any:
     """The value that `_child.encode` wrote: numbers, text, bytes, None, and lists, tuples, sets and dicts of them; else `Opaque`.
 
     Raises: Malformed for any other bytes. Time and memory are linear in the bytes.

@@ -86,7 +86,7 @@ def _may_be_typed() -> bool:
     return main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-class Work(Generic[T]):
+class _Work(Generic[T]):
     """A call in a thread of its own, which does not keep the process alive."""
 
     def __init__(self, call: Callable[[], T]):
@@ -122,7 +122,7 @@ class Work(Generic[T]):
             )
 
 
-WORK: ContextVar[Work[Any] | None] = ContextVar("WORK", default=None)  # whose thread this is
+WORK: ContextVar[_Work[Any] | None] = ContextVar("WORK", default=None)  # whose thread this is
 
 
 @lru_cache(maxsize=64)
@@ -163,7 +163,7 @@ def in_thread(call: Callable[[], T], seconds: float | None) -> T:
       seconds: that are waited; None waits for ever.
     Raises: DeadlinePassed after that time, and whatever the call raises; ProcessEndAsked where it tries to end the process.
     """
-    work = Work(call)
+    work = _Work(call)
     try:
         work.thread.join(seconds)
         if not work.future.done():
@@ -182,7 +182,7 @@ async def in_worker(call: Callable[[], T], seconds: float | None, what: str) -> 
     A call whose coroutine is cancelled is given up too. `what` names the call, for the warning where it cannot be ended.
     """
     async with PLACES.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MOST_THREADS)):
-        work = Work(call)
+        work = _Work(call)
         try:
             async with within(seconds):
                 return await asyncio.wrap_future(work.future)

@@ -34,7 +34,7 @@ class Output(io.TextIOWrapper):
         return super().write(cover(text))
 
 
-def install() -> None:
+def guard_output() -> None:
     """Puts an Output in the place of standard output and standard error, where they are the process's own."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)

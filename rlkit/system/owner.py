@@ -86,7 +86,7 @@ def identity() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "place": place(),
+        "place": _place(),
         "started": started(os.getpid()),
         "since": datetime.now().isoformat(sep=" ", timespec="seconds"),
         "beat": time.time(),
@@ -192,7 +192,7 @@ def check(folder: Path) -> None:
 def check_path(path: Path) -> None:
     """`check` for the run folder that a path lies in."""
     for folder in [folder for folder in HELD if folder in path.resolve().parents]:
-        check(folder)
+        check_owner(folder)
 
 
 def lost(folder: Path) -> str:

@@ -45,7 +45,7 @@ class Problem(NamedTuple):
     @property
     def answer(self) -> int:
         """The value of the expression; always a positive integer."""
-        return evaluate(self.start, self.operations)
+        return value_of(self.start, self.operations)
 
 
 def expression(start: int, operations: tuple[tuple[str, int], ...]) -> str:

@@ -12,7 +12,7 @@ from rlkit.environments.prompts import with_system_prompt
 from rlkit.environments.thinking import split_thinking
 from rlkit.errors import DataError
 from rlkit.tasks.source import read_split
-from rlkit.tasks.splits import select
+from rlkit.tasks.splits import in_order
 from rlkit.types import Message, Task, ranges
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -68,7 +68,7 @@ def conversations(
             raise DataError(f"{where}: the field {answer!r} (task.answer) is missing or empty; correct the row, or set task.answer=null")
         name = f"{Path(source).stem}/{split}/{i}"
         tasks.append(Task(name, tuple(messages[:first]), gold, reward, environment, {"messages": list(messages)}))
-    return select(tasks, seed=seed, max_samples=max_samples, source=source)
+    return in_order(tasks, seed=seed, max_samples=max_samples, source=source)
 
 
 def _first_reply(messages: Sequence[Message]) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.errors import ConfigError, DataError
 from rlkit.tasks.source import Row, read_split
-from rlkit.tasks.splits import select
+from rlkit.tasks.splits import in_order
 from rlkit.types import Message, Task, ranges
 
 FIELDS = ("prompt", "answer", "id", "reward", "environment")
@@ -67,7 +67,7 @@ def jsonl(
     )
     defaults = Task(id=f"{Path(source).stem}/{split}", messages=(), reward=reward, environment=environment)
     tasks = [_task(where, row, fields, defaults._replace(id=f"{defaults.id}/{i}"), system_prompt) for i, where, row in rows]
-    return select(tasks, seed=seed, max_samples=max_samples, source=source)
+    return in_order(tasks, seed=seed, max_samples=max_samples, source=source)
 
 
 def _check(fields: Mapping[str, str]) -> None:

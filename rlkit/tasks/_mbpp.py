@@ -10,7 +10,7 @@ from rlkit.errors import DataError
 from rlkit.sandbox import Unsplittable
 from rlkit.sandbox import split as split_test
 from rlkit.tasks.source import Row, read_split
-from rlkit.tasks.splits import select
+from rlkit.tasks.splits import in_order
 from rlkit.types import Task, ranges
 
 INSTRUCTION = "Answer with one Python program in a ```python block. It must pass tests like this one:"
@@ -58,7 +58,7 @@ def mbpp(
     if dropped:
         names = ", ".join(task.id for task in dropped[:20])
         logging.getLogger(__name__).warning("%d of %d rows have no tests that can be checked: %s", len(dropped), len(rows), names)
-    return select(tasks, seed=seed, max_samples=max_samples, source=path)
+    return in_order(tasks, seed=seed, max_samples=max_samples, source=path)
 
 
 def _problem(_: str, row: Row) -> Any:

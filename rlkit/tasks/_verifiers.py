@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlkit.errors import ConfigError, DataError, install
-from rlkit.tasks.splits import check_split, cut, select
+from rlkit.tasks.splits import check_split, cut, in_order
 from rlkit.types import Message, Task, ranges
 
 
@@ -48,7 +48,7 @@ def verifiers(
     rows = list(itertools.islice(taskset, limit))
     kept = cut(rows, _content, split, f"rows of task.id={id}", validation=validation, held_out=held_out)
     tasks = [_task(id, config, split, environment, row) for row in kept]
-    return select(tasks, seed=seed, max_samples=max_samples, source=id)
+    return in_order(tasks, seed=seed, max_samples=max_samples, source=id)
 
 
 def _taskset(id: str, config: Mapping[str, Any]) -> Any:

@@ -63,7 +63,7 @@ def cut(rows: Sequence[Row], content: Callable[[Row], Any], split: str, what: st
     return kept
 
 
-def select(tasks: Sequence[Task], *, seed: int, max_samples: int | None, source: str) -> list[Task]:
+def in_order(tasks: Sequence[Task], *, seed: int, max_samples: int | None, source: str) -> list[Task]:
     """The tasks in an order that the seed fixes, cut to `max_samples` after the shuffle.
 
     Args:

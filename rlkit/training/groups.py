@@ -39,7 +39,7 @@ def experience(
             break
         drawn, stream = take(tasks, stream, missing, seed=x.seed)
         with clock.sampling(x.generation.engine):
-            rollouts = play(x, policy, drawn, step=step, first=len(sampled) // x.batch.group_size, clock=clock)
+            rollouts = played(x, policy, drawn, step=step, first=len(sampled) // x.batch.group_size, clock=clock)
         failures(rollouts)
         if x.algorithm.episodes is None:
             with clock.part("reward"):
@@ -50,7 +50,7 @@ def experience(
     return sampled, accepted or sampled, stream
 
 
-def play(x: Experiment, policy: Policy, tasks: Sequence[Task], *, step: int, first: int, clock: Clock) -> list[Rollout]:
+def played(x: Experiment, policy: Policy, tasks: Sequence[Task], *, step: int, first: int, clock: Clock) -> list[Rollout]:
     """Episodes sampled from the policy as it is now; `first` is the position of the first task in the step.
 
     Every rank plays the episodes of some of the tasks, and all ranks get all of them.

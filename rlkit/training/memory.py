@@ -68,7 +68,7 @@ def named(what: str, remedy: str) -> Iterator[None]:
         raise OutOfMemory(f"out of memory in {what}: {remedy} ({str(error).splitlines()[0]})") from error
 
 
-def probe(learner: Any, tasks: Sequence[Task]) -> None:
+def probe_memory(learner: Any, tasks: Sequence[Task]) -> None:
     """One forward and backward pass of a micro-batch of the longest rollouts there can be, with room for the optimiser's moments.
 
     It is done before the first step on a GPU, so that memory runs out in the first minute and not in the first hour.

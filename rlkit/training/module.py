@@ -16,7 +16,7 @@ from rlkit.system import rng
 from rlkit.training.experiment import Experiment
 from rlkit.training.groups import experience
 from rlkit.training.learner import Host, Learner
-from rlkit.training.memory import probe
+from rlkit.training.memory import probe_memory
 from rlkit.types import Policy, Task
 
 
@@ -116,7 +116,7 @@ class RLModule(L.LightningModule):
     def on_train_start(self) -> None:
         if self.device.type == "cuda" and ranks.size() == 1:
             with self.trainer.strategy.precision_plugin.forward_context():
-                probe(self.learner, self.tasks)
+                probe_memory(self.learner, self.tasks)
         self.droppable = False
         if self.rl_step >= self.total_steps:  # resumed for its last files alone; the loop would wait for a batch for ever
             self.trainer.should_stop = True

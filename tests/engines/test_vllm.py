@@ -21,7 +21,7 @@ from rlkit.config.compose import compose, experiment
 from rlkit.engines import VLLM
 from rlkit.engines.vllm import engine as vllm_engine
 from rlkit.engines.vllm import pool as vllm_pool
-from rlkit.engines.vllm.weights import fingerprint, whole_weights
+from rlkit.engines.vllm.weights import all_weights, fingerprint
 from rlkit.episodes._collect import collect
 from rlkit.errors import ConfigError, EngineError
 from rlkit.models import LoRA, load_policy
@@ -173,7 +173,7 @@ def test_a_merged_adapter_is_the_model_that_trains(policy):
                 weight.normal_(std=0.05)
         ids = torch.tensor([[5, 80, 90]])
         before = policy.model(ids).logits.clone()
-        policy.model.load_state_dict(dict(whole_weights(adapted.model, merge=True)))
+        policy.model.load_state_dict(dict(all_weights(adapted.model, merge=True)))
         torch.testing.assert_close(policy.model(ids).logits, adapted.model(ids).logits, rtol=1e-4, atol=1e-4)
         assert not torch.allclose(before, adapted.model(ids).logits, rtol=1e-2, atol=1e-2)
 

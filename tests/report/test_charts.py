@@ -53,12 +53,12 @@ def test_long_names_leave_room_for_the_chart(make_run):
     """matplotlib warns, which is an error here, where a legend takes all of the figure."""
     many = group_runs([read_run(make_run(str(i), lr=10.0**-i, title="n" * 200)) for i in range(15)])
     for chart in (charts.STATIC[0], charts.Chart("times", charts.TIME, "Times", "")):
-        charts.draw(chart, many, None)
+        charts.draw_charts(chart, many, None)
 
 
 def test_equal_runs_give_equal_bytes(make_run):
     shown = groups(make_run)
-    assert charts.draw(charts.STATIC[0], shown, None) == charts.draw(charts.STATIC[0], shown, None)
+    assert charts.draw_charts(charts.STATIC[0], shown, None) == charts.draw_charts(charts.STATIC[0], shown, None)
 
 
 def test_without_matplotlib_the_refusal_says_what_to_install(monkeypatch):

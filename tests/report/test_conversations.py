@@ -41,5 +41,5 @@ def test_a_damaged_file_is_said_and_left_out(make_run):
 
 
 def test_a_long_text_is_cut_and_says_so():
-    assert clipped("x" * TEXT) == "x" * TEXT
-    assert clipped("x" * (TEXT + 1234)).endswith("1,234 more characters are in the run's files")
+    assert trimmed("x" * TEXT) == "x" * TEXT
+    assert trimmed("x" * (TEXT + 1234)).endswith("1,234 more characters are in the run's files")

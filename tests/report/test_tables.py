@@ -6,12 +6,12 @@ import pytest
 
 from rlkit.functional.statistics import wilson
 from rlkit.runs.report.read import group_runs, read_run
-from rlkit.runs.report.tables import Estimate, before_after, health, newcombe, over_seeds, student
+from rlkit.runs.report.tables import WithInterval, before_after, newcombe, over_seeds, student, symptoms
 
 
 def test_the_interval_of_a_change_is_newcombes():
     """Newcombe 1998, table II, example (a): 56/70 against 48/80, method 10: 0.0524 to 0.3339."""
-    first, second = (Estimate(k / n, *wilson(k, n)) for k, n in ((48, 80), (56, 70)))
+    first, second = (WithInterval(k / n, *wilson(k, n)) for k, n in ((48, 80), (56, 70)))
     assert newcombe(first, second) == pytest.approx((0.2, 0.0524, 0.3339), abs=1e-4)
 
 
@@ -21,7 +21,7 @@ def test_students_t_is_that_of_the_tables(freedom, table):
 
 
 def test_seeds_that_agree_by_chance_still_have_the_interval_over_problems():
-    assert over_seeds([Estimate(0.9, 0.8, 0.95)] * 2) == pytest.approx((0.9, 0.8, 0.95))
+    assert over_seeds([WithInterval(0.9, 0.8, 0.95)] * 2) == pytest.approx((0.9, 0.8, 0.95))
 
 
 def test_seeds_are_put_together_and_the_reward_is_shown_where_it_is_another_number(make_run):

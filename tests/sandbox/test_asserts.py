@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rlkit.sandbox import Check, Opaque, Result, Unsplittable, passes, same, split
 from rlkit.sandbox._child import encode
-from rlkit.sandbox.values import Malformed, decode, records
+from rlkit.sandbox.values import Malformed, decode_value, records
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8) | st.binary(max_size=8)
 HASHABLE = st.recursive(SCALARS, lambda s: st.lists(s, max_size=3).map(tuple) | st.frozensets(s, max_size=3), max_leaves=8)
@@ -51,7 +51,7 @@ def test_any_literal_is_split_off(value):
 @given(VALUES)
 @settings(max_examples=150, deadline=None)
 def test_values_come_back_as_they_were(value):
-    back = decode(encode(value, 1 << 20))
+    back = decode_value(encode(value, 1 << 20))
     assert same(back, value) and repr(type(back)) == repr(type(value))
 
 
@@ -65,13 +65,13 @@ def test_values_come_back_as_they_were(value):
 def test_any_other_bytes_are_refused_and_nothing_else(data):
     records(data)
     with contextlib.suppress(Malformed):
-        decode(data)
+        decode_value(data)
 
 
 def test_bytes_that_claim_more_than_they_are_cost_nothing():
     for data in (b"l99999999:", b"s99999999:", b"l1:" * 10000 + b"N", b"i5:zzzzz", b"d1:l0:N", b"", b"NN", b"f3:xyz"):
         with pytest.raises(Malformed):
-            decode(data)
+            decode_value(data)
 
 
 # test → the calls of the program, a value that passes for every call, a value that does not

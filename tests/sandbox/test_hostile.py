@@ -391,7 +391,7 @@ def test_the_folders_of_a_killed_process_are_removed_at_the_next_start_and_no_ot
     (folder / f"{FOLDER}file").touch()
     with own_folder() as mine, monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: 12345)
-        assert sweep() == [] and (dead / "left.txt").exists()
+        assert remove_leftovers() == [] and (dead / "left.txt").exists()
         patch.undo()
         probe.cache_clear()
         probe()
@@ -400,7 +400,7 @@ def test_the_folders_of_a_killed_process_are_removed_at_the_next_start_and_no_ot
     owners[1].communicate("")
     owners[0].stdin.close()
     owners[0].stdout.close()
-    assert not alive.exists() and sweep() == []
+    assert not alive.exists() and remove_leftovers() == []
     for path in (folder / f"{FOLDER}link", folder / f"{FOLDER}file"):
         path.unlink()
     other.rmdir()
@@ -410,7 +410,7 @@ def test_a_folder_is_never_swept_where_the_file_system_has_no_locks(folder, monk
     monkeypatch.setattr(process, "_locked", lambda descriptor: False)
     with own_folder() as path:
         monkeypatch.undo()
-        assert sweep() == [] and Path(path).exists()
+        assert remove_leftovers() == [] and Path(path).exists()
     assert list(folder.iterdir()) == []
 
 

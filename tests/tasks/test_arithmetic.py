@@ -11,7 +11,7 @@ from fractions import Fraction
 import pytest
 
 from rlkit.environments import calculator
-from rlkit.tasks._arithmetic import arithmetic, draw_of, evaluate, expression, problem, split_of_expression
+from rlkit.tasks._arithmetic import arithmetic, draw_of, expression, problem, split_of_expression, value_of
 from rlkit.types import SPLITS
 
 WARM_UP = 1_000_003  # the seed of the problems that experiments/tiny_model/build.py warms up with
@@ -100,7 +100,7 @@ def test_the_expression_means_the_operations_in_their_order(problems):
             for sign, x in p.operations:
                 total = steps[sign](total, x)
                 assert total > 0 and total.denominator == 1, p  # nobody has a negative or a broken number of pens
-            assert total == independent(p.expression) == evaluate(p.start, p.operations)
+            assert total == independent(p.expression) == value_of(p.start, p.operations)
 
 
 @pytest.mark.parametrize(

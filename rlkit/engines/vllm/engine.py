@@ -19,8 +19,8 @@ import torch
 
 from rlkit.engines.vllm.in_process import InProcess
 from rlkit.engines.vllm.pool import ServerPool
-from rlkit.engines.vllm.request import check
-from rlkit.engines.vllm.server import Server, start
+from rlkit.engines.vllm.request import check_reply
+from rlkit.engines.vllm.server import Server, start_server
 from rlkit.engines.vllm.weights import lora_rank, saved_model
 from rlkit.errors import ConfigError, EngineError
 from rlkit.types import Generation, Policy, SamplingParams
@@ -99,7 +99,7 @@ class VLLM:
           temperature and cut. The context limits of the model and of vLLM cut a completion further.
         Raises: ConfigError for what vLLM cannot sample; EngineError before the first load, and where no server answers.
         """
-        check(params)
+        check_reply(params)
         if self.backend is None:
             raise EngineError("VLLM.generate: there are no weights yet; await load(policy, version) first")
         if params.admission != "free" and not self.told:
@@ -123,7 +123,7 @@ class VLLM:
         if not self.addresses:
             return InProcess(policy, self._arguments(policy), merge=self.merge, sleeps=self.sleeps)
         if self.addresses == ["start"]:
-            servers = [start(saved_model(policy), flags(self._arguments(policy)), max_rows=self.max_rows, devices=self.devices)]
+            servers = [start_server(saved_model(policy), flags(self._arguments(policy)), max_rows=self.max_rows, devices=self.devices)]
         else:
             servers = [Server(address, max_rows=self.max_rows) for address in self.addresses]
         return ServerPool(servers, merge=self.merge, restart_wait=self.restart_wait, folder=self.folder)

@@ -21,9 +21,9 @@ class InProcess(Service):
 
     def __init__(self, policy: Policy, arguments: Mapping[str, Any], *, merge: bool, sleeps: bool):
         super().__init__()
-        self.vllm = Decoder(policy, arguments, merge=merge, sleeps=sleeps)
+        self.vllm = InProcessDecoder(policy, arguments, merge=merge, sleeps=sleeps)
 
-    def make_decoder(self, policy: Policy) -> Decoder:
+    def make_decoder(self, policy: Policy) -> InProcessDecoder:
         self.vllm.policy = policy
         self.vllm.ready()
         return self.vllm
@@ -44,7 +44,7 @@ class InProcess(Service):
         self.vllm.llm.llm_engine.engine_core.shutdown()
 
 
-class Decoder:
+class InProcessDecoder:
     """vLLM's LLM class as `rlkit.engines.service.Decoder`. It starts with random weights: the policy's are pushed.
 
     Args:
@@ -123,7 +123,7 @@ class Decoder:
         base = weights.base_mark(model, merge=self.merge)
         if base != self.base:
             self.base = self.adapter = None  # an interrupted push is made again, whole
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights.whole_weights(model, merge=self.merge)})
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights.all_weights(model, merge=self.merge)})
             self.wake_cache()
             self.llm.reset_prefix_cache()
             self.base = base

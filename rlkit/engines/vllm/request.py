@@ -12,7 +12,7 @@ COLDEST, HOTTEST = 0.01, 2.0  # vLLM raises lower temperatures, except 0, and re
 UNUSED = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
-def check(params: SamplingParams) -> None:
+def check_reply(params: SamplingParams) -> None:
     """Raises ConfigError for what vLLM cannot sample."""
     if params.temperature and not COLDEST <= params.temperature <= HOTTEST:
         raise ConfigError(f"generation.temperature={params.temperature}: vLLM takes 0 or from {COLDEST} to {HOTTEST}")

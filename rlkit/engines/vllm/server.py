@@ -144,7 +144,7 @@ async def fetch(url: str, body: Mapping[str, Any] | None = None) -> tuple[int, b
         writer.close()
 
 
-def start(model: Path, flags: Sequence[str], *, max_rows: int, devices: str | None) -> Server:
+def start_server(model: Path, flags: Sequence[str], *, max_rows: int, devices: str | None) -> Server:
     """Start `vllm serve` of a saved model on a free port of this machine. It ends with this process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

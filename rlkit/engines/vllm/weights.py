@@ -48,7 +48,7 @@ def adapter_mark(model: Any) -> Any:
     return fingerprint(t for name, t in model.named_parameters() if f".{active}." in name)
 
 
-def whole_weights(model: Any, *, merge: bool) -> Iterator[tuple[str, Tensor]]:
+def all_weights(model: Any, *, merge: bool) -> Iterator[tuple[str, Tensor]]:
     """Parameters by their names in a checkpoint: of a model under LoRA those of the base, with `merge` plus the adapter.
 
     A head that shares the embedding is there too: vLLM may keep a copy of it in another layout.
@@ -107,7 +107,7 @@ def save_weights(model: Any, folder: Path, *, merge: bool) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir(exist_ok=True)
-    weights = {name: weight.cpu().contiguous().clone() for name, weight in whole_weights(model, merge=merge)}
+    weights = {name: weight.cpu().contiguous().clone() for name, weight in all_weights(model, merge=merge)}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 

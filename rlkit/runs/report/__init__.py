@@ -14,7 +14,7 @@ from typing import Any
 from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
 from rlkit.runs.report import charts, conversations, page, tables
-from rlkit.runs.report.read import Run, find_runs, group_runs, read_run
+from rlkit.runs.report.read import ReadRun, find_runs, group_runs, read_run
 from rlkit.system.files import refusing, write_atomic
 
 
@@ -32,7 +32,7 @@ def write_report(paths: Sequence[Path | str], out: Path | str | None = None, *, 
         raise ConfigError(f"limit={limit} and smooth={smooth} are counts: 0 or more")
     charts.require_matplotlib()
     found = [read_run(folder) for folder in find_runs(paths)]
-    target = where(paths, out)
+    target = _where(paths, out)
     beside = target.with_suffix("")
     groups = group_runs(found)
     drawn = [charts.draw(chart, groups, smooth) for chart in charts.with_values(groups)]
@@ -50,7 +50,7 @@ def write_report(paths: Sequence[Path | str], out: Path | str | None = None, *, 
     return target
 
 
-def where(paths: Sequence[Path | str], out: Path | str | None) -> Path:
+def _where(paths: Sequence[Path | str], out: Path | str | None) -> Path:
     """The file to write. Raises ConfigError for a name that is no page's."""
     if out is None:
         return (Path(paths[0]).expanduser() if len(paths) == 1 else runs.fresh(runs.OUTPUTS / "report")) / "report.html"

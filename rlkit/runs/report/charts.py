@@ -256,7 +256,7 @@ def phase_starts(group: Group) -> Iterator[tuple[int, str]]:
     for run in group.runs:
         for step, text in run.switches:
             match = re.match(r"phase .+? → (.+?) after step", text)
-            yield step, clipped(match[1] if match else text, 24)
+            yield step, _clipped(match[1] if match else text, 24)
 
 
 def draw_times(axes: Any, groups: Sequence[Group]) -> None:
@@ -268,13 +268,13 @@ def draw_times(axes: Any, groups: Sequence[Group]) -> None:
         widths = [mean_of(group, metric) if metric else max(0.0, t - at) for group, t, at in zip(groups, total, left, strict=True)]
         axes.barh(range(len(groups)), widths, left=left, height=0.6, color=COLOURS[index] if metric else SOFT, label=name)
         left = [at + width for at, width in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(groups)), [clipped(text, 28) for text in names])
+    axes.set_yticks(range(len(groups)), [_clipped(text, 28) for text in names])
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     axes.set_ylim(len(groups) - 0.3, -0.7)
 
 
-def clipped(text: str, length: int) -> str:
+def _clipped(text: str, length: int) -> str:
     """A name that leaves room for the chart."""
     return text if len(text) <= length else text[: length - 1] + "…"
 

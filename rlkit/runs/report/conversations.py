@@ -12,7 +12,7 @@ from typing import Any
 
 from rlkit.episodes.record import FORMATS, load_rollouts
 from rlkit.errors import DataError
-from rlkit.runs.report.read import Run, rollout_file
+from rlkit.runs.report.read import ReadRun, rollout_file
 from rlkit.types import Rollout, Step
 
 STEPS = 60  # of a run that are shown
@@ -21,7 +21,7 @@ TEXT = 20_000  # characters of one message
 TOTAL = 30_000_000  # characters of all conversations: what a browser opens at once
 
 
-def collect(found: Sequence[Run], limit: int) -> dict[str, Any]:
+def collect(found: Sequence[ReadRun], limit: int) -> dict[str, Any]:
     """{runs: [name], texts: [text of a prompt], rollouts: [entry]}; at most `limit` entries, the same number of each run.
 
     Of a run's steps at most STEPS are shown, spread evenly, first and last among them; of a step the best, the worst and a
@@ -40,12 +40,12 @@ def collect(found: Sequence[Run], limit: int) -> dict[str, Any]:
     return {"runs": names(found), "texts": list(prompts), "rollouts": entries}
 
 
-def names(found: Sequence[Run]) -> list[str]:
+def names(found: Sequence[ReadRun]) -> list[str]:
     """A line for each run that tells it from the others."""
     return [f"{run.name}{'' if run.seed is None else f', seed {run.seed}'} · {run.folder.name}" for run in found]
 
 
-def of_run(run: Run, limit: int, prompts: dict[str, int]) -> list[dict[str, Any]]:
+def of_run(run: ReadRun, limit: int, prompts: dict[str, int]) -> list[dict[str, Any]]:
     """The entries of a run: those of test and validation problems first, since they are few, then of each step its share."""
     alone = rollout_file(run.folder)
     if alone is not None:
@@ -67,7 +67,7 @@ def step_files(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(name.removeprefix("step_")), path) for name, path in files if name.removeprefix("step_").isdigit())
 
 
-def spread(items: Sequence[Any], count: int) -> list[Any]:
+def _spread(items: Sequence[Any], count: int) -> list[Any]:
     """At most `count` of them, evenly spread, with the first and the last.
 
     >>> spread([1, 2, 3, 4, 5], 3)
@@ -117,7 +117,7 @@ def entry_of(rollout: Rollout, prompts: dict[str, int]) -> dict[str, Any]:
         "tokens": rollout.response_length,
         "calls": len(calls),
         "failed": sum(not result.ok for result in results),
-        "expected": clipped(rollout.task.answer),
+        "expected": trimmed(rollout.task.answer),
         "messages": said,
         "size": sum(len(json.dumps(message)) for message in said),
     }
@@ -130,22 +130,22 @@ def messages(rollout: Rollout, prompts: dict[str, int]) -> list[dict[str, Any]]:
         for message in step.prompt:
             if index and message["role"] == "tool":  # shown with the step that called
                 continue
-            text = clipped(str(message.get("content", "")))
+            text = trimmed(str(message.get("content", "")))
             out.append({"role": message["role"], "prompt": prompts.setdefault(text, len(prompts))})
         out.append(reply(step))
         out += [{"role": "tool", "name": r.name, "text": clipped(r.content), "ok": r.ok} for r in step.tool_results]
     return out or [
-        {"role": m["role"], "prompt": prompts.setdefault(clipped(str(m.get("content", ""))), len(prompts))} for m in rollout.task.messages
+        {"role": m["role"], "prompt": prompts.setdefault(trimmed(str(m.get("content", ""))), len(prompts))} for m in rollout.task.messages
     ]
 
 
-def reply(step: Step) -> dict[str, Any]:
+def _reply(step: Step) -> dict[str, Any]:
     """A reply of the policy."""
     calls = [
-        {"name": c.name, "arguments": clipped(json.dumps(dict(c.arguments), ensure_ascii=False)), "error": c.error} for c in step.tool_calls
+        {"name": c.name, "arguments": trimmed(json.dumps(dict(c.arguments), ensure_ascii=False)), "error": c.error} for c in step.tool_calls
     ]
-    out: dict[str, Any] = {"role": "assistant", "text": clipped(step.content), "why": step.finish_reason}
-    out |= {"thinking": clipped(step.thinking), "closed": step.thinking_closed} if step.thinking or not step.thinking_closed else {}
+    out: dict[str, Any] = {"role": "assistant", "text": trimmed(step.content), "why": step.finish_reason}
+    out |= {"thinking": trimmed(step.thinking), "closed": step.thinking_closed} if step.thinking or not step.thinking_closed else {}
     return out | ({"calls": calls} if calls else {}) | ({"reward": step.reward} if step.reward is not None else {})
 
 

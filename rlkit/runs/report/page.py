@@ -20,7 +20,7 @@ SHOWN = 80  # settings that differ
 
 
 def render(
-    found: Sequence[Run],
+    found: Sequence[ReadRun],
     groups: Sequence[Group],
     drawn: Sequence[Drawn],
     held_out: Sequence[HeldOutRow],
@@ -139,12 +139,12 @@ def health_list(groups: Sequence[Group]) -> str:
     return f"<ul class=health>{''.join(out)}</ul>" if out else ""
 
 
-def run_name(group: Group, run: Run) -> str:
+def run_name(group: Group, run: ReadRun) -> str:
     """The line, and which run of it."""
     return group.label if len(group.runs) == 1 else f"{group.label}, seed {run.seed}"
 
 
-def runs_table(found: Sequence[Run]) -> str:
+def runs_table(found: Sequence[ReadRun]) -> str:
     """What each run was and how it ended."""
     rows = []
     for run in found:
@@ -157,10 +157,10 @@ def runs_table(found: Sequence[Run]) -> str:
                 escape(run.name),
                 "" if run.seed is None else str(run.seed),
                 f"<span class={'plain' if good else 'bad'}>{escape(ended)}</span>",
-                number(steps),
-                number(s.get("tokens")),
+                _number(steps),
+                _number(s.get("tokens")),
                 seconds(s.get("wall_seconds", s.get("seconds"))),
-                number(s.get("peak_memory_gb"), " GiB"),
+                _number(s.get("peak_memory_gb"), " GiB"),
                 escape(str(s.get("device", ""))),
                 f"<code>{escape(str(run.folder))}</code>",
             )
@@ -168,7 +168,7 @@ def runs_table(found: Sequence[Run]) -> str:
     return html_table(("run", "seed", "ended", "steps", "tokens", "time", "peak memory", "device", "folder"), rows)
 
 
-def number(value: Any, unit: str = "") -> str:
+def _number(value: Any, unit: str = "") -> str:
     """1,234."""
     return f"{value:,}{unit}" if is_number(value) else ""
 

@@ -20,7 +20,7 @@ LARGEST = 1e100
 SAME = (*ONCE, "trainer.max_time")  # settings that change nothing a run computes, beside its seeds
 
 
-class Run(NamedTuple):
+class ReadRun(NamedTuple):
     """What a folder says of a run."""
 
     folder: Path
@@ -37,7 +37,7 @@ class Group(NamedTuple):
     """Runs that differ by their seed alone: one line."""
 
     label: str
-    runs: Sequence[Run]
+    runs: Sequence[ReadRun]
 
 
 def find_runs(paths: Iterable[Path | str]) -> list[Path]:
@@ -69,7 +69,7 @@ def rollout_file(folder: Path) -> Path | None:
     return next((path for ending in FORMATS if (path := folder / f"rollouts{ending}").is_file()), None)
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> ReadRun:
     """A run, finished or not; of a folder of `rlkit rollout` the numbers are of one step. What cannot be read is left out and noted."""
     notes: list[str] = []
     settings: dict[str, Any] = {}
@@ -91,7 +91,7 @@ def read_run(folder: Path) -> Run:
     name = settings.get("name") or folder.parent.name
     seed = settings.get("seed", summary.get("seed"))
     seed = seed if type(seed) is int else None
-    return Run(folder, str(name), seed, settings, summary, [merged[step] for step in sorted(merged)], switches, notes)
+    return ReadRun(folder, str(name), seed, settings, summary, [merged[step] for step in sorted(merged)], switches, notes)
 
 
 def is_number(value: Any) -> bool:
@@ -99,12 +99,12 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
-def series(run: Run, metric: str) -> dict[int, float]:
+def series(run: ReadRun, metric: str) -> dict[int, float]:
     """Step → value, where there is a finite one."""
     return {row["step"]: float(row[metric]) for row in run.rows if is_number(row.get(metric))}
 
 
-def metrics_of(found: Iterable[Run]) -> list[str]:
+def metrics_of(found: Iterable[ReadRun]) -> list[str]:
     """All metrics in the order in which runs have them."""
     return list(dict.fromkeys(key for run in found for row in run.rows for key in row if key != "step"))
 
@@ -117,9 +117,9 @@ def is_seed(key: str) -> bool:
     return key.rsplit(".", 1)[-1] == "seed"
 
 
-def group_runs(found: Sequence[Run]) -> list[Group]:
+def group_runs(found: Sequence[ReadRun]) -> list[Group]:
     """Runs with metrics, those together whose settings differ by seeds alone, labelled by what tells them apart."""
-    by_settings: dict[str, list[Run]] = {}
+    by_settings: dict[str, list[ReadRun]] = {}
     for run in found:
         if run.rows:
             own = {k: v for k, v in sorted(run.settings.items()) if not is_seed(k) and k not in SAME}
@@ -129,7 +129,7 @@ def group_runs(found: Sequence[Run]) -> list[Group]:
     return [Group(label, own) for label, own in zip(labels([own[0] for own in members], changed), members, strict=True)]
 
 
-def differences(found: Sequence[Run]) -> dict[str, list[Any]]:
+def differences(found: Sequence[ReadRun]) -> dict[str, list[Any]]:
     """Dotted key → its value in each run, for the settings that are not the same in all; seeds aside."""
     told = (key for run in found for key in run.settings if not is_seed(key) and key not in SAME)
     keys = dict.fromkeys(key for key in told if not key.endswith(("_partial_", "_convert_")))  # Hydra's own words
@@ -137,7 +137,7 @@ def differences(found: Sequence[Run]) -> dict[str, list[Any]]:
     return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
 
 
-def labels(found: Sequence[Run], changed: Mapping[str, Sequence[Any]]) -> list[str]:
+def labels(found: Sequence[ReadRun], changed: Mapping[str, Sequence[Any]]) -> list[str]:
     """A short name of each, no two alike: the run's, with the settings that it takes to tell them apart, else a number."""
     names = [run.name for run in found]
     out = list(names)

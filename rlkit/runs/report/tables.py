@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from rlkit.runs.report.read import Group, Run, is_number
+from rlkit.runs.report.read import Group, ReadRun, is_number
 from rlkit.training.callbacks.evaluation import INTERVALS
 from rlkit.training.callbacks.pathologies import CHECKS
 
@@ -17,7 +17,7 @@ T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Studen
 UNNAMED = "held-out"  # the split of figures that name none
 
 
-class Estimate(NamedTuple):
+class WithInterval(NamedTuple):
     """A value and its 95 % interval; nan where it is not known."""
 
     value: float
@@ -51,8 +51,8 @@ def before_after(groups: Iterable[Group]) -> list[HeldOutRow]:
             continue
         split = str(pairs[0][1].get("split", UNNAMED))
         out += figures(group.label, split, "", pairs)
-        for part in parts(pairs[0][1]):
-            own = whole_pairs((parts(b).get(part), parts(a).get(part)) for b, a in pairs)
+        for part in _parts(pairs[0][1]):
+            own = whole_pairs((_parts(b).get(part), _parts(a).get(part)) for b, a in pairs)
             out += figures(group.label, split, f"{part}: ", own)
     return out
 
@@ -72,7 +72,7 @@ def whole_pairs(sides: Iterable[tuple[Any, Any]]) -> list[tuple[Mapping[str, Any
     return [(before, after) for before, after in sides if whole(before) and whole(after)]
 
 
-def parts(result: Mapping[str, Any]) -> Mapping[str, Any]:
+def _parts(result: Mapping[str, Any]) -> Mapping[str, Any]:
     """Of a mixture, the results of its parts."""
     found = result.get("parts")
     return found if isinstance(found, Mapping) else {}
@@ -91,7 +91,7 @@ def figures(line: str, split: str, prefix: str, pairs: Sequence[tuple[Mapping[st
     return out
 
 
-def newcombe(before: Estimate, after: Estimate) -> Estimate:
+def newcombe(before: WithInterval, after: WithInterval) -> WithInterval:
     """The change and its interval from the intervals of both (Newcombe 1998, method 10, of independent samples).
 
     low = d - √((after - after_low)² + (before_high - before)²), high likewise, d = after - before
@@ -101,15 +101,15 @@ def newcombe(before: Estimate, after: Estimate) -> Estimate:
     """
     change = after.value - before.value
     low = change - math.hypot(after.value - after.low, before.high - before.value)
-    return Estimate(change, low, change + math.hypot(after.high - after.value, before.value - before.low))
+    return WithInterval(change, low, change + math.hypot(after.high - after.value, before.value - before.low))
 
 
-def estimate(value: float | None, interval: Sequence[float | None]) -> Estimate:
+def estimate(value: float | None, interval: Sequence[float | None]) -> WithInterval:
     """As a summary has it, where what is not known is null."""
-    return Estimate(*(math.nan if v is None else float(v) for v in (value, *interval)))
+    return WithInterval(*(math.nan if v is None else float(v) for v in (value, *interval)))
 
 
-def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
+def over_seeds(estimates: Sequence[WithInterval]) -> WithInterval:
     """One seed as it is; of several the mean, its interval over seeds and over problems at once.
 
     Half-widths in quadrature: Student's t · s/√n over the seeds, and the mean half-width over problems. The seeds share the problems,
@@ -120,12 +120,12 @@ def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
     """
     known = [e for e in estimates if math.isfinite(e.value)]
     if len(known) < 2:
-        return known[0] if known else Estimate(math.nan, math.nan, math.nan)
+        return known[0] if known else WithInterval(math.nan, math.nan, math.nan)
     mean = math.fsum(e.value for e in known) / len(known)
     spread = math.sqrt(math.fsum((e.value - mean) ** 2 for e in known) / (len(known) - 1))
     seeds = student(len(known) - 1) * spread / math.sqrt(len(known))
     below, above = (math.fsum(values) / len(known) for values in ([e.value - e.low for e in known], [e.high - e.value for e in known]))
-    return Estimate(mean, mean - math.hypot(seeds, below), mean + math.hypot(seeds, above))
+    return WithInterval(mean, mean - math.hypot(seeds, below), mean + math.hypot(seeds, above))
 
 
 def student(freedom: int) -> float:

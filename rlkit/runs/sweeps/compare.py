@@ -38,7 +38,7 @@ def write_csv(path: Path, jobs: Sequence[Job]) -> None:
         writer.writerows(rows)
 
 
-def comparison(jobs: Sequence[Job]) -> str:
+def comparison(jobs: Sequence[RunJob]) -> str:
     """The table for people, best first, and over seeds mean ± standard deviation of the test accuracy where there are several.
 
     The order goes by validation accuracy where there is any, else by the training reward: with a choice by test accuracy, that would no

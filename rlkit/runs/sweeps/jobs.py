@@ -17,7 +17,7 @@ from rlkit.system.rows import read_rows
 STOP = "stop"  # jobs/stop: no further job starts
 
 
-class Job(NamedTuple):
+class RunJob(NamedTuple):
     """A job as its file tells."""
 
     number: int
@@ -35,13 +35,13 @@ def save(record: Path, job: Job) -> None:
     write_json(record, job._asdict() | {"folder": str(job.folder)})
 
 
-def read_jobs(jobs: Path) -> list[Job]:
+def read_jobs(jobs: Path) -> list[RunJob]:
     """All jobs that have begun, in order."""
     found = []
     for path in jobs.glob("*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             known = json.loads(path.read_text())
-            found.append(Job(**known | {"folder": Path(known["folder"])}))
+            found.append(RunJob(**known | {"folder": Path(known["folder"])}))
     return sorted(found, key=lambda job: job.number)
 
 

@@ -141,17 +141,17 @@ def installed(module: str) -> bool:
 
 def expand(overrides: Sequence[str]) -> list[list[str]]:
     """The jobs of a grid, each as its overrides: every combination, the last key first to change. Raises ConfigError."""
-    return [list(job) for job in itertools.product(*values(overrides).values())]
+    return [list(job) for job in itertools.product(*_values(overrides).values())]
 
 
 def corners(overrides: Sequence[str]) -> list[list[str]]:
     """Jobs that a search may propose: the first value of every key, then each end or choice of each key in turn."""
-    ends = values(overrides, intervals=True)
+    ends = _values(overrides, intervals=True)
     first = {key: own[0] for key, own in ends.items()}
     return [list(first.values()), *(list((first | {key: end}).values()) for key, own in ends.items() for end in own[1:])]
 
 
-def values(overrides: Sequence[str], *, intervals: bool = False) -> dict[str, list[str]]:
+def _values(overrides: Sequence[str], *, intervals: bool = False) -> dict[str, list[str]]:
     """Key → the overrides that a sweep has of it, one for each value; of an interval its ends.
 
     Raises: ConfigError where an override cannot be read, or is an interval and those are not asked for.

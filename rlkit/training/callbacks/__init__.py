@@ -47,9 +47,9 @@ def rollouts(run: Path, /, *, every: int = 1) -> Any:
 
 def progress(run: Path, /) -> Any:
     """A progress bar on a terminal, one readable line per RL step otherwise."""
-    from rlkit.training.callbacks.terminal import Progress
+    from rlkit.training.callbacks.terminal import ProgressLines
 
-    return Progress()
+    return ProgressLines()
 
 
 def health(run: Path, /) -> Any:

@@ -40,7 +40,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        need, free = size(checkpoint) + SPARE, shutil.disk_usage(path.parent).free
+        need, free = _size(checkpoint) + SPARE, shutil.disk_usage(path.parent).free
         if free < need:
             raise OSError(errno.ENOSPC, f"No space left on device: {need / 2**20:,.0f} MiB needed, {free / 2**20:,.0f} MiB free")
         with as_oserror(), atomic(path) as file:
@@ -48,13 +48,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             owner.check_path(path)  # it may have taken long, and must not stand beside those of another process
 
 
-def size(value: Any) -> int:
+def _size(value: Any) -> int:
     """Bytes of the tensors in nested containers."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, dict):
-        return sum(map(size, value.values()))
-    return sum(map(size, value)) if isinstance(value, list | tuple) else 0
+        return sum(map(_size, value.values()))
+    return sum(map(_size, value)) if isinstance(value, list | tuple) else 0
 
 
 class RLCheckpoint(L.Callback):

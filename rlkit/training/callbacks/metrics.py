@@ -37,7 +37,7 @@ class Ownership(L.Callback):
 
 def still_owned(run: Path) -> None:
     """Of several ranks the first one looks; all of them end. Raises TakenOver, on the others RankError."""
-    ranks.broadcast(lambda: owner.check(run))
+    ranks.broadcast(lambda: owner.check_owner(run))
 
 
 class MetricsFile(L.Callback):
@@ -62,7 +62,7 @@ class MetricsFile(L.Callback):
         if ranks.rank() == 0:
             append_row(self.path, module.rl_step, module.metrics)
         for logger in trainer.loggers:
-            show(logger, module)
+            _show(logger, module)
         self.line = line = module.learner.advance()
         if line and ranks.rank() == 0:
             append_row(self.path, module.rl_step, {"schedule/switch": line})
@@ -75,7 +75,7 @@ class MetricsFile(L.Callback):
             log_final(logger, settings(module), figures, module.rl_step)
 
 
-def show(logger: Any, module: Any) -> None:
+def _show(logger: Any, module: Any) -> None:
     """The numbers of a step's row, and histograms of rewards and advantages."""
     numbers = {k: v for k, v in module.metrics.items() if isinstance(v, int | float) and v == v}
     logger.log_metrics(numbers, step=module.rl_step)

@@ -16,7 +16,7 @@ from rlkit.system.output import clock
 RECENT = 8  # steps that the time left is worked out from
 
 
-class Progress(L.Callback):
+class ProgressLines(L.Callback):
     """One line per RL step with the time left; on a terminal a bar below it that counts the time down."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Progress(L.Callback):
         self.last_reward: float | None = None
         self.seconds: deque[float] = deque(maxlen=RECENT)  # of the last steps
         self.evaluation = 0.0  # seconds of the last one
-        self.countdown = Countdown()
+        self.countdown = TimeLeft()
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         self.evaluation = module.metrics.get("perf/eval_s", 0.0)
@@ -67,7 +67,7 @@ class Progress(L.Callback):
         self.on_train_end(trainer, module)
 
 
-class Countdown:
+class TimeLeft:
     """The time left as a text that is a second less a second later; '' where it is not known."""
 
     def __init__(self) -> None:
