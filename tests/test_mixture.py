@@ -10,7 +10,7 @@ import torch
 
 from rlkit.algorithm import estimate_advantages, filter_rollouts
 from rlkit.commands.evaluate import accuracy_table
-from rlkit.commands.train import closing
+from rlkit.commands.train import closing_lines
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import check_reward, load_tasks
 from rlkit.episodes import assemble, summarize

@@ -21,7 +21,7 @@ from laws import cases
 from rlkit.distributed.launch import own_gpus
 from rlkit.errors import ConfigError, install
 from rlkit.runs.sweeps.compare import comparison
-from rlkit.runs.sweeps.jobs import Job, objective, read_jobs, save
+from rlkit.runs.sweeps.jobs import RunJob, objective, read_jobs, save
 from rlkit.runs.sweeps.plan import corners, expand, folder_name, folder_problems, make_plan
 from rlkit.runs.sweeps.run import parallel, run_job, why
 

@@ -151,5 +151,5 @@ def command(arguments: Arguments) -> int:
     checkpoint = runs.checkpoint_source(named, run) if named and run else None
     parent = run / "evaluation" if run else runs.OUTPUTS / "evaluation"
     LOST.clear()
-    print(accuracy_table(*evaluate(x, tasks, split=split, checkpoint=checkpoint, parent=parent, started=STARTED)))
+    print(accuracy_table(*evaluate_run(x, tasks, split=split, checkpoint=checkpoint, parent=parent, started=STARTED)))
     return int(bool(LOST))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlkit.commands.arguments import Arguments, drop, option
 from rlkit.config.compose import conf_dir
-from rlkit.config.trust import outside, require, shipped, with_environment
+from rlkit.config.trust import outside, require_trust, shipped, with_environment
 from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
 from rlkit.system.redaction import learn

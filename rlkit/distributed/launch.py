@@ -62,7 +62,7 @@ def start_ranks(command: Sequence[str], count: int) -> int:
             signal.signal(number, handler)
 
 
-def watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait for all ranks and return the exit status of the first that failed, or 0.
 
     If one fails, the others have GRACE seconds to end by themselves. Then they get SIGTERM, and after GRACE seconds more SIGKILL.

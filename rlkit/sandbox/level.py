@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlkit.errors import ConfigError
-from rlkit.sandbox.process import Job, Outcome, Sandbox, SandboxError, check, folder, run_with, sweep, workers
+from rlkit.sandbox.process import Job, Outcome, Sandbox, SandboxError, check_settings, folder, remove_leftovers, run_with, workers
 
 LEVELS = ("basic", "kernel", "kernel+ns")  # weakest first
 CHOICES = (("seccomp", "landlock", "namespaces"), ("seccomp", "landlock"), ("seccomp",), ("landlock",), ())  # strongest first

@@ -94,7 +94,7 @@ def identity() -> dict[str, Any]:
     }
 
 
-def place() -> str:
+def _place() -> str:
     """Which processes a pid can mean here: the boot of the kernel and the namespace of process ids; empty if the system has neither."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -120,7 +120,7 @@ def started(pid: int) -> str | None:
 
 def is_here(found: Mapping[str, Any]) -> bool:
     """Whether the process id of a record means a process of this machine."""
-    return found.get("host") == socket.gethostname() and found.get("place", place()) == place()
+    return found.get("host") == socket.gethostname() and found.get("place", _place()) == _place()
 
 
 def lives(found: Mapping[str, Any]) -> bool:
@@ -183,7 +183,7 @@ def beat(folder: Path, record: Mapping[str, Any], ended: threading.Event) -> Non
                 _write(folder, {**record, "beat": time.time()}, os.O_CREAT)
 
 
-def check(folder: Path) -> None:
+def check_owner(folder: Path) -> None:
     """Raises TakenOver if this process owned a run folder and another one does now; nothing if it never did."""
     if said := lost(folder):
         raise TakenOver(said)

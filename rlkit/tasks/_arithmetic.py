@@ -61,7 +61,7 @@ def expression(start: int, operations: tuple[tuple[str, int], ...]) -> str:
 APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 
 
-def evaluate(start: int, operations: tuple[tuple[str, int], ...]) -> int:
+def value_of(start: int, operations: tuple[tuple[str, int], ...]) -> int:
     """The value of the operations applied from left to right; division is exact by construction."""
     total = start
     for sign, x in operations:

@@ -6,7 +6,7 @@ import gzip
 
 import pytest
 
-from rlkit.runs.report.conversations import TEXT, best_worst_random, clipped, collect
+from rlkit.runs.report.conversations import TEXT, best_worst_random, collect, trimmed
 from rlkit.runs.report.read import read_run
 from rlkit.types import Rollout, Task
 

@@ -38,13 +38,13 @@ def test_a_run_without_an_end_has_no_row(make_run):
 
 def test_a_check_that_spoke_names_its_steps(make_run):
     run = read_run(make_run("a", change={"len/truncated_frac": 1.0}))
-    (found,) = health(run)
+    (found,) = symptoms(run)
     assert (found.check, found.steps) == ("all truncated", [1, 2, 3, 4]) and "truncated" in found.text
     older = run._replace(rows=[{k: v for k, v in row.items() if k != "len/truncated_frac"} for row in run.rows])
-    assert health(older) == [], "rows that lack a number say nothing"
+    assert symptoms(older) == [], "rows that lack a number say nothing"
 
 
 def test_what_was_not_measured_does_not_speak(make_run):
     """null in metrics.jsonl is nan to a check."""
     run = read_run(make_run("a", change={"ratio/first_mean": None}))
-    assert health(run) == []
+    assert symptoms(run) == []

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from rlkit.sandbox import Job, Sandbox, Unsplittable, level, passes, probe, process, run_many, split
-from rlkit.sandbox.process import FOLDER, readable, run_with, sweep
+from rlkit.sandbox.process import FOLDER, readable, remove_leftovers, run_with
 from rlkit.sandbox.process import folder as own_folder
 
 # The table: name → code. The test asks for f() == 42, and no program computes 42. What an escape gets hold of it puts into `leak`.

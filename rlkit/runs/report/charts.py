@@ -200,11 +200,11 @@ def figure_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Any:
         draw_times(axes, groups)
     axes.set_axisbelow(True)
     title = f"{chart.title}{f' ({chart.unit})' if chart.unit else ''}"
-    axes.set_title(clipped(title, 60), loc="left", fontsize=9.5)
+    axes.set_title(_clipped(title, 60), loc="left", fontsize=9.5)
     if legend:
         handles, names = axes.get_legend_handles_labels()
         where: Any = {"loc": "outside lower center", "ncols": 1 if chart.metric else 4}
-        figure.legend(handles[:named], [clipped(name, 64) for name in names[:named]], fontsize=8, frameon=False, **where)
+        figure.legend(handles[:named], [_clipped(name, 64) for name in names[:named]], fontsize=8, frameon=False, **where)
     return figure
 
 

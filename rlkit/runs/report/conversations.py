@@ -50,11 +50,11 @@ def of_run(run: ReadRun, limit: int, prompts: dict[str, int]) -> list[dict[str, 
     alone = rollout_file(run.folder)
     if alone is not None:
         return step_entries(alone, 0, "episodes", limit, prompts)
-    held_out = [(step, path, kind) for kind, folder in HELD_OUT.items() for step, path in spread(step_files(run.folder / folder), STEPS)]
+    held_out = [(step, path, kind) for kind, folder in HELD_OUT.items() for step, path in _spread(step_files(run.folder / folder), STEPS)]
     out: list[dict[str, Any]] = []
     for step, path, kind in held_out:
         out += step_entries(path, step, kind, (limit // 2) // len(held_out), prompts)
-    files = spread(step_files(run.folder / "rollouts"), STEPS)
+    files = _spread(step_files(run.folder / "rollouts"), STEPS)
     for position, (step, path) in enumerate(files):
         share = (limit - len(out)) // (len(files) - position)
         out += step_entries(path, step, "training", share, prompts)
@@ -70,7 +70,7 @@ def step_files(folder: Path) -> list[tuple[int, Path]]:
 def _spread(items: Sequence[Any], count: int) -> list[Any]:
     """At most `count` of them, evenly spread, with the first and the last.
 
-    >>> spread([1, 2, 3, 4, 5], 3)
+    >>> _spread([1, 2, 3, 4, 5], 3)
     [1, 3, 5]
     """
     if len(items) <= count:
@@ -132,8 +132,8 @@ def messages(rollout: Rollout, prompts: dict[str, int]) -> list[dict[str, Any]]:
                 continue
             text = trimmed(str(message.get("content", "")))
             out.append({"role": message["role"], "prompt": prompts.setdefault(text, len(prompts))})
-        out.append(reply(step))
-        out += [{"role": "tool", "name": r.name, "text": clipped(r.content), "ok": r.ok} for r in step.tool_results]
+        out.append(_reply(step))
+        out += [{"role": "tool", "name": r.name, "text": trimmed(r.content), "ok": r.ok} for r in step.tool_results]
     return out or [
         {"role": m["role"], "prompt": prompts.setdefault(trimmed(str(m.get("content", ""))), len(prompts))} for m in rollout.task.messages
     ]
@@ -149,6 +149,6 @@ def _reply(step: Step) -> dict[str, Any]:
     return out | ({"calls": calls} if calls else {}) | ({"reward": step.reward} if step.reward is not None else {})
 
 
-def clipped(text: str) -> str:
+def trimmed(text: str) -> str:
     """A text, cut where it is longer than a page can show."""
     return text if len(text) <= TEXT else f"{text[:TEXT]}\n… {len(text) - TEXT:,} more characters are in the run's files"

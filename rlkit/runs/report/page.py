@@ -12,8 +12,8 @@ from importlib.resources import files
 from typing import Any
 
 from rlkit.runs.report.charts import SECTIONS, Drawn, phase_starts
-from rlkit.runs.report.read import Group, Run, differences, is_number
-from rlkit.runs.report.tables import Estimate, HeldOutRow, health
+from rlkit.runs.report.read import Group, ReadRun, differences, is_number
+from rlkit.runs.report.tables import HeldOutRow, WithInterval, symptoms
 from rlkit.system.files import finite
 
 SHOWN = 80  # settings that differ
@@ -107,13 +107,13 @@ def held_out_table(rows: Sequence[HeldOutRow]) -> str:
     )
 
 
-def change(estimate: Estimate) -> str:
+def change(estimate: WithInterval) -> str:
     """A change, marked where its interval leaves out 0."""
     kind = "good" if estimate.low > 0 else "bad" if estimate.high < 0 else "open"
     return f"<span class={kind}>{interval(estimate, sign='+')}</span>"
 
 
-def interval(estimate: Estimate, *, sign: str = "") -> str:
+def interval(estimate: WithInterval, *, sign: str = "") -> str:
     """0.984 [0.961, 0.994]."""
     value, low, high = estimate
     if math.isnan(value):
@@ -126,7 +126,7 @@ def health_list(groups: Sequence[Group]) -> str:
     """The verdict of the checks, a line a run."""
     out = []
     for group, run in ((own, run) for own in groups for run in own.runs):
-        steps, found, name = sum("reward/mean" in row for row in run.rows), health(run), escape(run_name(group, run))
+        steps, found, name = sum("reward/mean" in row for row in run.rows), symptoms(run), escape(run_name(group, run))
         items = "".join(
             f"<li><b>{escape(f.check)}</b>, on {len(f.steps)} of {steps} steps, first at {f.steps[0]}: {escape(f.text)}</li>" for f in found
         )

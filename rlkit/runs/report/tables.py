@@ -33,9 +33,9 @@ class HeldOutRow(NamedTuple):
     figure: str
     seeds: int
     problems: int
-    before: Estimate
-    after: Estimate
-    change: Estimate
+    before: WithInterval
+    after: WithInterval
+    change: WithInterval
 
 
 def before_after(groups: Iterable[Group]) -> list[HeldOutRow]:
@@ -96,7 +96,7 @@ def newcombe(before: WithInterval, after: WithInterval) -> WithInterval:
 
     low = d - √((after - after_low)² + (before_high - before)²), high likewise, d = after - before
 
-    >>> tuple(round(v, 3) for v in newcombe(Estimate(0.5, 0.4, 0.6), Estimate(0.9, 0.8, 0.95)))
+    >>> tuple(round(v, 3) for v in newcombe(WithInterval(0.5, 0.4, 0.6), WithInterval(0.9, 0.8, 0.95)))
     (0.4, 0.259, 0.512)
     """
     change = after.value - before.value
@@ -115,7 +115,7 @@ def over_seeds(estimates: Sequence[WithInterval]) -> WithInterval:
     Half-widths in quadrature: Student's t · s/√n over the seeds, and the mean half-width over problems. The seeds share the problems,
     so the second does not shrink with their number; without it two seeds that agree by chance would have no interval at all.
 
-    >>> tuple(round(v, 3) for v in over_seeds([Estimate(0.8, 0.7, 0.9), Estimate(0.9, 0.8, 1.0), Estimate(1.0, 0.9, 1.1)]))
+    >>> tuple(round(v, 3) for v in over_seeds([WithInterval(0.8, 0.7, 0.9), WithInterval(0.9, 0.8, 1.0), WithInterval(1.0, 0.9, 1.1)]))
     (0.9, 0.632, 1.168)
     """
     known = [e for e in estimates if math.isfinite(e.value)]
@@ -140,7 +140,7 @@ def student(freedom: int) -> float:
 # ------------------------------------------------------------------------------------------------------- health
 
 
-class Finding(NamedTuple):
+class Symptom(NamedTuple):
     """A known pathology of a run."""
 
     check: str  # in words
@@ -148,7 +148,7 @@ class Finding(NamedTuple):
     text: str  # what the check said first
 
 
-def health(run: Run) -> list[Finding]:
+def symptoms(run: ReadRun) -> list[Symptom]:
     """The known pathologies over all steps. A step whose row lacks what a check reads says nothing."""
     out = []
     for check in CHECKS:
@@ -158,5 +158,5 @@ def health(run: Run) -> list[Finding]:
                 if text := check({key: math.nan if value is None else value for key, value in row.items()}):
                     found.append((int(row["step"]), text))
         if found:
-            out.append(Finding(check.__name__.replace("_", " "), [step for step, _ in found], found[0][1]))
+            out.append(Symptom(check.__name__.replace("_", " "), [step for step, _ in found], found[0][1]))
     return out

@@ -10,12 +10,12 @@ from typing import Any
 
 from rlkit.errors import Refusal
 from rlkit.runs import folder as runs
-from rlkit.runs.sweeps.jobs import Job, last_reward
+from rlkit.runs.sweeps.jobs import RunJob, last_reward
 
 SPLITS = ("validation", "before", "after")  # accuracies in summary.json: the last on validation problems, on test problems twice
 
 
-def results(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+def results(jobs: Sequence[RunJob]) -> list[dict[str, Any]]:
     """One row a job: the settings that vary, how it ended, its accuracies, reward, steps and seconds, and its folder."""
     settings = [dict(text.lstrip("+").partition("=")[::2] for text in job.overrides) for job in jobs]
     keys = [key for key in dict.fromkeys(k for s in settings for k in s) if len({s.get(key) for s in settings}) > 1 and key != "resume"]
@@ -29,7 +29,7 @@ def results(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     return out
 
 
-def write_csv(path: Path, jobs: Sequence[Job]) -> None:
+def write_csv(path: Path, jobs: Sequence[RunJob]) -> None:
     """The same rows for other programs."""
     rows = results(jobs)
     with path.open("w", newline="") as file:
@@ -85,7 +85,7 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, left: int)
     return "\n".join([put(columns), "-" * (sum(widths) + 2 * len(widths) - 2), *map(put, cells)])
 
 
-def report(root: Path, jobs: Sequence[Job]) -> Path | None:
+def report(root: Path, jobs: Sequence[RunJob]) -> Path | None:
     """One HTML page of all runs of a sweep, if matplotlib is there to draw it."""
     from rlkit.runs.report import write_report
 

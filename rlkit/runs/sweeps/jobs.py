@@ -30,7 +30,7 @@ class RunJob(NamedTuple):
     reason: str = ""  # why it did not finish; "earlier" where a sweep before did the job
 
 
-def save(record: Path, job: Job) -> None:
+def save(record: Path, job: RunJob) -> None:
     """Write what is known of a job."""
     write_json(record, job._asdict() | {"folder": str(job.folder)})
 
@@ -45,7 +45,7 @@ def read_jobs(jobs: Path) -> list[RunJob]:
     return sorted(found, key=lambda job: job.number)
 
 
-def alive(job: Job) -> bool:
+def alive(job: RunJob) -> bool:
     """Whether a job's process runs on this machine. Nothing is known of a process on another one."""
     return job.status == "running" and job.pid > 0 and job.host == socket.gethostname() and owner.started(job.pid) is not None
 

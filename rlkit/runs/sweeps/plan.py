@@ -49,7 +49,7 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
         )
     own = [text for text in given if not text.lstrip("+~").startswith("hydra")]
     every = [*(f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()), *own]
-    varied = [key for key, texts in values(every, intervals=search).items() if len(texts) > 1]
+    varied = [key for key, texts in _values(every, intervals=search).items() if len(texts) > 1]
     jobs = corners(every) if search else expand(every)
     added = check_jobs(jobs, config_dir, None if search else root, resume == "auto")
     if running := [job for job in read_jobs(root / "jobs") if alive(job)]:

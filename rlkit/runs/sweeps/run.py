@@ -23,7 +23,7 @@ from rlkit.distributed.launch import own_gpus
 from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
 from rlkit.runs.sweeps.compare import comparison, report, write_csv
-from rlkit.runs.sweeps.jobs import STOP, Job, alive, label, objective, read_jobs, save
+from rlkit.runs.sweeps.jobs import STOP, RunJob, alive, label, objective, read_jobs, save
 from rlkit.runs.sweeps.plan import Plan, is_search, make_plan
 from rlkit.system import owner
 from rlkit.system.files import put_aside
@@ -103,7 +103,7 @@ def run_job(config: DictConfig, *, config_dir: str | None, parallel: int, parent
     overrides, folder = [str(text) for text in state.overrides.task], Path(state.sweep.dir) / str(state.sweep.subdir)
     record = Path(state.sweep.dir) / "jobs" / f"{folder.name}.json"
     log = record.with_suffix(".log")
-    job = Job(int(state.job.num), overrides, folder, "running", host=socket.gethostname())
+    job = RunJob(int(state.job.num), overrides, folder, "running", host=socket.gethostname())
     if os.getpid() != parent and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep passes it on
     if runs.is_finished(folder):
@@ -203,7 +203,7 @@ def watching(plan: Plan) -> Iterator[None]:
         thread.join()
 
 
-def end_line(job: Job, plan: Plan) -> str:
+def end_line(job: RunJob, plan: Plan) -> str:
     """`3/9  algorithm=grpo seed=1  finished  20 steps  1:04  test accuracy 0.412 → 0.970`."""
     words = [f"{job.number + 1:>{len(str(plan.total))}}/{plan.total}", label(job.overrides, plan.varied), job.status]
     if job.status != "finished":
