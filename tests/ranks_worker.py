@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import rlkit.config.compose
-from rlkit.commands.train import join_ranks, start_run
+from rlkit.commands.train import join_ranks, run_in_folder
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
 from rlkit.distributed import ranks
@@ -64,7 +64,7 @@ def main(root: Path) -> None:
         x = experiment(composed)
         join_ranks(x.trainer)
         folder = root / name
-        status = start_run(x, composed.config, load_tasks(x), folder, started=0.0, resume=folder / "checkpoints" if resume else None)
+        status = run_in_folder(x, composed.config, load_tasks(x), folder, started=0.0, resume=folder / "checkpoints" if resume else None)
         if ranks.rank() == 0:
             (root / f"{name}.status").write_text(str(status))
             torch.save(seen, root / f"{name}.grads")

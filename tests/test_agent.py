@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from rlkit import ConfigError
-from rlkit.commands.agent import execute_tool_call, has_tool_call, parse_tool_calls, run_agent
+from rlkit.commands.agent import run_agent
 from rlkit.commands.arguments import parse
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose
@@ -17,6 +17,7 @@ from rlkit.config.schema import build
 from rlkit.engines import Batched
 from rlkit.environments import calculator, get_weather, xml
 from rlkit.models.chat import encode_scaffold
+from rlkit.notebook import execute_tool_call, has_tool_call, parse_tool_calls
 from rlkit.types import Generation, ToolCall
 
 QUESTION = "What is 15 * 27, plus 100?"
@@ -242,7 +243,7 @@ def test_a_question_is_answered_by_a_run(tmp_path, monkeypatch, capsys):
     seen = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        rlkit.commands.evaluate, "restore", lambda policy, checkpoint: seen.append((policy.renderer.template_arguments, checkpoint))
+        rlkit.commands.evaluate, "restored_policy", lambda policy, checkpoint: seen.append((policy.renderer.template_arguments, checkpoint))
     )
     (tmp_path / "run").mkdir()
     model = {"_target_": "rlkit.models.load_policy", "_partial_": True, "path": "tiny", "enable_thinking": False}

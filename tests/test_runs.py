@@ -224,7 +224,3 @@ def test_saved_overrides_are_those_of_hydra(tmp_path):
     )
     assert runs.saved_overrides(tmp_path) == ["seed=3", "algorithm=grpo", "++optimizer.lr=1e-4"]
     assert runs.saved_overrides(tmp_path / "absent") == []
-
-
-def test_a_folder_with_spaces_is_quoted_for_the_shell():
-    assert runs.quoted(Path("outputs/my run")) == "'outputs/my run'"

@@ -71,7 +71,7 @@ def requirements(own: Distribution, extra: str = "") -> list[tuple[Requirement, 
     return out
 
 
-def fits(needed: Requirement, installed: str) -> bool:
+def _fits(needed: Requirement, installed: str) -> bool:
     """Whether an installed version is one that is needed."""
     return bool(installed) and needed.specifier.contains(installed, prereleases=True)
 
@@ -87,7 +87,7 @@ def packages() -> list[Finding]:
     for needed, installed in requirements(own):
         wanted = f"{needed.name}{needed.specifier}"
         remedy = f"{installed or 'is not installed'}; rlkit takes {wanted}: pip install -c constraints.txt '{wanted}'"
-        out.append(Finding(needed.name, installed) if fits(needed, installed) else Finding(needed.name, remedy, "bad"))
+        out.append(Finding(needed.name, installed) if _fits(needed, installed) else Finding(needed.name, remedy, "bad"))
     return out
 
 
@@ -163,7 +163,7 @@ def extras() -> list[Finding]:
         return []
     out = []
     for name in own.metadata.get_all("Provides-Extra") or ():
-        missing = [f"{needed.name}{needed.specifier}" for needed, installed in requirements(own, name) if not fits(needed, installed)]
+        missing = [f"{needed.name}{needed.specifier}" for needed, installed in requirements(own, name) if not _fits(needed, installed)]
         text = f"absent: {', '.join(missing)} ({install(name)})" if missing else "there"
         out.append(Finding(f"extra {name}", text, "off" if missing else "ok"))
     return out

@@ -38,14 +38,14 @@ def test_charts_that_show_nothing_are_left_out(make_run):
 
 def test_a_chart_names_its_lines_and_is_there_for_papers(make_run):
     """Names of runs are text in the picture, whatever characters they hold; a dollar sign starts no formula."""
-    drawn = charts.draw(charts.STATIC[0], groups(make_run), 2)
+    drawn = charts.draw_chart(charts.STATIC[0], groups(make_run), 2)
     texts = [element.text for element in ET.fromstring(drawn.svg).iter() if element.tag.endswith("text")]
     assert {"grpo", "<b>&$x$", "step", "Training reward (mean of the step's rollouts)"} <= set(texts)
     assert drawn.pdf.startswith(b"%PDF")
 
 
 def test_a_phase_is_marked_by_its_name(make_run):
-    svg = charts.draw(charts.STATIC[0], groups(make_run, switch=2), None).svg.decode()
+    svg = charts.draw_chart(charts.STATIC[0], groups(make_run, switch=2), None).svg.decode()
     assert ">b</text>" in svg.replace("\n", "")
 
 
@@ -53,12 +53,12 @@ def test_long_names_leave_room_for_the_chart(make_run):
     """matplotlib warns, which is an error here, where a legend takes all of the figure."""
     many = group_runs([read_run(make_run(str(i), lr=10.0**-i, title="n" * 200)) for i in range(15)])
     for chart in (charts.STATIC[0], charts.Chart("times", charts.TIME, "Times", "")):
-        charts.draw_charts(chart, many, None)
+        charts.draw_chart(chart, many, None)
 
 
 def test_equal_runs_give_equal_bytes(make_run):
     shown = groups(make_run)
-    assert charts.draw_charts(charts.STATIC[0], shown, None) == charts.draw_charts(charts.STATIC[0], shown, None)
+    assert charts.draw_chart(charts.STATIC[0], shown, None) == charts.draw(charts.STATIC[0], shown, None)
 
 
 def test_without_matplotlib_the_refusal_says_what_to_install(monkeypatch):

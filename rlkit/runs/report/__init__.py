@@ -35,7 +35,7 @@ def write_report(paths: Sequence[Path | str], out: Path | str | None = None, *, 
     target = _where(paths, out)
     beside = target.with_suffix("")
     groups = group_runs(found)
-    drawn = [charts.draw(chart, groups, smooth) for chart in charts.with_values(groups)]
+    drawn = [charts.draw_chart(chart, groups, smooth) for chart in charts.with_values(groups)]
     held_out = tables.before_after(groups)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -157,7 +157,7 @@ def window(groups: Sequence[Group]) -> int:
 # ------------------------------------------------------------------------------------------------------ drawing
 
 
-def draw(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Drawn:
+def draw_chart(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Drawn:
     """The chart on white, with its title and legend."""
     import matplotlib
 

@@ -227,7 +227,8 @@ def reading(groups: Sequence[Group]) -> str:
         )
     if any(len(group.runs) == 1 and group.runs[0].summary.get("before") for group in groups):
         said.append("The band of an accuracy of one run is its 95 % interval over problems.")
-    if any("split" not in (run.summary.get("before") or {"split": ""}) for group in groups for run in group.runs):
+    before = [run.summary.get("before") for group in groups for run in group.runs]
+    if any(isinstance(side, dict) and side and "split" not in side for side in before):
         said.append(
             "A run whose table above says held-out had no validation problems: its validation curve is of the problems of that table."
         )

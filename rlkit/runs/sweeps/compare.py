@@ -53,13 +53,13 @@ def comparison(jobs: Sequence[RunJob]) -> str:
     rows.sort(key=lambda row: (row[order] is None, -(row[order] or 0.0)))
     columns = [*keys, "status", *SPLITS, "reward", "steps", "seconds"]
     text = aligned(columns, [[row[column] for column in columns] for row in rows], left=len(keys) + 1)
-    if "seed" in keys and (seeds := over_seeds(rows, [key for key in keys if key != "seed"], order, shown)):
+    if "seed" in keys and (seeds := _seeds_together(rows, [key for key in keys if key != "seed"], order, shown)):
         text += "\n\n" + aligned([*(key for key in keys if key != "seed"), "seeds", f"mean {shown}", "std"], seeds, left=len(keys) - 1)
     named = "validation accuracy" if order == "validation" else "training reward; set evaluation.every to order them by validation accuracy"
     return f"{text}\n\nbefore and after: test accuracy; best first by {named}"
 
 
-def over_seeds(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], order: str, shown: str) -> list[list[Any]]:
+def _seeds_together(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], order: str, shown: str) -> list[list[Any]]:
     """A row for the finished jobs that differ by their seed alone, best first; nothing where no two do."""
     groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
