@@ -58,7 +58,7 @@ def test_long_names_leave_room_for_the_chart(make_run):
 
 def test_equal_runs_give_equal_bytes(make_run):
     shown = groups(make_run)
-    assert charts.draw_chart(charts.STATIC[0], shown, None) == charts.draw(charts.STATIC[0], shown, None)
+    assert charts.draw_chart(charts.STATIC[0], shown, None) == charts.draw_chart(charts.STATIC[0], shown, None)
 
 
 def test_without_matplotlib_the_refusal_says_what_to_install(monkeypatch):
