@@ -14,33 +14,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-import rlkit.functional as F
-from rlkit import types
 from rlkit.algorithm import KL
 from rlkit.environments import single_turn
 from rlkit.episodes.stream import StreamState, order_of_parts
-from rlkit.notebook.borrowed import Share, given, no_optimizer
+from rlkit.notebook.borrowed import Share, experiment, given
 from rlkit.notebook.checkpoints import save_checkpoint
 from rlkit.notebook.configs import core_of, get_algorithm_config
 from rlkit.notebook.data import GenerationConfig, Prompt, TrainingConfig, TrainingState, as_task
 from rlkit.notebook.generation import drawn_seed, engine_of, load_model, load_tokenizer, policy_of
 from rlkit.notebook.hooks import with_hooks
 from rlkit.notebook.kl import UpdateHook, create_reference_model, update_reference_model
-from rlkit.notebook.rollouts import tool_environment
 from rlkit.notebook.views import as_reward
-from rlkit.training.experiment import BatchSize, Evaluation, Experiment, Sampling, TrainerSettings
+from rlkit.training.experiment import BatchSize, Sampling, TrainerSettings
 from rlkit.training.groups import experience
 from rlkit.training.learner import Learner
-from rlkit.training.update import batch_logprobs
 from rlkit.types import Policy, Task
 
 WHOLE = 1 << 24  # tokens of a micro-batch, more than any minibatch has
+MEASURED = 1e-30  # a coefficient at which the KL is measured and pulls at nothing
 NAMES = {
     "loss": "loss/total", "reward": "reward/mean", "kl": "kl/estimate", "kl_coef": "kl/coef", "policy_loss": "loss/policy",
     "value_loss": "value/loss", "grad_norm": "optim/grad_norm",
 }  # fmt: skip
-TOOLS = ("tools", "tool_parser", "tool_executor", "stop_condition", "max_turns")  # hooks of `create_multiturn_rollout`
-PARTS = ("advantage_fn", "loss_fn", "kl_fn", "pair_selector")  # hooks of `with_hooks`
 
 
 class Run(NamedTuple):
@@ -58,8 +53,7 @@ RUNS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Run] = weakref.WeakKeyDic
 class IterationLearner(Learner):
     """A learner of an iteration's arguments. Model, optimizer and reference stay the caller's.
 
-    Args:
-      parts: seed, batch, environment, generation and reward of the Experiment. hooks: those of `with_hooks`.
+    parts: seed, batch, environment, generation and reward of the Experiment. hooks: those of `with_hooks`.
     """
 
     def __init__(
@@ -74,21 +68,19 @@ class IterationLearner(Learner):
         **hooks: Any,
     ):
         algorithm, kl = with_hooks(weakref.proxy(self), config, **hooks)  # caches keep parts for longer than a learner
+        if ref_update_fn is not None:
+            kl = kl._replace(coef=kl.coef or MEASURED)
         run = RUNS.get(optimizer)
-        self.optimizer, self.config, self.ref_model, self.ref_update_fn = optimizer, config, ref_model, ref_update_fn
+        self.optimizer, self.config = optimizer, config
         self.own_critic = run.critic if run else None
         limit = WHOLE if hooks.get("loss_fn") is not None else micro_batch_tokens
         steps = 1 + (run.learner["rl_step"] if run else 0)
-        x = Experiment(
-            name=algorithm.name,
-            task=lambda split: (),
-            model=lambda device: policy,
-            algorithm=algorithm._replace(critic=algorithm.critic._replace(optimizer=no_optimizer)),
+        x = experiment(
+            policy,
+            algorithm,
             kl=kl if ref_model is not None else KL("none"),
-            reference=given(ref_model, None if ref_update_fn is None else partial(update_reference_model, update_fn=ref_update_fn)),
-            optimizer=no_optimizer,
+            reference=given(ref_model, ref_update_fn and partial(update_reference_model, update_fn=ref_update_fn)),
             trainer=TrainerSettings(steps=steps, micro_batch_tokens=limit, max_grad_norm=config.max_grad_norm or math.inf),
-            evaluation=Evaluation(parts["reward"], n=0),
             **parts,
         )
         super().__init__(x, policy)
@@ -116,22 +108,11 @@ class IterationLearner(Learner):
         """Episodes of the tasks that the stream comes to, and a step on them."""
         x = self.begin()
         sampled, trained, stream = experience(x, self.policy, tasks, stream, step=self.rl_step, clock=self.clock)
-        unread = None if x.kl.active or self.ref_update_fn is None else self.ref_model  # a reference that no part of the step reads
-        kl = math.nan if unread is None else self.distance(unread, trained)
         metrics = self.step(sampled, trained)
-        if unread is not None and self.ref_update_fn is not None:
-            update_reference_model(unread, self.model, self.ref_update_fn, step=self.rl_step, kl=kl)
         RUNS[self.optimizer] = Run(self.saved(), x.algorithm.name, self.own_critic, x.generation.engine)
         row = {short: float(metrics[name]) for short, name in NAMES.items()} | metrics
-        if not x.kl.active:
-            row |= {"kl": 0.0 if unread is None else kl, "kl_coef": 0.0}
-        return TrainingState(self.rl_step, sum(r.response_length for r in sampled), row), stream
-
-    def distance(self, model: nn.Module, episodes: Sequence[types.Rollout]) -> float:
-        """KL(policy‖model) on the policy's tokens, k3, in nats per token."""
-        batch = self.assembled(episodes)
-        own, other = (batch_logprobs(self, m, batch).logprobs for m in (self.model, model))
-        return float(F.approximate_kl(other, own, batch.response_mask))
+        unread: dict[str, float] = {} if x.kl.active else {"kl": 0.0, "kl_coef": 0.0}
+        return TrainingState(self.rl_step, sum(r.response_length for r in sampled), row | unread), stream
 
 
 def training_iteration(
@@ -148,16 +129,12 @@ def training_iteration(
 ) -> TrainingState:
     """One RL step, as `rlkit train` takes it: rollouts, rewards, updates, then the reference.
 
+    Iterations with one optimizer are one run: they are counted, and share PPO's critic, whose parameters join the optimizer, and the
+    moments of rewards. `ref_update_fn` is called after the updates.
+
     Args:
-      prompts: each gets train_config.group_size rollouts. gen_config: the full distribution is sampled (top_p 1, top_k 0).
-      reward_fn: of `create_batch_rollouts`, with `aggregator`.
-      optimizer: over the model's parameters. Iterations with one optimizer are one run: they are counted, and share PPO's critic, whose
-        parameters join the optimizer, and the moments of rewards.
-      ref_model: what the KL is from; without one there is no KL, and a warning. ref_update_fn: (ref_model, policy_model), and step, kl
-        or kl_value where it takes them; called after the updates.
-      hooks: advantage_fn, loss_fn (on all rollouts at once, whose log-probs carry the gradient), kl_fn, pair_selector; those of the
-        prompt and the engine of `create_batch_rollouts`; tools, tool_parser, tool_executor, stop_condition, max_turns; seed,
-        micro_batch_tokens (padded tokens at once, for the memory).
+      hooks: advantage_fn, loss_fn (on all rollouts at once, whose log-probs carry the gradient), kl_fn, pair_selector; aggregator,
+        generator, engine, environment, use_chat_template and seed of `create_batch_rollouts`; micro_batch_tokens (padded, at once).
     Returns: the state, with loss, reward (its mean without the KL), kl (nats per token, 0 without a reference), kl_coef, policy_loss,
       value_loss, grad_norm, and all metrics of a step of `rlkit train`.
     Raises: ValueError for a hook that would do nothing.
@@ -190,28 +167,26 @@ def _iteration(
     generator: Any = None,
     engine: Any = None,
     environment: Any = None,
+    use_chat_template: bool = False,
     **hooks: Any,
 ) -> tuple[TrainingState, StreamState]:
-    """An iteration on the next `batch_size` tasks of the stream; `raw`: their texts are read as they are, unless there is a template."""
+    """An iteration on the next `batch_size` tasks of the stream; `raw`: their texts are read as they are without use_chat_template."""
     _warn(gen_config, core_of(config)[1], ref_model, ref_update_fn, hooks.get("kl_fn"))
-    parts_of_step = {name: hooks.pop(name) for name in (*PARTS, "micro_batch_tokens") if hooks.get(name) is not None}
-    playing = {name: hooks.pop(name) for name in TOOLS if name in hooks}
-    prompting = {"use_chat_template": not raw or bool(playing), "enable_thinking": gen_config.enable_thinking, **hooks}
-    if environment is None:
-        system = hooks.get("system_prompt")
-        environment = tool_environment(system_prompt=system, **playing) if playing else single_turn(system_prompt=system)
     run = RUNS.get(optimizer)
     engine = engine_of(generator, gen_config, engine or (run.engine if run else None))
     params, reward = gen_config.params, as_reward(reward_fn, aggregator)
-    parts: dict[str, Any] = {"seed": seed, "batch": BatchSize(batch_size, config.group_size), "environment": environment}
-    parts["generation"] = Sampling(engine, params.temperature, params.max_new_tokens)
-    parts["reward"] = reward._replace(normalize=reward.normalize or config.normalize_rewards)
+    parts = {
+        "seed": seed,
+        "batch": BatchSize(batch_size, config.group_size),
+        "environment": environment or single_turn(),
+        "generation": Sampling(engine, params.temperature, params.max_new_tokens),
+        "reward": reward._replace(normalize=reward.normalize or config.normalize_rewards),
+    }
+    policy = policy_of(model, tokenizer, use_chat_template=use_chat_template or not raw, enable_thinking=gen_config.enable_thinking)
     was_training = model.training
     model.eval()  # no dropout: sampler and trainer are to see one policy
     try:
-        policy = policy_of(model, tokenizer, **prompting)
-        learner = IterationLearner(policy, optimizer, config, parts, ref_model, ref_update_fn, **parts_of_step)
-        return learner.iterate(tasks, stream)
+        return IterationLearner(policy, optimizer, config, parts, ref_model, ref_update_fn, **hooks).iterate(tasks, stream)
     finally:
         model.train(was_training)
 
@@ -254,16 +229,15 @@ def train(
     seed: int | None = None,
     **hooks: Any,
 ) -> tuple[Any, Any]:
-    """Trains adapters on a model, or a model that is already built.
+    """Trains adapters on a model, or a model that is already built; model and tokenizer.
 
     Args:
-      prompts: every step draws the next `batch_size` of an order that the seed fixes. reward_fn: of `training_iteration`.
-      algorithm: grpo, dapo (the pairwise loss) or ppo. use_ref_model: a reference from ref_model_fn (create_reference_model), and with
-        it a KL of kl_coef. train_config: in place of these. switch_strategy: (iteration) → algorithm, in place of one for all.
+      prompts: every step draws the next `batch_size` of an order that the seed fixes.
+      use_ref_model: a reference from ref_model_fn (create_reference_model), and with it a KL of kl_coef. train_config: in place of
+        algorithm, learning_rate and kl_coef. switch_strategy: (iteration) → algorithm, in place of one for all.
       output_dir: gets a checkpoint every `save_every` steps, by checkpoint_fn.
       optimizer_fn: (parameters, lr=learning_rate) → optimizer. log_fn: given every state, with moving averages; None prints a line.
       hooks: those of `training_iteration`. kl_fn and pair_selector act while the algorithm has a KL, or pairs.
-    Returns: model and tokenizer.
     """
     tokenizer = tokenizer or load_tokenizer(str(getattr(model_name, "name_or_path", model_name)))
     model = load_model(model_name, use_lora=True, model_loader=model_loader) if isinstance(model_name, str) else model_name
