@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from rlkit import ConfigError
-from rlkit.commands.agent import execute_tool_call, has_tool_call, parse_tool_calls, run_agent
+from rlkit.commands.agent import run_agent
 from rlkit.commands.arguments import parse
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose
@@ -17,6 +17,7 @@ from rlkit.config.schema import build
 from rlkit.engines import Batched
 from rlkit.environments import calculator, get_weather, xml
 from rlkit.models.chat import encode_scaffold
+from rlkit.notebook import execute_tool_call, has_tool_call, parse_tool_calls
 from rlkit.types import Generation, ToolCall
 
 QUESTION = "What is 15 * 27, plus 100?"
@@ -174,7 +175,7 @@ def test_refused_with_what_is_wrong(tiny, given, words):
 def test_calls_of_a_reply_are_those_outside_its_thinking():
     """The slips: a call inside the thinking is run, and a call that cannot be read vanishes."""
     text = f"<think>{call('add', a=1)}</think>{call('add', a=2)}<tool_call>oops</tool_call>"
-    good, bad = parse_tool_calls(text, first=4)
+    good, bad = parse_tool_calls(text)
     assert good == {"id": "call_4", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
     assert bad["id"] == "call_5" and "bad JSON" in bad["error"]
     assert execute_tool_call(bad, {}) == bad["error"]

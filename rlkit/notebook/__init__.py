@@ -10,7 +10,7 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "rlkit.notebook.algorithms": ("compute_advantages", "compute_dapo_loss", "compute_policy_gradient_loss"),
+    "rlkit.notebook.algorithms": ("compute_advantages", "compute_dapo_loss", "compute_policy_gradient_loss", "compute_ppo_loss"),
     "rlkit.notebook.chat": (
         "LLMGenerator", "ToolUseLLM", "batch_history", "calculate", "create_batch", "execute_tool_call", "generate_templates",
         "get_weather", "has_tool_call", "parse_tool_calls", "res",
@@ -38,7 +38,7 @@ _HOMES = {
     ),
     "rlkit.notebook.rollouts": ("create_batch_rollouts", "create_multiturn_rollout", "create_rollout"),
     "rlkit.notebook.trainer": (
-        "RLTrainer", "SimpleValueHead", "compute_advantages_and_returns", "compute_kl_divergence", "compute_ppo_loss", "compute_value_loss",
+        "RLTrainer", "SimpleValueHead", "compute_advantages_and_returns", "compute_kl_divergence", "compute_value_loss",
         "generate_initial_prompts",
     ),
     "rlkit.notebook.training": ("train", "training_iteration", "update_ema_metrics"),

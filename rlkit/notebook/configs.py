@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 import rlkit.functional as F
 from rlkit.algorithm import KL, Algorithm, Critic
 from rlkit.notebook.data import TrainingConfig
@@ -68,12 +70,12 @@ def core_of(config: TrainingConfig) -> tuple[Algorithm, KL]:
     elif config.algorithm == "ppo":
         parts["advantage"] = partial(F.turn_gae, gamma=config.gamma, lam=config.lam)
         parts["normalization"] = F.whiten if config.normalize_advantages else F.no_normalization
-        parts["critic"] = Critic("head", _squared, coef=config.value_loss_coef)
+        parts["critic"] = Critic("head", squared, coef=config.value_loss_coef)
     else:
         raise ValueError(f"TrainingConfig.algorithm is {config.algorithm!r}; choose grpo, pg, dapo or ppo, or give an rlkit Algorithm")
     return Algorithm(config.algorithm, **parts), kl
 
 
-def _squared(values: Any, returns: Any) -> Any:
-    """The document's value loss: the whole square."""
-    return 2 * F.squared_error(values, returns)
+def squared(values: Tensor, values_old: Tensor, returns: Tensor, *, clip: float | None = None) -> Tensor:
+    """The notebooks' value loss: the whole square, with `clip` about the old values."""
+    return 2 * (F.squared_error(values, returns) if clip is None else F.clipped_squared_error(values, values_old, returns, clip=clip))
