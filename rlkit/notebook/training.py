@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+import rlkit.functional as F
 from rlkit.algorithm import KL
 from rlkit.environments import single_turn
 from rlkit.episodes.stream import StreamState, order_of_parts
@@ -45,6 +46,7 @@ class Run(NamedTuple):
     algorithm: str
     critic: nn.Module | None
     engine: Any
+    stream: StreamState
 
 
 RUNS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Run] = weakref.WeakKeyDictionary()
@@ -69,7 +71,7 @@ class IterationLearner(Learner):
     ):
         algorithm, kl = with_hooks(weakref.proxy(self), config, **hooks)  # caches keep parts for longer than a learner
         if ref_update_fn is not None:
-            kl = kl._replace(coef=kl.coef or MEASURED)
+            kl = kl._replace(estimator=kl.estimator or F.k3, coef=kl.coef or MEASURED)
         run = RUNS.get(optimizer)
         self.optimizer, self.config = optimizer, config
         self.own_critic = run.critic if run else None
@@ -104,15 +106,15 @@ class IterationLearner(Learner):
         self.optimizers = [Share(self.optimizer, net) for net in self.nets.values()]  # type: ignore[misc]
         return self.optimizers
 
-    def iterate(self, tasks: Sequence[Task], stream: StreamState) -> tuple[TrainingState, StreamState]:
+    def iterate(self, tasks: Sequence[Task], stream: StreamState) -> TrainingState:
         """Episodes of the tasks that the stream comes to, and a step on them."""
         x = self.begin()
         sampled, trained, stream = experience(x, self.policy, tasks, stream, step=self.rl_step, clock=self.clock)
         metrics = self.step(sampled, trained)
-        RUNS[self.optimizer] = Run(self.saved(), x.algorithm.name, self.own_critic, x.generation.engine)
+        RUNS[self.optimizer] = Run(self.saved(), x.algorithm.name, self.own_critic, x.generation.engine, stream)
         row = {short: float(metrics[name]) for short, name in NAMES.items()} | metrics
-        unread: dict[str, float] = {} if x.kl.active else {"kl": 0.0, "kl_coef": 0.0}
-        return TrainingState(self.rl_step, sum(r.response_length for r in sampled), row | unread), stream
+        unread = {} if x.kl.active else {"kl": 0.0, "kl_coef": 0.0}
+        return TrainingState(self.rl_step, sum(r.response_length for r in sampled), row | unread)
 
 
 def training_iteration(
@@ -125,68 +127,50 @@ def training_iteration(
     optimizer: torch.optim.Optimizer,
     ref_model: nn.Module | None = None,
     ref_update_fn: UpdateHook | None = None,
-    **hooks: Any,
-) -> TrainingState:
-    """One RL step, as `rlkit train` takes it: rollouts, rewards, updates, then the reference.
-
-    Iterations with one optimizer are one run: they are counted, and share PPO's critic, whose parameters join the optimizer, and the
-    moments of rewards. `ref_update_fn` is called after the updates.
-
-    Args:
-      hooks: advantage_fn, loss_fn (on all rollouts at once, whose log-probs carry the gradient), kl_fn, pair_selector; aggregator,
-        generator, engine, environment, use_chat_template and seed of `create_batch_rollouts`; micro_batch_tokens (padded, at once).
-    Returns: the state, with loss, reward (its mean without the KL), kl (nats per token, 0 without a reference), kl_coef, policy_loss,
-      value_loss, grad_norm, and all metrics of a step of `rlkit train`.
-    Raises: ValueError for a hook that would do nothing.
-    """
-    seed = hooks["seed"] = drawn_seed(hooks.get("seed"))
-    tasks = [as_task(prompt, i) for i, prompt in enumerate(prompts)]
-    places = order_of_parts(tasks, seed, 0)  # the stream draws the task at places[i] as its i-th
-    placed = [task for _, task in sorted(zip(places, tasks, strict=True), key=lambda pair: pair[0])]
-    raw = all(isinstance(prompt, str) for prompt in prompts)
-    settings = gen_config, train_config, reward_fn, optimizer, ref_model, ref_update_fn
-    return _iteration(model, tokenizer, placed, raw, len(tasks), StreamState(), *settings, **hooks)[0]
-
-
-def _iteration(
-    model: nn.Module,
-    tokenizer: Any,
-    tasks: Sequence[Task],
-    raw: bool,
-    batch_size: int,
-    stream: StreamState,
-    gen_config: GenerationConfig,
-    config: TrainingConfig,
-    reward_fn: Any,
-    optimizer: torch.optim.Optimizer,
-    ref_model: nn.Module | None,
-    ref_update_fn: UpdateHook | None,
     *,
-    seed: int,
+    batch_size: int | None = None,
+    seed: int | None = None,
     aggregator: Any = None,
     generator: Any = None,
     engine: Any = None,
     environment: Any = None,
     use_chat_template: bool = False,
     **hooks: Any,
-) -> tuple[TrainingState, StreamState]:
-    """An iteration on the next `batch_size` tasks of the stream; `raw`: their texts are read as they are without use_chat_template."""
-    _warn(gen_config, core_of(config)[1], ref_model, ref_update_fn, hooks.get("kl_fn"))
-    run = RUNS.get(optimizer)
-    engine = engine_of(generator, gen_config, engine or (run.engine if run else None))
+) -> TrainingState:
+    """One RL step, as `rlkit train` takes it: rollouts, rewards, updates, then the reference.
+
+    Iterations with one optimizer are one run: they are counted, and share PPO's critic, whose parameters join the optimizer, and the
+    moments of rewards. Hooks from `aggregator` on are those of `create_batch_rollouts`.
+
+    Args:
+      batch_size: the next prompts of an order that the seed fixes; None: all of them.
+      hooks: advantage_fn, loss_fn (on all rollouts at once, whose log-probs carry the gradient), kl_fn, pair_selector; micro_batch_tokens.
+    Returns: the state, with loss, reward (its mean without the KL), kl (nats per token, 0 without a reference), kl_coef, policy_loss,
+      value_loss, grad_norm, and all metrics of a step of `rlkit train`.
+    Raises: ValueError for a hook that would do nothing.
+    """
+    _warn(gen_config, core_of(train_config)[1], ref_model, ref_update_fn, hooks.get("kl_fn"))
+    seed, run = drawn_seed(seed), RUNS.get(optimizer)
+    tasks, stream = [as_task(prompt, i) for i, prompt in enumerate(prompts)], run.stream if run and batch_size else StreamState()
+    if batch_size is None:
+        places = order_of_parts(tasks, seed, 0)  # the stream draws the task at places[i] as its i-th
+        tasks = [task for _, task in sorted(zip(places, tasks, strict=True), key=lambda pair: pair[0])]
+    template = use_chat_template or not all(isinstance(prompt, str) for prompt in prompts)
+    policy = policy_of(model, tokenizer, use_chat_template=template, enable_thinking=gen_config.enable_thinking)
     params, reward = gen_config.params, as_reward(reward_fn, aggregator)
     parts = {
         "seed": seed,
-        "batch": BatchSize(batch_size, config.group_size),
+        "batch": BatchSize(batch_size or len(tasks), train_config.group_size),
         "environment": environment or single_turn(),
-        "generation": Sampling(engine, params.temperature, params.max_new_tokens),
-        "reward": reward._replace(normalize=reward.normalize or config.normalize_rewards),
+        "generation": Sampling(
+            engine_of(generator, gen_config, engine or (run.engine if run else None)), params.temperature, params.max_new_tokens
+        ),
+        "reward": reward._replace(normalize=reward.normalize or train_config.normalize_rewards),
     }
-    policy = policy_of(model, tokenizer, use_chat_template=use_chat_template or not raw, enable_thinking=gen_config.enable_thinking)
     was_training = model.training
     model.eval()  # no dropout: sampler and trainer are to see one policy
     try:
-        return IterationLearner(policy, optimizer, config, parts, ref_model, ref_update_fn, **hooks).iterate(tasks, stream)
+        return IterationLearner(policy, optimizer, train_config, parts, ref_model, ref_update_fn, **hooks).iterate(tasks, stream)
     finally:
         model.train(was_training)
 
@@ -197,10 +181,10 @@ def _warn(config: GenerationConfig, kl: KL, ref_model: Any, ref_update_fn: Any, 
         if hook is not None and ref_model is None:
             raise ValueError(f"{name} is given, and no ref_model; give one, such as create_reference_model(model)")
     if kl.coef and ref_model is None:
-        warnings.warn(f"kl_coef={kl.coef} has no effect without a ref_model, such as create_reference_model(model)", stacklevel=4)
+        warnings.warn(f"kl_coef={kl.coef} has no effect without a ref_model, such as create_reference_model(model)", stacklevel=3)
     if config.do_sample and (config.top_p < 1 or config.top_k):
         warnings.warn(
-            f"training samples the full distribution: top_p={config.top_p} and top_k={config.top_k} are taken as 1 and 0", stacklevel=4
+            f"training samples the full distribution: top_p={config.top_p} and top_k={config.top_k} are taken as 1 and 0", stacklevel=3
         )
 
 
@@ -241,17 +225,16 @@ def train(
     """
     tokenizer = tokenizer or load_tokenizer(str(getattr(model_name, "name_or_path", model_name)))
     model = load_model(model_name, use_lora=True, model_loader=model_loader) if isinstance(model_name, str) else model_name
-    tasks, raw = [as_task(prompt, i) for i, prompt in enumerate(prompts)], all(isinstance(prompt, str) for prompt in prompts)
     ref_model = create_reference_model(model, ref_model_fn) if use_ref_model else None
     optimizer = optimizer_fn([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
-    stream, ema, tokens, seed = StreamState(), dict[str, float](), 0, drawn_seed(seed)
+    ema, tokens, seed, update_fn = dict[str, float](), 0, drawn_seed(seed), hooks.pop("ref_update_fn", None)
     os.makedirs(output_dir, exist_ok=True)
     for step in range(num_steps):
         numbers = {"kl_coef": kl_coef if use_ref_model else 0.0, "learning_rate": learning_rate}
         config = train_config or get_algorithm_config(step, switch_strategy or (lambda _: algorithm), **numbers)
         acting = {key: hook for key, hook in hooks.items() if key != "pair_selector" or config.algorithm == "dapo" or not switch_strategy}
-        given_once = gen_config, config, reward_fn, optimizer, ref_model, acting.pop("ref_update_fn", None)
-        state, stream = _iteration(model, tokenizer, tasks, raw, batch_size, stream, *given_once, seed=seed, **acting)
+        given_once = gen_config, config, reward_fn, optimizer, ref_model, update_fn
+        state = training_iteration(model, tokenizer, prompts, *given_once, batch_size=batch_size, seed=seed, **acting)
         ema, tokens = update_ema_metrics(state.metrics, ema), tokens + state.total_tokens
         (log_fn or partial(_say, num_steps, tokens))(state._replace(ema_metrics=ema))
         if (step + 1) % save_every == 0:
