@@ -38,7 +38,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | Path) -> Checkpoint:
-    """Model, tokenizer and step of a checkpoint, or the newest in an output_dir. Raises: DataError where there is none, or it is damaged."""
+    """Model, tokenizer and step of a checkpoint, or the newest in an output_dir. Raises: DataError for none or a damaged one."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folders = {int(f.name[11:]): f for f in (Path(path), *Path(path).glob("checkpoint-*")) if f.name[11:].isdigit()}
@@ -47,6 +47,10 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     step = max(folders)
     if why := folder_damage(folders[step]):
         raise DataError(f"{folders[step]}: {why}; move it away to load an older checkpoint")
-    # transformers puts the adapters of a folder on their base model
-    model = AutoModelForCausalLM.from_pretrained(folders[step])
+    if (folders[step] / "adapter_config.json").exists():
+        from peft import AutoPeftModelForCausalLM
+
+        model = AutoPeftModelForCausalLM.from_pretrained(folders[step], is_trainable=True)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folders[step])
     return Checkpoint(model.eval(), AutoTokenizer.from_pretrained(folders[step]), step)
