@@ -23,13 +23,9 @@ Chat = list[Message]
 
 
 class LLMGenerator:
-    """Batched replies to chats, with the thinking apart.
+    """Batched replies to chats, with the thinking apart; the same calls in the same order give the same replies.
 
-    Two calls differ in their samples; the same calls in the same order give the same replies.
-
-    Args:
-      model_name: "tiny", a local folder or a hub id, loaded to the GPU where there is one; or a model that is already built.
-      tokenizer: None: the model's. engine: what samples; None: a new `rlkit.engines.Cached`. seed: all the randomness there is.
+    model_name: of `load_model`. tokenizer: None: the model's. engine: None: a new `rlkit.engines.Cached`.
     """
 
     def __init__(self, model_name: Any, tokenizer: Any = None, *, engine: Engine | None = None, seed: int = 0):
@@ -53,12 +49,9 @@ class LLMGenerator:
         return_thinking: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Replies to one chat (a list of messages, or a text) or to a list of chats, all of them in one batch.
+        """[thinking, content], or without `return_thinking` a text with both; a list of these for many replies or chats, of lists for both.
 
-        Args:
-          temperature: 0 is greedy; None: the generator's own, 0.6. kwargs: top_p, top_k, do_sample, max_thinking_tokens.
-        Returns: [thinking, content], or a text with both without `return_thinking`; a list of these for several replies or chats, a
-          list of lists for both. Raises: ValueError for a chat that fills the model's context: none is cut.
+        temperature: 0 is greedy; None: the generator's own, 0.6. kwargs: top_p, top_k, do_sample, max_thinking_tokens.
         """
         single = isinstance(prompts, str) or isinstance(prompts[0], Mapping)
         chats, n, policy = [prompts] if single else prompts, num_return_sequences, self.policies[enable_thinking]
@@ -71,28 +64,21 @@ class LLMGenerator:
         return results[0] if single else results
 
     def replies(
-        self,
-        chats: Sequence[Any],
-        max_new_tokens: int = 512,
-        temperature: float | None = None,
-        num_return_sequences: int = 1,
-        enable_thinking: bool = True,
-        *,
-        do_sample: bool = True,
-        **kwargs: Any,
+        self, chats: Sequence[Any], max_new_tokens: int, temperature: float | None = None, n: int = 1, thinks: bool = True, **kwargs: Any
     ) -> list[Rollout]:
         """The replies as rollouts of one step, chat by chat; one without a step where the chat leaves no room for a reply."""
         self.calls += 1
+        temperature = self.temperature if temperature is None else temperature
         return collect(
-            self.policies[enable_thinking],
+            self.policies[thinks],
             [as_task(chat, i) for i, chat in enumerate(chats)],
             engine=self.engine,
             environment=single_turn(),
-            group_size=num_return_sequences,
+            group_size=n,
             seed=self.seed,
             step=self.calls,
             version=self.version,
-            temperature=(self.temperature if temperature is None else temperature) if do_sample else 0.0,
+            temperature=temperature if kwargs.pop("do_sample", True) else 0.0,
             max_new_tokens=max_new_tokens,
             **kwargs,
         )

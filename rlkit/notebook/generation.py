@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rlkit import types
-from rlkit.engines import Batched, Cached, Transformers
+from rlkit.engines import Batched, Cached
 from rlkit.environments import single_turn, split_reply
 from rlkit.episodes import collect
 from rlkit.models import LoRA, add_lora, decode, forward_logprobs, make_policy, pack, pretrained_model, pretrained_tokenizer
@@ -89,10 +89,7 @@ def _raw(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def policy_of(model: Any, tokenizer: Any, *, use_chat_template: bool, enable_thinking: bool | None = None) -> Policy:
-    """A policy that reads a prompt through the chat template, or as it is.
-
-    Through the template a prompt is plain text and cannot forge a turn. As it is, it may hold control tokens, as of `format_prompt`.
-    """
+    """A policy that reads a prompt through the chat template, as plain text; or as it is, with control tokens, as of `format_prompt`."""
     if use_chat_template:
         return make_policy(model, tokenizer, enable_thinking=enable_thinking)
     policy = make_policy(model, tokenizer, render=_raw)
@@ -111,37 +108,30 @@ class Verbatim:
 
 
 def engine_of(generator: Callable[..., Generation] | None, config: GenerationConfig, engine: Any = None) -> Engine:
-    """The engine that samples: the given one, the generator's, else rlkit's fast one; without use_cache the simple one."""
-    if generator is not None:
-        return Batched(_asked(generator, config))
-    return engine or (Cached() if config.use_cache else Transformers(use_cache=False))
+    """The engine that samples: the generator's, the given one, else rlkit's fast one."""
+    return engine or Cached() if generator is None else Batched(_asked(generator, config))
 
 
 def _asked(generator: Callable[..., Generation], config: GenerationConfig) -> Callable[..., list[types.Generation]]:
     """A generator as the core's function of a batch, asked prompt by prompt."""
 
     def complete(policy: Policy, contexts: list[Any], seeds: list[int], params: SamplingParams) -> list[types.Generation]:
-        texts = [decode(policy.renderer, context) for context in contexts]
-        said = [generator(policy.model, policy.renderer.tokenizer, text, config, True) for text in texts]
-        return [_sampled(policy, context, reply, params) for context, reply in zip(contexts, said, strict=True)]
+        asked = [(context, decode(policy.renderer, context)) for context in contexts]
+        model, tokenizer = policy.model, policy.renderer.tokenizer
+        return [_sampled(policy, context, generator(model, tokenizer, text, config, True), params) for context, text in asked]
 
     return complete
 
 
 def _sampled(policy: Policy, context: Sequence[int], given: Generation, params: SamplingParams) -> types.Generation:
-    """A generator's reply as the core keeps it: up to the first end token, scored by the model where log-probs are missing."""
+    """A generator's reply as the core keeps it: up to the first end token, scored by the model."""
     ids = torch.as_tensor(given.token_ids).tolist()
     ends = [i for i, token in enumerate(ids) if token in policy.eos_token_ids]
-    length = ends[0] + 1 if ends else int(torch.as_tensor(given.valid_mask).bool().sum())
-    if length == 0:
-        raise ValueError("generator gave a reply without a token; the end token belongs to the reply")
-    if given.logprobs is None:
-        with torch.no_grad():
-            prompt, reply = torch.tensor([list(context)]), torch.tensor([ids[:length]])
-            found = compute_logprobs_for_tokens(policy.model, prompt, None, reply, temperature=params.temperature or 1.0)[0]
-    else:
-        found = torch.as_tensor(given.logprobs)[:length]
-    return types.Generation(tuple(ids[:length]), tuple(found.tolist()), "stop" if ends else "length")
+    reply = ids[: ends[0] + 1 if ends else int(given.valid_mask.sum())]
+    with torch.no_grad():
+        given_ids = torch.tensor([list(context)]), None, torch.tensor([reply])
+        found = compute_logprobs_for_tokens(policy.model, *given_ids, temperature=params.temperature or 1.0)[0]
+    return types.Generation(tuple(reply), tuple(found.tolist()), "stop" if ends else "length")
 
 
 def drawn_seed(seed: int | None) -> int:
@@ -236,8 +226,6 @@ def compute_logprobs_for_tokens(
 def _rows(prompt_ids: Tensor, prompt_mask: Tensor | None, generated_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Prompt and reply side by side without the padding between them, and a mask on the reply; so positions count real tokens."""
     real = torch.ones_like(prompt_ids, dtype=torch.bool) if prompt_mask is None else prompt_mask.bool()
-    if not real.any(1).all():
-        raise ValueError("a row of prompt_mask is empty: the first token of a reply has nothing before it to be predicted from")
     rows = [torch.cat([p[m], g.to(p.device)]) for p, m, g in zip(prompt_ids, real, generated_ids, strict=True)]
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
     at, ends = torch.arange(ids.shape[1], device=ids.device), torch.tensor([len(row) for row in rows], device=ids.device)[:, None]

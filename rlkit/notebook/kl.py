@@ -27,15 +27,12 @@ def compute_kl(
     """The divergence of each sequence from the reference [B], in nats, by any estimate.
 
     policy_logprobs carries the gradient, ref_logprobs is a constant: [B, T] of tokens that the policy sampled, or [T], one sequence.
-    kl_fn: or an estimator of the core, whose mean over each sequence is taken. Raises: ValueError where shapes do not fit.
+    kl_fn: or an estimator of the core, whose mean over each sequence is taken. Raises: ValueError where that does not give [B].
 
     >>> compute_kl(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -9.0]]), torch.tensor([[True, False]]))
     tensor([0.5000])
     """
     mask = torch.ones_like(policy_logprobs) if valid_mask is None else valid_mask
-    if not policy_logprobs.shape == ref_logprobs.shape == mask.shape:
-        shapes = ", ".join(str(tuple(t.shape)) for t in (policy_logprobs, ref_logprobs, mask))
-        raise ValueError(f"policy_logprobs, ref_logprobs and valid_mask have the shapes {shapes}; they must be equal")
     width = policy_logprobs.shape[-1]
     mask = mask.bool().to(policy_logprobs.device).reshape(-1, width)
     policy = F.fill_masked(policy_logprobs.reshape(-1, width), mask, 0.0)
@@ -96,10 +93,7 @@ def update_reference_model(ref_model: torch.nn.Module, policy_model: torch.nn.Mo
 
 
 def lift_update(kept: Reference) -> UpdateHook:
-    """A reference of the core that moves, as a ref update_fn: (ref_model, policy_model, **progress) → None.
-
-    What is averaged is kept in float32 beside a narrower reference. Without a step in the progress, calls are counted.
-    """
+    """A reference of the core that moves, as an update_fn; without a step in the progress, calls are counted."""
     states: WeakKeyDictionary[torch.nn.Module, tuple[int, reference.Moving]] = WeakKeyDictionary()
 
     def update_fn(ref_model: torch.nn.Module, policy_model: torch.nn.Module, **progress: Any) -> None:

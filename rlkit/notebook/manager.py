@@ -61,11 +61,9 @@ class RolloutData:
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def add_step(self, step_data: StepData) -> None:
-        """One more turn."""
         self.steps.append(step_data)
 
     def get_total_steps(self) -> int:
-        """Turns so far."""
         return len(self.steps)
 
     def mark_complete(self, early: bool = False) -> None:
@@ -73,7 +71,6 @@ class RolloutData:
         self.is_complete, self.terminated_early, self.termination_step = True, early, len(self.steps)
 
     def set_reward(self, reward: float | None) -> None:
-        """What the whole rollout earned."""
         self.reward = reward
 
     def to_dict(self) -> dict[str, Any]:
@@ -130,8 +127,6 @@ class RolloutManager:
         active = [self.rollouts[i] for i in self.active_rollout_indices]
         if len(prompts) != len(active):
             raise ValueError(f"there are {len(prompts)} prompts for {len(active)} active rollouts; give one for each")
-        if not active:
-            return
         before = [(r.steps[-1].history_wo_thinking, r.steps[-1].history_w_thinking) if r.steps else ([], []) for r in active]
         chats = [[[*history, asked] for history in both] for both, asked in zip(before, generate_templates(prompts), strict=True)]
         plain, full = [both[0] for both in chats], [both[1] for both in chats]
@@ -190,7 +185,6 @@ class RolloutManager:
         self.active_rollout_indices.remove(rollout.rollout_id)
 
     def assign_rewards(self, reward_fn: Callable[[RolloutData], float | None]) -> None:
-        """Scores every rollout."""
         for rollout in self.rollouts:
             rollout.set_reward(reward_fn(rollout))
 
@@ -225,7 +219,6 @@ class PlainUnpickler(pickle.Unpickler):
     """Reads lists, dicts, texts and numbers; a pickle that names a class or a function could run anything."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Refuses."""
         raise DataError(f"the pickle names {module}.{name}; load_rollouts reads the plain data of save_rollouts only")
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import rlkit.functional as F
-from rlkit.episodes import assemble
 from rlkit.notebook.borrowed import experiment
 from rlkit.notebook.chat import TEMPERATURE, LLMGenerator
 from rlkit.notebook.configs import core_of, squared
@@ -26,7 +25,7 @@ from rlkit.types import Estimate, Rollout
 
 
 class SimpleValueHead(nn.Module):
-    """A value head: hidden → hidden/2 → ReLU → 1."""
+    """A value head: [..., hidden] → [..., 1]."""
 
     def __init__(self, hidden_size: int):
         super().__init__()
@@ -34,7 +33,6 @@ class SimpleValueHead(nn.Module):
         self.value_head = nn.Sequential(nn.Linear(hidden_size, half), nn.ReLU(), nn.Linear(half, 1))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., hidden_size] → [..., 1]."""
         return self.value_head(hidden_states)
 
 
@@ -46,11 +44,9 @@ def compute_advantages_and_returns(rollouts: Sequence[RolloutData], gamma: float
 
     gamma, lam: 0 … 1, per step. use_gae: False is lam = 1. A step's value is the last entry of its `values`; 0 where it has none.
     """
-    for rollout in rollouts:
-        steps: list[Any] = [s for s in rollout.steps if isinstance(s, RLStepData)]
-        if not steps:
-            continue
-        values = torch.tensor([[_last(step.values) for step in steps]], dtype=torch.float64)
+    for rollout in (r for r in rollouts if r.steps):
+        steps: list[Any] = rollout.steps
+        values = torch.tensor([[_last(getattr(step, "values", None)) for step in steps]], dtype=torch.float64)
         rewards = torch.zeros_like(values)
         rewards[0, -1] = rollout.reward or 0.0
         at, mask = torch.arange(len(steps))[None], torch.ones(1, len(steps), dtype=torch.bool)
@@ -100,10 +96,9 @@ def _of_last_token(values: Tensor, mask: Tensor | None) -> Tensor:
     return values[torch.arange(len(values), device=values.device), last]
 
 
-def compute_kl_divergence(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
-    """KL(old ‖ new) from tokens that the old policy sampled: the mean of old - new where the mask is True, in nats per token."""
-    mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask.bool()
-    return (old_logprobs - logprobs)[mask].mean()
+def compute_kl_divergence(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """KL(old ‖ new) from tokens that the old policy sampled: the mean of old - new, in nats per token."""
+    return (old_logprobs - logprobs).mean()
 
 
 # ------------------------------------------------------------------------------------------------------- the trainer
@@ -132,12 +127,7 @@ def advantages_of_steps(metadata: Sequence[Mapping[str, Any]], rollout_ids: Tens
 
 
 class RLTrainer:
-    """PPO on whole rollouts: rollouts, rewards, values, advantages, updates, again.
-
-    Args:
-      model: a causal LM, also under PEFT. Half-precision weights that are trained become float32, or they would not move.
-      value_head: [..., hidden] → [..., 1], as SimpleValueHead. config: any of DEFAULTS; 0 is no max_grad_norm, and no save_interval.
-    """
+    """PPO on whole rollouts: rollouts, rewards, values, advantages, updates, again. config: any of DEFAULTS; 0 is no save_interval."""
 
     def __init__(self, model: Any, tokenizer: Any, value_head: nn.Module, config: dict[str, Any]):
         if unknown := sorted({*config} - {*DEFAULTS}):
@@ -178,18 +168,14 @@ class RLTrainer:
 
     def _values(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         """The value before each sampled token of rollouts with one step [T]."""
-        batch = assemble(rollouts, pad_token_id=self.learner.policy.pad_token_id, device=self.learner.device)
+        batch = self.learner.assembled(rollouts)
         found: Any = batch_logprobs(self.learner, self.model, batch, critic=self.learner.critic).values
         return [values[mask].cpu() for values, mask in zip(found, batch.response_mask, strict=True)]
 
     def train_step(self, rollouts: Sequence[RolloutData], n_epochs: int = 4, batch_size: int = 32) -> dict[str, float]:
-        """One step of the learner, n_epochs passes, on rollouts with advantages and returns; its metrics, {} where no step has log-probs.
-
-        batch_size: steps of a minibatch, about: minibatches are of whole rollouts.
-        """
+        """One step of the learner on rollouts with advantages; a minibatch has about `batch_size` steps, of whole rollouts. Its metrics."""
         trained = [r for r in (core_rollout(r, group=i) for i, r in enumerate(rollouts)) if r.steps]
         if not trained:
-            print("RLTrainer: no step has log-probs to train on")
             return {}
         steps = sum(len(r.steps) for r in trained)
         self.learner.configured = self._experiment(n_epochs, max(1, min(len(trained), -(-steps // batch_size))))

@@ -43,7 +43,6 @@ class Run(NamedTuple):
     """What an optimizer's iterations hand on from one to the next."""
 
     learner: Mapping[str, Any]  # Learner.saved
-    algorithm: str
     critic: nn.Module | None
     engine: Any
     stream: StreamState
@@ -53,10 +52,7 @@ RUNS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Run] = weakref.WeakKeyDic
 
 
 class IterationLearner(Learner):
-    """A learner of an iteration's arguments. Model, optimizer and reference stay the caller's.
-
-    parts: seed, batch, environment, generation and reward of the Experiment. hooks: those of `with_hooks`.
-    """
+    """A learner of an iteration's arguments. parts: of the Experiment. hooks: those of `with_hooks`."""
 
     def __init__(
         self,
@@ -88,18 +84,14 @@ class IterationLearner(Learner):
         super().__init__(x, policy)
         if run is not None:
             self.load({"rlkit": run.learner})
-            since = self.progress.since if run.algorithm == algorithm.name else self.rl_step
-            self.progress = self.progress._replace(step=self.rl_step, since=since)
+            self.progress = self.progress._replace(step=self.rl_step)
 
     def make_critic(self) -> nn.Module | None:
         """The run's, or a new one, whose parameters join the optimizer."""
-        if not self.x.algorithm.critic.active:
-            return None
-        if self.own_critic is None:
-            self.own_critic = super().make_critic()
-            assert self.own_critic is not None
-            self.optimizer.add_param_group({"params": list(self.own_critic.parameters()), "lr": self.config.value_learning_rate})
-        return self.own_critic
+        if self.own_critic is None and (made := super().make_critic()) is not None:
+            self.own_critic = made
+            self.optimizer.add_param_group({"params": list(made.parameters()), "lr": self.config.value_learning_rate})
+        return self.own_critic if self.x.algorithm.critic.active else None
 
     def make_optimizers(self) -> list[Any]:
         """The caller's optimizer, as one for the policy and one for the critic."""
@@ -111,7 +103,7 @@ class IterationLearner(Learner):
         x = self.begin()
         sampled, trained, stream = experience(x, self.policy, tasks, stream, step=self.rl_step, clock=self.clock)
         metrics = self.step(sampled, trained)
-        RUNS[self.optimizer] = Run(self.saved(), x.algorithm.name, self.own_critic, x.generation.engine, stream)
+        RUNS[self.optimizer] = Run(self.saved(), self.own_critic, x.generation.engine, stream)
         row = {short: float(metrics[name]) for short, name in NAMES.items()} | metrics
         unread = {} if x.kl.active else {"kl": 0.0, "kl_coef": 0.0}
         return TrainingState(self.rl_step, sum(r.response_length for r in sampled), row | unread)
