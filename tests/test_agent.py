@@ -175,9 +175,9 @@ def test_refused_with_what_is_wrong(tiny, given, words):
 def test_calls_of_a_reply_are_those_outside_its_thinking():
     """The slips: a call inside the thinking is run, and a call that cannot be read vanishes."""
     text = f"<think>{call('add', a=1)}</think>{call('add', a=2)}<tool_call>oops</tool_call>"
-    good, bad = parse_tool_calls(text, first=4)
-    assert good == {"id": "call_4", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
-    assert bad["id"] == "call_5" and "bad JSON" in bad["error"]
+    good, bad = parse_tool_calls(text)
+    assert good == {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    assert bad["id"] == "call_1" and "bad JSON" in bad["error"]
     assert execute_tool_call(bad, {}) == bad["error"]
     assert has_tool_call(text) and has_tool_call("<tool_call>oops") and not has_tool_call(f"<think>{call('add', a=1)}")
 

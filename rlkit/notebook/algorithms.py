@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +18,7 @@ PairSelector = Callable[[Sequence[Rollout]], Iterable[tuple[int, int]]]
 
 def compute_advantages(rollouts: Sequence[Rollout], normalize: bool = True, advantage_fn: Callable[..., Tensor] | None = None) -> Tensor:
     """GRPO's advantages [B, T]: the reward above the mean of its prompt's rollouts, over their standard deviation if `normalize`; then
-    less the KL penalty. The same on all tokens of a rollout, 0 beyond its last, and 0 for what cannot be scored.
-
-    A prompt with one rollout has nothing to compare it with, and gets 0.
-
-    Args:
-      advantage_fn: (rollouts, normalize) → [B, T], in place of all this.
+    less the KL penalty. 0 beyond a rollout's last token, and for what cannot be scored or compared.
     """
     if advantage_fn is not None:
         return advantage_fn(rollouts, normalize)
@@ -39,35 +35,50 @@ def compute_advantages(rollouts: Sequence[Rollout], normalize: bool = True, adva
 
 
 def compute_policy_gradient_loss(rollouts: Sequence[Rollout], advantages: Tensor, loss_fn: Callable[..., Tensor] | None = None) -> Tensor:
-    """REINFORCE: -A log π, averaged over all tokens; only the gradient means anything.
-
-    Args:
-      advantages: [B, T], a constant, on any device. loss_fn: (rollouts, advantages) → scalar, in place of all this.
-    """
+    """REINFORCE: -A log π, averaged over all tokens; only the gradient means anything. advantages: [B, T], a constant."""
     if loss_fn is not None:
         return loss_fn(rollouts, advantages)
     logprobs, mask = stacked(rollouts)
-    return _token_mean(-_constant(advantages, mask) * F.fill_masked(logprobs, mask, 0.0), mask)
+    return -(_constant(advantages, mask) * F.fill_masked(logprobs, mask, 0.0))[mask].mean()
 
 
-def compute_ppo_loss(rollouts: Sequence[Rollout], old_logprobs: Tensor, advantages: Tensor, clip_range: float = 0.2) -> Tensor:
-    """PPO's clipped surrogate, averaged over all tokens.
+def compute_ppo_loss(
+    rollouts: Any,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_range: float = 0.2,
+    *,
+    clip_epsilon: float | None = None,
+    mask: Tensor | None = None,
+) -> Any:
+    """PPO's clipped surrogate, averaged over all tokens: of rollouts the loss, of log-probs [B, T] the loss and its statistics.
 
     Args:
-      old_logprobs: [B, T] in nats, of the policy before the first update. advantages: [B, T]. Both are constants, on any device.
-      clip_range: in (0, 1].
+      old_logprobs: [B, T] in nats. advantages: [B, T] or [B]. Both are constants. clip_range, clip_epsilon: two names, in (0, 1].
+      mask: [B, T], True where a token counts; None: everywhere.
+    Returns: of log-probs also policy_loss, approx_kl (nats per token), clipfrac, ratio_mean and ratio_std (0 of one token).
+
+    >>> compute_ppo_loss(torch.tensor([[-1.0]]), torch.tensor([[-1.0]]), torch.tensor([2.0]))[0]
+    tensor(-2.)
     """
-    logprobs, mask = stacked(rollouts)
-    ratio = F.token_ratio(logprobs, _constant(old_logprobs, mask), mask)
-    return _token_mean(F.clipped(ratio, _constant(advantages, mask), clip_low=clip_range, clip_high=clip_range), mask)
+    clip = clip_range if clip_epsilon is None else clip_epsilon
+    logprobs, mask = (rollouts, mask) if isinstance(rollouts, Tensor) else stacked(rollouts)
+    mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask.bool()
+    old = _constant(old_logprobs, mask)
+    ratio = F.token_ratio(logprobs, old, mask)
+    loss = F.clipped(ratio, _constant(advantages, mask), clip_low=clip, clip_high=clip)[mask].mean()
+    if not isinstance(rollouts, Tensor):
+        return loss
+    ratios = ratio.detach()[mask]
+    stats = {"policy_loss": float(loss.detach()), "approx_kl": float(F.approximate_kl(logprobs.detach(), old, mask))}
+    stats |= {"clipfrac": float(((ratios - 1).abs() > clip).float().mean())}
+    return loss, stats | {"ratio_mean": float(ratios.mean()), "ratio_std": float(ratios.std(correction=min(1, len(ratios) - 1)))}
 
 
 def compute_dapo_loss(rollouts: Sequence[Rollout], beta: float = 0.1, pair_selector: PairSelector | None = None) -> Tensor:
     """The preference loss -log σ(β (log π(better) - log π(worse))), averaged over pairs; 0 with a gradient of 0 without any.
 
-    Args:
-      beta: > 0, per nat. pair_selector: (rollouts) → [(i, j)]; None: every pair of a prompt. Ties, pairs of two prompts and rollouts
-        without a score are skipped. The reward before the KL penalty says which one is better.
+    beta: > 0, per nat. pair_selector: None: every pair of a prompt. Ties, pairs of two prompts and rollouts without a score are skipped.
     """
     logprobs, mask = stacked(rollouts)
     pairs = selected(pair_selector, rollouts)(task_rewards(rollouts), groups(rollouts)).to(logprobs.device)
@@ -90,10 +101,6 @@ def selected(pair_selector: PairSelector | None, rollouts: Sequence[Rollout]) ->
 
 
 def _constant(values: Tensor, mask: Tensor) -> Tensor:
-    """[B, T], or wider, as a constant beside the mask, 0 under it."""
-    return F.fill_masked(values.detach().to(mask.device)[:, : mask.shape[1]].expand(mask.shape), mask, 0.0)
-
-
-def _token_mean(per_token: Tensor, mask: Tensor) -> Tensor:
-    """The mean over all tokens; 0 with a gradient where there is none."""
-    return (F.token_mean(mask) * F.fill_masked(per_token, mask, 0.0)).sum()
+    """[B], [B, T] or wider as a constant [B, T] beside the mask, 0 under it."""
+    values = values.detach().to(mask.device).reshape(len(mask), -1)
+    return F.fill_masked(values[:, : mask.shape[1]].expand(mask.shape), mask, 0.0)

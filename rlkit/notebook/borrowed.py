@@ -1,4 +1,4 @@
-"""What a learner does not own: an optimizer that holds several networks, and a reference model that someone else keeps."""
+"""A learner of what a notebook owns: its model, an optimizer that may hold several networks, and its reference model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlkit.types import Reference
+from rlkit.algorithm import KL, Algorithm
+from rlkit.rewards import Reward
+from rlkit.training.experiment import BatchSize, Evaluation, Experiment
+from rlkit.training.references import none
+from rlkit.types import Environment, Policy, Reference
 
 
 class Share:
@@ -34,19 +38,23 @@ def no_optimizer(parameters: Any) -> Any:
     raise RuntimeError("the optimizer exists already; give it to the learner (optimizers=)")
 
 
-def given(model: nn.Module | None, update: Callable[..., Any] | None = None) -> Reference:
-    """A reference model that someone else keeps.
+def experiment(policy: Policy, algorithm: Algorithm, **parts: Any) -> Experiment:
+    """A learner's experiment of a notebook's parts: its model, optimizers and rollouts exist already, and nothing is evaluated."""
+    some: dict[str, Any] = {"seed": 0, "batch": BatchSize(1, 1), "environment": Environment(), "kl": KL("none"), "reference": none()}
+    some |= {"reward": Reward("given", {}), "task": lambda split: (), "model": lambda device: policy} | parts
+    algorithm = algorithm._replace(critic=algorithm.critic._replace(optimizer=no_optimizer))
+    evaluation = Evaluation(some["reward"], n=0)
+    return Experiment(algorithm.name, algorithm=algorithm, optimizer=no_optimizer, evaluation=evaluation, **some)
 
-    Args:
-      update: (reference model, policy model, step=, kl=) moves it in place after every RL step. None: it stays.
-    """
+
+def given(model: nn.Module | None, update: Callable[..., Any] | None = None) -> Reference:
+    """A reference model that someone else keeps. update: (reference model, policy model, step=, kl=) moves it in place after a step."""
 
     def updated(state: nn.Module, policy: nn.Module, **progress: Any) -> nn.Module:
         if update is not None:
             update(state, policy, **progress)
         return state
 
-    def same(state: nn.Module, *_: Any) -> nn.Module:
-        return state
-
-    return Reference("given", lambda policy, step: model, updated, lambda state, _: nullcontext(state), lambda state: {}, same)
+    return Reference(
+        "given", lambda policy, step: model, updated, lambda state, _: nullcontext(state), lambda state: {}, lambda state, *_: state
+    )

@@ -4,64 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from rlkit.commands.agent import as_dict, core_parser, run_agent, to_call
 from rlkit.engines import Cached
-from rlkit.environments import calculator, execute, hermes, single_turn, split_reply, split_thinking
+from rlkit.environments import calculator, execute, hermes, single_turn, split_thinking
 from rlkit.episodes import collect
-from rlkit.models import decode, make_policy, pretrained_model, pretrained_tokenizer
+from rlkit.models import decode, make_policy
+from rlkit.notebook.data import as_task
+from rlkit.notebook.generation import begun, load_model, load_tokenizer, parse_thinking, said
 from rlkit.system.loops import run
-from rlkit.types import Engine, Message, Messages, Policy, Rollout, Step, Task, ToolCall
+from rlkit.types import Engine, Message, Messages, Rollout, ToolCall
 
 TEMPERATURE = 0.6  # of the notebook's samples
 Chat = list[Message]
 
 
-def load_chat_model(model_name: Any, tokenizer: Any = None) -> tuple[Any, Any]:
-    """A causal LM in evaluation mode and its tokenizer, which pads on the left.
-
-    Args:
-      model_name: "tiny", a local folder or a hub id, loaded to the GPU where there is one; or a model that is already built.
-      tokenizer: None is the one of that name.
-    Raises: ConfigError where there is no such model.
-    """
-    model: Any = model_name
-    if isinstance(model_name, str):
-        gpu = torch.cuda.is_available()
-        model = pretrained_model(model_name, dtype="auto" if gpu else torch.float32).to("cuda" if gpu else "cpu").eval()
-    tokenizer = tokenizer or pretrained_tokenizer(model_name if isinstance(model_name, str) else model.name_or_path)
-    tokenizer.padding_side = "left"
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return model, tokenizer
-
-
 class LLMGenerator:
-    """Batched replies to chats, with the thinking apart.
+    """Batched replies to chats, with the thinking apart; the same calls in the same order give the same replies.
 
-    Two calls differ in their samples; the same calls in the same order give the same replies.
-
-    Args:
-      model_name, tokenizer: of `load_chat_model`.
-      engine: what samples; None: a new `rlkit.engines.Cached`. seed: all the randomness there is.
+    model_name: of `load_model`. tokenizer: None: the model's. engine: None: a new `rlkit.engines.Cached`.
     """
 
     def __init__(self, model_name: Any, tokenizer: Any = None, *, engine: Engine | None = None, seed: int = 0):
-        self.model, self.tokenizer = load_chat_model(model_name, tokenizer)
+        named = isinstance(model_name, str)
+        self.model = load_model(model_name, "auto" if torch.cuda.is_available() else "float32", "auto" if named else None)
+        self.tokenizer = tokenizer or load_tokenizer(model_name if named else self.model.name_or_path)
         self.engine, self.seed, self.temperature = engine or Cached(), seed, TEMPERATURE
         self.calls, self.version = 0, 0  # of `replies`; RL steps that the weights have done
-        self.policies: dict[bool | None, Policy] = {}
-        ids: Any = self.policy().renderer.thinking.ids or (None, None)
+        self.policies = {thinks: make_policy(self.model, self.tokenizer, enable_thinking=thinks) for thinks in (True, False)}
+        self.policy = self.policies[True]
+        ids: Any = self.policy.renderer.thinking.ids or (None, None)
         self.think_start_id, self.think_end_id = ids
-
-    def policy(self, enable_thinking: bool | None = True) -> Policy:
-        """The model with its chat template."""
-        if enable_thinking not in self.policies:
-            self.policies[enable_thinking] = make_policy(self.model, self.tokenizer, enable_thinking=enable_thinking)
-        return self.policies[enable_thinking]
 
     def generate(
         self,
@@ -73,67 +49,42 @@ class LLMGenerator:
         return_thinking: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Replies to one chat or to many, all of them in one batch.
+        """[thinking, content], or without `return_thinking` a text with both; a list of these for many replies or chats, of lists for both.
 
-        Args:
-          prompts: a chat (a list of messages, or a text), or a list of chats.
-          temperature: 0 is greedy; None: the generator's own, 0.6. kwargs: top_p, top_k, do_sample, max_thinking_tokens.
-        Returns: [thinking, content] for one reply to one chat; a list of these where there are several replies or chats, a list of
-          lists where both. Without `return_thinking` a text in place of each pair, with its thinking and the tags.
-        Raises: ValueError for a chat that fills the model's context: none is cut.
+        temperature: 0 is greedy; None: the generator's own, 0.6. kwargs: top_p, top_k, do_sample, max_thinking_tokens.
         """
         single = isinstance(prompts, str) or isinstance(prompts[0], Mapping)
-        chats = [prompts] if single else list(prompts)
-        rollouts = self.replies(chats, max_new_tokens, temperature, num_return_sequences, enable_thinking, **kwargs)
-        steps = self.steps_of(rollouts)
-        said: list[Any] = [[step.thinking, step.content] for step in steps]
+        chats, n, policy = [prompts] if single else prompts, num_return_sequences, self.policies[enable_thinking]
+        rollouts = begun(policy, self.replies(chats, max_new_tokens, temperature, n, enable_thinking, **kwargs))
+        steps = [r.steps[0] for r in rollouts]
+        texts: list[Any] = [[step.thinking, step.content] for step in steps]
         if not return_thinking:
-            said = [decode(self.policy().renderer, self._without_end(step.response_ids)).strip() for step in steps]
-        n = num_return_sequences
-        results = said if n == 1 else [said[i : i + n] for i in range(0, len(said), n)]
+            texts = [decode(policy.renderer, said(policy, step)).strip() for step in steps]
+        results = texts if n == 1 else [texts[i : i + n] for i in range(0, len(texts), n)]
         return results[0] if single else results
 
     def replies(
-        self,
-        chats: Sequence[Any],
-        max_new_tokens: int = 512,
-        temperature: float | None = None,
-        num_return_sequences: int = 1,
-        enable_thinking: bool = True,
-        **kwargs: Any,
+        self, chats: Sequence[Any], max_new_tokens: int, temperature: float | None = None, n: int = 1, thinks: bool = True, **kwargs: Any
     ) -> list[Rollout]:
         """The replies as rollouts of one step, chat by chat; one without a step where the chat leaves no room for a reply."""
-        if not kwargs.pop("do_sample", True):
-            temperature = 0.0
-        messages = [({"role": "user", "content": chat},) if isinstance(chat, str) else tuple(chat) for chat in chats]
         self.calls += 1
+        temperature = self.temperature if temperature is None else temperature
         return collect(
-            self.policy(enable_thinking),
-            [Task(f"chat_{i}", cast(tuple[Message, ...], chat)) for i, chat in enumerate(messages)],
+            self.policies[thinks],
+            [as_task(chat, i) for i, chat in enumerate(chats)],
             engine=self.engine,
             environment=single_turn(),
-            group_size=num_return_sequences,
+            group_size=n,
             seed=self.seed,
             step=self.calls,
             version=self.version,
-            temperature=self.temperature if temperature is None else temperature,
+            temperature=temperature if kwargs.pop("do_sample", True) else 0.0,
             max_new_tokens=max_new_tokens,
             **kwargs,
         )
 
-    def steps_of(self, rollouts: Sequence[Rollout]) -> list[Step]:
-        """The replies of `replies`. Raises: ValueError for a chat that left no room for one."""
-        if full := [r.group for r in rollouts if not r.steps]:
-            raise ValueError(f"chat {full[0]} fills the model's context of {self.policy().context_length} tokens; shorten it, none is cut")
-        return [r.steps[0] for r in rollouts]
-
     def _parse_thinking(self, output_ids: Sequence[int]) -> tuple[str, str]:
-        """Thinking and content of a reply's ids, split at the last `</think>`; the tags are in neither."""
-        return split_reply(self.policy().renderer.thinking, self._without_end(output_ids))[:2]
-
-    def _without_end(self, ids: Sequence[int]) -> list[int]:
-        ends = self.policy().eos_token_ids
-        return list(ids)[: next((i for i, token in enumerate(ids) if token in ends), None)]
+        return parse_thinking(output_ids, self.tokenizer)
 
 
 # ------------------------------------------------------------------------------------------------------ lists of chats
@@ -150,12 +101,7 @@ def batch_history(history: Messages, prompts: Sequence[str]) -> list[Chat]:
 
 
 def create_batch(bh: Sequence[Messages], num_gen: int, outputs: Any, include_thinking: bool = False) -> tuple[list[Chat], list[Chat]]:
-    """The chats with their replies, one for each reply, in two versions: without thinking, and with it in `reasoning_content`.
-
-    Args:
-      num_gen: replies to each chat. outputs: of `LLMGenerator.generate` for these chats.
-      include_thinking: False leaves the chats of the second version without their replies.
-    """
+    """The chats with their replies, `num_gen` of each, without thinking; and with it in `reasoning_content`, if `include_thinking`."""
     pairs = [(list(deepcopy(chat)), reply) for chat, own in zip(bh, outputs, strict=True) for reply in (own if num_gen > 1 else [own])]
     without = [[*chat, Message(role="assistant", content=content)] for chat, (_, content) in pairs]
     if not include_thinking:
@@ -180,33 +126,22 @@ def has_tool_call(response_text: str, *, tool_parser: Callable[..., Any] = herme
     return bool(parse_tool_calls(response_text, tool_parser=tool_parser))
 
 
-def parse_tool_calls(response_text: str, *, tool_parser: Callable[..., Any] = hermes, first: int = 0) -> list[dict[str, Any]]:
-    """The calls of a reply as {id, type, function {name, arguments}}.
+def parse_tool_calls(response_text: str, *, tool_parser: Callable[..., Any] = hermes) -> list[dict[str, Any]]:
+    """The calls of a reply as decoded, as {id, type, function {name, arguments}}; none inside its thinking.
 
-    Args:
-      response_text: a reply as decoded; calls inside its thinking are none.
-      first: number of the first id, so that ids are unique in a conversation: the calls before.
-    Returns: the calls in order. One that cannot be read stands among them with an `error`, which `execute_tool_call` gives.
+    One that cannot be read stands among them with an `error`, which `execute_tool_call` gives.
     """
     _, content, _ = split_thinking(response_text)
-    _, calls = core_parser(tool_parser)(content)
-    return [as_dict(call._replace(id=f"call_{first + i}")) for i, call in enumerate(calls)]
+    return [as_dict(call) for call in core_parser(tool_parser)(content)[1]]
 
 
 def execute_tool_call(tool_call: Mapping[str, Any] | ToolCall, tool_implementations: Mapping[str, Callable[..., Any]]) -> str:
-    """What a call gives, as text: a result that is no string as JSON, every failure as a sentence (`rlkit.environments.execute`).
-
-    Arguments may be a JSON string. Nothing but a real interruption is raised.
-    """
+    """What a call gives, as text: a result that is no string as JSON, every failure as a sentence (`rlkit.environments.execute`)."""
     return run(execute(to_call(tool_call), tool_implementations)).content
 
 
-class ToolUseLLM:
-    """A model that calls tools, in `<tool_call>` tags. model_name, tokenizer, engine, seed: as for `LLMGenerator`."""
-
-    def __init__(self, model_name: Any, tokenizer: Any = None, *, engine: Engine | None = None, seed: int = 0):
-        self.model, self.tokenizer = load_chat_model(model_name, tokenizer)
-        self.policy, self.engine, self.seed = make_policy(self.model, self.tokenizer), engine or Cached(), seed
+class ToolUseLLM(LLMGenerator):
+    """A model that calls tools, in `<tool_call>` tags."""
 
     has_tool_call = staticmethod(has_tool_call)
     execute_tool_call = staticmethod(execute_tool_call)

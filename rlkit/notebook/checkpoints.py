@@ -23,10 +23,7 @@ class Checkpoint(NamedTuple):
 def save_checkpoint(
     model: Any, tokenizer: Any, step: int, output_dir: str | Path, checkpoint_fn: Callable[..., None] | None = None
 ) -> None:
-    """Writes model and tokenizer to output_dir/checkpoint-STEP, whole or not at all; of a model with adapters these alone.
-
-    checkpoint_fn: (model, tokenizer, step, output_dir) in place of all this.
-    """
+    """Writes model and tokenizer to output_dir/checkpoint-STEP, whole or not at all; of a model with adapters these alone."""
     if checkpoint_fn is not None:
         checkpoint_fn(model, tokenizer, step, output_dir)
         return
@@ -41,20 +38,15 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | Path) -> Checkpoint:
-    """Model, tokenizer and step of a folder of `save_checkpoint`, or of the newest one in an output_dir.
-
-    Raises: DataError where there is none, or where a file of it has changed since.
-    """
+    """Model, tokenizer and step of a checkpoint, or the newest in an output_dir. Raises: DataError for none or a damaged one."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = Path(path)
-    found = [path, *path.glob("checkpoint-*")]
-    folders = {int(number): f for f in found if f.name.startswith("checkpoint-") and (number := f.name[11:]).isdigit() and f.is_dir()}
+    folders = {int(f.name[11:]): f for f in (Path(path), *Path(path).glob("checkpoint-*")) if f.name[11:].isdigit()}
     if not folders:
         raise DataError(f"{path}: no checkpoint of save_checkpoint is there")
     step = max(folders)
     if why := folder_damage(folders[step]):
-        raise DataError(f"{folders[step]}: {why}; load an older checkpoint")
+        raise DataError(f"{folders[step]}: {why}; move it away to load an older checkpoint")
     if (folders[step] / "adapter_config.json").exists():
         from peft import AutoPeftModelForCausalLM
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 import rlkit.functional as F
 from rlkit.algorithm import KL, Algorithm, Critic
 from rlkit.notebook.data import TrainingConfig
@@ -17,10 +19,7 @@ def create_grpo_config(kl_coef: float = 0.1, normalize_advantages: bool = True) 
 
 
 def create_dapo_config(beta: float = 0.1, normalize_advantages: bool = True) -> TrainingConfig:
-    """The preference loss over pairs of a prompt's rollouts. beta: > 0, per nat, of the loss alone; kl_coef stays 0.1.
-
-    DAPO of Yu et al. 2025 is another algorithm: `algorithm=dapo` of `rlkit train`.
-    """
+    """The preference loss over pairs of a prompt's rollouts, not DAPO of Yu et al. 2025. beta: > 0, per nat; kl_coef stays 0.1."""
     return TrainingConfig("dapo", beta=beta, normalize_advantages=normalize_advantages)
 
 
@@ -35,21 +34,16 @@ def switch_at_50(iteration: int) -> str:
 
 
 def get_algorithm_config(iteration: int, switch_strategy: Callable[[int], str] = switch_at_50, **numbers: Any) -> TrainingConfig:
-    """The config of an iteration.
-
-    Args:
-      iteration: counted from 0. switch_strategy: (iteration) → grpo, dapo or ppo.
-      numbers: fields of TrainingConfig that hold before and after a switch.
-    Raises: ValueError for another name.
+    """The config of an iteration, counted from 0. numbers: fields of TrainingConfig that hold before and after a switch.
 
     >>> get_algorithm_config(49).algorithm, get_algorithm_config(50, kl_coef=0.2)[:3]
     ('grpo', ('dapo', 0.0001, 0.2))
     """
-    configs: dict[str, Callable[[], TrainingConfig]] = {"grpo": create_grpo_config, "dapo": create_dapo_config, "ppo": create_ppo_config}
+    configs = {"grpo": create_grpo_config(), "dapo": create_dapo_config(), "ppo": create_ppo_config()}
     name = switch_strategy(iteration)
     if name not in configs:
         raise ValueError(f"switch_strategy gave {name!r} at iteration {iteration}; choose one of {', '.join(configs)}")
-    return configs[name]()._replace(**numbers)
+    return configs[name]._replace(**numbers)
 
 
 def core_of(config: TrainingConfig) -> tuple[Algorithm, KL]:
@@ -60,20 +54,20 @@ def core_of(config: TrainingConfig) -> tuple[Algorithm, KL]:
     clipped = partial(F.clipped, clip_low=config.clip_range, clip_high=config.clip_range)
     parts: dict[str, Any] = {"ratio": F.token_ratio, "aggregation": F.token_mean, "group_filter": F.keep_all, "policy_loss": clipped}
     if config.algorithm in ("grpo", "pg"):
-        scale = F.normalize_group if config.normalize_advantages else F.no_normalization
-        parts |= {"advantage": F.group_mean, "normalization": scale}
+        parts |= {"advantage": F.group_mean, "normalization": F.normalize_group}
     elif config.algorithm == "dapo":
         parts |= {"advantage": partial(F.pairwise, beta=config.beta), "policy_loss": F.reinforce}
         parts["aggregation"] = partial(F.sequence_sum, constant=1.0)
     elif config.algorithm == "ppo":
-        parts["advantage"] = partial(F.turn_gae, gamma=config.gamma, lam=config.lam)
-        parts["normalization"] = F.whiten if config.normalize_advantages else F.no_normalization
-        parts["critic"] = Critic("head", _squared, coef=config.value_loss_coef)
+        parts |= {"advantage": partial(F.turn_gae, gamma=config.gamma, lam=config.lam), "normalization": F.whiten}
+        parts["critic"] = Critic("head", squared, coef=config.value_loss_coef)
     else:
         raise ValueError(f"TrainingConfig.algorithm is {config.algorithm!r}; choose grpo, pg, dapo or ppo, or give an rlkit Algorithm")
+    if not config.normalize_advantages:
+        parts["normalization"] = F.no_normalization
     return Algorithm(config.algorithm, **parts), kl
 
 
-def _squared(values: Any, returns: Any) -> Any:
-    """The document's value loss: the whole square."""
-    return 2 * F.squared_error(values, returns)
+def squared(values: Tensor, values_old: Tensor, returns: Tensor, *, clip: float | None = None) -> Tensor:
+    """The notebooks' value loss: the whole square, with `clip` about the old values."""
+    return 2 * (F.squared_error(values, returns) if clip is None else F.clipped_squared_error(values, values_old, returns, clip=clip))

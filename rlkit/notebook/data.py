@@ -71,7 +71,7 @@ class GenerationConfig(NamedTuple):
     do_sample: bool = True  # False is greedy, as temperature 0 is
     enable_thinking: bool | None = False  # for the chat template; None leaves its default
     parse_thinking: bool = False  # with enable_thinking: `generate` leaves the thinking out of the text
-    use_cache: bool = True
+    use_cache: bool = True  # has no effect: the fast engine has a cache
 
     @property
     def params(self) -> SamplingParams:

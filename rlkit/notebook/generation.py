@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from rlkit import types
-from rlkit.engines import Batched, Cached, Transformers
+from rlkit.engines import Batched, Cached
 from rlkit.environments import single_turn, split_reply
 from rlkit.episodes import collect
 from rlkit.models import LoRA, add_lora, decode, forward_logprobs, make_policy, pack, pretrained_model, pretrained_tokenizer
+from rlkit.models.chat import make_renderer
 from rlkit.notebook.data import Generation, GenerationConfig, Prompt, as_task
 from rlkit.notebook.views import view
 from rlkit.types import Engine, Messages, Policy, SamplingParams
@@ -29,16 +30,10 @@ def load_model(
     lora_alpha: int = 32,
     model_loader: Callable[..., Any] | None = None,
 ) -> Any:
-    """A causal LM in evaluation mode.
+    """A causal LM in evaluation mode, of "tiny", a local folder, a hub id, or one that is built. Raises: ConfigError for no such model.
 
-    Args:
-      model_id: "tiny", a local folder or a hub id; or a model that is already built.
-      dtype: of the weights; "auto" is the one they were saved in. Whole weights in half precision do not move at the learning rates
-        of RL: train them in float32, or with use_lora.
-      device_map: "auto" is the GPU where there is one; None leaves a model where it is.
-      use_lora: adapters of lora_rank and lora_alpha on all projections, in float32, without dropout.
-      model_loader: (model_id, dtype, device_map, use_lora, lora_rank, lora_alpha) → model, in place of all this.
-    Raises: ConfigError where there is no such model.
+    dtype: half precision does not move at the learning rates of RL: train in float32, or with use_lora (adapters on all projections, in
+      float32). device_map: "auto" is the GPU where there is one; None leaves a model where it is.
     """
     if model_loader is not None:
         return model_loader(model_id, dtype, device_map, use_lora, lora_rank, lora_alpha)
@@ -64,29 +59,23 @@ def format_prompt(
     tokenizer: Any,
     use_chat_template: bool = False,
     system_prompt: str | None = None,
-    enable_thinking: bool | None = False,
+    enable_thinking: bool = False,
     template_fn: Callable[..., str] | None = None,
 ) -> str:
-    """The text that a model reads. Without the chat template it is the prompt, and the system prompt is ignored.
-
-    template_fn: (prompt, tokenizer, use_chat_template, system_prompt, enable_thinking) → text.
-    """
+    """The text that a model reads. Without the chat template it is the prompt, and the system prompt is ignored."""
     if template_fn is not None:
         return template_fn(prompt, tokenizer, use_chat_template, system_prompt, enable_thinking)
     if not use_chat_template:
         return prompt
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
     messages.append({"role": "user", "content": prompt})
-    if getattr(tokenizer, "chat_template", None) is None:
+    if not tokenizer.chat_template:
         return "".join(f"{m['role'].capitalize()}: {m['content']}\n\n" for m in messages) + "Assistant:"
-    thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **thinking))
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=enable_thinking))
 
 
 def parse_thinking(token_ids: Sequence[int] | Tensor, tokenizer: Any) -> tuple[str, str]:
     """Thinking and response of a reply's ids, split at the last `</think>`; the tags and the end token are in neither."""
-    from rlkit.models.chat import make_renderer
-
     ids, ends = torch.as_tensor(token_ids).tolist(), {tokenizer.eos_token_id, tokenizer.pad_token_id}
     while ids and ids[-1] in ends:
         ids.pop()
@@ -99,22 +88,8 @@ def _raw(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(m["content"] for m in messages)
 
 
-def policy_of(
-    model: Any,
-    tokenizer: Any,
-    *,
-    use_chat_template: bool,
-    template_fn: Callable[..., str] | None = None,
-    system_prompt: str | None = None,
-    enable_thinking: bool | None = None,
-) -> Policy:
-    """A policy that reads a prompt through the chat template, through a template_fn, or as it is.
-
-    Through a template, a prompt is encoded as plain text, so that it cannot forge a turn. As it is, it may hold control tokens, such as
-    those that `format_prompt` writes.
-    """
-    if template_fn is not None:
-        return make_policy(model, tokenizer, render=_templated(template_fn, tokenizer, use_chat_template, system_prompt, enable_thinking))
+def policy_of(model: Any, tokenizer: Any, *, use_chat_template: bool, enable_thinking: bool | None = None) -> Policy:
+    """A policy that reads a prompt through the chat template, as plain text; or as it is, with control tokens, as of `format_prompt`."""
     if use_chat_template:
         return make_policy(model, tokenizer, enable_thinking=enable_thinking)
     policy = make_policy(model, tokenizer, render=_raw)
@@ -132,51 +107,31 @@ class Verbatim:
         return self.backend.encode(text, add_special_tokens=not (self.begins and text.startswith(self.begins)))
 
 
-def _templated(template_fn: Callable[..., str], tokenizer: Any, *settings: Any) -> Callable[..., str]:
-    """A template_fn as the core renders: it gets stand-ins for texts, which are encoded apart."""
-
-    def render(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
-        asked = [m["content"] for m in messages if m["role"] != "system"]
-        text = template_fn(asked[0] if len(asked) == 1 else list(messages), tokenizer, *settings)
-        if any(content not in text for content in asked):
-            raise ValueError("template_fn left out or changed a prompt's text; it has to write the text as it gets it")
-        return text
-
-    return render
-
-
 def engine_of(generator: Callable[..., Generation] | None, config: GenerationConfig, engine: Any = None) -> Engine:
-    """The engine that samples: the given one, the generator's, else rlkit's fast one; without use_cache the simple one."""
-    if generator is not None:
-        return Batched(_asked(generator, config))
-    return engine or (Cached() if config.use_cache else Transformers(use_cache=False))
+    """The engine that samples: the generator's, the given one, else rlkit's fast one."""
+    return engine or Cached() if generator is None else Batched(_asked(generator, config))
 
 
 def _asked(generator: Callable[..., Generation], config: GenerationConfig) -> Callable[..., list[types.Generation]]:
     """A generator as the core's function of a batch, asked prompt by prompt."""
 
     def complete(policy: Policy, contexts: list[Any], seeds: list[int], params: SamplingParams) -> list[types.Generation]:
-        texts = [decode(policy.renderer, context) for context in contexts]
-        said = [generator(policy.model, policy.renderer.tokenizer, text, config, True) for text in texts]
-        return [_sampled(policy, context, reply, params) for context, reply in zip(contexts, said, strict=True)]
+        asked = [(context, decode(policy.renderer, context)) for context in contexts]
+        model, tokenizer = policy.model, policy.renderer.tokenizer
+        return [_sampled(policy, context, generator(model, tokenizer, text, config, True), params) for context, text in asked]
 
     return complete
 
 
 def _sampled(policy: Policy, context: Sequence[int], given: Generation, params: SamplingParams) -> types.Generation:
-    """A generator's reply as the core keeps it: up to the first end token, scored by the model where log-probs are missing."""
+    """A generator's reply as the core keeps it: up to the first end token, scored by the model."""
     ids = torch.as_tensor(given.token_ids).tolist()
     ends = [i for i, token in enumerate(ids) if token in policy.eos_token_ids]
-    length = ends[0] + 1 if ends else int(torch.as_tensor(given.valid_mask).bool().sum())
-    if length == 0:
-        raise ValueError("generator gave a reply without a token; the end token belongs to the reply")
-    if given.logprobs is None:
-        with torch.no_grad():
-            prompt, reply = torch.tensor([list(context)]), torch.tensor([ids[:length]])
-            found = compute_logprobs_for_tokens(policy.model, prompt, None, reply, temperature=params.temperature or 1.0)[0]
-    else:
-        found = torch.as_tensor(given.logprobs)[:length]
-    return types.Generation(tuple(ids[:length]), tuple(found.tolist()), "stop" if ends else "length")
+    reply = ids[: ends[0] + 1 if ends else int(given.valid_mask.sum())]
+    with torch.no_grad():
+        given_ids = torch.tensor([list(context)]), None, torch.tensor([reply])
+        found = compute_logprobs_for_tokens(policy.model, *given_ids, temperature=params.temperature or 1.0)[0]
+    return types.Generation(tuple(reply), tuple(found.tolist()), "stop" if ends else "length")
 
 
 def drawn_seed(seed: int | None) -> int:
@@ -197,21 +152,18 @@ def generate(
 ) -> Generation:
     """A reply to a text, which the model reads as it is (`format_prompt` writes one through the chat template).
 
-    Args:
-      compute_logprobs: scores the tokens with the model, at the sampler's temperature, with gradient where gradients are enabled.
-      generator: (model, tokenizer, prompt, config, compute_logprobs) → Generation, in place of all this.
-      engine: None: `rlkit.engines.Cached`. seed: of the draws; None takes one from torch's generator.
-    Raises: ValueError for a prompt that fills the model's context: none is cut.
+    compute_logprobs: at the sampler's temperature, with gradient where gradients are enabled. engine: None: `rlkit.engines.Cached`.
+    seed: None takes one from torch's generator. Raises: ValueError for a prompt that fills the model's context.
     """
     if generator is not None:
         return generator(model, tokenizer, prompt, config, compute_logprobs)
     policy = policy_of(model, tokenizer, use_chat_template=False)
     episode = played(policy, [prompt], config, engine_of(None, config, engine), single_turn(), seed=drawn_seed(seed))[0]
     step = episode.steps[-1]
-    closed = step.response_ids[:-1] if step.response_ids[-1] in policy.eos_token_ids else step.response_ids
-    text = step.content if config.enable_thinking and config.parse_thinking else decode(policy.renderer, closed, control_tokens=False)
-    found = view(episode, text=text).generation
-    return found._replace(logprobs=scores(policy.model, [episode], config)[0] if compute_logprobs else None)
+    parsed = config.enable_thinking and config.parse_thinking
+    text = step.content if parsed else decode(policy.renderer, said(policy, step), control_tokens=False)
+    logprobs = scores(policy.model, [episode], config)[0] if compute_logprobs else None
+    return view(episode).generation._replace(text=text, logprobs=logprobs)
 
 
 def played(
@@ -219,10 +171,19 @@ def played(
 ) -> list[types.Rollout]:
     """An episode of each prompt. Raises: ValueError for a prompt that fills the model's context."""
     tasks = [as_task(prompt, i) for i, prompt in enumerate(prompts)]
-    episodes = collect(policy, tasks, engine=engine, environment=environment, seed=seed, **config.params._asdict())
-    if full := [i for i, episode in enumerate(episodes) if not episode.steps]:
+    return begun(policy, collect(policy, tasks, engine=engine, environment=environment, seed=seed, **config.params._asdict()))
+
+
+def begun(policy: Policy, episodes: list[types.Rollout]) -> list[types.Rollout]:
+    """The episodes, each with a reply. Raises: ValueError for one whose prompt left no room for it."""
+    if full := [episode.group for episode in episodes if not episode.steps]:
         raise ValueError(f"prompt {full[0]} fills the model's context of {policy.context_length} tokens; shorten it, none is cut")
     return episodes
+
+
+def said(policy: Policy, step: types.Step) -> Sequence[int]:
+    """The ids of a reply without its end token."""
+    return step.response_ids[:-1] if step.response_ids[-1] in policy.eos_token_ids else step.response_ids
 
 
 def scores(model: nn.Module, episodes: Sequence[types.Rollout], config: GenerationConfig) -> list[Tensor]:
@@ -248,12 +209,10 @@ def compute_logprobs_for_tokens(
     *,
     temperature: float = 1.0,
 ) -> Tensor:
-    """The log-probs [B, T] that a model gives to tokens which are there already, in nats, float32, with gradient.
+    """The log-probs [B, T] of generated_ids [B, T] in nats, float32, with gradient.
 
-    Args:
-      prompt_ids: [B, P], padded on either side. prompt_mask: [B, P], True on real tokens, at least one a row; None: everywhere.
-      generated_ids: [B, T], all of them scored. pad_token_id: not needed, since prompt_mask says what is padding.
-      micro_batch_size: rows at once. temperature: > 0, the one that was sampled with.
+    prompt_ids, prompt_mask: [B, P], padded on either side, at least one real token a row; no mask: all are real, pad_token_id or not.
+    micro_batch_size: rows at once. temperature: > 0, the one that was sampled with.
     """
     ids, mask = _rows(prompt_ids, prompt_mask, generated_ids)
     device = next(model.parameters()).device
@@ -267,8 +226,6 @@ def compute_logprobs_for_tokens(
 def _rows(prompt_ids: Tensor, prompt_mask: Tensor | None, generated_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Prompt and reply side by side without the padding between them, and a mask on the reply; so positions count real tokens."""
     real = torch.ones_like(prompt_ids, dtype=torch.bool) if prompt_mask is None else prompt_mask.bool()
-    if not real.any(1).all():
-        raise ValueError("a row of prompt_mask is empty: the first token of a reply has nothing before it to be predicted from")
     rows = [torch.cat([p[m], g.to(p.device)]) for p, m, g in zip(prompt_ids, real, generated_ids, strict=True)]
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
     at, ends = torch.arange(ids.shape[1], device=ids.device), torch.tensor([len(row) for row in rows], device=ids.device)[:, None]

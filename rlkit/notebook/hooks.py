@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,19 +30,16 @@ def with_hooks(
     kl_fn: Callable[..., Tensor] | None = None,
     pair_selector: Callable[..., Any] | None = None,
 ) -> tuple[Algorithm, KL]:
-    """Algorithm and KL of a config with the hooks in them.
+    """Algorithm and KL of a config with the hooks, which are given the learner's episodes as rollouts with the tokens of all replies.
 
-    Args:
-      learner: whose episodes the hooks are given, as rollouts with the tokens of all replies.
-      kl_fn: one that gives [B] is taken off the rewards, whatever the config's placement.
-    Raises: ValueError for a hook that would do nothing.
+    kl_fn: one that gives [B] is taken off the rewards, whatever the config's placement. Raises: ValueError for a hook without effect.
     """
     algorithm, kl = core_of(config)
     if kl_fn is not None:
         if not kl.coef:
             raise ValueError(f"kl_fn is given, and the coefficient of the KL in '{algorithm.name}' is 0; set kl_coef")
-        core = is_estimator(kl_fn)
-        kl = kl._replace(estimator=kl_fn) if core else kl._replace(estimator=_per_rollout(kl_fn), placement="reward_sequence")
+        rewarded = kl._replace(estimator=_per_rollout(kl_fn), placement="reward_sequence")
+        kl = kl._replace(estimator=kl_fn) if is_estimator(kl_fn) else rewarded
     if pair_selector is not None:
         if "pair_selector" not in inspect.signature(algorithm.advantage).parameters:
             raise ValueError(f"pair_selector is given, and '{algorithm.name}' compares no pairs; use create_dapo_config()")
@@ -78,16 +75,18 @@ def _advantage(learner: Learner, advantage_fn: Callable[..., Tensor], normalize:
     def advantage(rewards: Tensor, rollout_ids: Tensor, step_ids: Tensor, sampled_mask: Tensor, logprobs_sampler: Tensor) -> Tensor:
         positions, mask = _episodes(rollout_ids, step_ids, sampled_mask, len(rewards))
         given = advantage_fn(_views(learner), normalize).detach().float().to(mask.device)
-        given = given[:, None].expand(mask.shape) if given.dim() == 1 else given
         if given.shape != mask.shape:
-            raise ValueError(f"advantage_fn gave shape {tuple(given.shape)}; it must be [B, T] = {tuple(mask.shape)}, or [B]")
+            raise ValueError(f"advantage_fn gave shape {tuple(given.shape)}; it must be [B, T] = {tuple(mask.shape)}")
         return F.from_episodes(given, positions, mask, logprobs_sampler)
 
     return advantage
 
 
 def _policy_loss(learner: Learner, loss_fn: Callable[..., Tensor]) -> Any:
-    """A loss_fn, which gives a number for a whole minibatch, as a loss per token whose weighted sum is that number."""
+    """A loss_fn, which gives a number for a whole minibatch, as a loss per token whose weighted sum is that number.
+
+    Its rollouts' log-probs carry the gradient; the old ones are in metadata["old_logprobs"].
+    """
 
     def policy_loss(
         logprobs: Tensor, logprobs_old: Tensor, rollout_ids: Tensor, step_ids: Tensor, response_mask: Tensor, weights: Tensor, scale: Tensor
@@ -99,22 +98,16 @@ def _policy_loss(learner: Learner, loss_fn: Callable[..., Tensor]) -> Any:
         if not torch.equal(mask.any(1), full.any(1)):
             raise Refusal("memory ran out, and a loss_fn needs its whole minibatch at once: give fewer or shorter rollouts")
         new, old = (F.to_episodes(x, positions, mask) for x in (logprobs, logprobs_old))
-        rollouts = _with_logprobs(learner, new, old, mask.sum(1).tolist())
+        rollouts = []
+        for episode, row, before, length in zip(learner.trained, new, old, mask.sum(1).tolist(), strict=True):
+            if length:  # of this minibatch
+                rollout = view(episode, logprobs=row[:length], whole=True)
+                rollouts.append(rollout._replace(metadata={**rollout.metadata, "old_logprobs": before[:length]}))
         loss = loss_fn(rollouts, F.to_episodes(whole.advantages, every, full)[full.any(1)])
         share = F.fill_masked(weights * scale, response_mask, 0.0).sum()
         return (loss / share if share else 0.0 * loss).expand(response_mask.shape)
 
     return policy_loss
-
-
-def _with_logprobs(learner: Learner, new: Tensor, old: Tensor, lengths: Sequence[int]) -> list[Rollout]:
-    """The rollouts that are trained on, with log-probs that carry the gradient, and the old ones in metadata["old_logprobs"]."""
-    rollouts = []
-    for episode, row, before, length in zip(learner.trained, new, old, lengths, strict=True):
-        if length:
-            rollout = view(episode, logprobs=row[:length], whole=True)
-            rollouts.append(rollout._replace(metadata={**rollout.metadata, "old_logprobs": before[:length]}))
-    return rollouts
 
 
 def _episodes(rollout_ids: Tensor, step_ids: Tensor, mask: Tensor, n: int) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,19 +26,13 @@ def compute_kl(
 ) -> Tensor:
     """The divergence of each sequence from the reference [B], in nats, by any estimate.
 
-    Args:
-      policy_logprobs: [B, T] in nats, of tokens that the policy sampled, carries the gradient; [T] is one sequence.
-      ref_logprobs: the same shape, a constant. valid_mask: True where a token counts; anything may lie under it, nan and inf included.
-      kl_fn: (policy_logprobs, ref_logprobs, valid_mask) → [B], or an estimator of the core, whose mean is taken over each sequence.
-    Raises: ValueError where shapes differ or kl_fn does not give [B].
+    policy_logprobs carries the gradient, ref_logprobs is a constant: [B, T] of tokens that the policy sampled, or [T], one sequence.
+    kl_fn: or an estimator of the core, whose mean over each sequence is taken. Raises: ValueError where that does not give [B].
 
     >>> compute_kl(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -9.0]]), torch.tensor([[True, False]]))
     tensor([0.5000])
     """
     mask = torch.ones_like(policy_logprobs) if valid_mask is None else valid_mask
-    if not policy_logprobs.shape == ref_logprobs.shape == mask.shape:
-        shapes = ", ".join(str(tuple(t.shape)) for t in (policy_logprobs, ref_logprobs, mask))
-        raise ValueError(f"policy_logprobs, ref_logprobs and valid_mask have the shapes {shapes}; they must be equal")
     width = policy_logprobs.shape[-1]
     mask = mask.bool().to(policy_logprobs.device).reshape(-1, width)
     policy = F.fill_masked(policy_logprobs.reshape(-1, width), mask, 0.0)
@@ -61,17 +55,14 @@ def is_estimator(kl_fn: Callable[..., Any]) -> bool:
 def compute_forward_kl(
     policy_logprobs: Tensor, ref_logprobs: Tensor, valid_mask: Tensor | None = None, kl_fn: KLHook | None = None
 ) -> Tensor:
-    """KL(policy ‖ reference) of each sequence [B]: the mean of log π - log ref, of either sign; or what kl_fn says.
-
-    Its gradient is that of the divergence (the core's `forward` at ratio 1); the gradient of the bare mean is 0 on average.
-    """
+    """KL(policy ‖ reference) of each sequence [B]: the mean of log π - log ref, of either sign; its gradient is the divergence's."""
     return compute_kl(policy_logprobs, ref_logprobs, valid_mask, kl_fn or F.forward)
 
 
 def compute_reverse_kl(
     policy_logprobs: Tensor, ref_logprobs: Tensor, valid_mask: Tensor | None = None, kl_fn: KLHook | None = None
 ) -> Tensor:
-    """KL(reference ‖ policy) of each sequence [B] by the importance weights ref / π, not the negated forward one; or what kl_fn says."""
+    """KL(reference ‖ policy) of each sequence [B] by the importance weights ref / π."""
     return compute_kl(policy_logprobs, ref_logprobs, valid_mask, kl_fn or F.reverse)
 
 
@@ -80,13 +71,7 @@ def create_truncated_kl(threshold: float = 1.0) -> KLHook:
     return partial(compute_kl, kl_fn=partial(F.truncated, threshold=threshold))
 
 
-def truncated_kl(policy_logprobs: Tensor, ref_logprobs: Tensor, valid_mask: Tensor | None = None) -> Tensor:
-    """A kl_fn: `create_truncated_kl()`, at a threshold of 1 nat.
-
-    >>> compute_kl(torch.tensor([[-1.0]]), torch.tensor([[-9.0]]), kl_fn=truncated_kl)
-    tensor([0.3679])
-    """
-    return create_truncated_kl()(policy_logprobs, ref_logprobs, valid_mask)
+truncated_kl = create_truncated_kl()
 
 
 def create_adaptive_kl(confidence_threshold: float = 0.1) -> KLHook:
@@ -95,29 +80,20 @@ def create_adaptive_kl(confidence_threshold: float = 0.1) -> KLHook:
 
 
 def create_reference_model(policy_model: torch.nn.Module, ref_model_fn: Callable[..., Any] | None = None) -> Any:
-    """A copy of the policy as it is now, without gradient, in evaluation mode; or ref_model_fn(policy_model), such as a teacher."""
-    if ref_model_fn is not None:
-        return ref_model_fn(policy_model)
-    return copy.deepcopy(policy_model).requires_grad_(False).eval()
+    """A copy of the policy as it is now, without gradient, in evaluation mode; or what ref_model_fn gives."""
+    return ref_model_fn(policy_model) if ref_model_fn else copy.deepcopy(policy_model).requires_grad_(False).eval()
 
 
 def update_reference_model(ref_model: torch.nn.Module, policy_model: torch.nn.Module, update_fn: UpdateHook, **progress: Any) -> None:
-    """Moves the reference: update_fn(ref_model, policy_model).
-
-    Of `progress`, step (iterations done) and kl (nats per token, of the last step), an update_fn gets what it has parameters for; kl_value
-    is another name of kl.
-    """
+    """Moves the reference. Of `progress` an update_fn gets what it has parameters for: step, and kl or kl_value (nats per token)."""
     taken = inspect.signature(update_fn).parameters
-    given = progress | ({"kl_value": progress["kl"]} if "kl" in progress and "kl_value" in taken else {})
+    given = progress | ({"kl_value": progress["kl"]} if "kl" in progress else {})
     every = any(p.kind is p.VAR_KEYWORD for p in taken.values())
     update_fn(ref_model, policy_model, **{name: value for name, value in given.items() if every or name in taken})
 
 
 def lift_update(kept: Reference) -> UpdateHook:
-    """A reference of the core that moves, as a ref update_fn: (ref_model, policy_model, **progress) → None.
-
-    What is averaged is kept in float32 beside a narrower reference. Without a step in the progress, calls are counted.
-    """
+    """A reference of the core that moves, as an update_fn; without a step in the progress, calls are counted."""
     states: WeakKeyDictionary[torch.nn.Module, tuple[int, reference.Moving]] = WeakKeyDictionary()
 
     def update_fn(ref_model: torch.nn.Module, policy_model: torch.nn.Module, **progress: Any) -> None:
@@ -128,18 +104,15 @@ def lift_update(kept: Reference) -> UpdateHook:
 
 
 def create_ema_updater(decay: float = 0.999) -> UpdateHook:
-    """A ref update_fn: reference ← decay · reference + (1 - decay) · policy. Averaged in float32, so that a bfloat16 reference moves."""
+    """An update_fn: reference ← decay · reference + (1 - decay) · policy, in float32."""
     return lift_update(reference.ema(decay=decay))
 
 
 def create_periodic_updater(update_every: int) -> UpdateHook:
-    """A ref update_fn: a copy of the policy at every multiple of `update_every` steps (or calls, where no step is passed)."""
+    """An update_fn: a copy of the policy at every multiple of `update_every` steps (or calls, where no step is passed)."""
     return lift_update(reference.periodic(every=update_every))
 
 
-def create_kl_updater(threshold: float = 0.5, measure: Literal["accumulated", "distance"] = "accumulated") -> UpdateHook:
-    """A ref update_fn: a copy of the policy once the KL since the last copy adds up to more than `threshold` nats per token.
-
-    With measure=distance, once the KL of one call does (`rlkit.training.references.on_kl`). A call without kl raises TypeError.
-    """
-    return lift_update(reference.on_kl(threshold=threshold, measure=measure))
+def create_kl_updater(threshold: float = 0.5) -> UpdateHook:
+    """An update_fn: a copy of the policy once the KL since the last copy adds up to more than `threshold` nats per token."""
+    return lift_update(reference.on_kl(threshold=threshold))

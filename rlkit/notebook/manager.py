@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -18,9 +18,8 @@ from torch import Tensor
 import rlkit.functional as F
 from rlkit.errors import DataError
 from rlkit.notebook.chat import Chat, create_batch, generate_templates
-from rlkit.types import Rollout, Step, Task
-
-Format = Literal["pickle", "json"]
+from rlkit.notebook.data import as_task
+from rlkit.types import Rollout, Step
 
 
 @dataclass
@@ -62,11 +61,9 @@ class RolloutData:
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def add_step(self, step_data: StepData) -> None:
-        """One more turn."""
         self.steps.append(step_data)
 
     def get_total_steps(self) -> int:
-        """Turns so far."""
         return len(self.steps)
 
     def mark_complete(self, early: bool = False) -> None:
@@ -74,7 +71,6 @@ class RolloutData:
         self.is_complete, self.terminated_early, self.termination_step = True, early, len(self.steps)
 
     def set_reward(self, reward: float | None) -> None:
-        """What the whole rollout earned."""
         self.reward = reward
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,29 +88,25 @@ def _rollout_from(plain: Mapping[str, Any]) -> RolloutData:
 
 
 def core_rollout(rollout: RolloutData, *, group: int = 0) -> Rollout:
-    """The rollout as the core has it: what the learner trains on. Steps without log-probs are left out.
-
-    Its metadata holds `advantages` and `returns`, one number a step.
-    """
+    """The rollout as the core has it, without steps that have no log-probs; its metadata holds `advantages` and `returns` of each step."""
     trained = [s for s in rollout.steps if isinstance(s, RLStepData) and s.logprobs is not None and s.response_tokens]
     steps = []
-    for step in trained:
-        ids = tuple(step.tokens[: -len(step.response_tokens)]), tuple(step.response_tokens)
-        old: Any = step.logprobs if step.old_logprobs is None else step.old_logprobs
-        said = step.thinking, step.content
-        steps.append(Step(({"role": "user", "content": step.prompt},), *ids, tuple(old.tolist()), "stop", *said))
-    task = Task(f"rollout_{rollout.rollout_id}", ({"role": "user", "content": rollout.initial_prompt},))
+    for s in trained:
+        old: Any = s.logprobs if s.old_logprobs is None else s.old_logprobs
+        ids = tuple(s.tokens[: -len(s.response_tokens)])
+        steps.append(
+            Step(tuple(generate_templates([s.prompt])), ids, tuple(s.response_tokens), tuple(old.tolist()), "stop", s.thinking, s.content)
+        )
     numbers = {"advantages": [s.advantages for s in trained], "returns": [s.returns for s in trained]}
     ended: Any = {"status": "terminated"} if rollout.terminated_early else {"status": "truncated", "truncation": "steps"}
+    task = as_task(rollout.initial_prompt, rollout.rollout_id)
     return Rollout(task, tuple(steps), group=group, reward=rollout.reward, metadata=numbers, **ended)
 
 
 class RolloutManager:
     """n chats side by side: every step is one reply in each that is still active, all of them one batch.
 
-    Args:
-      generator: an `LLMGenerator`; or anything with its `generate`, whose steps then have no tokens to train on.
-      max_steps: replies of a rollout.
+    generator: an `LLMGenerator`; or anything with its `generate`, whose steps then have no tokens to train on.
     """
 
     def __init__(self, generator: Any, n_rollouts: int, max_steps: int = 50):
@@ -125,43 +117,35 @@ class RolloutManager:
     def initialize_rollouts(self, initial_prompts: Sequence[str]) -> None:
         """New rollouts, none of which has been prompted yet."""
         if len(initial_prompts) != self.n_rollouts:
-            raise ValueError(
-                f"there are {len(initial_prompts)} initial prompts for n_rollouts={self.n_rollouts}; give one for each rollout"
-            )
+            raise ValueError(f"there are {len(initial_prompts)} initial prompts for n_rollouts={self.n_rollouts}; give one for each")
         now = datetime.now().isoformat()
         self.rollouts = [RolloutData(i, prompt, metadata={"created_at": now}) for i, prompt in enumerate(initial_prompts)]
         self.active_rollout_indices = list(range(self.n_rollouts))
 
     def execute_step(self, step_num: int, prompts: Sequence[str], max_new_tokens: int = 1000) -> None:
-        """One reply in every active rollout to its prompt, after its history without thinking.
-
-        A rollout whose history leaves no room in the model's context is over; it gets no step.
-        """
+        """One reply in every active rollout to its prompt, after its history without thinking; one whose context is full is over."""
         active = [self.rollouts[i] for i in self.active_rollout_indices]
         if len(prompts) != len(active):
             raise ValueError(f"there are {len(prompts)} prompts for {len(active)} active rollouts; give one for each")
-        if not active:
-            return
-        asked = generate_templates(prompts)
         before = [(r.steps[-1].history_wo_thinking, r.steps[-1].history_w_thinking) if r.steps else ([], []) for r in active]
-        plain = [[*without, q] for (without, _), q in zip(before, asked, strict=True)]
-        full = [[*thinking, q] for (_, thinking), q in zip(before, asked, strict=True)]
-        replies: list[Step | None] = [None] * len(active)
-        if core := hasattr(self.generator, "replies"):
-            replies = [r.steps[0] if r.steps else None for r in self.generator.replies(plain, max_new_tokens)]
-            outputs: Any = [("", "") if r is None else (r.thinking, r.content) for r in replies]
+        chats = [[[*history, asked] for history in both] for both, asked in zip(before, generate_templates(prompts), strict=True)]
+        plain, full = [both[0] for both in chats], [both[1] for both in chats]
+        replies: list[Rollout | None] = [None] * len(active)
+        if hasattr(self.generator, "replies"):
+            replies = self.generator.replies(plain, max_new_tokens)
+            outputs: Any = [(r.steps[0].thinking, r.steps[0].content) if r and r.steps else ("", "") for r in replies]
         else:
             outputs = self.generator.generate(plain, max_new_tokens=max_new_tokens, num_return_sequences=1)
         plain, full = create_batch(plain, 1, outputs)[0], create_batch(full, 1, outputs, include_thinking=True)[1]
         for i, (rollout, reply) in enumerate(zip(active, replies, strict=True)):
             data = StepData(step_num, prompts[i], outputs[i][0], outputs[i][1], plain[i], full[i])
-            if reply is not None:
-                rollout.add_step(_sampled(reply, data))
-            elif core:
+            if reply is None:
+                rollout.add_step(data)
+            elif reply.steps:
+                rollout.add_step(_sampled(reply.steps[0], data))
+            else:
                 rollout.metadata["truncation"] = "context"
                 self._end(rollout, early=False)
-            else:
-                rollout.add_step(data)
 
     def check_termination_conditions(self, termination_fn: Callable[[RolloutData, Any], bool] | None = None) -> list[int]:
         """Ends the rollouts that have max_steps replies, or of which termination_fn (rollout, last_step) says so; their indices."""
@@ -182,10 +166,7 @@ class RolloutManager:
     ) -> None:
         """Plays all rollouts to their ends.
 
-        Args:
-          prompt_generator_fn: (rollout, step) → the next user message; `step` is 0 for the first prompt, 1 after the first reply. None
-            ends the rollout early.
-          termination_fn: (rollout, last_step) → True ends the rollout early. max_new_tokens: of a reply.
+        prompt_generator_fn: (rollout, step) → the next user message; `step` is 0 for the first prompt. None ends the rollout early.
         """
         for step_num in range(self.max_steps):
             prompts = []
@@ -204,7 +185,6 @@ class RolloutManager:
         self.active_rollout_indices.remove(rollout.rollout_id)
 
     def assign_rewards(self, reward_fn: Callable[[RolloutData], float | None]) -> None:
-        """Scores every rollout."""
         for rollout in self.rollouts:
             rollout.set_reward(reward_fn(rollout))
 
@@ -223,38 +203,36 @@ class RolloutManager:
             "rewards": rewards,
         }
 
-    def save_rollouts(self, filepath: str | Path, format: Format = "pickle") -> None:
+    def save_rollouts(self, filepath: str | Path, format: str = "pickle") -> None:
         """Writes the rollouts as plain data, in JSON or pickled."""
         plain = [r.to_dict() for r in self.rollouts]
-        Path(filepath).write_bytes(pickle.dumps(plain) if _known(format) == "pickle" else json.dumps(plain, indent=2).encode())
+        Path(filepath).write_bytes(pickle.dumps(plain) if _is_pickle(format) else json.dumps(plain, indent=2).encode())
 
     @staticmethod
-    def load_rollouts(filepath: str | Path, format: Format = "pickle") -> list[RolloutData]:
+    def load_rollouts(filepath: str | Path, format: str = "pickle") -> list[RolloutData]:
         """The rollouts of a file of `save_rollouts`. Raises: DataError for a pickle that holds more than plain data."""
         with Path(filepath).open("rb") as file:
-            plain = PlainUnpickler(file).load() if _known(format) == "pickle" else json.load(file)
-        return [_rollout_from(rollout) for rollout in plain]
+            return [_rollout_from(rollout) for rollout in (PlainUnpickler(file).load() if _is_pickle(format) else json.load(file))]
 
 
 class PlainUnpickler(pickle.Unpickler):
     """Reads lists, dicts, texts and numbers; a pickle that names a class or a function could run anything."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Refuses."""
         raise DataError(f"the pickle names {module}.{name}; load_rollouts reads the plain data of save_rollouts only")
 
 
-def _known(format: str) -> str:
+def _is_pickle(format: str) -> bool:
     if format not in ("pickle", "json"):
         raise ValueError(f"there is no format {format!r}; choose 'pickle' or 'json'")
-    return format
+    return format == "pickle"
 
 
 def _sampled(reply: Step, data: StepData) -> RLStepData:
     """A turn with the tokens that the core sampled."""
-    tokens, logprobs = [*reply.prompt_ids, *reply.response_ids], torch.tensor(reply.logprobs)
-    given: dict[str, Any] = vars(data) | {"tokens": tokens, "logprobs": logprobs, "old_logprobs": logprobs.clone()}
-    return RLStepData(**given, response_tokens=list(reply.response_ids))
+    logprobs, tokens = torch.tensor(reply.logprobs), list(reply.response_ids)
+    given: dict[str, Any] = vars(data) | {"tokens": [*reply.prompt_ids, *tokens], "response_tokens": tokens}
+    return RLStepData(**given, logprobs=logprobs, old_logprobs=logprobs.clone())
 
 
 # --------------------------------------------------------------------------------------------------------- the examples

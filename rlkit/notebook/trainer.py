@@ -12,21 +12,20 @@ import torch
 from torch import Tensor, nn
 
 import rlkit.functional as F
-from rlkit.algorithm import KL, Algorithm, Critic
-from rlkit.episodes import assemble
-from rlkit.notebook import algorithms
+from rlkit.notebook.borrowed import experiment
 from rlkit.notebook.chat import TEMPERATURE, LLMGenerator
+from rlkit.notebook.configs import core_of, squared
+from rlkit.notebook.data import TrainingConfig
+from rlkit.notebook.generation import begun
 from rlkit.notebook.manager import RLStepData, RolloutData, RolloutManager, core_rollout
-from rlkit.rewards import Reward
-from rlkit.training.experiment import BatchSize, Evaluation, Experiment, Sampling, TrainerSettings
+from rlkit.training.experiment import Experiment, Sampling, TrainerSettings
 from rlkit.training.learner import Learner
-from rlkit.training.references import none
 from rlkit.training.update import batch_logprobs
-from rlkit.types import Environment, Estimate, Rollout
+from rlkit.types import Estimate, Rollout
 
 
 class SimpleValueHead(nn.Module):
-    """A value head: hidden → hidden/2 → ReLU → 1."""
+    """A value head: [..., hidden] → [..., 1]."""
 
     def __init__(self, hidden_size: int):
         super().__init__()
@@ -34,7 +33,6 @@ class SimpleValueHead(nn.Module):
         self.value_head = nn.Sequential(nn.Linear(hidden_size, half), nn.ReLU(), nn.Linear(half, 1))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., hidden_size] → [..., 1]."""
         return self.value_head(hidden_states)
 
 
@@ -42,12 +40,9 @@ class SimpleValueHead(nn.Module):
 
 
 def compute_advantages_and_returns(rollouts: Sequence[RolloutData], gamma: float = 0.99, lam: float = 0.95, use_gae: bool = True) -> None:
-    """Writes `advantages` and `returns` into the steps: generalised advantage estimation over steps, the reward at the last one.
+    """Writes `advantages` and `returns` into the steps: GAE over steps, the reward at the last; 0 for a rollout that cannot be scored.
 
-    Args:
-      rollouts: scored. A step's value is the last entry of its `values`, or the number that it is; 0 where it has none. A rollout that
-        cannot be scored gets 0.
-      gamma, lam: 0 … 1, per step. use_gae: False is lam = 1, the discounted return minus the value.
+    gamma, lam: 0 … 1, per step. use_gae: False is lam = 1. A step's value is the last entry of its `values`; 0 where it has none.
     """
     for rollout in (r for r in rollouts if r.steps):
         steps: list[Any] = rollout.steps
@@ -57,48 +52,14 @@ def compute_advantages_and_returns(rollouts: Sequence[RolloutData], gamma: float
         at, mask = torch.arange(len(steps))[None], torch.ones(1, len(steps), dtype=torch.bool)
         given = torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64), at, mask
         advantages, returns = F.gae(rewards, values, *given, gamma=gamma, lam=lam if use_gae else 1.0)
-        for i, step in enumerate(steps):
-            if hasattr(step, "advantages"):
-                unscored = rollout.reward is None
-                step.advantages, step.returns = (0.0, _last(values[0, i])) if unscored else (float(advantages[0, i]), float(returns[0, i]))
+        if rollout.reward is None:
+            advantages, returns = torch.zeros_like(values), values
+        for step, advantage, expected in zip(steps, advantages[0].tolist(), returns[0].tolist(), strict=True):
+            step.advantages, step.returns = advantage, expected
 
 
-def _last(values: Any) -> float:
-    return 0.0 if values is None else float(values.reshape(-1)[-1]) if isinstance(values, Tensor) else float(values)
-
-
-def compute_ppo_loss(
-    logprobs: Any,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    clip_epsilon: float = 0.2,
-    *,
-    clip_range: float | None = None,
-    mask: Tensor | None = None,
-) -> Any:
-    """The clipped PPO loss of log-probs, averaged over the tokens that count; of rollouts, that of `rlkit.notebook.algorithms`.
-
-    Args:
-      logprobs: [B, T], with gradient; or rollouts. old_logprobs: [B, T], a constant. advantages: [B], or one for each token.
-      clip_epsilon, clip_range: two names of one number in (0, 1]. mask: [B, T], True where a token counts; None: everywhere.
-    Returns: scalar loss, and policy_loss, approx_kl (nats per token), clipfrac, ratio_mean, ratio_std (0 of one token). Of rollouts
-      the loss alone.
-
-    >>> compute_ppo_loss(torch.tensor([[-1.0]]), torch.tensor([[-1.0]]), torch.tensor([2.0]))[0]
-    tensor(-2.)
-    """
-    clip_epsilon = clip_epsilon if clip_range is None else clip_range
-    if not isinstance(logprobs, Tensor):
-        return algorithms.compute_ppo_loss(logprobs, old_logprobs, advantages, clip_range=clip_epsilon)
-    mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask.bool()
-    old_logprobs = old_logprobs.detach()
-    weights = advantages.detach()[:, None] if advantages.dim() == 1 and logprobs.dim() == 2 else advantages.detach()
-    ratio = F.token_ratio(logprobs, old_logprobs, mask)
-    per_token = F.clipped(ratio, weights.to(ratio.device).expand(ratio.shape), clip_low=clip_epsilon, clip_high=clip_epsilon)
-    loss, ratios = per_token[mask].mean(), ratio.detach()[mask]
-    stats = {"policy_loss": float(loss.detach()), "approx_kl": float(F.approximate_kl(logprobs.detach(), old_logprobs, mask))}
-    stats |= {"clipfrac": float(((ratios - 1).abs() > clip_epsilon).float().mean())}
-    return loss, stats | {"ratio_mean": float(ratios.mean()), "ratio_std": _deviation(ratios)}
+def _last(values: Tensor | float | None) -> float:
+    return 0.0 if values is None else float(torch.as_tensor(values).reshape(-1)[-1])
 
 
 def compute_value_loss(
@@ -109,14 +70,10 @@ def compute_value_loss(
     clip_epsilon: float = 0.2,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The mean squared distance of the values from the returns; with `clip_value` clipped about the old values.
+    """The mean squared distance of the values from the returns [B], with `clip_value` clipped about old_values; and its statistics.
 
-    Args:
-      values: [B], or [B, T] or [B, T, 1], of which the last token's counts; with gradient, in units of reward. returns: [B].
-      old_values: in the shape of values, before the first update. clip_epsilon: > 0, in units of reward.
-      mask: [B, T], True on real tokens; the last of these counts, at least one a row. None: everywhere.
-    Returns: scalar loss; value_loss, value_mean, value_std (0 of one value), returns_mean.
-    Raises: ValueError where `clip_value` has no old values.
+    values, old_values: [B], or [B, T] or [B, T, 1], of which the last token's counts. mask: [B, T], True on real tokens, at least one a
+      row; None: everywhere. clip_epsilon: > 0, in units of reward. Raises: ValueError where `clip_value` has no old values.
 
     >>> compute_value_loss(torch.tensor([1.0]), torch.tensor([3.0]))[0]
     tensor(4.)
@@ -125,9 +82,9 @@ def compute_value_loss(
         raise ValueError("clip_value=True needs old_values, the values before the first update")
     values, old_values = _of_last_token(values, mask), _of_last_token(values if old_values is None else old_values, mask)
     returns = returns.to(values.device).reshape(values.shape)
-    loss = _squared(values, old_values, returns, clip=clip_epsilon if clip_value else None).mean()
-    stats = {"value_loss": float(loss.detach()), "value_mean": float(values.detach().mean()), "value_std": _deviation(values.detach())}
-    return loss, stats | {"returns_mean": float(returns.mean())}
+    loss, own = squared(values, old_values, returns, clip=clip_epsilon if clip_value else None).mean(), values.detach()
+    stats = {"value_loss": float(loss.detach()), "value_mean": float(own.mean()), "returns_mean": float(returns.mean())}
+    return loss, stats | {"value_std": float(own.std(correction=min(1, len(own) - 1)))}
 
 
 def _of_last_token(values: Tensor, mask: Tensor | None) -> Tensor:
@@ -139,18 +96,9 @@ def _of_last_token(values: Tensor, mask: Tensor | None) -> Tensor:
     return values[torch.arange(len(values), device=values.device), last]
 
 
-def _deviation(values: Tensor) -> float:
-    return float(values.std()) if values.numel() > 1 else 0.0
-
-
-def compute_kl_divergence(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
-    """KL(old ‖ new) from tokens that the old policy sampled: the mean of old - new, in nats per token, which noise may make negative.
-
-    Args:
-      logprobs: of the new policy. old_logprobs: of the old one, the same shape. mask: True where a token counts; None: everywhere.
-    """
-    mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask.bool()
-    return (old_logprobs - logprobs)[mask].mean()
+def compute_kl_divergence(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """KL(old ‖ new) from tokens that the old policy sampled: the mean of old - new, in nats per token."""
+    return (old_logprobs - logprobs).mean()
 
 
 # ------------------------------------------------------------------------------------------------------- the trainer
@@ -178,23 +126,8 @@ def advantages_of_steps(metadata: Sequence[Mapping[str, Any]], rollout_ids: Tens
     return Estimate(*found)
 
 
-def _squared(values: Tensor, values_old: Tensor, returns: Tensor, *, clip: float | None = None) -> Tensor:
-    """The notebook's value loss, which is not halved."""
-    if clip is None:
-        return 2 * F.squared_error(values, returns)
-    return 2 * F.clipped_squared_error(values, values_old, returns, clip=clip)
-
-
 class RLTrainer:
-    """PPO on whole rollouts: rollouts, rewards, values, advantages, updates, again.
-
-    Args:
-      model: a causal LM, also under PEFT. Half-precision weights that are trained become float32, or they would not move.
-      tokenizer: its tokenizer. value_head: [..., hidden] → [..., 1], as SimpleValueHead.
-      config: policy_lr 1e-5, value_lr 1e-4, gamma 0.99, lam 0.95, clip_epsilon 0.2, vf_coef 0.5, max_grad_norm (none), ppo_epochs 4,
-        batch_size 32 (steps of a minibatch), max_new_tokens 512, save_interval 5 (iterations), clip_value False; and temperature 0.6,
-        seed 0, micro_batch_tokens 16384.
-    """
+    """PPO on whole rollouts: rollouts, rewards, values, advantages, updates, again. config: any of DEFAULTS; 0 is no save_interval."""
 
     def __init__(self, model: Any, tokenizer: Any, value_head: nn.Module, config: dict[str, Any]):
         if unknown := sorted({*config} - {*DEFAULTS}):
@@ -209,7 +142,7 @@ class RLTrainer:
         self.training_stats: list[dict[str, Any]] = []
         self.generator = LLMGenerator(model, tokenizer, seed=self.settings["seed"])
         self.generator.temperature = self.settings["temperature"]
-        self.learner = Learner(self._experiment(1, 1), self.generator.policy(), optimizers=(self.policy_optimizer, self.value_optimizer))
+        self.learner = Learner(self._experiment(1, 1), self.generator.policy, optimizers=(self.policy_optimizer, self.value_optimizer))
         self.learner.critic = self.learner.nets["critic"] = HeadOnStates(value_head)  # in place of one that it has made
         self.saved = {"model": model, "value_head": value_head}
         self.saved |= {"policy_optimizer": self.policy_optimizer, "value_optimizer": self.value_optimizer}
@@ -217,56 +150,32 @@ class RLTrainer:
     def _experiment(self, epochs: int, minibatches: int) -> Experiment:
         """What a step of the learner is."""
         s = self.settings
-        loss = partial(_squared, clip=s["clip_epsilon"] if s["clip_value"] else None)
-        algorithm = Algorithm(
-            "ppo",
-            advantage=advantages_of_steps,
-            ratio=F.token_ratio,
-            policy_loss=partial(F.clipped, clip_low=s["clip_epsilon"], clip_high=s["clip_epsilon"]),
-            aggregation=F.token_mean,
-            group_filter=F.keep_all,
-            normalization=F.whiten,
-            critic=Critic("head", loss, torch.optim.Adam, coef=s["vf_coef"]),
-            epochs=epochs,
-            minibatches=minibatches,
-        )
-        reward, optimizer = Reward("given", {}), torch.optim.Adam
+        algorithm, _ = core_of(TrainingConfig("ppo", clip_range=s["clip_epsilon"], value_loss_coef=s["vf_coef"]))
+        critic = algorithm.critic._replace(loss=partial(squared, clip=s["clip_epsilon"] if s["clip_value"] else None))
+        algorithm = algorithm._replace(advantage=advantages_of_steps, critic=critic, epochs=epochs, minibatches=minibatches)
         sampling = Sampling(self.generator.engine, s["temperature"], s["max_new_tokens"])
         limits = TrainerSettings(1, micro_batch_tokens=s["micro_batch_tokens"], max_grad_norm=s["max_grad_norm"] or float("inf"))
-        held: Any = ("ppo", s["seed"], BatchSize(1, 1), lambda split: (), Environment(), lambda device: self.generator.policy(), sampling)
-        evaluation = Evaluation(reward, n=0)
-        return Experiment(*(*held, reward, algorithm, KL("none"), none(), optimizer, limits, evaluation))
+        return experiment(self.generator.policy, algorithm, seed=s["seed"], generation=sampling, trainer=limits)
 
     def generate_with_values(
         self, prompts: Sequence[Any], max_new_tokens: int = 512, temperature: float | None = None
     ) -> tuple[list[tuple[str, str]], list[Tensor], list[Tensor], list[list[int]]]:
-        """Replies to a list of chats, with what training needs of each.
-
-        Returns: (thinking, content) of each; log-probs [T] of its tokens, constants; the value [T] of the state before each token; its
-          token ids, the end token included.
-        """
-        rollouts = self.generator.replies(prompts, max_new_tokens, temperature)
-        steps = self.generator.steps_of(rollouts)
+        """Of each reply (thinking, content), log-probs [T], values [T] of the states before its tokens, and its token ids [T]."""
+        rollouts = begun(self.generator.policy, self.generator.replies(prompts, max_new_tokens, temperature))
+        steps = [r.steps[0] for r in rollouts]
         logprobs, tokens = [torch.tensor(s.logprobs) for s in steps], [list(s.response_ids) for s in steps]
         return [(s.thinking, s.content) for s in steps], logprobs, self._values(rollouts), tokens
 
     def _values(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         """The value before each sampled token of rollouts with one step [T]."""
-        batch = assemble(rollouts, pad_token_id=self.learner.policy.pad_token_id, device=self.learner.device)
+        batch = self.learner.assembled(rollouts)
         found: Any = batch_logprobs(self.learner, self.model, batch, critic=self.learner.critic).values
         return [values[mask].cpu() for values, mask in zip(found, batch.response_mask, strict=True)]
 
     def train_step(self, rollouts: Sequence[RolloutData], n_epochs: int = 4, batch_size: int = 32) -> dict[str, float]:
-        """One step of the learner on rollouts whose steps have advantages and returns (`compute_advantages_and_returns`).
-
-        Args:
-          n_epochs: passes over the rollouts. batch_size: steps of a minibatch, about: minibatches are of whole rollouts.
-        Returns: policy_loss, value_loss, total_loss, approx_kl, clipfrac, and all metrics of a step of `rlkit train`; {} where no step
-          has log-probs.
-        """
+        """One step of the learner on rollouts with advantages; a minibatch has about `batch_size` steps, of whole rollouts. Its metrics."""
         trained = [r for r in (core_rollout(r, group=i) for i, r in enumerate(rollouts)) if r.steps]
         if not trained:
-            print("RLTrainer: no step has log-probs to train on")
             return {}
         steps = sum(len(r.steps) for r in trained)
         self.learner.configured = self._experiment(n_epochs, max(1, min(len(trained), -(-steps // batch_size))))
@@ -288,11 +197,7 @@ class RLTrainer:
         n_rollouts_per_iter: int = 4,
         max_steps: int = 50,
     ) -> list[dict[str, Any]]:
-        """Trains for n_iterations; the hooks are those of `RolloutManager`.
-
-        Returns: a row for each iteration so far: iteration, rollout_summary (`get_rollout_summary`), training_stats (`train_step`).
-          checkpoint_iter_N.pt is written every save_interval iterations.
-        """
+        """Trains for n_iterations; the rows of all so far: iteration, rollout_summary, training_stats (of `train_step`)."""
         for _ in range(n_iterations):
             manager = RolloutManager(self.generator, n_rollouts_per_iter, max_steps)
             manager.initialize_rollouts(initial_prompts_generator(n_rollouts_per_iter))
@@ -317,7 +222,7 @@ class RLTrainer:
             step.values = values[:1]
 
     def save_checkpoint(self, filepath: str | Path) -> None:
-        """Writes weights of model and value head, both optimizers, the rows and the config; `load_checkpoint` goes on from there."""
+        """Writes all that decides the iterations to come; `load_checkpoint` goes on from there."""
         nets = {f"{name}_state_dict": part.state_dict() for name, part in self.saved.items()}
         rest = {"training_stats": self.training_stats, "config": self.config, "calls": self.generator.calls}
         torch.save({**nets, **rest, "learner": self.learner.saved()}, filepath)

@@ -15,52 +15,44 @@ import torch
 from torch import nn
 
 import rlkit.functional as F
-from rlkit import types
 from rlkit.algorithm import KL
 from rlkit.environments import single_turn
 from rlkit.episodes.stream import StreamState, order_of_parts
-from rlkit.notebook.borrowed import Share, given, no_optimizer
+from rlkit.notebook.borrowed import Share, experiment, given
 from rlkit.notebook.checkpoints import save_checkpoint
 from rlkit.notebook.configs import core_of, get_algorithm_config
 from rlkit.notebook.data import GenerationConfig, Prompt, TrainingConfig, TrainingState, as_task
 from rlkit.notebook.generation import drawn_seed, engine_of, load_model, load_tokenizer, policy_of
 from rlkit.notebook.hooks import with_hooks
 from rlkit.notebook.kl import UpdateHook, create_reference_model, update_reference_model
-from rlkit.notebook.rollouts import tool_environment
 from rlkit.notebook.views import as_reward
-from rlkit.training.experiment import BatchSize, Evaluation, Experiment, Sampling, TrainerSettings
+from rlkit.training.experiment import BatchSize, Sampling, TrainerSettings
 from rlkit.training.groups import experience
 from rlkit.training.learner import Learner
-from rlkit.training.update import batch_logprobs
 from rlkit.types import Policy, Task
 
 WHOLE = 1 << 24  # tokens of a micro-batch, more than any minibatch has
+MEASURED = 1e-30  # a coefficient at which the KL is measured and pulls at nothing
 NAMES = {
     "loss": "loss/total", "reward": "reward/mean", "kl": "kl/estimate", "kl_coef": "kl/coef", "policy_loss": "loss/policy",
     "value_loss": "value/loss", "grad_norm": "optim/grad_norm",
 }  # fmt: skip
-TOOLS = ("tools", "tool_parser", "tool_executor", "stop_condition", "max_turns")  # hooks of `create_multiturn_rollout`
-PARTS = ("advantage_fn", "loss_fn", "kl_fn", "pair_selector")  # hooks of `with_hooks`
 
 
 class Run(NamedTuple):
     """What an optimizer's iterations hand on from one to the next."""
 
     learner: Mapping[str, Any]  # Learner.saved
-    algorithm: str
     critic: nn.Module | None
     engine: Any
+    stream: StreamState
 
 
 RUNS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Run] = weakref.WeakKeyDictionary()
 
 
 class IterationLearner(Learner):
-    """A learner of an iteration's arguments. Model, optimizer and reference stay the caller's.
-
-    Args:
-      parts: seed, batch, environment, generation and reward of the Experiment. hooks: those of `with_hooks`.
-    """
+    """A learner of an iteration's arguments. parts: of the Experiment. hooks: those of `with_hooks`."""
 
     def __init__(
         self,
@@ -74,64 +66,47 @@ class IterationLearner(Learner):
         **hooks: Any,
     ):
         algorithm, kl = with_hooks(weakref.proxy(self), config, **hooks)  # caches keep parts for longer than a learner
+        if ref_update_fn is not None:
+            kl = kl._replace(estimator=kl.estimator or F.k3, coef=kl.coef or MEASURED)
         run = RUNS.get(optimizer)
-        self.optimizer, self.config, self.ref_model, self.ref_update_fn = optimizer, config, ref_model, ref_update_fn
+        self.optimizer, self.config = optimizer, config
         self.own_critic = run.critic if run else None
         limit = WHOLE if hooks.get("loss_fn") is not None else micro_batch_tokens
         steps = 1 + (run.learner["rl_step"] if run else 0)
-        x = Experiment(
-            name=algorithm.name,
-            task=lambda split: (),
-            model=lambda device: policy,
-            algorithm=algorithm._replace(critic=algorithm.critic._replace(optimizer=no_optimizer)),
+        x = experiment(
+            policy,
+            algorithm,
             kl=kl if ref_model is not None else KL("none"),
-            reference=given(ref_model, None if ref_update_fn is None else partial(update_reference_model, update_fn=ref_update_fn)),
-            optimizer=no_optimizer,
+            reference=given(ref_model, ref_update_fn and partial(update_reference_model, update_fn=ref_update_fn)),
             trainer=TrainerSettings(steps=steps, micro_batch_tokens=limit, max_grad_norm=config.max_grad_norm or math.inf),
-            evaluation=Evaluation(parts["reward"], n=0),
             **parts,
         )
         super().__init__(x, policy)
         if run is not None:
             self.load({"rlkit": run.learner})
-            since = self.progress.since if run.algorithm == algorithm.name else self.rl_step
-            self.progress = self.progress._replace(step=self.rl_step, since=since)
+            self.progress = self.progress._replace(step=self.rl_step)
 
     def make_critic(self) -> nn.Module | None:
         """The run's, or a new one, whose parameters join the optimizer."""
-        if not self.x.algorithm.critic.active:
-            return None
-        if self.own_critic is None:
-            self.own_critic = super().make_critic()
-            assert self.own_critic is not None
-            self.optimizer.add_param_group({"params": list(self.own_critic.parameters()), "lr": self.config.value_learning_rate})
-        return self.own_critic
+        if self.own_critic is None and (made := super().make_critic()) is not None:
+            self.own_critic = made
+            self.optimizer.add_param_group({"params": list(made.parameters()), "lr": self.config.value_learning_rate})
+        return self.own_critic if self.x.algorithm.critic.active else None
 
     def make_optimizers(self) -> list[Any]:
         """The caller's optimizer, as one for the policy and one for the critic."""
         self.optimizers = [Share(self.optimizer, net) for net in self.nets.values()]  # type: ignore[misc]
         return self.optimizers
 
-    def iterate(self, tasks: Sequence[Task], stream: StreamState) -> tuple[TrainingState, StreamState]:
+    def iterate(self, tasks: Sequence[Task], stream: StreamState) -> TrainingState:
         """Episodes of the tasks that the stream comes to, and a step on them."""
         x = self.begin()
         sampled, trained, stream = experience(x, self.policy, tasks, stream, step=self.rl_step, clock=self.clock)
-        unread = None if x.kl.active or self.ref_update_fn is None else self.ref_model  # a reference that no part of the step reads
-        kl = math.nan if unread is None else self.distance(unread, trained)
         metrics = self.step(sampled, trained)
-        if unread is not None and self.ref_update_fn is not None:
-            update_reference_model(unread, self.model, self.ref_update_fn, step=self.rl_step, kl=kl)
-        RUNS[self.optimizer] = Run(self.saved(), x.algorithm.name, self.own_critic, x.generation.engine)
+        RUNS[self.optimizer] = Run(self.saved(), self.own_critic, x.generation.engine, stream)
         row = {short: float(metrics[name]) for short, name in NAMES.items()} | metrics
-        if not x.kl.active:
-            row |= {"kl": 0.0 if unread is None else kl, "kl_coef": 0.0}
-        return TrainingState(self.rl_step, sum(r.response_length for r in sampled), row), stream
-
-    def distance(self, model: nn.Module, episodes: Sequence[types.Rollout]) -> float:
-        """KL(policy‖model) on the policy's tokens, k3, in nats per token."""
-        batch = self.assembled(episodes)
-        own, other = (batch_logprobs(self, m, batch).logprobs for m in (self.model, model))
-        return float(F.approximate_kl(other, own, batch.response_mask))
+        unread = {} if x.kl.active else {"kl": 0.0, "kl_coef": 0.0}
+        return TrainingState(self.rl_step, sum(r.response_length for r in sampled), row | unread)
 
 
 def training_iteration(
@@ -144,74 +119,50 @@ def training_iteration(
     optimizer: torch.optim.Optimizer,
     ref_model: nn.Module | None = None,
     ref_update_fn: UpdateHook | None = None,
-    **hooks: Any,
-) -> TrainingState:
-    """One RL step, as `rlkit train` takes it: rollouts, rewards, updates, then the reference.
-
-    Args:
-      prompts: each gets train_config.group_size rollouts. gen_config: the full distribution is sampled (top_p 1, top_k 0).
-      reward_fn: of `create_batch_rollouts`, with `aggregator`.
-      optimizer: over the model's parameters. Iterations with one optimizer are one run: they are counted, and share PPO's critic, whose
-        parameters join the optimizer, and the moments of rewards.
-      ref_model: what the KL is from; without one there is no KL, and a warning. ref_update_fn: (ref_model, policy_model), and step, kl
-        or kl_value where it takes them; called after the updates.
-      hooks: advantage_fn, loss_fn (on all rollouts at once, whose log-probs carry the gradient), kl_fn, pair_selector; those of the
-        prompt and the engine of `create_batch_rollouts`; tools, tool_parser, tool_executor, stop_condition, max_turns; seed,
-        micro_batch_tokens (padded tokens at once, for the memory).
-    Returns: the state, with loss, reward (its mean without the KL), kl (nats per token, 0 without a reference), kl_coef, policy_loss,
-      value_loss, grad_norm, and all metrics of a step of `rlkit train`.
-    Raises: ValueError for a hook that would do nothing.
-    """
-    seed = hooks["seed"] = drawn_seed(hooks.get("seed"))
-    tasks = [as_task(prompt, i) for i, prompt in enumerate(prompts)]
-    places = order_of_parts(tasks, seed, 0)  # the stream draws the task at places[i] as its i-th
-    placed = [task for _, task in sorted(zip(places, tasks, strict=True), key=lambda pair: pair[0])]
-    raw = all(isinstance(prompt, str) for prompt in prompts)
-    settings = gen_config, train_config, reward_fn, optimizer, ref_model, ref_update_fn
-    return _iteration(model, tokenizer, placed, raw, len(tasks), StreamState(), *settings, **hooks)[0]
-
-
-def _iteration(
-    model: nn.Module,
-    tokenizer: Any,
-    tasks: Sequence[Task],
-    raw: bool,
-    batch_size: int,
-    stream: StreamState,
-    gen_config: GenerationConfig,
-    config: TrainingConfig,
-    reward_fn: Any,
-    optimizer: torch.optim.Optimizer,
-    ref_model: nn.Module | None,
-    ref_update_fn: UpdateHook | None,
     *,
-    seed: int,
+    batch_size: int | None = None,
+    seed: int | None = None,
     aggregator: Any = None,
     generator: Any = None,
     engine: Any = None,
     environment: Any = None,
+    use_chat_template: bool = False,
     **hooks: Any,
-) -> tuple[TrainingState, StreamState]:
-    """An iteration on the next `batch_size` tasks of the stream; `raw`: their texts are read as they are, unless there is a template."""
-    _warn(gen_config, core_of(config)[1], ref_model, ref_update_fn, hooks.get("kl_fn"))
-    parts_of_step = {name: hooks.pop(name) for name in (*PARTS, "micro_batch_tokens") if hooks.get(name) is not None}
-    playing = {name: hooks.pop(name) for name in TOOLS if name in hooks}
-    prompting = {"use_chat_template": not raw or bool(playing), "enable_thinking": gen_config.enable_thinking, **hooks}
-    if environment is None:
-        system = hooks.get("system_prompt")
-        environment = tool_environment(system_prompt=system, **playing) if playing else single_turn(system_prompt=system)
-    run = RUNS.get(optimizer)
-    engine = engine_of(generator, gen_config, engine or (run.engine if run else None))
+) -> TrainingState:
+    """One RL step, as `rlkit train` takes it: rollouts, rewards, updates, then the reference.
+
+    Iterations with one optimizer are one run: they are counted, and share PPO's critic, whose parameters join the optimizer, and the
+    moments of rewards. Hooks from `aggregator` on are those of `create_batch_rollouts`.
+
+    Args:
+      batch_size: the next prompts of an order that the seed fixes; None: all of them.
+      hooks: advantage_fn, loss_fn (on all rollouts at once, whose log-probs carry the gradient), kl_fn, pair_selector; micro_batch_tokens.
+    Returns: the state, with loss, reward (its mean without the KL), kl (nats per token, 0 without a reference), kl_coef, policy_loss,
+      value_loss, grad_norm, and all metrics of a step of `rlkit train`.
+    Raises: ValueError for a hook that would do nothing.
+    """
+    _warn(gen_config, core_of(train_config)[1], ref_model, ref_update_fn, hooks.get("kl_fn"))
+    seed, run = drawn_seed(seed), RUNS.get(optimizer)
+    tasks, stream = [as_task(prompt, i) for i, prompt in enumerate(prompts)], run.stream if run and batch_size else StreamState()
+    if batch_size is None:
+        places = order_of_parts(tasks, seed, 0)  # the stream draws the task at places[i] as its i-th
+        tasks = [task for _, task in sorted(zip(places, tasks, strict=True), key=lambda pair: pair[0])]
+    template = use_chat_template or not all(isinstance(prompt, str) for prompt in prompts)
+    policy = policy_of(model, tokenizer, use_chat_template=template, enable_thinking=gen_config.enable_thinking)
     params, reward = gen_config.params, as_reward(reward_fn, aggregator)
-    parts: dict[str, Any] = {"seed": seed, "batch": BatchSize(batch_size, config.group_size), "environment": environment}
-    parts["generation"] = Sampling(engine, params.temperature, params.max_new_tokens)
-    parts["reward"] = reward._replace(normalize=reward.normalize or config.normalize_rewards)
+    parts = {
+        "seed": seed,
+        "batch": BatchSize(batch_size or len(tasks), train_config.group_size),
+        "environment": environment or single_turn(),
+        "generation": Sampling(
+            engine_of(generator, gen_config, engine or (run.engine if run else None)), params.temperature, params.max_new_tokens
+        ),
+        "reward": reward._replace(normalize=reward.normalize or train_config.normalize_rewards),
+    }
     was_training = model.training
     model.eval()  # no dropout: sampler and trainer are to see one policy
     try:
-        policy = policy_of(model, tokenizer, **prompting)
-        learner = IterationLearner(policy, optimizer, config, parts, ref_model, ref_update_fn, **parts_of_step)
-        return learner.iterate(tasks, stream)
+        return IterationLearner(policy, optimizer, train_config, parts, ref_model, ref_update_fn, **hooks).iterate(tasks, stream)
     finally:
         model.train(was_training)
 
@@ -222,10 +173,10 @@ def _warn(config: GenerationConfig, kl: KL, ref_model: Any, ref_update_fn: Any, 
         if hook is not None and ref_model is None:
             raise ValueError(f"{name} is given, and no ref_model; give one, such as create_reference_model(model)")
     if kl.coef and ref_model is None:
-        warnings.warn(f"kl_coef={kl.coef} has no effect without a ref_model, such as create_reference_model(model)", stacklevel=4)
+        warnings.warn(f"kl_coef={kl.coef} has no effect without a ref_model, such as create_reference_model(model)", stacklevel=3)
     if config.do_sample and (config.top_p < 1 or config.top_k):
         warnings.warn(
-            f"training samples the full distribution: top_p={config.top_p} and top_k={config.top_k} are taken as 1 and 0", stacklevel=4
+            f"training samples the full distribution: top_p={config.top_p} and top_k={config.top_k} are taken as 1 and 0", stacklevel=3
         )
 
 
@@ -254,30 +205,28 @@ def train(
     seed: int | None = None,
     **hooks: Any,
 ) -> tuple[Any, Any]:
-    """Trains adapters on a model, or a model that is already built.
+    """Trains adapters on a model, or a model that is already built; model and tokenizer.
 
     Args:
-      prompts: every step draws the next `batch_size` of an order that the seed fixes. reward_fn: of `training_iteration`.
-      algorithm: grpo, dapo (the pairwise loss) or ppo. use_ref_model: a reference from ref_model_fn (create_reference_model), and with
-        it a KL of kl_coef. train_config: in place of these. switch_strategy: (iteration) → algorithm, in place of one for all.
+      prompts: every step draws the next `batch_size` of an order that the seed fixes.
+      use_ref_model: a reference from ref_model_fn (create_reference_model), and with it a KL of kl_coef. train_config: in place of
+        algorithm, learning_rate and kl_coef. switch_strategy: (iteration) → algorithm, in place of one for all.
       output_dir: gets a checkpoint every `save_every` steps, by checkpoint_fn.
       optimizer_fn: (parameters, lr=learning_rate) → optimizer. log_fn: given every state, with moving averages; None prints a line.
       hooks: those of `training_iteration`. kl_fn and pair_selector act while the algorithm has a KL, or pairs.
-    Returns: model and tokenizer.
     """
     tokenizer = tokenizer or load_tokenizer(str(getattr(model_name, "name_or_path", model_name)))
     model = load_model(model_name, use_lora=True, model_loader=model_loader) if isinstance(model_name, str) else model_name
-    tasks, raw = [as_task(prompt, i) for i, prompt in enumerate(prompts)], all(isinstance(prompt, str) for prompt in prompts)
     ref_model = create_reference_model(model, ref_model_fn) if use_ref_model else None
     optimizer = optimizer_fn([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
-    stream, ema, tokens, seed = StreamState(), dict[str, float](), 0, drawn_seed(seed)
+    ema, tokens, seed, update_fn = dict[str, float](), 0, drawn_seed(seed), hooks.pop("ref_update_fn", None)
     os.makedirs(output_dir, exist_ok=True)
     for step in range(num_steps):
         numbers = {"kl_coef": kl_coef if use_ref_model else 0.0, "learning_rate": learning_rate}
         config = train_config or get_algorithm_config(step, switch_strategy or (lambda _: algorithm), **numbers)
         acting = {key: hook for key, hook in hooks.items() if key != "pair_selector" or config.algorithm == "dapo" or not switch_strategy}
-        given_once = gen_config, config, reward_fn, optimizer, ref_model, acting.pop("ref_update_fn", None)
-        state, stream = _iteration(model, tokenizer, tasks, raw, batch_size, stream, *given_once, seed=seed, **acting)
+        given_once = gen_config, config, reward_fn, optimizer, ref_model, update_fn
+        state = training_iteration(model, tokenizer, prompts, *given_once, batch_size=batch_size, seed=seed, **acting)
         ema, tokens = update_ema_metrics(state.metrics, ema), tokens + state.total_tokens
         (log_fn or partial(_say, num_steps, tokens))(state._replace(ema_metrics=ema))
         if (step + 1) % save_every == 0:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlkit import types
+from rlkit.commands.agent import as_dict
 from rlkit.notebook.data import Conversation, Generation, Message, Rollout
 from rlkit.rewards import Reward, Term, batched, weighted_sum
 
@@ -27,34 +28,24 @@ class Arguments(dict[str, Any]):
 
 def call_as_given(call: types.ToolCall) -> Mapping[str, Any]:
     """A call as its tool_parser gave it; as OpenAI writes it where there was none."""
-    if isinstance(call.arguments, Arguments):
-        return call.arguments.call
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+    return call.arguments.call if isinstance(call.arguments, Arguments) else as_dict(call)
 
 
-def view(
-    episode: types.Rollout, *, logprobs: Tensor | None = None, kl_penalty: float = 0.0, text: str | None = None, whole: bool = False
-) -> Rollout:
-    """An episode as the document has rollouts.
+def view(episode: types.Rollout, *, logprobs: Tensor | None = None, kl_penalty: float = 0.0, whole: bool = False) -> Rollout:
+    """An episode as the document has rollouts, its reward less kl_penalty.
 
-    Args:
-      logprobs: [T] of the tokens, in place of the sampler's. kl_penalty: taken off the reward. text: in place of the last content.
-      whole: the tokens of all replies in `generation`, as a loss needs them; else those of the last one.
+    logprobs: [T] of the tokens, in place of the sampler's. whole: the tokens of all replies, as a loss needs them; else of the last one.
     """
     steps = episode.steps if whole else episode.steps[-1:]
     ids = [step.response_ids[i] for step in steps for i in step.sampled]
     own = torch.tensor([step.logprobs[i] for step in steps for i in step.sampled]) if logprobs is None else logprobs
     said = {"thinking": steps[-1].thinking, "finish_reason": steps[-1].finish_reason} if steps else {}
-    text = episode.final_content if text is None else text
-    generation = Generation(text, torch.tensor(ids, dtype=torch.int64, device=own.device), own, torch.ones_like(own.detach()), said)
+    tokens, mask = torch.tensor(ids, dtype=torch.int64, device=own.device), torch.ones_like(own.detach())
     reward = None if episode.reward is None else episode.reward - kl_penalty
     metadata = {**episode.metadata, "episode": episode, "rewards": episode.rewards}
-    return Rollout(prompt_of(episode.task), generation, reward, kl_penalty, conversation_of(episode), metadata)
-
-
-def prompt_of(task: types.Task) -> str:
-    """What a task asks: its last user message."""
-    return next((m.get("content", "") for m in reversed(task.messages) if m["role"] == "user"), "")
+    prompt = next((m.get("content", "") for m in reversed(episode.task.messages) if m["role"] == "user"), "")
+    generation = Generation(episode.final_content, tokens, own, mask, said)
+    return Rollout(prompt, generation, reward, kl_penalty, conversation_of(episode), metadata)
 
 
 def conversation_of(episode: types.Rollout) -> Conversation:
@@ -69,12 +60,9 @@ def conversation_of(episode: types.Rollout) -> Conversation:
 
 
 def as_reward(reward_fn: Any, aggregator: Aggregator | None = None, vectors: dict[int, np.ndarray] | None = None) -> Reward:
-    """A reward function of the document, or a list of them, as a Reward of the core.
+    """A reward function of the document, plain, async or `@batched`, or a list of them, as a Reward of the core.
 
-    Args:
-      reward_fn: (rollout) → number, vector or None, plain, async or `@batched`; a list of these; or a Reward.
-      aggregator: (vector) → float, of a list's numbers or a vector's; None: their mean.
-      vectors: takes the vector that a function gives, by the position of its prompt.
+    aggregator: (vector) → float; None: the mean. vectors: takes the vector that a function gives, by the position of its prompt.
     """
     if isinstance(reward_fn, Reward):
         return reward_fn
