@@ -68,20 +68,10 @@ class LLMGenerator:
     ) -> list[Rollout]:
         """The replies as rollouts of one step, chat by chat; one without a step where the chat leaves no room for a reply."""
         self.calls += 1
-        temperature = self.temperature if temperature is None else temperature
-        return collect(
-            self.policies[thinks],
-            [as_task(chat, i) for i, chat in enumerate(chats)],
-            engine=self.engine,
-            environment=single_turn(),
-            group_size=n,
-            seed=self.seed,
-            step=self.calls,
-            version=self.version,
-            temperature=temperature if kwargs.pop("do_sample", True) else 0.0,
-            max_new_tokens=max_new_tokens,
-            **kwargs,
-        )
+        tasks, temperature = [as_task(chat, i) for i, chat in enumerate(chats)], self.temperature if temperature is None else temperature
+        kwargs |= {"max_new_tokens": max_new_tokens, "temperature": temperature if kwargs.pop("do_sample", True) else 0.0}
+        kwargs |= {"group_size": n, "seed": self.seed, "step": self.calls, "version": self.version}
+        return collect(self.policies[thinks], tasks, engine=self.engine, environment=single_turn(), **kwargs)
 
     def _parse_thinking(self, output_ids: Sequence[int]) -> tuple[str, str]:
         return parse_thinking(output_ids, self.tokenizer)
@@ -127,10 +117,7 @@ def has_tool_call(response_text: str, *, tool_parser: Callable[..., Any] = herme
 
 
 def parse_tool_calls(response_text: str, *, tool_parser: Callable[..., Any] = hermes) -> list[dict[str, Any]]:
-    """The calls of a reply as decoded, as {id, type, function {name, arguments}}; none inside its thinking.
-
-    One that cannot be read stands among them with an `error`, which `execute_tool_call` gives.
-    """
+    """The calls of a reply outside its thinking, as {id, type, function {name, arguments}}; one that cannot be read has an `error`."""
     _, content, _ = split_thinking(response_text)
     return [as_dict(call) for call in core_parser(tool_parser)(content)[1]]
 
@@ -157,17 +144,8 @@ class ToolUseLLM(LLMGenerator):
         temperature: float = TEMPERATURE,
     ) -> dict[str, Any]:
         """A conversation with tools (`run_agent`): messages, final_response, tool_calls, turns, and the rollout with its status."""
-        answer = run_agent(
-            messages,
-            tools,
-            tool_implementations,
-            policy=self.policy,
-            engine=self.engine,
-            max_turns=max_turns,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=self.seed,
-        )
+        limits: Any = {"max_turns": max_turns, "max_new_tokens": max_new_tokens, "temperature": temperature}
+        answer = run_agent(messages, tools, tool_implementations, policy=self.policy, engine=self.engine, seed=self.seed, **limits)
         self.seed += 1  # the next conversation is another sample
         return answer._asdict()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from rlkit.types import Message as ChatMessage
 from rlkit.types import SamplingParams, Task
 
 Prompt = str | Sequence[ChatMessage] | Task
+Hook = Callable[..., Any] | None  # a function in place of a part
 
 
 class Generation(NamedTuple):

@@ -14,7 +14,7 @@ from rlkit.environments import single_turn, split_reply
 from rlkit.episodes import collect
 from rlkit.models import LoRA, add_lora, decode, forward_logprobs, make_policy, pack, pretrained_model, pretrained_tokenizer
 from rlkit.models.chat import make_renderer
-from rlkit.notebook.data import Generation, GenerationConfig, Prompt, as_task
+from rlkit.notebook.data import Generation, GenerationConfig, Hook, Prompt, as_task
 from rlkit.notebook.views import view
 from rlkit.types import Engine, Messages, Policy, SamplingParams
 
@@ -28,12 +28,11 @@ def load_model(
     use_lora: bool = False,
     lora_rank: int = 16,
     lora_alpha: int = 32,
-    model_loader: Callable[..., Any] | None = None,
+    model_loader: Hook = None,
 ) -> Any:
-    """A causal LM in evaluation mode, of "tiny", a local folder, a hub id, or one that is built. Raises: ConfigError for no such model.
+    """A causal LM in evaluation mode: "tiny", a local folder, a hub id, or one that is built. Raises: ConfigError.
 
-    dtype: half precision does not move at the learning rates of RL: train in float32, or with use_lora (adapters on all projections, in
-      float32). device_map: "auto" is the GPU where there is one; None leaves a model where it is.
+    dtype: half precision hardly moves at the learning rates of RL; adapters (use_lora) are float32. device_map: None leaves it where it is.
     """
     if model_loader is not None:
         return model_loader(model_id, dtype, device_map, use_lora, lora_rank, lora_alpha)
@@ -60,7 +59,7 @@ def format_prompt(
     use_chat_template: bool = False,
     system_prompt: str | None = None,
     enable_thinking: bool = False,
-    template_fn: Callable[..., str] | None = None,
+    template_fn: Hook = None,
 ) -> str:
     """The text that a model reads. Without the chat template it is the prompt, and the system prompt is ignored."""
     if template_fn is not None:
@@ -150,10 +149,9 @@ def generate(
     engine: Any = None,
     seed: int | None = None,
 ) -> Generation:
-    """A reply to a text, which the model reads as it is (`format_prompt` writes one through the chat template).
+    """A reply to a text, which the model reads as it is. Raises: ValueError for a prompt that fills the model's context.
 
-    compute_logprobs: at the sampler's temperature, with gradient where gradients are enabled. engine: None: `rlkit.engines.Cached`.
-    seed: None takes one from torch's generator. Raises: ValueError for a prompt that fills the model's context.
+    compute_logprobs: at the sampler's temperature, with gradient where gradients are enabled. seed: None takes one from torch.
     """
     if generator is not None:
         return generator(model, tokenizer, prompt, config, compute_logprobs)

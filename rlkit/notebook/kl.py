@@ -24,13 +24,9 @@ UpdateHook = Callable[..., None]
 def compute_kl(
     policy_logprobs: Tensor, ref_logprobs: Tensor, valid_mask: Tensor | None = None, kl_fn: Callable[..., Tensor] = F.forward
 ) -> Tensor:
-    """The divergence of each sequence from the reference [B], in nats, by any estimate.
+    """The divergence of each sequence from the reference [B], in nats, by a kl_fn, or the mean of an estimator of the core.
 
     policy_logprobs carries the gradient, ref_logprobs is a constant: [B, T] of tokens that the policy sampled, or [T], one sequence.
-    kl_fn: or an estimator of the core, whose mean over each sequence is taken. Raises: ValueError where that does not give [B].
-
-    >>> compute_kl(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -9.0]]), torch.tensor([[True, False]]))
-    tensor([0.5000])
     """
     mask = torch.ones_like(policy_logprobs) if valid_mask is None else valid_mask
     width = policy_logprobs.shape[-1]

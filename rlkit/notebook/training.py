@@ -21,7 +21,7 @@ from rlkit.episodes.stream import StreamState, order_of_parts
 from rlkit.notebook.borrowed import Share, experiment, given
 from rlkit.notebook.checkpoints import save_checkpoint
 from rlkit.notebook.configs import core_of, get_algorithm_config
-from rlkit.notebook.data import GenerationConfig, Prompt, TrainingConfig, TrainingState, as_task
+from rlkit.notebook.data import GenerationConfig, Hook, Prompt, TrainingConfig, TrainingState, as_task
 from rlkit.notebook.generation import drawn_seed, engine_of, load_model, load_tokenizer, policy_of
 from rlkit.notebook.hooks import with_hooks
 from rlkit.notebook.kl import UpdateHook, create_reference_model, update_reference_model
@@ -55,16 +55,9 @@ class IterationLearner(Learner):
     """A learner of an iteration's arguments. parts: of the Experiment. hooks: those of `with_hooks`."""
 
     def __init__(
-        self,
-        policy: Policy,
-        optimizer: torch.optim.Optimizer,
-        config: TrainingConfig,
-        parts: Mapping[str, Any],
-        ref_model: nn.Module | None,
-        ref_update_fn: UpdateHook | None,
-        micro_batch_tokens: int = 16384,
-        **hooks: Any,
+        self, policy: Policy, optimizer: Any, config: TrainingConfig, ref_model: Any, ref_update_fn: Hook, parts: Any, **hooks: Any
     ):
+        micro_batch_tokens = hooks.pop("micro_batch_tokens", 16384)
         algorithm, kl = with_hooks(weakref.proxy(self), config, **hooks)  # caches keep parts for longer than a learner
         if ref_update_fn is not None:
             kl = kl._replace(estimator=kl.estimator or F.k3, coef=kl.coef or MEASURED)
@@ -131,15 +124,11 @@ def training_iteration(
 ) -> TrainingState:
     """One RL step, as `rlkit train` takes it: rollouts, rewards, updates, then the reference.
 
-    Iterations with one optimizer are one run: they are counted, and share PPO's critic, whose parameters join the optimizer, and the
-    moments of rewards. Hooks from `aggregator` on are those of `create_batch_rollouts`.
+    Iterations with one optimizer are one run, with one critic, whose parameters join it. Metrics: those of NAMES, kl in nats per token, and
+    all of a step of `rlkit train`. Raises: ValueError for a hook that would do nothing.
 
-    Args:
-      batch_size: the next prompts of an order that the seed fixes; None: all of them.
-      hooks: advantage_fn, loss_fn (on all rollouts at once, whose log-probs carry the gradient), kl_fn, pair_selector; micro_batch_tokens.
-    Returns: the state, with loss, reward (its mean without the KL), kl (nats per token, 0 without a reference), kl_coef, policy_loss,
-      value_loss, grad_norm, and all metrics of a step of `rlkit train`.
-    Raises: ValueError for a hook that would do nothing.
+    batch_size: the next prompts of an order that the seed fixes; None: all of them. aggregator … use_chat_template: as in
+      `create_batch_rollouts`. hooks: advantage_fn, loss_fn (on a whole minibatch), kl_fn, pair_selector; micro_batch_tokens.
     """
     _warn(gen_config, core_of(train_config)[1], ref_model, ref_update_fn, hooks.get("kl_fn"))
     seed, run = drawn_seed(seed), RUNS.get(optimizer)
@@ -150,19 +139,18 @@ def training_iteration(
     template = use_chat_template or not all(isinstance(prompt, str) for prompt in prompts)
     policy = policy_of(model, tokenizer, use_chat_template=template, enable_thinking=gen_config.enable_thinking)
     params, reward = gen_config.params, as_reward(reward_fn, aggregator)
+    engine = engine_of(generator, gen_config, engine or (run.engine if run else None))
     parts = {
         "seed": seed,
         "batch": BatchSize(batch_size or len(tasks), train_config.group_size),
         "environment": environment or single_turn(),
-        "generation": Sampling(
-            engine_of(generator, gen_config, engine or (run.engine if run else None)), params.temperature, params.max_new_tokens
-        ),
+        "generation": Sampling(engine, params.temperature, params.max_new_tokens),
         "reward": reward._replace(normalize=reward.normalize or train_config.normalize_rewards),
     }
     was_training = model.training
     model.eval()  # no dropout: sampler and trainer are to see one policy
     try:
-        return IterationLearner(policy, optimizer, train_config, parts, ref_model, ref_update_fn, **hooks).iterate(tasks, stream)
+        return IterationLearner(policy, optimizer, train_config, ref_model, ref_update_fn, parts, **hooks).iterate(tasks, stream)
     finally:
         model.train(was_training)
 
@@ -207,13 +195,10 @@ def train(
 ) -> tuple[Any, Any]:
     """Trains adapters on a model, or a model that is already built; model and tokenizer.
 
-    Args:
-      prompts: every step draws the next `batch_size` of an order that the seed fixes.
-      use_ref_model: a reference from ref_model_fn (create_reference_model), and with it a KL of kl_coef. train_config: in place of
-        algorithm, learning_rate and kl_coef. switch_strategy: (iteration) → algorithm, in place of one for all.
-      output_dir: gets a checkpoint every `save_every` steps, by checkpoint_fn.
-      optimizer_fn: (parameters, lr=learning_rate) → optimizer. log_fn: given every state, with moving averages; None prints a line.
-      hooks: those of `training_iteration`. kl_fn and pair_selector act while the algorithm has a KL, or pairs.
+    Every step draws the next `batch_size` prompts of an order that the seed fixes. Without use_ref_model there is no KL.
+    train_config: in place of algorithm, learning_rate and kl_coef. switch_strategy: (iteration) → algorithm, in place of one for all.
+    optimizer_fn: (parameters, lr=learning_rate) → optimizer. log_fn: given every state, with moving averages. hooks: those of
+      `training_iteration`; pair_selector acts while the algorithm has pairs.
     """
     tokenizer = tokenizer or load_tokenizer(str(getattr(model_name, "name_or_path", model_name)))
     model = load_model(model_name, use_lora=True, model_loader=model_loader) if isinstance(model_name, str) else model_name

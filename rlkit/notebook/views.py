@@ -60,10 +60,7 @@ def conversation_of(episode: types.Rollout) -> Conversation:
 
 
 def as_reward(reward_fn: Any, aggregator: Aggregator | None = None, vectors: dict[int, np.ndarray] | None = None) -> Reward:
-    """A reward function of the document, plain, async or `@batched`, or a list of them, as a Reward of the core.
-
-    aggregator: (vector) → float; None: the mean. vectors: takes the vector that a function gives, by the position of its prompt.
-    """
+    """A reward function or a list of them as a Reward of the core; `vectors` takes the vectors that it gives, by the prompt's position."""
     if isinstance(reward_fn, Reward):
         return reward_fn
     mean: Aggregator = aggregator or (lambda vector: float(np.mean(vector)))
