@@ -23,10 +23,7 @@ Chat = list[Message]
 
 
 class LLMGenerator:
-    """Batched replies to chats, with the thinking apart; the same calls in the same order give the same replies.
-
-    model_name: of `load_model`. tokenizer: None: the model's. engine: None: a new `rlkit.engines.Cached`.
-    """
+    """Batched replies to chats, with the thinking apart; the same calls in the same order give the same replies."""
 
     def __init__(self, model_name: Any, tokenizer: Any = None, *, engine: Engine | None = None, seed: int = 0):
         named = isinstance(model_name, str)
@@ -81,7 +78,6 @@ class LLMGenerator:
 
 
 def generate_templates(prompts: Sequence[str]) -> Chat:
-    """A user's message of each text."""
     return [{"role": "user", "content": prompt} for prompt in prompts]
 
 
@@ -151,12 +147,11 @@ class ToolUseLLM(LLMGenerator):
 
 
 TEMPERATURES = {"San Francisco, CA": (65, 18), "New York, NY": (50, 10), "London, UK": (55, 13)}  # °F and °C
-ELSEWHERE = (70, 21)
 
 
 def get_weather(location: str, unit: str = "fahrenheit") -> str:
     """The example of a tool: the weather of three cities, "City, STATE", and one answer for all others; it is always sunny."""
-    fahrenheit, celsius = TEMPERATURES.get(location, ELSEWHERE)
+    fahrenheit, celsius = TEMPERATURES.get(location, (70, 21))
     degrees = f"{celsius}°C" if unit == "celsius" else f"{fahrenheit}°F"
     return f"The weather in {location} is {degrees} and sunny"
 

@@ -27,8 +27,6 @@ class Generation(NamedTuple):
 
 
 class Message(NamedTuple):
-    """One message of a conversation."""
-
     role: str  # system, user, assistant or tool
     content: str
     tool_calls: Sequence[Mapping[str, Any]] = ()  # as the tool_parser gave them, else as OpenAI writes them
@@ -36,8 +34,6 @@ class Message(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """The messages of an episode."""
-
     messages: Sequence[Message]
     metadata: Mapping[str, Any] = {}
 
@@ -54,8 +50,6 @@ class Rollout(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Rollouts with their advantages."""
-
     rollouts: Sequence[Rollout]
     advantages: Tensor  # [B, T]
     returns: Tensor | None = None  # [B, T]
@@ -109,7 +103,6 @@ class TrainingState(NamedTuple):
 
 
 def as_task(prompt: Prompt, index: int) -> Task:
-    """A prompt as a task."""
     if isinstance(prompt, Task):
         return prompt
     messages: Sequence[ChatMessage] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -30,10 +30,7 @@ def load_model(
     lora_alpha: int = 32,
     model_loader: Hook = None,
 ) -> Any:
-    """A causal LM in evaluation mode: "tiny", a local folder, a hub id, or one that is built. Raises: ConfigError.
-
-    dtype: half precision hardly moves at the learning rates of RL; adapters (use_lora) are float32. device_map: None leaves it where it is.
-    """
+    """A causal LM in evaluation mode: "tiny", a local folder, a hub id, or one that is built; adapters (use_lora) are float32."""
     if model_loader is not None:
         return model_loader(model_id, dtype, device_map, use_lora, lora_rank, lora_alpha)
     model: Any = model_id
@@ -102,7 +99,6 @@ class Verbatim:
         self.backend, self.begins = tokenizer.backend_tokenizer, tokenizer.bos_token
 
     def encode(self, text: str, **_: Any) -> Any:
-        """The encoding of a text; what begins it already is not repeated."""
         return self.backend.encode(text, add_special_tokens=not (self.begins and text.startswith(self.begins)))
 
 
@@ -207,11 +203,7 @@ def compute_logprobs_for_tokens(
     *,
     temperature: float = 1.0,
 ) -> Tensor:
-    """The log-probs [B, T] of generated_ids [B, T] in nats, float32, with gradient.
-
-    prompt_ids, prompt_mask: [B, P], padded on either side, at least one real token a row; no mask: all are real, pad_token_id or not.
-    micro_batch_size: rows at once. temperature: > 0, the one that was sampled with.
-    """
+    """The log-probs [B, T] of generated_ids [B, T] in nats, float32, with gradient; prompt_mask [B, P] says what is padding."""
     ids, mask = _rows(prompt_ids, prompt_mask, generated_ids)
     device = next(model.parameters()).device
     found = [

@@ -24,10 +24,7 @@ from rlkit.training.learner import Learner
 def with_hooks(
     learner: Any, config: TrainingConfig, advantage_fn: Hook = None, loss_fn: Hook = None, kl_fn: Hook = None, pair_selector: Hook = None
 ) -> tuple[Algorithm, KL]:
-    """Algorithm and KL of a config with the hooks, which are given the learner's episodes as rollouts with the tokens of all replies.
-
-    kl_fn: one that gives [B] is taken off the rewards, whatever the config's placement. Raises: ValueError for a hook without effect.
-    """
+    """Algorithm and KL of a config with the hooks, which are given the learner's episodes; a kl_fn of [B] is taken off the rewards."""
     algorithm, kl = core_of(config)
     if kl_fn is not None:
         if not kl.coef:

@@ -24,8 +24,6 @@ from rlkit.types import Rollout, Step
 
 @dataclass
 class StepData:
-    """One turn of a rollout."""
-
     step_num: int
     prompt: str
     thinking: str
@@ -49,8 +47,6 @@ class RLStepData(StepData):
 
 @dataclass
 class RolloutData:
-    """A whole rollout."""
-
     rollout_id: int
     initial_prompt: str
     steps: list[StepData] = field(default_factory=list)
@@ -74,7 +70,6 @@ class RolloutData:
         self.reward = reward
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types only, tensors as lists."""
         return json.loads(json.dumps(asdict(self), default=Tensor.tolist))
 
 
@@ -113,7 +108,6 @@ class RolloutManager:
         self.active_rollout_indices: list[int] = []
 
     def initialize_rollouts(self, initial_prompts: Sequence[str]) -> None:
-        """New rollouts, none of which has been prompted yet."""
         now = datetime.now().isoformat()
         self.rollouts = [
             RolloutData(i, prompt, metadata={"created_at": now}) for i, prompt in zip(range(self.n_rollouts), initial_prompts, strict=True)

@@ -40,10 +40,7 @@ class SimpleValueHead(nn.Module):
 
 
 def compute_advantages_and_returns(rollouts: Sequence[RolloutData], gamma: float = 0.99, lam: float = 0.95, use_gae: bool = True) -> None:
-    """Writes `advantages` and `returns` into the steps: GAE over steps, the reward at the last; 0 for a rollout that cannot be scored.
-
-    gamma, lam: 0 … 1, per step. use_gae: False is lam = 1. A step's value is the last entry of its `values`; 0 where it has none.
-    """
+    """Writes `advantages` and `returns` into the steps: GAE over steps, per step, the reward at the last; lam = 1 without use_gae."""
     for rollout in (r for r in rollouts if r.steps):
         steps: list[Any] = rollout.steps
         values = torch.tensor([[_last(getattr(step, "values", None)) for step in steps]], dtype=torch.float64)
@@ -108,7 +105,6 @@ class HeadOnStates(nn.Module):
         self.head = head
 
     def forward(self, hidden: Tensor, packed: Any) -> Tensor:
-        """Values [K] of the states [K, H]."""
         return self.head(hidden.detach().to(next(self.head.parameters()).dtype)).reshape(len(hidden))
 
 

@@ -92,7 +92,6 @@ class IterationLearner(Learner):
         return self.optimizers
 
     def iterate(self, tasks: Sequence[Task], stream: StreamState) -> TrainingState:
-        """Episodes of the tasks that the stream comes to, and a step on them."""
         x = self.begin()
         sampled, trained, stream = experience(x, self.policy, tasks, stream, step=self.rl_step, clock=self.clock)
         metrics = self.step(sampled, trained)
@@ -122,13 +121,10 @@ def training_iteration(
     use_chat_template: bool = False,
     **hooks: Any,
 ) -> TrainingState:
-    """One RL step, as `rlkit train` takes it: rollouts, rewards, updates, then the reference.
+    """One RL step, as `rlkit train` takes it, with its metrics and those of NAMES; iterations with one optimizer are one run.
 
-    Iterations with one optimizer are one run, with one critic, whose parameters join it. Metrics: those of NAMES, kl in nats per token, and
-    all of a step of `rlkit train`. Raises: ValueError for a hook that would do nothing.
-
-    batch_size: the next prompts of an order that the seed fixes; None: all of them. aggregator … use_chat_template: as in
-      `create_batch_rollouts`. hooks: advantage_fn, loss_fn (on a whole minibatch), kl_fn, pair_selector; micro_batch_tokens.
+    batch_size: the next prompts of an order that the seed fixes; None: all of them. hooks: advantage_fn, loss_fn (on a whole minibatch),
+      kl_fn, pair_selector; micro_batch_tokens; a ValueError for one that would do nothing.
     """
     _warn(gen_config, core_of(train_config)[1], ref_model, ref_update_fn, hooks.get("kl_fn"))
     seed, run = drawn_seed(seed), RUNS.get(optimizer)
@@ -163,9 +159,7 @@ def _warn(config: GenerationConfig, kl: KL, ref_model: Any, ref_update_fn: Any, 
     if kl.coef and ref_model is None:
         warnings.warn(f"kl_coef={kl.coef} has no effect without a ref_model, such as create_reference_model(model)", stacklevel=3)
     if config.do_sample and (config.top_p < 1 or config.top_k):
-        warnings.warn(
-            f"training samples the full distribution: top_p={config.top_p} and top_k={config.top_k} are taken as 1 and 0", stacklevel=3
-        )
+        warnings.warn("training samples the full distribution: top_p and top_k are taken as 1 and 0", stacklevel=3)
 
 
 def train(
@@ -193,12 +187,10 @@ def train(
     seed: int | None = None,
     **hooks: Any,
 ) -> tuple[Any, Any]:
-    """Trains adapters on a model, or a model that is already built; model and tokenizer.
+    """Trains adapters on a model, or a model that is already built, on prompts in an order that the seed fixes; model and tokenizer.
 
-    Every step draws the next `batch_size` prompts of an order that the seed fixes. Without use_ref_model there is no KL.
-    train_config: in place of algorithm, learning_rate and kl_coef. switch_strategy: (iteration) → algorithm, in place of one for all.
-    optimizer_fn: (parameters, lr=learning_rate) → optimizer. log_fn: given every state, with moving averages. hooks: those of
-      `training_iteration`; pair_selector acts while the algorithm has pairs.
+    train_config: in place of algorithm, learning_rate and kl_coef; switch_strategy: in place of algorithm. log_fn: given every state.
+    optimizer_fn: (parameters, lr=learning_rate) → optimizer. hooks: of `training_iteration`; pair_selector acts while there are pairs.
     """
     tokenizer = tokenizer or load_tokenizer(str(getattr(model_name, "name_or_path", model_name)))
     model = load_model(model_name, use_lora=True, model_loader=model_loader) if isinstance(model_name, str) else model_name
@@ -225,10 +217,6 @@ def _say(steps: int, tokens: int, state: TrainingState) -> None:
 
 
 def update_ema_metrics(current_metrics: Mapping[str, float], ema_metrics: Mapping[str, float], momentum: float = 0.9) -> dict[str, float]:
-    """momentum · average + (1 - momentum) · value, by name. A new name starts at its value; a value that is not finite changes nothing.
-
-    >>> update_ema_metrics({"loss": 0.0, "reward": 2.0, "kl": float("nan")}, {"loss": 1.0})
-    {'loss': 0.9, 'reward': 2.0}
-    """
+    """momentum · average + (1 - momentum) · value, by name. A new name starts at its value; a value that is not finite changes nothing."""
     finite = {name: value for name, value in current_metrics.items() if math.isfinite(value)}
     return {**ema_metrics, **{name: momentum * ema_metrics.get(name, value) + (1 - momentum) * value for name, value in finite.items()}}
