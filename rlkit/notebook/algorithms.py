@@ -17,9 +17,7 @@ PairSelector = Callable[[Sequence[Rollout]], Iterable[tuple[int, int]]]
 
 
 def compute_advantages(rollouts: Sequence[Rollout], normalize: bool = True, advantage_fn: Callable[..., Tensor] | None = None) -> Tensor:
-    """GRPO's advantages [B, T]: the reward above the mean of its prompt's rollouts, over their standard deviation if `normalize`; then
-    less the KL penalty. 0 beyond a rollout's last token, and for what cannot be scored or compared.
-    """
+    """GRPO's advantages [B, T], over the deviation of the group if `normalize`, less the KL penalty; 0 for what cannot be scored."""
     if advantage_fn is not None:
         return advantage_fn(rollouts, normalize)
     ids, rewards = groups(rollouts), task_rewards(rollouts)
@@ -43,25 +41,14 @@ def compute_policy_gradient_loss(rollouts: Sequence[Rollout], advantages: Tensor
 
 
 def compute_ppo_loss(
-    rollouts: Any,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    clip_range: float = 0.2,
-    *,
-    clip_epsilon: float | None = None,
-    mask: Tensor | None = None,
+    rollouts: Any, old_logprobs: Tensor, advantages: Tensor, clip_range: float = 0.2, *, clip_epsilon: float = 0.0, mask: Any = None
 ) -> Any:
     """PPO's clipped surrogate, averaged over all tokens: of rollouts the loss, of log-probs [B, T] the loss and its statistics.
 
-    Args:
-      old_logprobs: [B, T] in nats. advantages: [B, T] or [B]. Both are constants. clip_range, clip_epsilon: two names, in (0, 1].
-      mask: [B, T], True where a token counts; None: everywhere.
-    Returns: of log-probs also policy_loss, approx_kl (nats per token), clipfrac, ratio_mean and ratio_std (0 of one token).
-
-    >>> compute_ppo_loss(torch.tensor([[-1.0]]), torch.tensor([[-1.0]]), torch.tensor([2.0]))[0]
-    tensor(-2.)
+    old_logprobs: [B, T] in nats. advantages: [B, T] or [B]. Both are constants. clip_range, clip_epsilon: two names, in (0, 1].
+    mask: [B, T], True where a token counts; None: everywhere.
     """
-    clip = clip_range if clip_epsilon is None else clip_epsilon
+    clip = clip_epsilon or clip_range
     logprobs, mask = (rollouts, mask) if isinstance(rollouts, Tensor) else stacked(rollouts)
     mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask.bool()
     old = _constant(old_logprobs, mask)

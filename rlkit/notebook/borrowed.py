@@ -35,7 +35,6 @@ class Share:
 
 def no_optimizer(parameters: Any) -> Any:
     """Marks that the optimizer exists already; never called. It has no learning rate, so the optimizer keeps its own."""
-    raise RuntimeError("the optimizer exists already; give it to the learner (optimizers=)")
 
 
 def experiment(policy: Policy, algorithm: Algorithm, **parts: Any) -> Experiment:

@@ -23,10 +23,7 @@ Chat = list[Message]
 
 
 class LLMGenerator:
-    """Batched replies to chats, with the thinking apart; the same calls in the same order give the same replies.
-
-    model_name: of `load_model`. tokenizer: None: the model's. engine: None: a new `rlkit.engines.Cached`.
-    """
+    """Batched replies to chats, with the thinking apart; the same calls in the same order give the same replies."""
 
     def __init__(self, model_name: Any, tokenizer: Any = None, *, engine: Engine | None = None, seed: int = 0):
         named = isinstance(model_name, str)
@@ -68,20 +65,10 @@ class LLMGenerator:
     ) -> list[Rollout]:
         """The replies as rollouts of one step, chat by chat; one without a step where the chat leaves no room for a reply."""
         self.calls += 1
-        temperature = self.temperature if temperature is None else temperature
-        return collect(
-            self.policies[thinks],
-            [as_task(chat, i) for i, chat in enumerate(chats)],
-            engine=self.engine,
-            environment=single_turn(),
-            group_size=n,
-            seed=self.seed,
-            step=self.calls,
-            version=self.version,
-            temperature=temperature if kwargs.pop("do_sample", True) else 0.0,
-            max_new_tokens=max_new_tokens,
-            **kwargs,
-        )
+        tasks, temperature = [as_task(chat, i) for i, chat in enumerate(chats)], self.temperature if temperature is None else temperature
+        kwargs |= {"max_new_tokens": max_new_tokens, "temperature": temperature if kwargs.pop("do_sample", True) else 0.0}
+        kwargs |= {"group_size": n, "seed": self.seed, "step": self.calls, "version": self.version}
+        return collect(self.policies[thinks], tasks, engine=self.engine, environment=single_turn(), **kwargs)
 
     def _parse_thinking(self, output_ids: Sequence[int]) -> tuple[str, str]:
         return parse_thinking(output_ids, self.tokenizer)
@@ -91,7 +78,6 @@ class LLMGenerator:
 
 
 def generate_templates(prompts: Sequence[str]) -> Chat:
-    """A user's message of each text."""
     return [{"role": "user", "content": prompt} for prompt in prompts]
 
 
@@ -127,10 +113,7 @@ def has_tool_call(response_text: str, *, tool_parser: Callable[..., Any] = herme
 
 
 def parse_tool_calls(response_text: str, *, tool_parser: Callable[..., Any] = hermes) -> list[dict[str, Any]]:
-    """The calls of a reply as decoded, as {id, type, function {name, arguments}}; none inside its thinking.
-
-    One that cannot be read stands among them with an `error`, which `execute_tool_call` gives.
-    """
+    """The calls of a reply outside its thinking, as {id, type, function {name, arguments}}; one that cannot be read has an `error`."""
     _, content, _ = split_thinking(response_text)
     return [as_dict(call) for call in core_parser(tool_parser)(content)[1]]
 
@@ -157,28 +140,18 @@ class ToolUseLLM(LLMGenerator):
         temperature: float = TEMPERATURE,
     ) -> dict[str, Any]:
         """A conversation with tools (`run_agent`): messages, final_response, tool_calls, turns, and the rollout with its status."""
-        answer = run_agent(
-            messages,
-            tools,
-            tool_implementations,
-            policy=self.policy,
-            engine=self.engine,
-            max_turns=max_turns,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=self.seed,
-        )
+        limits: Any = {"max_turns": max_turns, "max_new_tokens": max_new_tokens, "temperature": temperature}
+        answer = run_agent(messages, tools, tool_implementations, policy=self.policy, engine=self.engine, seed=self.seed, **limits)
         self.seed += 1  # the next conversation is another sample
         return answer._asdict()
 
 
 TEMPERATURES = {"San Francisco, CA": (65, 18), "New York, NY": (50, 10), "London, UK": (55, 13)}  # °F and °C
-ELSEWHERE = (70, 21)
 
 
 def get_weather(location: str, unit: str = "fahrenheit") -> str:
     """The example of a tool: the weather of three cities, "City, STATE", and one answer for all others; it is always sunny."""
-    fahrenheit, celsius = TEMPERATURES.get(location, ELSEWHERE)
+    fahrenheit, celsius = TEMPERATURES.get(location, (70, 21))
     degrees = f"{celsius}°C" if unit == "celsius" else f"{fahrenheit}°F"
     return f"The weather in {location} is {degrees} and sunny"
 

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlkit.errors import DataError
+from rlkit.notebook.data import Hook
 from rlkit.system.digest import folder_damage, write_sums
 
 
 class Checkpoint(NamedTuple):
-    """What `load_checkpoint` gives."""
-
     model: Any
     tokenizer: Any
     step: int
 
 
-def save_checkpoint(
-    model: Any, tokenizer: Any, step: int, output_dir: str | Path, checkpoint_fn: Callable[..., None] | None = None
-) -> None:
+def save_checkpoint(model: Any, tokenizer: Any, step: int, output_dir: str | Path, checkpoint_fn: Hook = None) -> None:
     """Writes model and tokenizer to output_dir/checkpoint-STEP, whole or not at all; of a model with adapters these alone."""
     if checkpoint_fn is not None:
         checkpoint_fn(model, tokenizer, step, output_dir)
@@ -41,7 +38,8 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     """Model, tokenizer and step of a checkpoint, or the newest in an output_dir. Raises: DataError for none or a damaged one."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folders = {int(f.name[11:]): f for f in (Path(path), *Path(path).glob("checkpoint-*")) if f.name[11:].isdigit()}
+    near = Path(path), *Path(path).glob("checkpoint-*")
+    folders = {int(found[1]): f for f in near if (found := re.fullmatch(r"checkpoint-(\d+)", f.name))}
     if not folders:
         raise DataError(f"{path}: no checkpoint of save_checkpoint is there")
     step = max(folders)

@@ -34,11 +34,7 @@ def switch_at_50(iteration: int) -> str:
 
 
 def get_algorithm_config(iteration: int, switch_strategy: Callable[[int], str] = switch_at_50, **numbers: Any) -> TrainingConfig:
-    """The config of an iteration, counted from 0. numbers: fields of TrainingConfig that hold before and after a switch.
-
-    >>> get_algorithm_config(49).algorithm, get_algorithm_config(50, kl_coef=0.2)[:3]
-    ('grpo', ('dapo', 0.0001, 0.2))
-    """
+    """The config of an iteration, counted from 0. numbers: fields of TrainingConfig that hold before and after a switch."""
     configs = {"grpo": create_grpo_config(), "dapo": create_dapo_config(), "ppo": create_ppo_config()}
     name = switch_strategy(iteration)
     if name not in configs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from rlkit.types import Message as ChatMessage
 from rlkit.types import SamplingParams, Task
 
 Prompt = str | Sequence[ChatMessage] | Task
+Hook = Callable[..., Any] | None  # a function in place of a part
 
 
 class Generation(NamedTuple):
@@ -26,8 +27,6 @@ class Generation(NamedTuple):
 
 
 class Message(NamedTuple):
-    """One message of a conversation."""
-
     role: str  # system, user, assistant or tool
     content: str
     tool_calls: Sequence[Mapping[str, Any]] = ()  # as the tool_parser gave them, else as OpenAI writes them
@@ -35,8 +34,6 @@ class Message(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """The messages of an episode."""
-
     messages: Sequence[Message]
     metadata: Mapping[str, Any] = {}
 
@@ -53,8 +50,6 @@ class Rollout(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Rollouts with their advantages."""
-
     rollouts: Sequence[Rollout]
     advantages: Tensor  # [B, T]
     returns: Tensor | None = None  # [B, T]
@@ -108,7 +103,6 @@ class TrainingState(NamedTuple):
 
 
 def as_task(prompt: Prompt, index: int) -> Task:
-    """A prompt as a task."""
     if isinstance(prompt, Task):
         return prompt
     messages: Sequence[ChatMessage] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -14,7 +14,7 @@ from rlkit.environments import single_turn, split_reply
 from rlkit.episodes import collect
 from rlkit.models import LoRA, add_lora, decode, forward_logprobs, make_policy, pack, pretrained_model, pretrained_tokenizer
 from rlkit.models.chat import make_renderer
-from rlkit.notebook.data import Generation, GenerationConfig, Prompt, as_task
+from rlkit.notebook.data import Generation, GenerationConfig, Hook, Prompt, as_task
 from rlkit.notebook.views import view
 from rlkit.types import Engine, Messages, Policy, SamplingParams
 
@@ -28,13 +28,9 @@ def load_model(
     use_lora: bool = False,
     lora_rank: int = 16,
     lora_alpha: int = 32,
-    model_loader: Callable[..., Any] | None = None,
+    model_loader: Hook = None,
 ) -> Any:
-    """A causal LM in evaluation mode, of "tiny", a local folder, a hub id, or one that is built. Raises: ConfigError for no such model.
-
-    dtype: half precision does not move at the learning rates of RL: train in float32, or with use_lora (adapters on all projections, in
-      float32). device_map: "auto" is the GPU where there is one; None leaves a model where it is.
-    """
+    """A causal LM in evaluation mode: "tiny", a local folder, a hub id, or one that is built; adapters (use_lora) are float32."""
     if model_loader is not None:
         return model_loader(model_id, dtype, device_map, use_lora, lora_rank, lora_alpha)
     model: Any = model_id
@@ -60,7 +56,7 @@ def format_prompt(
     use_chat_template: bool = False,
     system_prompt: str | None = None,
     enable_thinking: bool = False,
-    template_fn: Callable[..., str] | None = None,
+    template_fn: Hook = None,
 ) -> str:
     """The text that a model reads. Without the chat template it is the prompt, and the system prompt is ignored."""
     if template_fn is not None:
@@ -103,7 +99,6 @@ class Verbatim:
         self.backend, self.begins = tokenizer.backend_tokenizer, tokenizer.bos_token
 
     def encode(self, text: str, **_: Any) -> Any:
-        """The encoding of a text; what begins it already is not repeated."""
         return self.backend.encode(text, add_special_tokens=not (self.begins and text.startswith(self.begins)))
 
 
@@ -150,10 +145,9 @@ def generate(
     engine: Any = None,
     seed: int | None = None,
 ) -> Generation:
-    """A reply to a text, which the model reads as it is (`format_prompt` writes one through the chat template).
+    """A reply to a text, which the model reads as it is. Raises: ValueError for a prompt that fills the model's context.
 
-    compute_logprobs: at the sampler's temperature, with gradient where gradients are enabled. engine: None: `rlkit.engines.Cached`.
-    seed: None takes one from torch's generator. Raises: ValueError for a prompt that fills the model's context.
+    compute_logprobs: at the sampler's temperature, with gradient where gradients are enabled. seed: None takes one from torch.
     """
     if generator is not None:
         return generator(model, tokenizer, prompt, config, compute_logprobs)
@@ -209,11 +203,7 @@ def compute_logprobs_for_tokens(
     *,
     temperature: float = 1.0,
 ) -> Tensor:
-    """The log-probs [B, T] of generated_ids [B, T] in nats, float32, with gradient.
-
-    prompt_ids, prompt_mask: [B, P], padded on either side, at least one real token a row; no mask: all are real, pad_token_id or not.
-    micro_batch_size: rows at once. temperature: > 0, the one that was sampled with.
-    """
+    """The log-probs [B, T] of generated_ids [B, T] in nats, float32, with gradient; prompt_mask [B, P] says what is padding."""
     ids, mask = _rows(prompt_ids, prompt_mask, generated_ids)
     device = next(model.parameters()).device
     found = [

@@ -15,25 +15,16 @@ from rlkit.algorithm import KL, Algorithm
 from rlkit.errors import Refusal
 from rlkit.notebook.algorithms import selected
 from rlkit.notebook.configs import core_of
-from rlkit.notebook.data import Rollout, TrainingConfig
+from rlkit.notebook.data import Hook, Rollout, TrainingConfig
 from rlkit.notebook.kl import compute_kl, is_estimator
 from rlkit.notebook.views import view
 from rlkit.training.learner import Learner
 
 
 def with_hooks(
-    learner: Learner,
-    config: TrainingConfig,
-    *,
-    advantage_fn: Callable[..., Tensor] | None = None,
-    loss_fn: Callable[..., Tensor] | None = None,
-    kl_fn: Callable[..., Tensor] | None = None,
-    pair_selector: Callable[..., Any] | None = None,
+    learner: Any, config: TrainingConfig, advantage_fn: Hook = None, loss_fn: Hook = None, kl_fn: Hook = None, pair_selector: Hook = None
 ) -> tuple[Algorithm, KL]:
-    """Algorithm and KL of a config with the hooks, which are given the learner's episodes as rollouts with the tokens of all replies.
-
-    kl_fn: one that gives [B] is taken off the rewards, whatever the config's placement. Raises: ValueError for a hook without effect.
-    """
+    """Algorithm and KL of a config with the hooks, which are given the learner's episodes; a kl_fn of [B] is taken off the rewards."""
     algorithm, kl = core_of(config)
     if kl_fn is not None:
         if not kl.coef:
@@ -83,10 +74,7 @@ def _advantage(learner: Learner, advantage_fn: Callable[..., Tensor], normalize:
 
 
 def _policy_loss(learner: Learner, loss_fn: Callable[..., Tensor]) -> Any:
-    """A loss_fn, which gives a number for a whole minibatch, as a loss per token whose weighted sum is that number.
-
-    Its rollouts' log-probs carry the gradient; the old ones are in metadata["old_logprobs"].
-    """
+    """A loss_fn, which gives a number for a whole minibatch, as a loss per token whose weighted sum is that number."""
 
     def policy_loss(
         logprobs: Tensor, logprobs_old: Tensor, rollout_ids: Tensor, step_ids: Tensor, response_mask: Tensor, weights: Tensor, scale: Tensor

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import rlkit.functional as F
 from rlkit.algorithm import call, inputs
+from rlkit.notebook.data import Hook
 from rlkit.training import references as reference
 from rlkit.types import QUANTITIES, Reference, unpacked
 
@@ -21,16 +22,10 @@ KLHook = Callable[..., Tensor]
 UpdateHook = Callable[..., None]
 
 
-def compute_kl(
-    policy_logprobs: Tensor, ref_logprobs: Tensor, valid_mask: Tensor | None = None, kl_fn: Callable[..., Tensor] = F.forward
-) -> Tensor:
-    """The divergence of each sequence from the reference [B], in nats, by any estimate.
+def compute_kl(policy_logprobs: Tensor, ref_logprobs: Tensor, valid_mask: Tensor | None = None, kl_fn: Any = F.forward) -> Tensor:
+    """The divergence of each sequence from the reference [B], in nats, by a kl_fn, or the mean of an estimator of the core.
 
     policy_logprobs carries the gradient, ref_logprobs is a constant: [B, T] of tokens that the policy sampled, or [T], one sequence.
-    kl_fn: or an estimator of the core, whose mean over each sequence is taken. Raises: ValueError where that does not give [B].
-
-    >>> compute_kl(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -9.0]]), torch.tensor([[True, False]]))
-    tensor([0.5000])
     """
     mask = torch.ones_like(policy_logprobs) if valid_mask is None else valid_mask
     width = policy_logprobs.shape[-1]
@@ -52,16 +47,12 @@ def is_estimator(kl_fn: Callable[..., Any]) -> bool:
     return "logprobs" in asked and set(asked) <= set(QUANTITIES)
 
 
-def compute_forward_kl(
-    policy_logprobs: Tensor, ref_logprobs: Tensor, valid_mask: Tensor | None = None, kl_fn: KLHook | None = None
-) -> Tensor:
+def compute_forward_kl(policy_logprobs: Tensor, ref_logprobs: Tensor, valid_mask: Tensor | None = None, kl_fn: Hook = None) -> Tensor:
     """KL(policy ‖ reference) of each sequence [B]: the mean of log π - log ref, of either sign; its gradient is the divergence's."""
     return compute_kl(policy_logprobs, ref_logprobs, valid_mask, kl_fn or F.forward)
 
 
-def compute_reverse_kl(
-    policy_logprobs: Tensor, ref_logprobs: Tensor, valid_mask: Tensor | None = None, kl_fn: KLHook | None = None
-) -> Tensor:
+def compute_reverse_kl(policy_logprobs: Tensor, ref_logprobs: Tensor, valid_mask: Tensor | None = None, kl_fn: Hook = None) -> Tensor:
     """KL(reference ‖ policy) of each sequence [B] by the importance weights ref / π."""
     return compute_kl(policy_logprobs, ref_logprobs, valid_mask, kl_fn or F.reverse)
 
@@ -79,7 +70,7 @@ def create_adaptive_kl(confidence_threshold: float = 0.1) -> KLHook:
     return partial(compute_kl, kl_fn=partial(F.confident, probability=confidence_threshold))
 
 
-def create_reference_model(policy_model: torch.nn.Module, ref_model_fn: Callable[..., Any] | None = None) -> Any:
+def create_reference_model(policy_model: torch.nn.Module, ref_model_fn: Hook = None) -> Any:
     """A copy of the policy as it is now, without gradient, in evaluation mode; or what ref_model_fn gives."""
     return ref_model_fn(policy_model) if ref_model_fn else copy.deepcopy(policy_model).requires_grad_(False).eval()
 

@@ -18,14 +18,12 @@ from torch import Tensor
 import rlkit.functional as F
 from rlkit.errors import DataError
 from rlkit.notebook.chat import Chat, create_batch, generate_templates
-from rlkit.notebook.data import as_task
+from rlkit.notebook.data import Hook, as_task
 from rlkit.types import Rollout, Step
 
 
 @dataclass
 class StepData:
-    """One turn of a rollout."""
-
     step_num: int
     prompt: str
     thinking: str
@@ -49,8 +47,6 @@ class RLStepData(StepData):
 
 @dataclass
 class RolloutData:
-    """A whole rollout."""
-
     rollout_id: int
     initial_prompt: str
     steps: list[StepData] = field(default_factory=list)
@@ -74,7 +70,6 @@ class RolloutData:
         self.reward = reward
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types only, tensors as lists."""
         return json.loads(json.dumps(asdict(self), default=Tensor.tolist))
 
 
@@ -93,10 +88,8 @@ def core_rollout(rollout: RolloutData, *, group: int = 0) -> Rollout:
     steps = []
     for s in trained:
         old: Any = s.logprobs if s.old_logprobs is None else s.old_logprobs
-        ids = tuple(s.tokens[: -len(s.response_tokens)])
-        steps.append(
-            Step(tuple(generate_templates([s.prompt])), ids, tuple(s.response_tokens), tuple(old.tolist()), "stop", s.thinking, s.content)
-        )
+        asked, ids = tuple(generate_templates([s.prompt])), tuple(s.tokens[: -len(s.response_tokens)])
+        steps.append(Step(asked, ids, tuple(s.response_tokens), tuple(old.tolist()), "stop", s.thinking, s.content))
     numbers = {"advantages": [s.advantages for s in trained], "returns": [s.returns for s in trained]}
     ended: Any = {"status": "terminated"} if rollout.terminated_early else {"status": "truncated", "truncation": "steps"}
     task = as_task(rollout.initial_prompt, rollout.rollout_id)
@@ -115,21 +108,18 @@ class RolloutManager:
         self.active_rollout_indices: list[int] = []
 
     def initialize_rollouts(self, initial_prompts: Sequence[str]) -> None:
-        """New rollouts, none of which has been prompted yet."""
-        if len(initial_prompts) != self.n_rollouts:
-            raise ValueError(f"there are {len(initial_prompts)} initial prompts for n_rollouts={self.n_rollouts}; give one for each")
         now = datetime.now().isoformat()
-        self.rollouts = [RolloutData(i, prompt, metadata={"created_at": now}) for i, prompt in enumerate(initial_prompts)]
+        self.rollouts = [
+            RolloutData(i, prompt, metadata={"created_at": now}) for i, prompt in zip(range(self.n_rollouts), initial_prompts, strict=True)
+        ]
         self.active_rollout_indices = list(range(self.n_rollouts))
 
     def execute_step(self, step_num: int, prompts: Sequence[str], max_new_tokens: int = 1000) -> None:
         """One reply in every active rollout to its prompt, after its history without thinking; one whose context is full is over."""
         active = [self.rollouts[i] for i in self.active_rollout_indices]
-        if len(prompts) != len(active):
-            raise ValueError(f"there are {len(prompts)} prompts for {len(active)} active rollouts; give one for each")
         before = [(r.steps[-1].history_wo_thinking, r.steps[-1].history_w_thinking) if r.steps else ([], []) for r in active]
-        chats = [[[*history, asked] for history in both] for both, asked in zip(before, generate_templates(prompts), strict=True)]
-        plain, full = [both[0] for both in chats], [both[1] for both in chats]
+        asked = zip(before, generate_templates(prompts), strict=True)
+        plain, full = zip(*([[*history, message] for history in both] for both, message in asked), strict=True)
         replies: list[Rollout | None] = [None] * len(active)
         if hasattr(self.generator, "replies"):
             replies = self.generator.replies(plain, max_new_tokens)
@@ -147,27 +137,17 @@ class RolloutManager:
                 rollout.metadata["truncation"] = "context"
                 self._end(rollout, early=False)
 
-    def check_termination_conditions(self, termination_fn: Callable[[RolloutData, Any], bool] | None = None) -> list[int]:
+    def check_termination_conditions(self, termination_fn: Hook = None) -> list[int]:
         """Ends the rollouts that have max_steps replies, or of which termination_fn (rollout, last_step) says so; their indices."""
-        ended = []
-        for i in list(self.active_rollout_indices):
-            rollout = self.rollouts[i]
+        before = list(self.active_rollout_indices)
+        for rollout in (self.rollouts[i] for i in before):
             full = rollout.get_total_steps() >= self.max_steps
             if full or (termination_fn is not None and rollout.steps and termination_fn(rollout, rollout.steps[-1])):
                 self._end(rollout, early=not full)
-                ended.append(i)
-        return ended
+        return [i for i in before if i not in self.active_rollout_indices]
 
-    def run_rollouts(
-        self,
-        prompt_generator_fn: Callable[[RolloutData, int], str | None],
-        termination_fn: Callable[[RolloutData, Any], bool] | None = None,
-        max_new_tokens: int = 1000,
-    ) -> None:
-        """Plays all rollouts to their ends.
-
-        prompt_generator_fn: (rollout, step) → the next user message; `step` is 0 for the first prompt. None ends the rollout early.
-        """
+    def run_rollouts(self, prompt_generator_fn: Callable[..., str | None], termination_fn: Hook = None, max_new_tokens: int = 1000) -> None:
+        """Plays all rollouts to their ends. prompt_generator_fn: (rollout, step from 0) → a user message; None ends the rollout early."""
         for step_num in range(self.max_steps):
             prompts = []
             for i in list(self.active_rollout_indices):

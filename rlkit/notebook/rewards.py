@@ -70,15 +70,12 @@ def weighted_sum_aggregator(weights: Sequence[float]) -> Callable[[np.ndarray], 
 
 
 def min_aggregator(vector: np.ndarray) -> float:
-    """The smallest component."""
     return float(np.min(vector))
 
 
 def max_aggregator(vector: np.ndarray) -> float:
-    """The largest component."""
     return float(np.max(vector))
 
 
 def mean_aggregator(vector: np.ndarray) -> float:
-    """The mean of the components."""
     return float(np.mean(vector))

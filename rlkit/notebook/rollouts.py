@@ -6,15 +6,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from rlkit import types
-from rlkit.commands.agent import to_call
 from rlkit.environments import execute, single_turn
 from rlkit.environments.session import FunctionSession
-from rlkit.notebook.data import Conversation, GenerationConfig, Prompt, Rollout
+from rlkit.notebook.data import Conversation, GenerationConfig, Hook, Prompt, Rollout
 from rlkit.notebook.generation import drawn_seed, engine_of, played, policy_of, scores
 from rlkit.notebook.kl import compute_forward_kl
 from rlkit.notebook.views import Arguments, as_reward, call_as_given, conversation_of, view
@@ -45,9 +43,9 @@ def create_multiturn_rollout(
     gen_config: GenerationConfig = DEFAULT,
     reward_fn: Any = None,
     max_turns: int = 5,
-    tool_parser: Callable[[str], Any] | None = None,
-    tool_executor: Callable[[Any], Any] | None = None,
-    stop_condition: Callable[[Conversation], bool] | None = None,
+    tool_parser: Hook = None,
+    tool_executor: Hook = None,
+    stop_condition: Hook = None,
     **hooks: Any,
 ) -> Rollout:
     """One episode of at most `max_turns` replies through the chat template; a reply without a tool call ends it.
@@ -68,9 +66,9 @@ def create_batch_rollouts(
     ref_model: nn.Module | None = None,
     kl_coef: float = 0.0,
     *,
-    aggregator: Callable[[np.ndarray], float] | None = None,
-    kl_fn: Callable[..., Any] | None = None,
-    generator: Callable[..., Any] | None = None,
+    aggregator: Hook = None,
+    kl_fn: Hook = None,
+    generator: Hook = None,
     engine: Any = None,
     environment: Any = None,
     use_chat_template: bool = False,
@@ -78,11 +76,8 @@ def create_batch_rollouts(
 ) -> list[Rollout]:
     """A rollout of each prompt, all sampled as one batch. Their log-probs are the model's, with gradient where gradients are enabled.
 
-    Args:
-      prompts: texts, lists of messages or Tasks. Texts are read as they are without use_chat_template.
-      reward_fn: (rollout) → number, vector or None; a list of these with an `aggregator`; or an rlkit Reward.
-      ref_model, kl_coef: kl_coef × KL on the policy's own tokens, by kl_fn (compute_forward_kl), is the kl_penalty.
-      engine: None is `rlkit.engines.Cached`. environment: what the policy talks to; None: one reply. seed: None takes one from torch.
+    Texts are read as they are without use_chat_template. kl_penalty: kl_coef × KL on the policy's own tokens, by kl_fn. environment: what
+      the policy talks to; None: one reply. engine: None is `rlkit.engines.Cached`. seed: None takes one from torch's generator.
     """
     template = use_chat_template or not all(isinstance(prompt, str) for prompt in prompts)
     policy = policy_of(model, tokenizer, use_chat_template=template, enable_thinking=gen_config.enable_thinking)
@@ -105,23 +100,12 @@ def create_batch_rollouts(
 # ---------------------------------------------------------------------------------------------------------------- tools
 
 
-def tool_environment(
-    max_turns: int = 5,
-    tool_parser: Callable[[str], Any] | None = None,
-    tool_executor: Callable[[Any], Any] | None = None,
-    stop_condition: Callable[[Conversation], bool] | None = None,
-) -> Environment:
+def tool_environment(max_turns: int = 5, tool_parser: Hook = None, tool_executor: Hook = None, stop_condition: Hook = None) -> Environment:
     """What `create_multiturn_rollout` plays in, made of its hooks; `training_iteration` takes it as `environment`."""
     environment = single_turn()._replace(max_steps=max_turns)
     if tool_parser is not None:
         environment = environment._replace(parse_calls=_parser(tool_parser), execute=tool_executor and _executor(tool_executor))
-    if stop_condition is None:
-        return environment
-
-    async def session(task: Task) -> Stopping:
-        return Stopping(environment, task, stop_condition)
-
-    return environment._replace(session=session)
+    return environment._replace(session=stop_condition and (lambda task: Stopping(environment, task, stop_condition)))
 
 
 class Stopping(FunctionSession):
@@ -143,12 +127,10 @@ def _parser(tool_parser: Callable[[str], Any]) -> ToolParser:
 
 def _tool_call(call: Mapping[str, Any]) -> ToolCall:
     """A call that a tool_parser gave: all that is not its name is its arguments, unless it says which are."""
-    if "function" in call:
-        read = to_call(call)
-        return read if read.error else read._replace(arguments=Arguments(read.arguments, call))
-    rest = {key: value for key, value in call.items() if key not in ("id", "type", "name")}
+    function = call.get("function", call)
+    rest = {key: value for key, value in function.items() if key not in ("id", "type", "name")}
     arguments = rest.get("arguments", rest.get("args"))
-    return ToolCall("", str(call.get("name", "")), Arguments(arguments if isinstance(arguments, Mapping) else rest, call))
+    return ToolCall("", str(function.get("name", "")), Arguments(arguments if isinstance(arguments, Mapping) else rest, call))
 
 
 def _executor(tool_executor: Callable[[Any], Any]) -> Callable[[ToolCall, Mapping[str, Tool]], Any]:

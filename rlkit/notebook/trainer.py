@@ -15,7 +15,7 @@ import rlkit.functional as F
 from rlkit.notebook.borrowed import experiment
 from rlkit.notebook.chat import TEMPERATURE, LLMGenerator
 from rlkit.notebook.configs import core_of, squared
-from rlkit.notebook.data import TrainingConfig
+from rlkit.notebook.data import Hook, TrainingConfig
 from rlkit.notebook.generation import begun
 from rlkit.notebook.manager import RLStepData, RolloutData, RolloutManager, core_rollout
 from rlkit.training.experiment import Experiment, Sampling, TrainerSettings
@@ -40,10 +40,7 @@ class SimpleValueHead(nn.Module):
 
 
 def compute_advantages_and_returns(rollouts: Sequence[RolloutData], gamma: float = 0.99, lam: float = 0.95, use_gae: bool = True) -> None:
-    """Writes `advantages` and `returns` into the steps: GAE over steps, the reward at the last; 0 for a rollout that cannot be scored.
-
-    gamma, lam: 0 … 1, per step. use_gae: False is lam = 1. A step's value is the last entry of its `values`; 0 where it has none.
-    """
+    """Writes `advantages` and `returns` into the steps: GAE over steps, per step, the reward at the last; lam = 1 without use_gae."""
     for rollout in (r for r in rollouts if r.steps):
         steps: list[Any] = rollout.steps
         values = torch.tensor([[_last(getattr(step, "values", None)) for step in steps]], dtype=torch.float64)
@@ -72,11 +69,7 @@ def compute_value_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """The mean squared distance of the values from the returns [B], with `clip_value` clipped about old_values; and its statistics.
 
-    values, old_values: [B], or [B, T] or [B, T, 1], of which the last token's counts. mask: [B, T], True on real tokens, at least one a
-      row; None: everywhere. clip_epsilon: > 0, in units of reward. Raises: ValueError where `clip_value` has no old values.
-
-    >>> compute_value_loss(torch.tensor([1.0]), torch.tensor([3.0]))[0]
-    tensor(4.)
+    values, old_values: [B], or [B, T] or [B, T, 1], of which the last one counts whose mask [B, T] is True. clip_epsilon: units of reward.
     """
     if clip_value and old_values is None:
         raise ValueError("clip_value=True needs old_values, the values before the first update")
@@ -112,7 +105,6 @@ class HeadOnStates(nn.Module):
         self.head = head
 
     def forward(self, hidden: Tensor, packed: Any) -> Tensor:
-        """Values [K] of the states [K, H]."""
         return self.head(hidden.detach().to(next(self.head.parameters()).dtype)).reshape(len(hidden))
 
 
@@ -144,8 +136,6 @@ class RLTrainer:
         self.generator.temperature = self.settings["temperature"]
         self.learner = Learner(self._experiment(1, 1), self.generator.policy, optimizers=(self.policy_optimizer, self.value_optimizer))
         self.learner.critic = self.learner.nets["critic"] = HeadOnStates(value_head)  # in place of one that it has made
-        self.saved = {"model": model, "value_head": value_head}
-        self.saved |= {"policy_optimizer": self.policy_optimizer, "value_optimizer": self.value_optimizer}
 
     def _experiment(self, epochs: int, minibatches: int) -> Experiment:
         """What a step of the learner is."""
@@ -190,9 +180,9 @@ class RLTrainer:
     def train(
         self,
         initial_prompts_generator: Callable[[int], Sequence[str]],
-        reward_function: Callable[[RolloutData], float | None],
-        termination_function: Callable[[RolloutData, Any], bool] | None,
-        prompt_generator_function: Callable[[RolloutData, int], str | None],
+        reward_function: Callable[..., float | None],
+        termination_function: Hook,
+        prompt_generator_function: Callable[..., str | None],
         n_iterations: int = 10,
         n_rollouts_per_iter: int = 4,
         max_steps: int = 50,
@@ -223,15 +213,15 @@ class RLTrainer:
 
     def save_checkpoint(self, filepath: str | Path) -> None:
         """Writes all that decides the iterations to come; `load_checkpoint` goes on from there."""
-        nets = {f"{name}_state_dict": part.state_dict() for name, part in self.saved.items()}
+        nets = {f"{name}_state_dict": getattr(self, name).state_dict() for name in SAVED}
         rest = {"training_stats": self.training_stats, "config": self.config, "calls": self.generator.calls}
         torch.save({**nets, **rest, "learner": self.learner.saved()}, filepath)
 
     def load_checkpoint(self, filepath: str | Path) -> None:
         """Puts a checkpoint back into a trainer of the same model and config, which then goes on bit for bit."""
         kept = torch.load(filepath, weights_only=True, map_location=self.learner.device)
-        for name, part in self.saved.items():
-            part.load_state_dict(kept[f"{name}_state_dict"])
+        for name in SAVED:
+            getattr(self, name).load_state_dict(kept[f"{name}_state_dict"])
         self.learner.load({"rlkit": kept["learner"]})
         self.training_stats, self.generator.calls, self.generator.version = kept["training_stats"], kept["calls"], self.learner.rl_step
 
@@ -241,6 +231,7 @@ DEFAULTS: Mapping[str, Any] = {
     "ppo_epochs": 4, "batch_size": 32, "max_new_tokens": 512, "save_interval": 5, "clip_value": False, "temperature": TEMPERATURE,
     "seed": 0, "micro_batch_tokens": 16384,
 }  # fmt: skip
+SAVED = ("model", "value_head", "policy_optimizer", "value_optimizer")
 INITIAL_PROMPTS = ("What is 17 times 24?", "Tell a short story.", "Explain how a bicycle stays upright.", "What is wrong with print(1?")
 
 

@@ -21,7 +21,7 @@ from rlkit.episodes.stream import StreamState, order_of_parts
 from rlkit.notebook.borrowed import Share, experiment, given
 from rlkit.notebook.checkpoints import save_checkpoint
 from rlkit.notebook.configs import core_of, get_algorithm_config
-from rlkit.notebook.data import GenerationConfig, Prompt, TrainingConfig, TrainingState, as_task
+from rlkit.notebook.data import GenerationConfig, Hook, Prompt, TrainingConfig, TrainingState, as_task
 from rlkit.notebook.generation import drawn_seed, engine_of, load_model, load_tokenizer, policy_of
 from rlkit.notebook.hooks import with_hooks
 from rlkit.notebook.kl import UpdateHook, create_reference_model, update_reference_model
@@ -55,16 +55,9 @@ class IterationLearner(Learner):
     """A learner of an iteration's arguments. parts: of the Experiment. hooks: those of `with_hooks`."""
 
     def __init__(
-        self,
-        policy: Policy,
-        optimizer: torch.optim.Optimizer,
-        config: TrainingConfig,
-        parts: Mapping[str, Any],
-        ref_model: nn.Module | None,
-        ref_update_fn: UpdateHook | None,
-        micro_batch_tokens: int = 16384,
-        **hooks: Any,
+        self, policy: Policy, optimizer: Any, config: TrainingConfig, ref_model: Any, ref_update_fn: Hook, parts: Any, **hooks: Any
     ):
+        micro_batch_tokens = hooks.pop("micro_batch_tokens", 16384)
         algorithm, kl = with_hooks(weakref.proxy(self), config, **hooks)  # caches keep parts for longer than a learner
         if ref_update_fn is not None:
             kl = kl._replace(estimator=kl.estimator or F.k3, coef=kl.coef or MEASURED)
@@ -99,7 +92,6 @@ class IterationLearner(Learner):
         return self.optimizers
 
     def iterate(self, tasks: Sequence[Task], stream: StreamState) -> TrainingState:
-        """Episodes of the tasks that the stream comes to, and a step on them."""
         x = self.begin()
         sampled, trained, stream = experience(x, self.policy, tasks, stream, step=self.rl_step, clock=self.clock)
         metrics = self.step(sampled, trained)
@@ -129,17 +121,10 @@ def training_iteration(
     use_chat_template: bool = False,
     **hooks: Any,
 ) -> TrainingState:
-    """One RL step, as `rlkit train` takes it: rollouts, rewards, updates, then the reference.
+    """One RL step, as `rlkit train` takes it, with its metrics and those of NAMES; iterations with one optimizer are one run.
 
-    Iterations with one optimizer are one run: they are counted, and share PPO's critic, whose parameters join the optimizer, and the
-    moments of rewards. Hooks from `aggregator` on are those of `create_batch_rollouts`.
-
-    Args:
-      batch_size: the next prompts of an order that the seed fixes; None: all of them.
-      hooks: advantage_fn, loss_fn (on all rollouts at once, whose log-probs carry the gradient), kl_fn, pair_selector; micro_batch_tokens.
-    Returns: the state, with loss, reward (its mean without the KL), kl (nats per token, 0 without a reference), kl_coef, policy_loss,
-      value_loss, grad_norm, and all metrics of a step of `rlkit train`.
-    Raises: ValueError for a hook that would do nothing.
+    batch_size: the next prompts of an order that the seed fixes; None: all of them. hooks: advantage_fn, loss_fn (on a whole minibatch),
+      kl_fn, pair_selector; micro_batch_tokens; a ValueError for one that would do nothing.
     """
     _warn(gen_config, core_of(train_config)[1], ref_model, ref_update_fn, hooks.get("kl_fn"))
     seed, run = drawn_seed(seed), RUNS.get(optimizer)
@@ -150,19 +135,18 @@ def training_iteration(
     template = use_chat_template or not all(isinstance(prompt, str) for prompt in prompts)
     policy = policy_of(model, tokenizer, use_chat_template=template, enable_thinking=gen_config.enable_thinking)
     params, reward = gen_config.params, as_reward(reward_fn, aggregator)
+    engine = engine_of(generator, gen_config, engine or (run.engine if run else None))
     parts = {
         "seed": seed,
         "batch": BatchSize(batch_size or len(tasks), train_config.group_size),
         "environment": environment or single_turn(),
-        "generation": Sampling(
-            engine_of(generator, gen_config, engine or (run.engine if run else None)), params.temperature, params.max_new_tokens
-        ),
+        "generation": Sampling(engine, params.temperature, params.max_new_tokens),
         "reward": reward._replace(normalize=reward.normalize or train_config.normalize_rewards),
     }
     was_training = model.training
     model.eval()  # no dropout: sampler and trainer are to see one policy
     try:
-        return IterationLearner(policy, optimizer, train_config, parts, ref_model, ref_update_fn, **hooks).iterate(tasks, stream)
+        return IterationLearner(policy, optimizer, train_config, ref_model, ref_update_fn, parts, **hooks).iterate(tasks, stream)
     finally:
         model.train(was_training)
 
@@ -175,9 +159,7 @@ def _warn(config: GenerationConfig, kl: KL, ref_model: Any, ref_update_fn: Any, 
     if kl.coef and ref_model is None:
         warnings.warn(f"kl_coef={kl.coef} has no effect without a ref_model, such as create_reference_model(model)", stacklevel=3)
     if config.do_sample and (config.top_p < 1 or config.top_k):
-        warnings.warn(
-            f"training samples the full distribution: top_p={config.top_p} and top_k={config.top_k} are taken as 1 and 0", stacklevel=3
-        )
+        warnings.warn("training samples the full distribution: top_p and top_k are taken as 1 and 0", stacklevel=3)
 
 
 def train(
@@ -205,15 +187,10 @@ def train(
     seed: int | None = None,
     **hooks: Any,
 ) -> tuple[Any, Any]:
-    """Trains adapters on a model, or a model that is already built; model and tokenizer.
+    """Trains adapters on a model, or a model that is already built, on prompts in an order that the seed fixes; model and tokenizer.
 
-    Args:
-      prompts: every step draws the next `batch_size` of an order that the seed fixes.
-      use_ref_model: a reference from ref_model_fn (create_reference_model), and with it a KL of kl_coef. train_config: in place of
-        algorithm, learning_rate and kl_coef. switch_strategy: (iteration) → algorithm, in place of one for all.
-      output_dir: gets a checkpoint every `save_every` steps, by checkpoint_fn.
-      optimizer_fn: (parameters, lr=learning_rate) → optimizer. log_fn: given every state, with moving averages; None prints a line.
-      hooks: those of `training_iteration`. kl_fn and pair_selector act while the algorithm has a KL, or pairs.
+    train_config: in place of algorithm, learning_rate and kl_coef; switch_strategy: in place of algorithm. log_fn: given every state.
+    optimizer_fn: (parameters, lr=learning_rate) → optimizer. hooks: of `training_iteration`; pair_selector acts while there are pairs.
     """
     tokenizer = tokenizer or load_tokenizer(str(getattr(model_name, "name_or_path", model_name)))
     model = load_model(model_name, use_lora=True, model_loader=model_loader) if isinstance(model_name, str) else model_name
@@ -240,10 +217,6 @@ def _say(steps: int, tokens: int, state: TrainingState) -> None:
 
 
 def update_ema_metrics(current_metrics: Mapping[str, float], ema_metrics: Mapping[str, float], momentum: float = 0.9) -> dict[str, float]:
-    """momentum · average + (1 - momentum) · value, by name. A new name starts at its value; a value that is not finite changes nothing.
-
-    >>> update_ema_metrics({"loss": 0.0, "reward": 2.0, "kl": float("nan")}, {"loss": 1.0})
-    {'loss': 0.9, 'reward': 2.0}
-    """
+    """momentum · average + (1 - momentum) · value, by name. A new name starts at its value; a value that is not finite changes nothing."""
     finite = {name: value for name, value in current_metrics.items() if math.isfinite(value)}
     return {**ema_metrics, **{name: momentum * ema_metrics.get(name, value) + (1 - momentum) * value for name, value in finite.items()}}

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from rlkit import types
 from rlkit.commands.agent import as_dict
-from rlkit.notebook.data import Conversation, Generation, Message, Rollout
+from rlkit.notebook.data import Conversation, Generation, Hook, Message, Rollout
 from rlkit.rewards import Reward, Term, batched, weighted_sum
-
-Aggregator = Callable[[np.ndarray], float]
 
 
 class Arguments(dict[str, Any]):
@@ -59,14 +57,11 @@ def conversation_of(episode: types.Rollout) -> Conversation:
     return Conversation(tuple(messages))
 
 
-def as_reward(reward_fn: Any, aggregator: Aggregator | None = None, vectors: dict[int, np.ndarray] | None = None) -> Reward:
-    """A reward function of the document, plain, async or `@batched`, or a list of them, as a Reward of the core.
-
-    aggregator: (vector) → float; None: the mean. vectors: takes the vector that a function gives, by the position of its prompt.
-    """
+def as_reward(reward_fn: Any, aggregator: Hook = None, vectors: dict[int, np.ndarray] | None = None) -> Reward:
+    """A reward function or a list of them as a Reward of the core; `vectors` takes the vectors that it gives, by the prompt's position."""
     if isinstance(reward_fn, Reward):
         return reward_fn
-    mean: Aggregator = aggregator or (lambda vector: float(np.mean(vector)))
+    mean: Callable[..., float] = aggregator or (lambda vector: float(np.mean(vector)))
     if callable(reward_fn):
         return Reward("reward_fn", {"reward_fn": Term(1.0, _of_view(reward_fn, mean, vectors))}, weighted_sum)
     names = [getattr(fn, "__name__", "reward_fn") for fn in reward_fn]
@@ -75,7 +70,7 @@ def as_reward(reward_fn: Any, aggregator: Aggregator | None = None, vectors: dic
     return Reward("reward_fns", terms, lambda scores, weights: float(mean(np.array(list(scores.values())))))
 
 
-def _of_view(reward_fn: Callable[..., Any], aggregator: Aggregator, vectors: dict[int, np.ndarray] | None) -> Callable[..., Any]:
+def _of_view(reward_fn: Callable[..., Any], aggregator: Callable[..., float], vectors: dict[int, np.ndarray] | None) -> Callable[..., Any]:
     """A reward function that is given views, and whose vectors become numbers."""
 
     def number(found: Any, episode: types.Rollout) -> Any:
