@@ -56,7 +56,7 @@ ONLY: dict[str, set[str]] = {
     "engines": {"types", "errors", "functional", "models"},
     "algorithm": {"types", "errors", "functional"},
 }
-LIMIT = 22_500  # lines of the package that are neither blank nor comment, docstrings included; on the way to 22,000
+LIMIT = 22_000  # lines of the package that are neither blank nor comment, docstrings included
 HEAVY = {"datasets", "transformers", "peft", "lightning", "hydra", "omegaconf", "tensorboard", "matplotlib", "pyarrow", "vllm"}
 
 
