@@ -8,6 +8,8 @@ A new option is added to its table here; a test fails if a shipped option is in 
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
@@ -45,6 +47,34 @@ def cases(table: Iterable[Any], fast: int | Collection[Any] | Callable[[Any], bo
     assert any(chosen), "a law needs a representative among the fast tests"
     slow = [pytest.param(*p.values, id=p.id, marks=(*p.marks, pytest.mark.slow)) for p in params]
     return [param if keep else late for param, late, keep in zip(params, slow, chosen, strict=True)]
+
+
+def each(names: str | tuple[str, ...], table: Iterable[Any], *, ids: Any = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """As `pytest.mark.parametrize`, all cases in one test: for large tables of cheap cases, where a test for each costs more than it does.
+
+    The first case that fails ends the test and is named. No fixture of a single test (tmp_path, monkeypatch) is made anew for a case.
+    """
+    keys = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    rows = list(table)
+
+    def loop(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def every(**fixtures: Any) -> None:
+            assert rows
+            for row in rows:
+                values = row.values if hasattr(row, "marks") else row if len(keys) > 1 else (row,)
+                given = dict(zip(keys, values, strict=True))
+                try:
+                    test(**given, **fixtures)
+                except BaseException as error:
+                    error.add_note(f"in the case {given!r:.2000}")
+                    raise
+
+        signature = inspect.signature(test)
+        every.__signature__ = signature.replace(parameters=[p for p in signature.parameters.values() if p.name not in keys])  # type: ignore[attr-defined]
+        return every
+
+    return loop
 
 
 def product(*tables: Iterable[Any]) -> list[tuple]:

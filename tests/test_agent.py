@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from laws import each
 from rlkit import ConfigError
 from rlkit.commands.agent import run_agent
 from rlkit.commands.arguments import parse
@@ -182,7 +183,7 @@ def test_calls_of_a_reply_are_those_outside_its_thinking():
     assert has_tool_call(text) and has_tool_call("<tool_call>oops") and not has_tool_call(f"<think>{call('add', a=1)}")
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "text"),
     [
         ({"function": {"name": "calculator", "arguments": {"expression": "2 + 2"}}}, "4"),

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from laws import AGGREGATIONS, combinations
+from laws import AGGREGATIONS, combinations, each
 from rlkit.algorithm import (
     KL,
     PER_ROLLOUT,
@@ -404,8 +404,8 @@ SEQUENCE_PARTS = {
 }
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("part", SEQUENCE_PARTS)
+@each("aggregation", AGGREGATIONS)
+@each("part", SEQUENCE_PARTS)
 def test_no_budget_changes_what_is_made_of_whole_rollouts(part, aggregation):
     """Three rows of a rollout are one sequence: its ratio is the same whatever the budget, down to one row's length."""
     a = algorithm(AGGREGATIONS[aggregation], **SEQUENCE_PARTS[part])

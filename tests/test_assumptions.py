@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from laws import cases
+from laws import cases, each
 from rlkit import rewards
 from rlkit.algorithm import filter_rollouts
 from rlkit.config.compose import compose, experiment
@@ -46,7 +46,7 @@ def test_a_declaration_is_seen_through_wrappers_and_depends_on_numbers():
 REPLIES = ["#### 4", "#### 5", "", "four", "call it #### 4 or 4"]
 
 
-@pytest.mark.parametrize(
+@each(
     "part",
     [
         rewards.numeric, rewards.exact_match, rewards.contains, functools.partial(rewards.format_match, pattern="#"),

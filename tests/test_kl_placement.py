@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from laws import each
 from rlkit.algorithm import KL, Algorithm, estimate_advantages, loss_weights, penalize, surrogate
 from rlkit.config.compose import compose, experiment
 from rlkit.functional import confident, forward, full, k1, k2, k3, keep_all, leave_one_out, raw, reinforce, reverse, token_ratio, truncated
@@ -194,8 +195,8 @@ def _kl_of(name: str, placement: str = "loss", **more: bool) -> KL:
     return KL(name, FACTS[name].estimator, placement, COEF, **more)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", FACTS)
+@each("kind", KINDS)
+@each("name", FACTS)
 def test_in_the_loss(name: str, kind: str) -> None:
     """The states are those that were visited; that the policy decides which is left out."""
     logits = POLICY.clone().requires_grad_()
@@ -204,16 +205,16 @@ def test_in_the_loss(name: str, kind: str) -> None:
     torch.testing.assert_close(gradient, _gradient(_visited(kind, FACTS[name].loss, logits, logits), logits), **CLOSE)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", UNWEIGHTED)
+@each("kind", KINDS)
+@each("name", UNWEIGHTED)
 def test_in_the_loss_with_its_ratio(name: str, kind: str) -> None:
     logits = POLICY.clone().requires_grad_()
     _, gradient = _descended(kind, _kl_of(name, importance_weight=True))
     torch.testing.assert_close(gradient, _gradient(_visited(kind, FACTS[name].value, logits, logits), logits), **CLOSE)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", FACTS)
+@each("kind", KINDS)
+@each("name", FACTS)
 def test_the_ratio_makes_it_right_on_samples_of_the_old_policy(name: str, kind: str) -> None:
     """State by state, at the states that the old policy visits. `full` needs no ratio: tried with and without."""
     logits = POLICY.clone().requires_grad_()
@@ -224,9 +225,9 @@ def test_the_ratio_makes_it_right_on_samples_of_the_old_policy(name: str, kind: 
         torch.testing.assert_close(gradient, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("in_baseline", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", FACTS)
+@each("in_baseline", [False, True])
+@each("kind", KINDS)
+@each("name", FACTS)
 def test_in_the_reward(name: str, kind: str, in_baseline: bool) -> None:
     """The token's own part as in the table, and all of what comes after it."""
     logits = POLICY.clone().requires_grad_()
@@ -237,9 +238,9 @@ def test_in_the_reward(name: str, kind: str, in_baseline: bool) -> None:
     torch.testing.assert_close(gradient, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("placement", ["reward", "reward_sequence"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", FACTS)
+@each("placement", ["reward", "reward_sequence"])
+@each("kind", KINDS)
+@each("name", FACTS)
 def test_in_the_reward_of_the_rollout(name: str, kind: str, placement: str) -> None:
     """∇ Σ_y π(y) f(y) with f a constant: the sum over a rollout's tokens, or their mean."""
     logits, mask = POLICY.clone().requires_grad_(), _mask(kind)
@@ -253,8 +254,8 @@ def test_in_the_reward_of_the_rollout(name: str, kind: str, placement: str) -> N
         torch.testing.assert_close(gradient, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", UNWEIGHTED)
+@each("kind", KINDS)
+@each("name", UNWEIGHTED)
 def test_loss_and_reward_together_give_the_gradient_of_the_value(name: str, kind: str) -> None:
     """The product rule: one is the gradient of the estimate, the other that of the draw."""
     logits = POLICY.clone().requires_grad_()
@@ -356,8 +357,8 @@ def test_the_mean_of_the_rollout_stands_at_its_last_token() -> None:
 PLACES = [("loss", False), ("loss", True), ("reward", False), ("reward_sequence", False)]
 
 
-@pytest.mark.parametrize("placement, importance_weight", PLACES)
-@pytest.mark.parametrize("name", FACTS)
+@each("placement, importance_weight", PLACES)
+@each("name", FACTS)
 def test_finite_at_any_log_ratio(name: str, placement: str, importance_weight: bool) -> None:
     """In float32, every order of policy, old policy and reference, 1e4 nats apart."""
     if importance_weight and name in WEIGHTED:
@@ -383,9 +384,9 @@ def test_finite_at_any_log_ratio(name: str, placement: str, importance_weight: b
     assert loss.isfinite() and leaf.grad.isfinite().all() and batch.advantages.isfinite().all()
 
 
-@pytest.mark.parametrize("in_baseline", [False, True])
-@pytest.mark.parametrize("placement", ["reward", "reward_sequence"])
-@pytest.mark.parametrize("name", FACTS)
+@each("in_baseline", [False, True])
+@each("placement", ["reward", "reward_sequence"])
+@each("name", FACTS)
 def test_garbage_under_the_mask_changes_no_bit_of_the_advantages(name: str, placement: str, in_baseline: bool) -> None:
     kl, algorithm = _kl_of(name, placement, in_baseline=in_baseline), _algorithm(torch.ones(21))
     batch = _batch("episode", POLICY, OLD)

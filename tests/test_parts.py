@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 
+from laws import each
 from rlkit import functional as F
 from rlkit.algorithm import (
     KL,
@@ -220,7 +221,7 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name, value, said", BAD.values(), ids=BAD)
+@each("name, value, said", BAD.values(), ids=BAD)
 def test_a_wrong_value_is_named_by_part_function_and_what_was_expected(name, value, said):
     path, protocol, _ = PARTS[name]
     with pytest.raises(PartError, match=said) as caught:

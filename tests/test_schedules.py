@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from laws import cases
+from laws import cases, each
 from rlkit.config.compose import compose, conf_dir, length_keys
 from rlkit.config.compose import experiment as experiment_of
 from rlkit.config.problems.schedules import schedule_problems, schedule_warnings
@@ -63,7 +63,7 @@ def test_values_by_hand(function, expected):
     assert [function(step) for step in range(3)] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
+@each(
     "call, words",
     [
         (lambda: linear(0, start=0.0, end=1.0, steps=0), "steps=0"),
@@ -100,7 +100,7 @@ def test_conditions_are_read(text, expected):
     assert condition(text) == expected
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         "",

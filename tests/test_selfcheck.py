@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from laws import each
 from rlkit.config.problems.rows import check_truths, check_verifier
 from rlkit.engines import Batched, Cached, Transformers
 from rlkit.engines.transformers import complete
@@ -43,10 +44,8 @@ def test_a_gold_answer_that_does_not_score_names_its_row():
         check_verifier(rows("7"), reward_of(lambda r: 0.5))
 
 
-@pytest.mark.parametrize(
-    "function", [numeric, few_turns, partial(numeric, wrong=-1.0), partial(by_task, rewards={"mine": partial(numeric)})]
-)
-@pytest.mark.parametrize("truth", [r"3\sqrt{2}", "10:30", "2k+2", "3,5,7", "two", "x = 5"])
+@each("function", [numeric, few_turns, partial(numeric, wrong=-1.0), partial(by_task, rewards={"mine": partial(numeric)})])
+@each("truth", [r"3\sqrt{2}", "10:30", "2k+2", "3,5,7", "two", "x = 5"])
 def test_a_truth_that_is_not_one_number_names_its_row_wherever_it_is(truth, function):
     """Far behind the first rows too: it would be read in part, or leave its row out of every step without a word."""
     fine = rows(*map(str, range(300)), r"\frac{3}{4}", "#### 1,000", "18 apples", "- 5")

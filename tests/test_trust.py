@@ -8,7 +8,7 @@ import random
 import pytest
 import yaml
 
-from laws import cases, options
+from laws import cases, each, options
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose, conf_dir
 from rlkit.config.trust import outside, read_yaml, require_trust, shipped, with_environment
@@ -70,7 +70,7 @@ def test_what_the_user_names_himself_needs_no_trust():
     assert list(outside(node, known)) == ["reward calls strange.call"]
 
 
-@pytest.mark.parametrize(
+@each(
     "node",
     [
         {"_target_": "rlkit.distributed.launch.start_ranks", "command": ["sh"], "count": 1},  # of rlkit, but no part of a run

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from laws import each
 from rlkit.engines import Cached
 from rlkit.engines.cached.forward import FORWARDS, forward_of
 from rlkit.functional import mix
@@ -44,8 +44,8 @@ def adapted(model):
     return model
 
 
-@pytest.mark.parametrize("adapter", [False, True], ids=["plain", "adapter"])
-@pytest.mark.parametrize(("family", "variant"), [*((family, "as it is") for family in FORWARDS), *(("qwen3", v) for v in [*VARIANTS][1:])])
+@each("adapter", [False, True], ids=["plain", "adapter"])
+@each(("family", "variant"), [*((family, "as it is") for family in FORWARDS), *(("qwen3", v) for v in [*VARIANTS][1:])])
 def test_a_step_draws_what_the_reference_engine_draws(tiny, complete, reference, family, variant, adapter):
     model = model_of(family, **VARIANTS[variant])
     model = adapted(model) if adapter else model

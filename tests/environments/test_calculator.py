@@ -6,13 +6,14 @@ from fractions import Fraction
 
 import pytest
 
+from laws import each
 from rlkit.environments import calculator
 from rlkit.environments._calculator import _power
 
 TIMES, DIVISION, MINUS = "\u00d7\u00f7\u2212"
 
 
-@pytest.mark.parametrize(
+@each(
     ("expression", "result"),
     [
         ("2 + 3 * 4", "14"),
@@ -52,7 +53,7 @@ def test_results(expression, result):
     assert calculator(expression) == result
 
 
-@pytest.mark.parametrize(
+@each(
     "expression",
     [
         "9**9**9",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from laws import each
 from rlkit.environments import execute, python_tool, tool_name, tool_schema, tool_use
 from rlkit.sandbox import Sandbox
 from rlkit.system.loops import run
@@ -36,7 +37,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@each("name", CALLS)
 def test_what_the_policy_reads(name):
     code, text, ok = CALLS[name]
     result = executed(ToolCall("1", "python", {"code": code}), {"python": TOOL}, max_chars=100)

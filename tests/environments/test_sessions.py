@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 
+from laws import each
 from rlkit.engines import Batched
 from rlkit.environments import answer_calls, dialogue, hermes, tool_use, xml
 from rlkit.environments.session import opened
@@ -160,9 +161,9 @@ def says(tiny, error=None):
     return Batched(complete)
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["", "in a running loop"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
+@each("inside", [False, True], ids=["", "in a running loop"])
+@each("form", FORMS)
+@each(
     ("do", "engine", "deadline", "raised"),
     [
         (ends, None, None, None),

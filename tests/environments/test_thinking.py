@@ -8,13 +8,14 @@ import random
 
 import pytest
 
+from laws import each
 from rlkit.environments import split_reply, split_thinking
 from rlkit.models import encode_text, make_renderer
 from rlkit.models.chat import encode_prompt, encode_scaffold
 from rlkit.types import THINK_TAGS
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "expected"),
     [
         (" 18 ", ("", " 18 ", True)),

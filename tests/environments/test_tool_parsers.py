@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from laws import each
 from rlkit.environments import calculator, execute, get_weather, hermes, none, xml
 from rlkit.system.loops import run
 
@@ -29,7 +30,7 @@ def test_arguments_may_be_a_json_string_or_left_out():
     assert hermes('<tool_call>{"name": "f"}</tool_call>')[1][0][1:] == ("f", {}, "")
 
 
-@pytest.mark.parametrize(
+@each(
     ("body", "name", "reason"),
     [
         ('{"name": "f", "arguments": {"a": 1}', "", "bad JSON"),

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import pytest
 
+from laws import each
 from rlkit.environments import calculator, execute, get_weather, tool_schema, with_schema
 from rlkit.errors import ConfigError, Interrupted
 from rlkit.system.deadline import warn_once
@@ -139,7 +140,7 @@ def test_a_result_carries_the_id_and_text():
     assert result.seconds >= 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("wrong", "words"),
     [
         (call("nope"), ["no tool 'nope'", "calculator", "weather"]),

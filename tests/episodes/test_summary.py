@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from laws import each
 from rlkit.episodes import summarize
 from rlkit.episodes.summary import group_rewards
 from rlkit.types import Rollout, Step, Task, ToolCall, ToolResult
@@ -94,7 +95,7 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("key", BY_HAND)
+@each("key", BY_HAND)
 def test_by_hand(key):
     assert summarize(ROLLOUTS)[key] == pytest.approx(BY_HAND[key], abs=1e-12)  # sums of eight small numbers
 

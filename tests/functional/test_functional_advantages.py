@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from laws import each
 from rlkit.functional import (
     batch_mean,
     best_minus_second,
@@ -105,7 +106,7 @@ def _random(seed: int = 0) -> tuple[Tensor, Tensor]:
     return rewards, group_ids
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "expected"),
     [
         # rewards 1, 0, 0, 3 of prompt 4 (mean 1) and 5, nan, 7 of prompt 2 (mean 6); batch mean 16 / 6 = 8/3
@@ -132,8 +133,8 @@ def test_by_hand(name: str, expected: list[float]) -> None:
     torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float32), rtol=0, atol=1e-5)  # the table has five decimals
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("name", LOOPS)
+@each("seed", range(5))
+@each("name", LOOPS)
 def test_against_a_loop(name: str, seed: int) -> None:
     rewards, group_ids = _random(seed)
     got = _call(name, rewards, group_ids).tolist()
@@ -148,28 +149,28 @@ def test_against_a_loop(name: str, seed: int) -> None:
         assert got[i] == pytest.approx(expected, abs=1e-12)  # float64 rounding of sums of at most 40 terms
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("value", [0.0, 0.1, -1 / 3, 1e6 + 0.1])
-@pytest.mark.parametrize("name", CENTRED)
+@each("dtype", [torch.float32, torch.float64])
+@each("value", [0.0, 0.1, -1 / 3, 1e6 + 0.1])
+@each("name", CENTRED)
 def test_equal_rewards_give_exactly_zero(name: str, value: float, dtype: torch.dtype) -> None:
     """0.1 + 0.1 + 0.1 is not 3 × 0.1 in floating point, and an epsilon of 1e-9 would blow the difference up."""
     assert not _call(name, torch.full((3,), value, dtype=dtype), torch.zeros(3, dtype=torch.int64)).any()
 
 
-@pytest.mark.parametrize("name", CENTRED)
+@each("name", CENTRED)
 def test_a_lone_rollout_gives_exactly_zero(name: str) -> None:
     """A group of one, and a group of which only one is scored: nothing to compare with. verl gives it its reward."""
     assert not _call(name, torch.tensor([5.0]), torch.tensor([0])).any()
     assert not _call(name, torch.tensor([5.0, NAN]), torch.tensor([0, 0])).any()
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@each("name", OPTIONS)
 def test_nothing_scored_gives_zeros(name: str) -> None:
     assert _call(name, torch.full((3,), NAN), torch.tensor([0, 0, 1])).tolist() == [0.0, 0.0, 0.0]
     assert _call(name, torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@each("name", OPTIONS)
 def test_an_unscored_rollout_changes_nobody(name: str) -> None:
     rewards, group_ids = _random()
     scored = ~rewards.isnan()
@@ -178,7 +179,7 @@ def test_an_unscored_rollout_changes_nobody(name: str) -> None:
     assert torch.equal(_call(name, rewards, group_ids)[scored], without)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@each("name", OPTIONS)
 def test_order_and_names_of_groups_do_not_matter(name: str) -> None:
     rewards, group_ids = _random()
     got = _call(name, rewards, group_ids)
@@ -225,7 +226,7 @@ def test_leave_one_out_is_the_group_mean_stretched() -> None:
     torch.testing.assert_close(leave_one_out(rewards, group_ids), expected, rtol=1e-14, atol=0)  # float64 rounding
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@each("name", OPTIONS)
 def test_dtype_is_kept(name: str) -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         assert _call(name, torch.tensor([1.0, 0.0], dtype=dtype), torch.tensor([0, 0])).dtype == dtype

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from laws import each
 from rlkit.functional import prompt_mean, sequence_mean, sequence_sum, token_mean
 
 OPTIONS = {
@@ -71,8 +72,8 @@ def _loop(name: str, mask: Tensor, rollouts: Tensor, groups: Tensor) -> list[flo
     }[name]()
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("name", OPTIONS)
+@each("seed", range(4))
+@each("name", OPTIONS)
 def test_against_nested_means(name: str, seed: int) -> None:
     mask, rollouts, groups = _random(seed)
     rows, columns = torch.arange(24.0).double().unsqueeze(-1) + 2, torch.arange(9.0).double() + 1

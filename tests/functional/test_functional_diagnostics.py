@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from laws import each
 from rlkit.functional import (
     approximate_kl,
     clip_fractions,
@@ -122,7 +123,7 @@ def test_undefined_figures_are_nan_and_not_a_number_that_lies() -> None:
     assert approximate_kl(flat, flat, none) == 0.0
 
 
-@pytest.mark.parametrize("n", range(2, 20))
+@each("n", range(2, 20))
 def test_a_constant_is_one_in_float64_too(n: int) -> None:
     """The mean of n times 0.1 need not be 0.1: deviations of 1e-17 are not a spread."""
     flat, steps, mask = torch.full((n,), 0.1, dtype=torch.float64), torch.arange(n).double(), torch.ones(n, dtype=torch.bool)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from laws import each
 from rlkit.functional import every_token, keep_all, mixed_groups, top_entropy
 
 NAN = float("nan")
@@ -54,8 +55,8 @@ def test_top_entropy_by_hand() -> None:
         assert got.dtype == torch.bool and entropy[got].tolist() == sorted(kept, key=entropy[mask].tolist().index)
 
 
-@pytest.mark.parametrize("n", [1, 2, 7, 11, 100, 101])
-@pytest.mark.parametrize("fraction", [0.01, 0.2, 0.29, 0.3, 0.5, 0.9, 1.0])
+@each("n", [1, 2, 7, 11, 100, 101])
+@each("fraction", [0.01, 0.2, 0.29, 0.3, 0.5, 0.9, 1.0])
 def test_top_entropy_is_the_quantile_of_torch(n: int, fraction: float) -> None:
     """As TRL computes it; in float64 with a slack of 1e-9 for the rounding of 1 - fraction."""
     entropy = torch.rand(1, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import rlkit.functional as functional
-from laws import AGGREGATIONS, KLS, POLICY_LOSSES, combinations
+from laws import AGGREGATIONS, KLS, POLICY_LOSSES, combinations, each
 from rlkit import types
 from rlkit.functional import fill_masked, token_ratio
 
@@ -133,7 +133,7 @@ def test_every_option_stands_in_a_table() -> None:
         assert {name.split()[0] for name in table} == {name.split(".")[1] for name in PUBLIC if name.startswith(f"{module}.")}
 
 
-@pytest.mark.parametrize("name", [n for n in PUBLIC if n in PARTS or n.split(".")[0] in PARTS])
+@each("name", [n for n in PUBLIC if n in PARTS or n.split(".")[0] in PARTS])
 def test_parameters_are_quantities_or_keywords(name: str) -> None:
     """Parts are called by name: a positional parameter that is no quantity could never be filled in."""
     for parameter in inspect.signature(PUBLIC[name]).parameters.values():
@@ -142,7 +142,7 @@ def test_parameters_are_quantities_or_keywords(name: str) -> None:
             assert parameter.default is parameter.empty
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@each("name", PUBLIC)
 def test_docstrings_are_complete(name: str) -> None:
     doc = inspect.getdoc(PUBLIC[name]) or ""
     for section in ("Args:", "Returns:", ">>> "):
@@ -154,7 +154,7 @@ def test_docstrings_are_complete(name: str) -> None:
     assert all(f"{p}" in doc for p in inspect.signature(PUBLIC[name]).parameters)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@each("name", PUBLIC)
 def test_bodies_are_short(name: str) -> None:
     source, doc = inspect.getsource(PUBLIC[name]), PUBLIC[name].__doc__ or ""
     assert len(source.splitlines()) - len(doc.splitlines()) <= 40

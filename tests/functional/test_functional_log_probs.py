@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from laws import each
 from rlkit.functional import chunked_log_probs, from_logits, log_probs, token_log_probs
 
 
@@ -52,9 +53,9 @@ def test_half_precision_logits_are_normalised_in_float32() -> None:
     torch.testing.assert_close(got.double(), exact, rtol=0, atol=5e-6)  # float32 rounding of values of order 10
 
 
-@pytest.mark.parametrize("chunk_size", [1, 4, 11, 100])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("entropy_gradient", [False, True])
+@each("chunk_size", [1, 4, 11, 100])
+@each("temperature", [1.0, 0.6])
+@each("entropy_gradient", [False, True])
 def test_chunked_equals_the_naive_form(chunk_size: int, temperature: float, entropy_gradient: bool) -> None:
     """Values and the gradients into the hidden states and into the head."""
     hidden, weight, ids = _problem()
@@ -148,9 +149,9 @@ def _reference() -> tuple[Tensor, Tensor]:
     return hidden, weight
 
 
-@pytest.mark.parametrize("chunk_size", [1, 4, 11, 100])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("entropy_gradient", [False, True])
+@each("chunk_size", [1, 4, 11, 100])
+@each("temperature", [1.0, 0.6])
+@each("entropy_gradient", [False, True])
 def test_exact_divergence_equals_the_naive_form(chunk_size: int, temperature: float, entropy_gradient: bool) -> None:
     """Its value and its gradient into the policy, beside those of the log-probs; none into the reference."""
     hidden, weight, ids = _problem()

@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from laws import each
 from rlkit import functional
 
 NAN, INF = math.nan, math.inf
@@ -1062,8 +1063,8 @@ def _edge(edge: str) -> dict[str, list]:
     return _batch(EDGES[edge])
 
 
-@pytest.mark.parametrize("edge", EDGES)
-@pytest.mark.parametrize("module", MODULES)
+@each("edge", EDGES)
+@each("module", MODULES)
 def test_equals_its_loop_at_the_edge(module: str, edge: str) -> None:
     """And is finite there, but for rewards of nan that overlong passes on, and figures that are not defined."""
     batch = _edge(edge)
@@ -1073,7 +1074,7 @@ def test_equals_its_loop_at_the_edge(module: str, edge: str) -> None:
             assert all(g.isfinite().all() for g in _call(name, _given(name, batch))), name
 
 
-@pytest.mark.parametrize("name", CASES)
+@each("name", CASES)
 def test_half_precision_is_computed_in_full(name: str) -> None:
     """On bfloat16 inputs the result is that of float32 on the same numbers; where it has their dtype, rounded once at the end.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from laws import each
 from rlkit.functional import group_mean, no_normalization, normalize_batch, normalize_group, reward_to_go, whiten
 
 NAN = float("nan")
@@ -153,8 +154,8 @@ def test_padding_garbage_and_the_order_of_rows_change_no_trained_token(name: str
     torch.testing.assert_close(_call(option, mixed), got[order], **CLOSE)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("name", OPTIONS)
+@each("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@each("name", OPTIONS)
 def test_dtype_is_kept_and_an_empty_batch_stays_empty(name: str, dtype: torch.dtype) -> None:
     given = _batch()
     assert _call(OPTIONS[name], given | {"advantages": given["advantages"].to(dtype)}).dtype == dtype

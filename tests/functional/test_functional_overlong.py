@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from laws import each
 from rlkit.config.compose import compose, experiment
 from rlkit.functional import keep_overlong, mask_truncated, soft_penalty
 
@@ -17,8 +18,8 @@ def test_soft_penalty_by_hand() -> None:
     assert trained.dtype == torch.bool and trained.all()
 
 
-@pytest.mark.parametrize("buffer", [0.05, 0.2, 0.7, 1.0])
-@pytest.mark.parametrize("limit", [1, 64, 1000])
+@each("buffer", [0.05, 0.2, 0.7, 1.0])
+@each("limit", [1, 64, 1000])
 def test_soft_penalty_never_rises_with_the_length(limit: int, buffer: float) -> None:
     lengths = torch.arange(2 * limit + 1)
     penalty = soft_penalty(torch.zeros(len(lengths)), lengths, limit=limit, buffer=buffer)[0]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from laws import each
 from rlkit.functional import (
     all_pairs,
     best_worst,
@@ -68,8 +69,8 @@ def test_pairs_against_a_loop(seed: int) -> None:
     assert _same_pairs(best_worst(rewards, groups), extremes)
 
 
-@pytest.mark.parametrize("selector", SELECTORS.values(), ids=SELECTORS)
-@pytest.mark.parametrize("rewards", [[0.5, 0.5, 0.5], [NAN, NAN, 1.0], [NAN, NAN, NAN], [0.0, 1.0, 2.0], []])
+@each("selector", SELECTORS.values(), ids=SELECTORS)
+@each("rewards", [[0.5, 0.5, 0.5], [NAN, NAN, 1.0], [NAN, NAN, NAN], [0.0, 1.0, 2.0], []])
 def test_ties_unscored_and_lone_rollouts_are_in_no_pair(selector, rewards: list[float]) -> None:
     groups = torch.arange(3) if rewards[:1] == [0.0] else torch.zeros(len(rewards)).long()
     assert _same_pairs(selector(torch.tensor(rewards), groups), [])
@@ -91,10 +92,10 @@ def test_no_pair_is_a_zero_with_a_gradient() -> None:
     assert loss.shape == (0,) and not logprobs.grad.any()
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("length_normalise", [False, True])
-@pytest.mark.parametrize("beta", [0.1, 2.0])
-@pytest.mark.parametrize("selector", SELECTORS.values(), ids=SELECTORS)
+@each("seed", range(3))
+@each("length_normalise", [False, True])
+@each("beta", [0.1, 2.0])
+@each("selector", SELECTORS.values(), ids=SELECTORS)
 def test_the_advantage_has_the_gradient_of_the_loss(selector, beta: float, length_normalise: bool, seed: int) -> None:
     """Σ weights × reinforce at the old policy, against autograd of the mean loss of a pair; garbage stands under the mask."""
     given = _batch(seed)

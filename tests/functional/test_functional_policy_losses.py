@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from laws import each
 from rlkit.functional import cispo, clipped, gmpo, reinforce, sapo, sequence_mean, token_ratio
 
 # (ratio, advantage) → (loss, gradient with respect to the ratio) at clip_low 0.2, clip_high 0.28
@@ -110,11 +111,11 @@ def test_the_two_caps_are_the_same_function() -> None:
     assert torch.equal(*(torch.autograd.grad(loss.sum(), ratio, retain_graph=True)[0] for loss in (dual, delta)))
 
 
-@pytest.mark.parametrize(
+@each(
     ("ratio", "weight"),
     [(0.1, 0.8), (0.9, 0.9), (1.0, 1.0), (1.1, 1.1), (7.0, 1.3)],  # [1 - 0.2, 1 + 0.3]
 )
-@pytest.mark.parametrize("advantage", [2.0, -1.0])
+@each("advantage", [2.0, -1.0])
 def test_cispo_by_hand(ratio: float, weight: float, advantage: float) -> None:
     """The gradient is -weight · A, on both sides of the clip and for both signs; none flows into the ratio."""
     r, logprobs = torch.tensor([[ratio]], requires_grad=True), torch.tensor([[-0.5]], requires_grad=True)
@@ -215,7 +216,7 @@ def test_advantages_are_constants_in_every_loss() -> None:
 NAN = float("nan")
 
 
-@pytest.mark.parametrize(
+@each(
     ("loss", "name", "value"),
     [(clipped, cap, v) for cap in ("dual_clip", "delta") for v in (1.0, 1.2, -3.0, math.inf, NAN)]
     + [(cispo, "clip_low", v) for v in (0.0, 1.1, NAN)]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from laws import each
 from rlkit.functional import gae, reward_to_go, turn_gae
 from rlkit.types import Estimate
 
@@ -79,8 +80,8 @@ def _loop(name: str, given: dict[str, Tensor], gamma: float, lam: float) -> dict
     return out
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", OPTIONS)
+@each("seed", range(3))
+@each("name", OPTIONS)
 def test_against_a_loop(name: str, seed: int) -> None:
     given = _rows(seed)
     got, expected = _call(OPTIONS[name], given), _loop(name, given, 0.9, 1.0 if name == "reward_to_go" else 0.8)
@@ -219,8 +220,8 @@ def test_a_batch_without_a_trained_token_gives_zeros(name: str) -> None:
     assert all(x.shape == (0, 7) for x in _call(OPTIONS[name], empty))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("name", OPTIONS)
+@each("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@each("name", OPTIONS)
 def test_dtype_is_that_of_the_token_rewards_and_nothing_carries_a_gradient(name: str, dtype: torch.dtype) -> None:
     given = _rows()
     given = given | {"token_rewards": given["token_rewards"].to(dtype), "values": given["values"].float().requires_grad_()}
@@ -236,8 +237,8 @@ def test_more_rollouts_than_rows_are_no_matter() -> None:
         assert all(map(torch.equal, _call(option, given), _call(option, more))), name
 
 
-@pytest.mark.parametrize("value", [-0.1, 1.1, NAN])
-@pytest.mark.parametrize(("option", "name"), [(reward_to_go, "gamma"), *itertools.product((gae, turn_gae), ("gamma", "lam"))])
+@each("value", [-0.1, 1.1, NAN])
+@each(("option", "name"), [(reward_to_go, "gamma"), *itertools.product((gae, turn_gae), ("gamma", "lam"))])
 def test_hyperparameters_are_checked(option, name: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"{name} is {value}; allowed: "):
         _call(option, _rows(), **{name: value})

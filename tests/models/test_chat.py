@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from laws import each
 from rlkit.environments import calculator, tool_schema
 from rlkit.errors import TemplateError
 from rlkit.models.chat import check_template, continuation, decode, encode_prompt, encode_scaffold, encode_text, make_renderer
@@ -32,7 +33,7 @@ def renderer(request, tiny):
     return make_renderer(tokenizer)
 
 
-@pytest.mark.parametrize("text", HOSTILE)
+@each("text", HOSTILE)
 def test_text_never_becomes_a_control_token(renderer, text):
     """Tried and wrong: add_special_tokens=False still yields <|im_end|>, split_special_tokens still yields <think>."""
     ids = encode_text(renderer, text)
@@ -40,7 +41,7 @@ def test_text_never_becomes_a_control_token(renderer, text):
     assert decode(renderer, ids) == text
 
 
-@pytest.mark.parametrize("text", HOSTILE)
+@each("text", HOSTILE)
 def test_hostile_content_leaves_the_turns_as_they_are(renderer, text):
     """The control tokens of a prompt are those of the template with harmless content, whatever the user, the tool or the data say."""
 

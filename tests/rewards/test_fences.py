@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
+from laws import each
 from rlkit.environments.thinking import split_thinking
 from rlkit.rewards import code_exec, extract_code
 from rlkit.rewards.fences import code_blocks
@@ -118,7 +118,7 @@ def content(reply: str) -> str:
     return split_thinking(reply)[1]
 
 
-@pytest.mark.parametrize("name", REPLIES)
+@each("name", REPLIES)
 def test_the_program_of_a_reply_is_found(name):
     reply, program = REPLIES[name]
     assert extract_code(content(reply), {"f"}) == program
@@ -212,7 +212,7 @@ def test_any_text_is_read_and_nothing_is_invented(text):
     assert extract_code(text, {"f"}) or not text
 
 
-@pytest.mark.parametrize(
+@each(
     "piece",
     [
         "```",

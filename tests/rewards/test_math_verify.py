@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 
-from laws import cases
+from laws import cases, each
 from rlkit.config.problems.rows import check_truths
 from rlkit.errors import ConfigError, DataError, install
 from rlkit.rewards import Reward, RewardError, Term, by_task, math_verify, score
@@ -264,7 +264,7 @@ def test_no_truth_equals_another(real, every):
     assert [pair for pair, said in zip(pairs, ask(pairs, 10.0), strict=True) if said != "different"] == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("truth", "right", "wrong"),
     [
         ("2k+2", [r"\boxed{2(k+1)}", "$2 + 2k$"], ["2", r"\boxed{2}", r"\boxed{2k}"]),

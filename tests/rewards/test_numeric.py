@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from laws import cases
+from laws import cases, each
 from rlkit.rewards import extract_answer, numeric, parse_number
 from rlkit.types import Rollout, Step, Task, ToolCall
 
@@ -103,19 +103,17 @@ NOT_ONE_NUMBER = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("text", NUMBERS)
+@each("text", NUMBERS)
 def test_numbers_as_people_write_them(text):
     assert parse_number(text) == Fraction(NUMBERS[text])
 
 
-@pytest.mark.parametrize(
-    "text", ["", "nothing", "B", r"\pi", "x = 3", "5 + 3 = 8", "no. 5", "2. Compute the total", "18\napples", *NOT_ONE_NUMBER]
-)
+@each("text", ["", "nothing", "B", r"\pi", "x = 3", "5 + 3 = 8", "no. 5", "2. Compute the total", "18\napples", *NOT_ONE_NUMBER])
 def test_what_is_not_wholly_one_number_is_none(text):
     assert parse_number(text) is None and numeric(rollout("#### 3", truth=text)) is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "value"),
     [
         # the last marker that is followed by a number
@@ -227,14 +225,14 @@ def scores(truth: str, said: str) -> dict[str, float | None]:
     return {form: numeric(rollout(form.format(said), truth=truth)) for form in FORMS}
 
 
-@pytest.mark.parametrize("truth", NUMBERS)
+@each("truth", NUMBERS)
 def test_every_truth_scores_1_in_every_form_and_0_against_another(truth):
     assert set(scores(truth, truth).values()) == {1.0}
     others = [other for other in NUMBERS if Fraction(NUMBERS[other]) != Fraction(NUMBERS[truth])]
     assert {numeric(rollout(f"#### {truth}", truth=other)) for other in others} == {0.0}
 
 
-@pytest.mark.parametrize("text", NOT_ONE_NUMBER)
+@each("text", NOT_ONE_NUMBER)
 def test_what_is_not_one_number_is_read_in_part_in_no_box_and_no_tag(text):
     parts = {Fraction(digits) for digits in re.findall("[0-9]+", text)}
     assert {extract_answer(form.format(text)) for form in ("\\boxed{{{}}}", "<answer>{}</answer>")} & parts == set()

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from laws import each
 from rlkit.environments import split_thinking
 from rlkit.errors import ConfigError
 from rlkit.rewards import contains, exact_match, extract_answer, format_match, numeric
@@ -39,7 +40,7 @@ def test_an_answer_inside_an_unclosed_thinking_block_is_none():
         assert found == 0.0
 
 
-@pytest.mark.parametrize(
+@each(
     ("truth", "text", "expected"),
     [
         ("1", "10", 0.0),

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from laws import each
 from rlkit.sandbox import Check, Opaque, Result, Unsplittable, passes, same, split
 from rlkit.sandbox._child import encode
 from rlkit.sandbox.values import Malformed, decode_value, records
@@ -137,7 +138,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("test", SPLITS)
+@each("test", SPLITS)
 def test_these_forms_are_understood(test):
     calls, right, wrong = SPLITS[test]
     check = split(f"assert {test}")
@@ -145,7 +146,7 @@ def test_these_forms_are_understood(test):
     assert passes(check, *[Result(right)] * len(calls)) and not passes(check, *[Result(wrong)] * len(calls))
 
 
-@pytest.mark.parametrize("test", [f"assert {test}" for tests in REFUSED.values() for test in tests] + ["x = 1", "f(1) == 2", None])
+@each("test", [f"assert {test}" for tests in REFUSED.values() for test in tests] + ["x = 1", "f(1) == 2", None])
 def test_every_other_form_is_refused_with_a_reason(test):
     with pytest.raises(Unsplittable, match=r"\w"):
         split(test)
@@ -228,7 +229,7 @@ def agree(test: str, value: object) -> None:
 EXPRESSIONS = [test for test in SPLITS if "'message'" not in test]
 
 
-@pytest.mark.parametrize("test", EXPRESSIONS)
+@each("test", EXPRESSIONS)
 def test_a_verdict_never_raises_and_is_that_of_python(test):
     for value in SPECIAL:
         agree(test, value)
@@ -258,7 +259,7 @@ def test_a_hostile_value_cannot_hold_up_the_verdict():
     assert time.process_time() - start < 5
 
 
-@pytest.mark.parametrize(
+@each(
     "value, expected, equal",
     [
         (1, 1, True), (2.0, 2, True), (True, 1, False), (0, False, False), ([1], (1,), False), ((1,), (1,), True), ("1", 1, False),
