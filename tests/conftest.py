@@ -12,13 +12,10 @@ import traceback
 from pathlib import Path
 
 import pytest
-import yaml
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process a core: torch's own threads would fight
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same language in C: half of what composing a config costs
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -56,6 +56,7 @@ def each(names: str | tuple[str, ...], table: Iterable[Any], *, ids: Any = None)
     """
     keys = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     rows = list(table)
+    assert not any(getattr(row, "marks", ()) for row in rows), "a case with a mark of its own needs a test of its own"
 
     def loop(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)

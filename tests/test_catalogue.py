@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laws import ALGORITHMS, KINDS_OF_ALGORITHM, KINDS_OF_KL, OTHERS, PARTS, PLACED_KLS, cases, each
+from laws import ALGORITHMS, KINDS_OF_ALGORITHM, KINDS_OF_KL, OTHERS, PARTS, PLACED_KLS, cases
 from rlkit.algorithm import (
     PER_ROLLOUT,
     estimate_advantages,
@@ -171,7 +171,7 @@ def ids(overrides):
     return ",".join(overrides)
 
 
-@each("overrides", TABLE, ids=ids)
+@pytest.mark.parametrize("overrides", TABLE, ids=ids)
 def test_no_split_into_micro_batches_changes_the_gradient(overrides):
     """Policy, KL, entropy and value terms: whatever the budget, the sum is the same."""
     x = experiment(overrides)
@@ -185,7 +185,7 @@ def test_no_split_into_micro_batches_changes_the_gradient(overrides):
             torch.testing.assert_close(got, loss, rtol=tolerance, atol=tolerance)
 
 
-@each("overrides", TABLE, ids=ids)
+@pytest.mark.parametrize("overrides", TABLE, ids=ids)
 def test_neither_padding_nor_order_changes_the_gradient(overrides):
     x = experiment(overrides)
     batch, policy = make_batch(), make_policy()
@@ -208,7 +208,7 @@ def test_neither_padding_nor_order_changes_the_gradient(overrides):
     assert close(got, torch.cat([logits.flatten(), values.flatten()]), 1e-10)
 
 
-@each("overrides", TABLE, ids=ids)
+@pytest.mark.parametrize("overrides", TABLE, ids=ids)
 def test_garbage_under_the_mask_changes_no_bit(overrides):
     """Padding, prompt and tool tokens: nothing that stands there reaches an advantage, a weight, the loss or a gradient."""
     x = experiment(overrides)
@@ -223,7 +223,7 @@ def test_garbage_under_the_mask_changes_no_bit(overrides):
         assert torch.equal(got, loss) and torch.equal(gradient, clean)
 
 
-@each("overrides", TABLE, ids=ids)
+@pytest.mark.parametrize("overrides", TABLE, ids=ids)
 def test_only_policy_and_critic_get_a_gradient(overrides):
     """Sampler, old and reference log-probs, old values, rewards, advantages, returns, scales and weights are constants."""
     x = experiment(overrides)
