@@ -36,6 +36,7 @@ CANNOT = {
     "reference.path=": "needs a user's model",
     "rlkit check experiment=": "needs the model's weights",
     "task=gsm8k": "needs the rows",
+    "experiment=gsm8k_tools": "needs the rows and the weights",
     "task=mbpp": "needs the rows",
     "task=mixture": "its rows are those of the hub",
     "task=jsonl": "needs a user's rows",

@@ -28,7 +28,7 @@ SMALL = {
 CASES = {
     "grpo": ({}, 300),
     "lora_ema": ({"model.lora.rank": "4", "reference": "ema"}, 370),
-    "ppo_separate": ({"algorithm": "ppo", "algorithm.critic.model": "separate", "batch.prompts": "4", "batch.group_size": "1"}, 550),
+    "ppo_separate": ({"algorithm": "ppo", "algorithm.critic.model": "separate", "batch.prompts": "4", "batch.group_size": "1"}, 640),
     "dapo_refills": ({"algorithm": "dapo", "algorithm.max_refills": "2"}, 260),
     "kl_full": ({"kl": "full"}, 300),
     "transformers": ({"generation": "transformers"}, 320),

@@ -70,7 +70,7 @@ def install(module: Any) -> None:
     import rlkit.training.update
     from rlkit.models.log_probs import trunk_and_head
 
-    rlkit.training.update.score = timed("score", rlkit.training.update.score)  # type: ignore[assignment]
+    rlkit.training.update.forward_logprobs = timed("score", rlkit.training.update.forward_logprobs)  # type: ignore[assignment]
     trunk, head = trunk_and_head(module.model)
     for part in (trunk, head.module):
         part.forward = timed("decode", part.forward)  # outside `score` a trunk runs in decoding alone

@@ -253,7 +253,12 @@ def _restored(value: Any, hint: Any, path: str = "") -> Any:
             return tuple(_restored(item, inner[0], f"{path}[{i}]") for i, item in enumerate(value))
         if {*map(type, value)} <= {int, inner[0]}:  # as many as there are tokens
             return tuple(value)
-    elif origin is not Mapping and isinstance(value, SCALARS.get(hint, str)) and (hint is bool or not isinstance(value, bool)):
+    elif (
+        origin is not Mapping
+        and hint not in (*RECORDS, Message)
+        and isinstance(value, SCALARS.get(hint, str))
+        and (hint is bool or not isinstance(value, bool))
+    ):
         return value
     raise TypeError(f"{path} is of another type than rlkit writes")
 
