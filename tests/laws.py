@@ -52,7 +52,7 @@ def cases(table: Iterable[Any], fast: int | Collection[Any] | Callable[[Any], bo
 def each(names: str | tuple[str, ...], table: Iterable[Any], *, ids: Any = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """As `pytest.mark.parametrize`, all cases in one test: for large tables of cheap cases, where a test for each costs more than it does.
 
-    The first case that fails ends the test and is named. No fixture of a single test (tmp_path, monkeypatch) is made anew for a case.
+    The first case that fails ends the test and is named. No fixture of a single test (tmp_path, monkeypatch) is made again for a case.
     """
     keys = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     rows = list(table)

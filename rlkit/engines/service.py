@@ -75,7 +75,7 @@ class Service:
 
     def make_decoder(self, policy: Policy) -> Decoder:
         """The decoder for these weights; it may be the one that there is."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} makes no decoder; define make_decoder(policy)")
 
     @contextmanager
     def serving(self) -> Iterator[None]:
