@@ -22,6 +22,7 @@ from rlkit.config.problems.numbers import range_problems
 from rlkit.config.problems.schedules import first_steps, phase_problems
 from rlkit.config.problems.trial import dry_run
 from rlkit.config.schema import build, check, renamed
+from rlkit.config.suggestions import register
 from rlkit.errors import ConfigError, nearest
 from rlkit.system.redaction import learn
 
@@ -71,6 +72,7 @@ def compose(
     from hydra.core.global_hydra import GlobalHydra
 
     logging.getLogger("hydra").setLevel(logging.ERROR)
+    register()
     search = searchpath(config_dir)
     _check_searchpath(overrides)
     GlobalHydra.instance().clear()

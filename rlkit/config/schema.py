@@ -251,7 +251,9 @@ def build(node: Any, path: str = "") -> Any:
     target = resolve(node["_target_"])
     arguments = [build(a, f"{path}._args_") for a in node.get("_args_", ())]
     if _is_partial(node):
-        return functools.partial(target, *arguments, **values)
+        part = functools.partial(target, *arguments, **values)
+        vars(part)["suggests"] = node.get("suggests", {})  # for problems/doubts.py; no call sees it
+        return part
     try:
         return target(*arguments, **values)
     except (TypeError, ValueError) as error:
