@@ -13,6 +13,7 @@ from rlkit.commands.arguments import parse
 from rlkit.config.changes import difference
 from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.config.problems.doubts import embedded_numbers, warnings
+from rlkit.errors import ConfigError
 from rlkit.models import LoRA, load_policy
 from test_docs import COMMANDS, words_of
 
@@ -111,6 +112,17 @@ def test_no_option_writes_into_another_group():
             via_code = {"lr", "lora_lr", "max_new_tokens", "max_new_tokens_thinking", "thinking"}
             unread = [key for key in given if key not in via_code and f"{group}.suggests.{key}" not in read]
             assert not unread, f"{group}={option}: {unread}"
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [("task.suggests.max_new_tokens=true", "not a whole number"), ("task.suggests.max_new_tokens=-3", "greater than 0"),
+     ("+model.suggests.learning_rate=1", "nothing reads this"), ("model.suggests=3", "not a mapping")],
+)  # fmt: skip
+def test_a_suggestion_that_nothing_could_take_is_refused_though_it_is_hidden(word, said):
+    with pytest.raises(ConfigError, match=said) as error:
+        compose([word])
+    assert word.lstrip("+").partition("=")[0] in str(error.value)
 
 
 def test_other_suggestions_do_not_keep_a_run_from_going_on():
