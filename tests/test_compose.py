@@ -25,6 +25,7 @@ GROUPS = sorted(f.name for f in conf_dir().iterdir() if f.is_dir() and f.name no
 REQUIRED = {
     "task=jsonl": ["task.path=rows.jsonl"],
     "reference=none": ["kl=none"],
+    "model=pretrained": ["model.path=any"],
     "task=verifiers": ["task.id=any"],
     "task=conversations": ["task.path=rows.jsonl"],
     "experiment=sft": ["task.path=rows.jsonl"],

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from rlkit.episodes import assemble, summarize
-from rlkit.training.callbacks.pathologies import CHECKS, Health
+from rlkit.training.callbacks.pathologies import ADVICE, CHECKS, Health
 from rlkit.training.metrics import Clock, UpdateTerms, performance, update_metrics
 from rlkit.types import Rollout, Step, Task
 
 NAN = float("nan")
 HEALTHY = {
     "group/frac_zero_std": 0.9,
+    "group/frac_all_bad": 0.4,
     "reward/mean": 0.4,
     "reward/std": 0.5,
     "adv/abs_mean": 0.3,
@@ -25,14 +26,19 @@ HEALTHY = {
     "ratio/first_mean": 1.009,
     "mismatch/logp_abs_mean": 0.05,
     "optim/skipped_nonfinite": 0,
+    "stop_reason/length": 0.6,
+    "stop_reason/context": 0.1,
+    "stop_reason/steps": 0.2,
+    "stop_reason/deadline": 0.0,
+    "stop_reason/environment": 0.0,
     "stop_reason/error": 0.0,
     "perf/update_s": 1.9,
     "perf/update_processor_s": 0.9,
 }
 ILL = {  # check → (what makes it speak, words of the message)
     "all_rewards_equal": ({"group/frac_zero_std": 1.0, "adv/abs_mean": 0.0}, ["equal", "0.40", "batch.group_size"]),
-    "all_truncated": ({"len/truncated_frac": 1.0}, ["truncated", "generation.max_new_tokens"]),
-    "parse_failures": ({"parse_fail_frac": 0.25}, ["25%", "samples/"]),
+    "nearly_all_truncated": ({"len/truncated_frac": 0.91}, ["91%", "truncated", "length", "generation.max_new_tokens"]),
+    "parse_failures": ({"parse_fail_frac": 0.25}, ["25%", "samples/", "environment/parse_calls"]),
     "reward_failures": ({"reward/format/timeout_frac": 0.05}, ["format", "5.0%", "timeout_frac"]),
     "environment_failures": ({"stop_reason/error": 0.25}, ["25%", "environment", "not scored"]),
     "ratio_off": ({"ratio/first_mean": 1.02}, ["1.020", "not 1"]),
@@ -104,15 +110,39 @@ def test_a_real_row_has_every_key_that_the_checks_read(experiment):
 
 def test_a_warning_comes_once_until_it_has_gone_away():
     trainer, health = Trainer(), Health()
-    ill = HEALTHY | ILL["all_truncated"][0]
+    ill = HEALTHY | ILL["sampler_off"][0]
     for step, row in enumerate([HEALTHY, ill, ill, HEALTHY, ill], start=1):
         health.on_train_batch_end(trainer, Module(row, step))
     assert [line[: len("warning: step 2")] for line in trainer.lines] == ["warning: step 2", "warning: step 5"]
 
 
+@pytest.mark.parametrize("name", sorted(ADVICE))
+def test_advice_on_settings_comes_once_in_a_run(name):
+    """A share that goes up and down around its bound repeated the sentence every few steps; the settings are the same all the while."""
+    trainer, health = Trainer(), Health()
+    ill = HEALTHY | ILL[name][0]
+    for step, row in enumerate([ill, HEALTHY, ill], start=1):
+        health.on_train_batch_end(trainer, Module(row, step))
+    assert [line[: len("warning: step 1")] for line in trainer.lines] == ["warning: step 1"]
+
+
+@pytest.mark.parametrize(("why", "key"), [("length", "generation.max_new_tokens"), ("context", "overflow=drop_oldest"),
+                                          ("steps", "max_turns"), ("deadline", "environment.deadline")])  # fmt: skip
+def test_truncation_names_the_key_of_what_cut_most_episodes(why, key):
+    row = HEALTHY | {"len/truncated_frac": 0.95, "stop_reason/length": 0.1, f"stop_reason/{why}": 0.8}
+    assert key in spoken(row)["nearly_all_truncated"] and f"by {why}" in spoken(row)["nearly_all_truncated"]
+
+
+def test_equal_groups_name_the_direction():
+    """Where all rewards are bad a harder task is no remedy."""
+    ill = HEALTHY | ILL["all_rewards_equal"][0]
+    assert "easier" in spoken(ill | {"group/frac_all_bad": 0.9})["all_rewards_equal"]
+    assert "harder" in spoken(ill | {"group/frac_all_bad": 0.0})["all_rewards_equal"]
+
+
 def test_a_second_illness_is_said_while_the_first_lasts():
     trainer, health = Trainer(), Health()
-    first = HEALTHY | ILL["all_truncated"][0]
+    first = HEALTHY | ILL["nearly_all_truncated"][0]
     health.on_train_batch_end(trainer, Module(first))
     health.on_train_batch_end(trainer, Module(first | ILL["update_skipped"][0], 2))
     assert len(trainer.lines) == 2 and "skipped" in trainer.lines[1]

@@ -127,6 +127,7 @@ def command(arguments: Arguments) -> int:
     """Accuracy of a run (run=FOLDER: its config and newest checkpoint) or of a model as it is, on test problems unless split= says
     otherwise."""
     from rlkit.config.compose import compose, experiment
+    from rlkit.config.problems.doubts import embedded_numbers
     from rlkit.config.problems.rows import check_tools, load_split
 
     named, overrides = option(arguments.overrides, "run"), drop(drop(arguments.overrides, "run"), "split")
@@ -150,6 +151,8 @@ def command(arguments: Arguments) -> int:
     check_tools(tasks, x.environment)
     checkpoint = runs.checkpoint_source(named, run) if named and run else None
     parent = run / "evaluation" if run else runs.OUTPUTS / "evaluation"
+    for line in embedded_numbers(x):
+        print(f"warning: {line}")
     LOST.clear()
     print(accuracy_table(*evaluate_run(x, tasks, split=split, checkpoint=checkpoint, parent=parent, started=STARTED)))
     return int(bool(LOST))

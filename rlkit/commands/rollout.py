@@ -135,10 +135,13 @@ def episode_table(rollouts: Sequence[Rollout]) -> str:
 def command(arguments: Arguments) -> int:
     """Plays episodes without training and sums them up."""
     from rlkit.config.compose import compose
+    from rlkit.config.problems.doubts import embedded_numbers
     from rlkit.config.schema import build
 
     composed = compose(arguments.overrides, entry="rollout", config_dir=arguments.config_dir)
     x = build(composed.config)
+    for line in embedded_numbers(x):
+        print(f"warning: {line}")
     LOST.clear()
     rollouts, out = roll_out(x, parent=runs.OUTPUTS / x.name, started=STARTED)
     print(f"{'split':<34}{x.split}\n{episode_table(rollouts)}\n\nwritten to {out}" + (f", but for {', '.join(LOST)}" if LOST else ""))

@@ -23,12 +23,12 @@ FIXED = ("model", "optimizer._target_", "task", "seed")  # keys that a continued
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()) -> dict[str, tuple[Any, Any]]:
-    """Dotted key → (old, new) for every value that differs, the run's length and the keys `beside` it left out."""
+    """Dotted key → (old, new) for every value that differs, the run's length, the keys `beside` it and mere suggestions left out."""
     before, after = flat(redacted(old)), flat(redacted(new))
     return {
         key: (before.get(key), after.get(key))
         for key in dict.fromkeys((*before, *after))
-        if before.get(key) != after.get(key) and key not in LENGTH + beside
+        if before.get(key) != after.get(key) and key not in LENGTH + beside and "suggests" not in key.split(".")
     }
 
 

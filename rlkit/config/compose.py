@@ -22,6 +22,7 @@ from rlkit.config.problems.numbers import range_problems
 from rlkit.config.problems.schedules import first_steps, phase_problems
 from rlkit.config.problems.trial import dry_run
 from rlkit.config.schema import build, check, renamed
+from rlkit.config.suggestions import RESOLVERS
 from rlkit.errors import ConfigError, nearest
 from rlkit.system.redaction import learn
 
@@ -69,8 +70,11 @@ def compose(
 
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf
 
     logging.getLogger("hydra").setLevel(logging.ERROR)
+    for name, resolver in RESOLVERS.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
     search = searchpath(config_dir)
     _check_searchpath(overrides)
     GlobalHydra.instance().clear()

@@ -47,9 +47,12 @@ def experiment(*overrides: str, config_dir: str | None = None, **keywords: Any) 
     if problems := phase_problems(composed.config, [f"{path}={type(part).__name__}" for path, part in parts.items()]):
         raise ConfigError("\n".join(problems))
     x, config = build(composed.config), composed.config
+    suggested = getattr(x.model, "suggests", {})
     for path, part in parts.items():
         x = placed(x, path, part, Experiment, path)
         config = with_value(config, path, described(reduce(inside, path.split("."), x)))
+    if hasattr(x.model, "__dict__"):
+        vars(x.model)["suggests"] = suggested  # the other numbers are those of the option that the object replaces
     configured = Configured(*checked(x))
     configured.config, configured.overrides = config, () if parts else tuple(composed.overrides)
     return configured
@@ -194,6 +197,7 @@ def the_policy(policy: Policy) -> Callable[..., Policy]:
         policy.model.to(device)
         return policy
 
+    vars(model)["path"] = getattr(policy.model.config, "_name_or_path", None)
     return model
 
 

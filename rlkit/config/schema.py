@@ -24,6 +24,11 @@ from rlkit.errors import ConfigError, nearest
 SPECIAL = ("_target_", "_partial_", "_args_", "suggests")
 KINDS = {"_target_": str, "_partial_": bool, "_args_": list}
 WANTED = {"_target_": "the name of a function; write MODULE.FUNCTION", "_partial_": "true or false", "_args_": "a list of values"}
+# What an option may suggest to other groups, and of what kind it is; every number is greater than 0.
+SUGGESTED: dict[str, Any] = {
+    **dict.fromkeys(("lr", "lora_lr", "critic_lr"), float), "thinking": bool | None, "max_new_tokens": int | None,
+    **dict.fromkeys(("steps", "micro_batch_tokens", "max_new_tokens_thinking", "turns", "prompts"), int), "embedded": str, "kl": Any,
+}  # fmt: skip
 MISSING = "???"
 GIVEN_LATER = ("split", "device")  # keyword-only parameters that the run passes itself
 # Where a module of version 0.1 is now: configs and run folders that name it keep working for one version.
@@ -80,7 +85,7 @@ def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str) 
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     hints = _hints(target)
     keys = [key for key in node if key not in SPECIAL]
-    problems = []
+    problems = _check_suggestions(node.get("suggests", {}), _join(path, "suggests"))
     for key in keys:
         where = _join(path, key)
         if key in named:
@@ -91,6 +96,21 @@ def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str) 
     for name, p in named.items():
         if p.default is p.empty and name not in keys and not node.get("_args_") and not (partial and name in GIVEN_LATER):
             problems.append(f"{_join(path, name)}: '{node['_target_']}' needs a value here")
+    return problems
+
+
+def _check_suggestions(given: Any, path: str) -> list[str]:
+    """What of an option's suggestions nothing reads, or could not take: also where a value that is set hides it."""
+    if not isinstance(given, dict):
+        return [f"{path}: {given!r} is not a mapping of suggestions"]
+    problems = []
+    for key, value in given.items():
+        if key not in SUGGESTED:
+            problems.append(f"{path}.{key}: nothing reads this.{nearest(key, SUGGESTED)} There are: {', '.join(SUGGESTED)}")
+        elif not fits(value, SUGGESTED[key]):
+            problems.append(f"{path}.{key}: {value!r} is not {describe(SUGGESTED[key])}")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
+            problems.append(f"{path}.{key}={value}: must be greater than 0")
     return problems
 
 
@@ -251,7 +271,9 @@ def build(node: Any, path: str = "") -> Any:
     target = resolve(node["_target_"])
     arguments = [build(a, f"{path}._args_") for a in node.get("_args_", ())]
     if _is_partial(node):
-        return functools.partial(target, *arguments, **values)
+        part = functools.partial(target, *arguments, **values)
+        vars(part)["suggests"] = node.get("suggests", {})  # for problems/doubts.py; no call sees it
+        return part
     try:
         return target(*arguments, **values)
     except (TypeError, ValueError) as error:

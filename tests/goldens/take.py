@@ -37,7 +37,7 @@ CASES: dict[str, list[str]] = {
     "kl_in_reward": ["kl=k1", "kl.placement=reward"],
     "kl_adaptive": ["kl/coef=adaptive"],
     **{f"reference_{name}": [f"reference={name}"] for name in ("ema", "periodic", "on_kl")},
-    "lora_ema": ["model.lora.rank=4", "reference=ema"],
+    "lora_ema": ["model.lora.rank=4", "reference=ema", "optimizer.lr=3e-4"],
     "mixture": ["task=mixture", "environment.environments.guess_number.max_turns=3"],
     "phases": ["schedule=grpo_to_dapo", "schedule.phases.explore.until=0.4"],
     "refills": ["algorithm/group_filter=mixed", "algorithm.max_refills=2"],

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlkit.config.problems.assumptions import assumption_warnings
@@ -10,7 +13,7 @@ from rlkit.config.problems.schedules import schedule_warnings
 from rlkit.training.schedules import phases
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
-    from rlkit.training.experiment import Experiment
+    from rlkit.training.experiment import Experiment, RolloutRun
 
 
 def warnings(x: Experiment) -> list[str]:
@@ -19,6 +22,7 @@ def warnings(x: Experiment) -> list[str]:
 
     a, out = x.algorithm, schedule_warnings(x) + list(dict.fromkeys(text for p in phases(x).values() for text in assumption_warnings(p)))
     updates = a.epochs * a.minibatches
+    out += embedded_numbers(x, ("optimizer.lr", "trainer.steps", "generation.max_new_tokens")) + _adapter_rate(x)
     if not x.needs_reference and x.reference.name != "none":
         out.append(f"reference={x.reference.name} is not built: no KL uses it (kl={x.kl.name}, kl.coef={x.kl.coef})")
     lora = getattr(x.model, "keywords", {}).get("lora")
@@ -44,6 +48,46 @@ def warnings(x: Experiment) -> list[str]:
     if "pair_selector" in inspect.signature(a.advantage).parameters and updates > 1:
         out.append(f"algorithm={a.name}: with {updates} updates a step, pair weights after the first are those of the policy before it")
     return out
+
+
+def embedded_numbers(x: Experiment | RolloutRun, keys: Sequence[str] = ("generation.max_new_tokens",)) -> list[str]:
+    """Numbers for the model that ships with rlkit, among these keys, where another model runs with them."""
+    own = getattr(x.model, "suggests", {})
+    path = getattr(x.model, "keywords", getattr(x.model, "__dict__", {})).get("path")
+    if own.get("max_new_tokens") is None or _is_embedded(path):
+        return []
+    used = {
+        "optimizer.lr": (_rate(x), (own["lr"], own["lora_lr"])),
+        "trainer.steps": (x.trainer.steps, (own["steps"],)),
+        "generation.max_new_tokens": (x.generation.max_new_tokens, (own["max_new_tokens"],)),
+    }
+    kept = [f"{key}={value}" for key, (value, tiny) in used.items() if key in keys and value in tiny]
+    model = f"model.path={path}" if path else "model: another than the embedded one"
+    return [f"{model} runs with numbers for the tiny model: {', '.join(kept)}; choose model=pretrained, or set them"] if kept else []
+
+
+def _is_embedded(path: str | None) -> bool:
+    """Whether a path names the model that ships with rlkit, or a folder with a model of the same shape, such as an export of it."""
+    from rlkit.models.load import EMBEDDED, TINY
+
+    shapes = [json.loads(f.read_text()) if f.is_file() else {} for f in (TINY / "config.json", Path(path or "") / "config.json")]
+    return path in EMBEDDED or shapes[0].get("hidden_size") == shapes[1].get("hidden_size")
+
+
+def _rate(x: Experiment | RolloutRun) -> float | None:
+    """The learning rate at the beginning of a run; None where nothing is trained."""
+    return getattr(getattr(x, "optimizer", None), "keywords", {}).get("lr")
+
+
+def _adapter_rate(x: Experiment) -> list[str]:
+    """Adapters that are trained with the learning rate of all weights."""
+    own, lora, rate = getattr(x.model, "suggests", {}), getattr(x.model, "keywords", {}).get("lora"), _rate(x)
+    if not (lora and lora.rank and rate is not None and rate == own.get("lr") != own.get("lora_lr")):
+        return []
+    return [
+        f"model.lora.rank={lora.rank} optimizer.lr={rate:g}: is the rate for all weights of this model, and adapters need about ten times "
+        f'more (Schulman et al. 2025, "LoRA Without Regret"); try optimizer.lr={own.get("lora_lr") or 10 * rate:g}'
+    ]
 
 
 def _too_late(x: Experiment) -> list[tuple[str, int, str]]:

@@ -1,4 +1,4 @@
-"""Known pathologies, said in plain words, each once until it has gone away."""
+"""Known pathologies, said in plain words with the key to turn. Advice on settings comes once, the others once until they go away."""
 
 from __future__ import annotations
 
@@ -18,22 +18,37 @@ def all_rewards_equal(row: Row) -> str | None:
     demonstrated = "reward/demonstration/mean" in row  # nothing is sampled, and all of it is to be learned
     if row["group/frac_zero_std"] < 1 or compared or demonstrated:
         return None
+    bad = row["group/frac_all_bad"] > 0.5
+    remedy = "choose easier problems (task), or warm the model up (experiment=sft)" if bad else "choose harder problems (task)"
     return (
-        f"all rewards of every prompt's group are equal (mean {row['reward/mean']:.2f}): there is nothing to learn from. Easier or harder "
-        "problems, a larger batch.group_size or a warm-up of the model would help"
+        f"all rewards of every prompt's group are equal (mean {row['reward/mean']:.2f}): there is nothing to learn from; raise "
+        f"batch.group_size, {remedy}"
     )
 
 
-def all_truncated(row: Row) -> str | None:
-    """Every episode was cut."""
-    text = "every episode was truncated: raise generation.max_new_tokens or the environment's max_turns, or check the end-of-turn token"
-    return text if row["len/truncated_frac"] >= 1 else None
+REMEDIES = {  # what cut most episodes → the key to turn
+    "length": "raise generation.max_new_tokens, or shorten thinking (model.enable_thinking=false, generation.max_thinking_tokens)",
+    "context": "lower generation.max_new_tokens or the environment's max_turns, or set its overflow=drop_oldest",
+    "steps": "raise the environment's max_turns (environment.max_turns; with environment=by_task environment.environments.NAME.max_turns)",
+    "deadline": "raise environment.deadline",
+    "environment": "raise the environment's own limit",
+    "error": "look at the error in samples/",
+}
+
+
+def nearly_all_truncated(row: Row) -> str | None:
+    """More than nine tenths of the episodes were cut."""
+    if not row["len/truncated_frac"] > 0.9:
+        return None
+    why = max(REMEDIES, key=lambda why: row[f"stop_reason/{why}"])
+    return f"{row['len/truncated_frac']:.0%} of the episodes were truncated, most of them by {why}: {REMEDIES[why]}"
 
 
 def parse_failures(row: Row) -> str | None:
     """More than a fifth of the episodes have a tool call that cannot be read."""
     share = row["parse_fail_frac"]
-    return f"{share:.0%} of the episodes have a tool call that cannot be read: look at samples/" if share > 0.2 else None
+    remedy = "look at samples/, and choose the format that the model writes with environment/parse_calls (hermes, xml)"
+    return f"{share:.0%} of the episodes have a tool call that cannot be read: {remedy}" if share > 0.2 else None
 
 
 def reward_failures(row: Row) -> str | None:
@@ -91,7 +106,7 @@ def waits_for_cores(row: Row) -> str | None:
 
 CHECKS: tuple[Callable[[Row], str | None], ...] = (
     all_rewards_equal,
-    all_truncated,
+    nearly_all_truncated,
     parse_failures,
     reward_failures,
     environment_failures,
@@ -100,6 +115,9 @@ CHECKS: tuple[Callable[[Row], str | None], ...] = (
     update_skipped,
     waits_for_cores,
 )
+
+
+ADVICE = {"all_rewards_equal", "nearly_all_truncated", "parse_failures"}  # on the settings, which a run does not change: said once
 
 
 class Health(L.Callback):
@@ -114,4 +132,4 @@ class Health(L.Callback):
             if name not in self.active:
                 first = failures(module.rollouts) if name == environment_failures.__name__ else ""
                 trainer.print(f"warning: step {module.rl_step}: {first or text}")
-        self.active = set(found)
+        self.active = set(found) | (self.active & ADVICE)
