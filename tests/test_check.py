@@ -100,16 +100,3 @@ def test_a_card_that_is_not_here(capsys):
 )
 def test_a_forecast_refuses_what_it_does_not_know(words, expected, capsys):
     assert main(["check", *words]) == 2 and expected in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_processor_of_this_machine_as_a_card():
-    """Every measured rate is there, and a step of the embedded model costs something in each part."""
-    from rlkit.commands.forecast import measured
-    from rlkit.models.load import pretrained_config
-    from rlkit.models.roofline import Load, forecast, shape_of
-
-    shape = shape_of(pretrained_config("tiny"))
-    card = measured(shape, 1)
-    assert min(card.bandwidth, card.flops, card.decode_flops, card.entry_s, card.memory) > 0 and card.itemsize == 4
-    assert forecast(card, shape, Load(2, 2, 26, 32, 64)).total > 0

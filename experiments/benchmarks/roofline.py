@@ -12,31 +12,19 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import bench
 
-SIZES = {"0.9": None, "4.5": (256, 5), "26": (512, 8)}  # millions of parameters → hidden size, layers; None: the embedded model
 WITHIN = 0.25
-BASE = [
-    "model._target_=bench.endless",
-    "environment=single_turn",
-    "reward=numeric",
-    "reward.terms.numeric.fn._target_=roofline.spread",
-    "trainer.accelerator=cpu",
-    "trainer.threads=1",
-]
-
-
-def spread(rollout: Any, /) -> float:
-    """1 or 0, by the length of the text: random weights solve nothing, and groups that agree teach nothing."""
-    text = rollout.steps[-1].content if rollout.steps else ""
-    return 1.0 if text.strip() == rollout.task.answer else float(bool(text) and sum(map(ord, text)) % 2)
+BASE = [*bench.SPREAD, "trainer.accelerator=cpu", "trainer.threads=1"]
 
 
 def processor_clock(run: Path, /) -> Any:
@@ -56,23 +44,143 @@ def processor_clock(run: Path, /) -> Any:
     return Clock()
 
 
-def model_folder(size: str, folder: Path) -> str:
-    """A model of this size with random weights, beside the embedded tokenizer; its path."""
-    from rlkit.models.load import TINY, pretrained_config, pretrained_tokenizer
+# ------------------------------------------------------------------------------------ the processor of this machine as a card
 
-    if SIZES[size] is None:
-        return "tiny"
+
+def processor(shape: Any, threads: int, clock: Callable[[], float] = time.process_time) -> Any:
+    """This machine's processor as a card: what its products, its memory, and the engine and the update of the embedded model take.
+
+    A decode step and an update of the embedded model are measured at two numbers of tokens each. What they take beyond their products
+    is a part for each call and a part for each token, and both are carried over to another model by its layers and its width.
+
+    Args:
+      shape: of the model that is asked about; products are measured at its sizes.
+      threads: of torch. clock: seconds; of the processor, one thread has to be used.
+    """
     import torch
-    from transformers import AutoModelForCausalLM
 
-    hidden, layers = SIZES[size]
-    config = pretrained_config(str(TINY))
-    heads = {"num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64, "layer_types": ["full_attention"] * layers}
-    config.update({"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, **heads})
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "model")
-    pretrained_tokenizer("tiny").save_pretrained(folder / "model")
-    return str(folder / "model")
+    from rlkit.models.load import load_policy
+    from rlkit.models.roofline import shape_of
+
+    torch.set_num_threads(threads)
+    policy = load_policy(path="tiny")._replace(eos_token_ids=(1,))  # no reply ends
+    tiny = shape_of(policy.model.config)
+    bandwidth = stream_rate(clock)
+    own, other = (dict(zip(("train", "decode"), product_rates(s, clock), strict=True)) for s in (tiny, shape))
+    few, many, reply = 4, 64, 32
+    steps = {rows: decode_seconds(policy, rows, reply, clock) for rows in (few, many)}
+    entry = draw_seconds(tiny.vocab, clock)
+    row = max(0.0, (steps[many] - steps[few]) / (many - few))
+    products = 2 * (tiny.used + tiny.hidden * tiny.vocab)
+    beyond = row - products / own["decode"] - tiny.vocab * entry
+    short, long = 128, 2048
+    passes = {tokens: update_seconds(policy, tokens, clock) for tokens in (short, long)}
+    token = max(0.0, (passes[long] - passes[short]) / (long - short))
+    width = tiny.layers * tiny.hidden
+    from rlkit.models.roofline import LAYER_KERNELS, STEP_KERNELS, Card
+
+    return Card(
+        name=f"the processor of this machine, {torch.get_num_threads()} threads",
+        memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        bandwidth=bandwidth,
+        flops=other["train"],
+        decode_flops=other["decode"],
+        kernel_s=max(0.0, steps[few] - few * row) / (tiny.layers * LAYER_KERNELS + STEP_KERNELS),
+        entry_s=entry,
+        itemsize=4,
+        touch_s=max(0.0, beyond) / width,
+        train_touch_s=max(0.0, token - 3 * products / own["train"]) / width,
+        train_layer_s=max(0.0, passes[short] - short * token) / tiny.layers,
+        source="measured now",
+    )
+
+
+def taken(work: Callable[[], Any], clock: Callable[[], float], rounds: int = 3) -> float:
+    """The least seconds of a few rounds, after one that warms up."""
+    work()
+    spent = []
+    for _ in range(rounds):
+        begun = clock()
+        work()
+        spent.append(clock() - begun)
+    return min(spent)
+
+
+def stream_rate(clock: Callable[[], float]) -> float:
+    """Bytes a second read and written by a copy that no cache holds."""
+    import torch
+
+    source = torch.ones(1 << 24)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / taken(lambda: target.copy_(source), clock)
+
+
+def product_rates(shape: Any, clock: Callable[[], float]) -> tuple[float, float]:
+    """Operations a second of float32 products of this model's MLP: forward and backward of a micro-batch, and the rows of a decode step."""
+    import torch
+
+    weight = torch.randn(shape.mlp, shape.hidden, requires_grad=True)
+    rates = []
+    for rows, backward in ((2048, True), (64, False)):
+        x = torch.randn(rows, shape.hidden, requires_grad=True)
+        upstream, operations = torch.ones(rows, shape.mlp), 2 * rows * weight.numel() * (3 if backward else 1)
+        repeats = max(1, int(4e8 / operations))
+
+        def work(x: Any = x, upstream: Any = upstream, backward: bool = backward, repeats: int = repeats) -> None:
+            for _ in range(repeats):
+                with torch.set_grad_enabled(backward):
+                    out = torch.nn.functional.linear(x, weight)
+                if backward:
+                    torch.autograd.grad(out, (x, weight), upstream)
+
+        rates.append(operations * repeats / taken(work, clock))
+    return rates[0], rates[1]
+
+
+def decode_seconds(policy: Any, rows: int, tokens: int, clock: Callable[[], float]) -> float:
+    """Of one decode step of so many rows, the cached engine's own work included."""
+    from rlkit.engines import Cached
+    from rlkit.functional import mix
+    from rlkit.system.loops import run, together
+    from rlkit.types import SamplingParams
+
+    params = SamplingParams(max_new_tokens=tokens)
+
+    async def sampled(engine: Any) -> None:
+        await engine.load(policy, 0)
+        await together(engine.generate(i, range(100, 132), mix(0, i), params) for i in range(rows))
+
+    engine = Cached()
+    return taken(lambda: run(sampled(engine)), clock) / tokens
+
+
+def draw_seconds(vocab: int, clock: Callable[[], float]) -> float:
+    """Of the draw, per row and vocabulary entry."""
+    import torch
+
+    from rlkit.engines.transformers import draw
+
+    logits, seeds = torch.randn(64, vocab), torch.arange(64)
+    return taken(lambda: draw(logits, seeds, seeds, 1.0), clock, 10) / logits.numel()
+
+
+def update_seconds(policy: Any, tokens: int, clock: Callable[[], float]) -> float:
+    """Forward and backward of rows of 64 tokens, half of each its own prompt."""
+    import torch
+
+    from rlkit.models.log_probs import forward_logprobs
+    from rlkit.models.packing import pack
+
+    ids = torch.randint(0, 700, (tokens // 64, 64), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(64) >= 32).expand(ids.shape)
+
+    def work() -> None:
+        forward_logprobs(policy.model, pack(ids, mask)).logprobs.sum().backward()
+
+    return taken(work, clock)
+
+
+# -------------------------------------------------------------------------------------------------------- both sides
 
 
 def overrides(given: dict[str, Any], path: str) -> list[str]:
@@ -86,7 +194,7 @@ def measured(given: dict[str, Any]) -> dict[str, float]:
     from rlkit.commands.cli import main
 
     with tempfile.TemporaryDirectory() as folder:
-        words = overrides(given, model_folder(given["size"], Path(folder)))
+        words = overrides(given, bench.model_folder(given["size"], Path(folder)))
         quiet = ["logger=none", "schedule=constant", "evaluation.n=0", "~callbacks.checkpoint", "~callbacks.samples"]
         clock = ["+callbacks.clock={_target_: roofline.processor_clock, _partial_: true}"]
         if main(["train", f"hydra.run.dir={folder}/run", *quiet, *clock, *words]):
@@ -111,11 +219,11 @@ def expected(given: dict[str, Any]) -> dict[str, Any]:
     from rlkit.models import roofline
 
     with tempfile.TemporaryDirectory() as folder:
-        composed = compose(overrides(given, model_folder(given["size"], Path(folder))))
+        composed = compose(overrides(given, bench.model_folder(given["size"], Path(folder))))
         x = experiment(composed)
         shape = forecast.shape_of_run(x)
         load, _ = forecast.load_of(x, composed.config, {"reply_share": "1"})
-    card = forecast.measured(shape, 1, time.process_time)
+    card = processor(shape, 1)
     found = roofline.forecast(card, shape, load)
     return {"step": found.total, "parts": dict(found.seconds), "parameters": shape.parameters, "card": card._asdict()}
 
@@ -126,7 +234,7 @@ def main() -> None:
         bench.answer({"measured": measured, "expected": expected}[sys.argv[2]](given))
         return
     parser = bench.parser(__doc__, rounds=3, threads=1, device=False)
-    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES), help="millions of parameters")
+    parser.add_argument("--sizes", nargs="+", choices=tuple(bench.SIZES), default=list(bench.SIZES), help="millions of parameters")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=48)

@@ -1,9 +1,8 @@
 """Seconds and bytes of an RL step from sizes alone: nothing is loaded, no card is needed.
 
 A pass takes the longer of its arithmetic and the memory it moves (Williams, Waterman and Patterson 2009, "Roofline"). A decode step is
-bound by memory: it reads all weights once, and the keys and values of every row. What it costs beyond that is counted beside it: the
-noise of the draw, adapters, and the start of its kernels. Everything here is a pure function of a model's sizes (`Shape`), a run's
-lengths (`Load`) and a `Card`.
+bound by memory: it reads all weights once, and the keys and values of every row. The noise of the draw, adapters and the start of
+kernels are counted beside it. Everything is a pure function of a model's `Shape`, a step's `Load` and a `Card`.
 """
 
 from __future__ import annotations
@@ -11,57 +10,57 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-# What the decode engine does, per row and vocabulary entry, row or step.
-NOISE_BYTES = 8  # moved per entry by the sampling noise
-LOGIT_BYTES = 16  # per entry: logits written in bfloat16, read, normalised and searched in float32
-KV_READ = 0.75  # share of the cached positions that attention reads which hold a token of that row
-ROOM_USED = 0.7  # share of the reserved positions that hold a token
+# What the decode engine does.
+NOISE_BYTES = 8  # moved by the sampling noise per row and vocabulary entry
+LOGIT_BYTES = 16  # the same by the logits: written in bfloat16, read, normalised and searched in float32
+ROOM_USED = 0.7  # share of the reserved positions, all of which attention reads, that hold a token
 LAYER_KERNELS, STEP_KERNELS = 24, 40  # kernels of a layer, and of embedding, head, draw and bookkeeping
-ADAPTER_KERNELS = 2  # of one adapted projection: down, up with the addition
-SHAPES, CAPTURE_S = 24, 0.1  # graphs captured in a whole run, and seconds of each
+ADAPTER_KERNELS = 2  # of each of the seven adapted projections: down, up with the addition
+GRAPHS, CAPTURE_S = 24, 0.1  # graphs captured in a whole run, and seconds of each
 # What the trainer does.
-LOGITS_HELD = 6 * 4 * 2**25  # bytes of one chunk of logits, CHUNK_LOGITS entries, and of what is made of it
+LOGITS_HELD = 6 * 4  # bytes of an entry of a chunk of logits, with all that is made of it
+CHUNK = 1 << 25  # entries of a chunk, as in rlkit.models.log_probs
 ADAM_BYTES = 28  # moved per trained number: weight, gradient and two moments read, all but the gradient written
 RESERVED = 1.5e9  # bytes of CUDA itself, kernels and workspaces
-PROJECTIONS = 7  # q, k, v, o, gate, up, down
 
 
 class Card(NamedTuple):
-    """A device as the model sees it; rates are those that programs reach, not those of the data sheet."""
+    """A device: rates that programs reach, not those of the data sheet."""
 
     name: str
     memory: float  # bytes
     bandwidth: float  # bytes a second
-    flops: float  # bfloat16 multiply-adds × 2 a second in training and prefill; float32 on a CPU
+    flops: float  # multiply-adds × 2 a second in training and prefill: bfloat16, float32 on a CPU
     decode_flops: float  # the same with one token a row
-    kernel_s: float  # shortest time of one kernel inside a CUDA graph; on a CPU of one call
-    entry_s: float  # a draw, per row and vocabulary entry
+    kernel_s: float  # shortest time of a kernel inside a CUDA graph; on a CPU of a call
+    entry_s: float  # of a draw, per row and vocabulary entry
+    source: str
     itemsize: int = 2  # bytes of a number in the arithmetic
-    touch_s: float = 0.0  # beyond products, of a token, layer and unit of width: on a CPU elementwise work is not hidden
+    touch_s: float = 0.0  # beyond products, of a decoded token, layer and unit of width: a CPU does not hide elementwise work
     train_touch_s: float = 0.0  # the same in forward and backward of an update
     train_layer_s: float = 0.0  # of a micro-batch and layer, whatever its tokens
-    host_s: float = 1.5e-3  # Python of one reply: template, tokenizer, environment, reward, records
-    source: str = ""
+    host_s: float = 1.5e-3  # Python of a reply: template, tokenizer, environment, reward, records
 
 
 def gpu(name: str, gigabytes: float, terabytes: float, teraflops: float, reached: float, source: str) -> Card:
-    """A card from its data sheet: memory, bandwidth and dense bfloat16 arithmetic, and the share of the latter that training reaches.
+    """A card from its data sheet: memory, bandwidth, dense bfloat16 arithmetic, and the share of the latter that training reaches.
 
-    Streaming kernels reach about 0.9 of the bandwidth on all of them (4.3 of 4.8 TB/s on an H200).
+    Streaming kernels reach about 0.9 of the bandwidth (4.3 of 4.8 TB/s on an H200).
     """
-    bandwidth = 0.9 * terabytes * 1e12
-    entry = (NOISE_BYTES + LOGIT_BYTES) / bandwidth
-    flops = reached * teraflops * 1e12
-    return Card(name, gigabytes * 1e9, bandwidth, flops, flops, 1.5e-6, entry, source=source)
+    bandwidth, flops = 0.9 * terabytes * 1e12, reached * teraflops * 1e12
+    return Card(name, gigabytes * 1e9, bandwidth, flops, flops, 1.5e-6, (NOISE_BYTES + LOGIT_BYTES) / bandwidth, source)
 
 
 CARDS = {
-    "h200": gpu("NVIDIA H200 SXM", 141, 4.8, 989, 0.4, "NVIDIA H200 data sheet (2024)"),
-    "h100": gpu("NVIDIA H100 SXM", 80, 3.35, 989, 0.4, "NVIDIA H100 data sheet (2023)"),
-    "a100": gpu("NVIDIA A100 SXM 80 GB", 80, 2.039, 312, 0.5, "NVIDIA A100 data sheet (2021)"),
-    "4090": gpu("GeForce RTX 4090", 24, 1.008, 165.2, 0.6, "NVIDIA Ada GPU architecture, appendix A (2023), float32 sums"),
-    "l4": gpu("NVIDIA L4", 24, 0.3, 121, 0.4, "NVIDIA L4 data sheet (2023); its 242 TFLOP/s are of sparse matrices"),
-}
+    "h200": gpu("NVIDIA H200 SXM", 141, 4.8, 989, 0.4, "data sheet, 2024"),
+    "h100": gpu("NVIDIA H100 SXM", 80, 3.35, 989, 0.4, "data sheet, 2023"),
+    "a100": gpu("NVIDIA A100 SXM 80 GB", 80, 2.039, 312, 0.5, "data sheet, 2021"),
+    "4090": gpu("GeForce RTX 4090", 24, 1.008, 165.2, 0.6, "NVIDIA Ada architecture, appendix A, with float32 sums"),
+    "l4": gpu("NVIDIA L4", 24, 0.3, 121, 0.4, "data sheet, 2023; the 242 TFLOP/s there are of sparse matrices"),
+    # One thread; experiments/benchmarks/roofline.py measures these numbers on any machine.
+    "cpu": Card("one core of an Intel Xeon at 2.5 GHz", 25e9, 3.2e10, 8.6e10, 9.5e10, 1.1e-5, 6.1e-9, "measured 2026-11-22", 4, 6.8e-8,
+                4.7e-8, 1.8e-3),
+}  # fmt: skip
 
 
 class Shape(NamedTuple):
@@ -81,16 +80,14 @@ class Shape(NamedTuple):
 
     @property
     def attention(self) -> int:
-        """Numbers of the four projections of a layer."""
         return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
 
     @property
     def parameters(self) -> int:
         """All numbers of the model, biases aside."""
-        router = self.experts * self.hidden if self.experts > 1 else 0
-        norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm
-        layer = self.attention + 3 * self.hidden * self.mlp * self.experts + router + norms
-        return self.layers * layer + self.hidden + self.vocab * self.hidden * (1 if self.tied else 2)
+        norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm + self.experts * self.hidden * (self.experts > 1)  # and a router
+        layer = self.attention + 3 * self.hidden * self.mlp * self.experts + norms
+        return self.layers * layer + self.hidden + self.vocab * self.hidden * (2 - self.tied)
 
     @property
     def used(self) -> int:
@@ -99,7 +96,7 @@ class Shape(NamedTuple):
 
     def adapters(self, rank: int) -> int:
         """Numbers of adapters of this rank on all projections."""
-        ends = 2 * (self.hidden + self.head_dim * self.heads) + 2 * (self.hidden + self.head_dim * self.kv_heads)
+        ends = 4 * self.hidden + 2 * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * rank * (ends + 3 * (self.hidden + self.mlp) * self.experts)
 
     def kv_bytes(self, itemsize: int = 2) -> int:
@@ -107,7 +104,7 @@ class Shape(NamedTuple):
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
 
-# Sizes of the models that conf/model names, as in their config.json on the hub: no network is needed for them.
+# As in their config.json on the hub: no network is needed for them.
 KNOWN = {
     "Qwen/Qwen3-0.6B": Shape(28, 1024, 16, 8, 128, 3072, 151_936, True),
     "Qwen/Qwen3-1.7B": Shape(28, 2048, 16, 8, 128, 6144, 151_936, True),
@@ -119,21 +116,14 @@ KNOWN = {
 
 def shape_of(config: Any) -> Shape:
     """The sizes in a Hugging Face config of a Llama-like model."""
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
+    c, heads = config, config.num_attention_heads
+    experts = getattr(c, "num_experts", None) or getattr(c, "num_local_experts", None) or 1
+    mlp = getattr(c, "moe_intermediate_size", None) if experts > 1 else None
     return Shape(
-        layers=config.num_hidden_layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or hidden // heads,
-        mlp=(getattr(config, "moe_intermediate_size", None) if experts > 1 else None) or config.intermediate_size,
-        vocab=config.vocab_size,
-        tied=bool(config.tie_word_embeddings),
-        experts=experts,
-        active=getattr(config, "num_experts_per_tok", None) or 1,
-        qk_norm=config.model_type.startswith("qwen3"),
-    )
+        c.num_hidden_layers, c.hidden_size, heads, getattr(c, "num_key_value_heads", None) or heads,
+        getattr(c, "head_dim", None) or c.hidden_size // heads, mlp or c.intermediate_size, c.vocab_size, bool(c.tie_word_embeddings),
+        experts, getattr(c, "num_experts_per_tok", None) or 1, c.model_type.startswith("qwen3"),
+    )  # fmt: skip
 
 
 class Load(NamedTuple):
@@ -142,7 +132,7 @@ class Load(NamedTuple):
     prompts: int
     group: int
     prompt: int  # mean of the first prompt
-    reply: int  # mean of one reply
+    reply: int  # mean of a reply
     longest: int  # generation.max_new_tokens
     turns: int = 1  # replies of an episode
     rank: int = 0  # of the adapters; 0: all weights are trained
@@ -151,97 +141,74 @@ class Load(NamedTuple):
     max_rows: int = 256
     max_cached: int = 1 << 20
     scoring: int = 1  # passes without gradient: reference, old policy
-    copies: int = 0  # further copies of all weights: a reference that moves or stands beside trained weights
+    copies: int = 0  # further copies of all weights: a reference beside trained weights
     updates: int = 1  # optimizer steps
     epochs: int = 1
     steps: int = 100  # of the run, over which what is done once is spread
 
-    @property
-    def replies(self) -> int:
-        return self.prompts * self.group * self.turns
-
-    @property
-    def mean_room(self) -> int:
-        """Tokens of an episode at its end."""
-        return self.prompt + self.turns * self.reply
-
-    @property
-    def room(self) -> int:
-        """Tokens of the longest episode."""
-        return self.prompt + self.turns * self.longest
-
 
 class Forecast(NamedTuple):
-    """What `forecast` expects: bytes by name, seconds by name, replies decoded at once, tokens a second and the share of the limit."""
+    """Bytes and seconds by name, replies decoded at once, decoded tokens a second, and the share of the bandwidth limit that they are."""
 
     memory: Mapping[str, float]
     fits: bool
     slots: int
     seconds: Mapping[str, float]
     tokens_per_s: float
-    share: float  # of what bandwidth alone would allow for decoding
+    share: float
 
     @property
     def total(self) -> float:
         return sum(self.seconds.values())
 
+    @property
+    def held(self) -> float:
+        return sum(self.memory.values())
+
 
 def decode_limit(card: Card, shape: Shape, rows: float, context: float) -> float:
-    """Tokens a second if a decode step did nothing but read the weights once, and keys and values of all rows.
-
-    rows · bandwidth / (weights + rows · context · bytes of a token's keys and values)
-    """
-    weights = shape.parameters * card.itemsize
-    return rows * card.bandwidth / (weights + rows * context * shape.kv_bytes(card.itemsize))
+    """rows · bandwidth / (weights + rows · context · bytes of a token's keys and values), tokens a second: nothing else is read."""
+    return rows * card.bandwidth / (shape.parameters * card.itemsize + rows * context * shape.kv_bytes(card.itemsize))
 
 
 def decode_step(card: Card, shape: Shape, rows: float, context: float, rank: int = 0) -> dict[str, float]:
     """Seconds of one decode step by what they go into: rows of this mean context, adapters of this rank."""
-    touched = min(1.0, rows * shape.active / shape.experts)
-    trunk = shape.parameters * card.itemsize * (touched if shape.experts > 1 else 1.0)
-    flops = 2 * rows * (shape.used + shape.hidden * shape.vocab)
-    adapters = 0.0
-    if rank:
-        adapters = shape.layers * PROJECTIONS * ADAPTER_KERNELS * card.kernel_s
-        adapters += shape.adapters(rank) * (card.itemsize / card.bandwidth + 2 * rows / card.decode_flops)
+    read = shape.parameters * card.itemsize * min(1.0, rows * shape.active / shape.experts)
+    flops, small = 2 * rows * (shape.used + shape.hidden * shape.vocab), shape.adapters(rank)
     return {
-        "weights": max(trunk / card.bandwidth, flops / card.decode_flops) + rows * shape.layers * shape.hidden * card.touch_s,
-        "keys and values": rows * context * shape.kv_bytes(card.itemsize) / KV_READ / card.bandwidth,
+        "weights": max(read / card.bandwidth, flops / card.decode_flops) + rows * shape.layers * shape.hidden * card.touch_s,
+        "keys and values": rows * context * shape.kv_bytes(card.itemsize) / ROOM_USED / card.bandwidth,
         "noise": rows * shape.vocab * card.entry_s,
-        "adapters": adapters,
+        "adapters": bool(rank) * shape.layers * 7 * ADAPTER_KERNELS * card.kernel_s
+        + small * max(card.itemsize / card.bandwidth, 2 * rows / card.decode_flops),
         "launches": (shape.layers * LAYER_KERNELS + STEP_KERNELS) * card.kernel_s,
     }
 
 
 def memory_of(card: Card, shape: Shape, load: Load) -> tuple[dict[str, float], int]:
-    """Bytes by name, and the replies that are decoded at once: their cache takes at most half of what weights and optimizer leave free."""
-    base = shape.parameters
+    """Bytes by name, and the replies decoded at once: their cache takes at most half of what weights and optimizer leave free.
+
+    Backward keeps every layer's norms, rotation, attention, gate, up and residuals; with checkpointing one layer's, and the states
+    between layers.
+    """
+    base, size, kv = shape.parameters, card.itemsize, shape.kv_bytes(card.itemsize)
     trained = shape.adapters(load.rank) if load.rank else base
-    half = card.itemsize == 2
-    held = {
-        "weights": base * (card.itemsize if load.rank else 4) + (4 * trained if load.rank else 0),
-        "copy in bfloat16": 2 * base if half and not load.rank else 0,
+    held: dict[str, float] = {
+        "weights": base * size + 4 * trained if load.rank else 4 * base,
+        "copy in bfloat16": 0 if load.rank or size == 4 else 2 * base,
         "gradients": 4 * trained,
         "optimizer": 8 * trained,
         "reference": 4 * base * load.copies,
+        "CUDA": RESERVED * (size == 2),
     }
-    free = card.memory - sum(held.values()) - (RESERVED if half else 0)
-    room = min(load.room, load.mean_room / ROOM_USED)
-    fitting = min(free / 2 / shape.kv_bytes(card.itemsize), load.max_cached)
-    slots = int(max(0, min(load.prompts * load.group, load.max_rows, fitting // room)))
-    held["cache of keys and values"] = slots * room * shape.kv_bytes(card.itemsize)
-    return held | training_memory(card, shape, load), slots
-
-
-def training_memory(card: Card, shape: Shape, load: Load) -> dict[str, float]:
-    """Bytes of one micro-batch: what backward needs of every layer, or with checkpointing the states between layers and one layer whole."""
-    tokens, queries = load.micro_batch, shape.head_dim * shape.heads
-    both = queries + 2 * shape.head_dim * shape.kv_heads
-    kept = 6 * shape.hidden + 3 * both + 2 * queries + 4 * shape.mlp * shape.active  # norms, rotation, attention, gate and up, residuals
-    layer = tokens * (kept * card.itemsize + 2 * 4 * shape.hidden)  # norms are taken in float32
-    between = tokens * shape.hidden * card.itemsize
-    activations = shape.layers * between + layer if load.checkpointing else shape.layers * layer
-    return {"activations": activations, "logits": min(LOGITS_HELD, 6 * 4 * tokens * shape.vocab)}
+    free = card.memory - sum(held.values())
+    room = min(load.prompt + load.turns * load.longest, (load.prompt + load.turns * load.reply) / ROOM_USED)
+    slots = int(max(0, min(load.prompts * load.group, load.max_rows, min(free / 2 / kv, load.max_cached) // room)))
+    queries, keys = shape.head_dim * shape.heads, shape.head_dim * shape.kv_heads
+    kept = (6 * shape.hidden + 5 * queries + 6 * keys + 4 * shape.mlp * shape.active) * size + 8 * shape.hidden  # norms in float32
+    layers = shape.layers * shape.hidden * size + kept if load.checkpointing else shape.layers * kept
+    logits = LOGITS_HELD * min(CHUNK, load.micro_batch * shape.vocab)
+    return held | {"cache of keys and values": slots * room * kv, "activations": load.micro_batch * layers, "logits": logits}, slots
 
 
 def forecast(card: Card, shape: Shape, load: Load) -> Forecast:
@@ -252,32 +219,31 @@ def forecast(card: Card, shape: Shape, load: Load) -> Forecast:
     and checkpointing takes one more forward. The head is applied again in backward.
     """
     memory, slots = memory_of(card, shape, load)
-    rows = max(1, slots)
-    tokens = load.replies * load.reply  # sampled
-    steps = max(load.turns * load.longest, tokens / rows)
+    replies = load.prompts * load.group * load.turns
+    tokens = replies * load.reply  # sampled
+    steps = max(load.turns * load.longest, tokens / max(1, slots))
     context = load.prompt + load.turns * load.reply / 2
-    step = decode_step(card, shape, tokens / steps, context, load.rank)
-    seconds = {"prefill": load.prompts * load.prompt * 2 * shape.used / card.flops}
-    seconds |= {f"decode: {name}": value * steps for name, value in step.items()}
-    if card.itemsize == 2:
-        seconds["decode: launches"] += SHAPES * CAPTURE_S / load.steps
-    packed = load.prompts * (load.prompt + load.group * load.turns * load.reply)
-    attention = 2 * shape.layers * shape.heads * shape.head_dim * context
-    per_token, head = 2 * shape.used + attention, 2 * shape.hidden * shape.vocab
-    adapted = 2 * shape.adapters(load.rank)
+    decode = {f"decode: {name}": steps * value for name, value in decode_step(card, shape, tokens / steps, context, load.rank).items()}
+    decode["decode: launches"] += GRAPHS * CAPTURE_S / load.steps * (card.itemsize == 2)
+    packed = load.prompts * load.prompt + tokens
+    each, head = 2 * shape.used + 2 * shape.layers * shape.heads * shape.head_dim * context, 2 * shape.hidden * shape.vocab
+    trained = shape.adapters(load.rank) if load.rank else shape.parameters
     factor = 2 + (not load.rank) + load.checkpointing  # forward, gradient of the states, of the weights, forward again
     elementwise = packed * shape.layers * shape.hidden * card.train_touch_s
-    calls = shape.layers * card.train_layer_s * (max(load.updates, packed * load.epochs / load.micro_batch))
-    score = packed * per_token + tokens * head
-    update = packed * (factor * per_token + 3 * adapted) + tokens * head * (3 + (not load.rank))
-    trained = shape.adapters(load.rank) if load.rank else shape.parameters
-    seconds["scoring"] = load.scoring * (score / card.flops + (elementwise + calls) / 3)
-    seconds["update"] = load.epochs * (update / card.flops + elementwise) + calls + load.updates * trained * ADAM_BYTES / card.bandwidth
-    seconds["other"] = load.replies * card.host_s
-    spent = sum(value for name, value in seconds.items() if name.startswith("decode"))
-    limit = decode_limit(card, shape, tokens / steps, context)
-    fits = slots > 0 and sum(memory.values()) + (RESERVED if card.itemsize == 2 else 0) <= card.memory
-    return Forecast(memory, fits, slots, seconds, tokens / spent, tokens / spent / limit)
+    calls = shape.layers * card.train_layer_s * max(load.updates, packed * load.epochs / load.micro_batch)
+    score = packed * each + tokens * head
+    update = packed * (factor * each + 6 * trained * bool(load.rank)) + tokens * head * (3 + (not load.rank))
+    moved = load.updates * trained * ADAM_BYTES
+    seconds = {
+        "prefill": load.prompts * load.prompt * 2 * shape.used / card.flops,
+        **decode,
+        "scoring": load.scoring * (score / card.flops + (elementwise + calls) / 3),
+        "update": load.epochs * (update / card.flops + elementwise) + calls + moved / card.bandwidth,
+        "other": replies * card.host_s,
+    }
+    rate = tokens / sum(decode.values())
+    fits = slots > 0 and sum(memory.values()) <= card.memory
+    return Forecast(memory, fits, slots, seconds, rate, rate / decode_limit(card, shape, tokens / steps, context))
 
 
 def changes(card: Card, shape: Shape, load: Load, most: int = 3) -> list[tuple[str, Forecast]]:
@@ -285,46 +251,35 @@ def changes(card: Card, shape: Shape, load: Load, most: int = 3) -> list[tuple[s
 
     Adapters in place of all weights, and shorter replies, are proposed only where the run does not fit.
     """
+
+    def cost(at: Load) -> tuple[float, float]:
+        """Bytes that are missing, then seconds of a sampled token."""
+        found = forecast(card, shape, at)
+        missing = 0.0 if found.fits else max(1.0, found.held - card.memory)
+        return missing, found.total / (at.prompts * at.group * at.turns * at.reply)
+
     out: list[tuple[str, Forecast]] = []
-    now = forecast(card, shape, load)
     while len(out) < most:
+        missing, seconds = cost(load)
         used = {words.partition("=")[0] for words, _ in out}
-        possible = [(words, other) for words, other in candidates(load, fits=now.fits) if words.partition("=")[0] not in used]
-        tried = [(words, other, forecast(card, shape, other)) for words, other in possible]
-        if not tried:
+        tried = [(cost(other), words, other) for words, other in candidates(load, fits=not missing) if words.partition("=")[0] not in used]
+        then, words, other = min(tried, default=((missing, seconds), "", load))
+        if then[0] > 0.95 * missing or (not missing and then[1] > 0.95 * seconds):
             break
-        words, other, then = min(tried, key=lambda entry: cost(card, entry[2], entry[1]))
-        if cost(card, then, other) > _least(cost(card, now, load)):
-            break
-        out.append((words, then))
-        load, now = other, then
+        load = other
+        out.append((words, forecast(card, shape, load)))
     return out
-
-
-def cost(card: Card, found: Forecast, load: Load) -> tuple[float, float]:
-    """Bytes that are missing, then seconds of a sampled token."""
-    need = sum(found.memory.values()) + (RESERVED if card.itemsize == 2 else 0)
-    missing = 0.0 if found.fits else max(need - card.memory, 1.0)
-    return missing, found.total / (load.replies * load.reply)
-
-
-def _least(now: tuple[float, float]) -> tuple[float, float]:
-    """What a change has to reach to be worth a line."""
-    return 0.95 * now[0], 0.95 * now[1] if not now[0] else float("inf")
 
 
 def candidates(load: Load, *, fits: bool) -> list[tuple[str, Load]]:
     """Changes of one key each."""
-    rollouts = load.prompts * load.group
-    toggled = load._replace(checkpointing=not load.checkpointing)
-    out = [(f"model.gradient_checkpointing={str(toggled.checkpointing).lower()}", toggled)]
+    rollouts, toggled, half = load.prompts * load.group, not load.checkpointing, max(1, load.longest // 2)
+    out = [(f"model.gradient_checkpointing={str(toggled).lower()}", load._replace(checkpointing=toggled))]
     if load.max_rows < rollouts:
         out.append((f"generation.engine.max_rows={rollouts}", load._replace(max_rows=rollouts)))
     if fits:
         return [*out, (f"batch.prompts={2 * load.prompts}", load._replace(prompts=2 * load.prompts))]
     if not load.rank:
         out.append(("model.lora.rank=16", load._replace(rank=16, copies=0)))
-    for part in (2, 4, 8):
-        out.append((f"trainer.micro_batch_tokens={load.micro_batch // part}", load._replace(micro_batch=load.micro_batch // part)))
-    half = load.longest // 2
+    out += [(f"trainer.micro_batch_tokens={n}", load._replace(micro_batch=n)) for n in (load.micro_batch // d for d in (2, 4, 8))]
     return [*out, (f"generation.max_new_tokens={half}", load._replace(longest=half, reply=min(load.reply, half)))]

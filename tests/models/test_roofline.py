@@ -39,9 +39,9 @@ def test_the_bandwidth_limit_of_an_h200(rows, context, thousands):
 
 
 @each("rank", [0, 16])
-@each("card", CARDS)
+@each("card", [name for name in CARDS if name != "cpu"])
 def test_decoding_reaches_half_of_the_bandwidth_limit(card, rank):
-    """At 256 rows of 1k. It is below without what the engine saves: with 270 bytes of noise an entry an H200 reaches 0.42."""
+    """At 256 rows of 1k; and the noise that was, 270 bytes an entry, would cost more than a twentieth of the limit."""
     step = decode_step(CARDS[card], SMALL, 256, 1024, rank)
     share = 256 / sum(step.values()) / decode_limit(CARDS[card], SMALL, 256, 1024)
     assert 0.5 <= share < 1
