@@ -198,7 +198,7 @@ def command(arguments: Arguments) -> int:
     composed = compose(overrides, config_dir=arguments.config_dir)
     x = experiment(composed)
     if given:
-        print(forecast.show(next(iter(first_steps(x).values())), composed.config, given))
+        print(forecast.in_lines(next(iter(first_steps(x).values())), composed.config, given))
         return 0
     check_loggers(x.logger)
     tasks = load_tasks(x)

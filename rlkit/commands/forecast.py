@@ -35,7 +35,7 @@ def asked(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return given, [o for o in overrides if not o.startswith("check.")]
 
 
-def show(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+def in_lines(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     """The forecast: lengths, memory, seconds and where they go, decoding, what to change."""
     card, shape, (load, lengths) = CARDS[given["device"]], shape_of_run(x), load_of(x, config, given)
     found = forecast(card, shape, load)
