@@ -240,10 +240,14 @@ def endless(**given: Any) -> Any:
     return load_policy(**given)._replace(eos_token_ids=NEVER)
 
 
-def spread(rollout: Any, /) -> float:
+def spread_text(text: str, answer: str) -> float:
     """1 or 0, by the characters of the text: random weights solve nothing, and groups that agree teach nothing."""
-    text = rollout.steps[-1].content if rollout.steps else ""
-    return 1.0 if text.strip() == rollout.task.answer else float(bool(text) and sum(map(ord, text)) % 2)
+    return 1.0 if text.strip() == answer else float(bool(text) and sum(map(ord, text)) % 2)
+
+
+def spread(rollout: Any, /) -> float:
+    """`spread_text` of the last reply."""
+    return spread_text(rollout.steps[-1].content if rollout.steps else "", rollout.task.answer)
 
 
 # A run of random weights: replies that never end, one a rollout, and rewards that differ.

@@ -7,10 +7,12 @@
 Both sides: the embedded model, the same prompts in the same order, the same group size, reward, loss (grpo: sequence means, group
 standard deviation), one update a step, AdamW at a constant rate, float32 on a CPU, bfloat16 autocast on a GPU, no checkpointing of
 activations, neither evaluation nor checkpoint, one micro-batch (or --micro-batches of as many rows, on rlkit's side by tokens, so about as
-many), the same number of threads.
+many), the same number of threads. The model is the embedded one, or random weights of another size (--model), whose
+replies get 0 or 1 by their characters.
 Each measurement is a process of its own, sides in turn: rlkit, TRL, rlkit, TRL. `forced` replies never end, so that both sides draw exactly
 the same number of tokens; `natural` ones end where they end. A step's seconds run from the end of a step to the end of the next, so that
-everything a framework does in between is in them. TRL samples by its transformers backend, rlkit by its default engine.
+everything a framework does in between is in them. TRL samples by its transformers backend, or with
+--vllm by vLLM in its own process (colocate); rlkit by its default engine.
 
 peers.csv: a row for each side, length and beta. Peak memory is the most that was resident; `above_import_mib` leaves out what was there
 before the model was loaded. On a GPU both are of torch's allocator. peers_curve.csv (--curve): accuracy on the step's own samples for each
@@ -101,7 +103,7 @@ def run_rlkit(given: dict[str, Any]) -> dict[str, Any]:
         *(["model._target_=bench.endless"] if given["lengths"] == "forced" else []),
         "environment=single_turn",
         "reward=numeric",
-        "reward.terms.numeric.fn._target_=bench.solved",
+        f"reward.terms.numeric.fn._target_=bench.{'solved' if given['model'] == 'tiny' else 'spread'}",
         f"batch.prompts={given['prompts']}",
         f"batch.group_size={given['group']}",
         f"generation.max_new_tokens={given['tokens']}",
@@ -142,7 +144,10 @@ def run_trl(given: dict[str, Any]) -> dict[str, Any]:
     from rlkit.models.load import TINY
 
     before = baseline(given)
-    sampling = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3} if given["vllm"] else {}
+    sampling: dict[str, Any] = {}
+    if given["vllm"]:
+        sampling = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}
+        sampling["generation_kwargs"] = {"ignore_eos": True} if given["lengths"] == "forced" else None
     tasks = problems(given)
     data = Dataset.from_list([{"prompt": [dict(m) for m in task.messages], "answer": task.answer} for task in tasks])
     rows = given["prompts"] * given["group"]
@@ -182,7 +187,8 @@ def run_trl(given: dict[str, Any]) -> dict[str, Any]:
     )
 
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-        return [bench.solved_text(said[-1]["content"], truth) for said, truth in zip(completions, answer, strict=True)]
+        score = bench.solved_text if given["model"] == "tiny" else bench.spread_text
+        return [score(said[-1]["content"], truth) for said, truth in zip(completions, answer, strict=True)]
 
     ends: list[float] = []
 
@@ -203,9 +209,7 @@ def run_trl(given: dict[str, Any]) -> dict[str, Any]:
     )
     if given["lengths"] == "forced":
         trainer.eos_token_ids = list(bench.NEVER)
-        if given["vllm"]:
-            trainer.vllm_generation.generation_kwargs = {"ignore_eos": True}
-        else:
+        if not given["vllm"]:
             trainer.generation_config.eos_token_id = trainer.generation_kwargs["eos_token_id"] = list(bench.NEVER)
     trainer.train()
     history = [row for row in trainer.state.log_history if "reward" in row]
