@@ -110,7 +110,6 @@ def run_rlkit(given: dict[str, Any]) -> dict[str, Any]:
         "algorithm.minibatches=1",
         *([f"kl.coef={given['beta']}"] if given["beta"] else ["kl=none", "reference=none"]),
         f"optimizer.lr={given['lr']}",
-        "schedule.numbers.optimizer.lr.steps=20",  # as it was measured: TRL's rate is constant, rlkit's falls towards a tenth at step 20
         f"seed={given['seed']}",
         f"trainer.steps={given['steps']}",
         f"trainer.threads={given['threads']}",
