@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,11 +25,7 @@ def asked(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             raise ConfigError(f"check.device={value}: no such card.{nearest(value, CARDS)} There are: {', '.join(CARDS)}")
         if name != "device":
             low, high = RANGES[name]
-            try:
-                given[name] = float(value)
-            except ValueError:
-                given[name] = float("nan")
-            if not low <= given[name] <= high:
+            if not re.fullmatch(r"\d*\.?\d+", value) or not low <= float(value) <= high:
                 raise ConfigError(f"check.{name}={value}: must be a number from {low:g} to {high:g}")
     if given and "device" not in given:
         raise ConfigError(f"check.{next(iter(given))} belongs to check.device: name a card, one of {', '.join(CARDS)}")

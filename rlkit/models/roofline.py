@@ -79,20 +79,16 @@ class Shape(NamedTuple):
     qk_norm: bool = True
 
     @property
-    def attention(self) -> int:
-        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-
-    @property
     def parameters(self) -> int:
         """All numbers of the model, biases aside."""
         norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm + self.experts * self.hidden * (self.experts > 1)  # and a router
-        layer = self.attention + 3 * self.hidden * self.mlp * self.experts + norms
-        return self.layers * layer + self.hidden + self.vocab * self.hidden * (2 - self.tied)
+        others = 3 * self.hidden * self.mlp * (self.experts - self.active) + norms
+        return self.used + self.layers * others + self.hidden + self.vocab * self.hidden * (2 - self.tied)
 
     @property
     def used(self) -> int:
         """Numbers of the trunk that one token is multiplied with."""
-        return self.layers * (self.attention + 3 * self.hidden * self.mlp * self.active)
+        return self.layers * self.hidden * (2 * self.head_dim * (self.heads + self.kv_heads) + 3 * self.mlp * self.active)
 
     def adapters(self, rank: int) -> int:
         """Numbers of adapters of this rank on all projections."""
