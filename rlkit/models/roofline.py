@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 # What the decode engine does.
-NOISE_BYTES = 8  # moved by the sampling noise per row and vocabulary entry
+NOISE_BYTES = 8  # moved by the sampling noise per row and vocabulary entry, at most: two-level Gumbel-max needs 2 √V numbers a row
 LOGIT_BYTES = 16  # the same by the logits: written in bfloat16, read, normalised and searched in float32
 ROOM_USED = 0.7  # share of the reserved positions, all of which attention reads, that hold a token
 LAYER_KERNELS, STEP_KERNELS = 24, 40  # kernels of a layer, and of embedding, head, draw and bookkeeping
-ADAPTER_KERNELS = 2  # of each of the seven adapted projections: down, up with the addition
+ADAPTER_KERNELS = 6  # of each of the seven adapted projections: down and up, each with its weight cast, scale, addition
+ADAPTER_BYTES = 8  # moved per number of an adapter: read in float32, written and read in bfloat16
 GRAPHS, CAPTURE_S = 24, 0.1  # graphs captured in a whole run, and seconds of each
 # What the trainer does.
 LOGITS_HELD = 6 * 4  # bytes of an entry of a chunk of logits, with all that is made of it
@@ -176,7 +177,7 @@ def decode_step(card: Card, shape: Shape, rows: float, context: float, rank: int
         "keys and values": rows * context * shape.kv_bytes(card.itemsize) / ROOM_USED / card.bandwidth,
         "noise": rows * shape.vocab * card.entry_s,
         "adapters": bool(rank) * shape.layers * 7 * ADAPTER_KERNELS * card.kernel_s
-        + small * max(card.itemsize / card.bandwidth, 2 * rows / card.decode_flops),
+        + small * max(ADAPTER_BYTES / card.bandwidth, 2 * rows / card.decode_flops),
         "launches": (shape.layers * LAYER_KERNELS + STEP_KERNELS) * card.kernel_s,
     }
 
