@@ -1,6 +1,6 @@
 """Does the roofline model of `rlkit check check.device=…` give the seconds of a step? Measured on this machine's processor.
 
-    python experiments/benchmarks/roofline.py [--rounds 3]
+    python experiments/benchmarks/roofline.py [--rounds 2]        # about five minutes
 
 Three sizes of model, 0.9, 4.5 and 26 million parameters, none of them special to the model but for the first, which ships with rlkit and
 which it measures. Replies never end, so that a step's tokens are known. Rounds alternate between a forecast and a run of `rlkit train`,
@@ -233,12 +233,12 @@ def main() -> None:
         given = json.loads(sys.argv[3])
         bench.answer({"measured": measured, "expected": expected}[sys.argv[2]](given))
         return
-    parser = bench.parser(__doc__, rounds=3, threads=1, device=False)
+    parser = bench.parser(__doc__, rounds=2, threads=1, device=False)
     parser.add_argument("--sizes", nargs="+", choices=tuple(bench.SIZES), default=list(bench.SIZES), help="millions of parameters")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--steps", type=int, default=4, help="of a process; the first is not counted")
+    parser.add_argument("--steps", type=int, default=3, help="of a process; the first is not counted")
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.sizes, options.prompts, options.group, options.tokens, options.steps = 1, ["0.9"], 2, 2, 8, 2
