@@ -104,6 +104,31 @@ def test_the_table_is_refused_at_once_without_its_peers(benchmarks, python, expe
         table.main()
 
 
+def test_the_table_has_every_figure_of_the_steps_and_the_table_before(benchmarks, monkeypatch, tmp_path):
+    """Four ratios of time and memory by hand, and the ratio of the table before beside the new one."""
+    import peers
+    import table
+
+    def compare(given, python, rounds):
+        own = {"lengths": given["lengths"], "beta": given["beta"], "micro_batches": given["micro_batches"], "time_of_trl": 0.25}
+        peaks = {"rlkit": 500, "trl": 1200 // given["micro_batches"]}
+        return [own | {"side": side, "seconds_per_step": 1.0 + (side == "trl") * 3, "peak_mib": peak} for side, peak in peaks.items()]
+
+    monkeypatch.setattr(peers, "compare", compare)
+    monkeypatch.setattr(peers, "need_peers", lambda *_: None)
+    monkeypatch.setattr(peers, "peer_version", lambda python: "1")
+    for _ in range(2):
+        monkeypatch.setattr(sys, "argv", ["table.py", "--python", "python", "--without", "vllm", "--quick", "--out", str(tmp_path)])
+        table.main()
+    with (tmp_path / "table.csv").open(newline="") as file:
+        rows = {row["figure"]: row for row in csv.DictReader(file)}
+    assert {*table.STEPS} < {*rows}
+    best = rows["memory, MiB resident, each at its best micro-batch"]
+    assert (best["rlkit"], best["theirs"], best["ratio"], best["reached"]) == ("500", "600", "0.833", "False")
+    step = rows["step, natural replies, beta 0.04"]
+    assert (step["ratio"], step["before"], step["reached"], step["left_out"]) == ("0.25", "0.25", "True", "vllm")
+
+
 def test_goals_of_the_table(benchmarks):
     """A step's time must be at most its goal, decoding at least."""
     import table
