@@ -19,6 +19,7 @@ COLUMNS = {  # benchmark → columns whose every value is a number > 0
     "memory": ("naive_mib", "rlkit_mib", "naive_seconds"),
     "packing": ("padded_seconds", "packed_seconds", "apart_seconds"),
     "overhead": ("step_s",),
+    "roofline": ("expected_s", "measured_s"),
     "startup": ("seconds",),
     "threads": ("seconds",),
 }
@@ -62,6 +63,89 @@ def test_tokens_grow_with_what_is_scaled(tmp_path):
 def test_peers_draw_the_same_tokens(tmp_path):
     ours, theirs = table(tmp_path, "peers")
     assert ours["sampled_per_step"] == theirs["sampled_per_step"] == "32"  # 2 prompts × 2 samples × 8 tokens
+
+
+@pytest.mark.slow
+def test_the_command_for_a_gpu_machine_runs_its_plumbing_on_a_cpu(tmp_path):
+    """A part without what it needs is skipped with a reason; the steps have every figure."""
+    rows = table(tmp_path, "gpu", "--device", "cpu", "--parts", "step", "peers", "--python", sys.executable)
+    by_part = {row["part"]: row for row in rows}
+    assert by_part["peers"]["status"] == "skipped" and "peers_env.sh" in by_part["peers"]["reason"]
+    for part in ("step, adapters", "step, all weights"):
+        found = by_part[part]
+        assert found["status"] == "done", found["reason"]
+        assert all(float(found[name]) > 0 for name in ("measured_s", "expected_s", "probed_gb", "measured_gb", "expected_gb"))
+        assert float(found["mismatch_mean"]) < 1e-3 and int(found["updates"]) > 0  # float32 on a CPU
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    """The folder of the benchmarks, importable."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+
+def test_rows_of_other_devices_stay_in_a_table(benchmarks, tmp_path, capsys):
+    """Figures of a GPU do not wipe out those of a CPU, nor the other way round; figures of the same device are replaced."""
+    import bench
+
+    for device, value in (("cpu", 1), ("NVIDIA H200", 2), ("cpu", 3)):
+        bench.write(tmp_path, "t", [{"value": value, "device": device}])
+    with (tmp_path / "t.csv").open(newline="") as file:
+        assert {row["device"]: row["value"] for row in csv.DictReader(file)} == {"cpu": "3", "NVIDIA H200": "2"}
+    assert "NVIDIA" not in capsys.readouterr().out.splitlines()[-2]
+
+
+@pytest.mark.parametrize("python, expected", [("/nowhere/python", "no such interpreter"), (sys.executable, "has no trl")])
+def test_the_table_is_refused_at_once_without_its_peers(benchmarks, python, expected, monkeypatch):
+    import table
+
+    monkeypatch.setattr(sys, "argv", ["table.py", "--python", python, "--without", "vllm"])
+    with pytest.raises(SystemExit, match=expected):
+        table.main()
+
+
+def test_the_table_has_every_figure_of_the_steps_and_the_table_before(benchmarks, monkeypatch, tmp_path):
+    """Four ratios of time and memory by hand, and the ratio of the table before beside the new one."""
+    import peers
+    import table
+
+    def compare(given, python, rounds):
+        own = {"lengths": given["lengths"], "beta": given["beta"], "micro_batches": given["micro_batches"], "time_of_trl": 0.25}
+        peaks = {"rlkit": 500, "trl": 1200 // given["micro_batches"]}
+        return [own | {"side": side, "seconds_per_step": 1.0 + (side == "trl") * 3, "peak_mib": peak} for side, peak in peaks.items()]
+
+    monkeypatch.setattr(peers, "compare", compare)
+    monkeypatch.setattr(peers, "need_peers", lambda *_: None)
+    monkeypatch.setattr(peers, "peer_version", lambda python: "1")
+    for _ in range(2):
+        monkeypatch.setattr(sys, "argv", ["table.py", "--python", "python", "--without", "vllm", "--quick", "--out", str(tmp_path)])
+        table.main()
+    with (tmp_path / "table.csv").open(newline="") as file:
+        rows = {row["figure"]: row for row in csv.DictReader(file)}
+    assert {*table.STEPS} < {*rows}
+    best = rows["memory, MiB resident, each at its best micro-batch"]
+    assert (best["rlkit"], best["theirs"], best["ratio"], best["reached"]) == ("500", "600", "0.833", "False")
+    step = rows["step, natural replies, beta 0.04"]
+    assert (step["ratio"], step["before"], step["reached"], step["left_out"]) == ("0.25", "0.25", "True", "vllm")
+
+
+def test_goals_of_the_table(benchmarks):
+    """A step's time must be at most its goal, decoding at least."""
+    import table
+
+    assert table.line("step", "TRL", 0.5, 2.0, 0.25, 0.22)["reached"] is False
+    assert table.line("decoding, 64 rows", "vllm", 3.0, 1.0, 3.0, 2.5)["reached"] is True
+
+
+def test_the_share_outside_the_model_is_made_up_of_its_parts(benchmarks):
+    """perf/outside_model_frac and the parts of overhead.csv are one definition: by hand, 10 s of which 6 are the model's."""
+    import overhead
+
+    row = {"perf/generate_s": 5.0, "perf/environment_s": 1.0, "perf/reward_s": 0.5, "perf/update_s": 3.0, "perf/model_s": 6.0}
+    row |= {"perf/step_s": 9.0, "perf/outside_model_frac": 0.4}
+    parts = overhead.parts_of(row, 10.0)
+    outside = sum(value for name, value in parts.items() if name not in (*overhead.MODEL, "total", "outside"))
+    assert (parts["decode"], parts["train"], outside / parts["total"]) == (4.0, 2.0, pytest.approx(parts["outside"]))
 
 
 def test_an_exponent_and_its_interval():

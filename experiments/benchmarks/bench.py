@@ -32,7 +32,6 @@ PYTHON = sys.executable
 NEVER = (1,)  # the id of a byte that the embedded model does not write
 MARK = "result: "  # before what a child process says to its parent
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)  # 97.5 % quantile of t by degrees of freedom, from 1
-BYTES_PER_SECOND = {"H100": 3.35e12, "H200": 4.8e12, "A100": 2.04e12}  # data sheets, SXM
 
 
 # ------------------------------------------------------------------------------------------------- command and CSV
@@ -87,17 +86,26 @@ def installed(package: str) -> str:
 
 
 def write(out: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """name.csv, and the rows on the screen without what is the same in all of them."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    """name.csv, and the rows on the screen without what is the same in all of them. Rows of other devices stay in the file."""
     out.mkdir(parents=True, exist_ok=True)
+    shown, rows = rows, [*rows, *elsewhere(out / f"{name}.csv", {row.get("device") for row in rows})]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
     with (out / f"{name}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    said = [key for key in columns if len(rows) == 1 or len({str(row.get(key)) for row in rows}) > 1]
-    for row in rows:
+    said = [key for key in columns if len(shown) == 1 or len({str(row.get(key)) for row in shown}) > 1]
+    for row in shown:
         print("  ".join(f"{key} {row[key]}" for key in said if row.get(key) not in (None, "")))
     print(f"written to {out / f'{name}.csv'}")
+
+
+def elsewhere(file: Path, devices: set[Any]) -> list[dict[str, str]]:
+    """The rows of a CSV that were measured on another device than these."""
+    if not file.exists() or devices == {None}:
+        return []
+    with file.open(newline="") as opened:
+        return [row for row in csv.DictReader(opened) if row.get("device", "cpu") not in devices]
 
 
 # --------------------------------------------------------------------------------------------- processes and memory
@@ -184,12 +192,42 @@ def shape(name: str, device: str) -> Any:
         return AutoModelForCausalLM.from_config(Qwen3Config(**shapes[name]), dtype=dtype, attn_implementation="sdpa")
 
 
-def bandwidth() -> float:
-    """Bytes a second between a GPU and its memory, by its data sheet; nan for one that is not listed."""
+# Millions of parameters → hidden size and layers of random weights beside the embedded tokenizer; None: the embedded model itself.
+SIZES: dict[str, tuple[int, int] | None] = {"0.9": None, "4.5": (256, 5), "26": (512, 8)}
+
+
+def model_folder(size: str, folder: Path) -> str:
+    """A model of this size with random weights, beside the embedded tokenizer; its path. "0.6b-shape": as `shape` gives it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from rlkit.models.load import TINY, pretrained_config, pretrained_tokenizer
+
+    if size == "0.6b-shape":
+        shape("qwen3_0.6b-shape", "cpu").save_pretrained(folder / "model")
+        pretrained_tokenizer("tiny").save_pretrained(folder / "model")
+        return str(folder / "model")
+    sizes = SIZES[size]
+    if sizes is None:
+        return "tiny"
+    hidden, layers = sizes
+    config = pretrained_config(str(TINY))
+    heads = {"num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64, "layer_types": ["full_attention"] * layers}
+    config.update({"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, **heads})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "model")
+    pretrained_tokenizer("tiny").save_pretrained(folder / "model")
+    return str(folder / "model")
+
+
+def card() -> Any:
+    """The GPU of this machine in the table of rlkit.models.roofline; None where it is not listed, or there is none."""
     import torch
 
-    name = torch.cuda.get_device_name()
-    return next((rate for key, rate in BYTES_PER_SECOND.items() if key in name), math.nan)
+    from rlkit.models.roofline import CARDS
+
+    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
+    return next((card for key, card in CARDS.items() if key in name), None)
 
 
 # -------------------------------------------------------------------------------------- parts put in by `_target_`
@@ -200,6 +238,20 @@ def endless(**given: Any) -> Any:
     from rlkit.models import load_policy
 
     return load_policy(**given)._replace(eos_token_ids=NEVER)
+
+
+def spread_text(text: str, answer: str) -> float:
+    """1 or 0, by the characters of the text: random weights solve nothing, and groups that agree teach nothing."""
+    return 1.0 if text.strip() == answer else float(bool(text) and sum(map(ord, text)) % 2)
+
+
+def spread(rollout: Any, /) -> float:
+    """`spread_text` of the last reply."""
+    return spread_text(rollout.steps[-1].content if rollout.steps else "", rollout.task.answer)
+
+
+# A run of random weights: replies that never end, one a rollout, and rewards that differ.
+SPREAD = ["model._target_=bench.endless", "environment=single_turn", "reward=numeric", "reward.terms.numeric.fn._target_=bench.spread"]
 
 
 def solved_text(text: str, answer: str) -> float:

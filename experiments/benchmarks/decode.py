@@ -10,8 +10,8 @@ count in neither figure, their time does in both.
 
 `continuous` is transformers' continuous batching (`generate_batch`, its manager kept between rounds); it is so slow on a CPU that it takes
 part in one round. `vllm` runs in a process of another environment (--vllm-python; tests/vllm_env.sh makes one) with prefix caching
-as it comes. On a GPU `limit_tokens_per_second` is what the memory's bandwidth allows: every step reads all weights once, and keys and
-values of all rows.
+as it comes. On a GPU `limit_tokens_per_second` is what the memory's bandwidth allows, 0.9 of the data sheet's: every step reads all weights
+once, and keys and values of all rows.
 
 `--once` prints the processor seconds of one round of `cached` for each number of rows instead, to be compared with another checkout's
 (served.py).
@@ -39,6 +39,7 @@ from served import completions
 from rlkit.environments import calculator, tool_schema
 from rlkit.functional import mix
 from rlkit.models import encode_prompt, load_policy
+from rlkit.models.roofline import decode_limit, shape_of
 from rlkit.tasks import arithmetic
 from rlkit.types import Policy
 
@@ -74,14 +75,10 @@ def prompts(policy: Policy, rows: int, length: int | None) -> Contexts:
 
 
 def limit(model: Any, contexts: Contexts, tokens: int) -> float:
-    """Tokens a second if decoding did nothing but read weights, and keys and values so far, once a step; nan off a GPU."""
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    config, size = model.config, next(model.parameters()).element_size()
-    kept = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * size  # bytes a position
-    held = sum(map(len, contexts))
-    read = sum(weights + (held + len(contexts) * step) * kept for step in range(tokens))
-    rate = bench.bandwidth() if next(model.parameters()).is_cuda else math.nan
-    return rate * len(contexts) * tokens / read
+    """Tokens a second that the bandwidth of a listed card allows (rlkit.models.roofline.decode_limit); nan elsewhere."""
+    card = bench.card() if next(model.parameters()).is_cuda else None
+    context = statistics.fmean(map(len, contexts)) + tokens / 2
+    return math.nan if card is None else decode_limit(card, shape_of(model.config), len(contexts), context)
 
 
 # ------------------------------------------------------------------------------------------------- the engines

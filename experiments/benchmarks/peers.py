@@ -7,10 +7,12 @@
 Both sides: the embedded model, the same prompts in the same order, the same group size, reward, loss (grpo: sequence means, group
 standard deviation), one update a step, AdamW at a constant rate, float32 on a CPU, bfloat16 autocast on a GPU, no checkpointing of
 activations, neither evaluation nor checkpoint, one micro-batch (or --micro-batches of as many rows, on rlkit's side by tokens, so about as
-many), the same number of threads.
+many), the same number of threads. The model is the embedded one, or random weights of another size (--model), whose
+replies get 0 or 1 by their characters.
 Each measurement is a process of its own, sides in turn: rlkit, TRL, rlkit, TRL. `forced` replies never end, so that both sides draw exactly
 the same number of tokens; `natural` ones end where they end. A step's seconds run from the end of a step to the end of the next, so that
-everything a framework does in between is in them. TRL samples by its transformers backend, rlkit by its default engine.
+everything a framework does in between is in them. TRL samples by its transformers backend, or with
+--vllm by vLLM in its own process (colocate); rlkit by its default engine.
 
 peers.csv: a row for each side, length and beta. Peak memory is the most that was resident; `above_import_mib` leaves out what was there
 before the model was loaded. On a GPU both are of torch's allocator. peers_curve.csv (--curve): accuracy on the step's own samples for each
@@ -22,7 +24,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -99,18 +103,18 @@ def run_rlkit(given: dict[str, Any]) -> dict[str, Any]:
         *(["model._target_=bench.endless"] if given["lengths"] == "forced" else []),
         "environment=single_turn",
         "reward=numeric",
-        "reward.terms.numeric.fn._target_=bench.solved",
+        f"reward.terms.numeric.fn._target_=bench.{'solved' if given['model'] == 'tiny' else 'spread'}",
         f"batch.prompts={given['prompts']}",
         f"batch.group_size={given['group']}",
         f"generation.max_new_tokens={given['tokens']}",
         "algorithm.minibatches=1",
         *([f"kl.coef={given['beta']}"] if given["beta"] else ["kl=none", "reference=none"]),
         f"optimizer.lr={given['lr']}",
-        "schedule.numbers.optimizer.lr.steps=20",  # as it was measured: TRL's rate is constant, rlkit's falls towards a tenth at step 20
         f"seed={given['seed']}",
         f"trainer.steps={given['steps']}",
         f"trainer.threads={given['threads']}",
         f"trainer.accelerator={'gpu' if given['device'] == 'cuda' else 'cpu'}",
+        f"model.path={given['model']}",
         f"trainer.micro_batch_tokens={rows * (longest_prompt(given) + given['tokens'])}",
     ]
     seconds, metrics = bench.steps_of(overrides, Path.cwd() / "run")
@@ -139,6 +143,10 @@ def run_trl(given: dict[str, Any]) -> dict[str, Any]:
     from rlkit.models.load import TINY
 
     before = baseline(given)
+    sampling: dict[str, Any] = {}
+    if given["vllm"]:
+        sampling = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}
+        sampling["generation_kwargs"] = {"ignore_eos": True} if given["lengths"] == "forced" else None
     tasks = problems(given)
     data = Dataset.from_list([{"prompt": [dict(m) for m in task.messages], "answer": task.answer} for task in tasks])
     rows = given["prompts"] * given["group"]
@@ -174,10 +182,12 @@ def run_trl(given: dict[str, Any]) -> dict[str, Any]:
         report_to=[],
         disable_tqdm=True,
         seed=given["seed"],
+        **sampling,
     )
 
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-        return [bench.solved_text(said[-1]["content"], truth) for said, truth in zip(completions, answer, strict=True)]
+        score = bench.solved_text if given["model"] == "tiny" else bench.spread_text
+        return [score(said[-1]["content"], truth) for said, truth in zip(completions, answer, strict=True)]
 
     ends: list[float] = []
 
@@ -189,7 +199,7 @@ def run_trl(given: dict[str, Any]) -> dict[str, Any]:
             ends.append(time.perf_counter())
 
     trainer = GRPOTrainer(
-        model=str(TINY),
+        model=str(TINY) if given["model"] == "tiny" else given["model"],
         reward_funcs=reward,
         args=config,
         train_dataset=data,
@@ -198,7 +208,8 @@ def run_trl(given: dict[str, Any]) -> dict[str, Any]:
     )
     if given["lengths"] == "forced":
         trainer.eos_token_ids = list(bench.NEVER)
-        trainer.generation_config.eos_token_id = trainer.generation_kwargs["eos_token_id"] = list(bench.NEVER)
+        if not given["vllm"]:
+            trainer.generation_config.eos_token_id = trainer.generation_kwargs["eos_token_id"] = list(bench.NEVER)
     trainer.train()
     history = [row for row in trainer.state.log_history if "reward" in row]
     totals = [0.0, *(row["num_tokens"] for row in history)]
@@ -228,8 +239,8 @@ def measure(python: str, side: str, given: dict[str, Any]) -> dict[str, Any]:
 def compare(given: dict[str, Any], python: str, rounds: int) -> list[dict[str, Any]]:
     """A row for each side: of a round the median of its steps without the first, of a side the median of its rounds."""
     runs: dict[str, list[dict[str, Any]]] = {"rlkit": [], "trl": []}
-    for _ in range(rounds):
-        for side in runs:
+    for number in range(rounds):
+        for side in sorted(runs, reverse=bool(number % 2)):  # which goes first alternates
             runs[side].append(measure(python, side, given))
     steps = {side: [statistics.median(run["seconds"][1:]) for run in own] for side, own in runs.items()}
     above = {side: statistics.median(run["peak"] - run["before"] for run in own) for side, own in runs.items()}
@@ -243,6 +254,7 @@ def compare(given: dict[str, Any], python: str, rounds: int) -> list[dict[str, A
                 "side": side,
                 "lengths": given["lengths"],
                 "beta": given["beta"],
+                "micro_batches": given["micro_batches"],
                 "seconds_per_step": round(seconds, 3),
                 "slowest_round": round(max(steps[side]), 3),
                 "tokens_per_second": round(statistics.median(t for run in own for t in run["tokens"][1:]) / seconds),
@@ -289,7 +301,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1])
+    parser.add_argument("--model", choices=(*bench.SIZES, "0.6b-shape"), default="0.9", help="millions of parameters; random but for 0.9")
+    parser.add_argument("--vllm", action="store_true", help="TRL samples with vLLM in its own process (colocate); on a GPU")
     parser.add_argument("--steps", type=int, default=4, help="of a process; the first is not counted")
     parser.add_argument("--beta", type=float, nargs="+", default=[0.0, 0.04])
     parser.add_argument("--lengths", nargs="+", choices=("forced", "natural"), default=["forced"])
@@ -303,20 +317,32 @@ def main() -> None:
         options.rounds, options.prompts, options.group, options.tokens, options.steps = 1, 2, 2, 8, 2
     if options.curve:
         options.steps = max(options.steps, 2 if options.quick else 12)
-    given = {name: getattr(options, name) for name in ("prompts", "group", "tokens", "micro_batches", "steps", "threads", "device")}
+    need_peers(options.python)
+    given = {name: getattr(options, name) for name in ("prompts", "group", "tokens", "steps", "threads", "device", "vllm")}
     given |= {"lr": 3e-4, "seed": 0, "held_out": False}
-    last = bench.provenance(options.threads, options.device) | {"trl": peer_version(options.python)}
-    sizes = {name: given[name] for name in ("prompts", "group", "tokens", "micro_batches", "steps")}
-    if options.curve:
-        rows = curves(given | {"lengths": "natural", "beta": options.beta[0]}, options.python, options.seeds)
-        bench.write(options.out, "peers_curve", [row | {"beta": options.beta[0]} | sizes | last for row in rows])
-        return
-    rows = []
-    for lengths in options.lengths:
-        for beta in options.beta:
-            rows += compare(given | {"lengths": lengths, "beta": beta}, options.python, options.rounds)
+    last = bench.provenance(options.threads, options.device) | {"trl": peer_version(options.python), "vllm": options.vllm}
+    sizes = {"model": options.model} | {name: given[name] for name in ("prompts", "group", "tokens", "steps")}
+    with tempfile.TemporaryDirectory() as folder:
+        given |= {"model": bench.model_folder(options.model, Path(folder)), "micro_batches": options.micro_batches[0]}
+        if options.curve:
+            rows = curves(given | {"lengths": "natural", "beta": options.beta[0]}, options.python, options.seeds)
+            bench.write(options.out, "peers_curve", [row | {"beta": options.beta[0]} | sizes | last for row in rows])
+            return
+        cases = itertools.product(options.lengths, options.beta, options.micro_batches)
+        asked = [{"lengths": lengths, "beta": beta, "micro_batches": parts} for lengths, beta, parts in cases]
+        rows = [row for case in asked for row in compare(given | case, options.python, options.rounds)]
     bench.write(options.out, "peers", [row | sizes | {"rounds": options.rounds} | last for row in rows])
     print(f"goal: at most {TARGETS['seconds']:.2f} of TRL's time and {TARGETS['memory']:.2f} of its memory")
+
+
+def need_peers(python: str, package: str = "trl") -> None:
+    """Ends with what to do where an interpreter is not there or cannot import a peer."""
+    made = {"trl": "bash experiments/benchmarks/peers_env.sh FOLDER", "vllm": "bash tests/vllm_env.sh FOLDER"}[package]
+    if shutil.which(python) is None:
+        sys.exit(f"{python}: there is no such interpreter; make one with `{made}` and name FOLDER/bin/python")
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{package}') is None)"
+    if subprocess.run([python, "-c", look], capture_output=True).returncode:
+        sys.exit(f"{python} has no {package}; make an environment with `{made}` and name FOLDER/bin/python")
 
 
 def peer_version(python: str) -> str:

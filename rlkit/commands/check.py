@@ -185,7 +185,8 @@ def _size(count: int) -> str:
 
 
 def command(arguments: Arguments) -> int:
-    """What `rlkit train` would do with these overrides, in one small step."""
+    """What `rlkit train` would do with these overrides, in one small step; or with check.device what it would take on another card."""
+    from rlkit.commands import forecast
     from rlkit.config.compose import compose, experiment
     from rlkit.config.problems.doubts import warnings
     from rlkit.config.problems.rows import load_tasks
@@ -193,7 +194,12 @@ def command(arguments: Arguments) -> int:
     from rlkit.tasks.splits import overlaps
     from rlkit.training.loggers import check_loggers
 
-    x = experiment(compose(arguments.overrides, config_dir=arguments.config_dir))
+    given, overrides = forecast.asked(arguments.overrides)
+    composed = compose(overrides, config_dir=arguments.config_dir)
+    x = experiment(composed)
+    if given:
+        print(forecast.in_lines(next(iter(first_steps(x).values())), composed.config, given))
+        return 0
     check_loggers(x.logger)
     tasks = load_tasks(x)
     for line in (*warnings(x), *overlaps(tasks)):

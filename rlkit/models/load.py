@@ -92,6 +92,14 @@ def pretrained_tokenizer(path: str, **hub: Any) -> Any:
         return AutoTokenizer.from_pretrained(_source(path), **hub)
 
 
+def pretrained_config(path: str, **hub: Any) -> Any:
+    """The config of "tiny", a local folder or a hub id; no weights are read. Raises ConfigError if it is absent or damaged."""
+    from transformers import AutoConfig
+
+    with _loading(path, weights=False):
+        return AutoConfig.from_pretrained(_source(path), **hub)
+
+
 def pretrained_model(path: str, *, dtype: torch.dtype | str, attention: str = "sdpa", **hub: Any) -> Any:
     """The causal LM of "tiny", a local folder or a hub id, without dropout; dtype "auto" is the one it was saved in.
 
@@ -118,13 +126,10 @@ def check_vocabulary(path: str, teacher: str, *, teacher_revision: str | None = 
       path, hub: of the policy, as in `load_policy`. teacher, teacher_revision: of the other model.
     Raises: ConfigError naming reference.path.
     """
-    from transformers import AutoConfig
-
     own = pretrained_tokenizer(path, **hub).get_vocab()
     try:
         theirs = pretrained_tokenizer(teacher, revision=teacher_revision).get_vocab()
-        with _loading(teacher, weights=False):
-            rows = getattr(AutoConfig.from_pretrained(_source(teacher), revision=teacher_revision).get_text_config(), "vocab_size", None)
+        rows = getattr(pretrained_config(teacher, revision=teacher_revision).get_text_config(), "vocab_size", None)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", "reference.path=", 1)) from error
     if own != theirs:

@@ -227,7 +227,7 @@ def _optimizer(terms: UpdateTerms) -> dict[str, float]:
 
 
 class Clock:
-    """Seconds of the named parts of a step; "model" is what of them all went into passes of the model, sampling and optimisers.
+    """Seconds of the named parts of a step; "model" is what of them all went into the model, as `performance` defines it.
 
     between: seconds from the end of the step before, in which callbacks logged and saved; evaluations aside.
     """
@@ -291,6 +291,11 @@ def peak_memory(device: torch.device) -> float:
 
 def performance(batch: Batch, terms: UpdateTerms, clock: Clock, *, tokens: int, device: torch.device) -> dict[str, float]:
     """Wall-clock figures of a step, and what packing saved in its updates; all of perf/* is left out where runs are compared for identity.
+
+    perf/outside_model_frac = 1 - model / (step + what stood between it and the one before), in [0, 1]. "model" is the engine at work
+    (passes, draws and the slots that they need, from when the decoder is called until the host has its completions: on a GPU, and in a
+    fused step, no finer line can be drawn), the passes that score given tokens, backward and optimisers. Outside are the service around
+    the engine, environment, tools, templates and tokenizer, rewards, assembly, advantages, metrics, callbacks, loggers and the loop.
 
     `tokens`: of the run so far.
     """

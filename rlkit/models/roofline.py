@@ -1,0 +1,282 @@
+"""Seconds and bytes of an RL step from sizes alone: nothing is loaded, no card is needed.
+
+A pass takes the longer of its arithmetic and the memory it moves (Williams, Waterman and Patterson 2009, "Roofline"). A decode step is
+bound by memory: it reads all weights once, and the keys and values of every row. The noise of the draw, adapters and the start of
+kernels are counted beside it. Everything is a pure function of a model's `Shape`, a step's `Load` and a `Card`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+# What the decode engine does.
+NOISE_BYTES = 8  # moved by the sampling noise per row and vocabulary entry, at most: two-level Gumbel-max needs 2 √V numbers a row
+LOGIT_BYTES = 16  # the same by the logits: written in bfloat16, read, normalised and searched in float32
+ROOM_USED = 0.7  # share of the reserved positions, all of which attention reads, that hold a token
+LAYER_KERNELS, STEP_KERNELS = 24, 40  # kernels of a layer, and of embedding, head, draw and bookkeeping
+ADAPTER_KERNELS = 6  # of each of the seven adapted projections: down and up, each with its weight cast, scale, addition
+ADAPTER_BYTES = 8  # moved per number of an adapter: read in float32, written and read in bfloat16
+GRAPHS, CAPTURE_S = 24, 0.1  # graphs captured in a whole run, and seconds of each
+# What the trainer does.
+LOGITS_HELD = 6 * 4  # bytes of an entry of a chunk of logits, with all that is made of it
+CHUNK = 1 << 25  # entries of a chunk, as in rlkit.models.log_probs
+ADAM_BYTES = 28  # moved per trained number: weight, gradient and two moments read, all but the gradient written
+RESERVED = 1.5e9  # bytes of CUDA itself, kernels and workspaces
+
+
+class Card(NamedTuple):
+    """A device: rates that programs reach, not those of the data sheet."""
+
+    name: str
+    memory: float  # bytes
+    bandwidth: float  # bytes a second
+    flops: float  # multiply-adds × 2 a second in training and prefill: bfloat16, float32 on a CPU
+    decode_flops: float  # the same with one token a row
+    kernel_s: float  # shortest time of a kernel inside a CUDA graph; on a CPU of a call
+    entry_s: float  # of a draw, per row and vocabulary entry
+    source: str
+    itemsize: int = 2  # bytes of a number in the arithmetic
+    touch_s: float = 0.0  # beyond products, of a decoded token, layer and unit of width: a CPU does not hide elementwise work
+    train_touch_s: float = 0.0  # the same in forward and backward of an update
+    train_layer_s: float = 0.0  # of a micro-batch and layer, whatever its tokens
+    host_s: float = 1.5e-3  # Python of a reply: template, tokenizer, environment, reward, records
+
+
+def gpu(name: str, gigabytes: float, terabytes: float, teraflops: float, reached: float, source: str) -> Card:
+    """A card from its data sheet: memory, bandwidth, dense bfloat16 arithmetic, and the share of the latter that training reaches.
+
+    Streaming kernels reach about 0.9 of the bandwidth (4.3 of 4.8 TB/s on an H200).
+    """
+    bandwidth, flops = 0.9 * terabytes * 1e12, reached * teraflops * 1e12
+    return Card(name, gigabytes * 1e9, bandwidth, flops, flops, 1.5e-6, (NOISE_BYTES + LOGIT_BYTES) / bandwidth, source)
+
+
+CARDS = {
+    "h200": gpu("NVIDIA H200 SXM", 141, 4.8, 989, 0.4, "data sheet, 2024"),
+    "h100": gpu("NVIDIA H100 SXM", 80, 3.35, 989, 0.4, "data sheet, 2023"),
+    "a100": gpu("NVIDIA A100 SXM 80 GB", 80, 2.039, 312, 0.5, "data sheet, 2021"),
+    "4090": gpu("GeForce RTX 4090", 24, 1.008, 165.2, 0.6, "NVIDIA Ada architecture, appendix A, with float32 sums"),
+    "l4": gpu("NVIDIA L4", 24, 0.3, 121, 0.4, "data sheet, 2023; the 242 TFLOP/s there are of sparse matrices"),
+    # One thread; experiments/benchmarks/roofline.py measures these numbers on any machine.
+    "cpu": Card("one core of an Intel Xeon at 2.5 GHz", 25e9, 3.2e10, 8.6e10, 9.5e10, 1.1e-5, 6.1e-9, "measured 2026-11-22", 4, 6.8e-8,
+                4.7e-8, 1.8e-3),
+}  # fmt: skip
+
+
+class Shape(NamedTuple):
+    """Sizes of a decoder-only transformer with gated MLPs."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int  # of one expert, where there are several
+    vocab: int
+    tied: bool  # embedding and head are one matrix
+    experts: int = 1
+    active: int = 1  # experts that a token passes through
+    qk_norm: bool = True
+
+    @property
+    def parameters(self) -> int:
+        """All numbers of the model, biases aside."""
+        norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm + self.experts * self.hidden * (self.experts > 1)  # and a router
+        others = 3 * self.hidden * self.mlp * (self.experts - self.active) + norms
+        return self.used + self.layers * others + self.hidden + self.vocab * self.hidden * (2 - self.tied)
+
+    @property
+    def used(self) -> int:
+        """Numbers of the trunk that one token is multiplied with."""
+        return self.layers * self.hidden * (2 * self.head_dim * (self.heads + self.kv_heads) + 3 * self.mlp * self.active)
+
+    def adapters(self, rank: int) -> int:
+        """Numbers of adapters of this rank on all projections."""
+        ends = 4 * self.hidden + 2 * self.head_dim * (self.heads + self.kv_heads)
+        return self.layers * rank * (ends + 3 * (self.hidden + self.mlp) * self.experts)
+
+    def kv_bytes(self, itemsize: int = 2) -> int:
+        """Bytes of the keys and values of one token."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
+
+
+# As in their config.json on the hub: no network is needed for them.
+KNOWN = {
+    "Qwen/Qwen3-0.6B": Shape(28, 1024, 16, 8, 128, 3072, 151_936, True),
+    "Qwen/Qwen3-1.7B": Shape(28, 2048, 16, 8, 128, 6144, 151_936, True),
+    "Qwen/Qwen3-4B": Shape(36, 2560, 32, 8, 128, 9728, 151_936, True),
+    "Qwen/Qwen3-8B": Shape(36, 4096, 32, 8, 128, 12_288, 151_936, False),
+    "Qwen/Qwen3-30B-A3B": Shape(48, 2048, 32, 4, 128, 768, 151_936, False, experts=128, active=8),
+}
+
+
+def shape_of(config: Any) -> Shape:
+    """The sizes in a Hugging Face config of a Llama-like model."""
+    c, heads = config, config.num_attention_heads
+    experts = getattr(c, "num_experts", None) or getattr(c, "num_local_experts", None) or 1
+    mlp = getattr(c, "moe_intermediate_size", None) if experts > 1 else None
+    return Shape(
+        c.num_hidden_layers, c.hidden_size, heads, getattr(c, "num_key_value_heads", None) or heads,
+        getattr(c, "head_dim", None) or c.hidden_size // heads, mlp or c.intermediate_size, c.vocab_size, bool(c.tie_word_embeddings),
+        experts, getattr(c, "num_experts_per_tok", None) or 1, c.model_type.startswith("qwen3"),
+    )  # fmt: skip
+
+
+class Load(NamedTuple):
+    """What one RL step asks for; lengths in tokens."""
+
+    prompts: int
+    group: int
+    prompt: int  # mean of the first prompt
+    reply: int  # mean of a reply
+    longest: int  # generation.max_new_tokens
+    turns: int = 1  # replies of an episode
+    rank: int = 0  # of the adapters; 0: all weights are trained
+    checkpointing: bool = False
+    micro_batch: int = 16384
+    max_rows: int = 256
+    max_cached: int = 1 << 20
+    scoring: int = 1  # passes without gradient: reference, old policy
+    copies: int = 0  # further copies of all weights: a reference beside trained weights
+    updates: int = 1  # optimizer steps
+    epochs: int = 1
+    steps: int = 100  # of the run, over which what is done once is spread
+
+
+class Forecast(NamedTuple):
+    """Bytes and seconds by name, replies decoded at once, decoded tokens a second, and the share of the bandwidth limit that they are."""
+
+    memory: Mapping[str, float]
+    fits: bool
+    slots: int
+    seconds: Mapping[str, float]
+    tokens_per_s: float
+    share: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def held(self) -> float:
+        return sum(self.memory.values())
+
+
+def decode_limit(card: Card, shape: Shape, rows: float, context: float) -> float:
+    """rows · bandwidth / (weights + rows · context · bytes of a token's keys and values), tokens a second: nothing else is read."""
+    return rows * card.bandwidth / (shape.parameters * card.itemsize + rows * context * shape.kv_bytes(card.itemsize))
+
+
+def decode_step(card: Card, shape: Shape, rows: float, context: float, rank: int = 0) -> dict[str, float]:
+    """Seconds of one decode step by what they go into: rows of this mean context, adapters of this rank."""
+    read = shape.parameters * card.itemsize * min(1.0, rows * shape.active / shape.experts)
+    flops, small = 2 * rows * (shape.used + shape.hidden * shape.vocab), shape.adapters(rank)
+    return {
+        "weights": max(read / card.bandwidth, flops / card.decode_flops) + rows * shape.layers * shape.hidden * card.touch_s,
+        "keys and values": rows * context * shape.kv_bytes(card.itemsize) / ROOM_USED / card.bandwidth,
+        "noise": rows * shape.vocab * card.entry_s,
+        "adapters": bool(rank) * shape.layers * 7 * ADAPTER_KERNELS * card.kernel_s
+        + small * max(ADAPTER_BYTES / card.bandwidth, 2 * rows / card.decode_flops),
+        "launches": (shape.layers * LAYER_KERNELS + STEP_KERNELS) * card.kernel_s,
+    }
+
+
+def memory_of(card: Card, shape: Shape, load: Load) -> tuple[dict[str, float], int]:
+    """Bytes by name, and the replies decoded at once: their cache takes at most half of what weights and optimizer leave free.
+
+    Backward keeps every layer's norms, rotation, attention, gate, up and residuals; with checkpointing one layer's, and the states
+    between layers.
+    """
+    base, size, kv = shape.parameters, card.itemsize, shape.kv_bytes(card.itemsize)
+    trained = shape.adapters(load.rank) if load.rank else base
+    held: dict[str, float] = {
+        "weights": base * size + 4 * trained if load.rank else 4 * base,
+        "copy in bfloat16": 0 if load.rank or size == 4 else 2 * base,
+        "gradients": 4 * trained,
+        "optimizer": 8 * trained,
+        "reference": 4 * base * load.copies,
+        "CUDA": RESERVED * (size == 2),
+    }
+    free = card.memory - sum(held.values())
+    room = min(load.prompt + load.turns * load.longest, (load.prompt + load.turns * load.reply) / ROOM_USED)
+    slots = int(max(0, min(load.prompts * load.group, load.max_rows, min(free / 2 / kv, load.max_cached) // room)))
+    queries, keys = shape.head_dim * shape.heads, shape.head_dim * shape.kv_heads
+    kept = (6 * shape.hidden + 5 * queries + 6 * keys + 4 * shape.mlp * shape.active) * size + 8 * shape.hidden  # norms in float32
+    layers = shape.layers * shape.hidden * size + kept if load.checkpointing else shape.layers * kept
+    logits = LOGITS_HELD * min(CHUNK, load.micro_batch * shape.vocab)
+    return held | {"cache of keys and values": slots * room * kv, "activations": load.micro_batch * layers, "logits": logits}, slots
+
+
+def forecast(card: Card, shape: Shape, load: Load) -> Forecast:
+    """Bytes and seconds of one RL step.
+
+    Replies decode side by side until the longest ends, which is taken to reach its limit. Each prompt is read once for its group, in
+    decoding and in training. An update is a forward and twice that for the gradients; frozen weights need no gradient of their own,
+    and checkpointing takes one more forward. The head is applied again in backward.
+    """
+    memory, slots = memory_of(card, shape, load)
+    replies = load.prompts * load.group * load.turns
+    tokens = replies * load.reply  # sampled
+    steps = max(load.turns * load.longest, tokens / max(1, slots))
+    context = load.prompt + load.turns * load.reply / 2
+    decode = {f"decode: {name}": steps * value for name, value in decode_step(card, shape, tokens / steps, context, load.rank).items()}
+    decode["decode: launches"] += GRAPHS * CAPTURE_S / load.steps * (card.itemsize == 2)
+    packed = load.prompts * load.prompt + tokens
+    each, head = 2 * shape.used + 2 * shape.layers * shape.heads * shape.head_dim * context, 2 * shape.hidden * shape.vocab
+    trained = shape.adapters(load.rank) if load.rank else shape.parameters
+    factor = 2 + (not load.rank) + load.checkpointing  # forward, gradient of the states, of the weights, forward again
+    elementwise = packed * shape.layers * shape.hidden * card.train_touch_s
+    calls = shape.layers * card.train_layer_s * max(load.updates, packed * load.epochs / load.micro_batch)
+    score = packed * each + tokens * head
+    update = packed * (factor * each + 6 * trained * bool(load.rank)) + tokens * head * (3 + (not load.rank))
+    moved = load.updates * trained * ADAM_BYTES
+    seconds = {
+        "prefill": load.prompts * load.prompt * 2 * shape.used / card.flops,
+        **decode,
+        "scoring": load.scoring * (score / card.flops + (elementwise + calls) / 3),
+        "update": load.epochs * (update / card.flops + elementwise) + calls + moved / card.bandwidth,
+        "other": replies * card.host_s,
+    }
+    rate = tokens / sum(decode.values())
+    fits = slots > 0 and sum(memory.values()) <= card.memory
+    return Forecast(memory, fits, slots, seconds, rate, rate / decode_limit(card, shape, tokens / steps, context))
+
+
+def changes(card: Card, shape: Shape, load: Load, most: int = 3) -> list[tuple[str, Forecast]]:
+    """Overrides that make the run fit, or a sampled token at least 5 % cheaper, each on top of those before it, and what is then expected.
+
+    Adapters in place of all weights, and shorter replies, are proposed only where the run does not fit.
+    """
+
+    def cost(at: Load) -> tuple[float, float]:
+        """Bytes that are missing, then seconds of a sampled token."""
+        found = forecast(card, shape, at)
+        missing = 0.0 if found.fits else max(1.0, found.held - card.memory)
+        return missing, found.total / (at.prompts * at.group * at.turns * at.reply)
+
+    out: list[tuple[str, Forecast]] = []
+    while len(out) < most:
+        missing, seconds = cost(load)
+        used = {words.partition("=")[0] for words, _ in out}
+        tried = [(cost(other), words, other) for words, other in candidates(load, fits=not missing) if words.partition("=")[0] not in used]
+        then, words, other = min(tried, default=((missing, seconds), "", load))
+        if then[0] > 0.95 * missing or (not missing and then[1] > 0.95 * seconds):
+            break
+        load = other
+        out.append((words, forecast(card, shape, load)))
+    return out
+
+
+def candidates(load: Load, *, fits: bool) -> list[tuple[str, Load]]:
+    """Changes of one key each."""
+    rollouts, toggled, half = load.prompts * load.group, not load.checkpointing, max(1, load.longest // 2)
+    out = [(f"model.gradient_checkpointing={str(toggled).lower()}", load._replace(checkpointing=toggled))]
+    if load.max_rows < rollouts:
+        out.append((f"generation.engine.max_rows={rollouts}", load._replace(max_rows=rollouts)))
+    if fits:
+        return [*out, (f"batch.prompts={2 * load.prompts}", load._replace(prompts=2 * load.prompts))]
+    if not load.rank:
+        out.append(("model.lora.rank=16", load._replace(rank=16, copies=0)))
+    out += [(f"trainer.micro_batch_tokens={n}", load._replace(micro_batch=n)) for n in (load.micro_batch // d for d in (2, 4, 8))]
+    return [*out, (f"generation.max_new_tokens={half}", load._replace(longest=half, reply=min(load.reply, half)))]
