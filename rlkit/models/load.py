@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as nn_functional
 
 from rlkit.errors import ConfigError, TemplateError
 from rlkit.models.chat import make_renderer
@@ -192,12 +194,29 @@ def without_dropout(config: Any) -> Any:
     return config
 
 
+class Adapter(nn.Linear):
+    """A factor of an adapter: kept and trained in its own precision, computed in that of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn_functional.linear(x, self.weight.to(x.dtype))
+
+
 def add_lora(model: Any, lora: LoRA) -> Any:
-    """The model with float32 adapters on its attention and MLP projections; the base is frozen."""
+    """The model with adapters on its attention and MLP projections; the base is frozen.
+
+    Their weights are float32, since steps at these learning rates are lost in bfloat16. They are computed in the precision of the base:
+    in bfloat16 two small products a projection, without float32 copies of its input and output.
+    """
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=list(lora.targets), task_type="CAUSAL_LM")
-    return get_peft_model(model, config, autocast_adapter_dtype=True)
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=True)
+    for layer in adapted.modules():
+        if hasattr(layer, "lora_A") and isinstance(layer.base_layer, nn.Linear):
+            layer.cast_input_dtype_enabled = False  # PEFT's cast to float32
+            for factor in (*layer.lora_A.values(), *layer.lora_B.values()):
+                factor.__class__ = Adapter
+    return adapted
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
