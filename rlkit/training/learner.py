@@ -27,10 +27,12 @@ from rlkit.functional import mix
 from rlkit.models.critic import make_critic
 from rlkit.rewards import Moments, normalise, update_moments
 from rlkit.system import rng
+from rlkit.system.device import precision
 from rlkit.training import drift, schedules
 from rlkit.training.experiment import Experiment, correction_in_words, settle_correction
 from rlkit.training.memory import retried
 from rlkit.training.metrics import Clock, UpdateTerms, performance, refill_metrics, update_metrics
+from rlkit.training.optimizers import make_optimizer
 from rlkit.training.references import is_start, moved, shard_state
 from rlkit.training.update import moved_since, one_update, step_minibatches, with_logprobs, with_old
 from rlkit.types import Batch, Policy, Rollout
@@ -72,6 +74,7 @@ class Learner:
     ):
         self.configured, self.policy, self.model, self.host = experiment, policy, policy.model, host
         self.mesh: Any = None  # where the weights lie in shards
+        self.gathered: torch.dtype | None = None  # what shards are gathered in; None: their own precision
         self.settle(exact)
         self.progress = schedules.start(self.experiment)
         self.x = schedules.at(self.experiment, self.progress)
@@ -260,13 +263,14 @@ class Learner:
     def shard(self, mesh: Any) -> None:
         """Lays policy and references in shards over the ranks of a mesh (FSDP2). The critic stays whole: one backward, one root."""
         self.optimizers.clear()  # they hold the whole weights
-        ranks.shard(self.model, mesh)
-        self.mesh = mesh
+        self.mesh, mixed = mesh, precision(self.experiment, self.device) == "bf16-mixed"
+        self.gathered = torch.bfloat16 if mixed else None
+        ranks.shard(self.model, mesh, self.gathered)
         self.references = {owner: self.as_sharded(state) for owner, state in self.references.items()}
 
     def as_sharded(self, reference: Any) -> Any:
         """A reference's state as the policy is: sharded or not."""
-        return reference if self.mesh is None else shard_state(reference, self.model, self.mesh)
+        return reference if self.mesh is None else shard_state(reference, self.model, self.mesh, self.gathered)
 
     # ------------------------------------------------------------------------------------- critic and optimizers
 
@@ -285,10 +289,10 @@ class Learner:
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         """New optimizers of the policy and, if there is one, of the critic."""
-        self.optimizers = [self.experiment.optimizer(self.trained_parameters())]
+        self.optimizers = [make_optimizer(self.experiment.optimizer, self.trained_parameters())]
         if self.critic is not None:
             critic: Any = next(x.algorithm.critic for x in self.phases.values() if x.algorithm.critic.active)
-            self.optimizers.append(critic.optimizer(self.critic.parameters()))
+            self.optimizers.append(make_optimizer(critic.optimizer, list(self.critic.parameters())))
         return self.optimizers
 
     # --------------------------------------------------------------------------------------------------- its state
