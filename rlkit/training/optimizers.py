@@ -29,7 +29,7 @@ def adamw_8bit(
     Source: Dettmers et al. 2022, arXiv:2110.02861.
     """
     try:
-        from bitsandbytes.optim import AdamW8bit  # type: ignore[import-not-found]
+        from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
         raise ConfigError(
             f"optimizer=adamw_8bit needs the package bitsandbytes ({error}): pip install bitsandbytes, or optimizer=adamw"

@@ -21,13 +21,11 @@ from rlkit.tasks import arithmetic
 from rlkit.training.optimizers import adamw_8bit, make_optimizer
 from rlkit.training.references import ema
 
-WIDE = LoRA(rank=8)
-
 
 @pytest.fixture
 def adapted():
     """The tiny model in bfloat16, with adapters that change what it says."""
-    policy = load_policy(path="tiny", dtype="bfloat16", lora=WIDE)
+    policy = load_policy(path="tiny", dtype="bfloat16", lora=LoRA(rank=16))
     g = torch.Generator().manual_seed(0)
     for name, weight in policy.model.named_parameters():
         if "lora_B" in name:
@@ -38,7 +36,7 @@ def adapted():
 def mean_gap(policy) -> float:
     """Nats a token between the sampler, the cached engine, and the trainer."""
     rollouts = collect(
-        policy, arithmetic(max_samples=8), engine=engines.Cached(), environment=single_turn(), group_size=4, seed=1, max_new_tokens=32
+        policy, arithmetic(max_samples=12), engine=engines.Cached(), environment=single_turn(), group_size=4, seed=1, max_new_tokens=48
     )
     batch = assemble(rollouts, pad_token_id=policy.pad_token_id, device="cpu")
     with torch.no_grad():
@@ -94,10 +92,10 @@ def test_keys_and_values_are_kept_in_one_precision(tiny, monkeypatch):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_logits_in_float32_where_the_model_asks_for_them(autocast):
     """A bfloat16 head rounds a logit of 16 to 32 by up to 0.12 nats. Hugging Face's own forward has the same head."""
-    ids = torch.arange(40).view(2, 20) * 7 % 300
+    ids = torch.arange(20)[None] * 7 % 300
     errors = {}
     for asked in (None, "float32"):
-        model = load_policy(path="tiny", dtype="float32" if autocast else "auto", head_precision=asked).model
+        model = load_policy(path="tiny", head_precision=asked).model.requires_grad_(False)
         model = model if autocast else model.to(torch.bfloat16)
         _, head = trunk_and_head(model)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
