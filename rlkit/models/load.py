@@ -14,7 +14,7 @@ from torch.nn import functional as nn_functional
 
 from rlkit.errors import ConfigError, TemplateError
 from rlkit.models.chat import make_renderer
-from rlkit.models.head import compute_in_float32
+from rlkit.models.head import Float32Head
 from rlkit.models.packing import allow_packing
 from rlkit.system.digest import SUMS, folder_damage
 from rlkit.types import Policy, ranges
@@ -57,8 +57,7 @@ def load_policy(
       dtype: of the base weights. "auto" is bfloat16 under LoRA on a GPU (the adapters stay float32), float32 otherwise:
         trained bfloat16 weights do not move at reinforcement-learning rates.
       attention: implementation name of transformers (sdpa, eager, flash_attention_2).
-      head_precision: float32 computes logits in float32 from a narrower base, in every pass of training and of rlkit's own engines; vLLM
-        has its own. None is the precision of the base.
+      head_precision: "float32" computes logits so from a narrower base, in training and rlkit's own engines; vLLM has its own.
       gradient_checkpointing: recomputes activations in backward; less memory, about a third more time.
       lora: adapters; rank 0 trains everything.
       enable_thinking: handed to the chat template; None leaves the template's default.
@@ -82,7 +81,7 @@ def load_policy(
     model.to(device)
     check_weights(model, path)
     if head_precision == "float32":
-        compute_in_float32(model.get_output_embeddings())
+        model.get_output_embeddings().__class__ = Float32Head  # for every forward of the model, Hugging Face's own too
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
@@ -208,11 +207,7 @@ class Adapter(nn.Linear):
 
 
 def add_lora(model: Any, lora: LoRA) -> Any:
-    """The model with adapters on its attention and MLP projections; the base is frozen.
-
-    Their weights are float32, since steps at these learning rates are lost in bfloat16. They are computed in the precision of the base:
-    in bfloat16 two small products a projection, without float32 copies of its input and output.
-    """
+    """The model with float32 adapters on its attention and MLP projections, computed in the base's precision; the base is frozen."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=list(lora.targets), task_type="CAUSAL_LM")

@@ -18,21 +18,15 @@ from torch.nn import functional as nn_functional
 
 ATTENTION = "rlkit_packed"
 MASKED = 512  # new tokens of a row, at most, that attend through a mask: masks then grow linearly with the tokens of a micro-batch
-MASK_ENTRIES = 1 << 24  # of one attention mask; rows beyond it are attended to in further calls
 STEP = 256  # shortest length that a call is padded to where lengths go in steps
 STEP_TOKENS = 4096  # of such a call, if a row is not longer
 
 
 class Kernels(NamedTuple):
-    """How a device attends to packed rows.
+    """How a device attends to packed rows."""
 
-    varlen: in half precision each row is a segment of one call of torch's variable-length attention. No length is part of a shape.
-    steps: otherwise rows are read whole, so that they need no mask, and padded to powers of two, so that a step has at most one shape
-      for each (256 … 32,768: eight); keys and values are repeated for the heads that share them.
-    """
-
-    varlen: bool
-    steps: bool
+    varlen: bool  # in half precision: each row is a segment of one call, whatever its length
+    steps: bool  # otherwise: whole rows without a mask, one shape for each power of two (256 … 32,768), keys repeated for their heads
 
 
 # Compute capability → kernels; a device that is not listed takes those of the newest one before it. torch's choice among its kernels of
@@ -55,9 +49,11 @@ KERNELS = {
 
 def kernels_of(device: torch.device) -> Kernels:
     """The row of KERNELS for a device."""
-    own = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    kernels = KERNELS[max((row for row in KERNELS if row <= own), default=(7, 0))]
-    return kernels._replace(varlen=kernels.varlen and torch.__version__ >= (2, 12))  # grouped heads came with it
+    if device.type != "cuda":
+        return KERNELS[0, 0]
+    own = torch.cuda.get_device_capability(device)
+    kernels = KERNELS[max((row for row in KERNELS if (0, 0) < row <= own), default=(7, 0))]
+    return kernels._replace(varlen=kernels.varlen and torch.__version__ >= "2.12")  # grouped heads came with it
 
 
 class Paths(NamedTuple):
@@ -72,8 +68,8 @@ class Segments(NamedTuple):
     """All rows that add tokens, one behind the other. The packed tokens themselves are the queries, in their order."""
 
     keys: Tensor  # [ΣL] packed tokens of every row, from its first to its last
-    ends: tuple[Tensor, Tensor]  # each [R + 1] int32: where each row's queries and its keys begin, and the last ones end
-    longest: tuple[int, int]  # most queries and most keys of a row
+    ends: Tensor  # [2, R + 1] int32: where each row's queries and its keys begin, and the last ones end
+    longest: list[int]  # most queries and most keys of a row
 
 
 class Packed(NamedTuple):
@@ -145,10 +141,9 @@ def pack(ids: Tensor, response_mask: Tensor, *, kernels: Kernels | None = None) 
     segments = None
     if kernels.varlen and added:
         counts = np.array([(lengths[row] - shared, lengths[row]) for row, shared in added])
-        ends = np.concatenate([[[0, 0]], counts.cumsum(0)])
+        ends = np.pad(counts.cumsum(0), ((1, 0), (0, 0))).T
         flat = np.concatenate([index[row, : lengths[row]] for row, _ in added])
-        most_queries, most_keys = counts.max(0).tolist()
-        segments = Segments(tensor(flat), (tensor(ends[:, 0], np.int32), tensor(ends[:, 1], np.int32)), (most_queries, most_keys))
+        segments = Segments(tensor(flat), tensor(ends, np.int32), counts.max(0).tolist())
     where, at = np.nonzero(mask)
     pairs = np.stack([index[where, at - 1], rows[where, at]], 1)
     distinct, inverse = np.unique(pairs, axis=0, return_inverse=True)
@@ -168,20 +163,15 @@ def pack(ids: Tensor, response_mask: Tensor, *, kernels: Kernels | None = None) 
 
 
 def _calls(added: list[tuple[int, int]], lengths: Any, kernels: Kernels) -> Iterator[list[tuple[int, int, int]]]:
-    """The rows that attend in one call, as (row, its first query, how many tokens it shares).
-
-    A row that adds many tokens is read from its start on, causally. Then it needs no mask, whose size is queries × keys; what the row
-    shares is only attended from again, not put through the layers again.
-    """
-    classes: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    """The rows that attend in one call, as (row, its first query, how many tokens it shares). A long one is read whole, without a mask."""
+    classes: dict[tuple[int, int, bool], list[tuple[int, int, int]]] = defaultdict(list)
     for row, shared in added:
         length = int(lengths[row])
         first = 0 if kernels.steps or length - shared > MASKED else shared
-        key = (step_length(length), 0) if kernels.steps else (size_class(length), size_class(length - first))
+        key = (step_length(length), 0, False) if kernels.steps else (size_class(length), size_class(length - first), first > 0)
         classes[key].append((row, first, shared))
-    for (length, _), members in classes.items():
-        entries = max(int(lengths[row]) - first for row, first, _ in members) * max(int(lengths[row]) for row, _, _ in members)
-        most = max(1, STEP_TOKENS // length if kernels.steps else MASK_ENTRIES // entries)
+    for (length, *_), members in classes.items():
+        most = max(1, STEP_TOKENS // length) if kernels.steps else len(members)
         yield from (members[i : i + most] for i in range(0, len(members), most))
 
 
@@ -264,33 +254,27 @@ def attend_packed(
     if segments is not None and v.dtype in (torch.float16, torch.bfloat16) and v.shape[-1] <= 256 and v.shape[-1] % 8 == 0:
         from torch.nn.attention.varlen import varlen_attn
 
-        keys = (k[segments.keys], v[segments.keys])
+        inputs: Any = (q, k[segments.keys], v[segments.keys], *segments.ends, *segments.longest)
         # (-1, 0): causal, from the end of each segment; a query sees what the row shares, and itself.
-        out = varlen_attn(q, *keys, *segments.ends, *segments.longest, scale=scaling, window_size=(-1, 0), enable_gqa=True)  # type: ignore[call-overload]
+        out: Any = varlen_attn(*inputs, scale=scaling, window_size=(-1, 0), enable_gqa=True)
         return out[None], None
-    attend_rows = _attend_in_steps if packed.kernels.steps else _attend_exactly
-    return torch.cat([attend_rows(q, k, v, paths, scaling).flatten(0, 1) for paths in packed.paths])[packed.home][None], None
+    if packed.kernels.steps:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    parts = [_attend(q, k, v, paths, packed.kernels, scaling) for paths in packed.paths]
+    return torch.cat(parts)[packed.home][None], None
 
 
-def _attend_exactly(q: Tensor, k: Tensor, v: Tensor, paths: Paths, scaling: float | None) -> Tensor:
-    """Attention [R, Q, Hq, D] of the paths, at their own lengths."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, paths: Paths, kernels: Kernels, scaling: float | None) -> Tensor:
+    """Attention [R · Q, Hq, D] of rows of nearly one size."""
     queries, keys, starts = paths
-    rows = (q[queries].transpose(1, 2), k[keys].transpose(1, 2), v[keys].transpose(1, 2))
+    count, length = queries.shape
+    if kernels.steps:  # whole rows
+        step = step_length(length)
+        queries = keys = nn_functional.pad(keys, (0, step - length, 0, max(1, STEP_TOKENS // step) - count))
     mask = None
     if starts is not None:
-        last = starts[:, None] + torch.arange(queries.shape[1], device=queries.device)
+        last = starts[:, None] + torch.arange(length, device=keys.device)
         mask = (torch.arange(keys.shape[1], device=keys.device) <= last[..., None])[:, None]
-    grouped = q.shape[1] != k.shape[1]
-    out = nn_functional.scaled_dot_product_attention(*rows, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped)
-    return out.transpose(1, 2)
-
-
-def _attend_in_steps(q: Tensor, k: Tensor, v: Tensor, paths: Paths, scaling: float | None) -> Tensor:
-    """Attention [R, L, Hq, D] of whole rows; number and length of the rows are padded, and every query head has its own keys."""
-    count, length = paths.keys.shape
-    step = step_length(length)
-    index = nn_functional.pad(paths.keys, (0, step - length, 0, max(1, STEP_TOKENS // step) - count))
-    copies = q.shape[1] // k.shape[1]
-    rows = (q[index].transpose(1, 2), *(x[index].transpose(1, 2).repeat_interleave(copies, 1) for x in (k, v)))
-    out = nn_functional.scaled_dot_product_attention(*rows, is_causal=True, scale=scaling)
-    return out.transpose(1, 2)[:count, :length]
+    rows = (q[queries].transpose(1, 2), k[keys].transpose(1, 2), v[keys].transpose(1, 2))
+    settings: Any = {"attn_mask": mask, "is_causal": mask is None, "scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
+    return nn_functional.scaled_dot_product_attention(*rows, **settings).transpose(1, 2)[:count, :length].flatten(0, 1)

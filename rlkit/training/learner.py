@@ -73,8 +73,7 @@ class Learner:
         optimizers: Sequence[torch.optim.Optimizer] = (),
     ):
         self.configured, self.policy, self.model, self.host = experiment, policy, policy.model, host
-        self.mesh: Any = None  # where the weights lie in shards
-        self.gathered: torch.dtype | None = None  # what shards are gathered in; None: their own precision
+        self.lay_out: Callable[[Any], None] | None = None  # makes shards of a model, where the policy lies in shards
         self.settle(exact)
         self.progress = schedules.start(self.experiment)
         self.x = schedules.at(self.experiment, self.progress)
@@ -263,14 +262,14 @@ class Learner:
     def shard(self, mesh: Any) -> None:
         """Lays policy and references in shards over the ranks of a mesh (FSDP2). The critic stays whole: one backward, one root."""
         self.optimizers.clear()  # they hold the whole weights
-        self.mesh, mixed = mesh, precision(self.experiment, self.device) == "bf16-mixed"
-        self.gathered = torch.bfloat16 if mixed else None
-        ranks.shard(self.model, mesh, self.gathered)
+        mixed = precision(self.experiment, self.device) == "bf16-mixed"
+        self.lay_out = partial(ranks.shard, mesh=mesh, gathered=torch.bfloat16 if mixed else None)
+        self.lay_out(self.model)
         self.references = {owner: self.as_sharded(state) for owner, state in self.references.items()}
 
     def as_sharded(self, reference: Any) -> Any:
         """A reference's state as the policy is: sharded or not."""
-        return reference if self.mesh is None else shard_state(reference, self.model, self.mesh, self.gathered)
+        return reference if self.lay_out is None else shard_state(reference, self.model, self.lay_out)
 
     # ------------------------------------------------------------------------------------- critic and optimizers
 

@@ -145,10 +145,8 @@ class Moving(NamedTuple):
     kl: float = 0.0  # nats since the last copy (on_kl)
 
 
-def shard_state(
-    state: nn.Module | Moving | None, policy: nn.Module, mesh: Any, gathered: torch.dtype | None = None
-) -> nn.Module | Moving | None:
-    """The state of a reference as shards over the ranks of the mesh (rlkit.distributed.ranks.shard): of a model of its own, or of the
+def shard_state(state: nn.Module | Moving | None, policy: nn.Module, shard: Callable[[Any], None]) -> nn.Module | Moving | None:
+    """The state of a reference as shards (rlkit.distributed.ranks.shard): of a model of its own, or of the
     second adapter of a policy that has been sharded by now. Unchanged where it is that already.
     """
     if isinstance(state, Moving) and state.model is None:
@@ -157,7 +155,7 @@ def shard_state(
     model = state.model if isinstance(state, Moving) else state
     if model is None or ranks.sharded(model):
         return state
-    ranks.shard(model, mesh, gathered)
+    shard(model)
     return track(model)._replace(kl=state.kl) if isinstance(state, Moving) else state
 
 

@@ -107,13 +107,6 @@ def test_logits_in_float32_where_the_model_asks_for_them(autocast):
     assert errors["float32"] < 1e-4 < 1e-2 < errors[None]
 
 
-def test_a_head_that_is_no_linear_layer_is_refused(tiny):
-    from rlkit.models.head import compute_in_float32
-
-    with pytest.raises(ConfigError, match=r"model\.head_precision=float32: the head is a Embedding"):
-        compute_in_float32(torch.nn.Embedding(3, 2))
-
-
 # ------------------------------------------------------------------------------------------------- shards and optimizers
 
 
@@ -152,5 +145,5 @@ def test_adam_is_fused_on_cuda_unless_the_user_chose():
 
 
 def test_the_8_bit_optimizer_says_what_to_install():
-    with pytest.raises(ConfigError, match=r"optimizer=adamw_8bit needs the package bitsandbytes .*: pip install bitsandbytes"):
+    with pytest.raises(ConfigError, match=r"optimizer=adamw_8bit: No module named .*; pip install bitsandbytes"):
         adamw_8bit([torch.nn.Parameter(torch.ones(2))], lr=1e-3)
