@@ -32,6 +32,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.attention.varlen
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -429,6 +430,28 @@ class PretendGPU(TorchDispatchMode):
         return "\n".join(lines)
 
 
+def segments_by_rows(
+    attention: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    ends_q: list[int],
+    ends_k: list[int],
+    *,
+    window_size: Any,
+    scale: Any,
+    enable_gqa: bool,
+) -> Any:
+    """What flash attention computes for segments of many lengths: the queries of each are at the end of its keys."""
+    assert window_size == (-1, 0) and enable_gqa, "only causal, grouped attention is asked for"
+    parts = []
+    for q0, q1, k0, k1 in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
+        q, k, v = (x.transpose(0, 1)[None] for x in (query[q0:q1], key[k0:k1], value[k0:k1]))
+        seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=query.device).tril(k1 - k0 - q1 + q0)
+        parts.append(attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
 class Event:
     def __init__(self, *_: Any, **__: Any): ...
     def record(self, *_: Any) -> None: ...
@@ -501,6 +524,16 @@ def patches(gpu: PretendGPU) -> list[tuple[Any, str, Any]]:
         finally:
             gpu.lenient = before
 
+    def varlen_attn(query: Any, key: Any, value: Any, ends_q: Any, ends_k: Any, *_: Any, **settings: Any) -> Any:
+        gpu.attention["varlen", str(query.dtype).removeprefix("torch."), gpu.site()] += 1
+        ends = [end.elem.tolist() for end in (ends_q, ends_k)]
+        before, gpu.lenient = gpu.lenient, True
+        try:
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+                return segments_by_rows(attention, query, key, value, *ends, **settings)
+        finally:
+            gpu.lenient = before
+
     class Autocast(torch.amp.autocast_mode.autocast):
         def __init__(self, device_type: str, *args: Any, **kwargs: Any):
             super().__init__("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
@@ -554,6 +587,7 @@ def patches(gpu: PretendGPU) -> list[tuple[Any, str, Any]]:
     }
     others = [(torch, "tensor", making(torch.tensor)), (torch, "as_tensor", making(as_tensor)), (torch.version, "cuda", "13.0")]
     others += [(torch.nn.functional, "scaled_dot_product_attention", sdpa), (torch, "autocast", Autocast)]
+    others += [(torch.nn.attention.varlen, "varlen_attn", varlen_attn)]
     others += [(torch.Tensor, "to", to), (torch.Tensor, "cuda", lambda self, *_, **__: to(self, CUDA))]
     others += [(torch, "is_autocast_enabled", lambda kind="cpu": enabled("cpu"))]
     return [(cuda, name, value) for name, value in made.items()] + others

@@ -214,19 +214,25 @@ def pad_work(work: list[T], spare: Callable[[], T]) -> list[tuple[T, bool]]:
 # ------------------------------------------------------------------------------------------------- sharded weights
 
 
-def shard(model: Any, mesh: Any) -> None:
+def shard(model: Any, mesh: Any, gathered: torch.dtype | None = None) -> None:
     """Shard a causal LM over the ranks of the mesh with FSDP2: each transformer layer separately, the rest together.
+
+    Weights are gathered, and computed with, in `gathered`; None is their own precision. bfloat16 halves what is sent. Shards and the sums
+    of gradients stay float32.
 
     Gradients are summed, not averaged. `in_forward` calls functions of the model.
     """
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    # Inputs are left to autocast, which keeps the residual stream in float32 as without shards.
+    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=gathered and torch.float32, cast_forward_inputs=False)
 
     model = _root(model)
     model.unsharded = (copy.deepcopy(model, {id(p): nn.Parameter(p.to("meta"), requires_grad=False) for p in model.parameters()}),)
     for stack in [m for m in model.modules() if isinstance(m, nn.ModuleList)]:
         for layer in stack:
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     for part in sharded(model):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # Gloo knows no scaled sum

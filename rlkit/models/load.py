@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as nn_functional
 
 from rlkit.errors import ConfigError, TemplateError
 from rlkit.models.chat import make_renderer
+from rlkit.models.head import Float32Head
 from rlkit.models.packing import allow_packing
 from rlkit.system.digest import SUMS, folder_damage
 from rlkit.types import Policy, ranges
@@ -38,6 +41,7 @@ def load_policy(
     revision: str | None = None,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     attention: str = "sdpa",
+    head_precision: Literal["float32"] | None = None,
     gradient_checkpointing: bool = False,
     lora: LoRA = LoRA(),  # noqa: B008  (a NamedTuple: immutable)
     enable_thinking: bool | None = None,
@@ -53,6 +57,7 @@ def load_policy(
       dtype: of the base weights. "auto" is bfloat16 under LoRA on a GPU (the adapters stay float32), float32 otherwise:
         trained bfloat16 weights do not move at reinforcement-learning rates.
       attention: implementation name of transformers (sdpa, eager, flash_attention_2).
+      head_precision: "float32" computes logits so from a narrower base, in training and rlkit's own engines; vLLM has its own.
       gradient_checkpointing: recomputes activations in backward; less memory, about a third more time.
       lora: adapters; rank 0 trains everything.
       enable_thinking: handed to the chat template; None leaves the template's default.
@@ -75,6 +80,8 @@ def load_policy(
         tokenizer.chat_template = file.read_text()
     model.to(device)
     check_weights(model, path)
+    if head_precision == "float32":
+        model.get_output_embeddings().__class__ = Float32Head  # for every forward of the model, Hugging Face's own too
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
@@ -197,12 +204,29 @@ def without_dropout(config: Any) -> Any:
     return config
 
 
+class Adapter(nn.Linear):
+    """A factor of an adapter: kept and trained in its own precision, computed in that of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn_functional.linear(x, self.weight.to(x.dtype))
+
+
 def add_lora(model: Any, lora: LoRA) -> Any:
-    """The model with float32 adapters on its attention and MLP projections; the base is frozen."""
+    """The model with float32 adapters on its attention and MLP projections, computed in the base's precision; the base is frozen."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=list(lora.targets), task_type="CAUSAL_LM")
-    return get_peft_model(model, config, autocast_adapter_dtype=True)
+    return compute_as_base(get_peft_model(model, config, autocast_adapter_dtype=True))
+
+
+def compute_as_base(adapted: Any) -> Any:
+    """A model under PEFT whose plain adapters are computed in the precision of their input, those that were added later too."""
+    for layer in adapted.modules():
+        if hasattr(layer, "lora_A") and isinstance(layer.base_layer, nn.Linear) and not layer.lora_variant:
+            layer.cast_input_dtype_enabled = False  # PEFT's cast to float32
+            for factor in (*layer.lora_A.values(), *layer.lora_B.values()):
+                factor.__class__ = Adapter
+    return adapted
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

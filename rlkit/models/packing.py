@@ -8,6 +8,7 @@ log-prob and no gradient; equal replies cost one.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,15 +17,59 @@ from torch import Tensor, nn
 from torch.nn import functional as nn_functional
 
 ATTENTION = "rlkit_packed"
-MASK_ENTRIES = 1 << 24  # of one attention mask; rows beyond it are attended to in further calls
+MASKED = 512  # new tokens of a row, at most, that attend through a mask: masks then grow linearly with the tokens of a micro-batch
+STEP = 256  # shortest length that a call is padded to where lengths go in steps
+STEP_TOKENS = 4096  # of such a call, if a row is not longer
+
+
+class Kernels(NamedTuple):
+    """How a device attends to packed rows."""
+
+    varlen: bool  # in half precision: each row is a segment of one call, whatever its length
+    steps: bool  # otherwise: whole rows without a mask, one shape for each power of two (256 … 32,768), keys repeated for their heads
+
+
+# Compute capability → kernels; a device that is not listed takes those of the newest one before it. torch's choice among its kernels of
+# scaled_dot_product_attention is in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. cuDNN's is excluded on all of them, since it
+# plans each new shape: 0.44 s forward and 0.55 s backward (FunASR#3704), where `pack` gives about 50 shapes a step.
+KERNELS = {
+    # A CPU plans nothing and has one kernel for masks, grouped heads and any length, so exact lengths are the least work.
+    (0, 0): Kernels(varlen=False, steps=False),
+    # Volta and Turing: flash needs sm_80. The memory-efficient kernel takes no grouped heads in torch 2.13 (pytorch#191085 came later).
+    (7, 0): Kernels(varlen=False, steps=True),
+    # A100: flash takes no mask, and where a mask meets grouped heads torch falls to the kernel that writes out all scores: 4 GiB at
+    # 4k tokens, 15 GiB at 8k (ComfyUI#15135). Variable-length flash needs no mask: its queries end where the keys of a segment end.
+    (8, 0): Kernels(varlen=True, steps=True),
+    (8, 6): Kernels(varlen=True, steps=True),  # RTX 30: as the A100
+    (8, 9): Kernels(varlen=True, steps=True),  # RTX 40, L4: as the A100
+    (9, 0): Kernels(varlen=True, steps=True),  # Hopper: torch prefers cuDNN here, which is excluded
+    (10, 0): Kernels(varlen=True, steps=True),  # Blackwell: as Hopper
+}
+
+
+def kernels_of(device: torch.device) -> Kernels:
+    """The row of KERNELS for a device."""
+    if device.type != "cuda":
+        return KERNELS[0, 0]
+    own = torch.cuda.get_device_capability(device)
+    kernels = KERNELS[max((row for row in KERNELS if (0, 0) < row <= own), default=(7, 0))]
+    return kernels._replace(varlen=kernels.varlen and torch.__version__ >= "2.12")  # grouped heads came with it
 
 
 class Paths(NamedTuple):
-    """Rows of nearly one size: what each adds to the forest, and the path that it attends to."""
+    """Rows of nearly one size: queries, and the path that each attends to."""
 
-    queries: Tensor  # [R, Q] packed tokens that these rows add; padding is token 0
+    queries: Tensor  # [R, Q] packed tokens: those that these rows add, or whole rows; padding is token 0
     keys: Tensor  # [R, L] packed tokens from the first of the row to its last; padding is token 0
     starts: Tensor | None  # [R] position of the first query; None: all of them 0
+
+
+class Segments(NamedTuple):
+    """All rows that add tokens, one behind the other. The packed tokens themselves are the queries, in their order."""
+
+    keys: Tensor  # [ΣL] packed tokens of every row, from its first to its last
+    ends: Tensor  # [2, R + 1] int32: where each row's queries and its keys begin, and the last ones end
+    longest: list[int]  # most queries and most keys of a row
 
 
 class Packed(NamedTuple):
@@ -39,16 +84,20 @@ class Packed(NamedTuple):
     inverse: Tensor  # [M] int64, which of the K a sampled token of the rows is, in the order of the response mask
     response_mask: Tensor  # [B, T] bool, of the rows
     tokens: int  # of the rows before packing
+    kernels: Kernels
+    segments: Segments | None  # None without kernels.varlen
 
 
-def pack(ids: Tensor, response_mask: Tensor) -> Packed:
+def pack(ids: Tensor, response_mask: Tensor, *, kernels: Kernels | None = None) -> Packed:
     """The forest of the prefixes of some rows, each cut before its last sampled token, from which nothing is predicted.
 
     Args:
       ids: [B, T], right-padded. response_mask: [B, T], True on sampled tokens; the first token of a row is never one.
+      kernels: None takes those of the device.
     Returns: N ≤ Σ row lengths, K ≤ M = response_mask.sum(); rows without a sampled token are not in it.
     Raises: ValueError where a row begins with a sampled token, from which no state comes.
     """
+    kernels = kernels or kernels_of(ids.device)
     rows, mask = ids.cpu().numpy(), response_mask.cpu().numpy()
     if mask[:, :1].any():
         raise ValueError(f"row {int(mask[:, 0].argmax())} begins with a sampled token; a prompt must stand before it")
@@ -56,7 +105,7 @@ def pack(ids: Tensor, response_mask: Tensor) -> Packed:
     index = np.zeros(rows.shape, dtype=np.int64)  # row, position → packed token
     # Sorted, a row shares with the one before it all that it shares with any.
     order = sorted(np.flatnonzero(lengths).tolist(), key=lambda row: rows[row, : lengths[row]].astype(">i8").tobytes())
-    added: dict[tuple[int, int, bool], list[tuple[int, int]]] = defaultdict(list)
+    added: list[tuple[int, int]] = []  # rows that add tokens, and how many each shares
     tokens, depths, size, before = [], [], 0, -1
     for row in order:
         length, shared = lengths[row], 0
@@ -72,26 +121,29 @@ def pack(ids: Tensor, response_mask: Tensor) -> Packed:
         tokens.append(rows[row, shared:length])
         depths.append(np.arange(shared, length))
         size += new
-        added[size_class(new), size_class(int(length)), shared > 0].append((row, shared))
+        added.append((row, shared))
 
-    def tensor(values: Any) -> Tensor:
-        return torch.as_tensor(np.asarray(values, dtype=np.int64), device=ids.device)
+    def tensor(values: Any, dtype: Any = np.int64) -> Tensor:
+        return torch.as_tensor(np.asarray(values, dtype=dtype), device=ids.device)
 
     paths, home, offset = [], np.zeros(size, dtype=np.int64), 0
-    for members in added.values():
-        queries, width = max(int(lengths[row]) - shared for row, shared in members), max(int(lengths[row]) for row, _ in members)
-        most = max(1, MASK_ENTRIES // (queries * width))
-        for part in (members[i : i + most] for i in range(0, len(members), most)):
-            own = np.zeros((len(part), queries), dtype=np.int64)
-            path = np.zeros((len(part), width), dtype=np.int64)
-            for i, (row, shared) in enumerate(part):
-                length = lengths[row]
-                path[i, :length] = index[row, :length]
-                own[i, : length - shared] = index[row, shared:length]
-                home[own[i, : length - shared]] = offset + i * queries + np.arange(length - shared)
-            starts = [shared for _, shared in part]
-            paths.append(Paths(tensor(own), tensor(path), tensor(starts) if any(starts) else None))
-            offset += own.size
+    for part in _calls(added, lengths, kernels):
+        width, queries = max(int(lengths[row]) for row, _, _ in part), max(int(lengths[row]) - first for row, first, _ in part)
+        own, path = np.zeros((len(part), queries), dtype=np.int64), np.zeros((len(part), width), dtype=np.int64)
+        for i, (row, first, shared) in enumerate(part):
+            length = lengths[row]
+            path[i, :length] = index[row, :length]
+            own[i, : length - first] = index[row, first:length]
+            home[index[row, shared:length]] = offset + i * queries + np.arange(shared - first, length - first)
+        starts = [first for _, first, _ in part]
+        paths.append(Paths(tensor(own), tensor(path), tensor(starts) if any(starts) else None))
+        offset += own.size
+    segments = None
+    if kernels.varlen and added:
+        counts = np.array([(lengths[row] - shared, lengths[row]) for row, shared in added])
+        ends = np.pad(counts.cumsum(0), ((1, 0), (0, 0))).T
+        flat = np.concatenate([index[row, : lengths[row]] for row, _ in added])
+        segments = Segments(tensor(flat), tensor(ends, np.int32), counts.max(0).tolist())
     where, at = np.nonzero(mask)
     pairs = np.stack([index[where, at - 1], rows[where, at]], 1)
     distinct, inverse = np.unique(pairs, axis=0, return_inverse=True)
@@ -105,7 +157,27 @@ def pack(ids: Tensor, response_mask: Tensor) -> Packed:
         inverse=tensor(inverse),
         response_mask=response_mask,
         tokens=int(lengths.sum()),
+        kernels=kernels,
+        segments=segments,
     )
+
+
+def _calls(added: list[tuple[int, int]], lengths: Any, kernels: Kernels) -> Iterator[list[tuple[int, int, int]]]:
+    """The rows that attend in one call, as (row, its first query, how many tokens it shares). A long one is read whole, without a mask."""
+    classes: dict[tuple[int, int, bool], list[tuple[int, int, int]]] = defaultdict(list)
+    for row, shared in added:
+        length = int(lengths[row])
+        first = 0 if kernels.steps or length - shared > MASKED else shared
+        key = (step_length(length), 0, False) if kernels.steps else (size_class(length), size_class(length - first), first > 0)
+        classes[key].append((row, first, shared))
+    for (length, *_), members in classes.items():
+        most = max(1, STEP_TOKENS // length) if kernels.steps else len(members)
+        yield from (members[i : i + most] for i in range(0, len(members), most))
+
+
+def step_length(length: int) -> int:
+    """The next power of two, at least STEP."""
+    return max(STEP, 1 << (length - 1).bit_length())
 
 
 def size_class(length: int) -> int:
@@ -118,6 +190,8 @@ def trunk_states(trunk: Any, packed: Packed) -> Tensor:
 
     A trunk that cannot be packed (`allow_packing`) reads the paths as rows: same states, the shared beginnings once a row.
     """
+    if packed.ids.device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # for the process: gradient checkpointing attends again in the backward pass
     if not len(packed.ids):
         return trunk.get_input_embeddings().weight.new_zeros(0, trunk.config.hidden_size)
     if trunk.config._attn_implementation == ATTENTION:
@@ -174,15 +248,33 @@ def attend_packed(
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H, D]
-    grouped = query.shape[1] != key.shape[1]
-    parts = []
-    for queries, keys, starts in packed.paths:
-        rows = (q[queries].transpose(1, 2), k[keys].transpose(1, 2), v[keys].transpose(1, 2))
-        if starts is None:
-            out = nn_functional.scaled_dot_product_attention(*rows, is_causal=True, scale=scaling, enable_gqa=grouped)
-        else:
-            last = starts[:, None] + torch.arange(queries.shape[1], device=queries.device)
-            seen = torch.arange(keys.shape[1], device=keys.device) <= last[..., None]
-            out = nn_functional.scaled_dot_product_attention(*rows, attn_mask=seen[:, None], scale=scaling, enable_gqa=grouped)
-        parts.append(out.transpose(1, 2).flatten(0, 1))
+    # In mixed precision the norms of queries and keys, whose weights are float32, leave them in float32.
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    segments = packed.segments
+    if segments is not None and v.dtype in (torch.float16, torch.bfloat16) and v.shape[-1] <= 256 and v.shape[-1] % 8 == 0:
+        from torch.nn.attention.varlen import varlen_attn
+
+        inputs: Any = (q, k[segments.keys], v[segments.keys], *segments.ends, *segments.longest)
+        # (-1, 0): causal, from the end of each segment; a query sees what the row shares, and itself.
+        out: Any = varlen_attn(*inputs, scale=scaling, window_size=(-1, 0), enable_gqa=True)
+        return out[None], None
+    if packed.kernels.steps:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    parts = [_attend(q, k, v, paths, packed.kernels, scaling) for paths in packed.paths]
     return torch.cat(parts)[packed.home][None], None
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, paths: Paths, kernels: Kernels, scaling: float | None) -> Tensor:
+    """Attention [R · Q, Hq, D] of rows of nearly one size."""
+    queries, keys, starts = paths
+    count, length = queries.shape
+    if kernels.steps:  # whole rows
+        step = step_length(length)
+        queries = keys = nn_functional.pad(keys, (0, step - length, 0, max(1, STEP_TOKENS // step) - count))
+    mask = None
+    if starts is not None:
+        last = starts[:, None] + torch.arange(length, device=keys.device)
+        mask = (torch.arange(keys.shape[1], device=keys.device) <= last[..., None])[:, None]
+    rows = (q[queries].transpose(1, 2), k[keys].transpose(1, 2), v[keys].transpose(1, 2))
+    settings: Any = {"attn_mask": mask, "is_causal": mask is None, "scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
+    return nn_functional.scaled_dot_product_attention(*rows, **settings).transpose(1, 2)[:count, :length].flatten(0, 1)

@@ -27,10 +27,12 @@ from rlkit.functional import mix
 from rlkit.models.critic import make_critic
 from rlkit.rewards import Moments, normalise, update_moments
 from rlkit.system import rng
+from rlkit.system.device import precision
 from rlkit.training import drift, schedules
 from rlkit.training.experiment import Experiment, correction_in_words, settle_correction
 from rlkit.training.memory import retried
 from rlkit.training.metrics import Clock, UpdateTerms, performance, refill_metrics, update_metrics
+from rlkit.training.optimizers import make_optimizer
 from rlkit.training.references import is_start, moved, shard_state
 from rlkit.training.update import moved_since, one_update, step_minibatches, with_logprobs, with_old
 from rlkit.types import Batch, Policy, Rollout
@@ -71,7 +73,7 @@ class Learner:
         optimizers: Sequence[torch.optim.Optimizer] = (),
     ):
         self.configured, self.policy, self.model, self.host = experiment, policy, policy.model, host
-        self.mesh: Any = None  # where the weights lie in shards
+        self.lay_out: Callable[[Any], None] | None = None  # makes shards of a model, where the policy lies in shards
         self.settle(exact)
         self.progress = schedules.start(self.experiment)
         self.x = schedules.at(self.experiment, self.progress)
@@ -260,13 +262,14 @@ class Learner:
     def shard(self, mesh: Any) -> None:
         """Lays policy and references in shards over the ranks of a mesh (FSDP2). The critic stays whole: one backward, one root."""
         self.optimizers.clear()  # they hold the whole weights
-        ranks.shard(self.model, mesh)
-        self.mesh = mesh
+        mixed = precision(self.experiment, self.device) == "bf16-mixed"
+        self.lay_out = partial(ranks.shard, mesh=mesh, gathered=torch.bfloat16 if mixed else None)
+        self.lay_out(self.model)
         self.references = {owner: self.as_sharded(state) for owner, state in self.references.items()}
 
     def as_sharded(self, reference: Any) -> Any:
         """A reference's state as the policy is: sharded or not."""
-        return reference if self.mesh is None else shard_state(reference, self.model, self.mesh)
+        return reference if self.lay_out is None else shard_state(reference, self.model, self.lay_out)
 
     # ------------------------------------------------------------------------------------- critic and optimizers
 
@@ -285,10 +288,10 @@ class Learner:
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         """New optimizers of the policy and, if there is one, of the critic."""
-        self.optimizers = [self.experiment.optimizer(self.trained_parameters())]
+        self.optimizers = [make_optimizer(self.experiment.optimizer, self.trained_parameters())]
         if self.critic is not None:
             critic: Any = next(x.algorithm.critic for x in self.phases.values() if x.algorithm.critic.active)
-            self.optimizers.append(critic.optimizer(self.critic.parameters()))
+            self.optimizers.append(make_optimizer(critic.optimizer, list(self.critic.parameters())))
         return self.optimizers
 
     # --------------------------------------------------------------------------------------------------- its state

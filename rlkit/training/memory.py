@@ -83,7 +83,7 @@ def probe_memory(learner: Any, tasks: Sequence[Task]) -> None:
     rows = max(1, learner.micro_batch_tokens // width)
     row, column = torch.arange(rows)[:, None], torch.arange(width)
     prompt = min(prompts, default=0)
-    # A group shares its prompt, as in a run: attention over packed rows then needs a mask, which takes other kernels than rows without.
+    # A group shares its prompt, as in a run: attention over packed rows may take other kernels then.
     ids = (column + torch.where(column < prompt, row // x.batch.group_size, row)) % policy.model.get_input_embeddings().num_embeddings
     mask = (column >= prompt).expand(rows, width)
     of = {"ids": ids, "response_mask": mask, "rollout_ids": row[:, 0], "group_ids": row[:, 0] // x.batch.group_size}

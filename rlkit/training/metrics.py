@@ -39,7 +39,8 @@ class UpdateTerms:
     def add(self, batch: Batch, loss: Tensor, scores: TokenLogprobs, parts: dict[str, Tensor], packed: Packed) -> None:
         """The terms of one micro-batch; `loss` is the policy's."""
         self.read, self.packed = self.read + packed.tokens, self.packed + len(packed.ids)
-        self.padded += sum(path.queries.numel() for path in packed.paths)
+        padded = sum(path.queries.numel() for path in packed.paths)
+        self.padded += padded if packed.segments is None else len(packed.ids)
         old = scores.logprobs if batch.logprobs_old is None else batch.logprobs_old
         terms = parts | {"logprobs": scores.logprobs, "logprobs_old": old, "entropy": scores.entropy, "advantages": batch.advantages}
         terms |= {"logprobs_sampler": batch.logprobs_sampler, "logprobs_ref": batch.logprobs_ref, "returns": batch.returns}

@@ -145,8 +145,8 @@ class Moving(NamedTuple):
     kl: float = 0.0  # nats since the last copy (on_kl)
 
 
-def shard_state(state: nn.Module | Moving | None, policy: nn.Module, mesh: Any) -> nn.Module | Moving | None:
-    """The state of a reference as shards over the ranks of the mesh (rlkit.distributed.ranks.shard): of a model of its own, or of the
+def shard_state(state: nn.Module | Moving | None, policy: nn.Module, shard: Callable[[Any], None]) -> nn.Module | Moving | None:
+    """The state of a reference as shards (rlkit.distributed.ranks.shard): of a model of its own, or of the
     second adapter of a policy that has been sharded by now. Unchanged where it is that already.
     """
     if isinstance(state, Moving) and state.model is None:
@@ -155,7 +155,7 @@ def shard_state(state: nn.Module | Moving | None, policy: nn.Module, mesh: Any) 
     model = state.model if isinstance(state, Moving) else state
     if model is None or ranks.sharded(model):
         return state
-    ranks.shard(model, mesh)
+    shard(model)
     return track(model)._replace(kl=state.kl) if isinstance(state, Moving) else state
 
 
@@ -248,10 +248,13 @@ def _load_moving(state: Moving, policy: nn.Module, saved: Mapping[str, Any]) -> 
 
 def _second_adapter(policy: Any) -> dict[str, Tensor]:
     """Adds the reference's adapter, equal to the active one, and gives its tensors by the names of the policy's."""
+    from rlkit.models.load import compute_as_base
+
     if ADAPTER not in policy.peft_config:
         on = {p.device for p in policy.parameters() if p.device.type == "cuda"}
         with _gradients_kept(policy), torch.random.fork_rng(devices=on):  # its random start is overwritten: nobody else's numbers change
             policy.add_adapter(ADAPTER, copy.deepcopy(policy.peft_config[policy.active_adapter]))
+            compute_as_base(policy)
     parameters, pairs = dict(policy.named_parameters()), _twins(policy)
     with torch.no_grad():
         for name, tensor in pairs.items():

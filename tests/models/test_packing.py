@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 from transformers.utils import logging
 
+from pretend_gpu import PretendGPU, segments_by_rows
 from rlkit.models import forward_logprobs, make_critic, pack, packing
-from rlkit.models.packing import ATTENTION, allow_packing
+from rlkit.models.packing import ATTENTION, KERNELS, Kernels, allow_packing, attend_packed
 
 
 def make_rows(seed: int, *, vocabulary: int = 50):
@@ -89,11 +93,14 @@ def model(request):
         return AutoModelForCausalLM.from_config(CONFIGS[request.param], attn_implementation="sdpa").double().train()
 
 
-@pytest.mark.parametrize("mask_entries", [packing.MASK_ENTRIES, 1])
+CUDA = packing.Kernels(varlen=False, steps=True)
+
+
+@pytest.mark.parametrize(("masked", "kernels"), [(512, None), (2, None), (512, CUDA)])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_scores_and_gradients_are_those_of_padded_rows(model, mask_entries, recompute, monkeypatch):
+def test_scores_and_gradients_are_those_of_padded_rows(model, masked, kernels, recompute, monkeypatch):
     """For models that read packed rows and those that cannot, also where backward attends again."""
-    monkeypatch.setattr(packing, "MASK_ENTRIES", mask_entries)
+    monkeypatch.setattr(packing, "MASKED", masked)
     ids, mask = make_rows(0)
     weights = torch.randn(ids.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected = naive(model, ids, mask)
@@ -102,7 +109,7 @@ def test_scores_and_gradients_are_those_of_padded_rows(model, mask_entries, reco
     assert (model.config._attn_implementation == ATTENTION) == (getattr(model.config, "sliding_window", None) is None)
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    got = forward_logprobs(model, pack(ids, mask)).logprobs
+    got = forward_logprobs(model, pack(ids, mask, kernels=kernels)).logprobs
     # float64 rounding over a few thousand operations
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
     tolerance = 1e-10 if model.config.model_type == "gpt2" else 1e-6  # the others' norms are computed in float32
@@ -132,3 +139,108 @@ def test_nothing_sampled_is_nothing_packed(tiny):
     ids, mask = make_rows(0)
     scores = forward_logprobs(tiny.model, pack(ids, torch.zeros_like(mask)))
     assert scores.logprobs.shape == ids.shape and not scores.logprobs.any()
+
+
+# -------------------------------------------------------------------------------------- which kernels attend, and with what
+
+
+def make_groups(prompts: int, samples: int, *, prompt=(60, 250), replies=(5.5, 0.6), seed: int = 0):
+    """Groups of one prompt, with replies as long as those to GSM8K: log-normal, 300 tokens on average."""
+    g = np.random.default_rng(seed)
+    heads = g.integers(*prompt, prompts).repeat(samples)
+    lengths = heads + np.minimum(g.lognormal(*replies, prompts * samples), 16 * 1024).astype(int) + 2
+    ids = torch.from_numpy(g.integers(0, 200, (len(heads), lengths.max())))
+    at = torch.arange(ids.shape[1])
+    heads, lengths = torch.from_numpy(heads)[:, None], torch.from_numpy(lengths)[:, None]
+    ids = torch.where(at < heads, ids[torch.arange(len(ids)) // samples * samples], ids)
+    return ids, (at >= heads) & (at < lengths)
+
+
+def attend(packed, *, dtype=torch.float32, grad=False):
+    """One layer's attention of packed rows, four heads on two: its inputs and its result."""
+    g = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, heads, len(packed.ids), 8, generator=g).to(dtype).requires_grad_(grad) for heads in (4, 2, 2)]
+    return inputs, attend_packed(None, *inputs, None, packed=packed)[0]
+
+
+@pytest.fixture
+def shapes(monkeypatch):
+    """Shapes that attention is called with, as kernels see them."""
+    seen, sdpa = set(), torch.nn.functional.scaled_dot_product_attention
+
+    def counted(q, k, v, **settings):
+        assert k.shape[1] == q.shape[1] or settings.get("enable_gqa")
+        seen.add((q.shape, k.shape, settings.get("attn_mask") is None))
+        return sdpa(q, k, v, **settings)
+
+    def segments(q, k, v, ends_q, ends_k, *longest, **settings):
+        seen.add((q.shape, k.shape, longest))
+        return segments_by_rows(sdpa, q, k, v, ends_q.tolist(), ends_k.tolist(), **settings)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", segments)
+    return seen
+
+
+@pytest.mark.parametrize("kernels", sorted({kernels for device, kernels in KERNELS.items() if device > (0, 0)}))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_on_a_gpu_has_at_most_eight_shapes_of_attention(kernels, dtype, shapes):
+    """16 × 8 replies in micro-batches of 16,384 tokens had about 50, and each costs cuDNN a second of planning."""
+    ids, mask = make_groups(16, 8)
+    for rows in torch.arange(len(ids)).split(40):
+        attend(pack(ids[rows], mask[rows], kernels=kernels), dtype=dtype)
+    assert 0 < len(shapes) <= 8 and all(without_mask for *_, without_mask in shapes)
+
+
+def test_segments_are_the_rows(shapes):
+    """What variable-length attention computes, and its gradients, are those of the padded rows."""
+    ids, mask = make_rows(0)
+    results = []
+    for kernels in (Kernels(varlen=True, steps=True), Kernels(varlen=False, steps=False)):
+        inputs, out = attend(pack(ids, mask, kernels=kernels), dtype=torch.bfloat16, grad=True)
+        out.float().square().sum().backward()
+        results.append((out.float(), *(x.grad.float() for x in inputs)))
+    for segments, padded in zip(*results, strict=True):
+        torch.testing.assert_close(segments, padded, rtol=0.02, atol=0.02)  # bfloat16
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that is made inside."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.bytes = max(self.bytes, x.numel() * x.itemsize)
+        return out
+
+
+@pytest.mark.parametrize("kernels", [KERNELS[0, 0], CUDA], ids=["cpu", "steps"])
+def test_memory_of_attention_grows_with_the_tokens(kernels):
+    """Two long replies to one prompt: a mask would be four times as large for twice the tokens."""
+    found = []
+    for length in (1000, 4000):
+        ids = torch.arange(2 * length).view(2, -1) % 1000
+        ids[1, :200] = ids[0, :200]
+        with Largest() as largest:
+            attend(pack(ids, torch.arange(length).expand(2, -1) >= 200, kernels=kernels))
+        found.append(largest.bytes / length)
+    assert found[1] < 1.5 * found[0], found
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
+@pytest.mark.parametrize("half", [False, True])
+def test_no_gpu_plans_a_shape_or_writes_out_the_scores(tiny, capability, half):
+    """A mask that meets grouped heads ended in the materialising kernel on Ada and Ampere, and in cuDNN's plans on Hopper."""
+    ids, mask = (x[:6, :80] for x in make_groups(2, 3, prompt=(20, 40), replies=(4, 0.1)))
+    model = copy.deepcopy(tiny.model)
+    with torch.no_grad():
+        expected = forward_logprobs(model, pack(ids, mask)).logprobs
+    with PretendGPU(capability=capability) as gpu, torch.autocast("cuda", torch.bfloat16, enabled=half):
+        found = forward_logprobs(model.to("cuda"), pack(ids.to("cuda"), mask.to("cuda"))).logprobs
+        found.sum().backward()
+        kernels = {kernel for kernel, *_ in gpu.attention}
+        torch.testing.assert_close(found.detach().cpu(), expected, rtol=0, atol=0.3 if half else 1e-4)
+    assert kernels == {"varlen" if half else "efficient"} and not gpu.plans

@@ -27,6 +27,7 @@ class Slots:
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Puts new keys and values [R, H, m, D] in their place and gives all that these rows may see."""
+        key = key.to(value.dtype)  # under mixed precision the norm of the keys, whose weight is float32, makes them float32
         if layer == len(self.keys):
             for store, like in ((self.keys, key), (self.values, value)):
                 store.append(like.new_zeros(self.slots, like.shape[1], self.capacity, like.shape[3]))

@@ -121,6 +121,11 @@ class VLLM:
     def _started(self, policy: Policy) -> InProcess | ServerPool:
         """A vLLM for this policy's model."""
         if not self.addresses:
+            # vLLM's UniProcExecutor is given "cuda" without a number.
+            joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+            if joined and torch.distributed.get_world_size() > 1 and next(policy.model.parameters()).device.type == "cuda":
+                refused = "generation=vllm in this process takes the first GPU on every rank"
+                raise ConfigError(f"{refused}; start servers and name them in generation.engine.addresses, or use generation=cached")
             return InProcess(policy, self._arguments(policy), merge=self.merge, sleeps=self.sleeps)
         if self.addresses == ["start"]:
             servers = [start_server(saved_model(policy), flags(self._arguments(policy)), max_rows=self.max_rows, devices=self.devices)]
