@@ -59,16 +59,15 @@ class Sampler:
         It has not been read yet. Begun: the token before it belongs to the completion, and has been read.
         """
         draws, count = self.draws[at], self.count[at]
-        logprobs, choice = draw(logits, self.seed[at], count, self.params.temperature, **self.cut)
+        token, probabilities = draw(logits, self.seed[at], count, self.params.temperature, **self.cut)
         column = count.masked_fill(~draws, self.params.max_new_tokens)
         forced = None
         if self.budget is not None:
             if begun:
                 self.budget.follow(at, self.last[at])
-            choice, forced = self.budget.force(at, choice)
+            token, forced = self.budget.force(at, token)
             self.forced[at, column] = forced
-        token = choice.argmax(1)
-        logprob = logprobs.gather(1, token[:, None])[:, 0]
+        logprob = probabilities.gather(1, token[:, None])[:, 0].log_()
         self.tokens[at, column] = token
         self.logprobs[at, column] = logprob if forced is None else logprob.masked_fill(forced, 0.0)
         count = count + draws
