@@ -132,17 +132,17 @@ def _decode(
     return [completion(tokens[:limit], scores[:limit], marks, policy.eos_token_ids) for tokens, scores, marks, limit in rows]
 
 
-def draw(logits: Tensor, seeds: Tensor, counter: int | Tensor, temperature: float, **cut: Any) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, seeds: Tensor, counter: int | Tensor, temperature: float | Tensor, **cut: Any) -> tuple[Tensor, Tensor]:
     """A sample [B] of each row's distribution, and the probabilities [B, V] of that distribution.
 
     Args:
       logits: [B, V]. seeds: [B]. counter: tokens that the reply has drawn before, one number or [B].
-      temperature: 0 is greedy. cut: top_p and top_k.
+      temperature: 0 is greedy; a tensor is > 0. cut: top_p and top_k.
     """
     scaled = logits.float()
-    if temperature not in (0, 1):
+    if isinstance(temperature, Tensor) or temperature not in (0, 1):
         scaled = scaled / temperature
-    if temperature == 0:
+    elif temperature == 0:
         return scaled.argmax(1), torch.softmax(scaled, dim=-1)
     if cut.get("top_k", 0) or cut.get("top_p", 1.0) < 1:
         probabilities = cut_distribution(torch.log_softmax(scaled, dim=-1), **cut).exp()
