@@ -538,7 +538,7 @@ def test_a_step_that_cannot_be_captured_runs_without_and_says_so_once(tiny, cont
 
 
 def test_shapes_are_few_and_never_too_small():
-    """Rooms of up to 1,024 slots have 16 shapes; two sets of numbers, of training and evaluation, stay within the bound up to 256."""
+    """Two sets of numbers, of training and evaluation, stay within the bound up to 64 rooms, which are 512 slots."""
     shapes = [bucket(n) for n in range(1, 257)]
     assert all(n <= shape <= 1.5 * n for n, shape in enumerate(shapes, 1)) and shapes == sorted(shapes)
     assert 2 * len(set(shapes[:64])) <= graphs.MOST_SHAPES

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 64  # tokens by which the capacity of a slot grows
-SHARE = 4  # slots of a room: a completion is about a quarter as long as the longest that is allowed
+BLOCK = 16  # tokens of which a slot gets more at once
+SHARE = 8  # slots of a room
+LONGEST = 2  # completions of the longest kind that a room holds: one is usually about a quarter as long
 
 
 class Slots:
@@ -109,7 +110,7 @@ class Slots:
 class Rooms(Slots):
     """Keys and values where `SHARE` slots share a room, [S / SHARE, H, C + BLOCK, D], and take blocks of it as they need them.
 
-    A room holds one completion of the longest kind, or several of the usual kind. So most of the memory is in use, where a room for
+    A room holds two completions of the longest kind, or several of the usual kind. So most of the memory is in use, where a room for
     each slot would be a third full. Keys carry their positions, so their order in a room means nothing: all slots of a room attend
     to the whole of it, and a mask says what belongs to whom. The shapes of a step follow from the number of rooms alone, whatever
     the lengths are, and each position is read once. The last block of a room is nobody's: slots that draw nothing write there.
@@ -166,9 +167,9 @@ class Rooms(Slots):
     def grant(self, slot: int, length: int, promised: int = 0) -> bool:
         own, left = self.own[slot], self.left[slot // SHARE]
         more = -(-length // BLOCK) - len(own)
+        self.promised[slot] = max(self.promised[slot], -(-max(length, promised) // BLOCK))  # what does not fit moves where it does
         if more > len(left):
             return False
-        self.promised[slot] = max(self.promised[slot], -(-promised // BLOCK))
         for _ in range(more):
             block = left.pop()
             self.news[slot, len(own)] = block

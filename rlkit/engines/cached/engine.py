@@ -23,7 +23,7 @@ class Cached(Service):
 
     Args:
       max_rows: completions sampled at once, > 0.
-      max_cached_tokens: slots × the longest context that one may reach, > 0: what the cache may hold. On CUDA rooms × it, four slots
+      max_cached_tokens: slots × the longest context that one may reach, > 0: what the cache may hold. On CUDA rooms × it, eight slots
         a room (cache.py), half of the free memory at most. Further prompts wait, and where an episode outgrows its capacity the
         youngest wait again; one that is longer than all of it has the cache to itself.
       check_every: tokens that every slot draws before the host looks which completions have ended, > 0. None: 1 on a CPU, 8 elsewhere.

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from rlkit.engines.cached.attention import PARTS, Part, attend, parts_of
-from rlkit.engines.cached.cache import BLOCK, SHARE, Rooms, Slots, fitting
+from rlkit.engines.cached.cache import BLOCK, LONGEST, SHARE, Rooms, Slots, fitting
 from rlkit.engines.cached.forward import forward_of
 from rlkit.engines.cached.graphs import Graphs, can_capture
 from rlkit.engines.cached.sampler import Sampler
 from rlkit.models.head import trunk_and_head
 from rlkit.types import Generation, Policy, SamplingParams
 
+FILL = 0.55  # of the mean completion, for which a room keeps positions when an episode enters it
 MOST_READ = 1 << 14  # tokens that are read in one pass, padding included
 
 
@@ -173,8 +174,8 @@ class Scheduler:
     def most_slots(self) -> int:
         """Slots in use at most."""
         if self.shares:
-            rooms = min(-(-self.max_rows // SHARE), self.max_cached_tokens // self.capacity)
-            return min(self.max_rows, max(1, rooms) * SHARE) if rooms else 1
+            rooms = min(-(-self.max_rows // SHARE), self.max_cached_tokens // (LONGEST * self.capacity))
+            return min(self.max_rows, rooms * SHARE) if rooms else 1
         return max(1, min(self.max_rows, self.max_cached_tokens // self.capacity))
 
     def fill(self) -> None:
@@ -211,7 +212,8 @@ class Scheduler:
             if not self.queue:
                 break
             row, mean = self.queue[-1], self.mean
-            length = min(self.need(len(row.prompt)), len(row.prompt) + max(mean, self.check_every))
+            # While it draws, it is about half of its completion long: rooms are filled for that, and what overflows moves.
+            length = min(self.need(len(row.prompt)), len(row.prompt) + max(int(FILL * mean), self.check_every))
             if self.cache.admits(slot, length):
                 self.cache.grant(slot, len(row.prompt), length)
                 self.rows += [nobody() for _ in range(slot + 1 - len(self.rows))]
@@ -223,7 +225,7 @@ class Scheduler:
     def mean(self) -> int:
         """Tokens of a completion, as far as is known; before the first has ended, what rooms are made for."""
         assert self.params is not None
-        return -(-self.drawn[1] // self.drawn[0]) if self.drawn[0] else self.params.max_new_tokens // SHARE
+        return -(-self.drawn[1] // self.drawn[0]) if self.drawn[0] else self.params.max_new_tokens // 4
 
     def reserve(self, wanted: int) -> None:
         """Slots for so many episodes, as far as they may be in use at once."""
@@ -232,12 +234,12 @@ class Scheduler:
             longest = max(len(row.prompt) for row in self.queue)
             self.capacity = self.need(longest)
             if self.shares:
-                slots, capacity = -(-self.most_slots // SHARE) * SHARE, self.capacity
+                slots, capacity = -(-self.most_slots // SHARE) * SHARE, LONGEST * self.capacity
             else:
-                slots, capacity = min(self.most_slots, wanted), min(self.capacity, blocks(longest + BLOCK))
+                slots, capacity = min(self.most_slots, wanted), min(self.capacity, blocks(longest + 64))
             kept = self.cache
             if kept is not None and kept.slots >= slots and kept.capacity >= capacity and self.may_hold(kept.slots, kept.capacity):
-                self.capacity = max(self.capacity, kept.capacity)
+                self.capacity = max(self.capacity, kept.capacity // (LONGEST if self.shares else 1))
             else:
                 self.cache = None  # before the new one, so that both are never there
                 self.cache = (Rooms if self.shares else Slots)(slots, capacity, self.device)
