@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
+
 from rlkit.engines.cached.attention import attention_kernels, full_attention, grouped_attention
 from rlkit.engines.cached.scheduler import Scheduler
 from rlkit.engines.service import Decoder, Service
@@ -88,5 +90,9 @@ class Cached(Service):
             decoder.clear()
             raise
         decoder.rest()
+        if torch.is_autocast_enabled(causal.device.type):
+            # Graphs read the casts of weights that autocast keeps, which end with it and would be those of old weights.
+            decoder.graphs.captured -= len(decoder.graphs.replays)
+            decoder.graphs.forget()
         if not self.keep_cache:
             decoder.clear()
