@@ -1,7 +1,7 @@
 """The reference rollout engine: Hugging Face `generate`, with randomness that belongs to the rollout.
 
-Sampling is Gumbel-max: the next token is argmax(log-probs + noise), with noise a counter-based hash of (the rollout's seed,
-the position in its reply, the token). So what a rollout samples depends on nothing but the model and its own seed: not on the
+Sampling is Gumbel-max (rlkit.functional.gumbel_choice), with noise a counter-based hash of (the rollout's seed, the position in its
+reply, the token). So what a rollout samples depends on nothing but the model and its own seed: not on the
 batch it is in, its row, the rank or the clock. The log-probs are those of the distribution that is sampled: temperature
 applied, cut where top-k or top-p is asked for, and no defaults hidden in the model's generation_config.
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rlkit.engines.service import Batched
-from rlkit.functional import cut_distribution, gumbel_noise
+from rlkit.functional import cut_distribution, gumbel_choice
 from rlkit.types import THINK_TAGS, Generation, Policy, SamplingParams, Thinking
 
 
@@ -132,18 +132,23 @@ def _decode(
     return [completion(tokens[:limit], scores[:limit], marks, policy.eos_token_ids) for tokens, scores, marks, limit in rows]
 
 
-def draw(logits: Tensor, seeds: Tensor, counter: int | Tensor, temperature: float, **cut: Any) -> tuple[Tensor, Tensor]:
-    """The log-probs [B, V] of the distribution that is sampled, and scores [B, V] whose argmax is a sample of it.
+def draw(logits: Tensor, seeds: Tensor, counter: int | Tensor, temperature: float | Tensor, **cut: Any) -> tuple[Tensor, Tensor]:
+    """A sample [B] of each row's distribution, and the probabilities [B, V] of that distribution.
 
     Args:
       logits: [B, V]. seeds: [B]. counter: tokens that the reply has drawn before, one number or [B].
-      temperature: 0 is greedy. cut: top_p and top_k.
+      temperature: 0 is greedy; a tensor is > 0. cut: top_p and top_k.
     """
-    logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
-    if temperature == 0:
-        return logprobs, logprobs
-    logprobs = cut_distribution(logprobs, **cut)
-    return logprobs, logprobs + gumbel_noise(seeds, counter, logits.shape[-1])
+    scaled = logits.float()
+    if isinstance(temperature, Tensor) or temperature not in (0, 1):
+        scaled = scaled / temperature
+    elif temperature == 0:
+        return scaled.argmax(1), torch.softmax(scaled, dim=-1)
+    if cut.get("top_k", 0) or cut.get("top_p", 1.0) < 1:
+        probabilities = cut_distribution(torch.log_softmax(scaled, dim=-1), **cut).exp()
+    else:
+        probabilities = torch.softmax(scaled, dim=-1)
+    return gumbel_choice(probabilities, seeds, counter), probabilities
 
 
 class GumbelMax:
@@ -154,9 +159,10 @@ class GumbelMax:
         self.logprobs: list[Tensor] = []  # one [B] a step
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        logprobs, choice = draw(scores, self.seeds, input_ids.shape[1] - self.prompt_width, self.temperature, **self.cut)
-        self.logprobs.append(logprobs.gather(1, choice.argmax(1, keepdim=True))[:, 0])
-        return choice
+        token, probabilities = draw(scores, self.seeds, input_ids.shape[1] - self.prompt_width, self.temperature, **self.cut)
+        token = token[:, None]
+        self.logprobs.append(probabilities.gather(1, token)[:, 0].log_())
+        return torch.full_like(probabilities, -torch.inf).scatter_(1, token, 0.0)
 
 
 class ThinkingBudget:
@@ -182,12 +188,11 @@ class ThinkingBudget:
             self.tails[row] = ""
 
     def force(self, at: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores [n, V] whose argmax is the closing tag's next token where it is due, and where that is [n] bool."""
+        """The tokens [n], the closing tag's next one where it is due, and where that is, [n] bool."""
         written = self.written[at]
         force = (written > 0) | (self.inside[at] & (self.used[at] >= self.limit))
-        token = self.close[written][:, None]
         self.written[at] = torch.where(force, (written + 1) % len(self.close), 0)
-        return choice.scatter(1, token, torch.where(force[:, None], torch.inf, choice.gather(1, token))), force
+        return torch.where(force, self.close[written], choice), force
 
     def follow(self, at: Tensor, last: Tensor) -> None:
         """Takes the last tokens [n] of these replies into account."""
@@ -229,9 +234,9 @@ class Budgeted:
     def __call__(self, input_ids: Tensor, choice: Tensor) -> Tensor:
         if input_ids.shape[1] > self.prompt_width:
             self.budget.follow(self.at, input_ids[:, -1])
-        choice, force = self.budget.force(self.at, choice)
+        token, force = self.budget.force(self.at, choice.argmax(1))
         self.forced.append(force)
-        return choice
+        return choice.scatter(1, token[:, None], torch.inf)
 
 
 def completion(tokens: list[int], logprobs: list[float], forced: list[bool], eos_token_ids: Sequence[int]) -> Generation:

@@ -47,7 +47,7 @@ from rlkit.functional.overlong import keep_overlong, mask_truncated, soft_penalt
 from rlkit.functional.pairs import all_pairs, best_worst, pairwise, pairwise_loss
 from rlkit.functional.policy_losses import cispo, clipped, gmpo, reinforce, sapo
 from rlkit.functional.ratios import log_ratio, sequence_ratio, sequence_token_ratio, token_ratio
-from rlkit.functional.sampling import cut_distribution, gumbel_noise, mix
+from rlkit.functional.sampling import cut_distribution, gumbel_choice, gumbel_noise, mix
 from rlkit.functional.value_losses import clipped_squared_error, squared_error
 
 __all__ = [name for name, part in list(globals().items()) if callable(part)]  # all that is imported above

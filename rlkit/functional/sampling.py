@@ -1,10 +1,12 @@
 """Randomness without generator state: a hash of integers, and Gumbel noise from seed, counter and token.
 
-Sampling is argmax(logits / temperature + gumbel_noise(seeds, counter, V)), an exact draw from the softmax. So neither batch
-composition, row, rank nor device changes the tokens that a rollout draws.
+Sampling is Gumbel-max in two levels, an exact draw from the softmax (`gumbel_choice`). So neither batch composition, row, rank nor
+device changes the tokens that a rollout draws.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -67,6 +69,38 @@ def gumbel_noise(seeds: Tensor, counter: int | Tensor, vocabulary: int) -> Tenso
     bits.bitwise_right_shift_(33).bitwise_and_((1 << 31) - 1)
     u = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)  # float32 rounds the very largest to 1
     return u.neg_().log1p_().neg_().log_().neg_()
+
+
+def gumbel_choice(probabilities: Tensor, seeds: Tensor, counter: int | Tensor) -> Tensor:
+    """Draw one token a row, a pure function of (seed, counter) and of the row's probabilities.
+
+    The vocabulary is cut into blocks of s = ⌈√V⌉ tokens. With the noise g = gumbel_noise(seeds, counter, ⌊V/s⌋ + 1 + s):
+
+        block = argmax_b (log Σ_{v in b} p_v + g_b),   token = argmax_{v in block} (log p_v + g_{⌊V/s⌋ + 1 + v mod s})
+
+    Both are Gumbel-max draws with independent noise, so P(token) = P(block) · p_token / P(block) = p_token exactly. Only one
+    block is opened, so noise that blocks share for their places is used once. The noise of a row is 2√V numbers and not V: at
+    V = 151,936 it moves 1.4 bytes a token, where one Gumbel number for each token moves about 270.
+
+    Args:
+      probabilities: [B, V] ≥ 0, each row with a positive sum; it needs not be 1.
+      seeds: [B] integers. counter: one number or [B], as in `gumbel_noise`.
+    Returns: [B] int64. A token of probability 0 is never drawn.
+    Source: Gumbel-max, Maddison et al. 2014, arXiv:1411.0030, whose maximum over a set is again a Gumbel variable at its log-sum.
+
+    >>> gumbel_choice(torch.tensor([[0.1, 0.2, 0.7]]).expand(4, 3), torch.arange(4), 0)
+    tensor([0, 0, 1, 2])
+    """
+    vocabulary = probabilities.shape[-1]
+    size = math.isqrt(vocabulary - 1) + 1
+    whole = vocabulary // size  # blocks; what is left is one more, which may be empty
+    noise = gumbel_noise(seeds, counter, whole + 1 + size)
+    mass = probabilities[:, : whole * size].unflatten(1, (whole, size)).sum(-1)
+    mass = torch.cat([mass, probabilities[:, whole * size :].sum(-1, keepdim=True)], -1)
+    block = mass.log_().add_(noise[:, : whole + 1]).argmax(-1, keepdim=True)
+    tokens = block * size + torch.arange(size, device=probabilities.device)  # [B, s]
+    inside = probabilities.gather(1, tokens.clamp(max=vocabulary - 1)).masked_fill_(tokens >= vocabulary, 0.0)
+    return tokens.gather(1, inside.log_().add_(noise[:, whole + 1 :]).argmax(-1, keepdim=True))[:, 0].clamp_(max=vocabulary - 1)
 
 
 def cut_distribution(logprobs: Tensor, *, top_p: float = 1.0, top_k: int = 0) -> Tensor:

@@ -238,6 +238,7 @@ class Clock:
         self.ended: float | None = None
         self.current = ""  # the part under way, the innermost
         self.sessions: list[float] = []  # seconds that each episode spent in its session
+        self.captured = NAN  # shapes that the engine has captured as CUDA graphs so far
         self.late = 0.0  # seconds in which decoding stood still for an answer of a session that was due
         self.worked = 0.0  # seconds that the processor worked for this process in the update
         self.parts = {"generate": 0.0, "environment": 0.0, "reward": 0.0, "update": 0.0, "model": 0.0}
@@ -263,6 +264,7 @@ class Clock:
             yield
         worked = getattr(engine, "busy_s", 0.0) - busy
         self.late += getattr(engine, "late_s", 0.0) - late
+        self.captured = getattr(engine, "captured_shapes", NAN)
         self.parts["model"] += worked
         self.parts["environment"] += time.perf_counter() - begun - worked
 
@@ -314,6 +316,7 @@ def performance(batch: Batch, terms: UpdateTerms, clock: Clock, *, tokens: int, 
         "perf/session_s_mean": sum(clock.sessions) / len(clock.sessions) if clock.sessions else NAN,
         "perf/session_s_max": max(clock.sessions, default=NAN),
         "perf/late_s": clock.late,
+        "perf/captured_shapes": clock.captured,
         "perf/update_processor_s": clock.worked if device.type == "cpu" and ranks.size() == 1 else NAN,  # else it waits for others
         "perf/peak_mem_gb": peak_memory(device),
     }

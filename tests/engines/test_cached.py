@@ -538,10 +538,37 @@ def test_a_step_that_cannot_be_captured_runs_without_and_says_so_once(tiny, cont
 
 
 def test_shapes_are_few_and_never_too_small():
-    for step, most in ((1, 500), (64, 8192)):
-        shapes = [bucket(n, step, most) for n in range(1, most + 1)]
-        assert all(n <= shape <= max(n + step - 1, 1.25 * n) for n, shape in enumerate(shapes, 1))
-        assert shapes == sorted(shapes) and len(set(shapes)) < 50
+    """Two sets of numbers, of training and evaluation, stay within the bound up to 64 rooms, which are 512 slots."""
+    shapes = [bucket(n) for n in range(1, 257)]
+    assert all(n <= shape <= 1.5 * n for n, shape in enumerate(shapes, 1)) and shapes == sorted(shapes)
+    assert 2 * len(set(shapes[:64])) <= graphs.MOST_SHAPES
+
+
+def test_beyond_the_bound_a_larger_graph_is_replayed(tiny, recording, monkeypatch):
+    """Whatever an engine is asked for, it captures so many shapes and no more."""
+    monkeypatch.setattr(graphs, "MOST_SHAPES", 1)
+    ran = []
+    own = graphs.Graphs(tiny.model, torch.device("cpu"))
+    for slots in (8, 8, 8, 4, 16):
+        own("settings", slots, lambda slots=slots: ran.append(slots))
+    assert own.captured == recording["captured"] == 1 and recording["replayed"] == 3  # for 8, 8 and 4
+    assert ran == [8, 8, 16]  # kernel by kernel, in the capture, and what no graph covers
+
+
+def test_cache_and_graphs_outlive_the_call(tiny, contexts, complete, reference, recording):
+    """The second call allocates nothing and captures nothing, with other weights too; other numbers have their own state."""
+    from copy import deepcopy
+
+    policy = tiny._replace(model=deepcopy(tiny.model))
+    engine, counts, places = Cached(), [], []
+    for temperature in (1.3, 1.2, 1.0, 1.3):
+        for weight in policy.model.model.layers[1].mlp.parameters():
+            weight.data.mul_(1.1)
+        found = complete(engine, policy, contexts, SEEDS, max_new_tokens=16, temperature=temperature)
+        assert equal(found, reference(policy, contexts, SEEDS, max_new_tokens=16, temperature=temperature))
+        counts.append(engine.captured_shapes)
+        places.append([tensor.data_ptr() for tensor in engine.decoder.cache.keys])
+    assert counts[0] == counts[1] > 0 and counts[2] == counts[3] and places[0] == places[3]
 
 
 # ---------------------------------------------------------------------------------------------------- the distribution

@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from rlkit.functional import cut_distribution, gumbel_noise, mix
+from rlkit.functional import cut_distribution, gumbel_choice, gumbel_noise, mix
 
 WORD = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -144,6 +146,77 @@ def test_wrong_arguments_are_refused() -> None:
         gumbel_noise(torch.tensor([1.0]), 0, 5)
     with pytest.raises(ValueError, match=r"vocabulary is 0; allowed: ≥ 1"):
         gumbel_noise(torch.tensor([1]), 0, 0)
+
+
+# ------------------------------------------------------------------------------------------------- a draw in two levels
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 6, 9, 11])
+def test_a_choice_draws_from_the_distribution(vocabulary: int) -> None:
+    """χ² over 200,000 draws with neighbouring seeds and counters, whole and broken last blocks, one token of probability 0.
+
+    Degrees of freedom are at most 9, where χ² is above 44 once in 1e6.
+    """
+    weights = torch.tensor([4.0, 1.0, 2.0, 0.002, 3.0, 0.5, 0.0, 5.0, 1.5, 0.3, 2.5])[:vocabulary]
+    seeds, counters = torch.arange(1000).repeat_interleave(200), torch.arange(200).repeat(1000)
+    drawn = gumbel_choice(weights.expand(200_000, -1), seeds, counters).bincount(minlength=vocabulary).double()
+    expected = 200_000 * weights.double() / weights.sum()
+    assert len(drawn) == vocabulary and not drawn[weights == 0].any()
+    likely = weights > 0
+    assert ((drawn - expected).square() / expected)[likely].sum() < 44
+
+
+@pytest.mark.parametrize("neighbour", ["seed", "counter", "seed and counter"])
+def test_choices_of_neighbours_are_independent(neighbour: str) -> None:
+    """χ² of the 8 × 8 table of 200,000 pairs of draws over uniform tokens; at 49 degrees of freedom it is above 112 once in 1e6."""
+    seeds, counters = torch.arange(1000).repeat_interleave(200), torch.arange(200).repeat(1000) * 2
+    other = seeds + 5000 if "seed" in neighbour else seeds, counters - 1 if neighbour == "seed and counter" else counters + 1
+    other = (seeds + 5000, counters) if neighbour == "seed" else other
+    uniform = torch.full((1, 8), 0.125).expand(200_000, -1)
+    pairs = 8 * gumbel_choice(uniform, seeds, counters) + gumbel_choice(uniform, *other)
+    expected = 200_000 / 64
+    assert (pairs.bincount(minlength=64).double() - expected).square().sum() / expected < 112
+
+
+def test_a_choice_depends_on_its_own_row_alone() -> None:
+    """Order, company, one counter or many; and nothing is drawn outside of the vocabulary, whatever the probabilities are."""
+    seeds, counters = torch.tensor([mix(1), mix(2), mix(1), mix(4)]), torch.tensor([0, 4, 1, 4])
+    probabilities = torch.rand(4, 1003, generator=torch.Generator().manual_seed(0))
+    drawn, order = gumbel_choice(probabilities, seeds, counters), torch.tensor([2, 0, 3, 1])
+    assert torch.equal(gumbel_choice(probabilities[order], seeds[order], counters[order]), drawn[order])
+    for row in range(4):
+        assert gumbel_choice(probabilities[row : row + 1], seeds[row : row + 1], int(counters[row])) == drawn[row]
+    assert drawn[0] != drawn[2]
+    assert (gumbel_choice(torch.full((4, 7), torch.nan), seeds, counters) < 7).all()
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes of all tensors that operations read and write; views move none, and what is broadcast or gathered counts once an entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            given, made = ([t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in ((args, kwargs), out))
+            most = made[0].numel() if "gather" in str(func) else 1 << 62  # a gather reads as many entries as it gives
+            self.bytes += sum(min(t.numel(), most) * t.element_size() for t in given) + sum(t.numel() * t.element_size() for t in made)
+        return out
+
+
+def test_noise_moves_few_bytes() -> None:
+    """At Qwen3's vocabulary: probabilities are read once (4 bytes an entry), and noise and all the rest move less than 4 more."""
+    rows, vocabulary = 4, 151_936
+    probabilities = torch.rand(rows, vocabulary)
+    seeds, counters = torch.arange(rows), torch.arange(rows)
+    with Traffic() as noise:
+        gumbel_noise(seeds, counters, vocabulary)
+    with Traffic() as choice:
+        gumbel_choice(probabilities, seeds, counters)
+    assert noise.bytes / rows / vocabulary > 200  # what the count is worth
+    assert 4 < choice.bytes / rows / vocabulary < 8
 
 
 def test_a_cut_distribution_keeps_the_fewest_likely_tokens_that_are_asked_for() -> None:

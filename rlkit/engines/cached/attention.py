@@ -56,11 +56,16 @@ def attend(
 
     Args:
       query: [R, Hq, m, D]. key, value: [R, Hk, L, D], Hk divides Hq. attention_mask: [R, 1, m, L], True is seen; of any other shape, it
-        is causal, and m = L.
+        is causal, and m = L. Where n rows share a room of keys, m = 1, keys are [R / n, Hk, L, D] and the mask [R / n, 1, n, L].
     Of each part of the rows (`PARTS`) only the keys are read that one of them sees.
     """
     rows, heads, width, size = query.shape
     groups = heads // key.shape[1]
+    if len(key) != rows and attention_mask is not None:
+        shared = query.view(len(key), -1, key.shape[1], groups, size).transpose(1, 2)  # [rooms, Hk, n, groups, D]
+        mask = attention_mask.repeat_interleave(groups, 2, output_size=groups * attention_mask.shape[2])
+        out = nn_functional.scaled_dot_product_attention(shared.flatten(2, 3), key, value, attn_mask=mask, scale=scaling)
+        return out.view(shared.shape).transpose(1, 2).reshape(rows, 1, heads, size), None
     if attention_mask is None or attention_mask.shape[-2:] != (width, key.shape[2]):
         out = nn_functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
         return out.transpose(1, 2).contiguous(), None

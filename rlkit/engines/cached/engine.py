@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
+
 from rlkit.engines.cached.attention import attention_kernels, full_attention, grouped_attention
 from rlkit.engines.cached.scheduler import Scheduler
 from rlkit.engines.service import Decoder, Service
@@ -23,23 +25,33 @@ class Cached(Service):
 
     Args:
       max_rows: completions sampled at once, > 0.
-      max_cached_tokens: slots × the longest context that one may reach, > 0: what the cache may hold, on CUDA half of the free memory at
-        most. Further prompts wait, and where an episode outgrows its capacity the youngest wait again; one that is longer than all of it
-        has the cache to itself.
+      max_cached_tokens: slots × the longest context that one may reach, > 0: what the cache may hold. On CUDA rooms × it, eight slots
+        a room (cache.py), half of the free memory at most. Further prompts wait, and where an episode outgrows its capacity the
+        youngest wait again; one that is longer than all of it has the cache to itself.
       check_every: tokens that every slot draws before the host looks which completions have ended, > 0. None: 1 on a CPU, 8 elsewhere.
         Changes no completion: nothing is drawn behind an end.
+      keep_cache: the cache keeps its memory, and the graphs that read it, between calls. False frees it for others, and each call pays for
+        making both.
       cuda_graphs: the step as CUDA graphs. Without, and where a model cannot be captured, its kernels are started one by one.
     Raises: ValueError for arguments out of range.
     """
 
-    def __init__(self, *, max_rows: int = 256, max_cached_tokens: int = 1 << 20, check_every: int | None = None, cuda_graphs: bool = True):
+    def __init__(
+        self,
+        *,
+        max_rows: int = 256,
+        max_cached_tokens: int = 1 << 20,
+        check_every: int | None = None,
+        cuda_graphs: bool = True,
+        keep_cache: bool = True,
+    ):
         super().__init__()
         if min(max_rows, max_cached_tokens) < 1 or (check_every is not None and check_every < 1):
             raise ValueError(
                 f"generation.engine: max_rows, max_cached_tokens and check_every must be >= 1 "
                 f"(are {max_rows}, {max_cached_tokens}, {check_every})"
             )
-        self.max_rows = max_rows
+        self.max_rows, self.keep_cache = max_rows, keep_cache
         self.make_scheduler = partial(
             Scheduler, max_rows=max_rows, max_cached_tokens=max_cached_tokens, check_every=check_every, cuda_graphs=cuda_graphs
         )
@@ -49,11 +61,23 @@ class Cached(Service):
         causal = model.get_base_model() if hasattr(model, "disable_adapter") else model
         if not full_attention(causal.config, policy.context_length):
             return Transformers(max_rows=self.max_rows).make_decoder(policy)
-        return self.make_scheduler(policy, causal)
+        before = self.decoder
+        if isinstance(before, Scheduler) and before.serves(policy, causal):
+            return before
+        decoder = self.make_scheduler(policy, causal)
+        if isinstance(before, Scheduler):
+            decoder.graphs.captured = before.graphs.captured  # the bound is for all of them
+            before.clear()
+        return decoder
+
+    @property
+    def captured_shapes(self) -> int:
+        """Shapes captured as CUDA graphs so far, at most `graphs.MOST_SHAPES`."""
+        return self.decoder.graphs.captured if isinstance(self.decoder, Scheduler) else 0
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """The model samples inside; afterwards the cache's memory is free for others."""
+        """The model samples inside; cache and graphs stay afterwards, for the next call."""
         decoder = self.decoder
         if not isinstance(decoder, Scheduler):
             yield
@@ -62,5 +86,13 @@ class Cached(Service):
         try:
             with sampling_mode(causal), grouped_attention(causal.config), attention_kernels(causal.device):
                 yield
-        finally:
+        except BaseException:
+            decoder.clear()
+            raise
+        decoder.rest()
+        if torch.is_autocast_enabled(causal.device.type):
+            # Graphs read the casts of weights that autocast keeps, which end with it and would be those of old weights.
+            decoder.graphs.captured -= len(decoder.graphs.replays)
+            decoder.graphs.forget()
+        if not self.keep_cache:
             decoder.clear()

@@ -30,11 +30,22 @@ class Layer(NamedTuple):
 
 
 class Trunk:
-    """The forward of a trunk, without gradient, its weights as they are when this is made."""
+    """The forward of a trunk, without gradient, its weights as they are when this is made or refreshed."""
 
     def __init__(self, trunk: Any):
         self.trunk = trunk
-        self.layers = [_layer(module) for module in trunk.layers]
+        self.derived: list[tuple[Tensor, Callable[[], Tensor]]] = []  # what is made of weights, and how
+        self.layers = [_layer(module, self._derive) for module in trunk.layers]
+
+    def _derive(self, make: Callable[[], Tensor]) -> Tensor:
+        self.derived.append((make(), make))
+        return self.derived[-1][0]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """The weights have changed in place: what was made of them is made again, where it is."""
+        for tensor, make in self.derived:
+            tensor.copy_(make())
 
     def __call__(self, ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """The last hidden states [R, m, H] of tokens [R, m] at these positions [R, m]."""
@@ -67,25 +78,29 @@ def _norms(layer: Any) -> list[Any]:
     ]
 
 
-def _layer(module: Any) -> Layer:
+Derive = Callable[[Callable[[], Tensor]], Tensor]
+
+
+def _layer(module: Any, derive: Derive) -> Layer:
     attn, mlp = module.self_attn, module.mlp
     scale = None
     if hasattr(attn, "q_norm"):
         heads, groups = attn.config.num_attention_heads, attn.config.num_attention_heads // attn.config.num_key_value_heads
-        scale = torch.cat([attn.q_norm.weight.expand(heads, -1), attn.k_norm.weight.expand(heads // groups, -1)])
-    project = projection(module.input_layernorm.weight, attn.q_proj, attn.k_proj, attn.v_proj)
-    return Layer(module, project, projection(module.post_attention_layernorm.weight, mlp.gate_proj, mlp.up_proj), scale)
+        scale = derive(lambda: torch.cat([attn.q_norm.weight.expand(heads, -1), attn.k_norm.weight.expand(heads // groups, -1)]))
+    project = projection(derive, module.input_layernorm, attn.q_proj, attn.k_proj, attn.v_proj)
+    return Layer(module, project, projection(derive, module.post_attention_layernorm, mlp.gate_proj, mlp.up_proj), scale)
 
 
-def projection(scale: Tensor, *modules: Any) -> Projection:
+def projection(derive: Derive, norm: Any, *modules: Any) -> Projection:
     """The modules' outputs side by side, for tokens that have still to be multiplied by the weight of their norm.
 
     One matrix where a call costs more than the copy, on a CPU; elsewhere the modules themselves, as where they hold adapters.
     """
     if any(type(m) is not nn.Linear or m.weight.device.type != "cpu" for m in modules):
-        return lambda x: torch.cat([module(x * scale) for module in modules], -1)
-    biases = [m.bias for m in modules]
-    weight, bias = torch.cat([m.weight for m in modules]) * scale, None if biases[0] is None else torch.cat(biases)
+        return lambda x: torch.cat([module(x * norm.weight) for module in modules], -1)
+    biased = modules[0].bias is not None
+    weight = derive(lambda: torch.cat([m.weight for m in modules]) * norm.weight)
+    bias = derive(lambda: torch.cat([m.bias for m in modules])) if biased else None
     return lambda x: nn_functional.linear(x, weight, bias)
 
 

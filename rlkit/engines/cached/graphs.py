@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,13 +13,17 @@ from weakref import WeakSet
 import torch
 
 CAPTURED = ("cuda",)  # kinds of devices on which steps are captured
+MOST_SHAPES = 24  # shapes that an engine captures in its life; what is left runs kernel by kernel
 
 
 class Graphs:
     """Steps over buffers that stay where they are: started kernel by kernel the first time in a shape, captured the second, replayed then.
 
-    A model that cannot be captured, one that asks the host for instance, is found by its first step or by the capture. It decodes without
-    from then on, with one warning.
+    They last as long as the engine: its cache and its weights stay where they are. At most `MOST_SHAPES` are captured; of others,
+    the next larger one that was captured is replayed, whose further slots draw nothing.
+
+    A model that cannot be captured, one that asks the host for instance, is found by its first step or by the capture. It decodes
+    without from then on, with one warning.
     """
 
     refused: ClassVar[WeakSet[Any]] = WeakSet()  # models that cannot be captured
@@ -26,12 +31,21 @@ class Graphs:
     def __init__(self, model: Any, device: torch.device):
         self.model, self.device = model, device
         self.pool: Any = None  # memory that all of them share: none needs what another has left there
-        self.started: set[tuple[int, int]] = set()
-        self.replays: dict[tuple[int, int], Callable[[], None]] = {}
+        self.captured = 0  # shapes so far
+        self.started: set[Any] = set()
+        self.replays: dict[tuple[Any, int], Callable[[], None]] = {}  # (settings, slots) → replay
 
-    def __call__(self, slots: int, length: int, step: Callable[[], None]) -> None:
-        shape = slots, length
-        if shape not in self.replays and self.model not in self.refused:
+    def forget(self) -> None:
+        """Buffers or weights have moved: what was captured reads where they were."""
+        self.started, self.replays = set(), {}
+
+    def __call__(self, settings: Any, slots: int, step: Callable[[], None]) -> None:
+        """The step for the first `slots` slots, captured for these settings."""
+        shape = settings, slots
+        if shape not in self.replays and self.captured >= MOST_SHAPES:
+            larger = [n for own, n in self.replays if own == settings and n > slots]
+            shape = settings, min(larger, default=slots)
+        elif shape not in self.replays and self.model not in self.refused:
             try:
                 if shape not in self.started:
                     with host_looks_refused(self.device):
@@ -40,6 +54,7 @@ class Graphs:
                     return
                 self.pool = self.pool or memory_pool(self.device)
                 self.replays[shape] = capture(step, self.device, self.pool)
+                self.captured += 1
             except RuntimeError as error:  # CUDA's own, and out of memory
                 self.refused.add(self.model)
                 reason = str(error).strip().partition("\n")[0]
@@ -96,6 +111,20 @@ def capture(step: Callable[[], None], device: torch.device, pool: Any) -> Callab
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may allocate meanwhile
         try:
             step()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            abandon(graph, device, pool)
+            raise
+        graph.capture_end()
     return graph.replay
+
+
+def abandon(graph: Any, device: torch.device, pool: Any) -> None:
+    """End a capture that broke off. `capture_end` raises before it tells the allocator, whose filter would go on sending to the pool what
+    this thread allocates on the side stream, and would keep its memory for good."""
+    with contextlib.suppress(RuntimeError):
+        graph.capture_end()
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with contextlib.suppress(RuntimeError, AttributeError):  # private names; the filter is also gone where the version has none
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)

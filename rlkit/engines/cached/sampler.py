@@ -22,7 +22,7 @@ class Sampler:
     tokens, logprobs, forced   the completion, and behind it one column for what slots draw that do not draw
     """
 
-    def __init__(self, slots: int, policy: Policy, params: SamplingParams, device: torch.device):
+    def __init__(self, slots: int, policy: Policy, params: SamplingParams, device: torch.device, captured: bool = False):
         self.policy, self.params, self.device = policy, params, device
         self.eos = torch.tensor(policy.eos_token_ids, device=device)
         self.cut = {"top_p": params.top_p, "top_k": params.top_k}
@@ -34,6 +34,9 @@ class Sampler:
         self.last, self.position, self.count, self.limit, self.seed = (zeros() for _ in range(5))
         self.draws, self.ended = zeros(dtype=torch.bool), zeros(dtype=torch.bool)
         self.tokens, self.logprobs, self.forced = zeros(width), zeros(width, dtype=torch.float32), zeros(width, dtype=torch.bool)
+        self.temperature: float | Tensor = params.temperature
+        if captured and params.temperature not in (0, 1):
+            self.temperature = torch.tensor(params.temperature, device=device)  # read by the graph, so that the next call may change it
         self.budget = None
         if params.max_thinking_tokens is not None:
             self.budget = ThinkingBudget(policy.renderer.thinking, slots, params.max_thinking_tokens, device)
@@ -42,6 +45,14 @@ class Sampler:
     def asks_the_host(self) -> bool:
         """Whether a draw looks at each token on the host, and so cannot be captured: thinking tags that are spelled."""
         return self.budget is not None and self.policy.renderer.thinking.ids is None
+
+    def begin_call(self, params: SamplingParams) -> None:
+        """Completions with these numbers follow, which differ from those before at most in the temperature."""
+        self.params = params
+        if isinstance(self.temperature, Tensor):
+            self.temperature.fill_(params.temperature)
+        else:
+            self.temperature = params.temperature
 
     def begin(self, at: Tensor, contexts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
         """The slots `at` have read these contexts, and begin to draw."""
@@ -59,16 +70,15 @@ class Sampler:
         It has not been read yet. Begun: the token before it belongs to the completion, and has been read.
         """
         draws, count = self.draws[at], self.count[at]
-        logprobs, choice = draw(logits, self.seed[at], count, self.params.temperature, **self.cut)
+        token, probabilities = draw(logits, self.seed[at], count, self.temperature, **self.cut)
         column = count.masked_fill(~draws, self.params.max_new_tokens)
         forced = None
         if self.budget is not None:
             if begun:
                 self.budget.follow(at, self.last[at])
-            choice, forced = self.budget.force(at, choice)
+            token, forced = self.budget.force(at, token)
             self.forced[at, column] = forced
-        token = choice.argmax(1)
-        logprob = logprobs.gather(1, token[:, None])[:, 0]
+        logprob = probabilities.gather(1, token[:, None])[:, 0].log_()
         self.tokens[at, column] = token
         self.logprobs[at, column] = logprob if forced is None else logprob.masked_fill(forced, 0.0)
         count = count + draws
