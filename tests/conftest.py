@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import gc
 import gzip
 import json
 import os
@@ -12,10 +14,49 @@ import traceback
 from pathlib import Path
 
 import pytest
+import yaml
+from _pytest.doctest import DoctestModule
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process a core: torch's own threads would fight
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+gc.disable()  # while files are imported: what they make stays, and looking through it again and again is a third of the time
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file():
+    """`--doctest-modules` is for the package: a test file is not compiled and imported a second time to look for examples in it."""
+    found = yield
+    return [file for file in found if not isinstance(file, DoctestModule)]
+
+
+def pytest_collection_finish():
+    """No collection of garbage goes through the half a million objects of the imports again."""
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def parsed():
+    """A file of options is parsed once, by the loader that Hydra takes; each composition gets an object of its own."""
+    from hydra._internal.core_plugins import file_config_source
+    from omegaconf import OmegaConf
+    from omegaconf._utils import get_yaml_loader
+
+    class Parsed(OmegaConf):
+        @staticmethod
+        def load(file):
+            return OmegaConf.create(known(file.read()))
+
+    @functools.cache
+    def known(text):
+        content = yaml.load(text, Loader=get_yaml_loader())
+        return {} if content is None else content
+
+    file_config_source.OmegaConf = Parsed
+
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
