@@ -186,11 +186,13 @@ def timeless():
 def forked():
     """Starts `rlkit WORDS` in a fork of this process, which has torch and Lightning imported already: (words, log, before=…) → process id.
 
-    `before` is called in the child first. Its exit status is that of `os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])`.
+    `before` is called in the child first, and `call` in place of rlkit, with the words. Its exit status is that of
+    `os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])`.
     """
     import lightning  # noqa: F401
     import peft  # noqa: F401
     import torch
+    import torch.utils.tensorboard
     import transformers  # noqa: F401
 
     import rlkit.training.callbacks.checkpoints
@@ -199,10 +201,12 @@ def forked():
     import rlkit.training.module
     import rlkit.training.run  # noqa: F401
     from rlkit.commands.cli import main
+    from rlkit.config.compose import compose, experiment
 
+    experiment(compose(["debug=fast"]))  # imports what a run of shipped options does, and parses their files
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
 
-    def start(words, log, before=None):
+    def start(words, log, before=None, call=main):
         child = os.fork()
         if child:
             return child
@@ -214,7 +218,7 @@ def forked():
             sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
             if before is not None:
                 before()
-            status = main(words)
+            status = call(words) or 0
         except BaseException:
             traceback.print_exc()
         finally:

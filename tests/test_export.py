@@ -83,6 +83,7 @@ def test_another_model_is_the_reference():
         assert kept.save(state) == {} and not any(p.requires_grad for p in state.parameters())
 
 
+@pytest.mark.slow
 def test_a_teacher_with_more_padding_behind_its_vocabulary_teaches(tmp_path):
     """The exact KL is that of the ids which both have; the teacher's rows of padding take no probability."""
     teacher = load_policy(path="tiny_guess")

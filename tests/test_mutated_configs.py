@@ -89,7 +89,7 @@ def refusal(overrides: list[str]) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("base", cases(BASES, 2), ids=" ".join)
+@pytest.mark.parametrize("base", cases(BASES, 1), ids=" ".join)
 def test_no_mutated_config_is_taken(base):
     """A sample of the faults that `mutants` makes of every field, with a seed of its own for each base."""
     generator = random.Random(" ".join(base))
@@ -128,7 +128,7 @@ IMPOSSIBLE = [
 ]
 
 
-@pytest.mark.parametrize("overrides, word", cases(IMPOSSIBLE, 6, unpack=True), ids=lambda v: " ".join(v) if isinstance(v, list) else "")
+@pytest.mark.parametrize("overrides, word", cases(IMPOSSIBLE, 2, unpack=True), ids=lambda v: " ".join(v) if isinstance(v, list) else "")
 def test_impossible_combinations_are_refused(overrides, word):
     said = refusal(overrides)
     assert said is not None and word in said

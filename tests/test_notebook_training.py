@@ -82,7 +82,7 @@ def by_iterations(x, tasks, update_fn, tmp_path):
 @pytest.mark.parametrize(
     "loop, overrides, update_fn, seen",
     [
-        (by_runs, [*REFILLS, "kl=none"], None, {"group/sampled": 4, "optim/ended_by_target_kl": 0}),
+        pytest.param(by_runs, [*REFILLS, "kl=none"], None, {"group/sampled": 4, "optim/ended_by_target_kl": 0}, marks=pytest.mark.slow),
         pytest.param(by_iterations, EMA, create_ema_updater(0.5), {"kl/ref_k3": 0}, marks=pytest.mark.slow),
         (by_iterations, [*PPO, "kl=none"], None, {"value/loss": 0}),
         pytest.param(by_runs, ["kl=none"], None, {"adv/std": 0}, marks=pytest.mark.slow),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from laws import cases
 from rlkit.commands.cli import main
 from rlkit.runs import folder as runs
 from rlkit.runs.folder import lost_steps
@@ -73,7 +74,7 @@ def test_rows_after_the_checkpoint_are_set_aside(copy, capsys):
 
 
 @pytest.mark.parametrize("gone", ["the files", "the folder"])
-@pytest.mark.parametrize("resume", ["the run", "auto"])
+@pytest.mark.parametrize("resume", cases(["the run", "auto"], 1))
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(copy, capsys, gone, resume):
     """It once did, and dropped its rows."""
     if gone == "the files":
@@ -90,6 +91,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(copy, capsys, gon
     assert contents(copy) == before and [p.name for p in copy.parent.iterdir()] == ["run"]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_before_its_first_save_begins_again_and_keeps_its_rows(copy):
     as_if_killed(copy)
     rows = (copy / "metrics.jsonl").read_bytes()

@@ -96,6 +96,7 @@ def test_a_cut_distribution_is_the_one_that_is_sampled_and_scored(tiny, contexts
         torch.testing.assert_close(torch.tensor(reply.logprobs), expected, rtol=0, atol=1e-3)  # at temperature 6, of one nat or more
 
 
+@pytest.mark.slow
 def test_first_tokens_follow_the_distribution(tiny, contexts):
     """Chi-square of 4,000 seeds against the model's own probabilities, in 16 classes of token ids (15 degrees of freedom)."""
     n, context = 4000, contexts[2][:8]  # inside the question, where the model is unsure
