@@ -99,6 +99,7 @@ def test_a_teacher_with_more_padding_behind_its_vocabulary_teaches(tmp_path):
     assert padded["kl/estimate"] == pytest.approx(plain["kl/estimate"], rel=1e-4) and plain["kl/estimate"] > 0
 
 
+@pytest.mark.slow
 def test_a_teacher_with_another_vocabulary_is_refused_before_any_weights_are_loaded(tmp_path, monkeypatch, capsys):
     from rlkit import models
 

@@ -44,9 +44,9 @@ def without_clock(rows: list[dict]) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in rows]
 
 
-def test_packing_and_the_work_outside_the_model_are_in_every_row(tmp_path):
-    """The siblings of two prompts share them."""
-    for row in train(tmp_path / "run", "trainer.steps=2"):
+def test_packing_and_the_work_outside_the_model_are_in_every_row(ppo):
+    """The siblings of a prompt share it."""
+    for row in ppo[1]:
         assert 0 < row["perf/shared_frac"] < 1 and 0 <= row["perf/padding_frac"] < 1
         assert 0 < row["perf/outside_model_frac"] < 1
         parts = row["perf/generate_s"] + row["perf/reward_s"] + row["perf/update_s"]
@@ -65,6 +65,7 @@ def test_prompts_without_signal_are_replaced_until_there_are_enough(tmp_path):
     assert max(row["group/sampled"] for row in rows) > 2
 
 
+@pytest.mark.slow
 def test_the_cap_ends_the_refilling_and_what_is_there_is_trained_on(tmp_path):
     """No reward is ever given: every prompt is refused, the cap is reached, and nothing is trained on."""
     (row,) = train(

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from laws import cases
 from rlkit.engines import Transformers
 from rlkit.engines.transformers import Budgeted, ThinkingBudget, complete
 from rlkit.environments import calculator, tool_schema
@@ -42,7 +43,7 @@ def tokens(generations):
     return [g.token_ids for g in generations]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", cases([1.0, 0.0], 1))
 def test_neither_batch_nor_row_changes_a_reply(tiny, contexts, temperature):
     """Randomness is per rollout: alone, together, reversed or two at a time, each context gets the same tokens."""
     settings = {"max_new_tokens": 24, "temperature": temperature}
