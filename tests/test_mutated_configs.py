@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -13,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from laws import cases
+from rlkit.commands.cli import main
 from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.errors import Refusal
 
@@ -151,7 +150,9 @@ def test_no_option_that_does_not_exist_is_taken():
     [["optimizer.lrr=1"], ["+batch.nonsense=1"], ["trainer.steps=many"], ["task=jsonl"], ["optimizer.lr=-1"], ["-m", "seed=1,x"]],
     ids=" ".join,
 )
-def test_the_command_refuses_without_a_traceback(words, tmp_path):
-    done = subprocess.run([sys.executable, "-m", "rlkit", "train", *words], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and "Traceback" not in done.stdout + done.stderr and done.stderr.startswith("rlkit: ")
+def test_the_command_refuses_without_a_traceback(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *words]) == 2
+    said = capsys.readouterr()
+    assert "Traceback" not in said.out + said.err and said.err.startswith("rlkit: ")
     assert list(tmp_path.iterdir()) == []

@@ -63,6 +63,7 @@ def test_a_bad_line_and_a_tail_that_is_no_text_cost_a_resumed_run_no_row(copy, c
     assert (copy / "failed_rollout.jsonl.gz.earlier").read_bytes() == b"a rollout"
 
 
+@pytest.mark.slow
 def test_rows_after_the_checkpoint_are_set_aside(copy, capsys):
     row = {"step": 3, "reward/mean": 0.5}
     with (copy / "metrics.jsonl").open("a") as file:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from laws import cases
 from rlkit.commands.cli import main
 from rlkit.episodes import load_rollouts
 
@@ -186,7 +185,8 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("overrides", cases(OTHERS, OTHERS[3:4]), ids=" ".join)
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", OTHERS, ids=" ".join)
 def test_other_compositions_train(tmp_path, overrides):
     assert train(tmp_path / "run", "trainer.steps=1", "evaluation.n=0", *overrides) == 0
 
