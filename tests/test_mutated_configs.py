@@ -95,9 +95,9 @@ def test_no_mutated_config_is_taken(base):
     found = list(mutants(compose(base).config, generator))
     taken, unclear = [], []
     for mutant in generator.sample(found, PER_BASE):
-        began = time.perf_counter()
+        began = time.process_time()
         said = refusal([*base, mutant.override])
-        assert time.perf_counter() - began < 5, mutant
+        assert time.process_time() - began < 5, mutant
         if said is None:
             taken.append(mutant)
         elif mutant.path.rpartition(".")[2] not in said or "Traceback" in said or len(said) < len(mutant.path) + 10:

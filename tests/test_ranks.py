@@ -350,7 +350,12 @@ def test_a_rank_that_does_not_go_on_ends_the_run_with_a_reason(tmp_path, how):
         "    return numeric(rollout)\n"
     )
     environ = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
-    fault = ["reward=numeric", "reward.terms.numeric.fn._target_=faulty.reward", "evaluation.n=0", "trainer.timeout=60"]
+    fault = [
+        "reward=numeric",
+        "reward.terms.numeric.fn._target_=faulty.reward",
+        "evaluation.n=0",
+        f"trainer.timeout={30 if how == 'hangs' else 60}",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "rlkit", "train", *FAST, *fault, "trainer=ddp", "hydra.run.dir=run"],
         cwd=tmp_path,
