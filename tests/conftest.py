@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import gc
 import gzip
 import json
 import os
@@ -12,10 +14,50 @@ import traceback
 from pathlib import Path
 
 import pytest
+import yaml
+from _pytest.doctest import DoctestModule
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process a core: torch's own threads would fight
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+gc.disable()  # while files are imported: what they make stays, and looking through it again and again is a third of the time
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file():
+    """`--doctest-modules` is for the package: a test file is not compiled and imported a second time to look for examples in it."""
+    found = yield
+    return [file for file in found if not isinstance(file, DoctestModule)]
+
+
+def pytest_collection_finish():
+    """No collection of garbage goes through the half a million objects of the imports again, and few go through all others."""
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 50)
+    gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def parsed():
+    """A file of options is parsed once, by the loader that Hydra takes; each composition gets an object of its own."""
+    from hydra._internal.core_plugins import file_config_source
+    from omegaconf import OmegaConf
+    from omegaconf._utils import get_yaml_loader
+
+    class Parsed(OmegaConf):
+        @staticmethod
+        def load(file):
+            return OmegaConf.create(known(file.read()))
+
+    @functools.cache
+    def known(text):
+        content = yaml.load(text, Loader=get_yaml_loader())
+        return {} if content is None else content
+
+    file_config_source.OmegaConf = Parsed
+
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -145,11 +187,13 @@ def timeless():
 def forked():
     """Starts `rlkit WORDS` in a fork of this process, which has torch and Lightning imported already: (words, log, before=…) → process id.
 
-    `before` is called in the child first. Its exit status is that of `os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])`.
+    `before` is called in the child first, and `call` in place of rlkit, with the words. Its exit status is that of
+    `os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])`.
     """
     import lightning  # noqa: F401
     import peft  # noqa: F401
     import torch
+    import torch.utils.tensorboard
     import transformers  # noqa: F401
 
     import rlkit.training.callbacks.checkpoints
@@ -158,10 +202,12 @@ def forked():
     import rlkit.training.module
     import rlkit.training.run  # noqa: F401
     from rlkit.commands.cli import main
+    from rlkit.config.compose import compose, experiment
 
+    experiment(compose(["debug=fast"]))  # imports what a run of shipped options does, and parses their files
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
 
-    def start(words, log, before=None):
+    def start(words, log, before=None, call=main):
         child = os.fork()
         if child:
             return child
@@ -173,7 +219,7 @@ def forked():
             sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
             if before is not None:
                 before()
-            status = main(words)
+            status = call(words) or 0
         except BaseException:
             traceback.print_exc()
         finally:

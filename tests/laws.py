@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
 
 import rlkit.functional as f
 from rlkit.algorithm import KL
@@ -74,6 +75,22 @@ def each(names: str | tuple[str, ...], table: Iterable[Any], *, ids: Any = None)
         signature = inspect.signature(test)
         every.__signature__ = signature.replace(parameters=[p for p in signature.parameters.values() if p.name not in keys])  # type: ignore[attr-defined]
         return every
+
+    return loop
+
+
+def examples(*strategies: Any, fast: int, slow: int, **more: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """As hypothesis' `given`: so many examples with the fast tests, and so many with the slow ones. `more` goes to hypothesis' settings."""
+
+    def loop(test: Callable[..., None]) -> Callable[..., None]:
+        runs = {n: settings(max_examples=n, deadline=None, **more)(given(*strategies)(test)) for n in (fast, slow)}
+
+        @pytest.mark.parametrize("examples", [fast, pytest.param(slow, marks=pytest.mark.slow)])
+        def some(examples: int) -> None:
+            runs[examples]()
+
+        some.__name__, some.__doc__, some.__module__ = test.__name__, test.__doc__, test.__module__
+        return some
 
     return loop
 

@@ -1,6 +1,7 @@
 """A rank of tests/test_ranks.py: trains runs, one after the other, and keeps every gradient as it is before clipping.
 
-python ranks_worker.py ROOT: the runs stand in ROOT/runs.json, as a list of (folder, overrides, resume); ROOT/FOLDER.status is their end.
+The runs stand in ROOT/runs.json, as a list of (folder, overrides, source); ROOT/FOLDER.status is their end. A run with a source goes on
+from the first step of that folder's run.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import random
-import sys
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,12 @@ def bad(ratio: torch.Tensor, advantages: torch.Tensor, rollout_ids: torch.Tensor
     return (ratio - 1).sqrt() * advantages
 
 
+def begun(source: Path, target: Path) -> None:
+    """A copy of a run that knows its first step alone."""
+    shutil.copytree(source, target)
+    (target / "checkpoints" / "step_000002.ckpt").unlink()
+
+
 def main(root: Path) -> None:
     clip = torch.nn.utils.clip_grad_norm_
     seen: list[torch.Tensor] = []
@@ -59,18 +66,17 @@ def main(root: Path) -> None:
 
     torch.nn.utils.clip_grad_norm_ = keep
     rlkit.config.compose.dry_run = lambda x: None
-    for name, overrides, resume in json.loads((root / "runs.json").read_text()):
+    for name, overrides, source in json.loads((root / "runs.json").read_text()):
         composed = compose(overrides)
         x = experiment(composed)
         join_ranks(x.trainer)
         folder = root / name
-        status = run_in_folder(x, composed.config, load_tasks(x), folder, started=0.0, resume=folder / "checkpoints" if resume else None)
+        if source:
+            ranks.broadcast(lambda source=root / source, target=folder: begun(source, target))
+        resume = folder / "checkpoints" if source else None
+        status = run_in_folder(x, composed.config, load_tasks(x), folder, started=0.0, resume=resume)
         if ranks.rank() == 0:
             (root / f"{name}.status").write_text(str(status))
             torch.save(seen, root / f"{name}.grads")
         seen.clear()
     ranks.leave()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -38,7 +38,7 @@ ALWAYS = ("trainer.steps=1",)
 CRITIC = ("algorithm/critic=head",)
 
 # The whole table, in which parts and placed KLs are slow but for a representative of each kind.
-TABLE = [*cases(ALGORITHMS, KINDS_OF_ALGORITHM), *cases(PARTS, 1), *cases(PLACED_KLS, KINDS_OF_KL), *cases(OTHERS, 2)]
+TABLE = [*cases(ALGORITHMS, KINDS_OF_ALGORITHM), *cases(PARTS, 1), *cases(PLACED_KLS, KINDS_OF_KL), *cases(OTHERS, 1)]
 BOUNDS = [*cases(ALGORITHMS, KINDS_OF_ALGORITHM), *cases(PLACED_KLS, KINDS_OF_KL)]
 
 

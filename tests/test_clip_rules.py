@@ -28,7 +28,7 @@ def given(seed: int) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("option", cases(OPTIONS, 4))
+@pytest.mark.parametrize("option", cases(OPTIONS, 2))
 def test_what_a_loss_says_it_holds_is_what_has_no_gradient(option):
     loss = experiment(compose([f"algorithm/policy_loss={option}", "algorithm/ratio=token"])).algorithm.policy_loss
     held = capped = 0

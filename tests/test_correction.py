@@ -40,6 +40,7 @@ def test_auto_is_settled_in_every_phase_and_a_choice_of_ones_own_stays(exact, wa
     assert settled.algorithm.correction.func is sequence_correction and correction_in_words(own, exact=exact) == ""
 
 
+@pytest.mark.slow
 def test_an_engine_that_agrees_is_not_corrected_and_the_run_is_bit_for_bit_that_without_a_correction(tmp_path, capsys):
     rows, state = run(tmp_path / "auto", "trainer.steps=2")
     assert "correction: none (auto: in float32 the engine gives the log-probs of the trainer)" in capsys.readouterr().out

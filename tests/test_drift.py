@@ -33,6 +33,7 @@ def test_the_last_update_is_in_the_kl_of_the_step_and_the_kl_before_each_update_
     assert moved and all(abs(row["kl/old"]) < 1e-9 < 1e-7 < row["kl/step"] for row in moved)
 
 
+@pytest.mark.slow
 def test_drift_from_the_start_is_measured_where_no_reference_stays_there(tmp_path):
     """A reference that is copied after every step is never away; the first step moves as far from the start as from before it."""
     for name, overrides in {"moving": ["reference=periodic", "reference.every=1"], "none": ["kl=none", "reference=none"]}.items():
@@ -47,6 +48,7 @@ def test_where_the_reference_is_the_start_kl_ref_says_it_at_no_cost(tmp_path):
     assert all(row["kl/start"] is None for row in rows) and state["rlkit"]["start"] is None
 
 
+@pytest.mark.slow
 def test_a_resumed_run_measures_from_the_same_start(tmp_path):
     words = ("kl=none", "reference=none", "schedule=constant")  # a schedule would follow the length of the run
     whole = run(tmp_path / "whole", *words, "trainer.steps=3")

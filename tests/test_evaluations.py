@@ -185,6 +185,7 @@ def test_a_resumed_run_reads_back_both_splits(run):
     assert results["validation"][3] | {"step": 3} == summary["validation"] and sorted(results["validation"]) == [0, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_keeps_what_was_validation_and_what_was_test(run, tmp_path):
     """Its `before` is the one of its first process, and the rows before it stay."""
     old, rows, summary = run

@@ -83,6 +83,7 @@ def test_another_model_is_the_reference():
         assert kept.save(state) == {} and not any(p.requires_grad for p in state.parameters())
 
 
+@pytest.mark.slow
 def test_a_teacher_with_more_padding_behind_its_vocabulary_teaches(tmp_path):
     """The exact KL is that of the ids which both have; the teacher's rows of padding take no probability."""
     teacher = load_policy(path="tiny_guess")
@@ -98,6 +99,7 @@ def test_a_teacher_with_more_padding_behind_its_vocabulary_teaches(tmp_path):
     assert padded["kl/estimate"] == pytest.approx(plain["kl/estimate"], rel=1e-4) and plain["kl/estimate"] > 0
 
 
+@pytest.mark.slow
 def test_a_teacher_with_another_vocabulary_is_refused_before_any_weights_are_loaded(tmp_path, monkeypatch, capsys):
     from rlkit import models
 

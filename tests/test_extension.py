@@ -92,6 +92,7 @@ def test_options_of_a_package_compose_beside_the_shipped_ones(monkeypatch):
         compose(["hydra.searchpath=[pkg://my_package.conf]", "algorithm=nothing_of_this"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["loop", "train"])
 def test_an_example_runs_as_it_stands(name, tmp_path, capsys, monkeypatch):
     """On the smallest number of steps; nothing is written."""

@@ -93,6 +93,7 @@ def test_a_disk_that_refuses_at_any_moment_ends_no_run(tmp_path, forked, moment,
     refuses(tmp_path, forked, moment, rank, limit)
 
 
+@pytest.mark.slow
 def test_a_disk_that_refuses_ends_no_run(tmp_path, forked):
     """From the second step on nothing can be written; the adapters' writer is safetensors, whose error is no OSError."""
     refuses(tmp_path, forked, "step", 4, 0)

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from laws import cases
 from rlkit import collect
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
@@ -144,7 +145,7 @@ def without_signal() -> list[Rollout]:
 CASES = [("k2", 1, 2, 200), ("k3", 1, 4, 200), ("k3", 1, 2, 4096), ("k3", 2, 2, 200), ("truncated", 1, 2, 200), ("full", 1, 2, 200)]
 
 
-@pytest.mark.parametrize(("estimator", "epochs", "minibatches", "limit"), CASES)
+@pytest.mark.parametrize(("estimator", "epochs", "minibatches", "limit"), cases(CASES, CASES[3:4], unpack=True))
 def test_a_step_without_signal_leaves_the_policy_where_it_is(estimator, epochs, minibatches, limit):
     """The reference equals the policy and no advantage differs from 0, so the gradient is 0. Log-probs of other micro-batches made it
     rounding, and AdamW made a step of full size of that."""

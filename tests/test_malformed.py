@@ -147,7 +147,7 @@ def read_and_scored(texts, parsers=tuple(PARSERS)) -> dict[str, Counter]:
     return counts
 
 
-COUNTS = [1000, pytest.param(10_000, marks=pytest.mark.slow)]
+COUNTS = [500, pytest.param(10_000, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("count", COUNTS)

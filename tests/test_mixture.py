@@ -139,6 +139,7 @@ def test_a_reward_that_can_score_no_row_of_a_part_is_refused():
         check_reward(tasks, Reward("numeric", {"numeric": Term(1.0, numeric)}))
 
 
+@pytest.mark.slow
 def test_parts_are_composed_on_the_command_line():
     more = ["+task@task.parts.more=arithmetic", "task.parts.more.seed=7", "task.weights.more=2", "task.weights.guess_number=0"]
     x = experiment(compose(["task=mixture", *more]))

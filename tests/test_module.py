@@ -44,9 +44,9 @@ def without_clock(rows: list[dict]) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in rows]
 
 
-def test_packing_and_the_work_outside_the_model_are_in_every_row(tmp_path):
-    """The siblings of two prompts share them."""
-    for row in train(tmp_path / "run", "trainer.steps=2"):
+def test_packing_and_the_work_outside_the_model_are_in_every_row(ppo):
+    """The siblings of a prompt share it."""
+    for row in ppo[1]:
         assert 0 < row["perf/shared_frac"] < 1 and 0 <= row["perf/padding_frac"] < 1
         assert 0 < row["perf/outside_model_frac"] < 1
         parts = row["perf/generate_s"] + row["perf/reward_s"] + row["perf/update_s"]
@@ -65,6 +65,7 @@ def test_prompts_without_signal_are_replaced_until_there_are_enough(tmp_path):
     assert max(row["group/sampled"] for row in rows) > 2
 
 
+@pytest.mark.slow
 def test_the_cap_ends_the_refilling_and_what_is_there_is_trained_on(tmp_path):
     """No reward is ever given: every prompt is refused, the cap is reached, and nothing is trained on."""
     (row,) = train(
@@ -78,6 +79,7 @@ def test_the_cap_ends_the_refilling_and_what_is_there_is_trained_on(tmp_path):
 # ------------------------------------------------------------------------------------------------ ends and scores
 
 
+@pytest.mark.slow
 def test_rewards_are_trained_on_the_scale_of_the_run_and_logged_as_they_are(tmp_path):
     """Every episode has reward 1, so its raw advantage is 1; on the scale of the run there is nothing to learn."""
     always = [
@@ -95,6 +97,7 @@ def test_rewards_are_trained_on_the_scale_of_the_run_and_logged_as_they_are(tmp_
     assert checkpoint(tmp_path / "scaled", 1)["rlkit"]["moments"] == [raw["batch/rollouts"], 1.0, 0.0]
 
 
+@pytest.mark.slow
 def test_updates_end_where_the_policy_has_moved_too_far(tmp_path):
     free = train(tmp_path / "free", "algorithm.epochs=4", "algorithm.minibatches=1", "trainer.steps=1", *MIXED)
     held = train(tmp_path / "held", "algorithm.epochs=4", "algorithm.minibatches=1", "trainer.steps=1", "algorithm.target_kl=1e-7", *MIXED)
@@ -111,6 +114,7 @@ def test_a_kl_in_the_reward_is_no_term_of_the_loss_and_moves_the_advantages(tmp_
     assert all(math.isfinite(row["loss/total"]) for row in rows)
 
 
+@pytest.mark.slow
 def test_an_exact_kl_trains(tmp_path):
     rows = train(tmp_path / "run", "kl=full", "trainer.steps=2", *MIXED)
     assert rows[0]["kl/estimate"] >= -1e-6 and rows[1]["kl/estimate"] > 1e-7
@@ -147,6 +151,7 @@ def test_the_critic_learns_alone_in_its_warm_up(ppo):
     assert first["optim/critic_lr"] != first["optim/lr"]
 
 
+@pytest.mark.slow
 def test_the_policy_does_not_move_in_the_critics_warm_up(tmp_path, tiny):
     train(tmp_path / "run", *PPO, "trainer.steps=1", "algorithm.critic.warmup=1")
     state = checkpoint(tmp_path / "run", 1)["state_dict"]

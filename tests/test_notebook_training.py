@@ -79,16 +79,17 @@ def by_iterations(x, tasks, update_fn, tmp_path):
     return model, states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loop, overrides, update_fn, seen",
     [
         (by_runs, [*REFILLS, "kl=none"], None, {"group/sampled": 4, "optim/ended_by_target_kl": 0}),
-        pytest.param(by_iterations, EMA, create_ema_updater(0.5), {"kl/ref_k3": 0}, marks=pytest.mark.slow),
+        (by_iterations, EMA, create_ema_updater(0.5), {"kl/ref_k3": 0}),
         (by_iterations, [*PPO, "kl=none"], None, {"value/loss": 0}),
-        pytest.param(by_runs, ["kl=none"], None, {"adv/std": 0}, marks=pytest.mark.slow),
-        pytest.param(by_iterations, ["kl=none"], None, {"adv/std": 0}, marks=pytest.mark.slow),
-        pytest.param(by_runs, [*PPO, *EMA, "kl.placement=reward"], create_ema_updater(0.5), {"value/loss": 0}, marks=pytest.mark.slow),
-        pytest.param(by_runs, ON_KL, create_kl_updater(1e-6), {"kl/estimate": 1e-6}, marks=pytest.mark.slow),
+        (by_runs, ["kl=none"], None, {"adv/std": 0}),
+        (by_iterations, ["kl=none"], None, {"adv/std": 0}),
+        (by_runs, [*PPO, *EMA, "kl.placement=reward"], create_ema_updater(0.5), {"value/loss": 0}),
+        (by_runs, ON_KL, create_kl_updater(1e-6), {"kl/estimate": 1e-6}),
     ],
 )
 def test_a_notebook_gives_the_weights_of_a_run(loop, overrides, update_fn, seen, tmp_path):

@@ -303,6 +303,7 @@ def test_a_resumed_run_takes_the_place_of_a_dead_owner(copy, capsys):
     assert not (copy / "owner.json").exists()
 
 
+@pytest.mark.slow
 def test_takeover_is_no_part_of_the_run(copy, other):
     """It is not taken up again by the next resume, and changes neither config nor place."""
     write(copy, other)
@@ -332,6 +333,7 @@ def test_a_sweep_refuses_a_job_that_runs_already(tmp_path, other):
     assert folder_problems(tmp_path / "job", {"seed": 1, "takeover": True}, True) == []
 
 
+@pytest.mark.slow
 def test_a_living_run_that_is_taken_over_ends_and_writes_nothing_more(tmp_path, forked, capsys):
     """Two real processes: the first stands in the middle of its second step while the other one does all that is left."""
     folder, log = tmp_path / "run", tmp_path / "log"

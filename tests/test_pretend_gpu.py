@@ -117,7 +117,8 @@ def test_a_capture_changes_nothing_and_its_replay_does(gpu):
 # ---------------------------------------------------------------------------------------------------------- whole runs
 
 
-@pytest.mark.parametrize("case", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "grpo")])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_a_run_on_one_gpu(case, gpu, host_reads, tmp_path, recwarn):
     overrides, limit = CASES[case]
     assert train(tmp_path, **overrides) == 0

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import rlkit
+from laws import cases
 from rlkit.commands.cli import main
 from rlkit.config.experiment import override
 from rlkit.display import LINES, rollout_html, rollout_text
@@ -66,17 +67,21 @@ def test_importing_rlkit_imports_nothing_heavy():
 
 @pytest.mark.parametrize(
     ("key", "value", "text"),
-    [
-        ("trainer.steps", 3, "trainer.steps=3"),
-        ("trainer.max_time", None, "trainer.max_time=null"),
-        ("resume", "never", "resume='never'"),
-        ("name", "it's", r"name='it\'s'"),
-        ("reward.normalize", True, "reward.normalize=true"),
-        ("kl", "none", "kl=none"),
-        ("algorithm.advantage", "leave_one_out", "algorithm/advantage=leave_one_out"),
-        ("reward", ["numeric", "format"], "reward=[numeric,format]"),
-        ("evaluation.k", [1, 2], "evaluation.k=[1,2]"),
-    ],
+    cases(
+        [
+            ("trainer.steps", 3, "trainer.steps=3"),
+            ("trainer.max_time", None, "trainer.max_time=null"),
+            ("resume", "never", "resume='never'"),
+            ("name", "it's", r"name='it\'s'"),
+            ("reward.normalize", True, "reward.normalize=true"),
+            ("kl", "none", "kl=none"),
+            ("algorithm.advantage", "leave_one_out", "algorithm/advantage=leave_one_out"),
+            ("reward", ["numeric", "format"], "reward=[numeric,format]"),
+            ("evaluation.k", [1, 2], "evaluation.k=[1,2]"),
+        ],
+        3,
+        unpack=True,
+    ),
 )
 def test_a_keyword_is_an_override(key, value, text):
     assert override(key, value) == text
@@ -141,6 +146,7 @@ def test_train_steps_and_the_command_give_the_same_weights(tmp_path, capsys):
     assert run.folder is None and [row["step"] for row in run.metrics] == [1, 2] and len(run.rollouts) == len(last.rollouts) == 16
 
 
+@pytest.mark.slow
 def test_a_folder_from_python_is_a_run_folder(tmp_path, capsys):
     x = rlkit.experiment(**SMALL)
     run = rlkit.train(x, tmp_path / "run")

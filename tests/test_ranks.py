@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import ranks_worker
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose, experiment
 from rlkit.distributed import launch, ranks
@@ -20,7 +22,6 @@ from rlkit.errors import ConfigError
 from rlkit.models.load import load_policy
 
 ROOT = Path(__file__).resolve().parents[1]
-WORKER = Path(__file__).with_name("ranks_worker.py")
 
 # ---------------------------------------------------------------------------------------------------------- shares
 
@@ -184,53 +185,42 @@ ON_ONE = {"from_two": "ppo", "lora_from_two": "lora_ema", "phases_from_two": "ph
 EXACT, ROUNDED, DRIFTED = 1e-6, 5e-6, 1e-3  # sums in another order; after some steps of SGD; after Adam has divided small gradients
 
 
-def run(root: Path, strategy: str, runs: list[tuple[str, str, bool]]) -> str:
-    """Runs of the worker, (folder, key of RUNS or OWN, resume), on one process ("single") or on two; what they say on standard error."""
+def run(forked, root: Path, strategy: str, runs: list[tuple]) -> str:
+    """Runs of the worker, (folder, key of RUNS or OWN, folder of which it is the continuation or None), on one process ("single") or on
+    two, which are forks of this one; what they say."""
     root.mkdir(exist_ok=True)
     more = [] if strategy == "single" else [f"trainer={strategy}", "trainer.timeout=300"]
-    (root / "runs.json").write_text(json.dumps([(name, [*FAST, *more, *(RUNS | OWN)[key]], resume) for name, key, resume in runs]))
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    start = (
-        f"import sys; from rlkit.distributed import launch; sys.exit(launch.start_ranks(sys.argv[1:], {1 if strategy == 'single' else 2}))"
-    )
-    command = [sys.executable, str(WORKER), str(root)]
-    done = subprocess.run(
-        command if strategy == "single" else [sys.executable, "-c", start, *command], env=environ, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    (root / "runs.json").write_text(json.dumps([(name, [*FAST, *more, *(RUNS | OWN)[key]], source) for name, key, source in runs]))
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1]), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    log = root / f"{runs[0][0]}.log"
+    places = [{}] if strategy == "single" else [group | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    children = [forked(root, log, partial(os.environ.update, place), ranks_worker.main) for place in places]
+    ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    said = log.read_text()
+    assert not any(ended), said[-4000:]
     for name, key, _ in runs:
-        assert (root / f"{name}.status").read_text() == ("1" if key == "bad" else "0"), (name, done.stderr[-4000:])
-    return done.stderr
+        assert (root / f"{name}.status").read_text() == ("1" if key == "bad" else "0"), (name, said[-4000:])
+    return said
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory):
+def one(tmp_path_factory, forked):
     root = tmp_path_factory.mktemp("ranks") / "one"
-    run(root, "single", [(name, name, False) for name in RUNS])
+    run(forked, root, "single", [(name, name, None) for name in RUNS])
     return root
 
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
-def two(request, one):
+def two(request, one, forked):
     """The same runs on two ranks; one that one process has begun; and on one process one that the two have begun."""
     root = one.parent / request.param
-    root.mkdir()
-    for name, source in FROM_ONE.items():
-        begun(one / source, root / name)
     (root / "blocked" / "checkpoints" / "step_000001.ckpt" / "in the way").mkdir(parents=True)
-    said = run(root, request.param, [*((name, name, False) for name in RUNS | OWN), *((name, key, True) for name, key in FROM_ONE.items())])
-    (root / "said").write_text(said)
-    for name, source in {"draws_on_two": "draws", **ON_ONE}.items():
-        begun(root / source, root / name)
-    run(root, request.param, [("draws_on_two", "draws", True)])
-    run(root, "single", [(name, key, True) for name, key in ON_ONE.items()])
+    goes_on = {name: (key, f"../one/{key}") for name, key in FROM_ONE.items()} | {"draws_on_two": ("draws", "draws")}
+    runs = [*((name, name, None) for name in RUNS | OWN), *((name, *source) for name, source in goes_on.items())]
+    (root / "said").write_text(run(forked, root, request.param, runs))
+    run(forked, root, "single", [(name, key, key) for name, key in ON_ONE.items()])
     return root
-
-
-def begun(source: Path, target: Path) -> None:
-    """A copy of a run that knows its first step alone."""
-    shutil.copytree(source, target)
-    (target / "checkpoints" / "step_000002.ckpt").unlink()
 
 
 def gradients(root: Path, name: str) -> list[torch.Tensor]:
@@ -331,7 +321,6 @@ def test_a_bundle_of_several_ranks_replays_on_one_process(two, monkeypatch, caps
     trained = torch.load(bundle / "state.ckpt", weights_only=True)["state_dict"]
     start = load_policy(path="tiny").model.state_dict()  # no update was made
     assert all(torch.equal(value, trained[f"model.{name}"]) for name, value in start.items())
-    monkeypatch.syspath_prepend(str(WORKER.parent))
     assert main(["replay", f"bundle={bundle}", "trust=true"]) == 1
     assert "the gradient of" in (said := capsys.readouterr().out) and "the fault came again" in said
 
@@ -361,7 +350,12 @@ def test_a_rank_that_does_not_go_on_ends_the_run_with_a_reason(tmp_path, how):
         "    return numeric(rollout)\n"
     )
     environ = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
-    fault = ["reward=numeric", "reward.terms.numeric.fn._target_=faulty.reward", "evaluation.n=0", "trainer.timeout=60"]
+    fault = [
+        "reward=numeric",
+        "reward.terms.numeric.fn._target_=faulty.reward",
+        "evaluation.n=0",
+        f"trainer.timeout={30 if how == 'hangs' else 60}",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "rlkit", "train", *FAST, *fault, "trainer=ddp", "hydra.run.dir=run"],
         cwd=tmp_path,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from laws import cases, product
 from rlkit.models import LoRA, forward_logprobs, pack
 from rlkit.models.load import add_lora
 from rlkit.training import references as reference
@@ -247,7 +248,8 @@ def factors(policy, name):
 
 
 @pytest.mark.parametrize(
-    "lr, decay, noise, least, most", [(1e-3, 0.9, False, 0.04, 0.06), (1e-2, 0.9, False, 0.10, 0.20), (1e-2, 0.99, True, 0.4, 0.65)]
+    "lr, decay, noise, least, most",
+    cases([(1e-2, 0.9, False, 0.10, 0.20), (1e-3, 0.9, False, 0.04, 0.06), (1e-2, 0.99, True, 0.4, 0.65)], 1, unpack=True),
 )
 def test_under_lora_ema_averages_the_factors_which_is_not_the_average_of_their_products(model, lr, decay, noise, least, most):
     """B̄ Ā = Σ w B A - Σ w (B - B̄)(A - Ā), with Σ w = 1: what is left out is the covariance of the factors over the average's memory.
@@ -365,7 +367,7 @@ def test_under_lora_scoring_leaves_the_policy_as_it_was(model, kept):
         assert torch.equal(scores(policy), base)
 
 
-@moving
+@pytest.mark.parametrize("kept", cases(MOVING, 1), ids=lambda r: r.name)
 def test_the_policy_is_trained_as_without_a_reference(model, kept):
     """A step with the second adapter in place moves the first one as it would alone, and the second one not at all."""
     alone, beside = policy_of(copy.deepcopy(model), lora=True), policy_of(model, lora=True)
@@ -381,8 +383,7 @@ def test_the_policy_is_trained_as_without_a_reference(model, kept):
     assert all(torch.equal(t, start[n]) for n, t in adapter(beside, "reference").items())
 
 
-@moving
-@adapted
+@pytest.mark.parametrize("kept, lora", cases(product(MOVING, [False, True]), 2, unpack=True))
 def test_what_is_saved_continues_as_if_nothing_had_happened(model, kept, lora):
     """Through a file that torch reads with weights_only, into a state that was made anew from another policy."""
     policy = policy_of(model, lora)

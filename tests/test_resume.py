@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from laws import cases
 from rlkit.commands.cli import main
 from rlkit.runs import folder as runs
 from rlkit.runs.folder import lost_steps
@@ -62,6 +63,7 @@ def test_a_bad_line_and_a_tail_that_is_no_text_cost_a_resumed_run_no_row(copy, c
     assert (copy / "failed_rollout.jsonl.gz.earlier").read_bytes() == b"a rollout"
 
 
+@pytest.mark.slow
 def test_rows_after_the_checkpoint_are_set_aside(copy, capsys):
     row = {"step": 3, "reward/mean": 0.5}
     with (copy / "metrics.jsonl").open("a") as file:
@@ -73,7 +75,7 @@ def test_rows_after_the_checkpoint_are_set_aside(copy, capsys):
 
 
 @pytest.mark.parametrize("gone", ["the files", "the folder"])
-@pytest.mark.parametrize("resume", ["the run", "auto"])
+@pytest.mark.parametrize("resume", cases(["the run", "auto"], 1))
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(copy, capsys, gone, resume):
     """It once did, and dropped its rows."""
     if gone == "the files":
@@ -90,6 +92,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(copy, capsys, gon
     assert contents(copy) == before and [p.name for p in copy.parent.iterdir()] == ["run"]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_before_its_first_save_begins_again_and_keeps_its_rows(copy):
     as_if_killed(copy)
     rows = (copy / "metrics.jsonl").read_bytes()

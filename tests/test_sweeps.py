@@ -78,7 +78,7 @@ def test_a_plan_takes_the_values_of_a_preset_and_of_the_command_line(tmp_path, m
             (["seed=1"], "no key has several values"),
             (["seed=1,2", "hydra/launcher=submitit_nowhere"], install("submitit")),
         ],
-        2,
+        1,
         unpack=True,
     ),
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
@@ -90,7 +90,10 @@ def test_a_sweep_is_refused_before_its_first_job(words, expected, tmp_path, monk
     assert expected in str(refusal.value) and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("option, extra", {"launcher=parallel": "joblib", "launcher=slurm": "submitit", "sweeper=search": "optuna"}.items())
+@pytest.mark.parametrize(
+    "option, extra",
+    cases([("launcher=parallel", "joblib"), ("launcher=slurm", "submitit"), ("sweeper=search", "optuna")], 1, unpack=True),
+)
 def test_a_missing_plugin_is_named_with_its_extra(option, extra, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rlkit.runs.sweeps.plan.installed", lambda name: False)

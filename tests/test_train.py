@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from laws import cases
 from rlkit.commands.cli import main
 from rlkit.episodes import load_rollouts
 
@@ -136,6 +135,7 @@ def test_resumed_run_with_a_moving_reference_equals_an_uninterrupted_one(tmp_pat
     assert main(["evaluate", f"run={whole}", "evaluation.n=2", "evaluation.samples=1", "evaluation.k=[1]"]) == 0
 
 
+@pytest.mark.slow
 def test_a_reference_that_no_kl_uses_is_not_built(tmp_path, capsys):
     folder = tmp_path / "run"
     assert train(folder, "trainer.steps=1", "evaluation.n=0", "kl=none") == 0
@@ -158,6 +158,7 @@ def test_resume_refuses_another_model_task_or_seed(whole, capsys):
     assert "seed was 0 and is now 5" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_resume_auto_continues_the_newest_unfinished_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["train", *FAST, "name=auto", "evaluation.n=0", "schedule.numbers.optimizer.lr.steps=${trainer.steps}"]
@@ -184,7 +185,8 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("overrides", cases(OTHERS, OTHERS[2:4]), ids=" ".join)
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", OTHERS, ids=" ".join)
 def test_other_compositions_train(tmp_path, overrides):
     assert train(tmp_path / "run", "trainer.steps=1", "evaluation.n=0", *overrides) == 0
 
@@ -303,6 +305,7 @@ def test_ppo_runs_on_the_warm_start_of_guess_number(tmp_path, capsys):
     assert "sampled at temperature 1" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_threads_on_a_machine_of_other_cores(tmp_path, monkeypatch, capsys):
     """Sums of another number of threads are rounded differently, so the continuation would not be the uninterrupted run's."""
     before = torch.get_num_threads()

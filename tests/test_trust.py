@@ -124,7 +124,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("kind", cases(BAD, 4))
+@pytest.mark.parametrize("kind", cases(BAD, 1))
 def test_a_config_that_attacks_is_one_sentence(tmp_path, kind, capsys):
     folder = tmp_path / "run"
     (folder / ".hydra").mkdir(parents=True)
@@ -152,18 +152,18 @@ def test_what_rlkit_writes_it_can_read(tmp_path):
 ODD = [None, True, -1, 3.5, 1e308, 10**400, float("nan"), float("inf"), "", "x" * 300, "\ud800", [], {}, [1], {"a": {"b": []}}, [[[]]]]
 
 
-@pytest.mark.parametrize("seed", cases(range(9), 1))
-def test_a_report_survives_whatever_stands_in_a_run_folder(seed, tmp_path):
+@pytest.mark.parametrize("first, last", cases([(0, 1), *((n, n + 3) for n in range(1, 27, 3))], [(0, 1)], unpack=True))
+def test_a_report_survives_whatever_stands_in_a_run_folder(first, last, tmp_path):
     """Each number, text and mapping of metrics.jsonl, summary.json, run.json and the rollouts is replaced by another type, at random."""
     pytest.importorskip("matplotlib")
     from rlkit.episodes import save_rollouts
     from rlkit.types import Rollout, Step, Task
 
-    generator = random.Random(seed)
+    generator = random.Random(first)
     metrics = ("reward/mean", "reward/term/mean", "eval/accuracy", "kl/ref_k3", "perf/step_s", "schedule/optimizer.lr", "adv/abs_mean")
     side = {"accuracy": 0.5, "interval": [0.4, 0.6], "reward": 0.4, "reward_interval": [0.3, 0.5], "n": 9, "parts": {}}
     step = Step(({"role": "user", "content": "hi"},), (1,), (2, 3), (-0.1, -0.2), "stop", content="ho")
-    for case in range(3 * seed, 3 * seed + 3):
+    for case in range(first, last):
         folder = tmp_path / "runs" / str(case)
         (folder / "rollouts").mkdir(parents=True)
         rows = [{"step": s, **dict.fromkeys(metrics, s / 9)} for s in range(6)]

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from laws import cases
 from rlkit.engines import Transformers
 from rlkit.engines.transformers import Budgeted, ThinkingBudget, complete
 from rlkit.environments import calculator, tool_schema
@@ -42,7 +43,7 @@ def tokens(generations):
     return [g.token_ids for g in generations]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", cases([1.0, 0.0], 1))
 def test_neither_batch_nor_row_changes_a_reply(tiny, contexts, temperature):
     """Randomness is per rollout: alone, together, reversed or two at a time, each context gets the same tokens."""
     settings = {"max_new_tokens": 24, "temperature": temperature}
@@ -96,6 +97,7 @@ def test_a_cut_distribution_is_the_one_that_is_sampled_and_scored(tiny, contexts
         torch.testing.assert_close(torch.tensor(reply.logprobs), expected, rtol=0, atol=1e-3)  # at temperature 6, of one nat or more
 
 
+@pytest.mark.slow
 def test_first_tokens_follow_the_distribution(tiny, contexts):
     """Chi-square of 4,000 seeds against the model's own probabilities, in 16 classes of token ids (15 degrees of freedom)."""
     n, context = 4000, contexts[2][:8]  # inside the question, where the model is unsure

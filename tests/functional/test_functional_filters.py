@@ -77,6 +77,7 @@ def test_top_entropy_of_a_nan_that_counts_keeps_it_visible() -> None:
     assert top_entropy(torch.tensor([[NAN, 1.0, 2.0]]), torch.ones(1, 3, dtype=torch.bool))[0, 0]
 
 
+@pytest.mark.slow
 def test_top_entropy_of_more_tokens_than_torch_quantile_takes() -> None:
     """2^24 + 1 of them; torch.quantile refuses."""
     entropy = torch.zeros(1, 2**24 + 1, dtype=torch.bfloat16)

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from laws import each
+from laws import cases, each
 from rlkit import functional
 
 NAN, INF = math.nan, math.inf
@@ -1036,7 +1036,7 @@ def _check(name: str, batch: dict[str, list]) -> None:
     _assert_close(f"gradient of {name}", leaf.grad, slope, case.close)
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", cases(MODULES, 5))
 @settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(batch=batches())
 def test_equals_its_loop(module: str, batch: dict[str, list]) -> None:

@@ -9,10 +9,9 @@ import time
 import types
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laws import each
+from laws import each, examples
 from rlkit.sandbox import Check, Opaque, Result, Unsplittable, passes, same, split
 from rlkit.sandbox._child import encode
 from rlkit.sandbox.values import Malformed, decode_value, records
@@ -41,28 +40,27 @@ LITERALS = st.recursive(
 )
 
 
-@given(LITERALS)
-@settings(max_examples=150, deadline=None)
+@examples(LITERALS, fast=30, slow=150)
 def test_any_literal_is_split_off(value):
     for test in (f"assert f(1, 'x') == {value!r}", f"assert {value!r} == f(1, 'x')"):
         check = split(test)
         assert check.calls == ("f(1, 'x')",) and passes(check, Result(value))
 
 
-@given(VALUES)
-@settings(max_examples=150, deadline=None)
+@examples(VALUES, fast=30, slow=150)
 def test_values_come_back_as_they_were(value):
     back = decode_value(encode(value, 1 << 20))
     assert same(back, value) and repr(type(back)) == repr(type(value))
 
 
-@given(
+@examples(
     st.binary(max_size=40)
     | st.lists(st.sampled_from([b"l", b"t", b"S", b"d", b"i", b"s", b"f", b"c", b"N", b"T", b"1:", b"9:", b":", b"99999999:", b"-1:"])).map(
         b"".join
-    )
+    ),
+    fast=60,
+    slow=300,
 )
-@settings(max_examples=300, deadline=None)
 def test_any_other_bytes_are_refused_and_nothing_else(data):
     records(data)
     with contextlib.suppress(Malformed):
@@ -235,14 +233,12 @@ def test_a_verdict_never_raises_and_is_that_of_python(test):
         agree(test, value)
 
 
-@given(st.sampled_from(EXPRESSIONS), VALUES)
-@settings(max_examples=400, deadline=None)
+@examples(st.sampled_from(EXPRESSIONS), VALUES, fast=60, slow=400)
 def test_a_verdict_never_raises_on_any_value(test, value):
     agree(test, value)
 
 
-@given(VALUES, VALUES)
-@settings(max_examples=200, deadline=None)
+@examples(VALUES, VALUES, fast=60, slow=200)
 def test_equality_never_raises(value, expected):
     assert same(value, expected) in (True, False) and same(value, expected) == same(expected, value)
 
