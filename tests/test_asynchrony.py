@@ -16,13 +16,14 @@ from rlkit.config.problems.doubts import warnings
 from rlkit.config.problems.rows import load_tasks
 from rlkit.episodes import load_rollouts
 from rlkit.episodes.stream import take
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, DataError
 from rlkit.rewards import score
 from rlkit.system import rng
 from rlkit.training import schedules
-from rlkit.training.flight import Flight, continued, next_groups, packed, unpacked, version_of
+from rlkit.training.flight import Flight, continued, next_groups, packed, restored, version_of
 from rlkit.training.learner import Learner
 from rlkit.training.run import train_in
+from rlkit.training.schedules.progress import foreseen
 
 COMMON = [
     "trainer.threads=1", "trainer.accelerator=cpu", "trainer.steps=4", "batch.prompts=2", "batch.group_size=4", "evaluation.n=0",
@@ -120,12 +121,12 @@ def test_groups_in_flight_survive_a_checkpoint(tmp_path, same):
     _, tasks, learner = begun(*REFILLS, *LAG)
     tasks = [task._replace(metadata={**task.metadata, "odd": {1, 2}}) for task in tasks]
     _, flight = next_groups(learner, tasks, Flight())
-    torch.save({"flight": packed(flight), "stream": list(flight.consumed)}, tmp_path / "state")
+    torch.save(packed(flight), tmp_path / "state")
     state = torch.load(tmp_path / "state", weights_only=True)
-    assert unpacked(state, tasks, seed=3) == flight and len(flight.ahead) == 2
+    assert restored(state, tasks, seed=3) == flight and len(flight.ahead) == 2
     assert continued(learner, flight) == flight
-    with pytest.raises(Exception, match="other problems"):
-        unpacked(state, tasks[::-1], seed=3)
+    with pytest.raises(DataError, match="no longer has"):
+        restored(state, tasks[::-1], seed=3)
 
 
 @pytest.mark.parametrize("kind", cases(["turns", "refills", "lora", "tools"], ["turns"]))
@@ -176,7 +177,7 @@ def test_asynchrony_may_change_where_a_run_is_resumed(then, now, version, said, 
     _, _, resumed = begun(*now)
     resumed.load_state_dict(state)
     capsys.readouterr()
-    flight = continued(resumed, unpacked({"flight": packed(flight), "stream": list(flight.consumed)}, tasks, seed=3))
+    flight = continued(resumed, restored(packed(flight), tasks, seed=3))
     out = capsys.readouterr().out
     assert said in out if said else not out
     groups, flight = next_groups(resumed, tasks, flight)
@@ -232,7 +233,7 @@ def test_the_experiment_of_a_later_step_is_foreseen():
     x = experiment(compose([*COMMON, "schedule=grpo_to_dapo", "schedule.phases.explore.until=2", f"+schedule.numbers={numbers}"]))
     progress = first = schedules.start(x)
     for step in range(4):
-        seen, now = schedules.foreseen(x, first, step), schedules.at(x, progress)
+        seen, now = foreseen(x, first, step), schedules.at(x, progress)
         assert (seen.algorithm.name, seen.generation.temperature) == (now.algorithm.name, now.generation.temperature)
         assert seen.algorithm.name == ("grpo" if step < 2 else "dapo") and seen.generation.temperature == 1 - step / 8
         progress = schedules.advance(x, progress, {})

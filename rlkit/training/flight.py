@@ -19,9 +19,9 @@ import torch
 from rlkit.episodes.record import from_bytes, to_bytes
 from rlkit.episodes.stream import StreamState, take
 from rlkit.errors import DataError, written
-from rlkit.training import schedules
 from rlkit.training.experiment import Experiment
 from rlkit.training.groups import experience
+from rlkit.training.schedules.progress import foreseen
 from rlkit.types import Rollout, Task
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def next_groups(learner: Learner, tasks: Sequence[Task], flight: Flight) -> tupl
 
 
 def _dispatched(learner: Learner, tasks: Sequence[Task], flight: Flight, step: int) -> Dispatched:
-    x, now = schedules.foreseen(learner.experiment, learner.progress, step), learner.rl_step
+    x, now = foreseen(learner.experiment, learner.progress, step), learner.rl_step
     before = flight.ahead[-1].after if flight.ahead else flight.consumed
     sampled, trained, after = experience(x, learner.policy, tasks, before, step=step, version=now, clock=learner.clock)
     return Dispatched(step, now, sampled, trained, before, after, settings_of(x))
@@ -102,31 +102,30 @@ def _plain(part: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------- in a checkpoint
 
 
-def packed(flight: Flight) -> list[dict[str, Any]]:
-    """The groups in flight as plain values and tensors. Tasks are left out: the prompts that they were dispatched from give them again."""
+def packed(flight: Flight) -> dict[str, Any]:
+    """The flight as plain values and tensors. Tasks are left out: the prompts that groups were dispatched from give them again."""
     out = []
     for groups in flight.ahead:
         rollouts, kept = [r._replace(task=Task(r.task.id, ())) for r in groups.sampled], {id(r) for r in groups.trained}
-        own = {"before": list(groups.before), "after": list(groups.after)}
-        own |= {"trained": [i for i, r in enumerate(groups.sampled) if id(r) in kept]}
         data = torch.frombuffer(bytearray(to_bytes(rollouts)), dtype=torch.uint8)  # of which a save knows the size
-        out.append({"step": groups.step, "version": groups.version, "settings": groups.settings, "rollouts": data, **own})
-    return out
+        own = {"sampled": data, "trained": [i for i, r in enumerate(groups.sampled) if id(r) in kept]}
+        out.append(groups._asdict() | own | {"before": list(groups.before), "after": list(groups.after)})
+    return {"stream": list(flight.consumed), "flight": out}
 
 
-def unpacked(saved: Mapping[str, Any], tasks: Sequence[Task], *, seed: int) -> Flight:
+def restored(saved: Mapping[str, Any], tasks: Sequence[Task], *, seed: int) -> Flight:
     """The inverse, of a checkpoint's state. Raises DataError where the tasks have changed."""
     ahead = []
     for own in saved.get("flight", ()):
-        rollouts, before = from_bytes(own["rollouts"].numpy().tobytes()), StreamState(*own["before"])
+        rollouts, before = from_bytes(own["sampled"].numpy().tobytes()), StreamState(*own["before"])
         drawn, after = take(tasks, before, 1 + max(r.group for r in rollouts), seed=seed)
         if any(r.task.id != drawn[r.group].id for r in rollouts) or list(after) != own["after"]:
             raise DataError(
-                "the groups in flight are of other problems than the task has now; restore task.path and the data, or start anew"
+                "the groups in flight are of problems that the task no longer has; restore task.path and the data, or start anew"
             )
         rollouts = [r._replace(task=drawn[r.group]) for r in rollouts]
-        trained = [rollouts[i] for i in own["trained"]]
-        ahead.append(Dispatched(own["step"], own["version"], rollouts, trained, before, after, own["settings"]))
+        own |= {"sampled": rollouts, "trained": [rollouts[i] for i in own["trained"]], "before": before, "after": after}
+        ahead.append(Dispatched(**own))
     return Flight(StreamState(*saved["stream"]), tuple(ahead))
 
 
@@ -134,7 +133,7 @@ def continued(learner: Learner, flight: Flight) -> Flight:
     """The flight of a resumed run. Groups that the config of now would have sampled otherwise, and those behind them, are sampled again."""
 
     def holds(groups: Dispatched) -> bool:
-        x = schedules.foreseen(learner.experiment, learner.progress, groups.step)
+        x = foreseen(learner.experiment, learner.progress, groups.step)
         return groups.version >= version_of(groups.step, x.asynchrony.staleness) and groups.settings == settings_of(x)
 
     kept = tuple(takewhile(holds, flight.ahead))

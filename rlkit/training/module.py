@@ -13,7 +13,7 @@ from rlkit.distributed import ranks
 from rlkit.functional import mix
 from rlkit.system import rng
 from rlkit.training.experiment import Experiment
-from rlkit.training.flight import Flight, continued, next_groups, packed, unpacked
+from rlkit.training.flight import Flight, continued, next_groups, packed, restored
 from rlkit.training.learner import Host, Learner
 from rlkit.training.memory import probe_memory
 from rlkit.types import Policy, Task
@@ -131,12 +131,11 @@ class RLModule(L.LightningModule):
     def fill(self, checkpoint: dict[str, Any], generators: list[dict[str, Any]]) -> None:
         """Adds to a checkpoint what Lightning does not know of, and takes the frozen base out. `generators`: of the ranks, in order."""
         checkpoint["state_dict"] = self.learner.without_frozen(checkpoint["state_dict"])
-        checkpoint["rlkit"] = self.learner.saved() | {"generators": generators}
-        checkpoint["rlkit"] |= {"stream": list(self.flight.consumed), "flight": packed(self.flight)}
+        checkpoint["rlkit"] = self.learner.saved() | packed(self.flight) | {"generators": generators}
         checkpoint["run"] = self.provenance
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["rlkit"]
         self.generators = state["generators"]
         self.learner.load(checkpoint)
-        self.flight = continued(self.learner, unpacked(state, self.tasks, seed=self.experiment.seed))
+        self.flight = continued(self.learner, restored(state, self.tasks, seed=self.experiment.seed))

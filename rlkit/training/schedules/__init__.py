@@ -2,16 +2,4 @@
 
 from rlkit.training.schedules.controllers import Condition, adaptive, adaptive_entropy, condition, streak
 from rlkit.training.schedules.functions import constant, cosine, decay, linear
-from rlkit.training.schedules.progress import (
-    Phase,
-    Progress,
-    Schedule,
-    advance,
-    at,
-    foreseen,
-    lengthened,
-    phases,
-    start,
-    unmeasured,
-    values,
-)
+from rlkit.training.schedules.progress import Phase, Progress, Schedule, advance, at, lengthened, phases, start, unmeasured, values
