@@ -37,10 +37,11 @@ TURNS = [
 ]  # fmt: skip
 TOOLS = ["environment=tool_use", "generation.max_new_tokens=32"]
 LORA = ["model.lora.rank=2", "reference=ema", "reference.decay=0.5"]
+PHASES = ["schedule=grpo_to_dapo", "schedule.phases.explore.until=2", "schedule.phases.refine.algorithm.max_refills=0"]
 KINDS = {
     "grpo": [], "refills": REFILLS, "turns": TURNS, "tools": TOOLS, "lora": LORA, "ppo": ["algorithm=ppo"], "gspo": ["algorithm=gspo"],
     "pairwise": ["algorithm=pairwise"], "one update": ["algorithm=reinforce"],
-    "moments": ["reward.normalize=true"], "phases": ["schedule=grpo_to_dapo", "schedule.phases.explore.until=2"],
+    "moments": ["reward.normalize=true"], "phases": PHASES,
 }  # fmt: skip
 
 
