@@ -14,6 +14,7 @@ from rlkit import collect
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.doubts import warnings
 from rlkit.config.problems.rows import load_tasks
+from rlkit.engines import Cached
 from rlkit.episodes import load_rollouts
 from rlkit.episodes.stream import take
 from rlkit.errors import ConfigError, DataError
@@ -24,6 +25,7 @@ from rlkit.training.flight import Flight, continued, next_groups, packed, restor
 from rlkit.training.learner import Learner
 from rlkit.training.run import train_in
 from rlkit.training.schedules.progress import foreseen
+from rlkit.types import Environment, Task
 
 COMMON = [
     "trainer.threads=1", "trainer.accelerator=cpu", "trainer.steps=4", "batch.prompts=2", "batch.group_size=4", "evaluation.n=0",
@@ -115,6 +117,16 @@ def test_every_token_knows_its_version_and_nothing_is_dropped(same):
         assert (row["mismatch/kl"] < 1e-6) if fresh else (row["mismatch/kl"] != row["mismatch/kl"] and row["staleness/kl"] > 1e-6)
         updates.append(updates[-1] + row["optim/updates"])
     assert lag[3][1]["staleness/ess_seq"] < 1 and lag[3][1]["scale/mean"] != 1  # corrected
+
+
+def test_replies_of_an_engine_that_names_no_version_have_that_of_the_weights_it_was_given(tiny):
+    class Silent(Cached):
+        async def generate(self, *inputs):
+            return (await super().generate(*inputs))._replace(versions=())
+
+    task = Task("a", ({"role": "user", "content": "2 + 2"},))
+    (rollout,) = collect(tiny, [task], Environment(), engine=Silent(), version=7, max_new_tokens=4)
+    assert [reply.versions for reply in rollout.steps] == [((0, 7),)]
 
 
 def test_groups_in_flight_survive_a_checkpoint(tmp_path, same):
