@@ -147,6 +147,7 @@ SLOTS: dict[str, dict[str, Any]] = {
         "auto": f.no_correction,  # what it stands for is decided before the first step
         "none": f.no_correction, "token_truncate": f.token_correction, "token_mask": partial(f.token_correction, mode="mask"),
         "sequence_truncate": f.sequence_correction, "sequence_mask": partial(f.sequence_correction, mode="mask"),
+        "icepop": partial(f.token_correction, mode="mask", floor=0.5, cap=5.0),
     },
     "kl": {
         "none": KL("none"),

@@ -30,6 +30,11 @@ CASES = {
         *("algorithm=dapo", "kl=none", "algorithm.max_refills=2", "callbacks.checkpoint.best=reward/mean"),
         *("reward=numeric", "reward.terms.numeric.fn._target_=drawing_reward.uneven"),  # equal in some groups, which are refilled
     ],
+    "lag": ["asynchrony=lag", "asynchrony.staleness=2", *DRAWS],
+    "lag and refills": [
+        *("asynchrony=lag", "asynchrony.staleness=1", "algorithm=dapo", "kl=none", "algorithm.max_refills=2"),
+        *("reward=numeric", "reward.terms.numeric.fn._target_=drawing_reward.uneven"),
+    ],
     "phases": ["schedule=reinforce_to_ppo", "schedule.phases.explore.until=2", "kl=k3", "reference=ema", *DRAWS],
 }
 REWARD = """

@@ -99,7 +99,8 @@ async def collected(
 
         async def say(rollout: Rollout, messages: Messages, session: Session) -> Step | None:
             await place.ready()
-            return await speak(rollout, messages, session)
+            said = await speak(rollout, messages, session)
+            return said and said._replace(versions=said.versions or ((0, version),))  # of an engine that does not say
 
         held = [key]
 

@@ -189,6 +189,16 @@ SCALARS: Mapping[Any, Any] = {float: (int, float), int: int, bool: bool, type(No
 _fields = functools.cache(typing.get_type_hints)
 
 
+def to_bytes(rollouts: Sequence[Rollout]) -> bytes:
+    """Rollouts as a .jsonl.gz file would hold them. Raises TypeError for what JSON does not know."""
+    return _json_lines(Path(f"rollouts{FORMATS[0]}"), rollouts)
+
+
+def from_bytes(data: bytes) -> list[Rollout]:
+    """The inverse of `to_bytes`. Raises DataError where it is no such data."""
+    return [_rollout(line) for line in gzip.decompress(data).decode().split("\n") if line]
+
+
 def rollout_schema() -> pyarrow.Schema:
     """The columns of a file of rollouts, as `datasets` and Parquet call their types."""
     import pyarrow as pa

@@ -89,19 +89,17 @@ def steps(x: Experiment) -> Iterator[RLStep]:
 
     Raises: as `train`.
     """
-    from rlkit.episodes.stream import StreamState
-    from rlkit.training.groups import experience
+    from rlkit.training.flight import Flight, next_groups
     from rlkit.training.learner import Learner
     from rlkit.training.run import ready
 
     tasks = _problems_of(x)
     policy, device, exact = ready(x, tasks)
-    learner, stream = Learner(x, policy, exact=exact), StreamState()
+    learner, flight = Learner(x, policy, exact=exact), Flight()
     while learner.rl_step < x.trainer.steps:
         with autocast(x, device, updates=True):
-            now = learner.begin()
-            rollouts, trained, stream = experience(now, policy, tasks.train, stream, step=learner.rl_step, clock=learner.clock)
-            metrics = learner.step(rollouts, trained)
+            groups, flight = next_groups(learner, tasks.train, flight)
+            metrics = learner.step(groups.sampled, groups.trained)
         yield RLStep(learner.rl_step, metrics, learner.rollouts, policy)
 
 

@@ -83,6 +83,18 @@ class TrainerSettings(NamedTuple):
     requeue: bool = False  # whether a SLURM job that is signalled asks to be queued again, once it is saved
 
 
+@ranges(staleness=(0, None))
+class Asynchrony(NamedTuple):
+    """How far sampling runs ahead of training.
+
+    none    every RL step samples with the weights that it trains
+    lag     step s samples with the weights after step s - staleness, the first ones with those of the start; in one process, repeatable
+    """
+
+    mode: Literal["none", "lag"] = "none"
+    staleness: int = 0  # RL steps
+
+
 @ranges(n=(1, None), num_return_sequences=(1, None), max_steps=(1, None))
 class RolloutRun(NamedTuple):
     """Episodes without training: the groups that an episode needs, and how many to play."""
@@ -140,6 +152,7 @@ class Experiment(NamedTuple):
     evaluation: Evaluation
     sandbox: Sandbox = Sandbox()
     schedule: Schedule = Schedule()
+    asynchrony: Asynchrony = Asynchrony()
     logger: Mapping[str, Callable[..., Any]] = {}  # name → (run folder, RL step) → Lightning logger
     callbacks: Mapping[str, Callable[..., Any]] = {}  # name → (run folder) → Lightning callback
     resume: str = "never"  # never, auto, or a run folder
@@ -161,9 +174,10 @@ class Experiment(NamedTuple):
 def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
     """The experiment, and all of its phases, with what `algorithm/correction=auto` means in this run.
 
-    None where `exact` says that the check before the first step found the engine's log-probs equal to the trainer's, in float32; every
-    step samples with the weights that it then trains, so the sampler is the old policy. Else the token factor truncated at 2.
+    None where `exact` says that the check before the first step found the engine's log-probs equal to the trainer's, in float32, and
+    every step samples with the weights that it then trains: the sampler is the old policy. Else the token factor truncated at 2.
     """
+    exact = exact and not x.asynchrony.staleness
 
     def settled(algorithm: Algorithm) -> Algorithm:
         if not _automatic(algorithm):
@@ -178,6 +192,8 @@ def correction_in_words(x: Experiment, *, exact: bool) -> str:
     """A line that says what `algorithm/correction=auto` became, or nothing where no phase has it."""
     if not any(_automatic(phase.algorithm) for phase in phases(x).values()):
         return ""
+    if stale := x.asynchrony.staleness:
+        return f"correction: token_truncate, cap 2 (auto: replies are sampled by weights up to {stale} RL steps old)"
     if exact:
         return "correction: none (auto: in float32 the engine gives the log-probs of the trainer)"
     return "correction: token_truncate, cap 2 (auto: the engine's log-probs are rounded differently from the trainer's)"

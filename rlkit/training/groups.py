@@ -18,7 +18,14 @@ from rlkit.types import Policy, Rollout, Task
 
 
 def experience(
-    x: Experiment, policy: Policy, tasks: Sequence[Task], stream: StreamState, *, step: int, clock: Clock | None = None
+    x: Experiment,
+    policy: Policy,
+    tasks: Sequence[Task],
+    stream: StreamState,
+    *,
+    step: int,
+    version: int | None = None,
+    clock: Clock | None = None,
 ) -> tuple[list[Rollout], list[Rollout], StreamState]:
     """All scored episodes of a step, those of them to train on, and the stream of prompts behind them.
 
@@ -28,6 +35,7 @@ def experience(
 
     Args:
       x: the experiment of this step (`Learner.begin`). tasks: of the whole run. step: RL steps done before this one.
+      version: RL steps that the weights have done; None: as many.
       clock: takes the seconds of the parts.
     """
     clock = clock or Clock()
@@ -39,7 +47,7 @@ def experience(
             break
         drawn, stream = take(tasks, stream, missing, seed=x.seed)
         with clock.sampling(x.generation.engine):
-            rollouts = played(x, policy, drawn, step=step, first=len(sampled) // x.batch.group_size, clock=clock)
+            rollouts = played(x, policy, drawn, step=step, version=version, first=len(sampled) // x.batch.group_size, clock=clock)
         failures(rollouts)
         if x.algorithm.episodes is None:
             with clock.part("reward"):
@@ -50,7 +58,9 @@ def experience(
     return sampled, accepted or sampled, stream
 
 
-def played(x: Experiment, policy: Policy, tasks: Sequence[Task], *, step: int, first: int, clock: Clock) -> list[Rollout]:
+def played(
+    x: Experiment, policy: Policy, tasks: Sequence[Task], *, step: int, version: int | None, first: int, clock: Clock
+) -> list[Rollout]:
     """Episodes sampled from the policy as it is now; `first` is the position of the first task in the step.
 
     Every rank plays the episodes of some of the tasks, and all ranks get all of them.
@@ -66,7 +76,7 @@ def played(x: Experiment, policy: Policy, tasks: Sequence[Task], *, step: int, f
             seed=x.seed,
             step=step,
             first=first + begin,
-            version=step,
+            version=step if version is None else version,
             spent=clock.sessions.append,
             **x.generation.params,
         )

@@ -31,7 +31,7 @@ from rlkit.system.device import precision
 from rlkit.training import drift, schedules
 from rlkit.training.experiment import Experiment, correction_in_words, settle_correction
 from rlkit.training.memory import retried
-from rlkit.training.metrics import Clock, UpdateTerms, performance, refill_metrics, update_metrics
+from rlkit.training.metrics import Clock, UpdateTerms, performance, refill_metrics, staleness_metrics, update_metrics
 from rlkit.training.optimizers import make_optimizer
 from rlkit.training.references import is_start, moved, shard_state
 from rlkit.training.update import moved_since, one_update, step_minibatches, with_logprobs, with_old
@@ -89,6 +89,8 @@ class Learner:
         self.start: Batch | None = None  # a few rollouts of the first step, with the log-probs that the start gave them (drift)
         self.nonfinite: dict[int, int] = {}  # optimiser → its updates in a row that were skipped since something was not finite
         self.halvings = 0  # of the micro-batches, since memory ran out
+        self.updates = {0: 0}  # version (RL steps done) → steps of the policy's optimiser until then, of the last ones
+        self.in_flight = 0  # groups that are sampled for later steps
         self.metrics: dict[str, Any] = {}
         self.rollouts: list[Rollout] = []
         self.trained: list[Rollout] = []
@@ -135,6 +137,8 @@ class Learner:
             drifted = {"kl/step": moved_since(self, measured), "kl/start": moved_since(self, start)}
             ranks.reshard(self.model)
             self.update_reference(terms)
+        before, oldest = self.updates.get(self.rl_step, 0), self.rl_step - x.asynchrony.staleness
+        self.updates = {v: n for v, n in self.updates.items() if v >= oldest} | {self.rl_step + 1: before + len(terms.norms["policy"])}
         self.rl_step, self.tokens = self.rl_step + 1, self.tokens + int(batch.attention_mask.sum())
         metrics = self.measured(batch, terms) | drifted
         self.metrics = ranks.broadcast(lambda: metrics)  # its clock; everything else is equal
@@ -157,6 +161,9 @@ class Learner:
         metrics = summarize(self.rollouts) | update_metrics(batch, terms, self.x)
         metrics |= performance(batch, terms, self.clock, tokens=self.tokens, device=self.device)
         metrics |= refill_metrics(self.rollouts, self.trained)
+        if self.x.asynchrony.mode != "none":
+            metrics |= staleness_metrics(batch, terms, self.trained, step=self.rl_step - 1, updates=self.updates)
+            metrics["staleness/in_flight_groups"] = self.in_flight
         metrics |= {f"schedule/{path}": value for path, value in schedules.values(self.experiment, self.progress).items()}
         return metrics | ({"schedule/phase": self.progress.phase} if len(self.phases) > 1 else {})
 
@@ -315,6 +322,7 @@ class Learner:
             "rl_step": self.rl_step,
             "progress": self.progress._asdict(),
             "tokens": self.tokens,
+            "updates": self.updates,
             "exact": self.exact,
             "start": None if self.start is None else {n: t.cpu() for n, t in self.start._asdict().items() if t is not None},
             "moments": list(self.moments),
@@ -328,7 +336,7 @@ class Learner:
         """Puts that back, before the weights: references that begin with the run start from those of model.path."""
         state = checkpoint["rlkit"]
         self.rl_step, self.tokens, self.begun = state["rl_step"], state["tokens"], -1
-        self.moments = Moments(*state["moments"])
+        self.moments, self.updates = Moments(*state["moments"]), dict(state.get("updates", {self.rl_step: 0}))
         self.nonfinite, self.halvings = state.get("nonfinite", {}), state.get("halvings", 0)
         threads = state.get("threads") or torch.get_num_threads()
         if self.experiment.trainer.threads is None and threads != torch.get_num_threads():  # the same sums in the same order

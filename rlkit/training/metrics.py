@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from rlkit.training.experiment import Experiment
 from rlkit.types import Batch, Rollout, TokenLogprobs
 
 NAN = float("nan")
+WEIGHTS = ("mismatch/ess", "mismatch/chi2", "mismatch/ess_sequence", "mismatch/chi2_sequence")
 
 
 class UpdateTerms:
@@ -44,6 +45,7 @@ class UpdateTerms:
         old = scores.logprobs if batch.logprobs_old is None else batch.logprobs_old
         terms = parts | {"logprobs": scores.logprobs, "logprobs_old": old, "entropy": scores.entropy, "advantages": batch.advantages}
         terms |= {"logprobs_sampler": batch.logprobs_sampler, "logprobs_ref": batch.logprobs_ref, "returns": batch.returns}
+        terms["versions"] = batch.versions
         terms["owners"] = batch.rollout_ids[:, None].expand(batch.response_mask.shape)
         for name, term in (terms | (batch.metrics or {})).items():
             if term is not None:
@@ -102,9 +104,10 @@ def update_metrics(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> 
     loss/*            summed loss, policy term
     policy/entropy    nats per sampled token
     ratio/*           policy over old policy; first_mean must be 1 (the first minibatch is on-policy)
-    clip/*            share of the tokens that the loss's own clip leaves without gradient: low_frac with a ratio below 1 and high_frac
-                      above; the same tokens as positive_frac and negative_frac by the sign of the advantage. capped_frac: whose weight
-                      is bounded and whose gradient stays. nan where a loss declares no rule (`rlkit.types.clips`)
+    clip/*            share of the tokens that the loss's own clip leaves without gradient (it measures the step's own updates, and is
+                      blind to the age of the samples: the ratio is to the trainer's pass): low_frac with a ratio below 1, high_frac above;
+                      the same tokens as positive_frac and negative_frac by the sign of the advantage. capped_frac: whose weight is bounded
+                      and whose gradient stays. nan where a loss declares no rule (`rlkit.types.clips`)
     kl/ref, ref_k3    to the reference, k1 and k3, nats per token, at the policy before the step's updates
     kl/old            mean over the step's updates of KL(before the step‖now), each taken before its own optimiser step: 0 with one update
                       a step, and never with the last one in it
@@ -158,8 +161,7 @@ def _ratios(terms: UpdateTerms) -> dict[str, float]:
 
 def _divergences(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> dict[str, float]:
     names = ("kl/ref", "kl/ref_k3", "kl/old", "mismatch/kl", "mismatch/logp_abs_mean", "mismatch/logp_abs_max")
-    weights = ("mismatch/ess", "mismatch/chi2", "mismatch/ess_sequence", "mismatch/chi2_sequence")
-    out = dict.fromkeys((*names, "mismatch/ratio_max", *weights, "mismatch/pearson"), NAN)
+    out = dict.fromkeys((*names, "mismatch/ratio_max", *WEIGHTS, "mismatch/pearson"), NAN)
     out["kl/coef"] = number(experiment.kl.coef)
     out["kl/estimate"], out["kl/nonzero_frac"] = terms.mean("kl"), NAN
     if (estimates := terms.get("kl")) is not None:
@@ -171,18 +173,62 @@ def _divergences(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> di
     old, sampler, reference = (_before(batch, terms, f"logprobs_{who}") for who in ("old", "sampler", "ref"))
     if old is None or sampler is None or not len(old):
         return out
-    mask = torch.ones_like(old, dtype=torch.bool)
     if reference is not None:
         out["kl/ref"], out["kl/ref_k3"] = float(F.k1(old, reference).mean()), float(F.k3(old, reference).mean())
-    gap = (old - sampler).abs()
+    return out | _mismatch(old, sampler, _owners(batch, terms))
+
+
+def _owners(batch: Batch, terms: UpdateTerms) -> Tensor | None:
+    """Which rollout each trained token belongs to."""
+    return terms.get("owners") if batch.logprobs_old is None else batch.rollout_ids[:, None].expand(batch.ids.shape)[batch.response_mask]
+
+
+def _mismatch(old: Tensor, sampler: Tensor, owners: Tensor | None) -> dict[str, float]:
+    """mismatch/* of some tokens [M], of which there is at least one."""
+    out, mask, gap = {}, torch.ones_like(old, dtype=torch.bool), (old - sampler).abs()
     out["mismatch/kl"] = float(F.approximate_kl(old, sampler, mask))
     out["mismatch/logp_abs_mean"], out["mismatch/logp_abs_max"] = float(gap.mean()), float(gap.max())
     out["mismatch/ratio_max"] = float((old - sampler).clamp(-20, 20).exp().max())
-    owners = terms.get("owners") if batch.logprobs_old is None else batch.rollout_ids[:, None].expand(batch.ids.shape)[batch.response_mask]
     shares = F.effective_sample_size(old, sampler, mask), F.effective_sample_size(old, sampler, mask, owners)
-    out |= dict(zip(weights, (float(value) for share in shares for value in (share, 1 / share - 1)), strict=True))
+    out |= dict(zip(WEIGHTS, (float(value) for share in shares for value in (share, 1 / share - 1)), strict=True))
     out["mismatch/pearson"] = float(F.correlation(old.exp(), sampler.exp(), mask))
     return out
+
+
+def staleness_metrics(
+    batch: Batch, terms: UpdateTerms, trained: Sequence[Rollout], *, step: int, updates: Mapping[int, int]
+) -> dict[str, float]:
+    """How far the weights that sampled were behind those that learn, over trained tokens and before any correction.
+
+    staleness/steps_mean, _max     RL steps behind (differences of versions); updates_mean: steps of the policy's optimiser behind
+    staleness/versions_per_reply   versions that sampled a reply; mixed_frac: share of replies with more than one
+    staleness/kl                   KL(sampler‖before the update), k3, nats per token, of old weights and of the engine together
+    staleness/ess_seq, chi2_seq    effective share and chi-square of rollouts' weights, chi2_token of tokens' (`effective_sample_size`)
+    staleness/out_of_bounds_frac   share of tokens whose weight is outside 1/2 … 2
+    staleness/in_flight_groups     groups sampled for later steps
+    mismatch/*                     here of the tokens alone that were sampled by the weights that are trained; nan without such
+
+    Args:
+      step: RL steps done before this one. updates: version → optimiser steps until then.
+    """
+    names = ("steps_mean", "steps_max", "updates_mean", "kl", "ess_seq", "chi2_token", "chi2_seq", "out_of_bounds_frac")
+    spans = [len(reply.versions) for rollout in trained for reply in rollout.steps]
+    out = dict.fromkeys((f"staleness/{name}" for name in names), NAN)
+    out["staleness/versions_per_reply"] = sum(spans) / len(spans) if spans else NAN
+    out["staleness/mixed_frac"] = sum(count > 1 for count in spans) / len(spans) if spans else NAN
+    old, sampler, versions = (_before(batch, terms, name) for name in ("logprobs_old", "logprobs_sampler", "versions"))
+    if old is None or sampler is None or versions is None or not len(old):
+        return out
+    age, owners, first = step - versions, _owners(batch, terms), min(updates.values())
+    behind = [updates.get(step, first) - updates.get(int(version), first) for version in versions.tolist()]
+    every, ratio = _mismatch(old, sampler, owners), (old - sampler).exp()
+    outside = ((ratio > 2) | (ratio < 0.5)).float().mean()
+    shares = (every["mismatch/kl"], every["mismatch/ess_sequence"], every["mismatch/chi2"], every["mismatch/chi2_sequence"])
+    values = (float(age.mean()), float(age.max()), sum(behind) / len(behind), *shares, float(outside))
+    out |= dict(zip((f"staleness/{name}" for name in names), values, strict=True))
+    if not (fresh := age == 0).any():
+        return out | dict.fromkeys(every, NAN)
+    return out | _mismatch(old[fresh], sampler[fresh], None if owners is None else owners[fresh])
 
 
 def _before(batch: Batch, terms: UpdateTerms, name: str) -> Tensor | None:

@@ -10,11 +10,10 @@ import lightning as L
 import torch
 
 from rlkit.distributed import ranks
-from rlkit.episodes.stream import StreamState
 from rlkit.functional import mix
 from rlkit.system import rng
 from rlkit.training.experiment import Experiment
-from rlkit.training.groups import experience
+from rlkit.training.flight import Flight, continued, next_groups, packed, restored
 from rlkit.training.learner import Host, Learner
 from rlkit.training.memory import probe_memory
 from rlkit.types import Policy, Task
@@ -49,8 +48,9 @@ def _of_learner(name: str) -> Any:
 class RLModule(L.LightningModule):
     """Rolls out, scores and lets the learner take a step, one RL step per training_step.
 
-    It owns the position in the prompts (`stream`), the generators and the length of the run; all else is the learner's. After each
-    step `metrics` holds the row to log, `rollouts` the scored episodes and `trained` those of them that `batch` was made of.
+    It owns the groups in flight and the position in the prompts (`flight`), the generators and the length of the run; all else is the
+    learner's. After each step `metrics` holds the row to log, `rollouts` the scored episodes and `trained` those of them that `batch` was
+    made of.
     """
 
     rl_step, x, experiment, metrics, rollouts = map(_of_learner, ("rl_step", "x", "experiment", "metrics", "rollouts"))
@@ -64,7 +64,7 @@ class RLModule(L.LightningModule):
         self.learner = Learner(experiment, policy, exact=exact, host=host)
         self.policy, self.tasks = policy, tasks
         self.model, self.critic = policy.model, self.learner.critic  # where Lightning looks for what it moves and saves
-        self.stream, self.started = StreamState(epoch=0, position=0), time.perf_counter()
+        self.flight, self.started = Flight(), time.perf_counter()
         self.droppable = False  # whether nothing is lost that cannot be done again: no update has begun
         self.before: dict[str, Any] | None = None  # generators at the start of the step under way
         self.generators: list[dict[str, Any]] = []  # of the checkpoint's ranks, to be put back
@@ -72,11 +72,11 @@ class RLModule(L.LightningModule):
 
     def training_step(self, index: int, _: int) -> None:
         """Rollouts → rewards → the learner's step."""
-        x = self.learner.begin()
+        self.learner.begin()
         self.before, self.droppable = rng.state(), True
-        rollouts, trained, stream = experience(x, self.policy, self.tasks, self.stream, step=self.rl_step, clock=self.clock)
-        self.droppable, self.before, self.stream = False, None, stream
-        self.learner.step(rollouts, trained)
+        groups, flight = next_groups(self.learner, self.tasks, self.flight)
+        self.droppable, self.before, self.flight = False, None, flight
+        self.learner.step(groups.sampled, groups.trained)
         self.trainer.should_stop = ranks.any_rank(self.rl_step >= self.total_steps or self.out_of_time())
         self.clock.end()
 
@@ -131,10 +131,11 @@ class RLModule(L.LightningModule):
     def fill(self, checkpoint: dict[str, Any], generators: list[dict[str, Any]]) -> None:
         """Adds to a checkpoint what Lightning does not know of, and takes the frozen base out. `generators`: of the ranks, in order."""
         checkpoint["state_dict"] = self.learner.without_frozen(checkpoint["state_dict"])
-        checkpoint["rlkit"] = self.learner.saved() | {"stream": list(self.stream), "generators": generators}
+        checkpoint["rlkit"] = self.learner.saved() | packed(self.flight) | {"generators": generators}
         checkpoint["run"] = self.provenance
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["rlkit"]
-        self.stream, self.generators = StreamState(*state["stream"]), state["generators"]
+        self.generators = state["generators"]
         self.learner.load(checkpoint)
+        self.flight = continued(self.learner, restored(state, self.tasks, seed=self.experiment.seed))

@@ -32,6 +32,23 @@ def test_tokens_by_hand(mode: str, expected: list[list[float]]) -> None:
     torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=2e-12)
 
 
+@pytest.mark.parametrize(
+    "mode, expected",
+    {
+        "truncate": [[0.75, 2.6, 1.0], [1.0, 2.5, 1.0], [2.0, 1.0, 0.75]],
+        "mask": [[0.0, 0.0, 1.0], [1.0, 2.5, 1.0], [2.0, 1.0, 0.0]],  # IcePop
+    }.items(),
+)
+def test_a_floor_bounds_from_below(mode: str, expected: list[list[float]]) -> None:
+    """Bounds 0.75 … 2.6. A ratio that is a bound itself is within."""
+    got = token_correction(OLD, SAMPLER, MASK, cap=2.6, floor=0.75, mode=mode)
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), **CLOSE)
+    at = token_correction(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), cap=1.0, floor=1.0, mode=mode)
+    assert at.item() == 1.0
+    rollouts = BY_ROLLOUT(OLD, SAMPLER, MASK, cap=2.6, floor=1.6, mode="mask")  # rollout 0 has 2.5, rollout 1 has 1.5
+    assert rollouts[MASK].tolist() == pytest.approx([0, 0, 2.5, 0, 0, 0])
+
+
 @pytest.mark.parametrize("mode, of_the_first", {"truncate": 2.0, "mask": 0.0}.items())
 def test_sequences_by_hand(mode: str, of_the_first: float) -> None:
     """Rollout 0: 2.5. Rollout 1, over its two rows: ½ · 3 · 2 · 1 · ½ = 1.5."""
@@ -78,7 +95,12 @@ def test_laws_of_every_correction(name: str, mode: str) -> None:
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize(
     "given, words",
-    [({"cap": 0.0}, "cap is 0.0"), ({"cap": math.nan}, "cap is nan"), ({"mode": "clip"}, "mode is 'clip'; allowed: truncate")],
+    [
+        ({"cap": 0.0}, "cap is 0.0"),
+        ({"cap": math.nan}, "cap is nan"),
+        ({"mode": "clip"}, "mode is 'clip'; allowed: truncate"),
+        ({"floor": 2.5}, "floor is 2.5; allowed: 0 … cap"),
+    ],
 )
 def test_hyperparameters_are_checked(name: str, given: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):

@@ -508,24 +508,24 @@ def no_correction(response_mask):
     return 1.0
 
 
-def bounded(rho, cap, mode):
-    return rho if rho <= cap else cap if mode == "truncate" else 0.0
+def bounded(rho, cap, floor, mode):
+    return rho if floor <= rho <= cap else 0.0 if mode == "mask" else cap if rho > cap else floor
 
 
 @cellwise
-def token_correction(logprobs_old, logprobs_sampler, response_mask, *, cap=2.0, mode="truncate"):
-    return bounded(math.exp(clip(logprobs_old - logprobs_sampler, -20, 20)), cap, mode) if response_mask else 1.0
+def token_correction(logprobs_old, logprobs_sampler, response_mask, *, cap=2.0, floor=0.0, mode="truncate"):
+    return bounded(math.exp(clip(logprobs_old - logprobs_sampler, -20, 20)), cap, floor, mode) if response_mask else 1.0
 
 
 def automatic_correction(logprobs_old, logprobs_sampler, response_mask):
     return token_correction(logprobs_old, logprobs_sampler, response_mask)
 
 
-def sequence_correction(logprobs_old, logprobs_sampler, response_mask, rollout_ids, *, cap=2.0, mode="truncate"):
+def sequence_correction(logprobs_old, logprobs_sampler, response_mask, rollout_ids, *, cap=2.0, floor=0.0, mode="truncate"):
     out = {}
     for cells in cells_of(rollout_ids, response_mask).values():
         rho = math.exp(clip(math.fsum(differences(logprobs_old, logprobs_sampler, cells)), -20, 20))
-        out |= dict.fromkeys(cells, bounded(rho, cap, mode))
+        out |= dict.fromkeys(cells, bounded(rho, cap, floor, mode))
     return table_of(out, response_mask, 1.0)
 
 
@@ -841,7 +841,10 @@ CASES = {
     "corrections.automatic_correction": Case(automatic_correction),
     "corrections.token_correction": Case(token_correction),
     "corrections.token_correction mask": Case(token_correction, {"mode": "mask", "cap": 1.5}),
+    "corrections.token_correction icepop": Case(token_correction, {"mode": "mask", "floor": 0.5, "cap": 5.0}),
+    "corrections.token_correction floor": Case(token_correction, {"floor": 0.8, "cap": 1.5}),
     "corrections.sequence_correction": Case(sequence_correction),
+    "corrections.sequence_correction floor": Case(sequence_correction, {"mode": "mask", "floor": 0.5, "cap": 2.0}),
     "corrections.sequence_correction mask": Case(sequence_correction, {"mode": "mask", "cap": 3.0}),
     "overlong.keep_overlong": Case(keep_overlong),
     "overlong.soft_penalty": Case(soft_penalty, {"limit": 7.0, "buffer": 0.5}),

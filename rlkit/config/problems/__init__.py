@@ -1,8 +1,8 @@
 """Everything that finds what of an experiment cannot run, or would silently do nothing, before a model is loaded.
 
 Keys and types are checked against the signatures of functions (rlkit.config.schema); here numbers (numbers.py), combinations of
-parts (combinations.py, schedules.py), what parts assume of one another (assumptions.py), their maths on fake data (trial.py) and the
-rows of the data (rows.py). doubts.py has what is legal but probably not meant.
+parts (combinations.py, schedules.py, asynchrony.py), what parts assume of one another (assumptions.py), their maths on fake data
+(trial.py) and the rows of the data (rows.py). doubts.py has what is legal but probably not meant.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlkit.config.problems.assumptions import assumption_problems
+from rlkit.config.problems.asynchrony import asynchrony_problems
 from rlkit.config.problems.combinations import combination_problems, rank_problems
 from rlkit.config.problems.numbers import number_problems
 from rlkit.config.problems.schedules import first_steps, schedule_problems
@@ -26,6 +27,7 @@ def run_problems(x: Experiment) -> list[str]:
     problems += [
         f"schedule.phases.{name}: {problem}" if name else problem for name, first in firsts.items() for problem in problems_of(first)
     ]
+    problems += asynchrony_problems(x, firsts) if firsts else []
     if firsts and not x.needs_reference and x.reference.name not in ("none", "frozen"):
         problems.append(
             f"reference={x.reference.name}: it would be updated and never used, since no KL compares with it (kl={x.kl.name}, "

@@ -59,6 +59,8 @@ STATIC = (
     Chart("kl_start", POLICY, "KL from the start", "kl/start", "nats per token"),
     Chart("entropy", POLICY, "Entropy", "policy/entropy", "nats per token"),
     Chart("mismatch", POLICY, "Sampler against trainer", "mismatch/logp_abs_mean", "|Δ log-prob| per token"),
+    Chart("staleness", POLICY, "Staleness", "staleness/steps_mean", "RL steps that the sampler's weights are behind", False),
+    Chart("stale_share", POLICY, "Effective share of the rollouts", "staleness/ess_seq", "of weights trainer over sampler"),
     Chart("length", EPISODES, "Length", "len/mean", "sampled tokens an episode"),
     Chart("truncated", EPISODES, "Truncated episodes", "len/truncated_frac", "share"),
     Chart("turns", EPISODES, "Replies an episode", "tools/turns"),

@@ -115,6 +115,7 @@ def entry_of(rollout: Rollout, prompts: dict[str, int]) -> dict[str, Any]:
         "rewards": {name: value for name, value in rollout.rewards.items() if len(rollout.rewards) > 1},
         "status": rollout.status if rollout.status == "terminated" else f"truncated: {rollout.truncation}",
         "tokens": rollout.response_length,
+        "versions": [*dict.fromkeys(version for step in rollout.steps for _, version in step.versions)],
         "calls": len(calls),
         "failed": sum(not result.ok for result in results),
         "expected": trimmed(rollout.task.answer),

@@ -122,6 +122,7 @@
     head.append(make("b", "", `reward ${reward(entry.reward)}`));
     for (const [name, value] of Object.entries(entry.rewards)) head.append(make("span", "", `${name} ${reward(value)}`));
     head.append(make("span", "", entry.status), make("span", "", `${entry.tokens} tokens`));
+    if (entry.versions.length) head.append(make("span", "", `sampled after step ${entry.versions.join(", ")}`));
     if (entry.expected) head.append(make("span", "", `expected: ${entry.expected.slice(0, 200)}`));
     box.replaceChildren(head, tools(entry), ...entry.messages.map(message), story(entry));
     box.scrollTop = 0;

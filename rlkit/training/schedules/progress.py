@@ -131,6 +131,18 @@ def at(experiment: Any, progress: Progress) -> Any:
     return x
 
 
+def foreseen(experiment: Any, progress: Progress, step: int) -> Any:
+    """The experiment of a step to come, as far as it is known now: phases that end after a number of steps have ended until then, and
+    controllers stay as they are."""
+    given = list(experiment.schedule.phases.values())
+    while progress.step < step:
+        progress = progress._replace(step=progress.step + 1)
+        end = phase_steps(given[progress.phase].until, experiment.trainer.steps) if progress.phase + 1 < len(given) else None
+        if end is not None and progress.step - progress.since >= end:
+            progress = progress._replace(phase=progress.phase + 1, since=progress.step)
+    return at(experiment, progress)
+
+
 def phase_steps(until: Any, steps: int) -> int | None:
     """The RL steps after which a phase of a run of `steps` ends; None where no number says so."""
     if isinstance(until, float):

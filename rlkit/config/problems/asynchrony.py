@@ -1,0 +1,54 @@
+"""What cannot be sampled ahead of training, as sentences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlkit.training.schedules import phases
+from rlkit.training.schedules.paths import flat
+from rlkit.training.schedules.progress import controllers_of, phase_steps
+
+if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
+    from rlkit.training.experiment import Experiment
+
+# Numbers that are needed when groups are dispatched, staleness steps before their step.
+DISPATCH = ("generation.", "environment.", "batch.", "reward.", "algorithm.group_filter", "algorithm.max_refills")
+
+
+def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[str]:
+    """Whatever decides groups must be known when they are dispatched. `firsts`: phase → its experiment at its first step."""
+    mode, staleness = x.asynchrony
+    said = f"asynchrony.staleness={staleness}"
+    if mode == "none" and staleness:
+        return [f"{said}: with asynchrony=none a step samples with the weights that it trains; choose asynchrony=lag, or set it to 0"]
+    if not staleness:
+        return []
+    problems = []
+    for name, phase in phases(x).items():
+        where = f"schedule.phases.{name}: " if name else ""
+        if phase.algorithm.episodes is not None:
+            problems.append(
+                f"{where}{said}: algorithm={phase.algorithm.name} samples nothing, so nothing can be sampled ahead; choose asynchrony=none"
+            )
+        problems += [
+            f"{where}{path}: follows what the run measures, so its value is not known {staleness} steps ahead ({said}); "
+            "give it a function of the step, or choose asynchrony=none"
+            for path in controllers_of(phase)
+            if path.startswith(DISPATCH)
+        ]
+    return problems + _open_ends(x, firsts, said)
+
+
+def _open_ends(x: Experiment, firsts: dict[str, Experiment], said: str) -> list[str]:
+    """Phases whose end is not known ahead, before one that samples or scores in another way."""
+    from rlkit.training.flight import settings_of
+
+    given = x.schedule.phases
+    numbered = any(path.startswith(DISPATCH) for phase in given.values() for path in flat(phase.numbers))
+    alike = len({settings_of(first) for first in firsts.values()}) == 1 and not numbered
+    return [
+        f"schedule.phases.{name}.until={phase.until}: groups are sampled ahead ({said}), while the end of this phase is not known, "
+        "and the phases sample or score differently; let it end after a number of steps, or choose asynchrony=none"
+        for name, phase in list(given.items())[:-1]
+        if phase_steps(phase.until, x.trainer.steps) is None and not alike
+    ]
