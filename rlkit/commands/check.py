@@ -90,7 +90,7 @@ def run(x: Experiment, tasks: Splits) -> Report:
     from rlkit.training.groups import experience
     from rlkit.training.learner import Learner
     from rlkit.training.memory import probe_memory
-    from rlkit.training.run import header
+    from rlkit.training.run import first_line, header
     from rlkit.training.selfcheck import check_policy, check_teacher
 
     clock = {}
@@ -98,7 +98,7 @@ def run(x: Experiment, tasks: Splits) -> Report:
     torch.manual_seed(x.seed)
     check_teacher(x)
     policy, device = on_device(x)
-    text = header(x, policy, device, tasks)
+    text = f"{first_line(x)}\n{header(x, policy, device, tasks)}"
     clock["load"] = time.perf_counter() - started
     cut = small(x)
     with autocast(cut, device):

@@ -1,7 +1,24 @@
-"""Episodes: collecting them, turning them into tensors, saving them, and what they say in numbers."""
+"""Episodes: collecting them, turning them into tensors, saving them, and what they say in numbers.
 
-from rlkit.episodes._assemble import assemble
-from rlkit.episodes._collect import collect
-from rlkit.episodes.demonstrate import demonstrations
+What brings torch is imported when it is asked for: files of rollouts are read without it.
+"""
+
+from typing import TYPE_CHECKING, Any
+
 from rlkit.episodes.record import append_rollouts, load_rollouts, rollout_schema, save_rollouts, transcript
 from rlkit.episodes.summary import failures, summarize
+
+if TYPE_CHECKING:
+    from rlkit.episodes._assemble import assemble
+    from rlkit.episodes._collect import collect
+    from rlkit.episodes.demonstrate import demonstrations
+
+_HOMES = {"assemble": "_assemble", "collect": "_collect", "demonstrations": "demonstrate"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    import importlib
+
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

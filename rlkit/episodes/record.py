@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlkit.errors import ConfigError, DataError, visible
-from rlkit.rewards import RewardError
 from rlkit.system.files import lenient, write_atomic
 from rlkit.types import Message, Rollout, Step, Task, ToolCall, ToolResult
 
@@ -72,6 +71,8 @@ def append_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
 @contextmanager
 def failed_rollout_kept(folder: Path) -> Iterator[None]:
     """Where a reward fails inside, the rollout on which it failed is saved to the folder, and the error's note names the file."""
+    from rlkit.rewards import RewardError  # rewards bring torch, and a file of rollouts is read without
+
     try:
         yield
     except RewardError as error:

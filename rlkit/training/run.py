@@ -40,11 +40,11 @@ def train_in(
     """
     LOST.clear()
 
+    policy, device, exact = ready(x, tasks)
     from rlkit.episodes.record import FAILED, failed_rollout_kept
-    from rlkit.training.callbacks.stopping import StopOnSignal
+    from rlkit.training.callbacks.stopping import StopOnSignal  # brings Lightning, which takes as long as all else: after the first lines
     from rlkit.training.module import RLModule
 
-    policy, device, exact = ready(x, tasks)
     module = RLModule(x, policy, tasks.train, exact=exact)
     module.provenance = dict(provenance)
     results: Results = {}
@@ -78,6 +78,7 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
     Returns: the policy; its device; whether the engine gives the trainer's log-probs exactly, on all ranks.
     Raises: ConfigError, SelfCheckError, DataError.
     """
+    print(first_line(x), flush=True)
     from rlkit.system import rng
     from rlkit.training.selfcheck import check_policy, check_teacher
 
@@ -217,8 +218,19 @@ def taken_up(resume: Path, folder: Path) -> tuple[Path | None, int]:
     return path, step
 
 
+def first_line(x: Experiment) -> str:
+    """What runs, as the experiment says it: known before a model is loaded."""
+    from rlkit.training.schedules import phases
+
+    x = next(iter(phases(x).values()))  # what the run begins with
+    return (
+        f"rlkit: {x.algorithm.name}, kl {x.kl.name if x.needs_reference else 'none'}, reward {x.reward.name}, "
+        f"reference {x.reference.name}, seed {x.seed}"
+    )
+
+
 def header(x: Experiment, policy: Any, device: Any, tasks: Splits) -> str:
-    """What runs, on what, and the batch arithmetic."""
+    """The model, on what it runs, the data and the batch arithmetic."""
     import torch
 
     from rlkit.sandbox import seen
@@ -234,9 +246,7 @@ def header(x: Experiment, policy: Any, device: Any, tasks: Splits) -> str:
     per_update = rollouts // x.algorithm.minibatches
     on = f"{device} with {torch.get_num_threads()} thread(s) of {cores()} core(s)" if device.type == "cpu" else str(device)
     counts = [f"{len(own)} {name}" for name, own in zip(("training", "validation", "test"), tasks, strict=True) if own]
-    kl = x.kl.name if x.needs_reference else "none"
     return (
-        f"rlkit: {x.algorithm.name}, kl {kl}, reward {x.reward.name}, reference {x.reference.name}, seed {x.seed}\n"
         f"model: {path}, {trained:,} of {total:,} parameters trained, on {on}, precision {precision(x, device)}\n"
         f"data: {', '.join(counts)} problems\n"
         f"batch: {x.batch.prompts} prompts × {x.batch.group_size} samples → {updates} update(s) of {per_update} rollouts a step, "

@@ -8,8 +8,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from rlkit.runs.report.read import Group, ReadRun, is_number
-from rlkit.training.callbacks.evaluation import INTERVALS
-from rlkit.training.callbacks.pathologies import CHECKS
+from rlkit.training.callbacks.pathologies import CHECKS, INTERVALS
 
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two-sided 95 %, 1 … 9 degrees of freedom
 

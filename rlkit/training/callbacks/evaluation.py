@@ -18,6 +18,7 @@ from rlkit.system import rng
 from rlkit.system.deadline import process_ends_after
 from rlkit.system.files import lenient
 from rlkit.system.rows import append_row
+from rlkit.training.callbacks.pathologies import INTERVALS
 from rlkit.training.callbacks.terminal import held_out, how_sampled
 from rlkit.training.experiment import Evaluation
 from rlkit.types import Split, Splits
@@ -25,7 +26,6 @@ from rlkit.types import Split, Splits
 KEPT = 16  # rollouts that an evaluation writes, of the same tasks each time: how an answer changes
 PREFIXES: dict[Split, str] = {"validation": "eval/", "test": "test/"}  # split → where its figures stand in a row of metrics.jsonl
 Results = dict[Split, dict[int, dict[str, Any]]]  # split → RL step → result
-INTERVALS = {"accuracy": "interval", "reward": "reward_interval"}  # figure of a result → under which key its interval stands
 
 
 class HeldOut(L.Callback):

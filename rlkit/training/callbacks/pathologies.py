@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import lightning as L
-
-from rlkit.episodes import failures
-
 Row = dict[str, Any]
+INTERVALS = {"accuracy": "interval", "reward": "reward_interval"}  # figure of an evaluation → under which key its interval stands
 
 
 def all_rewards_equal(row: Row) -> str | None:
@@ -118,18 +115,3 @@ CHECKS: tuple[Callable[[Row], str | None], ...] = (
 
 
 ADVICE = {"all_rewards_equal", "nearly_all_truncated", "parse_failures"}  # on the settings, which a run does not change: said once
-
-
-class Health(L.Callback):
-    """Prints what it finds, when it appears."""
-
-    def __init__(self) -> None:
-        self.active: set[str] = set()
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        found = {check.__name__: text for check in CHECKS if (text := check(module.metrics)) is not None}
-        for name, text in found.items():
-            if name not in self.active:
-                first = failures(module.rollouts) if name == environment_failures.__name__ else ""
-                trainer.print(f"warning: step {module.rl_step}: {first or text}")
-        self.active = set(found) | (self.active & ADVICE)
