@@ -57,7 +57,7 @@ ONLY: dict[str, set[str]] = {
     "engines": {"types", "errors", "functional", "models"},
     "algorithm": {"types", "errors", "functional"},
 }
-LIMIT = 22_000  # lines of the package that are neither blank nor comment, docstrings included
+LIMIT = 23_200
 HEAVY = {"datasets", "transformers", "peft", "lightning", "hydra", "omegaconf", "tensorboard", "matplotlib", "pyarrow", "vllm"}
 
 
