@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlkit.episodes import assemble, summarize
-from rlkit.training.callbacks.health import Health
+from rlkit.training.callbacks._health import Health
 from rlkit.training.callbacks.pathologies import ADVICE, CHECKS
 from rlkit.training.metrics import Clock, UpdateTerms, performance, update_metrics
 from rlkit.types import Rollout, Step, Task

@@ -59,7 +59,7 @@ CARDS = {
     "4090": gpu("GeForce RTX 4090", 24, 1.008, 165.2, 0.6, "NVIDIA Ada architecture, appendix A, with float32 sums"),
     "l4": gpu("NVIDIA L4", 24, 0.3, 121, 0.4, "data sheet, 2023; the 242 TFLOP/s there are of sparse matrices"),
     # One thread; experiments/benchmarks/roofline.py measures these numbers on any machine.
-    "cpu": Card("one core of an Intel Xeon at 2.5 GHz", 25e9, 3.2e10, 8.6e10, 9.5e10, 1.1e-5, 6.1e-9, "measured 2026-11-22", 4, 6.8e-8,
+    "cpu": Card("one thread of an AMD EPYC", 25e9, 3.2e10, 8.6e10, 9.5e10, 1.1e-5, 6.1e-9, "measured 2026-11-22", 4, 6.8e-8,
                 4.7e-8, 1.8e-3),
 }  # fmt: skip
 

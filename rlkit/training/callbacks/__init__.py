@@ -54,6 +54,6 @@ def progress(run: Path, /) -> Any:
 
 def health(run: Path, /) -> Any:
     """Says in plain words when a run shows a known pathology."""
-    from rlkit.training.callbacks.health import Health
+    from rlkit.training.callbacks._health import Health
 
     return Health()
