@@ -117,7 +117,7 @@ def test_no_option_writes_into_another_group():
 @pytest.mark.parametrize(
     ("word", "said"),
     [("task.suggests.max_new_tokens=true", "not a whole number"), ("task.suggests.max_new_tokens=-3", "greater than 0"),
-     ("+model.suggests.learning_rate=1", "nothing reads this"), ("model.suggests=3", "not a mapping")],
+     ("+model.suggests.learning_rate=1", "nothing reads this"), ("task.suggests=3", "not a mapping")],
 )  # fmt: skip
 def test_a_suggestion_that_nothing_could_take_is_refused_though_it_is_hidden(word, said):
     with pytest.raises(ConfigError, match=said) as error:

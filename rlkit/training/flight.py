@@ -124,8 +124,8 @@ def restored(saved: Mapping[str, Any], tasks: Sequence[Task], *, seed: int) -> F
                 "the groups in flight are of problems that the task no longer has; restore task.path and the data, or start anew"
             )
         rollouts = [r._replace(task=drawn[r.group]) for r in rollouts]
-        own |= {"sampled": rollouts, "trained": [rollouts[i] for i in own["trained"]], "before": before, "after": after}
-        ahead.append(Dispatched(**own))
+        groups = own | {"sampled": rollouts, "trained": [rollouts[i] for i in own["trained"]], "before": before, "after": after}
+        ahead.append(Dispatched(**groups))
     return Flight(StreamState(*saved["stream"]), tuple(ahead))
 
 

@@ -39,7 +39,7 @@ def test_a_run_without_an_end_has_no_row(make_run):
 def test_a_check_that_spoke_names_its_steps(make_run):
     run = read_run(make_run("a", change={"len/truncated_frac": 1.0}))
     (found,) = symptoms(run)
-    assert (found.check, found.steps) == ("all truncated", [1, 2, 3, 4]) and "truncated" in found.text
+    assert (found.check, found.steps) == ("nearly all truncated", [1, 2, 3, 4]) and "truncated" in found.text
     older = run._replace(rows=[{k: v for k, v in row.items() if k != "len/truncated_frac"} for row in run.rows])
     assert symptoms(older) == [], "rows that lack a number say nothing"
 

@@ -72,7 +72,7 @@ class Scheduler:
         self.max_cached_tokens = min(max_cached_tokens, fitting(causal, device)) if device.type == "cuda" else max_cached_tokens
         self.check_every = check_every or (1 if device.type == "cpu" else 8)
         self.forward = forward_of(self.trunk)
-        self.weights = where(causal)
+        self.weights = weights_place(causal)
         self.shares, self.cuda_graphs = can_capture(device), cuda_graphs and can_capture(device)
         self.graphs = Graphs(causal, device)
         self.cache: Slots | None = None
@@ -92,7 +92,7 @@ class Scheduler:
     def serves(self, policy: Policy, causal: Any) -> bool:
         """Whether these weights lie where those of before did, so that what was captured reads them; what was made of them is renewed."""
         rest = (a is b or a == b for a, b in zip(policy, self.policy, strict=True))
-        if causal is not self.causal or not all(rest) or where(causal) != self.weights:
+        if causal is not self.causal or not all(rest) or weights_place(causal) != self.weights:
             return False
         if self.forward is not None:
             self.forward.refresh()
@@ -255,7 +255,7 @@ class Scheduler:
 
     def sampler_of(self, params: SamplingParams) -> Sampler:
         """The state of all slots for these numbers: that of the last call with them, whose graphs know it."""
-        key = settings(params)
+        key = captured_settings(params)
         if key not in self.samplers and len(self.samplers) > 7:
             self.samplers.clear()
             self.graphs.forget()
@@ -475,7 +475,7 @@ class Scheduler:
             return
         slots = min(bucket(-(-len(self.rows) // SHARE)) * SHARE, self.slots)
         if self.cuda_graphs and not self.sampler.asks_the_host:
-            self.graphs(settings(self.params), slots, lambda: self.decode(slots, 1))
+            self.graphs(captured_settings(self.params), slots, lambda: self.decode(slots, 1))
         else:
             self.decode(slots, 1)
 
@@ -502,12 +502,12 @@ def blocks(length: int) -> int:
     return -(-length // BLOCK) * BLOCK
 
 
-def settings(params: SamplingParams) -> Any:
+def captured_settings(params: SamplingParams) -> Any:
     """What of these numbers a captured step depends on: of the temperature only whether it divides."""
     return params._replace(temperature=params.temperature if params.temperature in (0, 1) else -1.0, admission="free", admission_rounds=1)
 
 
-def where(causal: Any) -> tuple[Any, ...]:
+def weights_place(causal: Any) -> tuple[Any, ...]:
     """Where a model's weights lie, and what its modules are: graphs read the former and were made of the latter."""
     weights = [(p.data_ptr(), p.dtype, p.shape) for p in (*causal.parameters(), *causal.buffers())]
     adapters = [(m.merged, m.disable_adapters, tuple(m.active_adapters)) for m in causal.modules() if hasattr(m, "lora_A")]

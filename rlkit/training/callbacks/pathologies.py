@@ -37,7 +37,7 @@ def nearly_all_truncated(row: Row) -> str | None:
     """More than nine tenths of the episodes were cut."""
     if not row["len/truncated_frac"] > 0.9:
         return None
-    why = max(REMEDIES, key=lambda why: row[f"stop_reason/{why}"])
+    why = max(REMEDIES, key=lambda why: row.get(f"stop_reason/{why}", 0))
     return f"{row['len/truncated_frac']:.0%} of the episodes were truncated, most of them by {why}: {REMEDIES[why]}"
 
 
