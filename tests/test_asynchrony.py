@@ -67,7 +67,7 @@ def trained(*overrides, steps=4):
     return learner, out
 
 
-@pytest.mark.parametrize("kind", cases(KINDS, ["grpo", "refills"]))
+@pytest.mark.parametrize("kind", cases(KINDS, ["grpo"]))
 def test_a_staleness_of_zero_is_the_synchronous_run(kind, same):
     plain, rows = trained(*KINDS[kind], steps=3)
     lag, others = trained(*KINDS[kind], "asynchrony=lag", "asynchrony.staleness=0", steps=3)
@@ -169,16 +169,16 @@ def rows_of(folder):
     return [json.dumps({k: v for k, v in row.items() if not k.startswith("perf/") and k != "time"}) for row in rows]
 
 
-@pytest.mark.parametrize(
-    "then, now, version, said",
-    [
-        (LAG, [], 2, "of step 3 to 4 are sampled again"),
-        (LAG, ["asynchrony=lag"], 2, "of step 3 to 4"),
-        ([], LAG, 2, ""),
-        (LAG, ["asynchrony=lag", "asynchrony.staleness=3"], 0, ""),
-        (LAG, [*LAG, "generation.temperature=0.9"], 2, "of step 3 to 4"),
-    ],
-)
+SWITCHES = [
+    (LAG, [], 2, "of step 3 to 4 are sampled again"),
+    (LAG, ["asynchrony=lag"], 2, "of step 3 to 4"),
+    ([], LAG, 2, ""),
+    (LAG, ["asynchrony=lag", "asynchrony.staleness=3"], 0, ""),
+    (LAG, [*LAG, "generation.temperature=0.9"], 2, "of step 3 to 4"),
+]
+
+
+@pytest.mark.parametrize("then, now, version, said", cases(SWITCHES, SWITCHES[:1], unpack=True))
 def test_asynchrony_may_change_where_a_run_is_resumed(then, now, version, said, tmp_path, capsys, same):
     """From the next step on. Groups that are too old for it, or sampled otherwise, are sampled again; the prompts go on."""
     _, tasks, learner = begun(*then)
@@ -223,6 +223,7 @@ def test_what_cannot_be_sampled_ahead_is_refused(case):
     assert REFUSED[case] in str(error.value)
 
 
+@pytest.mark.slow
 def test_what_is_known_ahead_is_not_refused():
     """A phase whose end is open, before one that samples alike; a phase that ends after steps; a controller of the update."""
     experiment(compose([*COMMON, *LAG, "schedule=reinforce_to_ppo", "schedule.phases.explore.until='reward/mean > 0.5'"]))

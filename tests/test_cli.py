@@ -171,6 +171,7 @@ def test_the_default_learns(tmp_path, monkeypatch, seed):
     assert summary["after"]["accuracy"] >= 0.95
 
 
+@pytest.mark.slow
 def test_a_report_needs_no_torch_and_the_first_line_of_train_no_lightning(tmp_path):
     stop = (
         "import builtins, os, sys\nsays = builtins.print\n"

@@ -103,6 +103,7 @@ def test_every_engine_and_entry_takes_the_same_length():
     assert compose(["model=qwen3_0.6b"], entry="agent").config["generation"]["max_new_tokens"] == 1024
 
 
+@pytest.mark.slow
 def test_no_option_writes_into_another_group():
     """Every suggestion is read by somebody: a misspelt one would be advice to no one."""
     read = "".join(f.read_text() for f in conf_dir().rglob("*.yaml"))
