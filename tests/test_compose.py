@@ -49,6 +49,8 @@ def nested_options(group: str) -> list[str]:
 # Algorithms, their parts and KLs are built and dry-run in test_catalogue.py, which holds them to their laws too.
 @pytest.mark.parametrize("option", cases([o for g in GROUPS for o in options(g) + nested_options(g) if g not in ("algorithm", "kl")], 4))
 def test_every_option_composes_builds_and_dry_runs(option):
+    if option == "optimizer=adamw_8bit":
+        pytest.importorskip("bitsandbytes")
     experiment(compose([option, *REQUIRED.get(option, [])]))
 
 

@@ -168,7 +168,7 @@ RUNS = {  # small micro-batches: the ranks have different numbers of them
         *("reference=ema", "reference.decay=0.5", "algorithm.minibatches=1"),
     ],
     "phases": [
-        *("batch.group_size=4", "batch.prompts=3", "seed=3", "schedule=on_reward", "schedule.phases.explore.until=1"),
+        *("batch.group_size=4", "batch.prompts=3", "seed=2", "schedule=on_reward", "schedule.phases.explore.until=1"),
         "+reference@schedule.phases.refine.reference=ema",
     ],
 }

@@ -107,7 +107,7 @@ MOVES = ["algorithm=reinforce", "batch.group_size=4", "optimizer.lr=3e-3", "eval
 REFERENCES = {
     "ema": ["reference=ema", "reference.decay=0.5"],
     "periodic": ["reference=periodic", "reference.every=2"],
-    "on_kl": ["reference=on_kl", "reference.threshold=0.5"],
+    "on_kl": ["reference=on_kl", "reference.threshold=0.3"],
     "lora": ["reference=ema", "reference.decay=0.5", "model.lora.rank=4"],
 }
 
