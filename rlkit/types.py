@@ -257,6 +257,7 @@ class Batch(NamedTuple):
     reply_lengths: Tensor | None = None  # [N] int64, sampled tokens of a rollout's longest reply
     sampled_mask: Tensor | None = None  # [B, T] bool, the response_mask before rollouts were taken out of training; None: none were
     versions: Tensor | None = None  # [B, T] int64, RL steps done when the weights were loaded that sampled a token; 0 elsewhere
+    covariance_rank: Tensor | None = None  # [B, T] share of the step's tokens whose covariance of advantage and log-prob is higher
     components: Mapping[str, Tensor] | None = None  # reward component → [N] float, nan where it cannot be scored
     metadata: tuple[Mapping[str, Any], ...] | None = None  # of each of the N rollouts: its task's, and its own on top
     metrics: dict[str, Tensor] | None = None  # PART/NAME → [], [N] or [B, T]: what parts measured before the update, or in weighing it
@@ -299,6 +300,7 @@ QUANTITIES: Mapping[str, str] = {
     "values_old": "[B, T] the same before the update (value loss only)",
     "returns": "[B, T] what the critic learns to predict, a constant (value loss only)",
     "versions": "[B, T] RL steps done when the weights were loaded that sampled a token, 0 elsewhere: their difference is the staleness",
+    "covariance_rank": "[B, T] share of the step's tokens with a higher covariance of advantage and old log-prob (policy loss only)",
     "components": "a mapping: name of a reward term → [N] its score, nan where it cannot be scored; shadow terms too",
     "metadata": "a tuple of N mappings: what a rollout's task carries as metadata, and what its episode added, which wins",
 }

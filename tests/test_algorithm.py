@@ -105,7 +105,7 @@ def make_batch(seed: int = 0) -> Batch:
 
 def estimated(batch: Batch, a: Algorithm, kl: KL = KLS["none"]) -> Batch:
     """Chosen rollouts with advantages, as the module prepares them."""
-    return estimate_advantages(token_scale(filter_rollouts(batch, a), a), a, kl)
+    return token_scale(estimate_advantages(filter_rollouts(batch, a), a, kl), a)
 
 
 def scored(batch: Batch) -> torch.Tensor:
@@ -184,7 +184,7 @@ def test_every_promised_quantity_reaches_a_loss():
     exec(source, scope)
     batch = prepared(algorithm())
     zeros = torch.zeros(batch.ids.shape)
-    batch = batch._replace(entropy_old=zeros, returns=zeros)
+    batch = batch._replace(entropy_old=zeros, returns=zeros, covariance_rank=zeros)
     surrogate(batch, TokenLogprobs(policy_logprobs(batch), zeros, zeros, zeros), algorithm(policy_loss=scope["everything"]), KLS["k3"])
     assert promised <= set(seen)
 

@@ -33,7 +33,16 @@ def reply_length(short: int, thinking: int, *, _root_: Any) -> int:
     return max((length if isinstance(length, int) else otherwise for length in lengths), default=otherwise)
 
 
-RESOLVERS: dict[str, Callable[..., Any]] = {"rlkit_lr": learning_rate, "rlkit_reply_length": reply_length}  # by their names in conf/
+def reward_weights(*, _root_: Any) -> dict[str, float]:
+    """algorithm.advantage.weights of gdpo: name → weight of the reward's terms."""
+    return {name: _read(term, "weight") for name, term in (_read(_root_, "reward.terms") or {}).items()}
+
+
+RESOLVERS: dict[str, Callable[..., Any]] = {  # by their names in conf/
+    "rlkit_lr": learning_rate,
+    "rlkit_reply_length": reply_length,
+    "rlkit_weights": reward_weights,
+}
 
 
 def _read(node: Any, path: str) -> Any:

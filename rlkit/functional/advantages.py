@@ -12,13 +12,15 @@ skip text of tools and users: it neither resets the estimate nor counts as a ste
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from rlkit.functional._arguments import require
-from rlkit.functional._groups import centred
+from rlkit.functional._groups import centred, spread
 from rlkit.functional.filters import mixed_groups
-from rlkit.functional.masking import episode_positions, from_episodes, to_episodes
+from rlkit.functional.masking import episode_positions, from_episodes, segment_sum, to_episodes
 from rlkit.types import Estimate, assumes
 
 
@@ -114,6 +116,60 @@ def length_weighted(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tens
     total = torch.zeros_like(count).index_add(0, group, weight)
     excess = torch.zeros_like(count).index_add(0, group, weight * deviation) / total.where(total > 0, 1.0)
     return (deviation - excess[group]).where(~rewards.isnan() & mixed_groups(rewards, group_ids), 0.0).to(rewards.dtype)
+
+
+def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """The reward above the mean of its group, scaled up for the groups that have no signal.
+
+    A_i = α (R_i - mean_g(R)), α = B / (B - M), of B scored rollouts M in groups without spread
+
+    A loss that averages over all rollouts is diluted by those without an advantage; α takes the dilution back. So use it without a
+    group filter, which takes it back too.
+
+    Args:
+      rewards: [N], nan where it cannot be scored: part of neither B nor M.
+      group_ids: [N] any integers.
+    Returns: [N], in units of reward; sums to 0 over a group. α is 1 if every group has spread. No group has: 0.
+    Source: GPG, Chu et al. 2025, arXiv:2504.02546, with F_norm = 1. verl's α is B / (number of rewards that are not 0), which counts
+      right answers and is 1 for rewards of ±1.
+
+    >>> gpg(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))
+    tensor([ 1., -1.,  0.,  0.])
+    """
+    deviation, count, _ = centred(rewards, group_ids)
+    signal = (mixed_groups(rewards, group_ids) & ~rewards.isnan()).sum().clamp_min(1)
+    return (deviation * count.sum() / signal).to(rewards.dtype)
+
+
+def gdpo(components: Mapping[str, Tensor], group_ids: Tensor, *, weights: Mapping[str, float] | None = None, eps: float = 1e-4) -> Tensor:
+    """Each component of the reward standardised within its group, their weighted sum standardised over the batch.
+
+    S_i = Σ_k weight_k (r_ki - mean_g(r_k)) / (std_g(r_k) + eps),  A_i = (S_i - mean(S)) / (std(S) + eps)
+
+    So a component that varies little is not drowned by one that varies much. The aggregate of the reward is not read: metrics and
+    filters keep it as it is, where `aggregator=group_normalised` replaces it by S.
+
+    Args:
+      components: name → [N], nan where it cannot be scored. group_ids: [N] any integers.
+      weights: name → factor; a name that is left out has 0. None: 1 for all, terms that are only logged too.
+      eps: ≥ 0, in units of a component. Deviations are those of a sample (n - 1).
+    Returns: [N], dimensionless; 0 where a weighted component is nan, and where there is no spread.
+    Raises: ValueError naming `eps`, or `weights` where a name is no component.
+    Source: GDPO, Liu et al. 2026, arXiv:2601.05242; eps as in TRL.
+
+    >>> gdpo({"right": torch.tensor([1.0, 0.0]), "short": torch.tensor([9.0, 8.0])}, torch.tensor([0, 0]), eps=0.0)
+    tensor([ 0.7071, -0.7071])
+    """
+    require(0 <= eps < float("inf"), "eps", eps, "≥ 0 and finite")
+    used = {name: weight for name, weight in (dict.fromkeys(components, 1.0) if weights is None else weights).items() if weight}
+    require(used.keys() <= components.keys(), "weights", dict(used), f"names of {', '.join(components)}")
+    total = torch.zeros_like(group_ids, dtype=torch.float64)
+    for name, weight in used.items():
+        column = components[name]
+        z_score = centred(column, group_ids)[0] / spread(column, group_ids, "sample", eps)
+        total += weight * z_score.where(~column.isnan(), torch.nan)
+    batch = torch.zeros_like(group_ids)
+    return (centred(total, batch)[0] / spread(total, batch, "sample", eps)).to(next(iter(components.values())).dtype)
 
 
 @assumes("non_negative_rewards")
@@ -270,12 +326,7 @@ def gae(
     tensor([[0., 1.]])
     """
     _require_discounts(gamma, lam)
-    positions, mask = episode_positions(rollout_ids, step_ids, response_mask)
-    rewards, states = (to_episodes(x.detach().double(), positions, mask) for x in (token_rewards, values))
-    last = _last_values(states, mask, truncated) * bootstrap_truncated
-    advantages = _accumulated(_errors(rewards, states, mask, last, gamma), gamma * lam)
-    back = [from_episodes(x, positions, mask, token_rewards).to(token_rewards.dtype) for x in (advantages, advantages + states)]
-    return Estimate(*back)
+    return _estimated(token_rewards, values, truncated, rollout_ids, step_ids, response_mask, gamma, lam, bootstrap_truncated)
 
 
 def turn_gae(
@@ -314,17 +365,124 @@ def turn_gae(
     _require_discounts(gamma, lam)
     positions, mask = episode_positions(rollout_ids, step_ids, response_mask)
     rewards, states = (to_episodes(x.detach().double(), positions, mask) for x in (token_rewards, values))
-    steps = to_episodes(step_ids, positions, mask)
-    first = mask & (torch.arange(mask.shape[1], device=mask.device) == 0)
-    first[:, 1:] |= mask[:, 1:] & (steps[:, 1:] != steps[:, :-1])
-    turn = (first.cumsum(1) - 1).clamp_min(0)  # [N, L], which turn of its rollout a token is in
+    turn, first, taken = _turns(step_ids, positions, mask)
     earned = torch.zeros_like(rewards).scatter_add(1, turn, rewards)
     begun = torch.zeros_like(states).scatter_add(1, turn, states.where(first, 0.0))
-    taken = torch.arange(mask.shape[1], device=mask.device) < first.sum(1, keepdim=True)
     last = _last_values(states, mask, truncated) * bootstrap_truncated
     advantages = _accumulated(_errors(earned, begun, taken, last, gamma), gamma * lam)
     back = [from_episodes(x.gather(1, turn), positions, mask, token_rewards) for x in (advantages, advantages + begun)]
     return Estimate(*(x.to(token_rewards.dtype) for x in back))
+
+
+def turn_group_mean(
+    token_rewards: Tensor,
+    rewards: Tensor,
+    group_ids: Tensor,
+    rollout_ids: Tensor,
+    step_ids: Tensor,
+    response_mask: Tensor,
+    *,
+    gamma: float = 1.0,
+) -> Tensor:
+    """The return of each turn above the mean return of the same turn in its group: credit to turns without a critic.
+
+    G_ik = Σ_{l ≥ k} γ^(l-k) r_il,  A_ik = G_ik - mean over the rollouts of the group that have a turn k of G_jk
+
+    r_ik sums the token rewards of turn k. With γ = 0 a turn has the credit of its own reward alone. Rewards of the episode's end
+    alone and γ = 1 give `group_mean` among the rollouts that are as long.
+
+    Args:
+      token_rewards: [B, T]. rewards: [N], nan where it cannot be scored: no part of a mean. group_ids: [N] any integers.
+      rollout_ids: [B]. step_ids: [B, T], one number a turn. response_mask: [B, T] bool. As in `turn_gae`.
+      gamma: 0 ≤ gamma ≤ 1, per turn.
+    Returns: [B, T], in units of reward, the same at all tokens of a turn; sums to 0 over a turn of a group. All equal, or the only
+      rollout with that many turns: 0.
+    Raises: ValueError naming gamma.
+    Source: Zeng et al. 2025, arXiv:2505.11821, turn-level advantages of groups, there standardised and γ = 1 for the last reward.
+
+    >>> given = (torch.tensor([0, 0]), torch.tensor([0, 1]), torch.tensor([[0, 1], [0, 1]]), torch.ones(2, 2).bool())
+    >>> turn_group_mean(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.ones(2), *given)
+    tensor([[ 0.0000, -0.5000],
+            [ 0.0000,  0.5000]])
+    """
+    require(0 <= gamma <= 1, "gamma", gamma, "0 ≤ gamma ≤ 1")
+    positions, mask = episode_positions(rollout_ids, step_ids, response_mask)
+    turn, _, taken = _turns(step_ids, positions, mask)
+    earned = to_episodes(token_rewards.detach().double(), positions, mask)
+    returns = _accumulated(torch.zeros_like(earned).scatter_add(1, turn, earned), gamma)
+    known = returns.where(taken & ~rewards[: len(mask), None].isnan(), torch.nan)
+    places = group_ids.unique(return_inverse=True)[1][: len(mask), None] * mask.shape[1] + torch.arange(mask.shape[1], device=mask.device)
+    advantages = centred(known.flatten(), places.flatten())[0].view(mask.shape)
+    return from_episodes(advantages.gather(1, turn), positions, mask, token_rewards).to(token_rewards.dtype)
+
+
+def adaptive_gae(
+    token_rewards: Tensor,
+    values: Tensor,
+    truncated: Tensor,
+    rollout_ids: Tensor,
+    step_ids: Tensor,
+    response_mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    alpha: float = 0.05,
+    bootstrap_truncated: bool = False,
+) -> Estimate:
+    """`gae` whose λ grows with the length of the rollout for the policy, and is 1 for the critic.
+
+    λ_j = max(0, 1 - 1 / (alpha · l_j)), l_j sampled tokens of rollout j: Σ_i λ_j^i = alpha · l_j, so that the same share of a rollout
+    is looked ahead whatever its length. return_t is that of λ = 1: the rewards to come, which no value biases.
+
+    Args:
+      token_rewards: [B, T]. values: [B, T]. truncated: [N] bool. rollout_ids: [B]. step_ids: [B, T]. response_mask: [B, T] bool. As
+        in `gae`.
+      gamma: 0 ≤ gamma ≤ 1, per sampled token.
+      alpha: > 0. At 0.05 λ is 0 up to 20 tokens, where the formula is not positive, 0.5 at 40 and 0.98 at 1,000. A script that
+        derives from slime takes 1.5.
+      bootstrap_truncated: as in `gae`.
+    Returns: advantages and returns, [B, T] each, as `gae`.
+    Raises: ValueError naming `gamma` or `alpha`.
+    Source: VAPO, Yue et al. 2025, arXiv:2504.05118, λ_policy; the clamp at 0 is not in the paper.
+
+    >>> given = (torch.zeros(1).bool(), torch.tensor([0]), torch.zeros(1, 2).long(), torch.ones(1, 2).bool())
+    >>> adaptive_gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.0]]), *given, alpha=1.0)  # λ = 1 - 1 / 2
+    Estimate(advantages=tensor([[0., 1.]]), returns=tensor([[1., 1.]]))
+    """
+    require(0 < alpha < float("inf"), "alpha", alpha, "> 0 and finite")
+    given = (token_rewards, values, truncated, rollout_ids, step_ids, response_mask)
+    lengths = segment_sum(response_mask, rollout_ids).double()
+    lam = (1 - 1 / (alpha * lengths.clamp_min(1))).clamp_min(0)
+    advantages = _estimated(*given, gamma, lam, bootstrap_truncated).advantages
+    return Estimate(advantages, _estimated(*given, gamma, 1.0, bootstrap_truncated).returns)
+
+
+def _estimated(
+    token_rewards: Tensor,
+    values: Tensor,
+    truncated: Tensor,
+    rollout_ids: Tensor,
+    step_ids: Tensor,
+    response_mask: Tensor,
+    gamma: float,
+    lam: float | Tensor,
+    bootstrap_truncated: bool,
+) -> Estimate:
+    """GAE over sampled tokens; `lam` is one number, or one a rollout."""
+    require(0 <= gamma <= 1, "gamma", gamma, "0 ≤ gamma ≤ 1")
+    positions, mask = episode_positions(rollout_ids, step_ids, response_mask)
+    rewards, states = (to_episodes(x.detach().double(), positions, mask) for x in (token_rewards, values))
+    last = _last_values(states, mask, truncated) * bootstrap_truncated
+    advantages = _accumulated(_errors(rewards, states, mask, last, gamma), gamma * lam)
+    back = [from_episodes(x, positions, mask, token_rewards).to(token_rewards.dtype) for x in (advantages, advantages + states)]
+    return Estimate(*back)
+
+
+def _turns(step_ids: Tensor, positions: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Which turn of its rollout a token is in, whether it is the first of one, and whether the rollout has a k-th turn; [N, L] each."""
+    steps, places = to_episodes(step_ids, positions, mask), torch.arange(mask.shape[1], device=mask.device)
+    first = mask & (places == 0)
+    first[:, 1:] |= mask[:, 1:] & (steps[:, 1:] != steps[:, :-1])
+    return (first.cumsum(1) - 1).clamp_min(0), first, places < first.sum(1, keepdim=True)
 
 
 def _require_discounts(gamma: float, lam: float) -> None:
@@ -332,8 +490,8 @@ def _require_discounts(gamma: float, lam: float) -> None:
     require(0 <= lam <= 1, "lam", lam, "0 ≤ lam ≤ 1")
 
 
-def _accumulated(values: Tensor, factor: float) -> Tensor:
-    """x_t = values_t + factor · x_{t+1}, backwards along the last axis of [N, L]; all rollouts at once."""
+def _accumulated(values: Tensor, factor: float | Tensor) -> Tensor:
+    """x_t = values_t + factor · x_{t+1}, backwards along the last axis of [N, L]; all rollouts at once, `factor` one number or [N]."""
     out = values.clone()
     for t in range(values.shape[1] - 2, -1, -1):
         out[:, t] += factor * out[:, t + 1]

@@ -8,6 +8,7 @@ gradient that is descended, per unit of the coefficient, with q = log ref - log 
     k1         KL(π‖ref)    0                   ∇KL(π‖ref)               ∇KL(π‖ref)
     k2         ½ E[q²]      ∇KL(π‖ref)          ∇ ½ E[q²]                ∇ ½ E[q²] - ∇KL(π‖ref) = ½ E[q² ∇log π]
     k3         KL(π‖ref)    ∇KL(ref‖π)          ∇KL(π‖ref)               ∇KL(π‖ref) - ∇KL(ref‖π)
+    k3+        KL(π‖ref)    ∇KL(π‖ref)          2∇KL(π‖ref) - ∇KL(ref‖π) ∇KL(π‖ref) - ∇KL(ref‖π)
     forward    KL(π‖ref)    ∇KL(π‖ref)          refused: it carries it   ∇KL(π‖ref): its ratio is 1 there, it is k1
     reverse    KL(ref‖π)    ∇KL(ref‖π)          refused: it carries it   E_ref[q ∇log π] = -∇ ½ E_ref[q²]
     truncated  k3, |q| ≤ c  ∇KL(ref‖π), |q| < c ∇V                       ∇V - its gradient in the loss
@@ -17,6 +18,7 @@ gradient that is descended, per unit of the coefficient, with q = log ref - log 
 The table is for one state. Over a rollout, the gradient of the loss is its expectation over the visited states, as if π did not
 decide which states are visited. The reward adds the gradient of V of the later tokens through the states in which they are drawn.
 So `reward` with k1 gives ∇KL(π‖ref) of whole rollouts. For one estimator without a ratio, loss and reward together give ∇V.
+k3+ is `k3_straight_through`, whose gradient is not that of its value: there they do not.
 `reward_sequence` is `reward` with f / |y| in place of f: the mean over a rollout instead of the sum. `in_baseline` has the same
 expected gradient if the baseline does not depend on the rollout's own reward (`raw`, `leave_one_out`).
 
@@ -100,6 +102,26 @@ def k3(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
     """
     q = _log_ratio(logprobs, logprobs_ref)
     return torch.expm1(q) - q  # expm1: e^q - 1 loses all its digits where q is small
+
+
+def k3_straight_through(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
+    """The value of k3 with the gradient of k2: an unbiased number that descends the divergence that it measures.
+
+    k2_t - sg(k2_t) + sg(k3_t)
+
+    Value: E[k3] = KL(π‖ref). Gradient in the loss: ∇KL(π‖ref), exactly; no ratio wanted.
+
+    Args:
+      logprobs: [B, T] in nats, carries the gradient.
+      logprobs_ref: [B, T] in nats, on the same tokens; a constant.
+    Returns: [B, T] in nats, 0 … e^20; without a gradient where the log-ratio is beyond ±20.
+    Source: `k3+` in verl; the gradient of k2, Tang and Munos 2025, arXiv:2506.09477.
+
+    >>> k3_straight_through(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]))
+    tensor([[0.1065]])
+    """
+    surrogate = k2(logprobs, logprobs_ref)
+    return surrogate - surrogate.detach() + k3(logprobs.detach(), logprobs_ref)
 
 
 def forward(logprobs: Tensor, logprobs_ref: Tensor, logprobs_old: Tensor) -> Tensor:

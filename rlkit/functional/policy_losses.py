@@ -7,11 +7,13 @@ Each loss declares by `@clips` what its own clip does to a token, for the metric
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from rlkit.functional._arguments import require
-from rlkit.functional.masking import rollout_mean
+from rlkit.functional.masking import fill_masked, rollout_mean, segment_sum
 from rlkit.functional.ratios import LOG_RATIO_BOUND, log_ratio
 from rlkit.types import clips
 
@@ -169,6 +171,102 @@ def gmpo(
     difference = log_ratio(logprobs, logprobs_old, response_mask)
     clip = torch.where(advantages > 0, difference.clamp(max=clip_log_high), difference.clamp(min=-clip_log_low))
     return -rollout_mean(clip, response_mask, rollout_ids).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp() * advantages
+
+
+@clips()
+def kl_cov(
+    ratio: Tensor,
+    advantages: Tensor,
+    logprobs: Tensor,
+    logprobs_old: Tensor,
+    covariance_rank: Tensor,
+    *,
+    share: float = 2e-4,
+    coef: float = 1.0,
+) -> Tensor:
+    """Surrogate loss without a clip; the few tokens of the highest covariance are held near the old policy by a penalty.
+
+    loss_t = -r_t A_t + coef |log π_t - log π_old_t| where covariance_rank_t < share, -r_t A_t elsewhere
+
+    Tokens whose log-prob and advantage are both far above the mean take most of the policy's entropy.
+
+    Args:
+      ratio: [B, T] π / π_old, > 0. logprobs: [B, T] in nats. Both carry the gradient.
+      advantages, logprobs_old: [B, T], constants. covariance_rank: [B, T], of the function of that name.
+      share: in [0, 1], of the step's trained tokens, rounded up. verl 2e-4.
+      coef: ≥ 0, in units of advantage per nat. verl 1.
+    Returns: [B, T] loss in units of advantage; the penalty has no gradient at r_t = 1.
+    Raises: ValueError naming `share` or `coef`.
+    Source: KL-Cov, Cui et al. 2025, "The Entropy Mechanism of RL for Reasoning Language Models", arXiv:2505.22617.
+
+    >>> ratio, old, rank = torch.tensor([[2.0, 2.0]]), torch.zeros(1, 2), torch.tensor([[0.0, 0.5]])
+    >>> kl_cov(ratio, torch.ones(1, 2), ratio.log(), old, rank, share=0.5)
+    tensor([[-1.3069, -2.0000]])
+    """
+    require(0 <= share <= 1, "share", share, "0 ≤ share ≤ 1")
+    require(0 <= coef < float("inf"), "coef", coef, "≥ 0 and finite")
+    moved = (logprobs - logprobs_old.detach()).abs()
+    return -ratio * advantages.detach() + coef * fill_masked(moved, covariance_rank < share, 0.0)
+
+
+def _vespo_weight(
+    logprobs: Tensor, logprobs_sampler: Tensor, response_mask: Tensor, rollout_ids: Tensor, advantages: Tensor, **numbers: float
+) -> Tensor:
+    """φ [B, T], without gradient."""
+    total = segment_sum(log_ratio(logprobs.detach(), logprobs_sampler, response_mask), rollout_ids)
+    log_w = total.clamp(math.log(1e-8), LOG_RATIO_BOUND)[rollout_ids].unsqueeze(-1)
+    sign = (advantages < 0).long()
+    k, lam = (log_w.new_tensor([numbers[f"{name}_positive"], numbers[f"{name}_negative"]])[sign] for name in ("k", "lam"))
+    return (k * log_w + lam * (1 - log_w.exp())).exp()
+
+
+def _faded(
+    logprobs: Tensor, logprobs_sampler: Tensor, response_mask: Tensor, rollout_ids: Tensor, advantages: Tensor, **numbers: float
+) -> Tensor:
+    """Where the weight is so small that it is 0."""
+    weight = _vespo_weight(logprobs, logprobs_sampler, response_mask, rollout_ids, advantages, **numbers)
+    return response_mask & (advantages != 0) & (weight == 0)
+
+
+@clips(held=_faded)
+def vespo(
+    logprobs: Tensor,
+    logprobs_sampler: Tensor,
+    response_mask: Tensor,
+    rollout_ids: Tensor,
+    advantages: Tensor,
+    *,
+    k_positive: float = 2.0,
+    lam_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lam_negative: float = 2.0,
+) -> Tensor:
+    """Score-function loss with a soft weight of the whole rollout, which fades where the sampler was another policy.
+
+    loss_t = -sg[φ(w_j)] A_t log π_t, φ(w) = w^k e^(λ (1 - w)), w_j = exp(Σ over rollout j of (log π_t - log μ_t)) in [1e-8, e^20]
+
+    φ(1) = 1, and φ is largest at k/λ: positive advantages fade above 1, negative ones earlier. The ratio is that to the sampler μ, so
+    it is the correction for a stale sampler too: use algorithm/correction=none.
+
+    Args:
+      logprobs: [B, T] in nats, carries the gradient. Anything under the mask.
+      logprobs_sampler: [B, T] in nats, by the engine that sampled (μ), a constant.
+      response_mask: [B, T] bool. rollout_ids: [B] int64; all rows of a rollout must be there.
+      advantages: [B, T] a constant.
+      k_positive, lam_positive: > 0, where A_t ≥ 0. k_negative, lam_negative: > 0, where A_t < 0.
+    Returns: [B, T]; only its gradient means anything.
+    Raises: ValueError naming the argument, its value and the allowed range.
+    Source: VESPO, arXiv:2602.10693; the numbers and bounds are TRL's.
+
+    >>> mask, rollout = torch.ones(1, 1).bool(), torch.tensor([0])
+    >>> vespo(torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log(), mask, rollout, torch.ones(1, 1))  # 4 e^-3 log 2
+    tensor([[0.1380]])
+    """
+    numbers = {"k_positive": k_positive, "lam_positive": lam_positive, "k_negative": k_negative, "lam_negative": lam_negative}
+    for name, number in numbers.items():
+        require(0 < number < float("inf"), name, number, "> 0 and finite")
+    advantages = advantages.detach()
+    return -_vespo_weight(logprobs, logprobs_sampler, response_mask, rollout_ids, advantages, **numbers) * advantages * logprobs
 
 
 @clips()

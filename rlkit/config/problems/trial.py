@@ -47,7 +47,7 @@ def dry_run(x: Experiment) -> None:
         components={name: rewards.clone() for name in x.reward.terms}, metadata=tuple({} for _ in range(n)),
     )  # fmt: skip
     try:
-        batch = estimate_advantages(token_scale(filter_rollouts(batch, x.algorithm), x.algorithm), x.algorithm, x.kl)
+        batch = token_scale(estimate_advantages(filter_rollouts(batch, x.algorithm), x.algorithm, x.kl), x.algorithm)
         batch = loss_weights(batch, x.algorithm)
         scores = TokenLogprobs(logprobs, entropy, values, full_kl=logprobs - fixed + 0.1)
         loss, terms = surrogate(batch, scores, x.algorithm, x.kl)
