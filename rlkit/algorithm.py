@@ -38,7 +38,7 @@ from rlkit.types import (
 )
 
 # Quantities of the N rollouts, which a selection of rows leaves whole; all others have a row dimension.
-PER_ROLLOUT = ("rewards", "group_ids", "truncated", "lengths", "reply_lengths", "components", "metadata")
+PER_ROLLOUT = ("rewards", "group_ids", "truncated", "lengths", "reply_lengths", "greedy_rewards", "components", "metadata")
 
 
 @ranges(warmup=(0, None), coef=(0, None))

@@ -255,6 +255,7 @@ class Batch(NamedTuple):
     scale: Tensor | None = None  # [B, T] factor on each token's policy loss: off-policy correction × token filter
     weights: Tensor | None = None  # [B, T] share of each token in the loss; sums to 1 over an update
     reply_lengths: Tensor | None = None  # [N] int64, sampled tokens of a rollout's longest reply
+    greedy_rewards: Tensor | None = None  # [N] reward of one greedy rollout of the prompt, nan where it has none; None: none was played
     sampled_mask: Tensor | None = None  # [B, T] bool, the response_mask before rollouts were taken out of training; None: none were
     versions: Tensor | None = None  # [B, T] int64, RL steps done when the weights were loaded that sampled a token; 0 elsewhere
     covariance_rank: Tensor | None = None  # [B, T] share of the step's tokens whose covariance of advantage and log-prob is higher
@@ -283,6 +284,7 @@ QUANTITIES: Mapping[str, str] = {
     "truncated": "[N] True where a rollout was cut off by a limit",
     "lengths": "[N] sampled tokens of a rollout",
     "reply_lengths": "[N] sampled tokens of a rollout's longest reply",
+    "greedy_rewards": "[N] reward of one greedy rollout of the same prompt, which is played if the advantage asks for this",
     "token_rewards": "[B, T] a step's reward at its last sampled token, the episode's at the last; a KL in the reward is in it",
     "rollout_ids": "[B] which rollout a row belongs to",
     "step_ids": "[B, T] which step of its rollout a token belongs to",

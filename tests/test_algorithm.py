@@ -94,6 +94,7 @@ def make_batch(seed: int = 0) -> Batch:
         group_ids=torch.tensor([5, 5, 5, 2, 2, 2, 9, 9, 9]),
         truncated=torch.arange(9) % 4 == 0,
         lengths=torch.zeros(9, dtype=torch.int64).index_add_(0, ROLLOUTS, response.sum(1)),
+        greedy_rewards=torch.linspace(0, 1, 9),
         reply_lengths=torch.tensor([max(response.sum(1)[i == ROLLOUTS].tolist(), default=0) for i in range(9)]),
         token_rewards=torch.zeros(b, t, dtype=torch.float64),
         versions=torch.randint(5, (b, t), generator=generator) * response,

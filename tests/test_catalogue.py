@@ -112,6 +112,7 @@ def make_batch(dtype: torch.dtype = torch.float64, seed: int = 0) -> Batch:
         entropy_old=random(B, T) * response,
         logprobs_ref=-random(B, T, scale=2.0) * response,
         values=random(B, T) * response,
+        greedy_rewards=torch.linspace(0, 1, 9, dtype=dtype),
         components={"task": rewards},
     )
 

@@ -10,7 +10,7 @@ from rlkit.algorithm import call, clipped_tokens
 from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.functional import token_ratio
 
-OPTIONS = sorted(file.stem for file in (conf_dir() / "algorithm" / "policy_loss").glob("*.yaml"))
+OPTIONS = sorted({file.stem for file in (conf_dir() / "algorithm" / "policy_loss").glob("*.yaml")} - {"vespo"})  # which has no clip
 CAPS = {"cispo"}  # bound a weight and leave the gradient
 
 

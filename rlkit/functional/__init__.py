@@ -6,7 +6,6 @@ function in its module and one line here.
 """
 
 from rlkit.functional.advantages import (
-    adaptive_gae,
     batch_mean,
     best_minus_second,
     gae,
@@ -18,6 +17,7 @@ from rlkit.functional.advantages import (
     max_rl,
     pass_at_k_advantage,
     raw,
+    remax,
     reward_to_go,
     turn_gae,
     turn_group_mean,
@@ -46,7 +46,7 @@ from rlkit.functional.masking import (
     segment_sum,
     to_episodes,
 )
-from rlkit.functional.normalization import no_normalization, normalize_batch, normalize_group, whiten
+from rlkit.functional.normalization import no_normalization, normalize_advantages, normalize_batch, normalize_group, whiten
 from rlkit.functional.overlong import keep_overlong, mask_truncated, soft_penalty
 from rlkit.functional.pairs import all_pairs, best_worst, pairwise, pairwise_loss
 from rlkit.functional.policy_losses import cispo, clipped, gmpo, kl_cov, reinforce, sapo, vespo

@@ -5,8 +5,8 @@ from rlkit import types as t
 
 ADVANTAGES: tuple[t.AdvantageFn, ...] = (F.raw, F.batch_mean, F.group_mean, F.leave_one_out, F.length_weighted, F.max_rl, F.pairwise, F.gpg)
 OF_GROUPS_AND_TOKENS: tuple[t.AdvantageFn, ...] = (F.pass_at_k_advantage, F.best_minus_second, F.reward_to_go, F.gae, F.turn_gae)
-LATER_ADVANTAGES: tuple[t.AdvantageFn, ...] = (F.gdpo, F.turn_group_mean, F.adaptive_gae)
-NORMALIZATIONS: tuple[t.NormalizationFn, ...] = (F.no_normalization, F.normalize_group, F.normalize_batch, F.whiten)
+LATER_ADVANTAGES: tuple[t.AdvantageFn, ...] = (F.gdpo, F.remax, F.turn_group_mean)
+NORMALIZATIONS: tuple[t.NormalizationFn, ...] = (F.no_normalization, F.normalize_group, F.normalize_batch, F.normalize_advantages, F.whiten)
 RATIOS: tuple[t.RatioFn, ...] = (F.token_ratio, F.sequence_ratio, F.sequence_token_ratio)
 POLICY_LOSSES: tuple[t.PolicyLossFn, ...] = (F.clipped, F.cispo, F.sapo, F.gmpo, F.reinforce, F.kl_cov, F.vespo)
 AGGREGATIONS: tuple[t.AggregationFn, ...] = (F.token_mean, F.sequence_mean, F.sequence_sum, F.prompt_mean)

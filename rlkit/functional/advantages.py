@@ -20,7 +20,7 @@ from torch import Tensor
 from rlkit.functional._arguments import require
 from rlkit.functional._groups import centred, spread
 from rlkit.functional.filters import mixed_groups
-from rlkit.functional.masking import episode_positions, from_episodes, segment_sum, to_episodes
+from rlkit.functional.masking import episode_positions, fill_masked, from_episodes, to_episodes
 from rlkit.types import Estimate, assumes
 
 
@@ -62,8 +62,7 @@ def group_mean(rewards: Tensor, group_ids: Tensor) -> Tensor:
     A_i = R_i - mean_g(R)
 
     Args:
-      rewards: [N], nan where it cannot be scored.
-      group_ids: [N] any integers; members need not be neighbours.
+      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers; members need not be neighbours.
     Returns: [N], in units of reward; sums to 0 over a group. All equal, or a group of one: 0.
     Source: Dr. GRPO, Liu et al. 2025, section 3.2, arXiv:2503.20783.
 
@@ -80,8 +79,7 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
     A_i = R_i - Σ_{j≠i} R_j / (n-1) = n/(n-1) · (R_i - mean_g(R)), n scored rollouts in the group
 
     Args:
-      rewards: [N], nan where it cannot be scored.
-      group_ids: [N] any integers.
+      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers.
     Returns: [N], in units of reward. All equal, or a group of one: 0 (verl's loop form gives a group of one its reward;
       its vectorised form gives 0, as here).
     Source: RLOO, Ahmadian et al. 2024, section 3.3, arXiv:2402.14740; Kool et al. 2019.
@@ -102,8 +100,7 @@ def length_weighted(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tens
     for a loss that sums over tokens.
 
     Args:
-      rewards: [N], nan where it cannot be scored.
-      group_ids: [N] any integers.
+      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers.
       lengths: [N] sampled tokens, ≥ 0. In a group without any token all rollouts count the same.
     Returns: [N], in units of reward; the sum weighted by length is 0 over a group. All equal, or a group of one: 0.
     Source: OPO, Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline", arXiv:2505.23585.
@@ -123,15 +120,12 @@ def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     A_i = α (R_i - mean_g(R)), α = B / (B - M), of B scored rollouts M in groups without spread
 
-    A loss that averages over all rollouts is diluted by those without an advantage; α takes the dilution back. So use it without a
-    group filter, which takes it back too.
+    α takes back that rollouts without an advantage dilute a mean over all. A group filter does so too: use one of the two.
 
     Args:
-      rewards: [N], nan where it cannot be scored: part of neither B nor M.
-      group_ids: [N] any integers.
-    Returns: [N], in units of reward; sums to 0 over a group. α is 1 if every group has spread. No group has: 0.
-    Source: GPG, Chu et al. 2025, arXiv:2504.02546, with F_norm = 1. verl's α is B / (number of rewards that are not 0), which counts
-      right answers and is 1 for rewards of ±1.
+      rewards: [N], nan where it cannot be scored: part of neither B nor M. group_ids: [N] any integers.
+    Returns: [N], in units of reward; sums to 0 over a group; 0 if no group has spread.
+    Source: GPG, Chu et al. 2025, arXiv:2504.02546, F_norm = 1. verl divides by the number of rewards that are not 0 instead of B - M.
 
     >>> gpg(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))
     tensor([ 1., -1.,  0.,  0.])
@@ -146,14 +140,11 @@ def gdpo(components: Mapping[str, Tensor], group_ids: Tensor, *, weights: Mappin
 
     S_i = Σ_k weight_k (r_ki - mean_g(r_k)) / (std_g(r_k) + eps),  A_i = (S_i - mean(S)) / (std(S) + eps)
 
-    So a component that varies little is not drowned by one that varies much. The aggregate of the reward is not read: metrics and
-    filters keep it as it is, where `aggregator=group_normalised` replaces it by S.
-
     Args:
       components: name → [N], nan where it cannot be scored. group_ids: [N] any integers.
       weights: name → factor; a name that is left out has 0. None: 1 for all, terms that are only logged too.
       eps: ≥ 0, in units of a component. Deviations are those of a sample (n - 1).
-    Returns: [N], dimensionless; 0 where a weighted component is nan, and where there is no spread.
+    Returns: [N], dimensionless; 0 where a weighted component is nan, or nothing has spread.
     Raises: ValueError naming `eps`, or `weights` where a name is no component.
     Source: GDPO, Liu et al. 2026, arXiv:2601.05242; eps as in TRL.
 
@@ -182,8 +173,7 @@ def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
     correct answer. The mean reward is only the first term of that series.
 
     Args:
-      rewards: [N], ≥ 0 in the paper (0 or 1), nan where it cannot be scored.
-      group_ids: [N] any integers.
+      rewards: [N], ≥ 0 in the paper (0 or 1), nan where it cannot be scored. group_ids: [N] any integers.
     Returns: [N], dimensionless; sums to 0 over a group. All equal, or a group of one: 0. As prime-rl; SkyRL and TRL add
       1e-6 to the mean.
     Source: MaxRL, Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning", arXiv:2602.02710.
@@ -206,8 +196,7 @@ def pass_at_k_advantage(rewards: Tensor, group_ids: Tensor, *, k: int = 4, corre
     A subset has the reward 1 if any of its rollouts is correct. These rewards are standardised over all subsets.
 
     Args:
-      rewards: [N], nan where it cannot be scored.
-      group_ids: [N] any integers.
+      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers.
       k: ≥ 1 samples in a subset; all of them in a group that has fewer scored. 1 is group_mean of 0 and 1 under
         normalize_group with the population's deviation and no epsilon.
       correct_above: rewards above this are correct.
@@ -241,8 +230,7 @@ def best_minus_second(rewards: Tensor, group_ids: Tensor) -> Tensor:
     A_i = max_g(R) - max_{j≠i} R_j, which is R₁ - R₂ for the best and 0 for all others
 
     Args:
-      rewards: [N], nan where it cannot be scored.
-      group_ids: [N] any integers.
+      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers.
     Returns: [N], in units of reward, never negative. 0 if two share the best reward, or in a group of one. verl divides by std_g +
       1e-6, which is normalize_group with eps=1e-6.
     Source: Tang et al. 2025, "Optimizing language models for inference time objectives using reinforcement learning",
@@ -290,6 +278,27 @@ def reward_to_go(token_rewards: Tensor, rollout_ids: Tensor, step_ids: Tensor, r
     return from_episodes(returns, positions, mask, token_rewards).to(token_rewards.dtype)
 
 
+@assumes("raw_rewards")
+def remax(token_rewards: Tensor, greedy_rewards: Tensor, rollout_ids: Tensor, step_ids: Tensor, response_mask: Tensor) -> Tensor:
+    """The return of each sampled token above the reward of the greedy rollout of the same prompt.
+
+    A_t = G_t - R_greedy, G_t as in `reward_to_go` with γ = 1
+
+    Args:
+      token_rewards: [B, T]. rollout_ids: [B]. step_ids: [B, T]. response_mask: [B, T] bool. As in `reward_to_go`.
+      greedy_rewards: [N], of one more rollout of the prompt, which is never trained on; nan where it cannot be scored.
+    Returns: [B, T], in units of reward; 0 outside the mask, and where the greedy rollout cannot be scored.
+    Source: ReMax, Li et al. 2023, arXiv:2310.10505; as in verl.
+
+    >>> given = (torch.tensor([0]), torch.zeros(1, 2).long(), torch.ones(1, 2).bool())
+    >>> remax(torch.tensor([[0.0, 1.0]]), torch.tensor([0.25]), *given)
+    tensor([[0.7500, 0.7500]])
+    """
+    returns = reward_to_go(token_rewards, rollout_ids, step_ids, response_mask)
+    above = returns.double() - greedy_rewards[rollout_ids, None].double()
+    return fill_masked(above, response_mask & ~above.isnan(), 0.0).to(token_rewards.dtype)
+
+
 def gae(
     token_rewards: Tensor,
     values: Tensor,
@@ -300,11 +309,13 @@ def gae(
     *,
     gamma: float = 1.0,
     lam: float = 0.95,
+    alpha: float | None = None,
     bootstrap_truncated: bool = False,
 ) -> Estimate:
     """Generalised advantage estimation; one action is one sampled token.
 
     δ_t = r_t + γ V_{t+1} - V_t,  Â_t = δ_t + γ λ Â_{t+1},  return_t = Â_t + V_t
+    alpha: λ_j = max(0, 1 - 1 / (alpha · l_j)) for rollout j of l_j sampled tokens, so that Σ_i λ_j^i = alpha · l_j; returns have λ = 1
 
     t + 1 is the next *sampled* token of the rollout, across tools, users and rows. Nothing resets, discounts or bootstraps in
     between. After the last token V and Â are 0. The result is not whitened; that is a normalisation.
@@ -315,18 +326,27 @@ def gae(
       truncated: [N] bool. rollout_ids: [B]. step_ids: [B, T]. response_mask: [B, T] bool. As in `reward_to_go`.
       gamma: 0 ≤ gamma ≤ 1, per sampled token.
       lam: 0 ≤ lam ≤ 1; 1 is the return minus the value, 0 the one-step error. OpenRLHF and verl 1, TRL 0.95.
+      alpha: > 0, in place of lam. At VAPO's 0.05 λ is 0 up to 20 tokens, 0.5 at 40 and 0.98 at 1,000. None: lam for all. A script
+        derived from slime takes 1.5.
       bootstrap_truncated: after the last token of a truncated rollout, V is the value of its last state instead of 0. Truncation
         then does not count as failure.
     Returns: advantages and returns, [B, T] each, in units of reward, of the dtype of `token_rewards`; 0 outside the mask.
-    Raises: ValueError naming `gamma` or `lam`.
-    Source: Schulman et al. 2016, section 3, arXiv:1506.02438.
+    Raises: ValueError naming `gamma`, `lam` or `alpha`.
+    Source: Schulman et al. 2016, section 3, arXiv:1506.02438. alpha: VAPO, Yue et al. 2025, arXiv:2504.05118, without the bound at 0.
 
     >>> given = (torch.zeros(1).bool(), torch.tensor([0]), torch.zeros(1, 2).long(), torch.ones(1, 2).bool())
     >>> gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.0]]), *given, lam=0.5).advantages
     tensor([[0., 1.]])
     """
     _require_discounts(gamma, lam)
-    return _estimated(token_rewards, values, truncated, rollout_ids, step_ids, response_mask, gamma, lam, bootstrap_truncated)
+    require(alpha is None or 0 < alpha < float("inf"), "alpha", alpha, "> 0 and finite, or None")
+    positions, mask = episode_positions(rollout_ids, step_ids, response_mask)
+    rewards, states = (to_episodes(x.detach().double(), positions, mask) for x in (token_rewards, values))
+    errors = _errors(rewards, states, mask, _last_values(states, mask, truncated) * bootstrap_truncated, gamma)
+    decay = lam if alpha is None else (1 - 1 / (alpha * mask.sum(1).double().clamp_min(1))).clamp_min(0)
+    advantages = _accumulated(errors, gamma * decay)
+    returns = (advantages if alpha is None else _accumulated(errors, gamma)) + states
+    return Estimate(*(from_episodes(x, positions, mask, token_rewards).to(token_rewards.dtype) for x in (advantages, returns)))
 
 
 def turn_gae(
@@ -388,17 +408,15 @@ def turn_group_mean(
 
     G_ik = Σ_{l ≥ k} γ^(l-k) r_il,  A_ik = G_ik - mean over the rollouts of the group that have a turn k of G_jk
 
-    r_ik sums the token rewards of turn k. With γ = 0 a turn has the credit of its own reward alone. Rewards of the episode's end
-    alone and γ = 1 give `group_mean` among the rollouts that are as long.
+    r_ik sums the token rewards of turn k. With γ = 0 a turn has the credit of its own reward alone. Rollouts that are not trained on
+    are no part of a mean.
 
     Args:
-      token_rewards: [B, T]. rewards: [N], nan where it cannot be scored: no part of a mean. group_ids: [N] any integers.
-      rollout_ids: [B]. step_ids: [B, T], one number a turn. response_mask: [B, T] bool. As in `turn_gae`.
-      gamma: 0 ≤ gamma ≤ 1, per turn.
-    Returns: [B, T], in units of reward, the same at all tokens of a turn; sums to 0 over a turn of a group. All equal, or the only
-      rollout with that many turns: 0.
+      rewards: [N], nan where it cannot be scored: no part of a mean. group_ids: [N] any integers.
+      token_rewards, step_ids, response_mask: [B, T]. rollout_ids: [B]. As in `turn_gae`. gamma: 0 ≤ gamma ≤ 1, per turn.
+    Returns: [B, T], in units of reward, the same at all tokens of a turn. All equal, or the only rollout with that many turns: 0.
     Raises: ValueError naming gamma.
-    Source: Zeng et al. 2025, arXiv:2505.11821, turn-level advantages of groups, there standardised and γ = 1 for the last reward.
+    Source: turn-level advantages of groups, Zeng et al. 2025, arXiv:2505.11821, who standardise them.
 
     >>> given = (torch.tensor([0, 0]), torch.tensor([0, 1]), torch.tensor([[0, 1], [0, 1]]), torch.ones(2, 2).bool())
     >>> turn_group_mean(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.ones(2), *given)
@@ -414,67 +432,6 @@ def turn_group_mean(
     places = group_ids.unique(return_inverse=True)[1][: len(mask), None] * mask.shape[1] + torch.arange(mask.shape[1], device=mask.device)
     advantages = centred(known.flatten(), places.flatten())[0].view(mask.shape)
     return from_episodes(advantages.gather(1, turn), positions, mask, token_rewards).to(token_rewards.dtype)
-
-
-def adaptive_gae(
-    token_rewards: Tensor,
-    values: Tensor,
-    truncated: Tensor,
-    rollout_ids: Tensor,
-    step_ids: Tensor,
-    response_mask: Tensor,
-    *,
-    gamma: float = 1.0,
-    alpha: float = 0.05,
-    bootstrap_truncated: bool = False,
-) -> Estimate:
-    """`gae` whose λ grows with the length of the rollout for the policy, and is 1 for the critic.
-
-    λ_j = max(0, 1 - 1 / (alpha · l_j)), l_j sampled tokens of rollout j: Σ_i λ_j^i = alpha · l_j, so that the same share of a rollout
-    is looked ahead whatever its length. return_t is that of λ = 1: the rewards to come, which no value biases.
-
-    Args:
-      token_rewards: [B, T]. values: [B, T]. truncated: [N] bool. rollout_ids: [B]. step_ids: [B, T]. response_mask: [B, T] bool. As
-        in `gae`.
-      gamma: 0 ≤ gamma ≤ 1, per sampled token.
-      alpha: > 0. At 0.05 λ is 0 up to 20 tokens, where the formula is not positive, 0.5 at 40 and 0.98 at 1,000. A script that
-        derives from slime takes 1.5.
-      bootstrap_truncated: as in `gae`.
-    Returns: advantages and returns, [B, T] each, as `gae`.
-    Raises: ValueError naming `gamma` or `alpha`.
-    Source: VAPO, Yue et al. 2025, arXiv:2504.05118, λ_policy; the clamp at 0 is not in the paper.
-
-    >>> given = (torch.zeros(1).bool(), torch.tensor([0]), torch.zeros(1, 2).long(), torch.ones(1, 2).bool())
-    >>> adaptive_gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.0]]), *given, alpha=1.0)  # λ = 1 - 1 / 2
-    Estimate(advantages=tensor([[0., 1.]]), returns=tensor([[1., 1.]]))
-    """
-    require(0 < alpha < float("inf"), "alpha", alpha, "> 0 and finite")
-    given = (token_rewards, values, truncated, rollout_ids, step_ids, response_mask)
-    lengths = segment_sum(response_mask, rollout_ids).double()
-    lam = (1 - 1 / (alpha * lengths.clamp_min(1))).clamp_min(0)
-    advantages = _estimated(*given, gamma, lam, bootstrap_truncated).advantages
-    return Estimate(advantages, _estimated(*given, gamma, 1.0, bootstrap_truncated).returns)
-
-
-def _estimated(
-    token_rewards: Tensor,
-    values: Tensor,
-    truncated: Tensor,
-    rollout_ids: Tensor,
-    step_ids: Tensor,
-    response_mask: Tensor,
-    gamma: float,
-    lam: float | Tensor,
-    bootstrap_truncated: bool,
-) -> Estimate:
-    """GAE over sampled tokens; `lam` is one number, or one a rollout."""
-    require(0 <= gamma <= 1, "gamma", gamma, "0 ≤ gamma ≤ 1")
-    positions, mask = episode_positions(rollout_ids, step_ids, response_mask)
-    rewards, states = (to_episodes(x.detach().double(), positions, mask) for x in (token_rewards, values))
-    last = _last_values(states, mask, truncated) * bootstrap_truncated
-    advantages = _accumulated(_errors(rewards, states, mask, last, gamma), gamma * lam)
-    back = [from_episodes(x, positions, mask, token_rewards).to(token_rewards.dtype) for x in (advantages, advantages + states)]
-    return Estimate(*back)
 
 
 def _turns(step_ids: Tensor, positions: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

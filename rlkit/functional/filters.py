@@ -57,9 +57,8 @@ def mixed_component(rewards: Tensor, components: Mapping[str, Tensor], group_ids
     keep_i = max_{j in group of i} r_j > min_{j in group of i} r_j, r the component
 
     Args:
-      rewards: [N], used where a rollout names no components. components: name → [N], nan where it cannot be scored.
-      group_ids: [N] any integers.
-      component: its name; None: the first, which is the first term of the reward.
+      rewards: [N], used if there are no components. components: name → [N], nan where it cannot be scored. group_ids: [N].
+      component: its name; None: the first term of the reward.
     Returns: [N] bool, as `mixed_groups` of that component.
     Raises: ValueError naming `component` where there is no such one.
     Source: dynamic sampling, DAPO, Yu et al. 2025, section 3.2, eq. 11, arXiv:2503.14476: 0 < number correct < G.
@@ -96,8 +95,7 @@ def top_entropy(entropy_old: Tensor, response_mask: Tensor, *, fraction: float =
     tokens: the others add 0 to it, and keep their KL.
 
     Args:
-      entropy_old: [B, T] in nats, before the update. Anything, nan and inf included, under the mask.
-      response_mask: [B, T] bool.
+      entropy_old: [B, T] in nats, before the update. Anything, nan and inf included, under the mask. response_mask: [B, T] bool.
       fraction: in (0, 1]; 1 keeps every token.
     Returns: [B, T] bool, False under the mask; at least one True where anything is trained.
     Raises: ValueError naming the fraction.
@@ -128,15 +126,13 @@ def clip_cov(
 ) -> Tensor:
     """All tokens but a few random ones of high covariance, which would take most of the policy's entropy.
 
-    cov_t = (A_t - mean(A)) (log π_old_t - mean(log π_old)) over the trained tokens of the step; of those with low < cov_t < high,
-    max(1, ⌊share · N⌋ of all N) have no policy loss in this step
-
-    The draw is a hash of the token's log-prob, rollout and column, so neither the order of rows nor ranks nor micro-batches change it.
+    cov_t = (A_t - mean(A)) (log π_old_t - mean(log π_old)) over the N trained tokens of the step; of those with low < cov_t < high,
+    max(1, ⌊share · N⌋) have no policy loss in this step. They are drawn by a hash of log-prob, rollout and column: repeatable.
 
     Args:
       advantages: [B, T] a constant. logprobs_old: [B, T] in nats, before the update. Anything under the mask.
-      response_mask: [B, T] bool. rollout_ids: [B] int64.
-      share: in [0, 1], of the step's trained tokens. low, high: in units of advantage times nats, low < high.
+      response_mask: [B, T] bool. rollout_ids: [B].
+      share: in [0, 1]. low, high: in units of advantage times nats, low < high.
     Returns: [B, T] bool, False under the mask.
     Raises: ValueError naming `share` or `low`.
     Source: Clip-Cov, Cui et al. 2025, arXiv:2505.22617. verl takes the covariance of each micro-batch at its current log-probs.
@@ -163,8 +159,7 @@ def covariance_rank(advantages: Tensor, logprobs_old: Tensor, response_mask: Ten
     rank_t = #{s: cov_s > cov_t} / N, cov as in `clip_cov`
 
     Args:
-      advantages: [B, T] a constant. logprobs_old: [B, T] in nats, before the update. Anything under the mask.
-      response_mask: [B, T] bool.
+      advantages, logprobs_old, response_mask: [B, T], as in `clip_cov`.
     Returns: [B, T] float64, in [0, 1) on the N trained tokens, 1 under the mask.
     Source: KL-Cov, Cui et al. 2025, arXiv:2505.22617.
 
@@ -173,8 +168,8 @@ def covariance_rank(advantages: Tensor, logprobs_old: Tensor, response_mask: Ten
     """
     covariance = _covariance(advantages, logprobs_old, response_mask)
     higher = len(covariance) - torch.searchsorted(covariance.sort().values, covariance, right=True)
-    ones = torch.ones_like(response_mask, dtype=torch.float64)
-    return ones.masked_scatter(response_mask, higher.double() / max(len(covariance), 1))
+    rank = higher.double() / max(len(covariance), 1)
+    return rank.new_ones(response_mask.shape).masked_scatter(response_mask, rank)
 
 
 def _covariance(advantages: Tensor, logprobs_old: Tensor, response_mask: Tensor) -> Tensor:

@@ -204,6 +204,12 @@ def reward_to_go(token_rewards, rollout_ids, step_ids, response_mask, *, gamma=1
     return table_of(out, response_mask, 0.0)
 
 
+def remax(token_rewards, greedy_rewards, rollout_ids, step_ids, response_mask):
+    returns = reward_to_go(token_rewards, rollout_ids, step_ids, response_mask)
+    greedy = [[greedy_rewards[j] for _ in row] for row, j in zip(response_mask, rollout_ids, strict=True)]
+    return cellwise(lambda g, r, m: g - r if m and not math.isnan(r) else 0.0)(returns, greedy, response_mask)
+
+
 def gae(
     token_rewards, values, truncated, rollout_ids, step_ids, response_mask, *, gamma=1.0, lam=0.95, bootstrap_truncated=False, by_turn=False
 ):
@@ -254,6 +260,13 @@ def normalize_group(advantages, rewards, group_ids, rollout_ids, *, std="sample"
 
 def normalize_batch(advantages, rewards, *, std="sample", eps=1e-4):
     return normalize_group(advantages, rewards or [0.0], [0] * (len(rewards) or 1), [0] * len(advantages), std=std, eps=eps)
+
+
+def normalize_advantages(advantages, rewards, rollout_ids, response_mask, *, eps=1e-4):
+    cells = cells_of(rollout_ids, response_mask)
+    means = [mean([advantages[b][t] for b, t in own]) for j, own in cells.items() if own and not math.isnan(rewards[j])]
+    scale = math.sqrt(variance(means) * len(means) / (len(means) - 1)) + eps if len(set(means)) > 1 else 1.0
+    return cellwise(lambda a: a / scale)(advantages)
 
 
 def whiten(advantages, rewards, rollout_ids, response_mask, *, eps=1e-8):
@@ -912,8 +925,8 @@ CASES = {
     "advantages.gdpo one": Case(gdpo, {"weights": {"a": 1.0, "b": 0.0}}, call=_gdpo),
     "advantages.turn_group_mean": Case(turn_group_mean),
     "advantages.turn_group_mean discounted": Case(turn_group_mean, {"gamma": 0.9}),
-    "advantages.adaptive_gae": Case(adaptive_gae),
-    "advantages.adaptive_gae long": Case(adaptive_gae, {"gamma": 0.9, "alpha": 0.4, "bootstrap_truncated": True}),
+    "advantages.gae adaptive": Case(adaptive_gae, {"alpha": 0.05}),
+    "advantages.gae adaptive long": Case(adaptive_gae, {"gamma": 0.9, "alpha": 0.4, "bootstrap_truncated": True}),
     "advantages.max_rl": Case(max_rl),
     "advantages.pass_at_k_advantage": Case(pass_at_k_advantage),
     "advantages.pass_at_k_advantage k=1": Case(pass_at_k_advantage, {"k": 1}),
@@ -921,6 +934,7 @@ CASES = {
     "advantages.best_minus_second": Case(best_minus_second),
     "advantages.reward_to_go": Case(reward_to_go),
     "advantages.reward_to_go discounted": Case(reward_to_go, {"gamma": 0.9}),
+    "advantages.remax": Case(remax),
     "advantages.gae": Case(gae),
     "advantages.gae discounted": Case(gae, {**DISCOUNTS, "bootstrap_truncated": True}),
     "advantages.turn_gae": Case(turn_gae),
@@ -930,6 +944,8 @@ CASES = {
     "normalization.normalize_group population": Case(normalize_group, {"std": "population", "eps": 0.0}),
     "normalization.normalize_batch": Case(normalize_batch),
     "normalization.normalize_batch population": Case(normalize_batch, {"std": "population", "eps": 0.0}),
+    "normalization.normalize_advantages": Case(normalize_advantages),
+    "normalization.normalize_advantages eps": Case(normalize_advantages, {"eps": 0.5}),
     "normalization.whiten": Case(whiten),
     "normalization.whiten eps": Case(whiten, {"eps": 0.5}),
     "ratios.log_ratio": Case(log_ratio, gradient=("logprobs", d_log_ratio)),
@@ -1079,6 +1095,7 @@ def _batch(groups: list[list[Rollout]], style: str = "smooth", seed: int = 0) ->
     out: dict[str, list] = {
         "group_ids": [m[0] for m in members],
         "rewards": [m[1] for m in members],
+        "greedy_rewards": [rng.choice(REWARDS) for _ in members],
         "truncated": [m[2] for m in members],
         "lengths": [sum(map(sum, m[3])) for m in members],
         "reply_lengths": [sum(map(sum, m[3])) for m in members],
