@@ -38,7 +38,7 @@ from rlkit.types import (
 )
 
 # Quantities of the N rollouts, which a selection of rows leaves whole; all others have a row dimension.
-PER_ROLLOUT = ("rewards", "group_ids", "truncated", "lengths", "reply_lengths", "components", "metadata")
+PER_ROLLOUT = ("rewards", "group_ids", "truncated", "lengths", "reply_lengths", "greedy_rewards", "components", "metadata")
 
 
 @ranges(warmup=(0, None), coef=(0, None))
@@ -278,7 +278,7 @@ def last_tokens(batch: Batch) -> Tensor:
 
 
 def token_scale(batch: Batch, algorithm: Algorithm) -> Batch:
-    """The batch with the factor on each token's policy loss: off-policy correction × token filter."""
+    """The batch with the factor on each token's policy loss: off-policy correction × token filter, which may ask for advantages."""
     with torch.no_grad():
         given = quantities(batch)
         factor, corrected = part("correction", algorithm.correction, given)
@@ -318,7 +318,10 @@ def estimate_advantages(batch: Batch, algorithm: Algorithm, kl: KL = KL("none"))
             advantages = advantages - _reward_to_go(penalty, batch)
         returns = None if returns is None else F.fill_masked(torch.where(scored, returns, _required(batch.values, "values")), mask, 0.0)
         metrics = (batch.metrics or {}) | measured | normalized
-        return batch._replace(advantages=F.fill_masked(advantages, scored, 0.0), returns=returns, metrics=metrics)
+        batch = batch._replace(advantages=F.fill_masked(advantages, scored, 0.0), returns=returns, metrics=metrics)
+        if not asks(algorithm.policy_loss, "covariance_rank"):
+            return batch
+        return batch._replace(covariance_rank=call(F.covariance_rank, quantities(batch)))
 
 
 def whole(batch: Batch) -> Batch:

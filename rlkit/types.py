@@ -255,8 +255,10 @@ class Batch(NamedTuple):
     scale: Tensor | None = None  # [B, T] factor on each token's policy loss: off-policy correction × token filter
     weights: Tensor | None = None  # [B, T] share of each token in the loss; sums to 1 over an update
     reply_lengths: Tensor | None = None  # [N] int64, sampled tokens of a rollout's longest reply
+    greedy_rewards: Tensor | None = None  # [N] reward of one greedy rollout of the prompt, nan where it has none; None: none was played
     sampled_mask: Tensor | None = None  # [B, T] bool, the response_mask before rollouts were taken out of training; None: none were
     versions: Tensor | None = None  # [B, T] int64, RL steps done when the weights were loaded that sampled a token; 0 elsewhere
+    covariance_rank: Tensor | None = None  # [B, T] share of the step's tokens whose covariance of advantage and log-prob is higher
     components: Mapping[str, Tensor] | None = None  # reward component → [N] float, nan where it cannot be scored
     metadata: tuple[Mapping[str, Any], ...] | None = None  # of each of the N rollouts: its task's, and its own on top
     metrics: dict[str, Tensor] | None = None  # PART/NAME → [], [N] or [B, T]: what parts measured before the update, or in weighing it
@@ -282,6 +284,7 @@ QUANTITIES: Mapping[str, str] = {
     "truncated": "[N] True where a rollout was cut off by a limit",
     "lengths": "[N] sampled tokens of a rollout",
     "reply_lengths": "[N] sampled tokens of a rollout's longest reply",
+    "greedy_rewards": "[N] reward of one greedy rollout of the same prompt, which is played if the advantage asks for this",
     "token_rewards": "[B, T] a step's reward at its last sampled token, the episode's at the last; a KL in the reward is in it",
     "rollout_ids": "[B] which rollout a row belongs to",
     "step_ids": "[B, T] which step of its rollout a token belongs to",
@@ -299,6 +302,7 @@ QUANTITIES: Mapping[str, str] = {
     "values_old": "[B, T] the same before the update (value loss only)",
     "returns": "[B, T] what the critic learns to predict, a constant (value loss only)",
     "versions": "[B, T] RL steps done when the weights were loaded that sampled a token, 0 elsewhere: their difference is the staleness",
+    "covariance_rank": "[B, T] share of the step's tokens with a higher covariance of advantage and old log-prob (policy loss only)",
     "components": "a mapping: name of a reward term → [N] its score, nan where it cannot be scored; shadow terms too",
     "metadata": "a tuple of N mappings: what a rollout's task carries as metadata, and what its episode added, which wins",
 }

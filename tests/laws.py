@@ -119,10 +119,12 @@ POLICY_LOSSES: dict[str, Callable[..., Any]] = {
     "clipped dual": partial(f.clipped, dual_clip=1.5),
     "clipped delta": partial(f.clipped, clip_high=0.28, delta=1.5),
     "gmpo": f.gmpo,
+    "kl_cov": partial(f.kl_cov, share=0.5),
     "reinforce": f.reinforce,
     "sapo": f.sapo,
+    "vespo": f.vespo,
 }
-KLS = {name: getattr(f, name) for name in ("confident", "forward", "full", "k1", "k2", "k3", "reverse", "truncated")}
+KLS = {name: getattr(f, name) for name in ("confident", "forward", "full", "k1", "k2", "k3", "k3_straight_through", "reverse", "truncated")}
 AGGREGATIONS: dict[str, Callable[..., Any]] = {
     "token_mean": f.token_mean,
     "sequence_mean": f.sequence_mean,
@@ -137,12 +139,16 @@ SLOTS: dict[str, dict[str, Any]] = {
         "raw": f.raw, "batch_mean": f.batch_mean, "group_mean": f.group_mean, "leave_one_out": f.leave_one_out,
         "opo": f.length_weighted, "max_rl": f.max_rl, "pass_at_k": partial(f.pass_at_k_advantage, k=2),
         "best_minus_second": f.best_minus_second, "reward_to_go": f.reward_to_go, "gae": f.gae, "turn_gae": f.turn_gae,
-        "pairwise": f.pairwise,
+        "pairwise": f.pairwise, "gpg": f.gpg, "gdpo": f.gdpo, "turn_group_mean": f.turn_group_mean,
+        "remax": f.remax, "adaptive_gae": partial(f.gae, alpha=0.5),
     },
-    "normalization": {"none": f.no_normalization, "group": f.normalize_group, "batch": f.normalize_batch, "whiten": f.whiten},
+    "normalization": {
+        "none": f.no_normalization, "group": f.normalize_group, "batch": f.normalize_batch, "advantages": f.normalize_advantages,
+        "whiten": f.whiten,
+    },
     "overlong": {"none": f.keep_overlong, "penalty": partial(f.soft_penalty, limit=4, buffer=0.5), "mask": f.mask_truncated},
-    "group_filter": {"none": f.keep_all, "mixed": f.mixed_groups},
-    "token_filter": {"none": f.every_token, "top_entropy": partial(f.top_entropy, fraction=0.5)},
+    "group_filter": {"none": f.keep_all, "mixed": f.mixed_groups, "accuracy": f.mixed_component},
+    "token_filter": {"none": f.every_token, "top_entropy": partial(f.top_entropy, fraction=0.5), "clip_cov": f.clip_cov},
     "correction": {
         "auto": f.no_correction,  # what it stands for is decided before the first step
         "none": f.no_correction, "token_truncate": f.token_correction, "token_mask": partial(f.token_correction, mode="mask"),

@@ -94,6 +94,7 @@ def make_batch(seed: int = 0) -> Batch:
         group_ids=torch.tensor([5, 5, 5, 2, 2, 2, 9, 9, 9]),
         truncated=torch.arange(9) % 4 == 0,
         lengths=torch.zeros(9, dtype=torch.int64).index_add_(0, ROLLOUTS, response.sum(1)),
+        greedy_rewards=torch.linspace(0, 1, 9),
         reply_lengths=torch.tensor([max(response.sum(1)[i == ROLLOUTS].tolist(), default=0) for i in range(9)]),
         token_rewards=torch.zeros(b, t, dtype=torch.float64),
         versions=torch.randint(5, (b, t), generator=generator) * response,
@@ -105,7 +106,7 @@ def make_batch(seed: int = 0) -> Batch:
 
 def estimated(batch: Batch, a: Algorithm, kl: KL = KLS["none"]) -> Batch:
     """Chosen rollouts with advantages, as the module prepares them."""
-    return estimate_advantages(token_scale(filter_rollouts(batch, a), a), a, kl)
+    return token_scale(estimate_advantages(filter_rollouts(batch, a), a, kl), a)
 
 
 def scored(batch: Batch) -> torch.Tensor:
@@ -184,7 +185,7 @@ def test_every_promised_quantity_reaches_a_loss():
     exec(source, scope)
     batch = prepared(algorithm())
     zeros = torch.zeros(batch.ids.shape)
-    batch = batch._replace(entropy_old=zeros, returns=zeros)
+    batch = batch._replace(entropy_old=zeros, returns=zeros, covariance_rank=zeros)
     surrogate(batch, TokenLogprobs(policy_logprobs(batch), zeros, zeros, zeros), algorithm(policy_loss=scope["everything"]), KLS["k3"])
     assert promised <= set(seen)
 

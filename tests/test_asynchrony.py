@@ -32,7 +32,7 @@ COMMON = [
     "generation.max_new_tokens=32", "optimizer.lr=1e-3", "logger=none", "task.max_samples=64", "seed=3",
 ]  # fmt: skip
 LAG = ["asynchrony=lag", "asynchrony.staleness=2"]
-REFILLS = ["algorithm=dapo", "algorithm.max_refills=2", "algorithm.group_filter._target_=rlkit.functional.mixed_groups"]
+REFILLS = ["algorithm=dapo", "algorithm.max_refills=2", "algorithm/group_filter=mixed"]
 TURNS = [
     "task=guess_number", "model=tiny_guess", "environment=guess_number", "environment.max_turns=3", "task.high=20",
     "generation.max_new_tokens=12",

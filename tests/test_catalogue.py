@@ -56,7 +56,9 @@ def composed(overrides: tuple[str, ...]):
         dry_run(x)
         return x
     alone = {"algorithm=sft": ("batch.group_size=1",)}  # a row is one episode
-    needs = (alone | {"algorithm/advantage=gae": CRITIC, "algorithm/advantage=turn_gae": CRITIC}).get(overrides[0], ())
+    needs = (
+        alone | {"algorithm/advantage=gae": CRITIC, "algorithm/advantage=turn_gae": CRITIC, "algorithm/advantage=adaptive_gae": CRITIC}
+    ).get(overrides[0], ())
     needs = ("algorithm=ppo",) if overrides[0].startswith("algorithm/critic") and overrides[0] != "algorithm/critic=none" else needs
     needs = ("algorithm=pairwise",) if "pair_selector" in overrides[0] else needs
     try:
@@ -110,6 +112,8 @@ def make_batch(dtype: torch.dtype = torch.float64, seed: int = 0) -> Batch:
         entropy_old=random(B, T) * response,
         logprobs_ref=-random(B, T, scale=2.0) * response,
         values=random(B, T) * response,
+        greedy_rewards=torch.linspace(0, 1, 9, dtype=dtype),
+        components={"task": rewards},
     )
 
 
@@ -121,8 +125,8 @@ def make_policy(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 
 def prepared(x, batch: Batch) -> Batch:
     """As the module prepares an update."""
-    batch = token_scale(filter_rollouts(batch, x.algorithm), x.algorithm)
-    return loss_weights(estimate_advantages(batch, x.algorithm, x.kl), x.algorithm)
+    batch = estimate_advantages(filter_rollouts(batch, x.algorithm), x.algorithm, x.kl)
+    return loss_weights(token_scale(batch, x.algorithm), x.algorithm)
 
 
 def loss_of(x, batch: Batch, policy: dict[str, Tensor]) -> Tensor:

@@ -410,6 +410,9 @@ KL_OF_THE_PAPER = {
     "dapo": ("k3", "loss", 0.0),
     "max_rl": ("k3", "loss", 0.0),
     "opo": ("k3", "loss", 0.0),
+    "remax": ("k1", "reward", 0.05),
+    "gpg": ("k3", "loss", 0.0),
+    "vapo": ("k3", "loss", 0.0),
 }
 
 

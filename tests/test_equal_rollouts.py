@@ -19,7 +19,8 @@ from rlkit.types import Batch
 
 GRPO = {"advantage": "group_mean", "normalization": "group"} | dict.fromkeys(list(SLOTS)[2:], "none")
 PAIRS = list(itertools.combinations(SLOTS, 2))
-ON_TRAINED = ("whiten", "pairwise")  # scales of the trained tokens and pairs of the trained rollouts: who is masked changes them
+# Scales of trained tokens and rollouts, pairs of the trained rollouts, and their turns: who is masked changes them.
+ON_TRAINED = ("whiten", "advantages", "pairwise", "turn_group_mean")
 
 
 def make_batch(contents: str) -> Batch:
@@ -43,16 +44,16 @@ def make_batch(contents: str) -> Batch:
         group_ids=torch.tensor([g for g, members in enumerate(groups) for _ in members]), truncated=torch.zeros(n, dtype=torch.bool),
         lengths=torch.full((n,), 5), reply_lengths=torch.full((n,), 3), token_rewards=ends,
         logprobs_sampler=tokens(1), logprobs_old=tokens(2), logprobs_ref=tokens(3),
-        entropy_old=tokens(4).abs(), values=tokens(5),
+        entropy_old=tokens(4).abs(), values=tokens(5), components={"task": rewards}, greedy_rewards=torch.full((n,), 0.3),
     )  # fmt: skip
 
 
 def estimated(batch: Batch, names: dict[str, str]) -> Batch:
     parts = {slot: SLOTS[slot][name] for slot, name in names.items()}
     kl = parts.pop("kl")
-    critic = Critic("head", f.squared_error) if names["advantage"] in ("gae", "turn_gae") else Critic()
+    critic = Critic("head", f.squared_error) if names["advantage"] in ("gae", "turn_gae", "adaptive_gae") else Critic()
     algorithm = Algorithm("test", ratio=f.token_ratio, policy_loss=f.clipped, aggregation=f.token_mean, critic=critic, **parts)
-    return estimate_advantages(token_scale(filter_rollouts(batch, algorithm), algorithm), algorithm, kl)
+    return token_scale(estimate_advantages(filter_rollouts(batch, algorithm), algorithm, kl), algorithm)
 
 
 def rows_of(batch: Batch, rollout: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +69,8 @@ def struck(batch: Batch, victim: int, event: str) -> Batch:
     if event == "cut off":
         return batch._replace(truncated=hit)
     lost = hit[batch.rollout_ids][:, None]
-    return batch._replace(rewards=batch.rewards.where(~hit, torch.nan), token_rewards=batch.token_rewards.where(~lost, 0.0))
+    rewards = batch.rewards.where(~hit, torch.nan)
+    return batch._replace(rewards=rewards, components={"task": rewards}, token_rewards=batch.token_rewards.where(~lost, 0.0))
 
 
 def problems(names: dict[str, str]) -> list[str]:
@@ -78,7 +80,7 @@ def problems(names: dict[str, str]) -> list[str]:
     def compare(what: str, left: tuple[torch.Tensor, torch.Tensor], right: tuple[torch.Tensor, torch.Tensor]) -> None:
         both = left[0] & right[0]
         a, b = (side[1][both] for side in (left, right))
-        if names["normalization"] == "whiten":  # its deviation divides by one token less than there are, so it moves with their number
+        if names["normalization"] in ("whiten", "advantages"):  # divide by one less than there are, so they move with the number
             a, b = (values / values.norm().clamp_min(1e-9) for values in (a, b))
         if not torch.allclose(a, b, rtol=0, atol=1e-12):  # float64 rounding of sums of a dozen terms
             found.append(f"{what}: {a.tolist()} and {b.tolist()}")

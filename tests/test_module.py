@@ -65,6 +65,27 @@ def test_prompts_without_signal_are_replaced_until_there_are_enough(tmp_path):
     assert max(row["group/sampled"] for row in rows) > 2
 
 
+def test_remax_plays_each_prompt_once_more_and_trains_on_none_of_it(tiny):
+    """The baseline is the score of the greedy reply, alike for the samples of a prompt; the samples are those of a run without it."""
+    from rlkit.episodes import assemble, collect
+    from rlkit.episodes.stream import StreamState, take
+    from rlkit.rewards import score
+    from rlkit.training.groups import experience
+
+    x, plain = (experiment(compose([*FAST, *MIXED, f"algorithm={name}"])) for name in ("remax", "reinforce"))
+    tasks = load_tasks(x).train
+    sampled, trained, _ = experience(x, tiny, tasks, StreamState(), step=0)
+    others, *_ = experience(plain, tiny, tasks, StreamState(), step=0)
+    ids = [[[step.response_ids for step in r.steps] for r in rollouts] for rollouts in (sampled, others)]
+    assert ids[0] == ids[1] and len(sampled) == len(trained) == 16
+    drawn, _ = take(tasks, StreamState(), 2, seed=3)
+    params = x.generation.params | {"temperature": 0.0}
+    greedy = score(collect(tiny, drawn, environment=x.environment, **params), x.reward)
+    batch = assemble(trained, pad_token_id=tiny.pad_token_id)
+    assert batch.greedy_rewards.tolist() == [greedy[r.group].total_reward for r in trained]
+    assert assemble(others, pad_token_id=tiny.pad_token_id).greedy_rewards is None
+
+
 @pytest.mark.slow
 def test_the_cap_ends_the_refilling_and_what_is_there_is_trained_on(tmp_path):
     """No reward is ever given: every prompt is refused, the cap is reached, and nothing is trained on."""

@@ -114,7 +114,7 @@ def built(parts: dict[str, Callable[..., Any]], **more: Any) -> tuple[Algorithm,
 
 def updated(a: Algorithm, kl: Any, *, budget: int, seed: int = 0) -> tuple[list[torch.Tensor], dict[str, float]]:
     """Gradients and metrics of a step's updates, cut as a module cuts them."""
-    batch = estimate_advantages(token_scale(filter_rollouts(make_batch(), a), a), a, kl)
+    batch = token_scale(estimate_advantages(filter_rollouts(make_batch(), a), a, kl), a)
     terms, gradients = UpdateTerms(), []
     for minibatch in minibatches(batch, a, seed=seed):
         leaf = (batch.logprobs_ref * 0.7 - 0.3).requires_grad_()

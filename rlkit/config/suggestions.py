@@ -1,4 +1,4 @@
-"""Defaults that follow from what several options suggest: `${rlkit_lr:…}` and `${rlkit_reply_length:…}` in conf/.
+"""Defaults that follow from what several options suggest: `${rlkit_lr:…}`, `${rlkit_reply_length:…}`, `${rlkit_weights:}` in conf/.
 
 An option says under `suggests` what would suit it, and the group that owns a key interpolates that as its default.
 """
@@ -33,7 +33,13 @@ def reply_length(short: int, thinking: int, *, _root_: Any) -> int:
     return max((length if isinstance(length, int) else otherwise for length in lengths), default=otherwise)
 
 
-RESOLVERS: dict[str, Callable[..., Any]] = {"rlkit_lr": learning_rate, "rlkit_reply_length": reply_length}  # by their names in conf/
+def reward_weights(*, _root_: Any) -> dict[str, float]:
+    """algorithm.advantage.weights of gdpo: name → weight of the reward's terms."""
+    return {name: _read(term, "weight") for name, term in (_read(_root_, "reward.terms") or {}).items()}
+
+
+# By their names in conf/.
+RESOLVERS: dict[str, Callable] = {"rlkit_lr": learning_rate, "rlkit_reply_length": reply_length, "rlkit_weights": reward_weights}
 
 
 def _read(node: Any, path: str) -> Any:

@@ -79,6 +79,7 @@ def assemble(rollouts: Sequence[Rollout], *, pad_token_id: int, device: torch.de
         width = max(map(len, values))
         return torch.tensor([[*v, *([fill] * (width - len(v)))] for v in values], dtype=dtype, device=device)
 
+    played_greedily = any("greedy_reward" in r.metadata for r in rollouts)
     return Batch(
         ids=tensor([r.ids for r in lists], torch.int64, pad_token_id),
         attention_mask=tensor([[True] * len(r.ids) for r in lists], torch.bool, False),
@@ -90,6 +91,7 @@ def assemble(rollouts: Sequence[Rollout], *, pad_token_id: int, device: torch.de
         truncated=torch.tensor([r.status == "truncated" for r in rollouts], device=device),
         lengths=torch.tensor([r.response_length for r in rollouts], device=device),
         reply_lengths=torch.tensor([max((len(s.sampled) for s in r.steps), default=0) for r in rollouts], device=device),
+        greedy_rewards=scores(r.metadata.get("greedy_reward") for r in rollouts) if played_greedily else None,
         token_rewards=tensor([r.rewards for r in lists], torch.float32, 0.0),
         logprobs_sampler=tensor([r.logprobs for r in lists], torch.float32, 0.0),
         versions=tensor([[v * s for v, s in zip(r.versions, r.sampled, strict=True)] for r in lists], torch.int64, 0),

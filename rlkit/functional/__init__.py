@@ -9,14 +9,18 @@ from rlkit.functional.advantages import (
     batch_mean,
     best_minus_second,
     gae,
+    gdpo,
+    gpg,
     group_mean,
     leave_one_out,
     length_weighted,
     max_rl,
     pass_at_k_advantage,
     raw,
+    remax,
     reward_to_go,
     turn_gae,
+    turn_group_mean,
 )
 from rlkit.functional.aggregation import prompt_mean, sequence_mean, sequence_sum, token_mean
 from rlkit.functional.corrections import automatic_correction, no_correction, sequence_correction, token_correction
@@ -29,8 +33,8 @@ from rlkit.functional.diagnostics import (
     ratio_statistics,
 )
 from rlkit.functional.entropy import from_log_probs, from_logits
-from rlkit.functional.filters import every_token, keep_all, mixed_groups, top_entropy
-from rlkit.functional.kl import confident, forward, full, k1, k2, k3, reverse, truncated
+from rlkit.functional.filters import clip_cov, covariance_rank, every_token, keep_all, mixed_component, mixed_groups, top_entropy
+from rlkit.functional.kl import confident, forward, full, k1, k2, k3, k3_straight_through, reverse, truncated
 from rlkit.functional.log_probs import chunked_log_probs, token_log_probs
 from rlkit.functional.masking import (
     episode_positions,
@@ -42,10 +46,10 @@ from rlkit.functional.masking import (
     segment_sum,
     to_episodes,
 )
-from rlkit.functional.normalization import no_normalization, normalize_batch, normalize_group, whiten
+from rlkit.functional.normalization import no_normalization, normalize_advantages, normalize_batch, normalize_group, whiten
 from rlkit.functional.overlong import keep_overlong, mask_truncated, soft_penalty
 from rlkit.functional.pairs import all_pairs, best_worst, pairwise, pairwise_loss
-from rlkit.functional.policy_losses import cispo, clipped, gmpo, reinforce, sapo
+from rlkit.functional.policy_losses import cispo, clipped, gmpo, kl_cov, reinforce, sapo, vespo
 from rlkit.functional.ratios import log_ratio, sequence_ratio, sequence_token_ratio, token_ratio
 from rlkit.functional.sampling import cut_distribution, gumbel_choice, gumbel_noise, mix
 from rlkit.functional.value_losses import clipped_squared_error, squared_error

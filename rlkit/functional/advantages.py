@@ -12,13 +12,15 @@ skip text of tools and users: it neither resets the estimate nor counts as a ste
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from rlkit.functional._arguments import require
-from rlkit.functional._groups import centred
+from rlkit.functional._groups import centred, spread
 from rlkit.functional.filters import mixed_groups
-from rlkit.functional.masking import episode_positions, from_episodes, to_episodes
+from rlkit.functional.masking import episode_positions, fill_masked, from_episodes, to_episodes
 from rlkit.types import Estimate, assumes
 
 
@@ -60,8 +62,7 @@ def group_mean(rewards: Tensor, group_ids: Tensor) -> Tensor:
     A_i = R_i - mean_g(R)
 
     Args:
-      rewards: [N], nan where it cannot be scored.
-      group_ids: [N] any integers; members need not be neighbours.
+      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers; members need not be neighbours.
     Returns: [N], in units of reward; sums to 0 over a group. All equal, or a group of one: 0.
     Source: Dr. GRPO, Liu et al. 2025, section 3.2, arXiv:2503.20783.
 
@@ -78,8 +79,7 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
     A_i = R_i - Σ_{j≠i} R_j / (n-1) = n/(n-1) · (R_i - mean_g(R)), n scored rollouts in the group
 
     Args:
-      rewards: [N], nan where it cannot be scored.
-      group_ids: [N] any integers.
+      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers.
     Returns: [N], in units of reward. All equal, or a group of one: 0 (verl's loop form gives a group of one its reward;
       its vectorised form gives 0, as here).
     Source: RLOO, Ahmadian et al. 2024, section 3.3, arXiv:2402.14740; Kool et al. 2019.
@@ -100,8 +100,7 @@ def length_weighted(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tens
     for a loss that sums over tokens.
 
     Args:
-      rewards: [N], nan where it cannot be scored.
-      group_ids: [N] any integers.
+      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers.
       lengths: [N] sampled tokens, ≥ 0. In a group without any token all rollouts count the same.
     Returns: [N], in units of reward; the sum weighted by length is 0 over a group. All equal, or a group of one: 0.
     Source: OPO, Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline", arXiv:2505.23585.
@@ -116,6 +115,54 @@ def length_weighted(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tens
     return (deviation - excess[group]).where(~rewards.isnan() & mixed_groups(rewards, group_ids), 0.0).to(rewards.dtype)
 
 
+def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """The reward above the mean of its group, scaled up for the groups that have no signal.
+
+    A_i = α (R_i - mean_g(R)), α = B / (B - M), of B scored rollouts M in groups without spread
+
+    α takes back that rollouts without an advantage dilute a mean over all. A group filter does so too: use one of the two.
+
+    Args:
+      rewards: [N], nan where it cannot be scored: part of neither B nor M. group_ids: [N] any integers.
+    Returns: [N], in units of reward; sums to 0 over a group; 0 if no group has spread.
+    Source: GPG, Chu et al. 2025, arXiv:2504.02546, F_norm = 1. verl divides by the number of rewards that are not 0 instead of B - M.
+
+    >>> gpg(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))
+    tensor([ 1., -1.,  0.,  0.])
+    """
+    deviation, count, _ = centred(rewards, group_ids)
+    signal = (mixed_groups(rewards, group_ids) & ~rewards.isnan()).sum().clamp_min(1)
+    return (deviation * count.sum() / signal).to(rewards.dtype)
+
+
+def gdpo(components: Mapping[str, Tensor], group_ids: Tensor, *, weights: Mapping[str, float] | None = None, eps: float = 1e-4) -> Tensor:
+    """Each component of the reward standardised within its group, their weighted sum standardised over the batch.
+
+    S_i = Σ_k weight_k (r_ki - mean_g(r_k)) / (std_g(r_k) + eps),  A_i = (S_i - mean(S)) / (std(S) + eps)
+
+    Args:
+      components: name → [N], nan where it cannot be scored. group_ids: [N] any integers.
+      weights: name → factor; a name that is left out has 0. None: 1 for all, terms that are only logged too.
+      eps: ≥ 0, in units of a component. Deviations are those of a sample (n - 1).
+    Returns: [N], dimensionless; 0 where a weighted component is nan, or nothing has spread.
+    Raises: ValueError naming `eps`, or `weights` where a name is no component.
+    Source: GDPO, Liu et al. 2026, arXiv:2601.05242; eps as in TRL.
+
+    >>> gdpo({"right": torch.tensor([1.0, 0.0]), "short": torch.tensor([9.0, 8.0])}, torch.tensor([0, 0]), eps=0.0)
+    tensor([ 0.7071, -0.7071])
+    """
+    require(0 <= eps < float("inf"), "eps", eps, "≥ 0 and finite")
+    used = {name: weight for name, weight in (dict.fromkeys(components, 1.0) if weights is None else weights).items() if weight}
+    require(used.keys() <= components.keys(), "weights", dict(used), f"names of {', '.join(components)}")
+    total = torch.zeros_like(group_ids, dtype=torch.float64)
+    for name, weight in used.items():
+        column = components[name]
+        z_score = centred(column, group_ids)[0] / spread(column, group_ids, "sample", eps)
+        total += weight * z_score.where(~column.isnan(), torch.nan)
+    batch = torch.zeros_like(group_ids)
+    return (centred(total, batch)[0] / spread(total, batch, "sample", eps)).to(next(iter(components.values())).dtype)
+
+
 @assumes("non_negative_rewards")
 def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """The reward above the mean of its group, in units of that mean: hard prompts count more.
@@ -126,8 +173,7 @@ def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
     correct answer. The mean reward is only the first term of that series.
 
     Args:
-      rewards: [N], ≥ 0 in the paper (0 or 1), nan where it cannot be scored.
-      group_ids: [N] any integers.
+      rewards: [N], ≥ 0 in the paper (0 or 1), nan where it cannot be scored. group_ids: [N] any integers.
     Returns: [N], dimensionless; sums to 0 over a group. All equal, or a group of one: 0. As prime-rl; SkyRL and TRL add
       1e-6 to the mean.
     Source: MaxRL, Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning", arXiv:2602.02710.
@@ -150,8 +196,7 @@ def pass_at_k_advantage(rewards: Tensor, group_ids: Tensor, *, k: int = 4, corre
     A subset has the reward 1 if any of its rollouts is correct. These rewards are standardised over all subsets.
 
     Args:
-      rewards: [N], nan where it cannot be scored.
-      group_ids: [N] any integers.
+      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers.
       k: ≥ 1 samples in a subset; all of them in a group that has fewer scored. 1 is group_mean of 0 and 1 under
         normalize_group with the population's deviation and no epsilon.
       correct_above: rewards above this are correct.
@@ -185,8 +230,7 @@ def best_minus_second(rewards: Tensor, group_ids: Tensor) -> Tensor:
     A_i = max_g(R) - max_{j≠i} R_j, which is R₁ - R₂ for the best and 0 for all others
 
     Args:
-      rewards: [N], nan where it cannot be scored.
-      group_ids: [N] any integers.
+      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers.
     Returns: [N], in units of reward, never negative. 0 if two share the best reward, or in a group of one. verl divides by std_g +
       1e-6, which is normalize_group with eps=1e-6.
     Source: Tang et al. 2025, "Optimizing language models for inference time objectives using reinforcement learning",
@@ -234,6 +278,27 @@ def reward_to_go(token_rewards: Tensor, rollout_ids: Tensor, step_ids: Tensor, r
     return from_episodes(returns, positions, mask, token_rewards).to(token_rewards.dtype)
 
 
+@assumes("raw_rewards")
+def remax(token_rewards: Tensor, greedy_rewards: Tensor, rollout_ids: Tensor, step_ids: Tensor, response_mask: Tensor) -> Tensor:
+    """The return of each sampled token above the reward of the greedy rollout of the same prompt.
+
+    A_t = G_t - R_greedy, G_t as in `reward_to_go` with γ = 1
+
+    Args:
+      token_rewards: [B, T]. rollout_ids: [B]. step_ids: [B, T]. response_mask: [B, T] bool. As in `reward_to_go`.
+      greedy_rewards: [N], of one more rollout of the prompt, which is never trained on; nan where it cannot be scored.
+    Returns: [B, T], in units of reward; 0 outside the mask, and where the greedy rollout cannot be scored.
+    Source: ReMax, Li et al. 2023, arXiv:2310.10505; as in verl.
+
+    >>> given = (torch.tensor([0]), torch.zeros(1, 2).long(), torch.ones(1, 2).bool())
+    >>> remax(torch.tensor([[0.0, 1.0]]), torch.tensor([0.25]), *given)
+    tensor([[0.7500, 0.7500]])
+    """
+    returns = reward_to_go(token_rewards, rollout_ids, step_ids, response_mask)
+    above = returns.double() - greedy_rewards[rollout_ids, None].double()
+    return fill_masked(above, response_mask & ~above.isnan(), 0.0).to(token_rewards.dtype)
+
+
 def gae(
     token_rewards: Tensor,
     values: Tensor,
@@ -244,11 +309,13 @@ def gae(
     *,
     gamma: float = 1.0,
     lam: float = 0.95,
+    alpha: float | None = None,
     bootstrap_truncated: bool = False,
 ) -> Estimate:
     """Generalised advantage estimation; one action is one sampled token.
 
     δ_t = r_t + γ V_{t+1} - V_t,  Â_t = δ_t + γ λ Â_{t+1},  return_t = Â_t + V_t
+    alpha: λ_j = max(0, 1 - 1 / (alpha · l_j)) for rollout j of l_j sampled tokens, so that Σ_i λ_j^i = alpha · l_j; returns have λ = 1
 
     t + 1 is the next *sampled* token of the rollout, across tools, users and rows. Nothing resets, discounts or bootstraps in
     between. After the last token V and Â are 0. The result is not whitened; that is a normalisation.
@@ -259,23 +326,27 @@ def gae(
       truncated: [N] bool. rollout_ids: [B]. step_ids: [B, T]. response_mask: [B, T] bool. As in `reward_to_go`.
       gamma: 0 ≤ gamma ≤ 1, per sampled token.
       lam: 0 ≤ lam ≤ 1; 1 is the return minus the value, 0 the one-step error. OpenRLHF and verl 1, TRL 0.95.
+      alpha: > 0, in place of lam. At VAPO's 0.05 λ is 0 up to 20 tokens, 0.5 at 40 and 0.98 at 1,000. None: lam for all. A script
+        derived from slime takes 1.5.
       bootstrap_truncated: after the last token of a truncated rollout, V is the value of its last state instead of 0. Truncation
         then does not count as failure.
     Returns: advantages and returns, [B, T] each, in units of reward, of the dtype of `token_rewards`; 0 outside the mask.
-    Raises: ValueError naming `gamma` or `lam`.
-    Source: Schulman et al. 2016, section 3, arXiv:1506.02438.
+    Raises: ValueError naming `gamma`, `lam` or `alpha`.
+    Source: Schulman et al. 2016, section 3, arXiv:1506.02438. alpha: VAPO, Yue et al. 2025, arXiv:2504.05118, without the bound at 0.
 
     >>> given = (torch.zeros(1).bool(), torch.tensor([0]), torch.zeros(1, 2).long(), torch.ones(1, 2).bool())
     >>> gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.0]]), *given, lam=0.5).advantages
     tensor([[0., 1.]])
     """
     _require_discounts(gamma, lam)
+    require(alpha is None or 0 < alpha < float("inf"), "alpha", alpha, "> 0 and finite, or None")
     positions, mask = episode_positions(rollout_ids, step_ids, response_mask)
     rewards, states = (to_episodes(x.detach().double(), positions, mask) for x in (token_rewards, values))
-    last = _last_values(states, mask, truncated) * bootstrap_truncated
-    advantages = _accumulated(_errors(rewards, states, mask, last, gamma), gamma * lam)
-    back = [from_episodes(x, positions, mask, token_rewards).to(token_rewards.dtype) for x in (advantages, advantages + states)]
-    return Estimate(*back)
+    errors = _errors(rewards, states, mask, _last_values(states, mask, truncated) * bootstrap_truncated, gamma)
+    decay = lam if alpha is None else (1 - 1 / (alpha * mask.sum(1).double().clamp_min(1))).clamp_min(0)
+    advantages = _accumulated(errors, gamma * decay)
+    returns = (advantages if alpha is None else _accumulated(errors, gamma)) + states
+    return Estimate(*(from_episodes(x, positions, mask, token_rewards).to(token_rewards.dtype) for x in (advantages, returns)))
 
 
 def turn_gae(
@@ -314,17 +385,61 @@ def turn_gae(
     _require_discounts(gamma, lam)
     positions, mask = episode_positions(rollout_ids, step_ids, response_mask)
     rewards, states = (to_episodes(x.detach().double(), positions, mask) for x in (token_rewards, values))
-    steps = to_episodes(step_ids, positions, mask)
-    first = mask & (torch.arange(mask.shape[1], device=mask.device) == 0)
-    first[:, 1:] |= mask[:, 1:] & (steps[:, 1:] != steps[:, :-1])
-    turn = (first.cumsum(1) - 1).clamp_min(0)  # [N, L], which turn of its rollout a token is in
+    turn, first, taken = _turns(step_ids, positions, mask)
     earned = torch.zeros_like(rewards).scatter_add(1, turn, rewards)
     begun = torch.zeros_like(states).scatter_add(1, turn, states.where(first, 0.0))
-    taken = torch.arange(mask.shape[1], device=mask.device) < first.sum(1, keepdim=True)
     last = _last_values(states, mask, truncated) * bootstrap_truncated
     advantages = _accumulated(_errors(earned, begun, taken, last, gamma), gamma * lam)
     back = [from_episodes(x.gather(1, turn), positions, mask, token_rewards) for x in (advantages, advantages + begun)]
     return Estimate(*(x.to(token_rewards.dtype) for x in back))
+
+
+def turn_group_mean(
+    token_rewards: Tensor,
+    rewards: Tensor,
+    group_ids: Tensor,
+    rollout_ids: Tensor,
+    step_ids: Tensor,
+    response_mask: Tensor,
+    *,
+    gamma: float = 1.0,
+) -> Tensor:
+    """The return of each turn above the mean return of the same turn in its group: credit to turns without a critic.
+
+    G_ik = Σ_{l ≥ k} γ^(l-k) r_il,  A_ik = G_ik - mean over the rollouts of the group that have a turn k of G_jk
+
+    r_ik sums the token rewards of turn k. With γ = 0 a turn has the credit of its own reward alone. Rollouts that are not trained on
+    are no part of a mean.
+
+    Args:
+      rewards: [N], nan where it cannot be scored: no part of a mean. group_ids: [N] any integers.
+      token_rewards, step_ids, response_mask: [B, T]. rollout_ids: [B]. As in `turn_gae`. gamma: 0 ≤ gamma ≤ 1, per turn.
+    Returns: [B, T], in units of reward, the same at all tokens of a turn. All equal, or the only rollout with that many turns: 0.
+    Raises: ValueError naming gamma.
+    Source: turn-level advantages of groups, Zeng et al. 2025, arXiv:2505.11821, who standardise them.
+
+    >>> given = (torch.tensor([0, 0]), torch.tensor([0, 1]), torch.tensor([[0, 1], [0, 1]]), torch.ones(2, 2).bool())
+    >>> turn_group_mean(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.ones(2), *given)
+    tensor([[ 0.0000, -0.5000],
+            [ 0.0000,  0.5000]])
+    """
+    require(0 <= gamma <= 1, "gamma", gamma, "0 ≤ gamma ≤ 1")
+    positions, mask = episode_positions(rollout_ids, step_ids, response_mask)
+    turn, _, taken = _turns(step_ids, positions, mask)
+    earned = to_episodes(token_rewards.detach().double(), positions, mask)
+    returns = _accumulated(torch.zeros_like(earned).scatter_add(1, turn, earned), gamma)
+    known = returns.where(taken & ~rewards[: len(mask), None].isnan(), torch.nan)
+    places = group_ids.unique(return_inverse=True)[1][: len(mask), None] * mask.shape[1] + torch.arange(mask.shape[1], device=mask.device)
+    advantages = centred(known.flatten(), places.flatten())[0].view(mask.shape)
+    return from_episodes(advantages.gather(1, turn), positions, mask, token_rewards).to(token_rewards.dtype)
+
+
+def _turns(step_ids: Tensor, positions: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Which turn of its rollout a token is in, whether it is the first of one, and whether the rollout has a k-th turn; [N, L] each."""
+    steps, places = to_episodes(step_ids, positions, mask), torch.arange(mask.shape[1], device=mask.device)
+    first = mask & (places == 0)
+    first[:, 1:] |= mask[:, 1:] & (steps[:, 1:] != steps[:, :-1])
+    return (first.cumsum(1) - 1).clamp_min(0), first, places < first.sum(1, keepdim=True)
 
 
 def _require_discounts(gamma: float, lam: float) -> None:
@@ -332,8 +447,8 @@ def _require_discounts(gamma: float, lam: float) -> None:
     require(0 <= lam <= 1, "lam", lam, "0 ≤ lam ≤ 1")
 
 
-def _accumulated(values: Tensor, factor: float) -> Tensor:
-    """x_t = values_t + factor · x_{t+1}, backwards along the last axis of [N, L]; all rollouts at once."""
+def _accumulated(values: Tensor, factor: float | Tensor) -> Tensor:
+    """x_t = values_t + factor · x_{t+1}, backwards along the last axis of [N, L]; all rollouts at once, `factor` one number or [N]."""
     out = values.clone()
     for t in range(values.shape[1] - 2, -1, -1):
         out[:, t] += factor * out[:, t + 1]

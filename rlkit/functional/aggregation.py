@@ -40,8 +40,7 @@ def sequence_mean(response_mask: Tensor, rollout_ids: Tensor) -> Tensor:
     shrinks the loss of all others.
 
     Args:
-      response_mask: [B, T] bool, of the whole update batch.
-      rollout_ids: [B] int64, 0 … N-1.
+      response_mask: [B, T] bool, of the whole update batch. rollout_ids: [B] int64, 0 … N-1.
     Returns: [B, T] float32; sums to 1.
     Source: GRPO, Shao et al. 2024 eq. 3, arXiv:2402.03300; in TRL `grpo`, in verl `seq-mean-token-mean`.
 
@@ -61,8 +60,7 @@ def sequence_sum(response_mask: Tensor, rollout_ids: Tensor, *, constant: float)
     denominator that depends on the samples.
 
     Args:
-      response_mask: [B, T] bool, of the whole update batch.
-      rollout_ids: [B] int64.
+      response_mask: [B, T] bool, of the whole update batch. rollout_ids: [B] int64.
       constant: > 0, in tokens; usually the most tokens that a rollout may have.
     Returns: [B, T] float32.
     Raises: ValueError naming the constant.
@@ -83,8 +81,7 @@ def prompt_mean(response_mask: Tensor, rollout_ids: Tensor, group_ids: Tensor) -
     w_it = m_it / (T_g n), g the group of row i's rollout, T_g its trained tokens, n groups with T_g ≥ 1
 
     Args:
-      response_mask: [B, T] bool, of the whole update batch.
-      rollout_ids: [B] int64, indices into `group_ids`.
+      response_mask: [B, T] bool, of the whole update batch. rollout_ids: [B] int64, indices into `group_ids`.
       group_ids: [N] any integers.
     Returns: [B, T] float32; sums to 1. A prompt without a trained token does not count in n.
     Source: the objective of DAPO as written, Yu et al. 2025 eq. 8, arXiv:2503.14476, an expectation over prompts of

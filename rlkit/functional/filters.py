@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from rlkit.functional._arguments import require
 from rlkit.functional.masking import full_precision
+from rlkit.functional.sampling import gumbel_noise
 
 
 def keep_all(rewards: Tensor) -> Tensor:
@@ -48,6 +51,26 @@ def mixed_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return (highest > lowest)[group]
 
 
+def mixed_component(rewards: Tensor, components: Mapping[str, Tensor], group_ids: Tensor, *, component: str | None = None) -> Tensor:
+    """Keep the groups in which one component of the reward differs: accuracy, whatever format or length add to it.
+
+    keep_i = max_{j in group of i} r_j > min_{j in group of i} r_j, r the component
+
+    Args:
+      rewards: [N], used if there are no components. components: name → [N], nan where it cannot be scored. group_ids: [N].
+      component: its name; None: the first term of the reward.
+    Returns: [N] bool, as `mixed_groups` of that component.
+    Raises: ValueError naming `component` where there is no such one.
+    Source: dynamic sampling, DAPO, Yu et al. 2025, section 3.2, eq. 11, arXiv:2503.14476: 0 < number correct < G.
+
+    >>> components = {"right": torch.tensor([1.0, 1.0]), "format": torch.tensor([0.0, 1.0])}
+    >>> mixed_component(torch.tensor([1.0, 1.1]), components, torch.tensor([5, 5]))
+    tensor([False, False])
+    """
+    require(component is None or component in components, "component", component, f"one of {', '.join(components)}, or None")
+    return mixed_groups(next(iter(components.values()), rewards) if component is None else components[component], group_ids)
+
+
 def every_token(response_mask: Tensor) -> Tensor:
     """The policy loss of every sampled token counts.
 
@@ -72,8 +95,7 @@ def top_entropy(entropy_old: Tensor, response_mask: Tensor, *, fraction: float =
     tokens: the others add 0 to it, and keep their KL.
 
     Args:
-      entropy_old: [B, T] in nats, before the update. Anything, nan and inf included, under the mask.
-      response_mask: [B, T] bool.
+      entropy_old: [B, T] in nats, before the update. Anything, nan and inf included, under the mask. response_mask: [B, T] bool.
       fraction: in (0, 1]; 1 keeps every token.
     Returns: [B, T] bool, False under the mask; at least one True where anything is trained.
     Raises: ValueError naming the fraction.
@@ -90,3 +112,67 @@ def top_entropy(entropy_old: Tensor, response_mask: Tensor, *, fraction: float =
     kept = int(round(fraction * (trained.numel() - 1), 6)) + 1  # rounded: 0.29 · 100 is 28.999…
     threshold = trained.kthvalue(trained.numel() - kept + 1).values  # torch.quantile ends at 16 million
     return response_mask & ~(entropies < threshold)  # so that nan stays visible
+
+
+def clip_cov(
+    advantages: Tensor,
+    logprobs_old: Tensor,
+    response_mask: Tensor,
+    rollout_ids: Tensor,
+    *,
+    share: float = 2e-4,
+    low: float = 1.0,
+    high: float = 5.0,
+) -> Tensor:
+    """All tokens but a few random ones of high covariance, which would take most of the policy's entropy.
+
+    cov_t = (A_t - mean(A)) (log π_old_t - mean(log π_old)) over the N trained tokens of the step; of those with low < cov_t < high,
+    max(1, ⌊share · N⌋) have no policy loss in this step. They are drawn by a hash of log-prob, rollout and column: repeatable.
+
+    Args:
+      advantages: [B, T] a constant. logprobs_old: [B, T] in nats, before the update. Anything under the mask.
+      response_mask: [B, T] bool. rollout_ids: [B].
+      share: in [0, 1]. low, high: in units of advantage times nats, low < high.
+    Returns: [B, T] bool, False under the mask.
+    Raises: ValueError naming `share` or `low`.
+    Source: Clip-Cov, Cui et al. 2025, arXiv:2505.22617. verl takes the covariance of each micro-batch at its current log-probs.
+
+    >>> logprobs = torch.tensor([[-5.0, -1.0, -6.0]])
+    >>> clip_cov(torch.tensor([[-1.0, 1.0, 0.0]]), logprobs, torch.ones(1, 3).bool(), torch.tensor([0]))  # cov 1, 3 and 0
+    tensor([[ True, False,  True]])
+    """
+    require(0 <= share <= 1, "share", share, "0 ≤ share ≤ 1")
+    require(low < high, "low", low, f"< high ({high})")
+    covariance = _covariance(advantages, logprobs_old, response_mask)
+    rows, columns = response_mask.nonzero(as_tuple=True)
+    band = ((covariance > low) & (covariance < high)).nonzero()[:, 0]
+    bits = full_precision(logprobs_old.detach())[response_mask].double().view(torch.int64)[band]
+    noise = gumbel_noise(bits, (rollout_ids[rows[band]] << 32) + columns[band], 1)[:, 0]
+    kept = torch.ones_like(covariance, dtype=torch.bool)
+    kept[band[noise.topk(min(len(band), max(1, int(share * len(covariance))))).indices]] = False
+    return response_mask.masked_scatter(response_mask, kept)
+
+
+def covariance_rank(advantages: Tensor, logprobs_old: Tensor, response_mask: Tensor) -> Tensor:
+    """The share of the step's trained tokens whose covariance of advantage and log-prob is higher: the highest has 0.
+
+    rank_t = #{s: cov_s > cov_t} / N, cov as in `clip_cov`
+
+    Args:
+      advantages, logprobs_old, response_mask: [B, T], as in `clip_cov`.
+    Returns: [B, T] float64, in [0, 1) on the N trained tokens, 1 under the mask.
+    Source: KL-Cov, Cui et al. 2025, arXiv:2505.22617.
+
+    >>> covariance_rank(torch.tensor([[-1.0, 1.0]]), torch.tensor([[-1.0, -3.0]]), torch.ones(1, 2).bool())
+    tensor([[0., 0.]], dtype=torch.float64)
+    """
+    covariance = _covariance(advantages, logprobs_old, response_mask)
+    higher = len(covariance) - torch.searchsorted(covariance.sort().values, covariance, right=True)
+    rank = higher.double() / max(len(covariance), 1)
+    return rank.new_ones(response_mask.shape).masked_scatter(response_mask, rank)
+
+
+def _covariance(advantages: Tensor, logprobs_old: Tensor, response_mask: Tensor) -> Tensor:
+    """Of each trained token, [n] in float64."""
+    a, p = (values.detach()[response_mask].double() for values in (advantages, logprobs_old))
+    return (a - a.mean()) * (p - p.mean())

@@ -8,6 +8,7 @@ gradient that is descended, per unit of the coefficient, with q = log ref - log 
     k1         KL(π‖ref)    0                   ∇KL(π‖ref)               ∇KL(π‖ref)
     k2         ½ E[q²]      ∇KL(π‖ref)          ∇ ½ E[q²]                ∇ ½ E[q²] - ∇KL(π‖ref) = ½ E[q² ∇log π]
     k3         KL(π‖ref)    ∇KL(ref‖π)          ∇KL(π‖ref)               ∇KL(π‖ref) - ∇KL(ref‖π)
+    k3+        KL(π‖ref)    ∇KL(π‖ref)          2∇KL(π‖ref) - ∇KL(ref‖π) ∇KL(π‖ref) - ∇KL(ref‖π)
     forward    KL(π‖ref)    ∇KL(π‖ref)          refused: it carries it   ∇KL(π‖ref): its ratio is 1 there, it is k1
     reverse    KL(ref‖π)    ∇KL(ref‖π)          refused: it carries it   E_ref[q ∇log π] = -∇ ½ E_ref[q²]
     truncated  k3, |q| ≤ c  ∇KL(ref‖π), |q| < c ∇V                       ∇V - its gradient in the loss
@@ -17,6 +18,7 @@ gradient that is descended, per unit of the coefficient, with q = log ref - log 
 The table is for one state. Over a rollout, the gradient of the loss is its expectation over the visited states, as if π did not
 decide which states are visited. The reward adds the gradient of V of the later tokens through the states in which they are drawn.
 So `reward` with k1 gives ∇KL(π‖ref) of whole rollouts. For one estimator without a ratio, loss and reward together give ∇V.
+k3+ is `k3_straight_through`, whose gradient is not that of its value: there they do not.
 `reward_sequence` is `reward` with f / |y| in place of f: the mean over a rollout instead of the sum. `in_baseline` has the same
 expected gradient if the baseline does not depend on the rollout's own reward (`raw`, `leave_one_out`).
 
@@ -50,8 +52,7 @@ def k1(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
     Value: E[k1] = KL(π‖ref). Gradient in the loss: 0 in expectation, noise otherwise; times the ratio it is ∇KL(π‖ref).
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient.
-      logprobs_ref: [B, T] in nats, on the same tokens; a constant.
+      logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same tokens; a constant.
     Returns: [B, T] in nats, within ±20.
     Source: Schulman 2020, "Approximating KL divergence"; the penalty in the reward of Ouyang et al. 2022,
       arXiv:2203.02155.
@@ -70,8 +71,7 @@ def k2(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
     Value: E[k2] → KL(π‖ref) as the policies meet. Gradient in the loss: ∇KL(π‖ref), exactly; no ratio wanted.
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient.
-      logprobs_ref: [B, T] in nats, on the same tokens; a constant.
+      logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same tokens; a constant.
     Returns: [B, T] in nats, 0 … 200.
     Source: Schulman 2020, "Approximating KL divergence".
 
@@ -90,8 +90,7 @@ def k3(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
     other direction; times the ratio it is ∇KL(π‖ref). GRPO as published uses it without the ratio.
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient.
-      logprobs_ref: [B, T] in nats, on the same tokens; a constant.
+      logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same tokens; a constant.
     Returns: [B, T] in nats, 0 … e^20 (verl and OpenRLHF also clamp the result to ±10; TRL clamps nothing).
     Source: Schulman 2020, "Approximating KL divergence"; GRPO, Shao et al. 2024 eq. 4, arXiv:2402.03300.
 
@@ -100,6 +99,23 @@ def k3(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
     """
     q = _log_ratio(logprobs, logprobs_ref)
     return torch.expm1(q) - q  # expm1: e^q - 1 loses all its digits where q is small
+
+
+def k3_straight_through(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
+    """k2_t - sg(k2_t) + sg(k3_t): the value of k3 with the gradient of k2.
+
+    Value: E[k3] = KL(π‖ref). Gradient in the loss: ∇KL(π‖ref), exactly; no ratio wanted.
+
+    Args:
+      logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, a constant.
+    Returns: [B, T] in nats, 0 … e^20; without a gradient where the log-ratio is beyond ±20.
+    Source: `k3+` in verl; the gradient of k2, Tang and Munos 2025, arXiv:2506.09477.
+
+    >>> k3_straight_through(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]))
+    tensor([[0.1065]])
+    """
+    square = k2(logprobs, logprobs_ref)
+    return square - square.detach() + k3(logprobs.detach(), logprobs_ref)
 
 
 def forward(logprobs: Tensor, logprobs_ref: Tensor, logprobs_old: Tensor) -> Tensor:
@@ -111,8 +127,7 @@ def forward(logprobs: Tensor, logprobs_ref: Tensor, logprobs_old: Tensor) -> Ten
     expectation 0). Beyond the clamp of the log-ratio it still points towards the reference, as if at ±20.
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient.
-      logprobs_ref: [B, T] in nats, on the same tokens; a constant.
+      logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same tokens; a constant.
       logprobs_old: [B, T] in nats, of the policy that the samples are taken to come from; a constant.
     Returns: [B, T] in nats, of either sign.
     Source: Schulman 2020, "Approximating KL divergence"; the ratio as in Tang and Munos 2025, arXiv:2506.09477.
@@ -134,8 +149,7 @@ def reverse(logprobs: Tensor, logprobs_ref: Tensor, logprobs_old: Tensor) -> Ten
     The variance is that of ref / π, so use this estimator only if the two are close.
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient.
-      logprobs_ref: [B, T] in nats, on the same tokens; a constant.
+      logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same tokens; a constant.
       logprobs_old: [B, T] in nats, of the policy that the samples are taken to come from; a constant.
     Returns: [B, T] in nats, of either sign, of absolute value at most 20 e^40.
     Source: importance sampling of the definition of Kullback and Leibler 1951.
@@ -157,8 +171,7 @@ def truncated(logprobs: Tensor, logprobs_ref: Tensor, *, threshold: float = 1.0)
     Σ (π - ref) ∇log π over the tokens within the threshold, which is ∇KL(ref‖π) where all are; 0 beyond.
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient.
-      logprobs_ref: [B, T] in nats, on the same tokens; a constant.
+      logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same tokens; a constant.
       threshold: in nats, 0 < threshold ≤ 20.
     Returns: [B, T] in nats, 0 … e^threshold - threshold - 1.
     Raises: ValueError naming the threshold.
@@ -181,8 +194,7 @@ def confident(logprobs: Tensor, logprobs_ref: Tensor, *, probability: float = 0.
     tokens. The choice of tokens has no gradient.
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient.
-      logprobs_ref: [B, T] in nats, on the same tokens; a constant.
+      logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same tokens; a constant.
       probability: 0 ≤ probability < 1; 0 is k3.
     Returns: [B, T] in nats, 0 … e^20.
     Raises: ValueError naming the probability.

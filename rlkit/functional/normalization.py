@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlkit.functional._arguments import require
 from rlkit.functional._groups import spread
-from rlkit.functional.masking import fill_masked
+from rlkit.functional.masking import fill_masked, rollout_mean
 
 
 def no_normalization(advantages: Tensor) -> Tensor:
@@ -46,8 +46,7 @@ def normalize_group(
     A_t / (std_g(R) + eps)
 
     Args:
-      advantages: [B, T], in units of reward.
-      rewards: [N], nan where it cannot be scored: no part of the deviation.
+      advantages: [B, T], in units of reward. rewards: [N], nan where it cannot be scored: no part of the deviation.
       group_ids: [N] any integers. rollout_ids: [B], indices into both.
       std: "sample" divides the squares by n-1 (TRL, verl, OpenRLHF), "population" by n (open-instruct, the paper's code
         leaves it open). For two rollouts, 0 and 1, that is ±0.71 against ±1.
@@ -72,8 +71,7 @@ def normalize_batch(advantages: Tensor, rewards: Tensor, *, std: Literal["sample
     A_t / (std(R) + eps)
 
     Args:
-      advantages: [B, T], in units of reward.
-      rewards: [N], nan where it cannot be scored: no part of the deviation.
+      advantages: [B, T], in units of reward. rewards: [N], nan where it cannot be scored: no part of the deviation.
       std: "sample" or "population", as in `normalize_group`. eps: ≥ 0, in units of reward.
     Returns: [B, T], dimensionless. All rewards equal, or only one scored: as they are.
     Raises: ValueError naming `std` or `eps`.
@@ -89,14 +87,40 @@ def normalize_batch(advantages: Tensor, rewards: Tensor, *, std: Literal["sample
     return (advantages.double() / scale).to(advantages.dtype) if scale.numel() else advantages
 
 
+def normalize_advantages(advantages: Tensor, rewards: Tensor, rollout_ids: Tensor, response_mask: Tensor, *, eps: float = 1e-4) -> Tensor:
+    """Advantages over their own standard deviation over the rollouts of the batch, which prompts of other mean rewards do not widen.
+
+    A_t / (std(Â) + eps), Â_j the mean of A over the trained tokens of rollout j, std with n - 1
+
+    Args:
+      advantages: [B, T]. rewards: [N], nan where it cannot be scored: no part of the deviation.
+      rollout_ids: [B], indices into it. response_mask: [B, T] bool. eps: ≥ 0, in units of `advantages`.
+    Returns: [B, T], dimensionless. Without spread as they are.
+    Raises: ValueError naming eps.
+    Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786; TRL has a running mean of squares over the rollouts.
+
+    >>> advantages, mask = torch.tensor([[2.0], [-2.0]]), torch.ones(2, 1).bool()
+    >>> normalize_advantages(advantages, torch.ones(2), torch.tensor([0, 1]), mask, eps=0.0)
+    tensor([[ 0.7071],
+            [-0.7071]])
+    """
+    require(0 <= eps < float("inf"), "eps", eps, "≥ 0 and finite")
+    counted = response_mask & ~rewards.isnan()[rollout_ids].unsqueeze(-1)
+    of_rollouts = rollout_mean(advantages.double(), counted, rollout_ids)[:, 0]
+    rows = counted.any(1)
+    means = rewards.new_full(rewards.shape, torch.nan, dtype=torch.float64).index_put((rollout_ids[rows],), of_rollouts[rows])
+    means = means[~means.isnan()]
+    scale = means.std() + eps if len(means) > 1 and means.max() > means.min() else 1.0
+    return (advantages.double() / scale).to(advantages.dtype)
+
+
 def whiten(advantages: Tensor, rewards: Tensor, rollout_ids: Tensor, response_mask: Tensor, *, eps: float = 1e-8) -> Tensor:
     """Advantages standardised over all trained tokens of the batch: with `gae` this is PPO, with `reward_to_go` REINFORCE++.
 
     (A_t - mean(A)) / √(var(A) + eps), var with n - 1
 
     Args:
-      advantages: [B, T].
-      rewards: [N], nan where it cannot be scored: its tokens take no part. rollout_ids: [B], indices into it.
+      advantages: [B, T]. rewards: [N], nan where it cannot be scored: its tokens take no part. rollout_ids: [B], indices into it.
       response_mask: [B, T] bool.
       eps: ≥ 0, in squared units of `advantages`; 1e-8 as in verl.
     Returns: [B, T], dimensionless; sums to 0 over the trained tokens of scored rollouts and is 0 everywhere else. All equal,

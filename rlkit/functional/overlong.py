@@ -36,8 +36,7 @@ def soft_penalty(rewards: Tensor, reply_lengths: Tensor, *, limit: float, buffer
     penalised. To penalise the length of a whole episode use `rlkit.rewards.soft_length`.
 
     Args:
-      rewards: [N], nan where it cannot be scored.
-      reply_lengths: [N] sampled tokens of a rollout's longest reply.
+      rewards: [N], nan where it cannot be scored. reply_lengths: [N] sampled tokens of a rollout's longest reply.
       limit: > 0, in tokens of a reply, from which the whole penalty is taken off.
       buffer: in (0, 1], the share of the limit over which it grows; the paper: 4096 of 20480.
     Returns: rewards [N], lower by 0 … 1, nan where they were; and all True [N].
@@ -61,8 +60,7 @@ def mask_truncated(rewards: Tensor, truncated: Tensor) -> tuple[Tensor, Tensor]:
     trained_i = not truncated_i; the rewards stay, and count in the baseline of their group.
 
     Args:
-      rewards: [N], nan where it cannot be scored.
-      truncated: [N] bool, cut off by a limit instead of ended.
+      rewards: [N], nan where it cannot be scored. truncated: [N] bool, cut off by a limit instead of ended.
     Returns: the same rewards [N], and [N] bool.
     Source: overlong filtering, DAPO, Yu et al. 2025, section 3.4, arXiv:2503.14476; in TRL `mask_truncated_completions`.
 

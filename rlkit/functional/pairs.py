@@ -22,8 +22,7 @@ def all_pairs(rewards: Tensor, group_ids: Tensor) -> Tensor:
     {(i, j): R_i > R_j, i and j of one group}
 
     Args:
-      rewards: [N], nan where it cannot be scored.
-      group_ids: [N] any integers; members need not be neighbours.
+      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers; members need not be neighbours.
     Returns: [P, 2] int64, (preferred, dispreferred); P = 0 where no group has spread.
     Source: Ouyang et al. 2022 (InstructGPT), section 3.5, arXiv:2203.02155: all comparisons of one prompt.
 
@@ -41,8 +40,7 @@ def best_worst(rewards: Tensor, group_ids: Tensor) -> Tensor:
     {(argmax_g R, argmin_g R)}, groups whose rewards differ
 
     Args:
-      rewards: [N], nan where it cannot be scored.
-      group_ids: [N] any integers; members need not be neighbours.
+      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers; members need not be neighbours.
     Returns: [P, 2] int64, (preferred, dispreferred), at most one pair a group; P = 0 where no group has spread.
     Source: best-of-n against worst-of-n, Dong et al. 2024 (RLHF Workflow), section 3, arXiv:2405.07863.
 
@@ -70,8 +68,7 @@ def pairwise_loss(
     loss_ij = -log σ(β (s_i - s_j)), s_i = Σ_t log π_t over the trained tokens of rollout i
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. Anything under the mask.
-      response_mask: [B, T] bool.
+      logprobs: [B, T] in nats, carries the gradient. Anything under the mask. response_mask: [B, T] bool.
       rollout_ids: [B] int64; all rows of a rollout must be there.
       pairs: [P, 2] int64, (preferred, dispreferred), rollouts with a row.
       beta: > 0, per nat.

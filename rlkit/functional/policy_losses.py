@@ -7,11 +7,13 @@ Each loss declares by `@clips` what its own clip does to a token, for the metric
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from rlkit.functional._arguments import require
-from rlkit.functional.masking import rollout_mean
+from rlkit.functional.masking import fill_masked, rollout_mean, segment_sum
 from rlkit.functional.ratios import LOG_RATIO_BOUND, log_ratio
 from rlkit.types import clips
 
@@ -57,8 +59,7 @@ def clipped(
     are the same function.
 
     Args:
-      ratio: [B, T] π / π_old, > 0, carries the gradient.
-      advantages: [B, T] a constant: no gradient flows into it.
+      ratio: [B, T] π / π_old, > 0, carries the gradient. advantages: [B, T] a constant: no gradient flows into it.
       clip_low, clip_high: dimensionless half-widths, 0 < clip_low ≤ 1, clip_high > 0. DAPO: 0.2 and 0.28.
       dual_clip: > 1 + clip_high; None: no cap. verl's default loss has 3, TRL's has none.
       delta: > 1 + clip_high; None: no cap. In TRL `delta`.
@@ -86,8 +87,7 @@ def cispo(ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, clip_low: floa
     loss_t = -sg[clip(r_t, 1 - clip_low, 1 + clip_high)] A_t log π_t
 
     Args:
-      ratio: [B, T] π / π_old, > 0; its value alone counts.
-      advantages: [B, T] a constant: no gradient flows into it.
+      ratio: [B, T] π / π_old, > 0; its value alone counts. advantages: [B, T] a constant: no gradient flows into it.
       logprobs: [B, T] in nats, carries the gradient.
       clip_low, clip_high: half-widths around 1, as in verl and SkyRL: 0 < clip_low ≤ 1, clip_high > 0. The defaults bound
         the weight by [0, 5] (SkyRL); clip_low = 1 is no lower bound, as in the paper. verl 0.2 and 0.2. TRL's value is the
@@ -112,8 +112,7 @@ def sapo(ratio: Tensor, advantages: Tensor, *, tau_positive: float = 1.0, tau_ne
     The gradient with respect to r_t is -4 p (1 - p) A_t, p = σ(τ (r_t - 1)): that of REINFORCE at r_t = 1.
 
     Args:
-      ratio: [B, T] π / π_old, > 0, carries the gradient.
-      advantages: [B, T] a constant: no gradient flows into it.
+      ratio: [B, T] π / π_old, > 0, carries the gradient. advantages: [B, T] a constant: no gradient flows into it.
       tau_positive, tau_negative: > 0, dimensionless; a larger one fades faster.
     Returns: [B, T] loss in units of advantage; at r_t = 1 it is -2 A_t / τ.
     Raises: ValueError naming the argument, its value and the allowed range.
@@ -148,10 +147,8 @@ def gmpo(
     All tokens of a rollout have the same s_j, so `sequence_mean` gives the mean over rollouts of -s_j A_j.
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. Anything under the mask.
-      logprobs_old: [B, T] in nats, a constant.
-      response_mask: [B, T] bool.
-      rollout_ids: [B] int64; all rows of a rollout must be there, as `micro_batches` gives them.
+      logprobs: [B, T] in nats, carries the gradient. Anything under the mask. logprobs_old: [B, T] in nats, a constant.
+      response_mask: [B, T] bool. rollout_ids: [B] int64; all rows of a rollout must be there, as `micro_batches` gives them.
       advantages: [B, T] a constant: no gradient flows into it.
       clip_log_low, clip_log_high: > 0, widths in nats: the paper's interval is (e^-0.4, e^0.4). verl
         clips in the same way, by clip_ratio_low and clip_ratio_high in nats, 0.2 unless they are set.
@@ -172,14 +169,86 @@ def gmpo(
 
 
 @clips()
+def kl_cov(
+    ratio: Tensor,
+    advantages: Tensor,
+    logprobs: Tensor,
+    logprobs_old: Tensor,
+    covariance_rank: Tensor,
+    *,
+    share: float = 2e-4,
+    coef: float = 1.0,
+) -> Tensor:
+    """Surrogate loss without a clip; a penalty holds the few tokens of the highest covariance near the old policy.
+
+    loss_t = -r_t A_t + coef |log π_t - log π_old_t| where covariance_rank_t < share, -r_t A_t elsewhere
+
+    Args:
+      ratio: [B, T] π / π_old, > 0. logprobs: [B, T] in nats. Both carry the gradient.
+      advantages, logprobs_old: [B, T], constants. covariance_rank: [B, T], of the function of that name.
+      share: in [0, 1], of the step's trained tokens, rounded up. coef: ≥ 0, in units of advantage per nat. verl 2e-4 and 1.
+    Returns: [B, T] loss in units of advantage; the penalty has no gradient at r_t = 1.
+    Raises: ValueError naming `share` or `coef`.
+    Source: KL-Cov, Cui et al. 2025, arXiv:2505.22617.
+
+    >>> ratio, old, rank = torch.tensor([[2.0, 2.0]]), torch.zeros(1, 2), torch.tensor([[0.0, 0.5]])
+    >>> kl_cov(ratio, torch.ones(1, 2), ratio.log(), old, rank, share=0.5)
+    tensor([[-1.3069, -2.0000]])
+    """
+    require(0 <= share <= 1, "share", share, "0 ≤ share ≤ 1")
+    require(0 <= coef < float("inf"), "coef", coef, "≥ 0 and finite")
+    penalty = fill_masked((logprobs - logprobs_old.detach()).abs(), covariance_rank < share, 0.0)
+    return -ratio * advantages.detach() + coef * penalty
+
+
+def vespo(
+    logprobs: Tensor,
+    logprobs_sampler: Tensor,
+    response_mask: Tensor,
+    rollout_ids: Tensor,
+    advantages: Tensor,
+    *,
+    k_positive: float = 2.0,
+    lam_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lam_negative: float = 2.0,
+) -> Tensor:
+    """Score-function loss with a soft weight of the whole rollout, which fades as policy and sampler differ.
+
+    loss_t = -sg[φ(w_j)] A_t log π_t, φ(w) = w^k e^(λ (1 - w)), w_j = exp(Σ over rollout j of (log π_t - log μ_t)) in [1e-8, e^20]
+
+    φ(1) = 1, and φ is largest at k/λ. w is the ratio to the sampler μ, a correction too: use algorithm/correction=none.
+
+    Args:
+      logprobs: [B, T] in nats, carries the gradient. logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
+      response_mask: [B, T] bool. rollout_ids: [B]; all rows of a rollout must be there. advantages: [B, T] a constant.
+      k_positive, lam_positive: > 0, where A_t ≥ 0. k_negative, lam_negative: > 0, where A_t < 0.
+    Returns: [B, T]; only its gradient means anything.
+    Raises: ValueError naming the argument, its value and the allowed range.
+    Source: VESPO, arXiv:2602.10693; the numbers and bounds are TRL's.
+
+    >>> mask, rollout = torch.ones(1, 1).bool(), torch.tensor([0])
+    >>> vespo(torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log(), mask, rollout, torch.ones(1, 1))  # 4 e^-3 log 2
+    tensor([[0.1380]])
+    """
+    numbers = {"k_positive": k_positive, "lam_positive": lam_positive, "k_negative": k_negative, "lam_negative": lam_negative}
+    for name, number in numbers.items():
+        require(0 < number < float("inf"), name, number, "> 0 and finite")
+    total = segment_sum(log_ratio(logprobs.detach(), logprobs_sampler, response_mask), rollout_ids)
+    log_w = total.clamp(math.log(1e-8), LOG_RATIO_BOUND)[rollout_ids].unsqueeze(-1)
+    sign, advantages = (advantages < 0).long(), advantages.detach()
+    k, lam = (log_w.new_tensor([numbers[f"{name}_positive"], numbers[f"{name}_negative"]])[sign] for name in ("k", "lam"))
+    return -(k * log_w + lam * (1 - log_w.exp())).exp() * advantages * logprobs
+
+
+@clips()
 def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
     """Score-function loss, per token; for data sampled by the very policy being trained.
 
     loss_t = -A_t log π_t
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient.
-      advantages: [B, T] a constant: no gradient flows into it.
+      logprobs: [B, T] in nats, carries the gradient. advantages: [B, T] a constant: no gradient flows into it.
     Returns: [B, T]; only its gradient means anything.
     Source: Williams 1992, "Simple statistical gradient-following algorithms", section 4.
 

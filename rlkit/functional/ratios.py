@@ -17,8 +17,7 @@ def token_ratio(logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor) -
 
     Args:
       logprobs: [B, T] in nats, carries the gradient. Anything, nan and inf included, under the mask.
-      logprobs_old: [B, T] in nats, a constant: no gradient flows into it.
-      response_mask: [B, T] bool.
+      logprobs_old: [B, T] in nats, a constant: no gradient flows into it. response_mask: [B, T] bool.
     Returns: [B, T] in [e^-20, e^20], float32 or float64. Its gradient is r_t within the clamp, 0 beyond it and under
       the mask.
     Source: PPO, Schulman et al. 2017, section 3, arXiv:1707.06347; the clamp as in verl (TRL has none).
@@ -38,8 +37,7 @@ def sequence_ratio(logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor
 
     Args:
       logprobs: [B, T] in nats, carries the gradient. Anything, nan and inf included, under the mask.
-      logprobs_old: [B, T] in nats, a constant: no gradient flows into it.
-      response_mask: [B, T] bool.
+      logprobs_old: [B, T] in nats, a constant: no gradient flows into it. response_mask: [B, T] bool.
       rollout_ids: [B] int64, which rollout a row belongs to.
     Returns: [B, T], equal at all trained tokens of a rollout. The gradient of each entry is s_j / |y_j| with respect to
       every token of the rollout; aggregated by `sequence_mean`, that is the objective of the paper.
@@ -61,8 +59,7 @@ def sequence_token_ratio(logprobs: Tensor, logprobs_old: Tensor, response_mask: 
 
     Args:
       logprobs: [B, T] in nats, carries the gradient. Anything, nan and inf included, under the mask.
-      logprobs_old: [B, T] in nats, a constant: no gradient flows into it.
-      response_mask: [B, T] bool.
+      logprobs_old: [B, T] in nats, a constant: no gradient flows into it. response_mask: [B, T] bool.
       rollout_ids: [B] int64; all rows of a rollout must be there.
     Returns: [B, T], equal at all trained tokens of a rollout. The gradient of each entry is s_j with respect to its own
       token. With equal advantages within a rollout and `sequence_mean` the loss has the gradient of `sequence_ratio`.
@@ -84,8 +81,7 @@ def log_ratio(logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor) -> 
 
     Args:
       logprobs: [B, T] in nats, carries the gradient. Anything, nan and inf included, under the mask.
-      logprobs_old: [B, T] in nats, a constant: no gradient flows into it.
-      response_mask: [B, T] bool.
+      logprobs_old: [B, T] in nats, a constant: no gradient flows into it. response_mask: [B, T] bool.
     Returns: [B, T] in nats, float32 or float64.
     Source: the logarithm of the ratio of PPO, Schulman et al. 2017, section 3, arXiv:1707.06347.
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from rlkit.algorithm import asks
 from rlkit.episodes.record import from_bytes, to_bytes
 from rlkit.episodes.stream import StreamState, take
 from rlkit.errors import DataError, written
@@ -83,7 +84,8 @@ def _dispatched(learner: Learner, tasks: Sequence[Task], flight: Flight, step: i
 def settings_of(x: Experiment) -> str:
     """A digest of what decides groups beside weights and prompts: sampling, environment, reward, batch, refills. Functions by name."""
     refills = (x.algorithm.max_refills, x.algorithm.group_filter) if x.algorithm.max_refills else ()
-    parts = _plain([x.batch, x.generation.params, x.environment, x.reward, refills, x.algorithm.episodes])
+    greedy = [True] if asks(x.algorithm.advantage, "greedy_rewards") else []
+    parts = _plain([x.batch, x.generation.params, x.environment, x.reward, refills, x.algorithm.episodes, *greedy])
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 

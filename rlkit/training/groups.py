@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from rlkit.algorithm import call, quantities
+from rlkit.algorithm import asks, call, quantities
 from rlkit.distributed import ranks
 from rlkit.episodes import assemble, collect, failures
 from rlkit.episodes.stream import StreamState, take
@@ -31,7 +32,8 @@ def experience(
 
     With `max_refills` the episodes to train on are the groups that the group filter accepts, of as many rounds of further prompts as
     it takes to have batch.prompts of them (dynamic sampling, DAPO, Yu et al. 2025, section 3.2). If the filter accepts none, they are
-    all episodes, and the filter leaves nothing to train on.
+    all episodes, and the filter leaves nothing to train on. If the advantage asks for `greedy_rewards`, each task is also played once
+    greedily; of that rollout only the reward is kept, as `metadata["greedy_reward"]` of the task's others.
 
     Args:
       x: the experiment of this step (`Learner.begin`). tasks: of the whole run. step: RL steps done before this one.
@@ -46,16 +48,27 @@ def experience(
         if not missing:
             break
         drawn, stream = take(tasks, stream, missing, seed=x.seed)
-        with clock.sampling(x.generation.engine):
-            rollouts = played(x, policy, drawn, step=step, version=version, first=len(sampled) // x.batch.group_size, clock=clock)
-        failures(rollouts)
-        if x.algorithm.episodes is None:
-            with clock.part("reward"):
-                rollouts = score_spread(rollouts, x.reward)
+        rollouts = scored(x, policy, drawn, step=step, version=version, first=len(sampled) // x.batch.group_size, clock=clock)
+        if asks(x.algorithm.advantage, "greedy_rewards"):
+            greedy = x._replace(batch=x.batch._replace(group_size=1), generation=x.generation._replace(temperature=0.0))
+            own = scored(greedy, policy, drawn, step=step, version=version, first=rollouts[0].group, clock=clock)
+            rewards = {r.group: r.total_reward for r in own}
+            rollouts = [r._replace(metadata={**r.metadata, "greedy_reward": rewards[r.group]}) for r in rollouts]
         sampled += rollouts
         with rng.drawn_from(mix(x.seed, step, len(sampled))):
             accepted += accept(x, policy, rollouts) if x.algorithm.max_refills else rollouts
     return sampled, accepted or sampled, stream
+
+
+def scored(x: Experiment, policy: Policy, tasks: Sequence[Task], *, clock: Clock, **place: Any) -> list[Rollout]:
+    """Episodes of these tasks with their rewards; arguments as those of `played`."""
+    with clock.sampling(x.generation.engine):
+        rollouts = played(x, policy, tasks, clock=clock, **place)
+    failures(rollouts)
+    if x.algorithm.episodes is not None:
+        return rollouts
+    with clock.part("reward"):
+        return score_spread(rollouts, x.reward)
 
 
 def played(

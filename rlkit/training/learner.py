@@ -150,11 +150,11 @@ class Learner:
         return assemble(rollouts, pad_token_id=self.policy.pad_token_id, device=self.device)
 
     def prepared(self, rollouts: Sequence[Rollout]) -> Batch:
-        """The batch that a step updates with: rollouts filtered, old and reference scores, weights of tokens, advantages."""
+        """The batch that a step updates with: rollouts filtered, old and reference scores, advantages, weights of tokens."""
         x = self.x
         batch = filter_rollouts(self.assembled(rollouts), x.algorithm)
-        batch = token_scale(retried(self, batch, partial(with_logprobs, self, batch)), x.algorithm)
-        return estimate_advantages(batch, x.algorithm, x.kl)
+        batch = estimate_advantages(retried(self, batch, partial(with_logprobs, self, batch)), x.algorithm, x.kl)
+        return token_scale(batch, x.algorithm)
 
     def measured(self, batch: Batch, terms: UpdateTerms) -> dict[str, Any]:
         """The metrics of a step. schedule/PATH: every scheduled number as it was in it; schedule/phase: which phase, from 0."""

@@ -53,6 +53,7 @@ def with_logprobs(learner: Learner, batch: Batch) -> Batch:
     before = (a.advantage, a.normalization, a.overlong, a.correction, a.token_filter)
     asked = {name for part in before for name in inputs(part)} & {"logprobs_old", "entropy_old", "values"}
     splits = minibatch_rows(batch, a, learner.shuffle_seed)[0]
+    asked |= {"covariance_rank"} & set(inputs(a.policy_loss))
     if a.epochs * a.minibatches > 1 or asked or kl.in_reward or a.critic.active:
         critic = learner.critic if a.critic.active else None
         old = batch_logprobs(learner, learner.model, _read(learner, batch), splits, critic=critic)

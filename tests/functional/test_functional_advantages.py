@@ -14,6 +14,8 @@ from laws import each
 from rlkit.functional import (
     batch_mean,
     best_minus_second,
+    gdpo,
+    gpg,
     group_mean,
     leave_one_out,
     length_weighted,
@@ -40,6 +42,8 @@ OPTIONS = {
     "group_norm": _group_norm,
     "group_norm population": partial(_group_norm, std="population", eps=0.0),
     "length_weighted": length_weighted,
+    "gpg": gpg,
+    "gdpo": lambda rewards, group_ids: gdpo({"one": rewards}, group_ids),
     "max_rl": max_rl,
     "pass_at_k": partial(pass_at_k_advantage, k=3),
     "best_minus_second": best_minus_second,
@@ -120,6 +124,9 @@ def _random(seed: int = 0) -> tuple[Tensor, Tensor]:
         ("group_norm population", [0, -0.81650, -0.81650, 1.63299, -1, 0, 1]),
         # lengths 1, 2, 5, 3, 3, 5, 2: (1·1 + 3·3) / 11 = 10/11; (5·3 + 7·2) / 5 = 29/5
         ("length_weighted", [1 / 11, -10 / 11, -10 / 11, 23 / 11, -0.8, 0, 1.2]),
+        ("gpg", [0, -1, -1, 2, -1, 0, 1]),  # both prompts have a signal: α is 1
+        # the squares of group_norm add up to 4 · 0.49993 + 1.99971 = 3.99943, over 5: 0.89436 + 0.0001
+        ("gdpo", [0, -0.79049, -0.79049, 1.58097, -0.79049, 0, 0.79049]),
         ("max_rl", [0, -1, -1, 2, -1 / 6, 0, 1 / 6]),  # the deviations 0, -1, -1, 2 over 1 and -1, 1 over 6
         ("pass_at_k", [0, 0, 0, 0, 0, 0, 0]),  # every subset of 3 of 4 holds one of the two correct ones; of the pair both are
         ("best_minus_second", [0, 0, 0, 2, 0, 0, 2]),
@@ -204,6 +211,7 @@ def test_a_constant_added_to_all_rewards_changes_nothing(name: str) -> None:
         ("batch_mean", 1),
         ("group_mean", 1),
         ("leave_one_out", 1),
+        ("gpg", 1),
         ("group_norm population", 0),
         ("length_weighted", 1),
         ("max_rl", 0),
@@ -292,3 +300,37 @@ def test_best_minus_second_of_two_that_share_the_best_place_is_zero() -> None:
     groups = torch.zeros(4, dtype=torch.int64)
     assert best_minus_second(torch.tensor([2.0, 0.5, 2.0, NAN]), groups).tolist() == [0.0] * 4
     assert best_minus_second(torch.tensor([2.0, 0.5, 1.0, NAN]), groups).tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_gpg_by_hand() -> None:
+    """Of seven scored rollouts three are in a group with spread: α = 7/3. The unscored one counts nowhere."""
+    rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 1.0, NAN, 5.0], dtype=torch.float64)
+    got = gpg(rewards, torch.tensor([0, 0, 0, 1, 1, 1, 1, 2]))
+    assert got.tolist() == pytest.approx([0, 0, 0, -14 / 9, 7 / 9, 7 / 9, 0, 0], abs=1e-15)
+
+
+def test_gpg_is_not_diluted_by_groups_without_a_signal() -> None:
+    """The mean over all rollouts stays that of the groups with one, where α is 1: there GPG is the group mean."""
+    rewards, group_ids = torch.tensor([1.0, 0.0, 0.0, 0.5], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
+    score = torch.tensor([0.3, 0.7, -0.2, 0.4], dtype=torch.float64)
+    assert torch.equal(gpg(rewards, group_ids), group_mean(rewards, group_ids))
+    more, groups = torch.cat([rewards, torch.ones(6, dtype=torch.float64)]), torch.cat([group_ids, torch.full((6,), 2)])
+    diluted = gpg(more, groups)
+    assert (diluted[:4] * score).sum() / 10 == pytest.approx(float((group_mean(rewards, group_ids) * score).mean()), abs=1e-15)
+
+
+def test_gdpo_reads_every_component_on_its_own_scale() -> None:
+    """A component in other units, or with a constant added, moves nothing; a weight does, and one of 0 takes it out, nan included."""
+    generator = torch.Generator().manual_seed(0)
+    right, short = torch.rand(2, 12, generator=generator, dtype=torch.float64)
+    groups = torch.arange(12) // 4
+    got = gdpo({"right": right, "short": short}, groups, eps=0.0)
+    torch.testing.assert_close(gdpo({"right": right, "short": 1000 * short - 7}, groups, eps=0.0), got, rtol=0, atol=1e-10)
+    assert got.mean().abs() < 1e-15 and got.std() == pytest.approx(1, abs=1e-12)
+    alone = gdpo({"right": right}, groups)
+    assert torch.equal(gdpo({"right": right, "short": short * NAN}, groups, weights={"right": 1.0, "short": 0.0}), alone)
+    assert not torch.allclose(got, gdpo({"right": right, "short": short}, groups, weights={"right": 1.0, "short": 0.1}, eps=0.0))
+    with pytest.raises(ValueError, match=r"weights is .*; allowed: names of right, short"):
+        gdpo({"right": right, "short": short}, groups, weights={"rihgt": 1.0})
+    with pytest.raises(ValueError, match="eps is -1; allowed"):
+        gdpo({"right": right}, groups, eps=-1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlkit.functional import confident, forward, k1, k2, k3, reverse, truncated
+from rlkit.functional import confident, forward, k1, k2, k3, k3_straight_through, reverse, truncated
 
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 WEIGHTED = {"forward": forward, "reverse": reverse}  # these carry the ratio themselves
@@ -231,3 +231,24 @@ def test_a_nan_that_counts_stays_visible() -> None:
 def test_hyperparameters_are_checked(estimator, name: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"{name} is {value}; allowed: "):
         estimator(torch.zeros(1), torch.zeros(1), **{name: value})
+
+
+def test_straight_through_has_the_value_of_k3_and_the_gradient_of_its_divergence() -> None:
+    """By enumeration: E = KL(π‖ref) and ∇ = ∇KL(π‖ref) in the loss; with a ratio 2 ∇KL(π‖ref) - ∇KL(ref‖π), as the table says."""
+    logits, p, ref = _policies()
+    got = k3_straight_through(p, ref)
+    assert torch.equal(got.detach(), k3(p, ref).detach())
+    torch.testing.assert_close((p.exp() * got).sum(), _kl(p, ref), **CLOSE)
+
+    def gradient(value: Tensor) -> Tensor:
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    drawn = p.exp().detach()
+    torch.testing.assert_close(gradient((drawn * got).sum()), gradient(_kl(p, ref)), **CLOSE)
+    weighted = gradient((drawn * (p - p.detach()).exp() * got).sum())
+    torch.testing.assert_close(weighted, 2 * gradient(_kl(p, ref)) - gradient(_kl(ref, p)), **CLOSE)
+    reward = gradient((drawn * got.detach() * p).sum())
+    torch.testing.assert_close(reward, gradient(_kl(p, ref)) - gradient(_kl(ref, p)), **CLOSE)
+    far = torch.zeros(2, requires_grad=True)
+    k3_straight_through(far, torch.tensor([math.inf, -1e4])).sum().backward()
+    assert far.grad.tolist() == [0.0, 0.0]

@@ -43,6 +43,8 @@ def _batch(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         for name in ("logprobs", "logprobs_old", "logprobs_ref", "full_kl")
     }
     advantages = torch.randn(7, generator=generator, dtype=torch.float64).to(dtype)[rollouts].unsqueeze(-1).expand(10, 8)
+    tokens["logprobs_sampler"] = tokens["logprobs_old"] + 0.1  # so near that VESPO's weight is not 0
+    tokens["covariance_rank"] = torch.rand(10, 8, generator=generator, dtype=torch.float64).to(dtype)
     groups = torch.tensor([0, 0, 1, 1, 1, 2, 2])
     return tokens | {"advantages": advantages, "response_mask": mask, "rollout_ids": rollouts, "group_ids": groups}
 
@@ -115,6 +117,7 @@ def test_the_gradient_follows_the_advantage(name: str) -> None:
     logprobs = torch.full((2, 1), -1.0, requires_grad=True)
     batch = {"logprobs": logprobs, "logprobs_old": logprobs.detach(), "advantages": torch.tensor([[1.5], [-1.5]])}
     batch |= {"response_mask": torch.ones(2, 1, dtype=torch.bool), "rollout_ids": torch.arange(2)}
+    batch |= {"logprobs_sampler": logprobs.detach(), "covariance_rank": torch.zeros(2, 1)}
     batch["ratio"] = token_ratio(logprobs, logprobs.detach(), batch["response_mask"])
     _inject(POLICY_LOSSES[name], batch).sum().backward()
     assert (-logprobs.grad * batch["advantages"] > 0).all()

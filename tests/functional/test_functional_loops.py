@@ -10,6 +10,7 @@ import inspect
 import itertools
 import math
 import random
+import struct
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import cache, partial, wraps
@@ -118,6 +119,44 @@ def length_weighted(rewards, group_ids, lengths):
     return out
 
 
+def gpg(rewards, group_ids):
+    known = [i for i, r in enumerate(rewards) if not math.isnan(r)]
+    signal = [i for i in known if scored(rewards, group_ids, i)]
+    return [a * len(known) / len(signal) if signal else 0.0 for a in group_mean(rewards, group_ids)]
+
+
+def gdpo(rewards, lengths, group_ids, *, weights=None, eps=1e-4):
+    """Of two components, "a" the rewards and "b" the lengths."""
+
+    def standardised(xs, ids):
+        out = []
+        for i, x in enumerate(xs):
+            peers = [xs[j] for j in scored(xs, ids, i)]
+            out.append((x - mean(peers)) / (math.sqrt(variance(peers) * len(peers) / (len(peers) - 1)) + eps) if peers else 0.0)
+        return out
+
+    weights = {"a": 1.0, "b": 1.0} if weights is None else weights
+    used = [(w, xs, standardised(xs, group_ids)) for w, xs in ((weights.get("a"), rewards), (weights.get("b"), lengths)) if w]
+    sums = [NAN if any(math.isnan(xs[i]) for _, xs, _ in used) else math.fsum(w * z[i] for w, _, z in used) for i in range(len(rewards))]
+    return standardised(sums, [0] * len(sums))
+
+
+def turn_group_mean(token_rewards, rewards, group_ids, rollout_ids, step_ids, response_mask, *, gamma=1.0):
+    returns, turns = {}, {}
+    for actions in actions_of(rollout_ids, step_ids, response_mask, True):
+        total = 0.0
+        for k, action in reversed(list(enumerate(actions))):
+            j = rollout_ids[action[0][0]]
+            total = math.fsum(token_rewards[b][t] for b, t in action) + gamma * total
+            returns[j, k], turns[j, k] = total, action
+    out = {}
+    for (j, k), action in turns.items():
+        peers = [G for (i, turn), G in returns.items() if turn == k and group_ids[i] == group_ids[j] and not math.isnan(rewards[i])]
+        a = returns[j, k] - mean(peers) if len(set(peers)) > 1 and not math.isnan(rewards[j]) else 0.0
+        out |= dict.fromkeys(action, a)
+    return table_of(out, response_mask, 0.0)
+
+
 def max_rl(rewards, group_ids):
     out = []
     for i, r in enumerate(rewards):
@@ -165,6 +204,12 @@ def reward_to_go(token_rewards, rollout_ids, step_ids, response_mask, *, gamma=1
     return table_of(out, response_mask, 0.0)
 
 
+def remax(token_rewards, greedy_rewards, rollout_ids, step_ids, response_mask):
+    returns = reward_to_go(token_rewards, rollout_ids, step_ids, response_mask)
+    greedy = [[greedy_rewards[j] for _ in row] for row, j in zip(response_mask, rollout_ids, strict=True)]
+    return cellwise(lambda g, r, m: g - r if m and not math.isnan(r) else 0.0)(returns, greedy, response_mask)
+
+
 def gae(
     token_rewards, values, truncated, rollout_ids, step_ids, response_mask, *, gamma=1.0, lam=0.95, bootstrap_truncated=False, by_turn=False
 ):
@@ -181,6 +226,18 @@ def gae(
             for cell in action:
                 advantages[cell], returns[cell] = advantage, advantage + value
     return table_of(advantages, response_mask, 0.0), table_of(returns, response_mask, 0.0)
+
+
+def adaptive_gae(
+    token_rewards, values, truncated, rollout_ids, step_ids, response_mask, *, gamma=1.0, alpha=0.05, bootstrap_truncated=False
+):
+    given, out = (token_rewards, values, truncated, rollout_ids, step_ids, response_mask), {}
+    for cells in cells_of(rollout_ids, response_mask).values():
+        lam = max(0.0, 1 - 1 / (alpha * len(cells))) if cells else 0.0
+        advantages, _ = gae(*given, gamma=gamma, lam=lam, bootstrap_truncated=bootstrap_truncated)
+        out |= {(b, t): advantages[b][t] for b, t in cells}
+    _, returns = gae(*given, gamma=gamma, lam=1.0, bootstrap_truncated=bootstrap_truncated)
+    return table_of(out, response_mask, 0.0), returns
 
 
 # --- normalization ------------------------------------------------------------------------------------------------------------------
@@ -203,6 +260,13 @@ def normalize_group(advantages, rewards, group_ids, rollout_ids, *, std="sample"
 
 def normalize_batch(advantages, rewards, *, std="sample", eps=1e-4):
     return normalize_group(advantages, rewards or [0.0], [0] * (len(rewards) or 1), [0] * len(advantages), std=std, eps=eps)
+
+
+def normalize_advantages(advantages, rewards, rollout_ids, response_mask, *, eps=1e-4):
+    cells = cells_of(rollout_ids, response_mask)
+    means = [mean([advantages[b][t] for b, t in own]) for j, own in cells.items() if own and not math.isnan(rewards[j])]
+    scale = math.sqrt(variance(means) * len(means) / (len(means) - 1)) + eps if len(set(means)) > 1 else 1.0
+    return cellwise(lambda a: a / scale)(advantages)
 
 
 def whiten(advantages, rewards, rollout_ids, response_mask, *, eps=1e-8):
@@ -337,6 +401,38 @@ def reinforce(logprobs, advantages):
 @cellwise
 def d_reinforce(weights, advantages):
     return -advantages * weights
+
+
+@cellwise
+def kl_cov(ratio, advantages, logprobs, logprobs_old, covariance_rank, *, share=2e-4, coef=1.0):
+    return -ratio * advantages + (coef * abs(logprobs - logprobs_old) if covariance_rank < share else 0.0)
+
+
+@cellwise
+def d_kl_cov(weights, logprobs, logprobs_old, covariance_rank, *, share=2e-4, coef=1.0):
+    return weights * coef * ((logprobs > logprobs_old) - (logprobs < logprobs_old)) if covariance_rank < share else 0.0
+
+
+@cellwise
+def d_ratio_of_kl_cov(weights, advantages, **_):
+    return -weights * advantages
+
+
+def vespo(logprobs, logprobs_sampler, response_mask, rollout_ids, advantages, **numbers):
+    slopes = d_vespo([[1.0] * len(row) for row in logprobs], logprobs, logprobs_sampler, response_mask, rollout_ids, advantages, **numbers)
+    return cellwise(lambda slope, p: slope * p)(slopes, logprobs)
+
+
+def d_vespo(
+    weights, logprobs, logprobs_sampler, response_mask, rollout_ids, advantages,
+    *, k_positive=2.0, lam_positive=3.0, k_negative=3.0, lam_negative=2.0,
+):  # fmt: skip
+    cells, out = cells_of(rollout_ids, response_mask), []
+    for ws, row, j in zip(weights, advantages, rollout_ids, strict=True):
+        w = min(max(math.exp(clip(math.fsum(differences(logprobs, logprobs_sampler, cells[j])), -50, 50)), 1e-8), math.exp(20))
+        phi = [w**k * math.exp(lam * (1 - w)) for k, lam in ((k_positive, lam_positive), (k_negative, lam_negative))]
+        out.append([-x * phi[a < 0] * a for x, a in zip(ws, row, strict=True)])
+    return out
 
 
 @cellwise
@@ -486,6 +582,41 @@ def mixed_groups(rewards, group_ids):
         known = [r for r, g in zip(rewards, group_ids, strict=True) if g == group_ids[i] and not math.isnan(r)]
         out.append(bool(known) and max(known) > min(known))
     return out
+
+
+def mixed_component(rewards, lengths, group_ids, *, component=None):
+    return mixed_groups(lengths if component == "b" else rewards, group_ids)
+
+
+def covariances(advantages, logprobs_old, response_mask):
+    """Cell → covariance of the trained ones, in their order."""
+    cells = [(b, t) for b, row in enumerate(response_mask) for t, m in enumerate(row) if m]
+    a, p = (mean([xs[b][t] for b, t in cells] or [0.0]) for xs in (advantages, logprobs_old))
+    return {(b, t): (advantages[b][t] - a) * (logprobs_old[b][t] - p) for b, t in cells}
+
+
+def splitmix(state):
+    """The finaliser of splitmix64, on 64 bits."""
+    for shift, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        state = (state ^ (state >> shift)) * multiplier % 2**64
+    return state ^ (state >> 31)
+
+
+def clip_cov(advantages, logprobs_old, response_mask, rollout_ids, *, share=2e-4, low=1.0, high=5.0):
+    def draw(cell):
+        bits, golden = int.from_bytes(struct.pack(">d", logprobs_old[cell[0]][cell[1]])), 0x9E3779B97F4A7C15
+        state = splitmix((splitmix((bits + golden) % 2**64) ^ (rollout_ids[cell[0]] * 2**32 + cell[1])) + golden & 2**64 - 1)
+        return splitmix((state + golden) % 2**64) >> 33
+
+    cov = covariances(advantages, logprobs_old, response_mask)
+    band = sorted((cell for cell, c in cov.items() if low < c < high), key=draw)
+    out = dict.fromkeys(band[: max(1, int(share * len(cov)))], False)
+    return [[bool(m) and out.get((b, t), True) for t, m in enumerate(row)] for b, row in enumerate(response_mask)]
+
+
+def covariance_rank(advantages, logprobs_old, response_mask):
+    cov = covariances(advantages, logprobs_old, response_mask)
+    return table_of({cell: sum(x > c for x in cov.values()) / len(cov) for cell, c in cov.items()}, response_mask, 1.0)
 
 
 def every_token(response_mask):
@@ -763,6 +894,14 @@ def _chunked(logits: Tensor, logits_ref: Tensor, ids: Tensor, *, temperature: fl
     return functional.chunked_log_probs(logits, _identity, ids, chunk_size=2, temperature=temperature, reference=reference)
 
 
+def _gdpo(rewards: Tensor, lengths: Tensor, group_ids: Tensor, **options: Any) -> Tensor:
+    return functional.gdpo({"a": rewards, "b": lengths.to(rewards.dtype)}, group_ids, **options)
+
+
+def _mixed_component(rewards: Tensor, lengths: Tensor, group_ids: Tensor, **options: Any) -> Tensor:
+    return functional.mixed_component(rewards, {"a": rewards, "b": lengths.to(rewards.dtype)}, group_ids, **options)
+
+
 def _to_episodes(values: Tensor, rollout_ids: Tensor, step_ids: Tensor, response_mask: Tensor) -> Tensor:
     return functional.to_episodes(values, *functional.episode_positions(rollout_ids, step_ids, response_mask))
 
@@ -780,6 +919,14 @@ CASES = {
     "advantages.group_mean": Case(group_mean),
     "advantages.leave_one_out": Case(leave_one_out),
     "advantages.length_weighted": Case(length_weighted),
+    "advantages.gpg": Case(gpg),
+    "advantages.gdpo": Case(gdpo, call=_gdpo),
+    "advantages.gdpo weighted": Case(gdpo, {"weights": {"a": -0.3, "b": 2.0}, "eps": 0.5}, call=_gdpo),
+    "advantages.gdpo one": Case(gdpo, {"weights": {"a": 1.0, "b": 0.0}}, call=_gdpo),
+    "advantages.turn_group_mean": Case(turn_group_mean),
+    "advantages.turn_group_mean discounted": Case(turn_group_mean, {"gamma": 0.9}),
+    "advantages.gae adaptive": Case(adaptive_gae, {"alpha": 0.05}),
+    "advantages.gae adaptive long": Case(adaptive_gae, {"gamma": 0.9, "alpha": 0.4, "bootstrap_truncated": True}),
     "advantages.max_rl": Case(max_rl),
     "advantages.pass_at_k_advantage": Case(pass_at_k_advantage),
     "advantages.pass_at_k_advantage k=1": Case(pass_at_k_advantage, {"k": 1}),
@@ -787,6 +934,7 @@ CASES = {
     "advantages.best_minus_second": Case(best_minus_second),
     "advantages.reward_to_go": Case(reward_to_go),
     "advantages.reward_to_go discounted": Case(reward_to_go, {"gamma": 0.9}),
+    "advantages.remax": Case(remax),
     "advantages.gae": Case(gae),
     "advantages.gae discounted": Case(gae, {**DISCOUNTS, "bootstrap_truncated": True}),
     "advantages.turn_gae": Case(turn_gae),
@@ -796,6 +944,8 @@ CASES = {
     "normalization.normalize_group population": Case(normalize_group, {"std": "population", "eps": 0.0}),
     "normalization.normalize_batch": Case(normalize_batch),
     "normalization.normalize_batch population": Case(normalize_batch, {"std": "population", "eps": 0.0}),
+    "normalization.normalize_advantages": Case(normalize_advantages),
+    "normalization.normalize_advantages eps": Case(normalize_advantages, {"eps": 0.5}),
     "normalization.whiten": Case(whiten),
     "normalization.whiten eps": Case(whiten, {"eps": 0.5}),
     "ratios.log_ratio": Case(log_ratio, gradient=("logprobs", d_log_ratio)),
@@ -813,6 +963,12 @@ CASES = {
     "policy_losses.sapo steep": Case(sapo, {"tau_positive": 2.0, "tau_negative": 3.0}, gradient=("ratio", d_sapo)),
     "policy_losses.gmpo": Case(gmpo, gradient=("logprobs", d_gmpo)),
     "policy_losses.gmpo asymmetric": Case(gmpo, {"clip_log_low": 0.1, "clip_log_high": 0.7}, gradient=("logprobs", d_gmpo)),
+    "policy_losses.kl_cov": Case(kl_cov, {"share": 0.5, "coef": 0.7}, gradient=("logprobs", d_kl_cov)),
+    "policy_losses.kl_cov rest": Case(kl_cov, gradient=("ratio", d_ratio_of_kl_cov)),
+    "policy_losses.vespo": Case(vespo, gradient=("logprobs", d_vespo)),
+    "policy_losses.vespo numbers": Case(
+        vespo, {"k_positive": 0.3, "lam_positive": 1.1, "k_negative": 1.0, "lam_negative": 0.7}, gradient=("logprobs", d_vespo)
+    ),
     "policy_losses.reinforce": Case(reinforce, gradient=("logprobs", d_reinforce)),
     "value_losses.squared_error": Case(squared_error, gradient=("values", d_squared_error)),
     "value_losses.clipped_squared_error": Case(clipped_squared_error, gradient=("values", d_clipped_squared_error)),
@@ -820,6 +976,7 @@ CASES = {
     "kl.k1": Case(k1, gradient=("logprobs", d_k1)),
     "kl.k2": Case(k2, gradient=("logprobs", d_k2)),
     "kl.k3": Case(k3, gradient=("logprobs", partial(d_truncated, threshold=20.0))),
+    "kl.k3_straight_through": Case(k3, gradient=("logprobs", d_k2)),
     "kl.forward": Case(forward, gradient=("logprobs", d_forward)),
     "kl.reverse": Case(reverse, gradient=("logprobs", d_reverse)),
     "kl.truncated": Case(truncated, gradient=("logprobs", d_truncated)),
@@ -833,6 +990,11 @@ CASES = {
     "aggregation.prompt_mean": Case(prompt_mean, close=FLOAT32),
     "filters.keep_all": Case(keep_all),
     "filters.mixed_groups": Case(mixed_groups),
+    "filters.mixed_component": Case(mixed_component, call=_mixed_component),
+    "filters.mixed_component second": Case(mixed_component, {"component": "b"}, call=_mixed_component),
+    "filters.clip_cov": Case(clip_cov),
+    "filters.clip_cov wide": Case(clip_cov, {"share": 0.3, "low": -0.2, "high": 9.0}),
+    "filters.covariance_rank": Case(covariance_rank),
     "filters.every_token": Case(every_token),
     "filters.top_entropy": Case(top_entropy),
     "filters.top_entropy half": Case(top_entropy, {"fraction": 0.5}),
@@ -883,7 +1045,7 @@ CASES = {
 }
 MODULES = {m: [name for name in CASES if name.startswith(f"{m}.")] for m in dict.fromkeys(name.split(".")[0] for name in CASES)}
 ELSEWHERE = {"sampling"}  # no formula of a paper but a generator of bits, held to its published numbers in its own tests
-STEPWISE = {"policy_losses.clipped", "policy_losses.cispo", "policy_losses.sapo", "policy_losses.reinforce"}
+STEPWISE = {"policy_losses.kl_cov", "policy_losses.clipped", "policy_losses.cispo", "policy_losses.sapo", "policy_losses.reinforce"}
 STEPWISE |= {"value_losses.squared_error", "value_losses.clipped_squared_error"}
 OWN_DTYPE = STEPWISE | {"advantages", "normalization", "overlong", "pairs.pairwise", "kl.full", "diagnostics.ratio_statistics"}
 OWN_DTYPE |= {"masking.fill_masked", "masking.to_episodes", "masking.from_episodes"}  # all others: never bfloat16
@@ -897,6 +1059,7 @@ GROUP_IDS = (7, -3, 40, 0)
 TOKENS = {  # per-token quantities and their ranges
     "logprobs": (-3, 0), "logprobs_old": (-3, 0), "logprobs_ref": (-3, 0), "logprobs_sampler": (-3, 0), "advantages": (-2, 2),
     "token_rewards": (-1, 1), "values": (-1, 1), "values_old": (-1, 1), "returns": (-1, 1), "entropy_old": (0, 3), "full_kl": (0, 1),
+    "covariance_rank": (0, 1),
 }  # fmt: skip
 Rollout = tuple[float, bool, list[list[bool]]]  # reward, cut off, the response mask of its rows
 
@@ -932,6 +1095,7 @@ def _batch(groups: list[list[Rollout]], style: str = "smooth", seed: int = 0) ->
     out: dict[str, list] = {
         "group_ids": [m[0] for m in members],
         "rewards": [m[1] for m in members],
+        "greedy_rewards": [rng.choice(REWARDS) for _ in members],
         "truncated": [m[2] for m in members],
         "lengths": [sum(map(sum, m[3])) for m in members],
         "reply_lengths": [sum(map(sum, m[3])) for m in members],

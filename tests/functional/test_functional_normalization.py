@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from laws import each
-from rlkit.functional import group_mean, no_normalization, normalize_batch, normalize_group, reward_to_go, whiten
+from rlkit.functional import group_mean, no_normalization, normalize_advantages, normalize_batch, normalize_group, reward_to_go, whiten
 
 NAN = float("nan")
 CLOSE = {"rtol": 0, "atol": 1e-12}  # float64 rounding of sums of at most 40 terms
@@ -21,6 +21,7 @@ OPTIONS = {
     "group population": partial(normalize_group, std="population", eps=0.0),
     "batch": normalize_batch,
     "batch population": partial(normalize_batch, std="population", eps=0.0),
+    "advantages": normalize_advantages,
     "whiten": whiten,
 }
 
@@ -97,6 +98,27 @@ def test_a_group_of_one_stays_as_it_is() -> None:
     assert got.tolist() == [[2.0], [-2.0], [1.0]]
 
 
+def test_normalize_advantages_by_hand() -> None:
+    """Means 2, 0 and -2 of three rollouts, one of them of two rows; the fourth cannot be scored: deviation √(8 / 2) = 2."""
+    advantages = torch.tensor([[1.0, 9.0], [3.0, 9.0], [0.0, 0.0], [-2.0, NAN], [7.0, 7.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, False], [True, False], [True, True], [True, False], [True, True]])
+    rewards, rollouts = torch.tensor([1.0, 0.0, 0.0, NAN], dtype=torch.float64), torch.tensor([0, 0, 1, 2, 3])
+    got = normalize_advantages(advantages, rewards, rollouts, mask, eps=0.5)
+    assert got[mask].tolist() == pytest.approx([x / 2.5 for x in (1, 3, 0, 0, -2, 7, 7)])
+    assert torch.equal(normalize_advantages(advantages[:1], rewards, rollouts[:1], mask[:1]), advantages[:1])  # one rollout
+
+
+def test_an_easy_prompt_does_not_widen_the_scale_of_the_advantages() -> None:
+    """Rewards of one prompt raised by 10: the deviation of all rewards grows, that of their distance from the group's mean does not."""
+    rewards, groups, rollouts = torch.tensor([0.0, 1.0, 0.0, 2.0], dtype=torch.float64), torch.tensor([5, 5, 2, 2]), torch.arange(4)
+    moved, mask = rewards + 10 * (groups == 2), torch.ones(4, 1).bool()
+    scaled = [normalize_advantages(_rows(group_mean(r, groups)), r, rollouts, mask, eps=0.0) for r in (rewards, moved)]
+    torch.testing.assert_close(*scaled, **CLOSE)
+    assert scaled[0].std() == pytest.approx(1)
+    one, other = (normalize_batch(_rows(group_mean(r, groups)), r) for r in (rewards, moved))
+    assert (one.abs() > 2 * other.abs()).all()
+
+
 def test_whiten_by_hand() -> None:
     """1, 1 and 0: mean 2/3, variance (2/9 + 4/9) / 2 = ⅓; ⅓ / √⅓ = 0.57735, -⅔ / √⅓ = -1.1547."""
     mask = torch.tensor([[True, False, True], [False, True, False]])
@@ -165,7 +187,7 @@ def test_dtype_is_kept_and_an_empty_batch_stays_empty(name: str, dtype: torch.dt
 @pytest.mark.parametrize(
     ("option", "name", "value"),
     [(o, "std", "biased") for o in (normalize_group, normalize_batch)]
-    + [(o, "eps", v) for o in (normalize_group, normalize_batch, whiten) for v in (-1e-4, NAN)],
+    + [(o, "eps", v) for o in (normalize_group, normalize_batch, normalize_advantages, whiten) for v in (-1e-4, NAN)],
 )
 def test_hyperparameters_are_checked(option, name: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"{name} is .*; allowed: "):

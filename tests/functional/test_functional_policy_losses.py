@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from laws import each
-from rlkit.functional import cispo, clipped, gmpo, reinforce, sapo, sequence_mean, token_ratio
+from rlkit.functional import cispo, clipped, gmpo, kl_cov, reinforce, sapo, sequence_mean, token_ratio, vespo
 
 # (ratio, advantage) → (loss, gradient with respect to the ratio) at clip_low 0.2, clip_high 0.28
 BY_HAND = [
@@ -222,10 +222,70 @@ NAN = float("nan")
     + [(cispo, "clip_low", v) for v in (0.0, 1.1, NAN)]
     + [(cispo, "clip_high", v) for v in (0.0, -0.5, NAN)]
     + [(sapo, name, v) for name in ("tau_positive", "tau_negative") for v in (0.0, -1.0, NAN)]
-    + [(gmpo, name, v) for name in ("clip_log_low", "clip_log_high") for v in (0.0, -1.0, NAN)],
+    + [(gmpo, name, v) for name in ("clip_log_low", "clip_log_high") for v in (0.0, -1.0, NAN)]
+    + [(kl_cov, "share", v) for v in (-0.1, 1.1, NAN)]
+    + [(kl_cov, "coef", v) for v in (-1.0, math.inf, NAN)]
+    + [(vespo, f"{name}_{sign}", v) for name in ("k", "lam") for sign in ("positive", "negative") for v in (0.0, -1.0, NAN)],
 )
 def test_numbers_are_checked(loss, name: str, value: float) -> None:
     one = torch.ones(1, 1)
     args = {clipped: (one, one), cispo: (one, one, one), sapo: (one, one), gmpo: (one, one, one.bool(), one[0].long() * 0, one)}
+    args |= {kl_cov: (one,) * 5, vespo: args[gmpo]}
     with pytest.raises(ValueError, match=rf"{name} is {value}; allowed: "):
         loss(*args[loss], **{name: value})
+
+
+def test_kl_cov_by_hand() -> None:
+    """r = 2, A = -3: 6. Of the two tokens the one of rank 0.1 pays 0.5 · log 2 more; its gradient is that of |log π|, 0 at r = 1."""
+    old = torch.zeros(1, 3, dtype=torch.float64)
+    new = torch.tensor([[2.0, 2.0, 1.0]], dtype=torch.float64).log().requires_grad_()
+    ratio, advantages = torch.tensor([[2.0, 2.0, 1.0]], dtype=torch.float64), torch.full((1, 3), -3.0, dtype=torch.float64)
+    loss = kl_cov(ratio, advantages, new, old, torch.tensor([[0.1, 0.2, 0.0]]), share=0.2, coef=0.5)
+    loss.sum().backward()
+    assert loss.tolist()[0] == pytest.approx([6 + math.log(2) / 2, 6, 3], abs=1e-14)
+    assert new.grad.tolist() == [[0.5, 0.0, 0.0]]
+
+
+def test_kl_cov_on_policy_has_the_gradient_of_reinforce() -> None:
+    given = _random()
+    leaf = given["logprobs"].clone().requires_grad_()
+    ratio = token_ratio(leaf, leaf.detach(), torch.ones_like(given["response_mask"]))
+    (ours,) = torch.autograd.grad(kl_cov(ratio, given["advantages"], leaf, leaf.detach(), torch.zeros(6, 5)).sum(), leaf)
+    (theirs,) = torch.autograd.grad(reinforce(leaf, given["advantages"]).sum(), leaf)
+    assert torch.equal(ours, theirs)
+
+
+def _vespo_at(w: float, advantage: float) -> float:
+    """φ of a rollout of two tokens, read off the gradient."""
+    leaf = torch.tensor([[-1.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    sampler, advantages = leaf.detach() - math.log(w) / 2, torch.full((1, 2), advantage, dtype=torch.float64)
+    vespo(leaf, sampler, torch.ones(1, 2).bool(), torch.tensor([0]), advantages).sum().backward()
+    assert leaf.grad[0, 0] == leaf.grad[0, 1]
+    return float(-leaf.grad[0, 0] / advantage)
+
+
+def test_vespo_by_hand() -> None:
+    """φ(1) = 1: REINFORCE on the sampler's own policy. Largest at k/λ: (2/3)² e at ⅔ and (3/2)³ e^-1 at 3/2."""
+    assert _vespo_at(1.0, 2.0) == _vespo_at(1.0, -2.0) == 1.0
+    for advantage, peak, height in ((1.0, 2 / 3, 1.208), (-1.0, 3 / 2, 1.242)):
+        assert _vespo_at(peak, advantage) == pytest.approx(height, abs=1e-3)
+        assert all(_vespo_at(peak * (1 + e), advantage) < _vespo_at(peak, advantage) for e in (-0.01, 0.01))
+    assert _vespo_at(2.0, 1.0) == pytest.approx(4 * math.exp(-3), rel=1e-12)
+    assert _vespo_at(2.0, -1.0) == pytest.approx(8 * math.exp(-2), rel=1e-12)
+    assert _vespo_at(1e30, 1.0) == 0.0 and _vespo_at(1e-30, 1.0) == pytest.approx(math.exp(3) * 1e-16, rel=1e-6)
+
+
+def test_vespo_weighs_a_rollout_whole() -> None:
+    """Rows of one rollout share a weight, tokens under the mask count nowhere, and no gradient flows into the weight or the sampler."""
+    given = _random()
+    leaf, sampler = given["logprobs"].clone().requires_grad_(), given["logprobs_old"].clone().requires_grad_()
+    rest = (given["response_mask"], given["rollout_ids"], given["advantages"])
+    vespo(leaf, sampler, *rest).sum().backward()
+    weights = -leaf.grad / given["advantages"]
+    assert sampler.grad is None
+    for rollout in range(4):
+        own = given["rollout_ids"] == rollout
+        delta = (leaf.detach() - sampler.detach())[own][given["response_mask"][own]].sum()
+        k, lam = (2, 3) if given["advantages"][own][0, 0] >= 0 else (3, 2)
+        phi = math.exp(float(k * delta + lam * (1 - delta.exp())))
+        assert weights[own].flatten().tolist() == pytest.approx([phi] * weights[own].numel(), rel=1e-12)  # float64 rounding

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from laws import each
-from rlkit.functional import gae, reward_to_go, turn_gae
+from rlkit.functional import gae, group_mean, remax, reward_to_go, turn_gae, turn_group_mean
 from rlkit.types import Estimate
 
 NAN = float("nan")
@@ -21,6 +21,7 @@ OPTIONS = {
     "gae bootstrap": partial(gae, gamma=0.9, lam=0.8, bootstrap_truncated=True),
     "turn_gae": partial(turn_gae, gamma=0.9, lam=0.8),
     "turn_gae bootstrap": partial(turn_gae, gamma=0.9, lam=0.8, bootstrap_truncated=True),
+    "adaptive_gae": partial(gae, gamma=0.9, alpha=0.4),
 }
 
 
@@ -81,7 +82,7 @@ def _loop(name: str, given: dict[str, Tensor], gamma: float, lam: float) -> dict
 
 
 @each("seed", range(3))
-@each("name", OPTIONS)
+@each("name", [name for name in OPTIONS if name != "adaptive_gae"])
 def test_against_a_loop(name: str, seed: int) -> None:
     given = _rows(seed)
     got, expected = _call(OPTIONS[name], given), _loop(name, given, 0.9, 1.0 if name == "reward_to_go" else 0.8)
@@ -242,3 +243,94 @@ def test_more_rollouts_than_rows_are_no_matter() -> None:
 def test_hyperparameters_are_checked(option, name: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"{name} is {value}; allowed: "):
         _call(option, _rows(), **{name: value})
+
+
+@each("value", [0.0, -1.0, NAN])
+def test_alpha_is_checked(value: float) -> None:
+    with pytest.raises(ValueError, match=f"alpha is {value}; allowed: "):
+        _call(gae, _rows(), alpha=value)
+
+
+@each(("length", "lam"), [(1, 0.0), (20, 0.0), (25, 0.2), (40, 0.5), (1000, 0.98)])
+def test_adaptive_gae_by_hand(length: int, lam: float) -> None:
+    """Without values and with a reward of 1 at the end, Â is λ^i from behind, which sums to α · l; and the return is 1."""
+    given = _episode([0] * length, [1] * length, [0.0] * (length - 1) + [1.0], [0.0] * length)
+    got = _call(gae, given, alpha=0.05)
+    expected = [lam**i for i in reversed(range(length))]
+    torch.testing.assert_close(got.advantages, torch.tensor([expected], dtype=torch.float64), rtol=1e-9, atol=1e-12)
+    assert got.returns.tolist() == [[1.0] * length]
+    if lam == 0.5:
+        assert got.advantages.sum() == pytest.approx(0.05 * length)
+
+
+def test_adaptive_gae_is_gae_with_a_lambda_for_each_rollout() -> None:
+    """The same rollouts by `gae` with λ = 1 - 1/(αl): the policy's; with λ = 1: the critic's, which no value biases."""
+    given = _rows()
+    lengths = [int(given["response_mask"][given["rollout_ids"] == j].sum()) for j in range(6)]
+    got = _call(gae, given, alpha=0.4)
+    for j, n in enumerate(lengths):
+        own = given["rollout_ids"] == j
+        if n:
+            torch.testing.assert_close(got.advantages[own], _call(gae, given, lam=max(0.0, 1 - 1 / (0.4 * n))).advantages[own], **CLOSE)
+    torch.testing.assert_close(got.returns, _call(gae, given, lam=1.0).returns, **CLOSE)
+
+
+def _group(rewards: list[list[float]], **more) -> dict[str, Tensor]:
+    """A group of rollouts with a turn of two tokens for each number; the number stands at the turn's last token."""
+    width = 2 * max(map(len, rewards))
+    rows = [[x for r in own for x in (0.0, r)] + [NAN] * (width - 2 * len(own)) for own in rewards]
+    n = len(rewards)
+    return {
+        "token_rewards": torch.tensor(rows, dtype=torch.float64),
+        "rewards": torch.tensor([sum(own) for own in rewards], dtype=torch.float64),
+        "group_ids": torch.zeros(n, dtype=torch.int64),
+        "rollout_ids": torch.arange(n),
+        "step_ids": (torch.arange(width) // 2).expand(n, width),
+        "response_mask": torch.tensor([[t < 2 * len(own) for t in range(width)] for own in rewards]),
+    } | more
+
+
+def test_turn_group_mean_by_hand() -> None:
+    """Returns 3 2 | 2 0 | 1 of first and second turns: means 2 and 1; with γ = 0 the rewards 1 2 | 2 0 | 1 themselves: 4/3 and 1."""
+    given = _group([[1, 2], [2, 0], [1]])
+    assert turn_group_mean(**given).tolist() == [[1, 1, 1, 1], [0, 0, -1, -1], [-1, -1, 0, 0]]
+    expected = torch.tensor([[-1, -1, 3, 3], [2, 2, -3, -3], [-1, -1, 0, 0]], dtype=torch.float64) / 3
+    torch.testing.assert_close(turn_group_mean(**given, gamma=0.0), expected, **CLOSE)
+    lost = given["rewards"].where(torch.tensor([True, False, True]), NAN)  # the second cannot be scored: means 2 and 2
+    assert turn_group_mean(**given | {"rewards": lost}).tolist() == [[1, 1, 0, 0], [0, 0, 0, 0], [-1, -1, 0, 0]]
+    with pytest.raises(ValueError, match=r"gamma is 1\.1; allowed: "):
+        turn_group_mean(**given, gamma=1.1)
+
+
+def test_turn_group_mean_is_the_group_mean_of_each_turn() -> None:
+    """Of one turn it is `group_mean`, and with all rewards at the end too; turns of other groups, padding and tools are no matter."""
+    one, end = _group([[1], [0], [4]]), _group([[0, 1], [0, 0], [0, 4]])
+    expected = group_mean(one["rewards"], one["group_ids"])
+    for given in (one, end):
+        assert all(torch.equal(column, expected) for column in turn_group_mean(**given).T)
+    groups = _group([[1, 0], [2, 5], [0, 3], [1, 1]], group_ids=torch.tensor([8, 2, 8, 2]))
+    got = turn_group_mean(**groups)
+    assert (got[[0, 2]].sum(0) == 0).all() and (got[[1, 3]].sum(0) == 0).all()
+    wide = {n: pad(v, (0, 3)) if v.dim() == 2 else v for n, v in groups.items()}
+    assert torch.equal(turn_group_mean(**wide), pad(got, (0, 3)))
+
+
+def test_remax_by_hand() -> None:
+    """Rewards 2 and 1 on two turns, greedy 1.5: returns 3 3 1 less 1.5. An unknown greedy reward gives no advantage."""
+    given = _episode([0, 0, 0, 1], [1, 1, 0, 1], [0, 2, NAN, 1], [0] * 4)
+    del given["values"], given["truncated"]
+    assert remax(**given, greedy_rewards=torch.tensor([1.5])).tolist() == [[1.5, 1.5, 0.0, -0.5]]
+    assert not remax(**given, greedy_rewards=torch.tensor([NAN])).any()
+
+
+def test_remax_is_unbiased() -> None:
+    """By enumeration of one token of three: Σ π (R - R_greedy) ∇log π is the gradient of the expected reward, whatever the baseline."""
+    logits = torch.tensor([0.3, -1.0, 0.8], dtype=torch.float64, requires_grad=True)
+    rewards = torch.tensor([[1.0], [0.0], [0.4]], dtype=torch.float64)
+    place = (torch.arange(3), torch.zeros(3, 1).long(), torch.ones(3, 1).bool())
+    logprobs = logits.log_softmax(0)
+    (exact,) = torch.autograd.grad((logprobs.exp() * rewards[:, 0]).sum(), logits, retain_graph=True)
+    for greedy in (rewards[int(logits.argmax())], torch.tensor([7.0])):
+        advantages = remax(rewards, greedy.expand(3), *place)[:, 0]
+        (got,) = torch.autograd.grad((logprobs.exp().detach() * advantages * logprobs).sum(), logits, retain_graph=True)
+        torch.testing.assert_close(got, exact, **CLOSE)

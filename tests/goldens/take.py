@@ -28,11 +28,12 @@ COMMON = [
     "trainer.threads=1", "trainer.accelerator=cpu", f"trainer.steps={STEPS}", "batch.prompts=4", "batch.group_size=4",
     "generation.max_new_tokens=32", "evaluation.n=8", "evaluation.every=0", "evaluation.stop_at=null", "logger=none",
 ]  # fmt: skip
-# Sweeps, whose jobs are runs of the other cases, and sft, whose rows are a user's: their order follows their path.
-WITHOUT = ("kl_ablation", "reference_ablation", "search", "sweep_parallel", "sweep_slurm", "sft")
+# Sweeps, whose jobs are runs of the other cases, sft, whose rows are a user's (their order follows their path), and newer presets.
+NEWER = ("remax", "gpg", "vespo", "vapo", "k3_straight_through")  # options that came after the goldens
+WITHOUT = ("kl_ablation", "reference_ablation", "search", "sweep_parallel", "sweep_slurm", "sft", "scalerl_paper", "lite_ppo_paper")
 CASES: dict[str, list[str]] = {
-    **{f.stem: [f"algorithm={f.stem}"] for f in sorted((CONF / "algorithm").glob("*.yaml")) if f.stem != "sft"},
-    **{f"kl_{f.stem}": [f"kl={f.stem}"] for f in sorted((CONF / "kl").glob("*.yaml"))},
+    **{f.stem: [f"algorithm={f.stem}"] for f in sorted((CONF / "algorithm").glob("*.yaml")) if f.stem not in ("sft", *NEWER)},
+    **{f"kl_{f.stem}": [f"kl={f.stem}"] for f in sorted((CONF / "kl").glob("*.yaml")) if f.stem not in NEWER},
     "pass_at_k": ["algorithm=pass_at_k", "algorithm.advantage.k=2"],  # of 4 samples there is one subset of 4
     "kl_in_reward": ["kl=k1", "kl.placement=reward"],
     "kl_adaptive": ["kl/coef=adaptive"],
