@@ -6,14 +6,18 @@ exits with status 2. The other errors have causes outside the config and the dat
 
 import difflib
 import functools
+import os
 import re
 import signal
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
+
+TRACEBACK = "RLKIT_TRACEBACK"  # set in the environment: errors are printed with their traceback
 
 
 class RLKitError(Exception):
@@ -117,6 +121,14 @@ def place(error: BaseException) -> str:
     return f"{(own or frames)[-1].filename}:{(own or frames)[-1].lineno}" if frames else "an unknown place"
 
 
+def not_yaml(error: Any, file: str) -> str:
+    """FILE:LINE and what a YAML parser expected there. `file` is named where the parser does not know it."""
+    mark = error.problem_mark or error.context_mark
+    named = mark.name if mark and not mark.name.startswith("<") else file
+    where = f"{named}:{mark.line + 1}" if mark else named
+    return f"{where}: this is not YAML: {error.problem or error.context}; look at indentation, colons and quotes there"
+
+
 def install(extra: str) -> str:
     """The command that installs an extra. In a checkout it installs the checkout, otherwise the distribution by its name."""
     root = Path(__file__).resolve().parent.parent
@@ -125,6 +137,13 @@ def install(extra: str) -> str:
         return f"{here}pip install -c constraints.txt -e '.[{extra}]'"
     own = distribution()
     return f"pip install '{own.name}[{extra}]'" if own else f"install the packages of the extra '{extra}' (pyproject.toml lists them)"
+
+
+def say(error: BaseException, lines: Iterable[str]) -> None:
+    """Print what went wrong on stderr; after `debug=true` the traceback stands before it."""
+    if os.environ.get(TRACEBACK):
+        traceback.print_exception(error)
+    print(visible("\n".join(lines), kept="\n"), file=sys.stderr)
 
 
 def visible(text: str, kept: str = "") -> str:

@@ -78,7 +78,7 @@ def test_a_coefficient_of_zero_needs_no_reference(write):
         ("model: {name: tiny}\nlr: 0.1", "my_config.yaml:lr: there is no such key. Did you mean 'training.lr'"),
         ("data: {dataset: math}", "my_config.yaml:data.dataset: there is no 'math'; write gsm8k or mbpp"),
         ("just a text", "write overrides as KEY: VALUE lines"),
-        ("a: [", "--config my_config.yaml: while parsing"),
+        ("a: [", "my_config.yaml:1: this is not YAML"),
     ],
 )
 def test_what_a_file_cannot_say_is_refused(write, text, message):

@@ -64,7 +64,7 @@ def lines(monkeypatch, capsys):
 def test_every_line_of_a_pipe_tells_the_time_left(lines):
     """After step 1: 9 steps and 5 evaluations, 22.5 + 20 s; after the last one there is none."""
     said = lines(10)
-    assert said[0].endswith("upd 1.0s, 0:42 left") and said[1].endswith(", 0:36 left") and said[9].endswith("upd 1.0s")
+    assert said[0].endswith("1.0 + 1.0 s, 0:42 left") and said[1].endswith(", 0:36 left") and said[9].endswith("1.0 + 1.0 s")
     assert all(line.isprintable() for line in said)
 
 

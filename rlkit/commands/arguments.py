@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rlkit.commands.config_file import overrides_of
+from rlkit.commands.config_file import ENTRIES, overrides_of
+from rlkit.config.hints import MEANT
 from rlkit.errors import ConfigError
 
 STARTED = time.perf_counter()
@@ -21,13 +22,15 @@ class Arguments(NamedTuple):
     multirun: bool = False
     config_dir: str | None = None
     help: bool = False
+    shown: str = ""  # what of the config to print instead of a run: job, hydra, all, info
+    resolved: bool = False  # with it: references to other values replaced by the values
     words: tuple[str, ...] = ()  # all of it, as it was given
     texts: tuple[str, ...] = ()  # words that are no override, for a command that takes such
 
 
 def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
     """Flags and overrides; with `texts` also words that are neither. Raises ConfigError for a flag that does not exist."""
-    arguments, file = Arguments([], words=tuple(words)), list[str]()
+    arguments, file, name = Arguments([], words=tuple(words)), list[str](), ""
     rest = iter(words)
     for word in rest:
         if word in ("-m", "--multirun"):
@@ -41,15 +44,49 @@ def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
             arguments = arguments._replace(config_dir=folder)
         elif word == "--config" or word.startswith("--config="):
             file += overrides_of(word.partition("=")[2] or next(rest, ""))
+        elif word in ("-cn", "--config-name") or word.startswith("--config-name="):
+            name = word.partition("=")[2] or next(rest, "")
+        elif word in ("-c", "--cfg") or word.startswith("--cfg="):
+            arguments = arguments._replace(shown=word.partition("=")[2] or next(rest, ""))
+            if arguments.shown not in ("job", "hydra", "all"):
+                raise ConfigError(f"--cfg {arguments.shown}: write --cfg job, --cfg hydra or --cfg all")
+        elif word in ("-i", "--info") or word.startswith("--info="):
+            arguments = arguments._replace(shown="info")
+        elif word == "--resolve":
+            arguments = arguments._replace(resolved=True)
         elif texts and (" " in word.partition("=")[0].strip() or not re.match(r"[-~]|[^=]+=", word)):
             arguments = arguments._replace(texts=(*arguments.texts, word))
         elif word.startswith("-"):
-            raise ConfigError(f"there is no flag '{word}'; there are -m, --config FILE, --config-dir DIR and --help")
+            raise ConfigError(_no_flag(word, next(rest, "VALUE")))
         elif "=" not in word and not word.startswith("~"):
             raise ConfigError(f"'{word}' is no override; write KEY=VALUE or GROUP=OPTION")
         else:
             arguments.overrides.append(word)
+    if name and name.removesuffix(".yaml") not in ENTRIES:
+        file += overrides_of(str(_named(name, arguments.config_dir)))
     return arguments._replace(overrides=beneath(file, arguments.overrides))
+
+
+def _named(name: str, folder: str | None) -> Path:
+    """The file that --config-name means: NAME.yaml in the folder of --config-dir, or here."""
+    place = Path(folder or ".") / f"{name.removesuffix('.yaml')}.yaml"
+    if not place.is_file():
+        raise ConfigError(
+            f"--config-name {name}: there is no {place}. It names a file of your own in --config-dir DIR; which of rlkit's configs is "
+            "taken follows from the command (train, evaluate, rollout)"
+        )
+    return place
+
+
+def _no_flag(word: str, value: str) -> str:
+    """What is written in place of a flag that does not exist."""
+    flag, given, behind = word.lstrip("-").partition("=")
+    key = flag.replace("-", "_")
+    value = behind if given else "VALUE" if value.startswith("-") or "=" in value else value
+    if key in MEANT:
+        return f"there is no flag '{word}'; write {MEANT[key].removesuffix('=')}={value}"
+    flags = "-m, --config FILE, --config-name NAME, --config-dir DIR, --cfg job, --info and --help"
+    return f"there is no flag '{word}'; settings are written KEY=VALUE, and the flags are {flags}"
 
 
 def beneath(file: Sequence[str], overrides: Sequence[str]) -> list[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import sys
 from collections.abc import Sequence
 
 from rlkit.commands.arguments import parse
-from rlkit.errors import ConfigError, Refusal, RLKitError, raised_at, visible
+from rlkit.errors import TRACEBACK, ConfigError, Refusal, RLKitError, raised_at, say, visible
 from rlkit.system.processors import wait_without_spinning
 
 COMMANDS = ("train", "evaluate", "rollout", "agent", "export", "report", "check", "doctor", "replay")  # a file of this folder each
@@ -32,7 +33,9 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit replay bundle=outputs/NAME/TIME/debug/step_000007   an update that failed, once more: which rows and gradients are not finite
 
   --config FILE       overrides from YAML, or the flat config of a GSM8K/MBPP trainer; what stands behind it wins
-  --config-dir DIR    options of your own
+  --config-dir DIR    options of your own; --config-name NAME takes overrides from DIR/NAME.yaml
+  --cfg job           print the composed config, without a run (--resolve: with references replaced; --info: which option of each group)
+  debug=true          print the traceback of an error too
   trust=true          with run= or bundle=: the folder's config may call functions that do not ship with rlkit
   -m, --multirun      a sweep
 
@@ -47,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     guard_output()
     words = list(sys.argv[1:] if argv is None else argv)
+    if "debug=true" in words:  # in the environment, for ranks and the jobs of a sweep are processes of their own
+        os.environ[TRACEBACK] = "1"
+        words = [word for word in words if word != "debug=true"]
     if broken := [word for word in words if re.search("[\ud800-\udfff]", word)]:
         print(
             visible(f"rlkit: {broken[0]!a}: this word is not UTF-8; type it again, or set the terminal's encoding to UTF-8"),
@@ -65,13 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if arguments.multirun and words[0] != "train":
             raise ConfigError(f"rlkit {words[0]} takes one run at a time; -m belongs to rlkit train")
+        if arguments.shown:
+            return importlib.import_module("rlkit.commands.show").command(words[0], arguments)
         return importlib.import_module(f"rlkit.commands.{words[0]}").command(arguments)
     except Refusal as error:
-        for line in str(error).splitlines():
-            print(visible(f"rlkit: {line}"), file=sys.stderr)
+        say(error, [f"rlkit: {line}" for line in str(error).splitlines()])
         return 2
     except RLKitError as error:
-        print(visible("\n".join((f"rlkit: {error}", *getattr(error, "__notes__", ()))), kept="\n"), file=sys.stderr)
+        say(error, [f"rlkit: {error}", *getattr(error, "__notes__", ())])
         return 1
     except KeyboardInterrupt as error:
         print(visible(f"rlkit: interrupted: {raised_at(error)}"), file=sys.stderr)

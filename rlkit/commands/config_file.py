@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from rlkit.errors import ConfigError, nearest, visible
+from rlkit.errors import ConfigError, nearest, not_yaml, visible
 
 # Its keys → those of rlkit.
 FLAT = {
@@ -27,6 +27,7 @@ FLAT = {
     "training.num_iterations": "trainer.steps",
 }
 BASE = "experiment=gsm8k_tools"  # the trainer's own numbers, where the file leaves one out
+ENTRIES = ("train", "evaluate", "rollout")  # rlkit's own configs, on which a user's defaults list may build
 DATASETS = ("gsm8k", "mbpp")
 
 
@@ -39,19 +40,39 @@ def overrides_of(file: str) -> list[str]:
     """
     try:
         given = yaml.safe_load(Path(file).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(not_yaml(error, file)) from error
+    except OSError as error:
+        raise ConfigError(f"--config {file}: {error.strerror}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {file}: {' '.join(str(error).split())}") from error
     if isinstance(given, list) and all(isinstance(line, str) for line in given):
         return given
     if not isinstance(given, Mapping):
         raise ConfigError(f"--config {file}: write overrides as KEY: VALUE lines, or as a list of KEY=VALUE")
-    values = dict(_flattened(given))
+    chosen = _chosen(file, given.get("defaults", []))
+    values = dict(_flattened({key: value for key, value in given.items() if key != "defaults"}))
     if {"data", "training"} & given.keys() or FLAT.keys() & values.keys():
         translated = _translated(file, values)
         if os.environ.get("RANK", "0") == "0":
             print(visible(f"{file}: {' '.join(translated)}"), flush=True)
         return translated
-    return [f"{key}={_written(value)}" for key, value in values.items()]
+    return chosen + [f"{key}={_written(value)}" for key, value in values.items()]
+
+
+def _chosen(file: str, defaults: Any) -> list[str]:
+    """The options that a defaults list chooses, as overrides: `- override algorithm: dapo` or `- algorithm: dapo`."""
+    if not isinstance(defaults, list):
+        raise ConfigError(f"--config {file}: defaults: {defaults!r} is no list; write one GROUP: OPTION a line, each behind a dash")
+    found = []
+    for entry in defaults:
+        if entry in ("_self_", *ENTRIES):
+            continue
+        if not isinstance(entry, Mapping) or len(entry) != 1:
+            raise ConfigError(f"--config {file}: defaults: {entry!r} chooses nothing; write GROUP: OPTION")
+        (group, option), *_ = entry.items()
+        found.append(f"{str(group).removeprefix('override ').removeprefix('/')}={'null' if option is None else option}")
+    return found
 
 
 def _flattened(given: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,7 @@ from rlkit.commands.arguments import STARTED, Arguments, added, drop, option, qu
 from rlkit.commands.trust import announcer
 from rlkit.config.changes import difference, refuse_changes
 from rlkit.distributed import launch, ranks
-from rlkit.errors import ConfigError, Refusal, RLKitError, visible
+from rlkit.errors import ConfigError, Refusal, RLKitError, say
 from rlkit.runs import folder as runs
 from rlkit.system import owner
 from rlkit.system.device import versions
@@ -148,13 +148,12 @@ def run_in_folder(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: 
             provenance = ranks.broadcast(lambda: runs.read_start(folder))
         summary, _ = train_in(x, tasks, folder, started=started, resume=resume, provenance=provenance)
     except Refusal as error:
-        print(visible(f"rlkit: {error}", kept="\n"), file=sys.stderr)
+        say(error, [f"rlkit: {line}" for line in str(error).splitlines()])
         if fresh and not (folder / "metrics.jsonl").exists() and ranks.rank() == 0 and not owner.lost(folder):
             shutil.rmtree(folder, ignore_errors=True)
         return 2
     except RLKitError as error:
-        notes = getattr(error, "__notes__", ())
-        print(visible("\n".join((f"rlkit: {error}", f"run folder: {folder}", *notes)), kept="\n"), file=sys.stderr)
+        say(error, [f"rlkit: {error}", f"run folder: {folder}", *getattr(error, "__notes__", ())])
         return 1
     if ranks.rank() == 0:
         with lenient("config.yaml"):
@@ -190,16 +189,20 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
             lines.append(f"{f'accuracy, {part}':<22}" + "".join(f"{r['accuracy']:>16.3f}" if r else f"{'-':>16}" for r in (was, own)))
         lines.append(f"{'replies':<22}{how_sampled(before['temperature']):>32}")
         lines.append("")
+    why = summary.get("why", "")
     lines.append(f"{summary['ended']} after {summary['steps']} steps, {summary['wall_seconds']:.0f} s, {summary['tokens']:,} tokens")
+    lines += [why] if why else []
     if LOST:
         named = [f"{what} ({why})" for what, why in LOST.items()]
         lines.append(f"not written: {'; '.join(named[:SHOWN])}" + (f"; and {len(named) - SHOWN} more" if len(named) > SHOWN else ""))
     longer = f" trainer.steps={2 * summary['steps']}" if summary["ended"] == "finished" else ""
+    longer = f" evaluation.stop_at=null{longer}" if longer and why else longer
+    drawn = (folder / "tensorboard").is_dir()
     saved = any((folder / "checkpoints").glob("*.ckpt"))
     lines += [
         f"run folder       {folder}",
         "next:",
-        f"  curves         tensorboard --logdir {where}",
+        *([f"  curves         tensorboard --logdir {where}"] if drawn else []),
         f"  report         rlkit report {where}",
         f"  conversations  less {where}/samples/*",
         f"  resume         rlkit train resume={where}{longer}" if saved else "  (nothing to resume: it ended before its first checkpoint)",

@@ -23,7 +23,7 @@ from rlkit.config.problems.schedules import first_steps, phase_problems
 from rlkit.config.problems.trial import dry_run
 from rlkit.config.schema import build, check, renamed
 from rlkit.config.suggestions import RESOLVERS
-from rlkit.errors import ConfigError, nearest
+from rlkit.errors import ConfigError, nearest, not_yaml
 from rlkit.system.redaction import learn
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
@@ -86,7 +86,8 @@ def compose(
             plain = _plain(full)
         except ConfigError as error:
             raise ConfigError("\n".join([*problems, str(error)])) from error
-    learn(plain, _raw(full))
+        problems += _misplaced(plain)
+    learn(plain, unresolved(full))
     if before_import is not None:
         before_import(plain)
     problems += check(plain) or range_problems(plain)
@@ -153,6 +154,7 @@ def _load(entry: str, search: Sequence[str], overrides: Sequence[str]) -> tuple[
     Hydra composes the groups; the values are set after that, as it does itself. A key that the YAML does not hold may still be one
     that a signature knows: it is added, and the check decides.
     """
+    import yaml
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -174,6 +176,8 @@ def _load(entry: str, search: Sequence[str], overrides: Sequence[str]) -> tuple[
                 text = f"++{text}"
                 ConfigLoaderImpl._apply_overrides_to_config(parser.parse_overrides([text]), full)
             accepted.append(text)
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(not_yaml(error, "an option")) from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         absent = re.match(r"Could not override '([\w.]+)'", str(error))
         path = absent[1] if absent else ""
@@ -182,9 +186,11 @@ def _load(entry: str, search: Sequence[str], overrides: Sequence[str]) -> tuple[
             raise ConfigError(f"{path}: Hydra has no such setting.{nearest(path.split('.')[1], known)}") from error
         if path and "." not in path:  # a whole group: adding it, as Hydra proposes, would not help
             raise ConfigError(f"{path}: rlkit {entry} has no such group") from error
+        if str(error).startswith("Error merging override"):
+            raise ConfigError(f"'{text}' cannot be read: {one_sentence(error.__cause__ or error)}") from error
         raise ConfigError(one_sentence(error)) from error
-    full.hydra.overrides.task = [text for text in accepted if not text.startswith("hydra")]
-    full.hydra.job.override_dirname = ",".join(sorted(full.hydra.overrides.task))
+    own = [text for text in accepted if not text.startswith("hydra")]
+    full.hydra.overrides.task, full.hydra.job.override_dirname = own, ",".join(sorted(own))
     full.hydra.runtime.cwd = os.getcwd()
     return full, accepted
 
@@ -215,15 +221,50 @@ def _plain(full: DictConfig) -> dict[str, Any]:
     try:
         return renamed({str(key): plain(key) for key in full if key != "hydra"})
     except (OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(one_sentence(error)) from error
+        key, written = _unresolved(full)
+        raise ConfigError(f"{key}: {written} cannot be resolved: {one_sentence(error)}" if key else one_sentence(error)) from error
 
 
-def _raw(full: DictConfig) -> dict[str, Any]:
-    """The config without Hydra's own node, its references to other values and to the environment as they were written."""
+def _unresolved(node: Any, path: str = "") -> tuple[str, str]:
+    """(the first key whose reference to another value fails, what is written there), or two empty texts."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    for key in node if OmegaConf.is_dict(node) else range(len(node)):
+        where = f"{path}.{key}" if path else str(key)
+        if where == "hydra" or OmegaConf.is_missing(node, key):
+            continue
+        try:
+            value = node[key]
+        except (OmegaConfBaseException, ValueError):
+            written: Any = OmegaConf.to_container(node, resolve=False)
+            return where, str(written[key])
+        if OmegaConf.is_config(value) and not OmegaConf.is_interpolation(node, key) and (found := _unresolved(value, where))[0]:
+            return found
+    return "", ""
+
+
+def _misplaced(plain: dict[str, Any]) -> list[str]:
+    """Presets without the line that lays them over the whole config: takes their keys out of the config, and says so."""
+    return [
+        f"{group}: this preset sets {', '.join(found)} under '{group}'; write '# @package _global_' as the first line of its file"
+        for group in ("experiment", "debug")
+        if isinstance(plain.get(group), dict) and (found := plain.pop(group))
+    ]
+
+
+def unresolved(full: DictConfig, *, of_hydra: bool = False) -> dict[str, Any]:
+    """The config, or Hydra's own node of it, with references to other values and to the environment as they were written."""
     from omegaconf import OmegaConf
 
     plain: Any = OmegaConf.to_container(full, resolve=False)
-    return renamed({key: value for key, value in plain.items() if key != "hydra"})
+    return renamed({key: value for key, value in plain.items() if (key == "hydra") == of_hydra})
+
+
+def choices(full: DictConfig) -> list[str]:
+    """GROUP=OPTION of every group for which an option was chosen, sorted."""
+    chosen = full.hydra.runtime.choices.items()
+    return sorted(f"{group}={option}" for group, option in chosen if option and not str(group).startswith("hydra/"))
 
 
 def is_group(override: str, search: Sequence[str]) -> bool:
@@ -285,7 +326,7 @@ def parse_override(parser: Any, text: str) -> tuple[Any, str]:
         return parser.parse_overrides([quoted])[0], quoted
 
 
-def one_sentence(error: Exception) -> str:
+def one_sentence(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(line for line in lines if not line.startswith(("full_key", "object_type", "Config search path", "provider")))
 

@@ -15,10 +15,11 @@ import sys
 import types
 import typing
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
-from rlkit.errors import ConfigError, nearest
+from rlkit.config.hints import leaves_of, meant
+from rlkit.errors import ConfigError, nearest, place
 
 # `suggests` holds what an option advises other groups: they interpolate it as their default, and its own function never sees it.
 SPECIAL = ("_target_", "_partial_", "_args_", "suggests")
@@ -49,10 +50,14 @@ MOVED = {
 # ------------------------------------------------------------------------------------------------------ checking
 
 
-def check(node: Any, path: str = "") -> list[str]:
-    """Every problem of a composed config, one sentence each: path, what is wrong, the nearest valid name."""
+def check(node: Any, path: str = "", leaves: Sequence[str] = ()) -> list[str]:
+    """Every problem of a composed config, one sentence each: path, what is wrong, the nearest valid name.
+
+    `leaves` are the dotted keys of the whole config, among which the meant one is looked for; by default those of `node`.
+    """
+    leaves = leaves or (leaves_of(node) if isinstance(node, dict) else [])
     if isinstance(node, list):
-        return [p for i, item in enumerate(node) for p in check(item, f"{path}[{i}]")]
+        return [p for i, item in enumerate(node) for p in check(item, f"{path}[{i}]", leaves)]
     if node == MISSING:
         return [f"{path}: has no default; set {path}=VALUE"]
     if isinstance(node, float) and math.isnan(node):
@@ -60,7 +65,7 @@ def check(node: Any, path: str = "") -> list[str]:
     if not isinstance(node, dict):
         return []
     if "_target_" not in node:
-        return [p for key, value in node.items() for p in check(value, _join(path, key))]
+        return [p for key, value in node.items() for p in check(value, _join(path, key), leaves)]
     if node["_target_"] == MISSING:
         return [f"{path}: has no default; set {_join(path, '_target_')}=MODULE.FUNCTION"]
     for key, kind in KINDS.items():
@@ -70,10 +75,10 @@ def check(node: Any, path: str = "") -> list[str]:
         target = resolve(node["_target_"])
     except ConfigError as error:
         return [f"{_join(path, '_target_')}: {error}"]
-    return _check_call(node, target, path)
+    return _check_call(node, target, path, leaves)
 
 
-def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str) -> list[str]:
+def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str, leaves: Sequence[str]) -> list[str]:
     """The keys and values of a node against its target's signature, then the nodes within."""
     parameters = inspect.signature(target).parameters
     partial = _is_partial(node)
@@ -89,10 +94,10 @@ def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str) 
     for key in keys:
         where = _join(path, key)
         if key in named:
-            problems += _check_value(node[key], hints.get(key, Any), where)
+            problems += _check_value(node[key], hints.get(key, Any), where, leaves)
         elif not takes_any:
             label = f"'{node['_target_']}'" if path else "a run"
-            problems.append(f"{where}: {label} takes no '{key}'.{nearest(key, named)} It takes: {', '.join(named)}")
+            problems.append(f"{where}: {label} takes no '{key}'.{meant(where, named, leaves)} It takes: {', '.join(named)}")
     for name, p in named.items():
         if p.default is p.empty and name not in keys and not node.get("_args_") and not (partial and name in GIVEN_LATER):
             problems.append(f"{_join(path, name)}: '{node['_target_']}' needs a value here")
@@ -114,15 +119,17 @@ def _check_suggestions(given: Any, path: str) -> list[str]:
     return problems
 
 
-def _check_value(value: Any, hint: Any, where: str) -> list[str]:
+def _check_value(value: Any, hint: Any, where: str, leaves: Sequence[str]) -> list[str]:
     """A value against the hint of its parameter, and every node within it."""
-    problems = check(value, where)
+    problems = check(value, where, leaves)
     return problems if problems and not isinstance(value, dict | list) else problems + _mismatch(value, hint, where)
 
 
 def _mismatch(value: Any, hint: Any, where: str) -> list[str]:
     """Where a value, or one within it, is not of the kind that a signature asks for."""
-    if value == MISSING or (isinstance(value, dict) and "_target_" in value):
+    if isinstance(value, dict) and "_target_" in value:
+        return _bare_function(value, hint, where)
+    if value == MISSING:
         return []
     if not isinstance(value, dict | list):
         return [] if fits(value, hint) else [f"{where}: {value!r} is not {describe(hint)}"]
@@ -138,6 +145,17 @@ def _mismatch(value: Any, hint: Any, where: str) -> list[str]:
     if isinstance(value, dict):
         return [problem for key, item in value.items() for problem in _mismatch(item, inside[-1], _join(where, key))]
     return [problem for i, item in enumerate(value) for problem in _mismatch(item, inside[-1], f"{where}[{i}]")]
+
+
+def _bare_function(node: Mapping[str, Any], hint: Any, where: str) -> list[str]:
+    """A function where a part that holds one is wanted, such as a reward function in place of a term."""
+    wanted = [option for option in _alternatives(hint) if option is not type(None)]
+    if not node.get("_partial_") or not wanted or not all(hasattr(option, "_fields") for option in wanted):
+        return []
+    part = _public_name(wanted[0])
+    held = next((name for name, kind in _hints(wanted[0]).items() if typing.get_origin(kind) is Callable), None)
+    beneath = f"; write _target_: {part} there, and the function beneath it as {held}" if held else f"; write _target_: {part}"
+    return [f"{where}: '{node['_target_']}' is a function, not a {part}{beneath}"]
 
 
 def _public_name(part: type) -> str:
@@ -238,8 +256,14 @@ def resolve(name: Any) -> Callable[..., Any]:
     module_name, _, attribute = str(name).rpartition(".")
     try:
         module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"'{name}' cannot be imported ({error}); is the package installed, and the folder on PYTHONPATH?") from error
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise ConfigError(f"'{name}' cannot be imported ({error}); is the package installed, and the folder on PYTHONPATH?") from error
+        raise ConfigError(f"'{name}' cannot be imported: {place(error)}: {error}") from error
+    except SyntaxError as error:
+        raise ConfigError(f"'{name}' cannot be imported: {error.filename}:{error.lineno}: {error.msg}") from error
+    except Exception as error:  # whatever the user's module raises while it is imported
+        raise ConfigError(f"'{name}' cannot be imported: {place(error)}: {type(error).__name__}: {error}") from error
     if not hasattr(module, attribute):
         public = [n for n in dir(module) if not n.startswith("_")]
         raise ConfigError(f"'{module_name}' has no '{attribute}'.{nearest(attribute, public)}")

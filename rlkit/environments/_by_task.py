@@ -4,28 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from rlkit.environments.prompts import with_system_prompt
 from rlkit.errors import ConfigError
-from rlkit.types import Environment, Task
+from rlkit.system.loops import awaited
+from rlkit.types import Environment, Messages, Task
 
 
-def by_task(*, environments: Mapping[str, Environment]) -> Callable[[Task], Environment]:
+def by_task(*, environments: Mapping[str, Environment], system_prompt: str | None = None) -> Callable[[Task], Environment]:
     """A lookup of `task.environment` in named environments, so that a mixture runs each row its own way.
 
     Args:
       environments: name → environment.
-    Raises: ConfigError, from the lookup, naming the row, the name it asks for and the known names.
+      system_prompt: put in front of the first prompt of each of them; None adds none.
+    Raises:
+      ConfigError: for a system prompt where an environment makes its own sessions; from the lookup, naming the row, the name it asks
+        for and the known names.
     """
+    known = {name: _with_prompt(name, environment, system_prompt) for name, environment in environments.items()}
 
     def lookup(task: Task) -> Environment:
-        if task.environment not in environments:
+        if task.environment not in known:
             raise ConfigError(
                 f"task {task.id!r} asks for the environment {task.environment!r}, which is not in "
-                f"environment.environments; known are {', '.join(sorted(environments)) or 'none'}. "
+                f"environment.environments; known are {', '.join(sorted(known)) or 'none'}. "
                 "Add it there, or set environment= to one option for all rows"
             )
-        return environments[task.environment]
+        return known[task.environment]
 
     return lookup
+
+
+def _with_prompt(name: str, environment: Environment, system_prompt: str | None) -> Environment:
+    if not system_prompt:
+        return environment
+    if environment.session is not None:
+        raise ConfigError(
+            f"system_prompt: the environment {name!r} makes its own prompts; set environment.environments.{name}.system_prompt"
+        )
+    make = environment.first_prompt
+
+    async def first_prompt(task: Task) -> Messages:
+        return with_system_prompt(task.messages if make is None else await awaited(make(task)), system_prompt)
+
+    return environment._replace(first_prompt=first_prompt)
 
 
 def environment_of(environment: Environment | Callable[[Task], Environment], task: Task) -> Environment:

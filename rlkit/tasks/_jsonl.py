@@ -59,7 +59,7 @@ def jsonl(
     source, rows = read_split(
         path,
         split=split,
-        content=lambda where, row: _messages(where, row.get(prompt), prompt),
+        content=lambda where, row: _messages(where, _value(where, row, "prompt", fields), prompt),
         validation=validation,
         held_out=held_out,
         validation_path=validation_path,
@@ -81,7 +81,7 @@ def _task(where: str, row: Row, fields: Mapping[str, str], defaults: Task, syste
     def text(name: str, default: str) -> str:
         if name not in fields:
             return default
-        value = row.get(fields[name])
+        value = _value(where, row, name, fields)
         if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not str(value).strip():
             raise DataError(
                 f"{where}: the field {fields[name]!r} (task.fields.{name}) is missing, empty or neither text nor a "
@@ -91,11 +91,19 @@ def _task(where: str, row: Row, fields: Mapping[str, str], defaults: Task, syste
 
     return Task(
         id=text("id", defaults.id),
-        messages=with_system_prompt(_messages(where, row.get(fields["prompt"]), fields["prompt"]), system_prompt),
+        messages=with_system_prompt(_messages(where, _value(where, row, "prompt", fields), fields["prompt"]), system_prompt),
         answer=text("answer", ""),
         reward=text("reward", defaults.reward),
         environment=text("environment", defaults.environment),
     )
+
+
+def _value(where: str, row: Row, name: str, fields: Mapping[str, str]) -> Any:
+    """What a row has in a field. Raises DataError naming the fields that there are."""
+    if fields[name] not in row:
+        there = ", ".join(map(repr, row)) or "none"
+        raise DataError(f"{where}: the field {fields[name]!r} (task.fields.{name}) is missing; the row has {there}")
+    return row[fields[name]]
 
 
 def _messages(where: str, prompt: Any, field: str) -> tuple[Message, ...]:

@@ -56,7 +56,7 @@ def train_in(
     try:
         with failed_rollout_kept(folder):
             trainer.fit(module, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
-        summary["ended"] = how_it_ended(module, results)
+        summary["ended"], summary["why"] = how_it_ended(module, results)
     except Interrupted as signal:
         summary |= {"ended": "interrupted", "signal": str(signal), "status": signal.status}
     except (KeyboardInterrupt, SystemExit) as error:
@@ -145,13 +145,16 @@ def missing() -> dict[str, Any]:
     return {"unsaved": sentence or None, "lost": {what: why for what, why in LOST.items() if what not in RESULT}}
 
 
-def how_it_ended(module: Any, results: Mapping[Split, Mapping[int, Mapping[str, Any]]]) -> str:
-    """finished: all steps done, or the target reached; out of time: trainer.max_time, so it can be resumed; else interrupted."""
+def how_it_ended(module: Any, results: Mapping[Split, Mapping[int, Mapping[str, Any]]]) -> tuple[str, str]:
+    """(the end, why): finished: all steps done, or the target reached; out of time, so it can be resumed; else interrupted."""
     target, last = module.experiment.evaluation.stop_at, results.get("validation", {}).get(module.rl_step)
-    reached = target is not None and last is not None and last["accuracy"] >= target
-    if module.rl_step >= module.total_steps or reached:
-        return "finished"
-    return "out of time" if module.out_of_time() else "interrupted"
+    if target is not None and last is not None and last["accuracy"] >= target:
+        return "finished", f"validation accuracy {last['accuracy']:.3f} reached evaluation.stop_at={target:g}"
+    if module.rl_step >= module.total_steps:
+        return "finished", ""
+    if module.out_of_time():
+        return "out of time", f"trainer.max_time={module.experiment.trainer.max_time:g} minutes are over"
+    return "interrupted", ""
 
 
 def make_trainer(

@@ -81,7 +81,7 @@ def test_one_prompt_cannot_be_split(tmp_path):
         ({"q": "x", "a": " "}, r"'a' \(task\.fields\.answer\)"),
         ({"q": "x", "a": True}, r"'a' \(task\.fields\.answer\)"),
         ({"q": "x", "a": ["1"]}, r"'a' \(task\.fields\.answer\)"),
-        ({"a": "1"}, "prompt .'q'. is missing"),
+        ({"a": "1"}, "field 'q' .task.fields.prompt. is missing"),
         ({"q": [], "a": "1"}, "prompt .'q'. is missing"),
         ({"q": ["x"], "a": "1"}, "needs a role"),
         ({"q": [{"role": "robot", "content": "x"}], "a": "1"}, "needs a role"),

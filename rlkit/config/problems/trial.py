@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, place
 from rlkit.training.schedules import phases
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
@@ -56,7 +56,9 @@ def dry_run(x: Experiment) -> None:
         loss.backward()
         update_metrics(batch._replace(metrics={name: term for name, term in terms.items() if "/" in name}), UpdateTerms(), x)
     except (TypeError, ValueError, RuntimeError, KeyError, IndexError) as error:
-        raise ConfigError(f"algorithm={x.algorithm.name}, kl={x.kl.name}: the dry run on fake data fails: {error}") from error
+        raise ConfigError(
+            f"algorithm={x.algorithm.name}, kl={x.kl.name}: the dry run on fake data fails: {error} (at {place(error)})"
+        ) from error
     if logits.grad is None or not torch.isfinite(logits.grad).all() or not logits.grad.any():
         made = {"advantage": batch.advantages, "correction": batch.scale, "aggregation": batch.weights} | terms
         bad = [name for name, value in made.items() if value is not None and value.shape == mask.shape and not value[mask].isfinite().all()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -13,6 +14,7 @@ import lightning as L
 
 from rlkit.system.output import clock
 
+COLUMNS = 80  # of a step's line
 RECENT = 8  # steps that the time left is worked out from
 
 
@@ -46,10 +48,11 @@ class ProgressLines(L.Callback):
         self.countdown.set(None if trainer.should_stop else self.left(module))
         line = step_line(module.rl_step, module.total_steps, row, self.last_reward, str(self.countdown))
         self.last_reward = row["reward/mean"]
+        lines = [line, *([f"  {measured}"] if (measured := held_out(row)) else [])]
         if self.bar is None:
-            print(line, flush=True)
+            print("\n".join(lines), flush=True)
             return
-        self.bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self.bar.console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         self.bar.update(self.task, completed=module.rl_step, total=module.total_steps, reward=f"reward {self.last_reward:.2f}")
 
     def left(self, module: Any) -> float:
@@ -101,14 +104,28 @@ def evaluations_left(step: int, total: int, every: int) -> int:
 
 
 def step_line(step: int, total: int, row: dict[str, Any], last_reward: float | None, left: str = "") -> str:
-    """`step 12/25 reward 0.43 (+0.02) kl 0.004 len 27 trunc 3% | gen 0.8s rew 0.0s upd 0.9s, 0:24 left`."""
-    change = "" if last_reward is None else f" ({row['reward/mean'] - last_reward:+.2f})"
-    return (
-        f"step {step:>{len(str(total))}}/{total} reward {row['reward/mean']:.2f}{change} kl {row['kl/ref_k3']:.4f} "
-        f"len {row['len/mean']:.0f} trunc {row['len/truncated_frac']:.0%} | gen {row['perf/generate_s']:.1f}s "
-        f"rew {row['perf/reward_s']:.1f}s upd {row['perf/update_s']:.1f}s{f', {left}' if left else ''}"
-        f"{f' | {measured}' if (measured := held_out(row)) else ''}"
-    )
+    """`step 12/25 reward 0.43 (+0.02) kl 0.0041 len 27 trunc 3% | 0.8 + 0.9 s, 0:24 left`: seconds of sampling and of the update.
+
+    At most 80 columns: where there is no room, the change of the reward goes first, and the seconds are summed up next. What does not
+    apply, such as a KL without a reference, is left out. Scoring has seconds of its own from half a second on.
+    """
+    reward, kl, cut, scoring = row["reward/mean"], row["kl/ref_k3"], row["len/truncated_frac"], row["perf/reward_s"]
+    change = "" if last_reward is None else f" ({reward - last_reward:+.2f})"
+    seconds = [row["perf/generate_s"], *([scoring] if scoring >= 0.5 else []), row["perf/update_s"]]
+    line = ""
+    for shown, parts in ((change, seconds), ("", seconds), ("", [sum(seconds)])):
+        said = [
+            f"step {step:>{len(str(total))}}/{total}",
+            *([f"reward {reward:.2f}{shown}"] if math.isfinite(reward) else []),
+            *([] if math.isnan(kl) else [f"kl {kl:.4f}" if kl < 1 else f"kl {kl:.1f}"]),
+            f"len {row['len/mean']:.0f}",
+            *([f"trunc {cut:.0%}"] if cut else []),
+            "| " + " + ".join(f"{value:.1f}" if value < 9.95 else f"{value:.0f}" for value in parts) + " s",
+        ]
+        line = " ".join(said) + (f", {left}" if left else "")
+        if len(line) <= COLUMNS:
+            break
+    return line
 
 
 def held_out(row: dict[str, Any]) -> str:

@@ -1,0 +1,90 @@
+"""Which key a misspelt or foreign one means: the names of TRL and verl, then the leaves of the whole config."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+# Names that users of TRL, verl and the notebooks write → the key here. A key that names a group of options is written with "=".
+PEERS = {
+    "batch.prompts": "batch_size train_batch_size rollout_batch_size prompts_per_step per_device_train_batch_size num_prompts",
+    "batch.group_size": "group_size num_generations rollout_n n_samples n_samples_per_prompt samples_per_prompt num_rollouts",
+    "optimizer.lr": "lr learning_rate actor_lr",
+    "kl.coef": "beta kl_beta kl_coef kl_loss_coef init_kl_coef kl_coefficient",
+    "model.path": "model_name model_name_or_path pretrained",
+    "model.lora.rank": "lora_rank lora_r",
+    "model.lora.alpha": "lora_alpha",
+    "model.enable_thinking": "thinking think",
+    "trainer.steps": "steps max_steps total_steps num_steps total_training_steps num_train_steps iterations",
+    "trainer.max_time": "time_limit",
+    "trainer.devices": "gpus num_gpus n_gpus_per_node",
+    "trainer.nodes": "nnodes num_nodes",
+    "trainer.micro_batch_tokens": "micro_batch_size gradient_accumulation_steps ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu",
+    "trainer.precision": "bf16 fp16 dtype torch_dtype",
+    "generation.max_new_tokens": "max_completion_length max_response_length response_length max_tokens max_length",
+    "generation.temperature": "temperature",
+    "algorithm.epochs": "num_iterations ppo_epochs num_ppo_epochs",
+    "algorithm.minibatches": "num_mini_batches ppo_mini_batch_size num_minibatches",
+    "algorithm.policy_loss.clip_low": "epsilon clip_ratio clip_ratio_low cliprange clip_eps clip_epsilon",
+    "algorithm.policy_loss.clip_high": "epsilon_high clip_ratio_high",
+    "algorithm=": "adv_estimator loss_type algo",
+    "algorithm/normalization=": "scale_rewards norm_adv_by_std_in_grpo normalize_advantages",
+    "algorithm/aggregation=": "loss_agg_mode",
+    "algorithm/correction=": "vllm_importance_sampling_correction rollout_is",
+    "kl=": "kl_estimator kl_loss_type kl_penalty",
+    "reference=": "ref_model sync_ref_model ref_policy",
+    "reward=": "reward_funcs reward_fn reward_function reward_weights",
+    "task=": "dataset dataset_name data train_dataset train_files",
+    "task.max_samples": "max_train_samples num_samples",
+    "generation=": "use_vllm engine rollout",
+    "evaluation": "eval",
+    "evaluation.every": "eval_steps eval_every test_freq eval_interval",
+    "callbacks.checkpoint.every": "save_steps save_freq save_every",
+    "logger=": "report_to wandb loggers",
+    "resume": "resume_from_checkpoint resume_mode",
+    "name": "run_name experiment_name",
+    "hydra.run.dir": "output_dir default_local_dir save_dir",
+}
+MEANT = {word: key for key, words in PEERS.items() for word in words.split()}
+
+
+def meant(path: str, named: Iterable[str], leaves: Iterable[str]) -> str:
+    """The key that an unknown one means, as " Did you mean 'optimizer.lr'?"; '' where nothing is near.
+
+    Args:
+      path: the unknown key as it was written, dotted.
+      named: the names that are valid where it was written.
+      leaves: every dotted key of the config.
+    A name beside it that differs by a letter or two comes first, then a known name of a peer, then a leaf of the same name
+    anywhere, then similar ones.
+    """
+    parent, _, word = path.rpartition(".")
+    below = [leaf for leaf in leaves if leaf != path and not leaf.startswith(f"{path}.")]
+    if near := difflib.get_close_matches(word, list(named), n=1, cutoff=0.85):
+        return _sentence(near)
+    if word in MEANT and MEANT[word] != path:
+        return _sentence([MEANT[word]])
+    if same := [leaf for leaf in below if leaf.rpartition(".")[2] == word]:
+        return _sentence(sorted(same, key=lambda leaf: (leaf.count("."), leaf))[:3])
+    if near := difflib.get_close_matches(word, list(named), n=1, cutoff=0.5) if parent else []:
+        return _sentence(near)
+    by_name = {leaf.rpartition(".")[2]: leaf for leaf in sorted(below, key=lambda leaf: -leaf.count("."))}
+    names = {**by_name, **MEANT}
+    return _sentence([names[name] for name in difflib.get_close_matches(word, list(names), n=1, cutoff=0.75)])
+
+
+def leaves_of(config: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Every dotted key of a plain config that a user sets, groups and lists as one key each, Hydra's own words left out."""
+    found = []
+    for key, value in config.items():
+        if key.startswith("_") or key == "suggests":
+            continue
+        found.append(f"{prefix}{key}")
+        if isinstance(value, Mapping):
+            found += leaves_of(value, f"{prefix}{key}.")
+    return found
+
+
+def _sentence(keys: list[str]) -> str:
+    return f" Did you mean {' or '.join(repr(key + 'OPTION' if key.endswith('=') else key) for key in keys)}?" if keys else ""
