@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from datetime import datetime
 from pathlib import Path
 
 import pytest
+import yaml
 
+from rlkit.commands.cli import main
 from rlkit.config.changes import difference, refuse_changes
 from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
@@ -224,3 +227,50 @@ def test_saved_overrides_are_those_of_hydra(tmp_path):
     )
     assert runs.saved_overrides(tmp_path) == ["seed=3", "algorithm=grpo", "++optimizer.lr=1e-4"]
     assert runs.saved_overrides(tmp_path / "absent") == []
+
+
+def test_a_run_folder_is_named_by_what_differs_from_the_default():
+    given = ["algorithm=dapo", "++optimizer.lr=3e-4", "seed=2", "resume=never", "logger=none", "task.path=/a b/c.jsonl", "debug=fast"]
+    assert runs.label_of(given, "dapo") == "lr-3e-4_seed-2"
+    long = [f"kl.key{i}={'1' * 20}" for i in range(9)]
+    assert runs.label_of(long, "grpo") == "_".join(f"key{i}-{'1' * 20}" for i in range(2)), "whole parts, at most 60 characters"
+
+
+@pytest.fixture
+def three_runs(tmp_path):
+    """Two whole runs and one whose summary was never written."""
+    folders = []
+    for number, (overrides, accuracy) in enumerate([(["kl=none"], 0.5), (["optimizer.lr=1e-3", "kl=none"], 0.75), (["seed=2"], None)]):
+        folder = tmp_path / "outputs" / "grpo" / f"run{number}"
+        (folder / ".hydra").mkdir(parents=True)
+        lr = 1e-3 if number == 1 else 3e-4
+        (folder / "config.yaml").write_text(yaml.safe_dump({"seed": 2 if number == 2 else 0, "optimizer": {"lr": lr}}))
+        os.utime(folder / "config.yaml", (1000 + number, 1000 + number))
+        (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(overrides))
+        if accuracy is not None:
+            summary = {"ended": "finished", "steps": 3, "tokens": 12345, "before": {"accuracy": 0.25}, "after": {"accuracy": accuracy}}
+            (folder / "summary.json").write_text(json.dumps(summary))
+        folders.append(folder)
+    return folders
+
+
+def test_runs_are_listed_newest_first_and_filtered_by_settings(three_runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def names(*words):
+        assert main(["runs", *words]) == 0
+        return [found[0] for line in capsys.readouterr().out.splitlines() if (found := re.findall(r"run\d", line))]
+
+    assert names() == ["run2", "run1", "run0"]
+    assert names("kl=none") == ["run1", "run0"], "an option, as it was given"
+    assert names("optimizer.lr=0.001") == ["run1"], "1e-3 is the same number"
+    assert names("optimizer.lr=3e-4", "seed=2") == ["run2"]
+    assert names("limit=1") == ["run2"] and names("seed=9") == []
+    assert main(["runs", "kl=none", "limit=x"]) == 2
+
+
+def test_two_runs_are_compared_setting_by_setting(three_runs, capsys):
+    assert main(["runs", "diff", *map(str, three_runs[:2])]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"optimizer\.lr +0\.0003 +0\.001\n", said) and re.search(r"test accuracy, after +0\.500 +0\.750\n", said)
+    assert "seed" not in said.partition("whether")[0] and "12,345" in said

@@ -74,7 +74,7 @@ def command(arguments: Arguments) -> int:
         for line in (*warnings(x), *overlaps(tasks)):
             print(f"warning: {line}")
         target = ranks.broadcast(
-            lambda: folder or runs.fresh(runs.OUTPUTS / x.name)
+            lambda: folder or runs.fresh(runs.OUTPUTS / x.name, runs.label_of(composed.overrides, x.name))
         )  # one for all ranks, which by now have read what is there
         ranks.broadcast(lambda: runs.require_writable(target))
         if not known:

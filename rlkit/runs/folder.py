@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -26,9 +26,9 @@ OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=(.*)", re.DOTALL)
 COUNT = re.compile(r"[-+\d.,eE]*|true|false|null|\{.*|\w+\(.*|\$\{.*", re.DOTALL)  # values that are no text
 
 
-def fresh(parent: Path) -> Path:
-    """A new, empty folder <parent>/<time>. Raises ConfigError where it cannot be made."""
-    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+def fresh(parent: Path, label: str = "") -> Path:
+    """A new, empty folder <parent>/<time>_<label>. Raises ConfigError where it cannot be made."""
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S") + (f"_{label}" if label else "")
     folder, number = parent / stamp, 2
     with refusing(parent):
         parent.mkdir(parents=True, exist_ok=True)
@@ -38,6 +38,25 @@ def fresh(parent: Path) -> Path:
                 return folder
             except FileExistsError:  # also where another process came first
                 folder, number = parent / f"{stamp}_{number}", number + 1
+
+
+def label_of(overrides: Sequence[str], name: str) -> str:
+    """What of a run differs from the default, for the name of its folder: "lr-3e-4_seed-2". At most 60 characters, whole parts only.
+
+    What is in `name` already, or changes nothing of the run's numbers, is left out.
+    """
+    parts, length = [], 0
+    for text in overrides:
+        key, _, value = text.lstrip("+~").partition("=")
+        part = f"{re.split(r'[./@]', key)[-1]}-{value}"
+        silent = key in (*ONCE, "name", "debug", "logger") or key.startswith(("hydra", "logger.", "callbacks.")) or value == name
+        if silent or not re.fullmatch(r"[\w.+-]+", part):
+            continue
+        length += len(part) + 1
+        if length > 60:
+            break
+        parts.append(part)
+    return "_".join(parts)
 
 
 def require_writable(folder: Path) -> None:

@@ -79,6 +79,8 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
     Raises: ConfigError, SelfCheckError, DataError.
     """
     print(first_line(x), flush=True)
+    import rich.style  # noqa: F401  # its import draws from Python's generator: it must not come after the seed
+
     from rlkit.system import rng
     from rlkit.training.selfcheck import check_policy, check_teacher
 
