@@ -91,7 +91,7 @@ def rollouts(path: Path) -> list[Any]:
 
 def digest(path: Path) -> str:
     """Of the ids of every prompt and every reply."""
-    ids = [[(list(step.prompt_ids), list(step.response_ids)) for step in rollout.steps] for rollout in rollouts(path)]
+    ids = [[(list(r.context(n)), list(step.response_ids)) for n, step in enumerate(r.steps)] for r in rollouts(path)]
     return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
 
 
