@@ -204,17 +204,20 @@ def make_trainer(
 
 def taken_up(resume: Path, folder: Path) -> tuple[Path | None, int]:
     """The checkpoint that a run is continued from, and its RL step; what came after it is set aside."""
+    from rlkit.system import shards
     from rlkit.system.rows import cut_back
     from rlkit.training.callbacks.checkpoints import SUFFIX, checkpoints, load_checkpoint, supersede
 
     metrics = folder / "metrics.jsonl"
     if resume.suffix != SUFFIX and not checkpoints(resume):  # killed before its first one
         cut_back(metrics, -1)
+        shards.cut_back(folder / "rollouts", 0)
         return None, 0
     path, state = load_checkpoint(resume)
     step = state["rlkit"]["rl_step"]
     supersede(folder / "checkpoints", step)
     cut_back(metrics, step)
+    shards.cut_back(folder / "rollouts", step)
     return path, step
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 
-from rlkit.episodes import save_rollouts, transcript
+from rlkit.episodes import append_step, transcript
 from rlkit.system.files import lenient, write_atomic
 from rlkit.training.loggers import log_text
 from rlkit.types import Rollout
@@ -36,15 +36,15 @@ class Samples(L.Callback):
 
 
 class Rollouts(L.Callback):
-    """Writes all rollouts of a step as JSON lines."""
+    """Writes all rollouts of a step as JSON lines, many steps a file."""
 
     def __init__(self, folder: Path, *, every: int):
         self.folder, self.every = folder, every
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         if self.every and module.rl_step % self.every == 0 and trainer.is_global_zero:
-            with lenient(f"rollouts/step_{module.rl_step:06d}.jsonl.gz"):
-                save_rollouts(self.folder / f"step_{module.rl_step:06d}.jsonl.gz", module.rollouts)
+            with lenient(f"{self.folder.name}/ of step {module.rl_step}"):
+                append_step(self.folder, module.rl_step, module.rollouts)
 
 
 def best_and_worst(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:

@@ -1,0 +1,101 @@
+"""What a run writes at each RL step, in few files: a gzip member a step, whose header says which step it is and how long.
+
+    rollouts/steps_000001-000100.jsonl.gz:  [step 1, its bytes | compressed lines] [step 2, its bytes | compressed lines] …
+
+A step is found by its header alone. To all other programs a file is one gzip file with the lines of all steps. One that was cut off in
+the middle holds the steps before. Step and length are a subfield of the header's extra field (RFC 1952, 2.3.1.1), as in bgzip's files.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from rlkit.errors import DataError
+from rlkit.system.files import append_once, append_whole, reason
+
+STEPS = 100  # of a file
+HEAD = struct.Struct("<16sQQ")  # all that is the same in every header, step, bytes of the member
+SAME = b"\x1f\x8b\x08\x04\0\0\0\0\0\xff" + struct.pack("<H2sH", 20, b"RL", 16)  # deflated, with an extra field, without a time
+PLAIN = 10  # bytes of the header that gzip.compress writes
+ALONE = re.compile(r"step_(\d+)\.jsonl(\.gz)?")  # a step in a file of its own, as evaluations are, and as all steps once were
+
+
+class Part(NamedTuple):
+    """Bytes of a file: what it holds of a step."""
+
+    path: Path
+    start: int = 0
+    stop: int | None = None  # None: to its end
+
+    def __str__(self) -> str:
+        return f"{self.path} from byte {self.start}" if self.start else str(self.path)
+
+    def read(self) -> bytes:
+        """What is there of it. Raises: OSError."""
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            return file.read(-1 if self.stop is None else self.stop - self.start)
+
+
+def append_step(folder: Path, step: int, lines: bytes) -> None:
+    """Adds the lines of an RL step, counted from 1, behind those of earlier ones. Raises: OSError; then nothing was added."""
+    data = gzip.compress(lines, compresslevel=3, mtime=0)[PLAIN:]
+    first = step - (step - 1) % STEPS
+    path = folder / f"steps_{first:06d}-{first + STEPS - 1:06d}.jsonl.gz"
+    append_whole(path, HEAD.pack(SAME, step, HEAD.size + len(data)) + data)
+
+
+def recorded(folder: Path) -> dict[int, Part]:
+    """Where each RL step is that the folder holds, in their order; none where there is no folder."""
+    found = {int(name[1]): Part(path) for path in folder.glob("step_*") if (name := ALONE.fullmatch(path.name))}
+    for path in files(folder):
+        found |= {step: part for step, part, _ in parts(path)}
+    return dict(sorted(found.items()))
+
+
+def files(folder: Path) -> list[Path]:
+    """The files that hold many steps, in their order."""
+    return sorted(folder.glob("steps_*.jsonl.gz"))
+
+
+def parts(path: Path) -> Iterator[tuple[int, Part, bool]]:
+    """(step, where it is, whether the file holds all of it). Behind a damaged header it goes on with the next one."""
+    with path.open("rb") as file:
+        start, size = 0, file.seek(0, os.SEEK_END)
+        while start + HEAD.size <= size:
+            file.seek(start)
+            same, step, length = HEAD.unpack(file.read(HEAD.size))
+            if same == SAME and length > HEAD.size:
+                yield step, Part(path, start, start + length), start + length <= size
+                start += length
+            else:
+                file.seek(start + 1)
+                found = file.read().find(SAME)
+                start = size if found < 0 else start + 1 + found
+
+
+def cut_back(folder: Path, step: int) -> None:
+    """Moves what comes after an RL step, which a resumed run writes again, to NAME.discarded.jsonl.gz beside the folder, and says so.
+
+    Raises: DataError, with everything in its place, where that fails.
+    """
+    target = folder.with_name(f"{folder.name}.discarded.jsonl.gz")
+    steps = [number for number in recorded(folder) if number > step]
+    for path in files(folder):
+        end = max((part.stop or 0 for number, part, whole in parts(path) if number <= step and whole), default=0)
+        try:
+            append_once(target, Part(path, end).read())
+            os.truncate(path, end)
+            if not end:
+                path.unlink()
+        except OSError as error:
+            why = f"{target} cannot be written ({reason(error)}), so {folder.name} that the resumed run replaces would be lost"
+            raise DataError(why) from None
+    if steps:
+        print(f"resume: {folder.name} of {len(steps)} step(s) after step {max(step, 0)}: moved to {target.name}", flush=True)
