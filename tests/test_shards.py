@@ -24,13 +24,13 @@ def read(part: shards.Part) -> bytes:
 def folder(tmp_path):
     """Steps 98 to 103, in two files."""
     for step in range(98, 104):
-        shards.append_step(tmp_path / "rollouts", step, lines(step))
+        shards.append_lines(tmp_path / "rollouts", step, lines(step))
     return tmp_path / "rollouts"
 
 
 def test_a_run_of_3000_steps_keeps_30_files(tmp_path):
     for step in range(1, 3001):
-        shards.append_step(tmp_path, step, b"")
+        shards.append_lines(tmp_path, step, b"")
     assert len([*tmp_path.iterdir()]) == 30 and [*shards.recorded(tmp_path)] == [*range(1, 3001)]
 
 
@@ -59,17 +59,17 @@ def test_wherever_a_file_was_cut_off_a_resumed_run_keeps_its_steps_and_loses_not
             aside.unlink(missing_ok=True)
             stays = max([end for n, end in zip((101, 102, 103), ends, strict=True) if n <= step and end <= cut], default=0)
             for _ in range(2):  # killed before the file is cut, and again
-                shards.cut_back(folder, step)
+                shards.cut_steps(folder, step)
                 assert (last.read_bytes() if last.exists() else b"") == whole[:stays] and kept.read_bytes() == before
                 assert (aside.read_bytes() if aside.exists() else b"") == whole[stays:cut]
                 last.write_bytes(whole[:cut])
-            shards.cut_back(folder, step)
-            shards.append_step(folder, step + 1, lines(7))
+            shards.cut_steps(folder, step)
+            shards.append_lines(folder, step + 1, lines(7))
             assert read(shards.recorded(folder)[step + 1]) == lines(7)
 
 
 def test_cutting_back_beyond_a_file_takes_all_of_it(folder, capsys):
-    shards.cut_back(folder, 98)
+    shards.cut_steps(folder, 98)
     assert [*shards.recorded(folder)] == [98] and len(shards.files(folder)) == 1
     assert "rollouts of 5 step(s) after step 98: moved to rollouts.discarded.jsonl.gz" in capsys.readouterr().out
     assert gzip.decompress(folder.with_name("rollouts.discarded.jsonl.gz").read_bytes()) == b"".join(map(lines, range(99, 104)))
@@ -79,7 +79,7 @@ def test_where_nothing_can_be_set_aside_nothing_is_cut(folder):
     folder.with_name("rollouts.discarded.jsonl.gz").mkdir()
     before = {path: path.read_bytes() for path in shards.files(folder)}
     with pytest.raises(DataError, match="rollouts that the resumed run replaces would be lost"):
-        shards.cut_back(folder, 99)
+        shards.cut_steps(folder, 99)
     assert {path: path.read_bytes() for path in shards.files(folder)} == before
 
 

@@ -75,7 +75,7 @@ def append_step(folder: Path, rl_step: int, rollouts: Sequence[Rollout]) -> None
 
     Raises: TypeError for what JSON does not know, OSError; then nothing was written.
     """
-    shards.append_step(folder, rl_step, _lines(rollouts, rl_step))
+    shards.append_lines(folder, rl_step, _lines(rollouts, rl_step))
 
 
 @contextmanager

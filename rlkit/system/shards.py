@@ -43,19 +43,27 @@ class Part(NamedTuple):
             return file.read(-1 if self.stop is None else self.stop - self.start)
 
 
-def append_step(folder: Path, step: int, lines: bytes) -> None:
+def append_lines(folder: Path, step: int, lines: bytes) -> None:
     """Adds the lines of an RL step, counted from 1, behind those of earlier ones. Raises: OSError; then nothing was added."""
     data = gzip.compress(lines, compresslevel=3, mtime=0)[PLAIN:]
+    append_whole(folder / f"{stem(step)}.jsonl.gz", HEAD.pack(SAME, step, HEAD.size + len(data)) + data)
+
+
+def stem(step: int) -> str:
+    """The name, without its ending, of the file that an RL step belongs to.
+
+    >>> stem(101)
+    'steps_000101-000200'
+    """
     first = step - (step - 1) % STEPS
-    path = folder / f"steps_{first:06d}-{first + STEPS - 1:06d}.jsonl.gz"
-    append_whole(path, HEAD.pack(SAME, step, HEAD.size + len(data)) + data)
+    return f"steps_{first:06d}-{first + STEPS - 1:06d}"
 
 
 def recorded(folder: Path) -> dict[int, Part]:
     """Where each RL step is that the folder holds, in their order; none where there is no folder."""
     found = {int(name[1]): Part(path) for path in folder.glob("step_*") if (name := ALONE.fullmatch(path.name))}
     for path in files(folder):
-        found |= {step: part for step, part, _ in parts(path)}
+        found |= members(path)
     return dict(sorted(found.items()))
 
 
@@ -64,31 +72,31 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("steps_*.jsonl.gz"))
 
 
-def parts(path: Path) -> Iterator[tuple[int, Part, bool]]:
-    """(step, where it is, whether the file holds all of it). Behind a damaged header it goes on with the next one."""
+def members(path: Path) -> Iterator[tuple[int, Part]]:
+    """(step, where it is) in a file that may end in the middle of the last. Behind a damaged header it goes on with the next one."""
     with path.open("rb") as file:
         start, size = 0, file.seek(0, os.SEEK_END)
         while start + HEAD.size <= size:
             file.seek(start)
             same, step, length = HEAD.unpack(file.read(HEAD.size))
             if same == SAME and length > HEAD.size:
-                yield step, Part(path, start, start + length), start + length <= size
+                yield step, Part(path, start, start + length)
                 start += length
             else:
                 file.seek(start + 1)
                 found = file.read().find(SAME)
-                start = size if found < 0 else start + 1 + found
+                start = start + 1 + found if found >= 0 else size
 
 
-def cut_back(folder: Path, step: int) -> None:
+def cut_steps(folder: Path, step: int) -> None:
     """Moves what comes after an RL step, which a resumed run writes again, to NAME.discarded.jsonl.gz beside the folder, and says so.
 
     Raises: DataError, with everything in its place, where that fails.
     """
-    target = folder.with_name(f"{folder.name}.discarded.jsonl.gz")
-    steps = [number for number in recorded(folder) if number > step]
+    target, moved = folder.with_name(f"{folder.name}.discarded.jsonl.gz"), 0
     for path in files(folder):
-        end = max((part.stop or 0 for number, part, whole in parts(path) if number <= step and whole), default=0)
+        held, size = dict(members(path)), path.stat().st_size
+        end = max((stop for number, (_, _, stop) in held.items() if number <= step and stop and stop <= size), default=0)
         try:
             append_once(target, Part(path, end).read())
             os.truncate(path, end)
@@ -97,5 +105,6 @@ def cut_back(folder: Path, step: int) -> None:
         except OSError as error:
             why = f"{target} cannot be written ({reason(error)}), so {folder.name} that the resumed run replaces would be lost"
             raise DataError(why) from None
-    if steps:
-        print(f"resume: {folder.name} of {len(steps)} step(s) after step {max(step, 0)}: moved to {target.name}", flush=True)
+        moved += sum(number > step for number in held)
+    if moved:
+        print(f"resume: {folder.name} of {moved} step(s) after step {step}: moved to {target.name}", flush=True)

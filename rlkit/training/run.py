@@ -211,13 +211,13 @@ def taken_up(resume: Path, folder: Path) -> tuple[Path | None, int]:
     metrics = folder / "metrics.jsonl"
     if resume.suffix != SUFFIX and not checkpoints(resume):  # killed before its first one
         cut_back(metrics, -1)
-        shards.cut_back(folder / "rollouts", 0)
+        shards.cut_steps(folder / "rollouts", 0)
         return None, 0
     path, state = load_checkpoint(resume)
     step = state["rlkit"]["rl_step"]
     supersede(folder / "checkpoints", step)
     cut_back(metrics, step)
-    shards.cut_back(folder / "rollouts", step)
+    shards.cut_steps(folder / "rollouts", step)
     return path, step
 
 

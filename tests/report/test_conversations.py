@@ -37,7 +37,7 @@ def test_the_best_and_the_worst_come_first():
 
 def test_a_damaged_file_is_said_and_left_out(make_run):
     folder = make_run("a", steps=2)
-    shards.append_step(folder / "rollouts", 3, b"nonsense\n")
+    shards.append_lines(folder / "rollouts", 3, b"nonsense\n")
     with pytest.warns(UserWarning, match="left out"):
         shown = collect([read_run(folder)], 100)["rollouts"]
     assert {e["step"] for e in shown} == {1, 2}

@@ -7,7 +7,6 @@ import math
 import random
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rlkit.episodes.record import load_rollouts
@@ -51,20 +50,15 @@ def of_run(run: ReadRun, limit: int, prompts: dict[str, int]) -> list[dict[str, 
     alone = rollout_file(run.folder)
     if alone is not None:
         return step_entries(Part(alone), 0, "episodes", limit, prompts)
-    held_out = [(step, part, kind) for kind, folder in HELD_OUT.items() for step, part in shown_steps(run.folder / folder)]
+    shown = {folder: _spread([*recorded(run.folder / folder).items()], STEPS) for folder in (*HELD_OUT.values(), "rollouts")}
+    held_out = [(*own, kind) for kind, folder in HELD_OUT.items() for own in shown[folder]]
     out: list[dict[str, Any]] = []
     for step, part, kind in held_out:
         out += step_entries(part, step, kind, (limit // 2) // len(held_out), prompts)
-    training = shown_steps(run.folder / "rollouts")
-    for position, (step, part) in enumerate(training):
-        share = (limit - len(out)) // (len(training) - position)
+    for position, (step, part) in enumerate(shown["rollouts"]):
+        share = (limit - len(out)) // (len(shown["rollouts"]) - position)
         out += step_entries(part, step, "training", share, prompts)
     return out
-
-
-def shown_steps(folder: Path) -> list[tuple[int, Part]]:
-    """(step, where its rollouts are) of the steps that are shown, in order."""
-    return _spread([*recorded(folder).items()], STEPS)
 
 
 def _spread(items: Sequence[Any], count: int) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import lightning as L
 
 from rlkit.episodes import append_step, transcript
 from rlkit.system.files import lenient, write_atomic
+from rlkit.system.shards import stem
 from rlkit.training.loggers import log_text
 from rlkit.types import Rollout
 
@@ -17,7 +19,7 @@ TEXTS = 3  # conversations of a step in a logger
 
 
 class Samples(L.Callback):
-    """Writes a Markdown file of conversations: the best, the worst, then others in order."""
+    """Writes conversations as Markdown, many steps a file: the best of a step, the worst, then others in order."""
 
     def __init__(self, folder: Path, *, every: int, count: int):
         self.folder, self.every, self.count = folder, every, count
@@ -27,9 +29,12 @@ class Samples(L.Callback):
         if (step != 1 and step % self.every and not trainer.should_stop) or not trainer.is_global_zero:
             return
         chosen = [transcript(r) for r in best_and_worst(module.rollouts, self.count)]
-        text = f"# Sample conversations of step {step}\n\n" + "\n".join(chosen)
-        with lenient(f"samples/step_{step:06d}.md"):
-            write_atomic(self.folder / f"step_{step:06d}.md", text.encode(errors="backslashreplace"))
+        path, title = self.folder / f"{stem(step)}.md", f"# Sample conversations of step {step}\n"
+        text = "\n".join([title, *chosen, ""]).encode(errors="backslashreplace")
+        with lenient(f"{self.folder.name}/ of step {step}"):
+            earlier = path.read_bytes() if path.exists() else b""
+            again = re.search(b"^" + title.encode(), earlier, re.M)  # of a run that is resumed from before it
+            write_atomic(path, earlier[: again and again.start()] + text)
         for logger in trainer.loggers:
             for i, sample in enumerate(chosen[:TEXTS]):
                 log_text(logger, f"samples/{i}", sample, step)
