@@ -2,8 +2,8 @@
 
     rollouts/steps_000001-000100.jsonl.gz:  [step 1, its bytes | compressed lines] [step 2, its bytes | compressed lines] …
 
-A step is found by its header alone. To all other programs a file is one gzip file with the lines of all steps. One that was cut off in
-the middle holds the steps before. Step and length are a subfield of the header's extra field (RFC 1952, 2.3.1.1), as in bgzip's files.
+A step is found by its header alone, and what was cut off in the middle holds the steps before. To other programs it is one gzip file.
+Step and length are a subfield of the header's extra field (RFC 1952, 2.3.1.1), as in bgzip's files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEPS = 100  # of a file
 HEAD = struct.Struct("<16sQQ")  # all that is the same in every header, step, bytes of the member
 SAME = b"\x1f\x8b\x08\x04\0\0\0\0\0\xff" + struct.pack("<H2sH", 20, b"RL", 16)  # deflated, with an extra field, without a time
 PLAIN = 10  # bytes of the header that gzip.compress writes
-ALONE = re.compile(r"step_(\d+)\.jsonl(\.gz)?")  # a step in a file of its own, as evaluations are, and as all steps once were
+ALONE = re.compile(r"step_(\d+)\.jsonl(\.gz)?")  # a step in a file of its own, as all once were
 
 
 class Part(NamedTuple):
@@ -44,18 +44,18 @@ class Part(NamedTuple):
 
 
 def append_lines(folder: Path, step: int, lines: bytes) -> None:
-    """Adds the lines of an RL step, counted from 1, behind those of earlier ones. Raises: OSError; then nothing was added."""
+    """Adds the lines of an RL step behind those of earlier ones. Raises: OSError; then nothing was added."""
     data = gzip.compress(lines, compresslevel=3, mtime=0)[PLAIN:]
     append_whole(folder / f"{stem(step)}.jsonl.gz", HEAD.pack(SAME, step, HEAD.size + len(data)) + data)
 
 
 def stem(step: int) -> str:
-    """The name, without its ending, of the file that an RL step belongs to.
+    """The name, without its ending, of the file that an RL step belongs to; what is before the first step is with it.
 
     >>> stem(101)
     'steps_000101-000200'
     """
-    first = step - (step - 1) % STEPS
+    first = max(step - 1, 0) // STEPS * STEPS + 1
     return f"steps_{first:06d}-{first + STEPS - 1:06d}"
 
 
@@ -107,4 +107,4 @@ def cut_steps(folder: Path, step: int) -> None:
             raise DataError(why) from None
         moved += sum(number > step for number in held)
     if moved:
-        print(f"resume: {folder.name} of {moved} step(s) after step {step}: moved to {target.name}", flush=True)
+        print(f"resume: {folder.name} of {moved} step(s) after step {max(step, 0)}: moved to {target.name}", flush=True)

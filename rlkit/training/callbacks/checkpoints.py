@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from rlkit.distributed import ranks
 from rlkit.errors import DataError, Interrupted
 from rlkit.models.save import save_policy
-from rlkit.system import owner, shards
+from rlkit.system import owner
 from rlkit.system.digest import damage, seal
 from rlkit.system.files import LOST, as_oserror, atomic, lenient, put_aside, reason, sync, write_json
 from rlkit.system.rows import WAITING
@@ -133,7 +133,7 @@ class RLCheckpoint(L.Callback):
             ranks.broadcast(self.point)
 
         def before() -> None:
-            for file in (*self.run.glob("metrics.jsonl"), *shards.files(self.run / "rollouts")):
+            for file in (*self.run.glob("metrics.jsonl"), *self.run.rglob("steps_*.jsonl.gz")):
                 sync(file)
             if hasattr(module.model, "peft_config"):
                 save_policy(path.with_suffix(ADAPTER), module.policy, state=adapters, tokenizer=False)
