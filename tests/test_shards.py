@@ -90,6 +90,15 @@ def test_behind_a_damaged_header_the_next_steps_are_found(folder):
     assert [*shards.recorded(folder)] == [99, 100, 101, 102, 103]
 
 
+def test_headers_that_lie_cost_nothing(folder):
+    """A folder of somebody else: no length is believed before the file has the bytes, and what is no header is searched once."""
+    path, last = shards.files(folder)
+    path.write_bytes(shards.HEAD.pack(shards.SAME, 1, 2**63) + path.read_bytes())
+    last.write_bytes(shards.HEAD.pack(shards.SAME, 1, 0) * 100_000 + last.read_bytes())
+    found = shards.recorded(folder)
+    assert [*found] == [1, 101, 102, 103] and len(found[1].read()) == path.stat().st_size
+
+
 def test_rollouts_of_a_step_are_loaded_by_its_number(tmp_path):
     for step in (1, 2):
         append_step(tmp_path, step, [Rollout(Task(f"row/{step}", ()), ())])

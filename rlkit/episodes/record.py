@@ -71,10 +71,7 @@ def append_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
 
 
 def append_step(folder: Path, rl_step: int, rollouts: Sequence[Rollout]) -> None:
-    """Adds the rollouts of an RL step to the few files of a run's rollouts/ folder; see rlkit.system.shards.
-
-    Raises: TypeError for what JSON does not know, OSError; then nothing was written.
-    """
+    """Adds the rollouts of an RL step to the files of a run's rollouts/. Raises: TypeError, OSError; then nothing was written."""
     shards.append_lines(folder, rl_step, _lines(rollouts, rl_step))
 
 

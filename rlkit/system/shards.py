@@ -9,6 +9,7 @@ Step and length are a subfield of the header's extra field (RFC 1952, 2.3.1.1), 
 from __future__ import annotations
 
 import gzip
+import mmap
 import os
 import re
 import struct
@@ -22,7 +23,6 @@ from rlkit.system.files import append_once, append_whole, reason
 STEPS = 100  # of a file
 HEAD = struct.Struct("<16sQQ")  # all that is the same in every header, step, bytes of the member
 SAME = b"\x1f\x8b\x08\x04\0\0\0\0\0\xff" + struct.pack("<H2sH", 20, b"RL", 16)  # deflated, with an extra field, without a time
-PLAIN = 10  # bytes of the header that gzip.compress writes
 ALONE = re.compile(r"step_(\d+)\.jsonl(\.gz)?")  # a step in a file of its own, as all once were
 
 
@@ -39,13 +39,14 @@ class Part(NamedTuple):
     def read(self) -> bytes:
         """What is there of it. Raises: OSError."""
         with self.path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
             file.seek(self.start)
-            return file.read(-1 if self.stop is None else self.stop - self.start)
+            return file.read(min(self.stop or size, size) - self.start)
 
 
 def append_lines(folder: Path, step: int, lines: bytes) -> None:
     """Adds the lines of an RL step behind those of earlier ones. Raises: OSError; then nothing was added."""
-    data = gzip.compress(lines, compresslevel=3, mtime=0)[PLAIN:]
+    data = gzip.compress(lines, compresslevel=3, mtime=0)[10:]  # its own header has 10 bytes
     append_whole(folder / f"{stem(step)}.jsonl.gz", HEAD.pack(SAME, step, HEAD.size + len(data)) + data)
 
 
@@ -74,18 +75,16 @@ def files(folder: Path) -> list[Path]:
 
 def members(path: Path) -> Iterator[tuple[int, Part]]:
     """(step, where it is) in a file that may end in the middle of the last. Behind a damaged header it goes on with the next one."""
-    with path.open("rb") as file:
-        start, size = 0, file.seek(0, os.SEEK_END)
-        while start + HEAD.size <= size:
-            file.seek(start)
-            same, step, length = HEAD.unpack(file.read(HEAD.size))
-            if same == SAME and length > HEAD.size:
+    if path.stat().st_size < HEAD.size:
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        start = 0
+        while 0 <= start <= len(data) - HEAD.size:
+            same, step, length = HEAD.unpack_from(data, start)
+            whole = same == SAME and length > HEAD.size
+            if whole:
                 yield step, Part(path, start, start + length)
-                start += length
-            else:
-                file.seek(start + 1)
-                found = file.read().find(SAME)
-                start = start + 1 + found if found >= 0 else size
+            start = start + length if whole else data.find(SAME, start + 1)
 
 
 def cut_steps(folder: Path, step: int) -> None:
