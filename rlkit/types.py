@@ -133,7 +133,7 @@ class Step(NamedTuple):
     """One turn of an episode: what was said to the policy, what it sampled, and what its tool calls gave."""
 
     prompt: tuple[Message, ...]  # the messages new in this turn
-    prompt_ids: tuple[int, ...]  # the whole context that the reply was sampled from
+    prompt_ids: tuple[int, ...]  # the context that the reply was sampled from, without the `kept` tokens at its start
     response_ids: tuple[int, ...]
     logprobs: tuple[float, ...]  # of response_ids, by the sampler, after temperature; 0 where forced
     finish_reason: FinishReason
@@ -146,6 +146,12 @@ class Step(NamedTuple):
     forced: tuple[int, ...] = ()  # positions in response_ids that the thinking budget wrote: neither sampled nor trained
     dropped: int = 0  # exchanges (a reply and what was said to it) at the episode's start that the context no longer holds
     versions: tuple[tuple[int, int], ...] = ()  # spans: first position in response_ids, RL steps that the weights had done
+    kept: int = 0  # tokens at the context's start that are those of the step before, its context and its reply; see Rollout.context
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the whole context that the reply was sampled from."""
+        return self.kept + len(self.prompt_ids)
 
     @property
     def sampled(self) -> list[int]:
@@ -178,8 +184,19 @@ class Rollout(NamedTuple):
         return rollout_html(self)
 
     def add(self, step: Step) -> Rollout:
-        """The episode with one more turn."""
+        """The episode with one more turn. Of a context that is given whole, only what differs from the step before is stored."""
+        if self.steps and not step.kept:
+            kept = agreement(self.context(-1) + self.steps[-1].response_ids, step.prompt_ids)
+            step = step._replace(prompt_ids=step.prompt_ids[kept:], kept=kept)
         return self._replace(steps=(*self.steps, step))
+
+    def context(self, index: int) -> tuple[int, ...]:
+        """All token ids that the reply of a step was sampled from. Raises: IndexError where there is no such step."""
+        *earlier, step = self.steps[: range(len(self.steps))[index] + 1]
+        ids: list[int] = []
+        for before in earlier:
+            ids[before.kept :] = before.prompt_ids + before.response_ids
+        return (*ids[: step.kept], *step.prompt_ids)
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -226,6 +243,13 @@ class Rollout(NamedTuple):
             messages.append(reply)
             messages += [{"role": "tool", "tool_call_id": r.id, "name": r.name, "content": r.content} for r in step.tool_results]
         return messages
+
+
+def agreement(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many token ids two sequences of one type share from their start."""
+    if a == b[: len(a)]:
+        return len(a)
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 # ------------------------------------------------------------------------------------------------------ tensors

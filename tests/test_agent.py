@@ -151,7 +151,7 @@ def test_control_tokens_in_a_question_or_a_result_are_text(tiny):
     result = run(tiny, call("add", a=1), "no", tools=[SCHEMA], tool_implementations={"add": lambda a: forged}, messages=f"?{forged}")
     (start,) = encode_scaffold(tiny.renderer, "<|im_start|>")
     plain = run(tiny, call("add", a=1), "no", tools=[SCHEMA], tool_implementations={"add": lambda a: "1"}, messages="?")
-    assert [r.rollout.steps[1].prompt_ids.count(start) for r in (result, plain)] == [plain.rollout.steps[1].prompt_ids.count(start)] * 2
+    assert result.rollout.context(1).count(start) == plain.rollout.context(1).count(start)
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(kind, tmp_path, same):
             {k: v for k, v in now["rlkit"].items() if k != "generators"}, {k: v for k, v in then["rlkit"].items() if k != "generators"}
         )
         assert rows_of(folder) == rows_of(whole)
-    steps = [load_rollouts(whole / f"rollouts/step_{step:06d}.jsonl.gz") for step in range(1, 5)]
+    steps = [load_rollouts(whole / "rollouts", step=step) for step in range(1, 5)]
     assert [{v for r in own for reply in r.steps for _, v in reply.versions} for own in steps] == [{0}, {0}, {0}, {1}]
 
 

@@ -18,6 +18,7 @@ from rlkit.config.problems.rows import load_tasks
 from rlkit.config.problems.schedules import schedule_problems
 from rlkit.episodes.record import load_rollouts
 from rlkit.errors import ConfigError, DataError
+from rlkit.system import shards
 from rlkit.training.callbacks.checkpoints import load_checkpoint
 from rlkit.training.callbacks.evaluation import PREFIXES, HeldOut
 from rlkit.training.run import how_it_ended
@@ -166,9 +167,9 @@ def test_rows_and_summary_name_the_split(run, tmp_path):
 def test_the_recorded_replies_are_of_their_split(run):
     folder, *_ = run
     for split, steps in (("validation", (0, 2, 3)), ("test", (0, 3))):
-        files = sorted((folder / "held_out" / split).glob("step_??????.jsonl.gz"))
-        assert [int(file.name[5:11]) for file in files] == list(steps)
-        assert {r.task.id.split("/")[1] for file in files for r in load_rollouts(file)} == {split}
+        recorded = shards.recorded(folder / "held_out" / split)
+        assert [*recorded] == list(steps)
+        assert {r.task.id.split("/")[1] for part in recorded.values() for r in load_rollouts(part)} == {split}
 
 
 def test_the_best_checkpoint_is_the_best_on_validation(run):

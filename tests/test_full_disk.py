@@ -6,6 +6,7 @@ alike. Small disks of their own (full, without inodes, read-only) need root and 
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import resource
@@ -18,6 +19,7 @@ import torch
 from rlkit.commands.cli import main
 from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
+from rlkit.system import shards
 from rlkit.system.files import LOST, as_oserror, lenient, refusing, unwritable
 from rlkit.training.callbacks.checkpoints import checkpoints, load_checkpoint
 from rlkit.training.loggers import log_final, log_histogram, log_settings, log_text, tensorboard, tolerant
@@ -212,6 +214,17 @@ def test_one_place_decides_what_becomes_of_a_refusal(capsys):
         raise Exception("Error while serializing: I/O error: No space left on device (os error 28)")
     with pytest.raises(OSError, match="took only a part"), as_oserror():
         raise error
+
+
+def test_rollouts_that_find_no_room_leave_the_steps_before_them_whole(tmp_path, room):
+    """The disk takes a part of a member: nothing of it stays between the steps before and after."""
+    shards.append_lines(tmp_path, 1, b"one")
+    room(shards.recorded(tmp_path)[1].stop + 9)
+    with pytest.raises(OSError):
+        shards.append_lines(tmp_path, 2, b"two")
+    room(-1)
+    shards.append_lines(tmp_path, 3, b"three")
+    assert gzip.decompress(shards.files(tmp_path)[0].read_bytes()) == b"onethree" and [*shards.recorded(tmp_path)] == [1, 3]
 
 
 @pytest.mark.parametrize("error", [ValueError("rows"), RuntimeError("CUDA error: device-side assert"), KeyError("reward")])

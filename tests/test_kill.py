@@ -62,7 +62,7 @@ MOMENTS = {  # kind of moment → functions that are in the middle of it
         "os.replace",
         "rlkit.system.rows.finite",
         "torch.save",
-        "rlkit.training.callbacks.conversations.save_rollouts",
+        "rlkit.training.callbacks.conversations.append_step",
     ],
 }
 

@@ -197,8 +197,7 @@ def test_replies_of_a_real_tokenizer_go_through_the_loop(tiny, count):
     for rollout in collect(tiny, [TASK] * (count // 10), engine=engine, environment=environment):
         first, *more = rollout.steps
         for step in more:
-            said = first.prompt_ids + first.response_ids
-            assert step.prompt_ids[: len(said)] == said
+            assert step.kept >= len(first.prompt_ids + first.response_ids)
         ended["next" if more else rollout.truncation or rollout.status] += 1
     assert set(ended) == {"next", "length", "terminated"}, ended
 

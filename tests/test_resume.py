@@ -10,6 +10,7 @@ import pytest
 
 from laws import cases
 from rlkit.commands.cli import main
+from rlkit.episodes import append_step
 from rlkit.runs import folder as runs
 from rlkit.runs.folder import lost_steps
 from rlkit.system.rows import read_rows
@@ -115,7 +116,11 @@ EVIDENCE = {  # what is done to a run of two rows that has no checkpoint → the
     "nothing": (lambda f: None, 0),
     "a row of the step at which it saves": (lambda f: row(f, 5), 0),
     "a row after its first save": (lambda f: row(f, 6), 6),
-    "rollouts after its first save": (lambda f: ((f / "rollouts").mkdir(), (f / "rollouts" / "step_000007.jsonl.gz").touch()), 7),
+    "rollouts after its first save": (lambda f: append_step(f / "rollouts", 7, []), 7),
+    "rollouts after its first save, in a file of their own": (
+        lambda f: ((f / "rollouts").mkdir(), (f / "rollouts" / "step_000007.jsonl.gz").touch()),
+        7,
+    ),
     "half a checkpoint": (lambda f: (f / "checkpoints" / "step_000002.ckpt.tmp").touch(), 0),
     "a checkpoint": (lambda f: (row(f, 9), (f / "checkpoints" / "step_000005.ckpt").touch()), 0),
     "a damaged checkpoint that was set aside": (lambda f: (f / "checkpoints" / "step_000002.ckpt.damaged").touch(), 2),

@@ -32,8 +32,9 @@ def rows(rollout: Rollout) -> list[TokenRow]:
     out: list[TokenRow] = []
     spot: tuple[TokenRow, int] | None = None  # the last sampled token so far: where a reward is earned
     for index, step in enumerate(rollout.steps):
-        prompt = list(step.prompt_ids)
-        if not out or prompt[: len(out[-1].ids)] != out[-1].ids:
+        held = out[-1].ids if out else []
+        prompt = held[: step.kept] + list(step.prompt_ids)
+        if not out or prompt[: len(held)] != held:
             out.append(TokenRow([], [], [], [], [], []))
         row = out[-1]
         new = prompt[len(row.ids) :] + list(step.response_ids)

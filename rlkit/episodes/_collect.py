@@ -131,5 +131,5 @@ def named_limit(policy: Policy, rollout: Rollout) -> Rollout:
     if rollout.truncation != "length":
         return rollout
     last = rollout.steps[-1]
-    full = len(last.prompt_ids) + len(last.response_ids) >= policy.context_length
+    full = last.prompt_length + len(last.response_ids) >= policy.context_length
     return rollout._replace(truncation="context") if full else rollout

@@ -36,7 +36,7 @@ def demonstrations(
             raise DataError(f"row {task.id}: holds no conversation to learn from; choose task=conversations, or another algorithm")
         schemas = opening(task, environment_of(environment, task)).schemas
         steps = demonstrated(policy, task.metadata["messages"], schemas)
-        length = len(steps[-1].prompt_ids) + len(steps[-1].response_ids)
+        length = steps[-1].prompt_length + len(steps[-1].response_ids)
         if length > policy.context_length:
             raise DataError(f"row {task.id}: its conversation has {length} tokens, and the model's context is {policy.context_length}; "
                             "take the row out, or choose a model with a longer context (model.path)")  # fmt: skip
@@ -54,14 +54,14 @@ def demonstrated(policy: Policy, messages: Sequence[Message], tools: Sequence[di
             continue
         if steps:
             last = steps[-1]
-            context = last.prompt_ids + last.response_ids + tuple(continuation(policy.renderer, new, last.response_ids[-1]))
+            kept, ids = last.prompt_length + len(last.response_ids), continuation(policy.renderer, new, last.response_ids[-1])
         else:
-            context = tuple(encode_prompt(policy.renderer, new, tools))
+            kept, ids = 0, encode_prompt(policy.renderer, new, tools)
         reply = tuple(encode_reply(policy.renderer, message))
         steps.append(
             Step(
                 prompt=tuple(new),
-                prompt_ids=context,
+                prompt_ids=tuple(ids),
                 response_ids=reply,
                 logprobs=(NAN,) * len(reply),
                 finish_reason="tool" if message.get("tool_calls") else "stop",
@@ -70,6 +70,7 @@ def demonstrated(policy: Policy, messages: Sequence[Message], tools: Sequence[di
                 tool_calls=tuple(
                     ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())
                 ),
+                kept=kept,
             )
         )
         new = []

@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlkit.errors import ConfigError, DataError, visible
+from rlkit.system import shards
 from rlkit.system.files import lenient, write_atomic
+from rlkit.system.shards import Part
 from rlkit.types import Message, Rollout, Step, Task, ToolCall, ToolResult
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 FORMATS = (".jsonl.gz", ".jsonl")
 FAILED = "failed_rollout.jsonl.gz"  # the rollout on which a reward failed
-MEMBER = b"\x1f\x8b\x08\0\0\0\0\0"  # how a gzip member without name and time begins
+MEMBER = re.compile(rb"\x1f\x8b\x08[\0\x04]\0{4}")  # how a gzip member without name and time begins
 PIECE = 1 << 16  # bytes that are unpacked at a time
 TEXT = json.JSONEncoder(ensure_ascii=False)
 
@@ -68,6 +70,11 @@ def append_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
         file.write(data)
 
 
+def append_step(folder: Path, rl_step: int, rollouts: Sequence[Rollout]) -> None:
+    """Adds the rollouts of an RL step to the files of a run's rollouts/. Raises: TypeError, OSError; then nothing was written."""
+    shards.append_lines(folder, rl_step, _lines(rollouts, rl_step))
+
+
 @contextmanager
 def failed_rollout_kept(folder: Path) -> Iterator[None]:
     """Where a reward fails inside, the rollout on which it failed is saved to the folder, and the error's note names the file."""
@@ -90,24 +97,29 @@ def _checked(path: Path) -> Path:
 
 
 def _json_lines(path: Path, rollouts: Sequence[Rollout]) -> bytes:
-    compressed = _checked(path).suffix == ".gz"
-    data = "".join(_line(rollout) + "\n" for rollout in rollouts).encode()
+    compressed, data = _checked(path).suffix == ".gz", _lines(rollouts)
     return gzip.compress(data, compresslevel=3, mtime=0) if compressed else data
+
+
+def _lines(rollouts: Sequence[Rollout], rl_step: int | None = None) -> bytes:
+    return "".join(_line(rollout, rl_step) + "\n" for rollout in rollouts).encode()
 
 
 # ------------------------------------------------------------------------------------------------------- loading
 
 
-def load_rollouts(path: Path | str, *, strict: bool = False) -> list[Rollout]:
-    """The rollouts of a file, equal to those saved.
+def load_rollouts(path: Path | str | Part, *, step: int | None = None, strict: bool = False) -> list[Rollout]:
+    """The rollouts of a file, or of one RL step of a run, equal to those saved.
 
     Args:
-      path: a file of `save_rollouts` or `append_rollouts`.
+      path: a file of `save_rollouts` or `append_rollouts`, or one of a run's rollouts/; with `step` that folder.
+      step: the RL step, counted from 1. None reads the whole file.
       strict: True raises at the first damaged place. False warns of each, with file and line, and keeps the rest.
-    Raises: DataError naming the place, where strict and where there are damaged places only. ConfigError for another ending.
+    Raises: DataError naming the place, where strict and where there are damaged places only. ConfigError for another ending, and
+      for a step that the folder does not hold.
     """
     rollouts, damages = [], []
-    for place, row in _json_rows(_checked(Path(path))):
+    for place, row in _json_rows(_part(path, step)):
         try:
             rollouts.append(_rollout(row))
         except DataError as error:
@@ -121,6 +133,17 @@ def load_rollouts(path: Path | str, *, strict: bool = False) -> list[Rollout]:
     return rollouts
 
 
+def _part(path: Path | str | Part, step: int | None) -> Part:
+    if isinstance(path, Part):
+        return path
+    if step is None:
+        return Part(_checked(Path(path)))
+    if step not in (found := shards.recorded(Path(path))):
+        held = f"it holds {len(found)} from {min(found)} to {max(found)}" if found else "it holds none; name a run's rollouts/"
+        raise ConfigError(f"{path}: there are no rollouts of step {step}; {held}")
+    return found[step]
+
+
 def _rollout(row: str | DataError) -> Rollout:
     if isinstance(row, DataError):
         raise row
@@ -130,19 +153,19 @@ def _rollout(row: str | DataError) -> Rollout:
         raise DataError(f"not a rollout, left out ({type(error).__name__}: {error})") from error
 
 
-def _json_rows(path: Path) -> Iterator[tuple[str, str | DataError]]:
+def _json_rows(part: Part) -> Iterator[tuple[str, str | DataError]]:
     """Each line with its place, or what is wrong there; empty lines hold nothing."""
-    data = path.read_bytes()
+    data = part.read()
     rest, number = b"", 0
-    for text, damage in _members(data) if path.suffix == ".gz" else [(data, None)]:
+    for text, damage in _members(data) if part.path.suffix == ".gz" else [(data, None)]:
         *lines, rest = (rest + text).split(b"\n")
         for line in lines:
             number += 1
-            yield from _json_row(f"{path}:{number}", line)
+            yield from _json_row(f"{part}:{number}", line)
         if damage is not None:  # instead of the line in whose middle it happened
             number, rest = number + 1, b""
-            yield f"{path}:{number}", DataError(f"the compressed data is damaged here or before; its whole lines are kept ({damage})")
-    yield from _json_row(f"{path}:{number + 1}", rest)
+            yield f"{part}:{number}", DataError(f"the compressed data is damaged here or before; its whole lines are kept ({damage})")
+    yield from _json_row(f"{part}:{number + 1}", rest)
 
 
 def _json_row(place: str, line: bytes) -> Iterator[tuple[str, str | DataError]]:
@@ -159,8 +182,8 @@ def _members(data: bytes) -> Iterator[tuple[bytes, str | None]]:
     while start < len(data):
         text, length, damage = _unpacked(memoryview(data)[start:])
         yield text, damage
-        following = start + length if damage is None else data.find(MEMBER, start + 1)
-        start = following if following > 0 else len(data)
+        following = MEMBER.search(data, start + 1)
+        start = start + length if damage is None else following.start() if following else len(data)
 
 
 def _unpacked(data: memoryview) -> tuple[bytes, int, str | None]:
@@ -182,7 +205,7 @@ def _unpacked(data: memoryview) -> tuple[bytes, int, str | None]:
 
 # ---------------------------------------------------------------------------------------------------------- rows
 
-COLUMNS = ("task_id", "num_steps", "response_length", "total_reward")  # to filter on; told by the rest of the row
+COLUMNS = ("rl_step", "task_id", "num_steps", "response_length", "total_reward")  # to filter on; but for the first told by the rest
 PLAIN = ("role", "content")  # of a message; its other keys are JSON text
 LONE = "d[89a-f][0-9a-f]{2}"  # half a surrogate pair in hexadecimal: a str may hold it, UTF-8 may not
 RECORDS = (Rollout, Task, Step, ToolCall, ToolResult)
@@ -216,13 +239,13 @@ def rollout_schema() -> pyarrow.Schema:
             return kind(inner[0])
         return pa.list_(kind(inner[0])) if typing.get_origin(hint) is tuple else scalars.get(hint, pa.string())
 
-    columns = zip(COLUMNS, map(kind, (str, int, int, float)), strict=True)
+    columns = zip(COLUMNS, map(kind, (int, str, int, int, float)), strict=True)
     return pa.schema([*columns, *((name, kind(of)) for name, of in _fields(Rollout).items())])
 
 
-def to_row(rollout: Rollout) -> dict[str, Any]:
+def to_row(rollout: Rollout, rl_step: int | None = None) -> dict[str, Any]:
     """Plain types, the same for every rollout: columns to filter on, then the fields in their order."""
-    columns = (rollout.task.id, len(rollout.steps), rollout.response_length, rollout.total_reward)
+    columns = (rl_step, rollout.task.id, len(rollout.steps), rollout.response_length, rollout.total_reward)
     return dict(zip(COLUMNS, columns, strict=True)) | _plain(rollout, Rollout)
 
 
@@ -274,9 +297,9 @@ def _restored(value: Any, hint: Any, path: str = "") -> Any:
     raise TypeError(f"{path} is of another type than rlkit writes")
 
 
-def _line(rollout: Rollout) -> str:
+def _line(rollout: Rollout, rl_step: int | None) -> str:
     """The row as JSON in which every character has a place in UTF-8: half a surrogate pair is written as U+FFFD and its number."""
-    text = TEXT.encode(to_row(rollout))
+    text = TEXT.encode(to_row(rollout, rl_step))
     if text.isascii():  # most are: the search takes as long as all else
         return text
     return re.sub(f"[\ud800-\udfff]|\ufffd(?={LONE}|fffd)", lambda found: f"\ufffd{ord(found[0]):x}", text)

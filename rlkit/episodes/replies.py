@@ -16,7 +16,7 @@ from rlkit.models.chat import continuation, encode_prompt
 from rlkit.system.loops import awaited
 from rlkit.types import Engine, Environment, Generation, Messages, Policy, Rollout, SamplingParams, Session, Step, Tool
 
-Encode = Callable[[Messages, Mapping[str, Tool]], tuple[int, ...]]  # a whole conversation and the tools → ids
+Encode = Callable[[Messages, Mapping[str, Tool]], tuple[int, ...]]  # a first prompt and the tools → ids
 
 
 def speaker(
@@ -28,7 +28,7 @@ def speaker(
       params: `max_new_tokens` is also the room that a context has to leave where the environment drops its oldest turns.
       key: of the episode, for the engine.
       seed: of the episode; a reply's own seed is mix(seed, its number).
-      encode: of whole conversations; see `encoder`.
+      encode: of first prompts; see `encoder`.
     """
 
     async def say(rollout: Rollout, messages: Messages, session: Session) -> Step | None:
@@ -67,10 +67,7 @@ def check_generation(engine: Any, reply: Any) -> None:
 
 
 def encoder(policy: Policy) -> Encode:
-    """`encode_prompt` for the episodes of one call.
-
-    Equal conversations with equal tools, such as the samples of a task, are encoded once.
-    """
+    """`encode_prompt` for the first prompts of the episodes of one call: those of a task's samples are equal, and are encoded once."""
     kept: dict[str, tuple[int, ...]] = {}
 
     def encode(messages: Messages, tools: Mapping[str, Tool]) -> tuple[int, ...]:
@@ -150,7 +147,8 @@ def next_prompt_ids(
             return _appended(policy, rollout, messages, dropped)
         history = rollout.history(len(rollout.steps), thinking=False, dropped=dropped)
         results = bool(messages) and messages[0]["role"] == "tool"  # part of the history already
-        return encode(history if results else [*history, *messages], tools)
+        whole = history if results else [*history, *messages]
+        return tuple(encode_prompt(policy.renderer, whole, [tool_schema(tool) for tool in tools.values()]))
 
     dropped = rollout.steps[-1].dropped
     ids = rendered(dropped)
@@ -162,9 +160,9 @@ def next_prompt_ids(
 
 
 def _appended(policy: Policy, rollout: Rollout, messages: Messages, dropped: int) -> tuple[int, ...]:
-    last, kept = rollout.steps[-1], len(rollout.steps[0].prompt_ids)
+    last, context, kept = rollout.steps[-1], rollout.context(-1), rollout.steps[0].prompt_length
     sizes: list[int] = []  # ids of each exchange; the prompt of step k + 1 is the first prompt and the exchanges up to k that it holds
     for step in rollout.steps[1:]:
-        sizes.append(len(step.prompt_ids) - kept - sum(sizes[step.dropped :]))
-    before = last.prompt_ids[:kept] + last.prompt_ids[kept + sum(sizes[last.dropped : dropped]) :]
+        sizes.append(step.prompt_length - kept - sum(sizes[step.dropped :]))
+    before = context[:kept] + context[kept + sum(sizes[last.dropped : dropped]) :]
     return before + last.response_ids + tuple(continuation(policy.renderer, messages, last.response_ids[-1]))

@@ -185,8 +185,8 @@ def scores(model: nn.Module, episodes: Sequence[types.Rollout], config: Generati
     found = []
     was_training = model.training
     model.eval()  # no dropout: the sampler had none
-    for step in (episode.steps[-1] for episode in episodes):
-        ids = torch.tensor([step.prompt_ids]), None, torch.tensor([step.response_ids])
+    for episode, step in ((episode, episode.steps[-1]) for episode in episodes):
+        ids = torch.tensor([episode.context(-1)]), None, torch.tensor([step.response_ids])
         scored = compute_logprobs_for_tokens(model, *ids, temperature=config.params.temperature or 1.0)[0]
         found.append(scored[torch.tensor(step.sampled, device=scored.device)])
     model.train(was_training)

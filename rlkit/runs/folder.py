@@ -20,6 +20,7 @@ from rlkit.errors import ConfigError, DataError
 from rlkit.system.files import put_aside, refusing, write_atomic
 from rlkit.system.redaction import FROM_ENVIRONMENT, NUMBER, REDACTED, SECRET, redacted
 from rlkit.system.rows import read_rows
+from rlkit.system.shards import recorded
 
 OUTPUTS = Path("outputs")
 OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=(.*)", re.DOTALL)
@@ -267,8 +268,7 @@ def lost_steps(folder: Path) -> int:
     if any(saves.glob("step_*.ckpt")):
         return 0
     summary = read_summary(folder) or {}
-    numbers = [int(found[1]) for path in (folder / "rollouts").glob("step_*") if (found := re.match(r"step_(\d+)", path.name))]
-    steps = max([row["step"] for row in read_rows(folder / "metrics.jsonl")] + numbers, default=0)
+    steps = max([row["step"] for row in read_rows(folder / "metrics.jsonl")] + [*recorded(folder / "rollouts")], default=0)
     ended = summary.get("ended") in ("finished", "out of time", "interrupted") and summary.get("steps") and not summary.get("unsaved")
     left = any(any(saves.glob(name)) for name in ("*.superseded", "*.damaged*", "best.json"))
     parts: Any = None

@@ -53,6 +53,33 @@ def write_atomic(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+def append_whole(path: Path, data: bytes) -> None:
+    """Appends to a file, which need not be there yet. Raises: OSError where there is no room for all of it; then nothing was appended."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with suppress(OSError):  # a folder that became read-only in between
+                os.truncate(path, size)
+            raise
+
+
+def append_once(path: Path, data: bytes) -> None:
+    """Appends to a file, on the disk when it returns. What the file ends with already was appended before a kill. Raises: OSError."""
+    if not data:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        file.seek(max(0, file.tell() - len(data)))
+        there = file.read() == data
+    if not there:
+        append_whole(path, data)
+        sync(path)
+
+
 LOST: dict[str, str] = {}  # what this process could not write and has not written since → why
 
 

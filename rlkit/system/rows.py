@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import csv
-import errno
 import io
 import json
-import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rlkit.errors import DataError
-from rlkit.system.files import LOST, finite, reason, write_atomic
+from rlkit.system.files import LOST, append_once, append_whole, finite, reason, write_atomic
 
 DISCARDED, UNREADABLE = "metrics.discarded.jsonl", "metrics.unreadable"  # beside metrics.jsonl
 WAITING: dict[Path, bytes] = {}  # file → rows that found no room; a checkpoint is not written before they are
@@ -50,7 +47,7 @@ def cut_back(path: Path, step: int) -> None:
     target = path
     try:
         for target, moved in ((path.with_name(UNREADABLE), unreadable), (path.with_name(DISCARDED), discarded)):
-            _append(target, moved)
+            append_once(target, _joined(moved))
         target = path
         if lines and (content := _joined(kept)) != path.read_bytes():
             write_atomic(path, content)
@@ -64,17 +61,6 @@ def cut_back(path: Path, step: int) -> None:
             print(f"resume: {len(moved)} line(s) {what}: moved to {name}", flush=True)
 
 
-def _append(path: Path, lines: Sequence[bytes]) -> None:
-    """Appends lines, on the disk when it returns. Those that the file ends with already were appended before a kill."""
-    block = _joined(lines)
-    if not block or (path.is_file() and path.read_bytes().endswith(block)):
-        return
-    with path.open("ab") as file:
-        file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _joined(lines: Sequence[bytes]) -> bytes:
     return b"".join(line + b"\n" for line in lines)
 
@@ -82,20 +68,11 @@ def _joined(lines: Sequence[bytes]) -> bytes:
 def append_row(path: Path, step: int, row: dict[str, Any]) -> None:
     """One more line; nan becomes null. Where the disk is full it waits for the next one; the file ends with a whole line."""
     waiting = WAITING.get(path, b"") + (json.dumps(finite({"step": step, **row})) + "\n").encode()
-    size = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab", buffering=0) as file:
-            size = file.tell()
-            written = file.write(waiting)
-            if written < len(waiting):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append_whole(path, waiting)
         WAITING.pop(path, None)
         LOST.pop(path.name, None)
     except OSError as error:
-        if size is not None:
-            with suppress(OSError):  # a folder that became read-only in between
-                os.truncate(path, size)
         if path not in WAITING:
             print(f"warning: {path.name} cannot grow ({reason(error)}); the run goes on, and rows wait for room", file=sys.stderr)
         WAITING[path], LOST[path.name] = waiting, reason(error)

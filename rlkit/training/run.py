@@ -209,18 +209,19 @@ def make_trainer(
 
 def taken_up(resume: Path, folder: Path) -> tuple[Path | None, int]:
     """The checkpoint that a run is continued from, and its RL step; what came after it is set aside."""
+    from rlkit.system import shards
     from rlkit.system.rows import cut_back
     from rlkit.training.callbacks.checkpoints import SUFFIX, checkpoints, load_checkpoint, supersede
 
-    metrics = folder / "metrics.jsonl"
-    if resume.suffix != SUFFIX and not checkpoints(resume):  # killed before its first one
-        cut_back(metrics, -1)
-        return None, 0
-    path, state = load_checkpoint(resume)
-    step = state["rlkit"]["rl_step"]
-    supersede(folder / "checkpoints", step)
-    cut_back(metrics, step)
-    return path, step
+    path, step = None, -1
+    if resume.suffix == SUFFIX or checkpoints(resume):  # else it was killed before its first one
+        path, state = load_checkpoint(resume)
+        step = state["rlkit"]["rl_step"]
+        supersede(folder / "checkpoints", step)
+    cut_back(folder / "metrics.jsonl", step)
+    for name in ("rollouts", "held_out/validation", "held_out/test"):
+        shards.cut_steps(folder / name, step)
+    return path, max(step, 0)
 
 
 def first_line(x: Experiment) -> str:

@@ -118,7 +118,7 @@ def test_the_mask_is_true_exactly_on_sampled_tokens(seed):
         want = [(t, p, k) for k, s in enumerate(one.steps) for t, p in zip(s.response_ids, s.logprobs, strict=True)]
         assert list(read) == want
         for row, length in zip(batch.ids[mine].tolist(), batch.attention_mask[mine].sum(1).tolist(), strict=True):
-            contexts = [list(s.prompt_ids + s.response_ids) for s in one.steps]
+            contexts = [list(one.context(n) + s.response_ids) for n, s in enumerate(one.steps)]
             assert row[:length] in contexts  # every row is a context as the policy saw it, and its reply
 
 
@@ -209,7 +209,7 @@ def test_every_sampled_token_is_trained_once_in_the_context_it_was_sampled_from(
     first = len(encode_prompt(tiny.renderer, start.prompt, start.schemas))
     rollouts = collect(tiny._replace(context_length=first + 130), tasks, engine=Batched(engine), environment=environment, max_new_tokens=60)
     assert any(s.dropped for r in rollouts for s in r.steps) == (overflow == "drop_oldest")
-    assert sorted(s.prompt_ids for r in rollouts for s in r.steps) == sorted(asked)
+    assert sorted(r.context(n) for r in rollouts for n in range(len(r.steps))) == sorted(asked)
     batch = assemble([r._replace(reward=0.0) for r in rollouts], pad_token_id=0)
     trained = []
     for row, number in enumerate(batch.rollout_ids.tolist()):
@@ -217,8 +217,8 @@ def test_every_sampled_token_is_trained_once_in_the_context_it_was_sampled_from(
         for t in batch.response_mask[row].nonzero()[:, 0].tolist():
             index = int(batch.step_ids[row, t])
             one = rollouts[number].steps[index]
-            position = t - len(one.prompt_ids)
-            assert tuple(ids[: t + 1]) == one.prompt_ids + one.response_ids[: position + 1]
+            position = t - one.prompt_length
+            assert tuple(ids[: t + 1]) == rollouts[number].context(index) + one.response_ids[: position + 1]
             assert float(batch.logprobs_sampler[row, t]) == one.logprobs[position]
             trained.append((number, index, position))
     want = [(n, k, i) for n, r in enumerate(rollouts) for k, s in enumerate(r.steps) for i in s.sampled]

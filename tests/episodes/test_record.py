@@ -289,7 +289,7 @@ def test_lines_are_json_objects_of_plain_types(tmp_path):
     save_rollouts(tmp_path / "r.jsonl.gz", [rollout()])
     (line,) = gzip.decompress((tmp_path / "r.jsonl.gz").read_bytes()).decode().split("\n")[:-1]
     data = json.loads(line)
-    assert [data[name] for name in COLUMNS] == ["row/0", 2, 3, 0.1 + 0.2 - 0.0]
+    assert [data[name] for name in COLUMNS] == [None, "row/0", 2, 3, 0.1 + 0.2 - 0.0]
     assert "naïve 数字 🙂" in line and json.loads(data["rewards"]) == {"numeric": 1e22, "format": None}
 
 

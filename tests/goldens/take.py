@@ -66,6 +66,7 @@ def words(name: str) -> list[str]:
 def measure(name: str) -> dict[str, Any]:
     """The golden of a case, taken now."""
     from rlkit.commands.cli import main
+    from rlkit.system.shards import recorded
 
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "run"
@@ -75,29 +76,29 @@ def measure(name: str) -> dict[str, Any]:
         metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         return {
             "overrides": CASES[name],
-            "tokens": {path.name.split(".")[0]: digest(path) for path in sorted((folder / "rollouts").iterdir())},
-            "logprobs": {path.name.split(".")[0]: logprobs(path) for path in sorted((folder / "rollouts").iterdir())},
+            "tokens": {f"step_{step:06d}": digest(part) for step, part in recorded(folder / "rollouts").items()},
+            "logprobs": {f"step_{step:06d}": logprobs(part) for step, part in recorded(folder / "rollouts").items()},
             "metrics": columns(metrics),
             "weights": {key: moments for key, moments in weights(folder)},
         }
 
 
-def rollouts(path: Path) -> list[Any]:
+def rollouts(part: Any) -> list[Any]:
     """The rollouts of a step, in the order of their places in it."""
     from rlkit.episodes import load_rollouts
 
-    return sorted(load_rollouts(path), key=lambda rollout: (rollout.group, rollout.sample))
+    return sorted(load_rollouts(part), key=lambda rollout: (rollout.group, rollout.sample))
 
 
-def digest(path: Path) -> str:
+def digest(part: Any) -> str:
     """Of the ids of every prompt and every reply."""
-    ids = [[(list(step.prompt_ids), list(step.response_ids)) for step in rollout.steps] for rollout in rollouts(path)]
+    ids = [[(list(r.context(n)), list(step.response_ids)) for n, step in enumerate(r.steps)] for r in rollouts(part)]
     return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
 
 
-def logprobs(path: Path) -> list[float]:
+def logprobs(part: Any) -> list[float]:
     """Of each rollout, the sampler's log-prob of all that it sampled."""
-    return [significant(math.fsum(p for step in rollout.steps for p in step.logprobs)) for rollout in rollouts(path)]
+    return [significant(math.fsum(p for step in rollout.steps for p in step.logprobs)) for rollout in rollouts(part)]
 
 
 def columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlkit.episodes import save_rollouts
+from rlkit.episodes import append_step
 from rlkit.types import Rollout, Step, Task, ToolCall, ToolResult
 
 HOSTILE = '<img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script><!-- \u2028 & \ud800 {{7*7}} javascript:'
@@ -75,7 +75,7 @@ def maker(parent: Path):
         (folder / "summary.json").write_text(json.dumps(summary))
         for step in range(1, steps + 1):
             rollouts = [episode(i, text=f"{text} {step}", reward=i / samples, ok=i != 1) for i in range(samples)] + [silent(samples)]
-            save_rollouts(folder / "rollouts" / f"step_{step:06d}.jsonl.gz", rollouts)
+            append_step(folder / "rollouts", step, rollouts)
         return folder
 
     return make

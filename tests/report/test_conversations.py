@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
+import json
 
 import pytest
 
+from rlkit.episodes import load_rollouts
+from rlkit.episodes.record import to_row
 from rlkit.runs.report.conversations import TEXT, best_worst_random, collect, trimmed
 from rlkit.runs.report.read import read_run
+from rlkit.system import shards
 from rlkit.types import Rollout, Task
 
 
@@ -34,10 +37,24 @@ def test_the_best_and_the_worst_come_first():
 
 def test_a_damaged_file_is_said_and_left_out(make_run):
     folder = make_run("a", steps=2)
-    (folder / "rollouts" / "step_000001.jsonl.gz").write_bytes(gzip.compress(b"nonsense\n"))
+    shards.append_lines(folder / "rollouts", 3, b"nonsense\n")
     with pytest.warns(UserWarning, match="left out"):
         shown = collect([read_run(folder)], 100)["rollouts"]
-    assert {e["step"] for e in shown} == {2}
+    assert {e["step"] for e in shown} == {1, 2}
+
+
+def test_runs_with_a_file_for_each_step_are_shown_too(make_run):
+    """As they once were, and with contexts that are whole in every step."""
+    folder = make_run("a", steps=2)
+    rollouts = load_rollouts(folder / "rollouts", step=2)
+    assert [s.kept for s in rollouts[0].steps] == [0, 0]
+    rows = [{k: v for k, v in to_row(r).items() if k != "rl_step"} for r in rollouts]
+    for row in rows:
+        for step in row["steps"]:
+            del step["kept"]
+    (folder / "rollouts" / "step_000007.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert load_rollouts(folder / "rollouts", step=7) == rollouts
+    assert {e["step"] for e in collect([read_run(folder)], 100)["rollouts"]} == {1, 2, 7}
 
 
 def test_a_long_text_is_cut_and_says_so():

@@ -89,7 +89,7 @@ def test_the_page_names_the_split_of_each_figure(page, make_run, tmp_path):
 
 def test_a_folder_of_rollouts_is_conversations_alone(tmp_path, make_run):
     (tmp_path / "rolled").mkdir()
-    (make_run("a") / "rollouts" / "step_000001.jsonl.gz").rename(tmp_path / "rolled" / "rollouts.jsonl.gz")
+    next((make_run("a") / "rollouts").iterdir()).rename(tmp_path / "rolled" / "rollouts.jsonl.gz")
     text = write_report([tmp_path / "rolled"]).read_text()
     assert re.findall(r"<h2>(.*?)</h2>", text) == ["Runs", "Conversations"]
 

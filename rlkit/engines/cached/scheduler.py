@@ -26,7 +26,7 @@ from rlkit.engines.cached.forward import forward_of
 from rlkit.engines.cached.graphs import Graphs, can_capture
 from rlkit.engines.cached.sampler import Sampler
 from rlkit.models.head import trunk_and_head
-from rlkit.types import Generation, Policy, SamplingParams
+from rlkit.types import Generation, Policy, SamplingParams, agreement
 
 FILL = 0.55  # of the mean completion, for which a room keeps positions when an episode enters it
 MOST_READ = 1 << 14  # tokens that are read in one pass, padding included
@@ -115,7 +115,7 @@ class Scheduler:
             self.params = params
         for row in self.rows:
             if row.key == key and row.held is not None and not row.released:
-                row.known, row.held = min(_common(row.held, prompt), len(prompt) - 1), None
+                row.known, row.held = min(agreement(row.held, prompt), len(prompt) - 1), None
                 row.prompt, row.seed, row.reads = prompt, seed, True
                 self.resumed.append(row)
                 return
@@ -512,10 +512,3 @@ def weights_place(causal: Any) -> tuple[Any, ...]:
     weights = [(p.data_ptr(), p.dtype, p.shape) for p in (*causal.parameters(), *causal.buffers())]
     adapters = [(m.merged, m.disable_adapters, tuple(m.active_adapters)) for m in causal.modules() if hasattr(m, "lora_A")]
     return (*weights, *adapters, *((type(m), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in causal.modules()))
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How far two lists of ids agree from their start."""
-    if a == b[: len(a)]:
-        return len(a)
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

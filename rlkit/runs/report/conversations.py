@@ -7,12 +7,12 @@ import math
 import random
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from rlkit.episodes.record import FORMATS, load_rollouts
+from rlkit.episodes.record import load_rollouts
 from rlkit.errors import DataError
 from rlkit.runs.report.read import ReadRun, rollout_file
+from rlkit.system.shards import Part, recorded
 from rlkit.types import Rollout, Step
 
 STEPS = 60  # of a run that are shown
@@ -49,22 +49,16 @@ def of_run(run: ReadRun, limit: int, prompts: dict[str, int]) -> list[dict[str, 
     """The entries of a run: those of test and validation problems first, since they are few, then of each step its share."""
     alone = rollout_file(run.folder)
     if alone is not None:
-        return step_entries(alone, 0, "episodes", limit, prompts)
-    held_out = [(step, path, kind) for kind, folder in HELD_OUT.items() for step, path in _spread(step_files(run.folder / folder), STEPS)]
+        return step_entries(Part(alone), 0, "episodes", limit, prompts)
+    shown = {folder: _spread([*recorded(run.folder / folder).items()], STEPS) for folder in (*HELD_OUT.values(), "rollouts")}
+    held_out = [(*own, kind) for kind, folder in HELD_OUT.items() for own in shown[folder]]
     out: list[dict[str, Any]] = []
-    for step, path, kind in held_out:
-        out += step_entries(path, step, kind, (limit // 2) // len(held_out), prompts)
-    files = _spread(step_files(run.folder / "rollouts"), STEPS)
-    for position, (step, path) in enumerate(files):
-        share = (limit - len(out)) // (len(files) - position)
-        out += step_entries(path, step, "training", share, prompts)
+    for step, part, kind in held_out:
+        out += step_entries(part, step, kind, (limit // 2) // len(held_out), prompts)
+    for position, (step, part) in enumerate(shown["rollouts"]):
+        share = (limit - len(out)) // (len(shown["rollouts"]) - position)
+        out += step_entries(part, step, "training", share, prompts)
     return out
-
-
-def step_files(folder: Path) -> list[tuple[int, Path]]:
-    """(step, file of rollouts) in order."""
-    files = [(path.name.removesuffix(ending), path) for ending in FORMATS for path in folder.glob(f"step_*{ending}")]
-    return sorted((int(name.removeprefix("step_")), path) for name, path in files if name.removeprefix("step_").isdigit())
 
 
 def _spread(items: Sequence[Any], count: int) -> list[Any]:
@@ -78,10 +72,10 @@ def _spread(items: Sequence[Any], count: int) -> list[Any]:
     return [items[round(i * (len(items) - 1) / max(1, count - 1))] for i in range(count)]
 
 
-def step_entries(path: Path, step: int, kind: str, limit: int, prompts: dict[str, int]) -> list[dict[str, Any]]:
-    """Entries of one file of rollouts; one that cannot be read is warned of and left out."""
+def step_entries(part: Part, step: int, kind: str, limit: int, prompts: dict[str, int]) -> list[dict[str, Any]]:
+    """Entries of the rollouts of a step; what cannot be read is warned of and left out."""
     try:
-        rollouts = load_rollouts(path)
+        rollouts = load_rollouts(part)
     except (DataError, OSError) as error:
         warnings.warn(f"left out: {error}", stacklevel=2)
         return []

@@ -133,8 +133,8 @@ class RLCheckpoint(L.Callback):
             ranks.broadcast(self.point)
 
         def before() -> None:
-            if (self.run / "metrics.jsonl").exists():
-                sync(self.run / "metrics.jsonl")
+            for file in (*self.run.glob("metrics.jsonl"), *self.run.rglob("steps_*.jsonl.gz")):
+                sync(file)
             if hasattr(module.model, "peft_config"):
                 save_policy(path.with_suffix(ADAPTER), module.policy, state=adapters, tokenizer=False)
 

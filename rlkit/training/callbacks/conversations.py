@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 
-from rlkit.episodes import save_rollouts, transcript
+from rlkit.episodes import append_step, transcript
 from rlkit.system.files import lenient, write_atomic
+from rlkit.system.shards import stem
 from rlkit.training.loggers import log_text
 from rlkit.types import Rollout
 
@@ -17,7 +19,7 @@ TEXTS = 3  # conversations of a step in a logger
 
 
 class Samples(L.Callback):
-    """Writes a Markdown file of conversations: the best, the worst, then others in order."""
+    """Writes conversations as Markdown, many steps a file: the best of a step, the worst, then others in order."""
 
     def __init__(self, folder: Path, *, every: int, count: int):
         self.folder, self.every, self.count = folder, every, count
@@ -27,24 +29,27 @@ class Samples(L.Callback):
         if (step != 1 and step % self.every and not trainer.should_stop) or not trainer.is_global_zero:
             return
         chosen = [transcript(r) for r in best_and_worst(module.rollouts, self.count)]
-        text = f"# Sample conversations of step {step}\n\n" + "\n".join(chosen)
-        with lenient(f"samples/step_{step:06d}.md"):
-            write_atomic(self.folder / f"step_{step:06d}.md", text.encode(errors="backslashreplace"))
+        path, title = self.folder / f"{stem(step)}.md", f"# Sample conversations of step {step}\n"
+        text = "\n".join([title, *chosen, ""]).encode(errors="backslashreplace")
+        with lenient(f"{self.folder.name}/ of step {step}"):
+            earlier = path.read_bytes() if path.exists() else b""
+            again = re.search(b"^" + title.encode(), earlier, re.M)  # of a run that is resumed from before it
+            write_atomic(path, earlier[: again and again.start()] + text)
         for logger in trainer.loggers:
             for i, sample in enumerate(chosen[:TEXTS]):
                 log_text(logger, f"samples/{i}", sample, step)
 
 
 class Rollouts(L.Callback):
-    """Writes all rollouts of a step as JSON lines."""
+    """Writes all rollouts of a step as JSON lines, many steps a file."""
 
     def __init__(self, folder: Path, *, every: int):
         self.folder, self.every = folder, every
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         if self.every and module.rl_step % self.every == 0 and trainer.is_global_zero:
-            with lenient(f"rollouts/step_{module.rl_step:06d}.jsonl.gz"):
-                save_rollouts(self.folder / f"step_{module.rl_step:06d}.jsonl.gz", module.rollouts)
+            with lenient(f"{self.folder.name}/ of step {module.rl_step}"):
+                append_step(self.folder, module.rl_step, module.rollouts)
 
 
 def best_and_worst(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:

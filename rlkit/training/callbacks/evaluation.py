@@ -12,7 +12,7 @@ from typing import Any
 import lightning as L
 
 from rlkit.distributed import ranks
-from rlkit.episodes import save_rollouts
+from rlkit.episodes import append_step
 from rlkit.episodes.evaluation import greedy_accuracy
 from rlkit.system import rng
 from rlkit.system.deadline import process_ends_after
@@ -81,9 +81,8 @@ class HeldOut(L.Callback):
             )
         self.results.setdefault(split, {})[module.rl_step] = {"split": split} | result
         if trainer.is_global_zero:
-            name = self.metrics.parent / "held_out" / split / f"step_{module.rl_step:06d}"
-            with lenient(f"held_out/{split}/{name.name}"):
-                save_rollouts(name.with_suffix(".jsonl.gz"), rollouts[:KEPT])
+            with lenient(f"held_out/{split}/ of step {module.rl_step}"):
+                append_step(self.metrics.parent / "held_out" / split, module.rl_step, rollouts[:KEPT])
         return result_row(result, PREFIXES[split]) | {"perf/eval_s": time.perf_counter() - started}
 
 

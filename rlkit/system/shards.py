@@ -1,0 +1,109 @@
+"""What a run writes at each RL step, in few files: a gzip member a step, whose header says which step it is and how long.
+
+    rollouts/steps_000001-000100.jsonl.gz:  [step 1, its bytes | compressed lines] [step 2, its bytes | compressed lines] …
+
+A step is found by its header alone, and what was cut off in the middle holds the steps before. To other programs it is one gzip file.
+Step and length are a subfield of the header's extra field (RFC 1952, 2.3.1.1), as in bgzip's files.
+"""
+
+from __future__ import annotations
+
+import gzip
+import mmap
+import os
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from rlkit.errors import DataError
+from rlkit.system.files import append_once, append_whole, reason
+
+STEPS = 100  # of a file
+HEAD = struct.Struct("<16sQQ")  # all that is the same in every header, step, bytes of the member
+SAME = b"\x1f\x8b\x08\x04\0\0\0\0\0\xff" + struct.pack("<H2sH", 20, b"RL", 16)  # deflated, with an extra field, without a time
+ALONE = re.compile(r"step_(\d+)\.jsonl(\.gz)?")  # a step in a file of its own, as all once were
+
+
+class Part(NamedTuple):
+    """Bytes of a file: what it holds of a step."""
+
+    path: Path
+    start: int = 0
+    stop: int | None = None  # None: to its end
+
+    def __str__(self) -> str:
+        return f"{self.path} from byte {self.start}" if self.start else str(self.path)
+
+    def read(self) -> bytes:
+        """What is there of it. Raises: OSError."""
+        with self.path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(self.start)
+            return file.read(min(self.stop or size, size) - self.start)
+
+
+def append_lines(folder: Path, step: int, lines: bytes) -> None:
+    """Adds the lines of an RL step behind those of earlier ones. Raises: OSError; then nothing was added."""
+    data = gzip.compress(lines, compresslevel=3, mtime=0)[10:]  # its own header has 10 bytes
+    append_whole(folder / f"{stem(step)}.jsonl.gz", HEAD.pack(SAME, step, HEAD.size + len(data)) + data)
+
+
+def stem(step: int) -> str:
+    """The name, without its ending, of the file that an RL step belongs to; what is before the first step is with it.
+
+    >>> stem(101)
+    'steps_000101-000200'
+    """
+    first = max(step - 1, 0) // STEPS * STEPS + 1
+    return f"steps_{first:06d}-{first + STEPS - 1:06d}"
+
+
+def recorded(folder: Path) -> dict[int, Part]:
+    """Where each RL step is that the folder holds, in their order; none where there is no folder."""
+    found = {int(name[1]): Part(path) for path in folder.glob("step_*") if (name := ALONE.fullmatch(path.name))}
+    for path in files(folder):
+        found |= members(path)
+    return dict(sorted(found.items()))
+
+
+def files(folder: Path) -> list[Path]:
+    """The files that hold many steps, in their order."""
+    return sorted(folder.glob("steps_*.jsonl.gz"))
+
+
+def members(path: Path) -> Iterator[tuple[int, Part]]:
+    """(step, where it is) in a file that may end in the middle of the last. Behind a damaged header it goes on with the next one."""
+    if path.stat().st_size < HEAD.size:
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        start = 0
+        while 0 <= start <= len(data) - HEAD.size:
+            same, step, length = HEAD.unpack_from(data, start)
+            whole = same == SAME and length > HEAD.size
+            if whole:
+                yield step, Part(path, start, start + length)
+            start = start + length if whole else data.find(SAME, start + 1)
+
+
+def cut_steps(folder: Path, step: int) -> None:
+    """Moves what comes after an RL step, which a resumed run writes again, to NAME.discarded.jsonl.gz beside the folder, and says so.
+
+    Raises: DataError, with everything in its place, where that fails.
+    """
+    target, moved = folder.with_name(f"{folder.name}.discarded.jsonl.gz"), 0
+    for path in files(folder):
+        held, size = dict(members(path)), path.stat().st_size
+        end = max((stop for number, (_, _, stop) in held.items() if number <= step and stop and stop <= size), default=0)
+        try:
+            append_once(target, Part(path, end).read())
+            os.truncate(path, end)
+            if not end:
+                path.unlink()
+        except OSError as error:
+            why = f"{target} cannot be written ({reason(error)}), so {folder.name} that the resumed run replaces would be lost"
+            raise DataError(why) from None
+        moved += sum(number > step for number in held)
+    if moved:
+        print(f"resume: {folder.name} of {moved} step(s) after step {max(step, 0)}: moved to {target.name}", flush=True)
