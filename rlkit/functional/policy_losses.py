@@ -8,6 +8,7 @@ Each loss declares by `@clips` what its own clip does to a token, for the metric
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Literal
 
 import torch
@@ -298,8 +299,8 @@ def dppo(
     require(0 < delta < float("inf"), "delta", delta, "> 0 and finite")
     require(0 <= penalty < float("inf"), "penalty", penalty, "≥ 0 and finite")
     advantages, ratio = advantages.detach(), token_ratio(logprobs, logprobs_sampler, response_mask)
-    rule = {"divergence": divergence, "delta": delta, "two_sided": two_sided, "penalty": penalty}
-    held = _held_by_divergence(logprobs, logprobs_sampler, advantages, **rule)
+    rule = partial(_held_by_divergence, divergence=divergence, delta=delta, two_sided=two_sided, penalty=penalty)
+    held = rule(logprobs, logprobs_sampler, advantages)
     return -fill_masked(ratio, ~held, 0.0) * advantages + penalty * ratio.log().square()
 
 
