@@ -154,9 +154,8 @@ def sequence_correction(
     total = segment_sum(log_ratio(logprobs_old.detach(), logprobs_sampler, response_mask), rollout_ids)
     ratio = total.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()[rollout_ids].unsqueeze(-1)
     weights = _bounded(ratio.expand(response_mask.shape), response_mask, cap, floor, mode)
-    if not normalise:
-        return weights
-    return _over_mean(weights, response_mask, response_mask / segment_sum(response_mask, rollout_ids).clamp_min(1)[rollout_ids][:, None])
+    counts = segment_sum(response_mask, rollout_ids).clamp_min(1)[rollout_ids].unsqueeze(-1)
+    return _over_mean(weights, response_mask, response_mask.to(weights.dtype) / counts) if normalise else weights
 
 
 def geometric_mask(
@@ -344,6 +343,6 @@ def _over_mean(weights: Tensor, response_mask: Tensor, shares: Tensor) -> Tensor
 
 
 def _rollout_max(values: Tensor, rollout_ids: Tensor) -> Tensor:
-    """The largest of a rollout's entries, for each of its rows, [B, 1]; entries that do not count are 0."""
-    rows = values.amax(-1)
-    return torch.zeros_like(rows).scatter_reduce(0, rollout_ids, rows, "amax", include_self=False)[rollout_ids].unsqueeze(-1)
+    """The largest of a rollout's entries, all ≥ 0, for each of its rows, [B, 1]; 0 where none counts."""
+    largest = values.new_zeros(int(rollout_ids.max()) + 1 if rollout_ids.numel() else 0)
+    return largest.scatter_reduce(0, rollout_ids, values.amax(-1), "amax")[rollout_ids].unsqueeze(-1)

@@ -55,7 +55,7 @@ def _held_by_divergence(
     now, sampler = full_precision(logprobs.detach()), full_precision(logprobs_sampler)
     moved = now.exp() - sampler.exp()
     far = (moved.abs() if divergence == "tv" else binary_kl(sampler, now)) > delta
-    return far if two_sided else far & torch.where(advantages > 0, moved > 0, moved < 0)
+    return far & ((advantages != 0) if two_sided else (advantages * moved > 0))
 
 
 @clips(held=_held_by_interval)
@@ -276,7 +276,7 @@ def dppo(
     """Surrogate loss in a trust region of the divergence from the sampler, which a ratio measures badly: rare tokens move freely.
 
     loss_t = -r_t A_t keep_t + penalty · (log r_t)², r_t = π_t / μ_t
-    keep_t = 0 where D_t > delta and the advantage asks for more (A_t > 0 and π_t > μ_t, or A_t ≤ 0 and π_t < μ_t), else 1
+    keep_t = 0 where D_t > delta and the advantage asks for more (A_t > 0 and π_t > μ_t, or A_t < 0 and π_t < μ_t), else 1
     tv: D_t = |π_t - μ_t|; kl: D_t = k(μ_t, π_t) of `binary_kl`. two_sided: keep_t = 0 wherever D_t > delta
 
     The ratio is to the sampler μ, an importance weight too: use algorithm/correction=none.

@@ -28,8 +28,8 @@ def interpolated_old(logprobs: Tensor, logprobs_sampler: Tensor, old_share: Tens
     >>> interpolated_old(now, sampler, torch.tensor([[0.0, 0.75]]), everywhere)  # d = 1 and d = 4
     tensor([[-2.0000, -1.2500]])
     """
-    now, sampler = (fill_masked(full_precision(x.detach()), response_mask, 0.0) for x in (logprobs, logprobs_sampler))
-    return torch.where(old_share == 0, sampler, sampler + old_share * (now - sampler))
+    now, sampler, share = (fill_masked(full_precision(x.detach()), response_mask, 0.0) for x in (logprobs, logprobs_sampler, old_share))
+    return torch.where(share == 0, sampler, sampler + share * (now - sampler))
 
 
 def binary_kl(logprobs: Tensor, logprobs_other: Tensor) -> Tensor:
