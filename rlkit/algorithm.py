@@ -81,6 +81,7 @@ class Algorithm(NamedTuple):
     epochs: int = 1
     minibatches: int = 1
     target_kl: float | None = None  # nats per token from the old policy at which the updates of a step end
+    old: Literal["trainer", "sampler", "loglinear"] = "trainer"  # what "old" is in the ratio: `place_old`
     max_refills: int = 0  # rounds of further prompts where the group filter leaves fewer than batch.prompts
     episodes: Callable[..., Any] | None = None  # as rlkit.collect, but scored: episodes that are not sampled (sft); None: collect
 
@@ -277,11 +278,34 @@ def last_tokens(batch: Batch) -> Tensor:
     return F.from_episodes(last, positions, mask, batch.response_mask)
 
 
+def place_old(batch: Batch, algorithm: Algorithm, *, step: int) -> Batch:
+    """The batch with `old_share`, where the ratio's old policy needs no pass before the update (`algorithm.old`).
+
+    trainer      the policy before the update, by a pass of the trainer: no `old_share`
+    sampler      what sampled, in its own log-probs: share 0. The ratio is π / μ, and a clip sees how old a sample is
+    loglinear    between both, by versions (`rlkit.functional.interpolated_old`): share (d - 1) / d, where the policy in training makes
+                 version step + 1, d versions behind which a token was sampled
+
+    Args:
+      step: RL steps done.
+    """
+    if algorithm.old == "trainer":
+        return batch
+    share = torch.zeros_like(batch.logprobs_sampler)
+    if algorithm.old == "loglinear":
+        behind = (step - _required(batch.versions, "versions")).clamp_min(0)
+        share = (behind / (behind + 1)).to(share.dtype)
+    return batch._replace(old_share=share)
+
+
 def token_scale(batch: Batch, algorithm: Algorithm) -> Batch:
-    """The batch with the factor on each token's policy loss: off-policy correction × token filter, which may ask for advantages."""
+    """The batch with the factor on each token's policy loss: off-policy correction × token filter, which may ask for advantages.
+
+    A correction to an old policy that moves with the current one is left to `surrogate`.
+    """
     with torch.no_grad():
         given = quantities(batch)
-        factor, corrected = part("correction", algorithm.correction, given)
+        factor, corrected = part("correction", algorithm.correction, given) if batch.old_share is None else (1.0, {})
         kept, filtered = part("token_filter", algorithm.token_filter, given)
         scale = F.fill_masked(factor * kept, batch.response_mask, 0.0)
         return batch._replace(scale=scale, metrics=(batch.metrics or {}) | corrected | filtered)
@@ -372,12 +396,20 @@ def surrogate(batch: Batch, scores: TokenLogprobs, algorithm: Algorithm, kl: KL)
     """
     mask = batch.response_mask
     given = quantities(batch) | {name: F.fill_masked(value, mask, 0.0) for name, value in scores._asdict().items() if value is not None}
-    old = scores.logprobs.detach() if batch.logprobs_old is None else batch.logprobs_old
+    if batch.old_share is not None:
+        old = F.interpolated_old(scores.logprobs, batch.logprobs_sampler, batch.old_share, mask)
+    else:
+        old = scores.logprobs.detach() if batch.logprobs_old is None else batch.logprobs_old
     given["logprobs_old"] = F.fill_masked(old, mask, 0.0)
     given["ratio"], measured = part("ratio", algorithm.ratio, given)
     loss, of_loss = part("policy_loss", algorithm.policy_loss, given)
     terms = {"policy_loss": loss, "ratio": given["ratio"]} | measured | of_loss | clipped_tokens(algorithm.policy_loss, given)
-    per_token = terms["policy_loss"] if batch.scale is None else batch.scale * terms["policy_loss"]
+    scale = batch.scale
+    if batch.old_share is not None and scale is not None:
+        factor, corrected = part("correction", algorithm.correction, given)
+        scale = factor.detach() * scale
+        terms |= corrected | {"scale": scale}
+    per_token = terms["policy_loss"] if scale is None else scale * terms["policy_loss"]
     if kl.active:
         given["logprobs_ref"] = F.fill_masked(_required(batch.logprobs_ref, "logprobs_ref"), mask, 0.0)
         if asks(kl.estimator, "full_kl"):

@@ -270,6 +270,7 @@ class Batch(NamedTuple):
     token_rewards: Tensor  # [B, T] float, a step's reward at its last sampled token, the episode's at the last of all
     logprobs_sampler: Tensor  # [B, T] by the engine that sampled
     logprobs_old: Tensor | None = None  # [B, T] by the trainer, before the update
+    old_share: Tensor | None = None  # [B, T] in 0 … 1, where "old" lies between sampler (0) and policy (1); None: it is logprobs_old
     entropy_old: Tensor | None = None  # [B, T] in nats, by the trainer, before the update
     logprobs_ref: Tensor | None = None  # [B, T] by the reference
     full_kl: Tensor | None = None  # [B, T] in nats, exact over the vocabulary, policy to reference

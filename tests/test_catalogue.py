@@ -19,6 +19,7 @@ from rlkit.algorithm import (
     filter_rollouts,
     loss_weights,
     micro_batches,
+    place_old,
     select,
     surrogate,
     token_scale,
@@ -113,6 +114,7 @@ def make_batch(dtype: torch.dtype = torch.float64, seed: int = 0) -> Batch:
         logprobs_ref=-random(B, T, scale=2.0) * response,
         values=random(B, T) * response,
         greedy_rewards=torch.linspace(0, 1, 9, dtype=dtype),
+        versions=torch.randint(4, (B, T), generator=generator),
         components={"task": rewards},
     )
 
@@ -125,7 +127,8 @@ def make_policy(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 
 def prepared(x, batch: Batch) -> Batch:
     """As the module prepares an update."""
-    batch = estimate_advantages(filter_rollouts(batch, x.algorithm), x.algorithm, x.kl)
+    batch = place_old(filter_rollouts(batch, x.algorithm), x.algorithm, step=3)
+    batch = estimate_advantages(batch, x.algorithm, x.kl)
     return loss_weights(token_scale(batch, x.algorithm), x.algorithm)
 
 

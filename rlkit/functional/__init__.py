@@ -23,7 +23,17 @@ from rlkit.functional.advantages import (
     turn_group_mean,
 )
 from rlkit.functional.aggregation import prompt_mean, sequence_mean, sequence_sum, token_mean
-from rlkit.functional.corrections import automatic_correction, no_correction, sequence_correction, token_correction
+from rlkit.functional.corrections import (
+    automatic_correction,
+    binary_kl_mask,
+    divergence_mask,
+    geometric_mask,
+    no_correction,
+    product_correction,
+    second_moment_mask,
+    sequence_correction,
+    token_correction,
+)
 from rlkit.functional.diagnostics import (
     approximate_kl,
     clip_fractions,
@@ -49,7 +59,8 @@ from rlkit.functional.masking import (
 from rlkit.functional.normalization import no_normalization, normalize_advantages, normalize_batch, normalize_group, whiten
 from rlkit.functional.overlong import keep_overlong, mask_truncated, soft_penalty
 from rlkit.functional.pairs import all_pairs, best_worst, pairwise, pairwise_loss
-from rlkit.functional.policy_losses import cispo, clipped, gmpo, kl_cov, reinforce, sapo, vespo
+from rlkit.functional.policy_losses import cispo, clipped, dppo, gmpo, kl_cov, reinforce, sapo, vespo
+from rlkit.functional.proximal import binary_kl, interpolated_old
 from rlkit.functional.ratios import log_ratio, sequence_ratio, sequence_token_ratio, token_ratio
 from rlkit.functional.sampling import cut_distribution, gumbel_choice, gumbel_noise, mix
 from rlkit.functional.value_losses import clipped_squared_error, squared_error

@@ -2,30 +2,41 @@
 
 Two implementations of one policy give slightly different log-probs, and with groups sampled ahead the weights that sampled are older
 (asynchrony=lag), so the samples come from a policy that is not quite the old one. The factor is computed once over the whole update
-batch, without gradient; it is 1 under the mask.
+batch, without gradient; it is 1 under the mask. Only with algorithm.old=loglinear it is computed in each micro-batch.
 
-    function              ρ                                                  truncate       mask
-    token_correction      π_old / μ of each token                            min(ρ, cap)    ρ where floor ≤ ρ ≤ cap, else 0
-    sequence_correction   their product over all tokens of the rollout       min(ρ, cap)    ρ where floor ≤ ρ ≤ cap, else 0
+    weights                ρ                                                  truncate       mask                               keep
+    token_correction       π_old / μ of each token                            min(ρ, cap)    ρ where floor ≤ ρ ≤ cap, else 0    1, else 0
+    sequence_correction    their product over all tokens of the rollout       the same, with one ρ for all tokens of the rollout
 
-With floor > 0, truncate bounds below too. A masked token keeps its place in the aggregation's count, as in IcePop; verl takes it out.
+    masks                  1, but 0 where                                     on
+    geometric_mask         the mean log ρ is outside a band                   the rollout
+    divergence_mask        the mean or the largest k3 (or k2) is too large    the rollout
+    binary_kl_mask         the binary KL of the token's probability is large  the token
+    second_moment_mask     log² ρ is among the largest of the batch           the token
+
+`product_correction` multiplies several of them: one weight, and masks. With floor > 0, truncate bounds below too. A masked token keeps
+its place in the aggregation's count, as in IcePop; verl takes it out.
 
 The factor of a token does not correct the bias from the tokens before it. The factor of a sequence has no bias below the cap, but
 its variance grows with the length. Other libraries differ. TRL by default takes the factor of the sequence and masks above 3. verl
-truncates at 2, only from above, and can divide by the mean of the batch, which is not done here. The sequence mask of OpenRLHF
+truncates at 2, only from above, and can divide by the mean of the batch, which `normalise` does here. The sequence mask of OpenRLHF
 keeps or drops a sequence and does not bound the weights that it keeps. With `automatic_correction` the run chooses between no
 correction and the truncated token factor.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rlkit.functional._arguments import require
-from rlkit.functional.masking import fill_masked, segment_sum
+from rlkit.functional.kl import k2, k3
+from rlkit.functional.masking import fill_masked, full_precision, rollout_mean, segment_sum
+from rlkit.functional.proximal import binary_kl
 from rlkit.functional.ratios import LOG_RATIO_BOUND, log_ratio, token_ratio
 
 
@@ -72,20 +83,24 @@ def token_correction(
     *,
     cap: float = 2.0,
     floor: float = 0.0,
-    mode: Literal["truncate", "mask"] = "truncate",
+    mode: Literal["truncate", "mask", "keep"] = "truncate",
+    normalise: bool = False,
 ) -> Tensor:
     """Each token's own importance weight, bounded.
 
     ρ_t = exp(clamp(log π_old_t - log μ_t, -20, 20)); w_t = min(max(ρ_t, floor), cap), or with mode=mask ρ_t where
-    floor ≤ ρ_t ≤ cap, else 0: with a floor that is IcePop
+    floor ≤ ρ_t ≤ cap, else 0: with a floor that is IcePop; with mode=keep 1 there, else 0
+    normalise: w_t / mean of w over the trained tokens of the batch
 
     Args:
       logprobs_old: [B, T] in nats, by the trainer, before the update. Anything, nan and inf included, under the mask.
       logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
       response_mask: [B, T] bool.
       cap: > 0; inf bounds nothing. floor: in 0 … cap; 0 bounds nothing.
-      mode: truncate bounds a weight that lies outside, mask takes its token out of the policy loss.
-    Returns: [B, T] in 0 … cap, float32 or float64, a constant; under the mask 1, and where both agree, if 1 is within bounds.
+      mode: truncate bounds a weight that lies outside, mask takes its token out of the policy loss, keep does so and weighs no other.
+      normalise: divides by the mean afterwards, where that is not 0; verl's rollout_is_batch_normalize, off there and on in slime.
+    Returns: [B, T] in 0 … cap (not if normalised), float32 or float64, a constant; under the mask 1, and where both agree, if 1 is
+      within bounds.
     Raises: ValueError naming the cap, the floor or the mode.
     Source: truncated importance sampling, Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
       Training", fengyao.notion.site/off-policy-rl; the bound itself: Ionides 2008, "Truncated importance sampling". IcePop: Ling Team
@@ -99,7 +114,8 @@ def token_correction(
     >>> token_correction(sampler, old, torch.tensor([[True, True]]), cap=5.0, floor=0.4, mode="mask")  # of 0.5 and 0.33
     tensor([[0.5000, 0.0000]])
     """
-    return _bounded(token_ratio(logprobs_old.detach(), logprobs_sampler, response_mask), response_mask, cap, floor, mode)
+    weights = _bounded(token_ratio(logprobs_old.detach(), logprobs_sampler, response_mask), response_mask, cap, floor, mode)
+    return _over_mean(weights, response_mask, response_mask.to(weights.dtype)) if normalise else weights
 
 
 def sequence_correction(
@@ -110,7 +126,8 @@ def sequence_correction(
     *,
     cap: float = 2.0,
     floor: float = 0.0,
-    mode: Literal["truncate", "mask"] = "truncate",
+    mode: Literal["truncate", "mask", "keep"] = "truncate",
+    normalise: bool = False,
 ) -> Tensor:
     """The importance weight of the whole rollout, bounded, on each of its tokens.
 
@@ -123,10 +140,12 @@ def sequence_correction(
       rollout_ids: [B] int64; all rows of a rollout must be there.
       cap: > 0; inf bounds nothing. floor: in 0 … cap; 0 bounds nothing.
       mode: truncate bounds a weight that lies outside, mask takes its rollout out of the policy loss.
-    Returns: [B, T] in 0 … cap, float32 or float64, a constant, equal at all trained tokens of a rollout; 1 under the mask.
+      normalise: divides by the mean over the rollouts that have a trained token.
+    Returns: [B, T] in 0 … cap (not if normalised), float32 or float64, a constant, equal at all trained tokens of a rollout; 1 under
+      the mask.
     Raises: ValueError naming the cap, the floor or the mode.
     Source: Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch"; TRL's
-      default is mode=mask with a cap of 3; verl's sequence mask has a floor of 0.5 beside a cap of 2.
+      default is mode=mask with a cap of 3; verl's sequence mask (MIS) has a floor of 0.5 beside a cap of 2.
 
     >>> old, sampler = torch.tensor([[0.5, 0.9]]).log(), torch.tensor([[0.25, 0.6]]).log()
     >>> sequence_correction(old, sampler, torch.tensor([[True, True]]), torch.tensor([0]), cap=4.0)
@@ -134,14 +153,196 @@ def sequence_correction(
     """
     total = segment_sum(log_ratio(logprobs_old.detach(), logprobs_sampler, response_mask), rollout_ids)
     ratio = total.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()[rollout_ids].unsqueeze(-1)
-    return _bounded(ratio.expand(response_mask.shape), response_mask, cap, floor, mode)
+    weights = _bounded(ratio.expand(response_mask.shape), response_mask, cap, floor, mode)
+    counts = segment_sum(response_mask, rollout_ids).clamp_min(1)[rollout_ids].unsqueeze(-1)
+    return _over_mean(weights, response_mask, response_mask.to(weights.dtype) / counts) if normalise else weights
+
+
+def geometric_mask(
+    logprobs_old: Tensor,
+    logprobs_sampler: Tensor,
+    response_mask: Tensor,
+    rollout_ids: Tensor,
+    *,
+    low: float = 0.05,
+    high: float = 0.05,
+    scaled: bool = True,
+) -> Tensor:
+    """Takes rollouts out whose log-ratio has drifted, on average over their tokens, further than chance explains.
+
+    m_j = mean over the l_j trained tokens of rollout j of (log π_old_t - log μ_t); w_j = 1 where -low / √l_j ≤ m_j ≤ high / √l_j, else 0
+    scaled=false: the same without √l_j
+
+    The mean of l independent log-ratios of standard deviation σ has the standard deviation σ / √l. So low and high are multiples of σ,
+    and the share of rollouts that chance alone takes out does not depend on their length. A fixed band is made for one length: with
+    σ = 0.02 and ±0.001 it keeps 18 % of the rollouts of 20 tokens, and 89 % of those of 1,000.
+
+    Args:
+      logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
+      response_mask: [B, T] bool. rollout_ids: [B] int64; all rows of a rollout must be there.
+      low, high: ≥ 0, in nats: of one token if scaled, of the mean over all tokens if not.
+      scaled: whether the band narrows with the length.
+    Returns: [B, T] of 0 and 1, equal at all trained tokens of a rollout; 1 under the mask, and where both agree.
+    Raises: ValueError naming low or high.
+    Source: the geometric mask of Liu et al. 2025, "When Speed Kills Stability"; the same as the mean of k1 in verl's rejection
+      sampling. Fixed bands: verl 0.999 … 1.001, NeMo 0.999 … 1.002, slime 0.9999 … 1.0001, SkyRL 0.99 … 1.01. The scaling is the
+      standard deviation of a mean; 0.05 is verl's band at 2,500 tokens and SkyRL's at 25.
+
+    >>> old, everywhere, one = torch.tensor([[-1.0, -1.0]]), torch.ones(1, 2).bool(), torch.tensor([0])
+    >>> geometric_mask(old, old - 0.03, everywhere, one), geometric_mask(old, old - 0.04, everywhere, one)
+    (tensor([[1., 1.]]), tensor([[0., 0.]]))
+    """
+    for name, width in (("low", low), ("high", high)):
+        require(width >= 0, name, width, "≥ 0")
+    mean = rollout_mean(log_ratio(logprobs_old.detach(), logprobs_sampler, response_mask), response_mask, rollout_ids)
+    if scaled:
+        mean = mean * segment_sum(response_mask, rollout_ids)[rollout_ids].to(mean.dtype).sqrt().unsqueeze(-1)
+    return _kept((mean >= -low) & (mean <= high), mean, response_mask)
+
+
+def divergence_mask(
+    logprobs_old: Tensor,
+    logprobs_sampler: Tensor,
+    response_mask: Tensor,
+    rollout_ids: Tensor,
+    *,
+    estimator: Literal["k2", "k3"] = "k3",
+    over: Literal["mean", "max"] = "mean",
+    bound: float = 0.01,
+) -> Tensor:
+    """Takes rollouts out whose tokens are, on average or at worst, far from the sampler. Drifts of opposite sign do not cancel.
+
+    w_j = 1 where the mean (max) of k_t over the trained tokens of rollout j ≤ bound, else 0
+    k3: k_t = ρ_t - 1 - log ρ_t, k2: k_t = ½ log² ρ_t, log ρ_t = clamp(log π_old_t - log μ_t, -20, 20)
+
+    Args:
+      logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
+      response_mask: [B, T] bool. rollout_ids: [B] int64; all rows of a rollout must be there.
+      estimator: of KL(μ‖π_old). over: the mean is that of a token; max is decided by the worst token, which is a veto.
+      bound: ≥ 0, in nats. For the mean of k3 verl gives 0.001 … 0.01. For the max of k2, 42.4 is a ratio of 1e-4 or 1e4.
+    Returns: [B, T] of 0 and 1, equal at all trained tokens of a rollout; 1 under the mask, and where both agree.
+    Raises: ValueError naming the estimator, over or bound.
+    Source: rejection sampling by seq_mean_k3 and seq_max_k2, verl's page on rollout correction; the veto below 1e-4: slime's mis.py.
+
+    >>> sampler, everywhere = torch.tensor([[0.5, 0.5]]).log(), torch.ones(1, 2).bool()
+    >>> divergence_mask(torch.tensor([[0.4, 0.6]]).log(), sampler, everywhere, torch.tensor([0]))  # 0.0231 and 0.0177
+    tensor([[0., 0.]])
+    """
+    require(estimator in ("k2", "k3"), "estimator", estimator, "k2 or k3")
+    require(over in ("mean", "max"), "over", over, "mean or max")
+    require(bound >= 0, "bound", bound, "≥ 0")
+    per_token = (k2 if estimator == "k2" else k3)(logprobs_sampler.detach(), logprobs_old.detach())
+    per_token = fill_masked(per_token, response_mask, 0.0)
+    found = rollout_mean(per_token, response_mask, rollout_ids) if over == "mean" else _rollout_max(per_token, rollout_ids)
+    return _kept(found <= bound, found, response_mask)
+
+
+def binary_kl_mask(logprobs_old: Tensor, logprobs_sampler: Tensor, response_mask: Tensor, *, bound: float = 2.0) -> Tensor:
+    """Takes tokens out whose probability differs much between trainer and sampler, where a rare token may differ by a larger ratio.
+
+    w_t = 1 where max(k(π_old_t, μ_t), k(μ_t, π_old_t)) ≤ bound, else 0; k(a, b) = a log(a / b) + (1 - a) log((1 - a) / (1 - b))
+
+    Args:
+      logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine that sampled (μ). Both are
+        clamped to [-100, 0], and 1 - probability at 1e-12.
+      response_mask: [B, T] bool. bound: ≥ 0, in nats.
+    Returns: [B, T] of 0 and 1, float32 or float64, a constant; 1 under the mask, and where both agree.
+    Raises: ValueError naming the bound.
+    Source: KPop, as in AReaL, with a bound of 2.
+
+    >>> sampler = torch.tensor([[0.9, 1e-6]]).log()
+    >>> binary_kl_mask(torch.tensor([[0.02, 1e-3]]).log(), sampler, torch.ones(1, 2).bool())  # 3.2 and 0.006, ratios 0.02 and 1000
+    tensor([[0., 1.]])
+    """
+    require(bound >= 0, "bound", bound, "≥ 0")
+    old, sampler = (fill_masked(full_precision(x.detach()), response_mask, 0.0) for x in (logprobs_old, logprobs_sampler))
+    found = torch.maximum(binary_kl(old, sampler), binary_kl(sampler, old))
+    return _kept(found <= bound, found, response_mask)
+
+
+def second_moment_mask(logprobs_old: Tensor, logprobs_sampler: Tensor, response_mask: Tensor, *, bound: float = 0.04) -> Tensor:
+    """Takes the fewest tokens out with which the second moment of the log-ratios of the whole batch falls below a bound.
+
+    w_t = 0 for the tokens with the largest log² ρ_t until the mean of log² ρ_t over the rest < bound, else 1; equal ones go together
+
+    Args:
+      logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
+      response_mask: [B, T] bool, of the whole update batch.
+      bound: > 0, in nats². Tokens are taken from the tail of the batch alone: with small log-ratios from none.
+    Returns: [B, T] of 0 and 1, float32 or float64, a constant; 1 under the mask, and where both agree.
+    Raises: ValueError naming the bound.
+    Source: M2PO, arXiv:2510.01161, with 0.04. AReaL too compares the old policy with the sampler, but in each micro-batch, and it
+      keeps at least one token.
+
+    >>> squares = torch.tensor([[0.25, 0.09, 0.04, 0.01, 0.0]])
+    >>> second_moment_mask(squares.sqrt(), torch.zeros(1, 5), torch.ones(1, 5).bool())  # the mean of the others is 0.035
+    tensor([[0., 1., 1., 1., 1.]])
+    """
+    require(bound > 0, "bound", bound, "> 0")
+    squares = log_ratio(logprobs_old.detach(), logprobs_sampler, response_mask).square()
+    ordered = squares[response_mask].double().sort().values
+    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
+    dropped = ordered[means >= bound]  # the means grow with the count, since the squares are in order
+    kept = squares.double() < dropped[0] if len(dropped) else torch.ones_like(response_mask)
+    return _kept(kept, squares, response_mask)
+
+
+def product_correction(
+    logprobs_old: Tensor,
+    logprobs_sampler: Tensor,
+    response_mask: Tensor,
+    rollout_ids: Tensor,
+    *,
+    parts: Mapping[str, Callable[..., Tensor]],
+) -> Tensor:
+    """The product of several corrections: at most one weight, and masks that drop what it would not correct.
+
+    w_t = Π over the parts of w_t
+
+    Each part sees all tokens, whatever the others drop. Two weights would correct twice; composition refuses them.
+
+    Args:
+      logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
+      response_mask: [B, T] bool. rollout_ids: [B] int64; all rows of a rollout must be there.
+      parts: name → correction, which asks for some of the four quantities above. None: no correction.
+    Returns: [B, T] ≥ 0, float32 or float64, a constant; 1 under the mask.
+    Source: Geo-RS-Token-TIS, the geometric mask with token weights, in verl's page on rollout correction.
+
+    >>> old, sampler = torch.tensor([[0.5, 0.9]]).log(), torch.tensor([[0.25, 0.9]]).log()
+    >>> given = (old, sampler, torch.tensor([[True, True]]), torch.tensor([0]))
+    >>> product_correction(*given, parts={"weight": token_correction, "mask": binary_kl_mask})
+    tensor([[2., 1.]])
+    """
+    given = {"logprobs_old": logprobs_old, "logprobs_sampler": logprobs_sampler, "response_mask": response_mask, "rollout_ids": rollout_ids}
+    factor = no_correction(response_mask)
+    for part in parts.values():
+        factor = factor * part(**{name: given[name] for name in inspect.signature(part).parameters if name in given})
+    return factor
 
 
 def _bounded(ratio: Tensor, response_mask: Tensor, cap: float, floor: float, mode: str) -> Tensor:
     """The ratio within its bounds, or 0 where it is outside; 1 under the mask. nan stays visible."""
     require(cap > 0, "cap", cap, "> 0")
     require(0 <= floor <= cap, "floor", floor, f"0 … cap ({cap})")
-    require(mode in ("truncate", "mask"), "mode", mode, "truncate or mask")
+    require(mode in ("truncate", "mask", "keep"), "mode", mode, "truncate, mask or keep")
     if mode == "truncate":
         return fill_masked(ratio.clamp(floor, cap), response_mask, 1.0)
-    return fill_masked(fill_masked(ratio, ~((ratio > cap) | (ratio < floor)), 0.0), response_mask, 1.0)
+    kept = _kept((ratio >= floor) & (ratio <= cap), ratio, response_mask)
+    return kept if mode == "keep" else fill_masked(fill_masked(ratio, kept != 0, 0.0), response_mask, 1.0)
+
+
+def _kept(kept: Tensor, measured: Tensor, response_mask: Tensor) -> Tensor:
+    """1 where it is kept and 0 elsewhere, of the dtype of what was measured; 1 under the mask. nan stays visible."""
+    return fill_masked(torch.where(measured.isnan(), measured, kept.to(measured.dtype)).expand(response_mask.shape), response_mask, 1.0)
+
+
+def _over_mean(weights: Tensor, response_mask: Tensor, shares: Tensor) -> Tensor:
+    """The weights over their mean, in which a trained token counts as `shares` says; as they are where the mean is 0."""
+    mean = (weights * shares).sum() / shares.sum().clamp_min(1)
+    return fill_masked(weights / mean.where(mean != 0, 1.0), response_mask, 1.0)
+
+
+def _rollout_max(values: Tensor, rollout_ids: Tensor) -> Tensor:
+    """The largest of a rollout's entries, all ≥ 0, for each of its rows, [B, 1]; 0 where none counts."""
+    largest = values.new_zeros(int(rollout_ids.max()) + 1 if rollout_ids.numel() else 0)
+    return largest.scatter_reduce(0, rollout_ids, values.amax(-1), "amax")[rollout_ids].unsqueeze(-1)

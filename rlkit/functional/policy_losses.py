@@ -8,13 +8,16 @@ Each loss declares by `@clips` what its own clip does to a token, for the metric
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rlkit.functional._arguments import require
-from rlkit.functional.masking import fill_masked, rollout_mean, segment_sum
-from rlkit.functional.ratios import LOG_RATIO_BOUND, log_ratio
+from rlkit.functional.masking import fill_masked, full_precision, rollout_mean, segment_sum
+from rlkit.functional.proximal import binary_kl
+from rlkit.functional.ratios import LOG_RATIO_BOUND, log_ratio, token_ratio
 from rlkit.types import clips
 
 
@@ -36,6 +39,23 @@ def _held_in_mean(
 ) -> Tensor:
     difference = log_ratio(logprobs, logprobs_old, response_mask)
     return ((advantages > 0) & (difference > clip_log_high)) | ((advantages < 0) & (difference < -clip_log_low))
+
+
+def _held_by_divergence(
+    logprobs: Tensor,
+    logprobs_sampler: Tensor,
+    advantages: Tensor,
+    *,
+    divergence: Literal["tv", "kl"],
+    delta: float,
+    two_sided: bool,
+    penalty: float,
+) -> Tensor:
+    """Further than delta from the sampler, and (unless on both sides) on the side that the advantage asks for."""
+    now, sampler = full_precision(logprobs.detach()), full_precision(logprobs_sampler)
+    moved = now.exp() - sampler.exp()
+    far = (moved.abs() if divergence == "tv" else binary_kl(sampler, now)) > delta
+    return far & ((advantages != 0) if two_sided else (advantages * moved > 0))
 
 
 @clips(held=_held_by_interval)
@@ -239,6 +259,49 @@ def vespo(
     sign, advantages = (advantages < 0).long(), advantages.detach()
     k, lam = (log_w.new_tensor([numbers[f"{name}_positive"], numbers[f"{name}_negative"]])[sign] for name in ("k", "lam"))
     return -(k * log_w + lam * (1 - log_w.exp())).exp() * advantages * logprobs
+
+
+@clips(held=_held_by_divergence)
+def dppo(
+    logprobs: Tensor,
+    logprobs_sampler: Tensor,
+    response_mask: Tensor,
+    advantages: Tensor,
+    *,
+    divergence: Literal["tv", "kl"] = "tv",
+    delta: float = 0.2,
+    two_sided: bool = False,
+    penalty: float = 1e-3,
+) -> Tensor:
+    """Surrogate loss in a trust region of the divergence from the sampler, which a ratio measures badly: rare tokens move freely.
+
+    loss_t = -r_t A_t keep_t + penalty · (log r_t)², r_t = π_t / μ_t
+    keep_t = 0 where D_t > delta and the advantage asks for more (A_t > 0 and π_t > μ_t, or A_t < 0 and π_t < μ_t), else 1
+    tv: D_t = |π_t - μ_t|; kl: D_t = k(μ_t, π_t) of `binary_kl`. two_sided: keep_t = 0 wherever D_t > delta
+
+    The ratio is to the sampler μ, an importance weight too: use algorithm/correction=none.
+
+    Args:
+      logprobs: [B, T] in nats, carries the gradient. logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
+      response_mask: [B, T] bool. advantages: [B, T] a constant: no gradient flows into it.
+      divergence: tv or kl. delta: > 0; a difference of probabilities for tv (prime-rl 0.2, verl 0.15), nats for kl (verl 0.05).
+      two_sided: the mask of prime-rl's IPO, which also stops tokens on their way back.
+      penalty: ≥ 0, in units of advantage per nat²; on every token. prime-rl 1e-3, verl 0.
+    Returns: [B, T] loss in units of advantage. Its gradient at a dropped token is that of the penalty alone.
+    Raises: ValueError naming the argument, its value and the allowed range.
+    Source: DPPO, arXiv:2602.04879; the penalty and the two-sided mask are prime-rl's. verl bounds r_t by 20 and takes -A r log π.
+
+    >>> new, sampler, both = torch.tensor([[0.8, 0.004]]).log(), torch.tensor([[0.5, 0.001]]).log(), torch.ones(1, 2).bool()
+    >>> dppo(new, sampler, both, torch.ones(1, 2), penalty=0.0)  # further by 0.3, and by 0.003 with a ratio of 4
+    tensor([[ 0., -4.]])
+    """
+    require(divergence in ("tv", "kl"), "divergence", divergence, "tv or kl")
+    require(0 < delta < float("inf"), "delta", delta, "> 0 and finite")
+    require(0 <= penalty < float("inf"), "penalty", penalty, "≥ 0 and finite")
+    advantages, ratio = advantages.detach(), token_ratio(logprobs, logprobs_sampler, response_mask)
+    rule = partial(_held_by_divergence, divergence=divergence, delta=delta, two_sided=two_sided, penalty=penalty)
+    held = rule(logprobs, logprobs_sampler, advantages)
+    return -fill_masked(ratio, ~held, 0.0) * advantages + penalty * ratio.log().square()
 
 
 @clips()

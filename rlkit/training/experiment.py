@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from rlkit.algorithm import KL, Algorithm
+from rlkit.algorithm import KL, Algorithm, asks
 from rlkit.functional import automatic_correction, no_correction, token_correction
 from rlkit.rewards import Reward
 from rlkit.sandbox import Sandbox
@@ -175,14 +175,14 @@ def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
     """The experiment, and all of its phases, with what `algorithm/correction=auto` means in this run.
 
     None where `exact` says that the check before the first step found the engine's log-probs equal to the trainer's, in float32, and
-    every step samples with the weights that it then trains: the sampler is the old policy. Else the token factor truncated at 2.
+    every step samples with the weights that it then trains: the sampler is the old policy. None too where the ratio of the loss is to
+    the sampler itself. Else the token factor truncated at 2.
     """
-    exact = exact and not x.asynchrony.staleness
 
     def settled(algorithm: Algorithm) -> Algorithm:
         if not _automatic(algorithm):
             return algorithm
-        return algorithm._replace(correction=no_correction if exact else token_correction)
+        return algorithm._replace(correction=_settled(algorithm, exact=exact, staleness=x.asynchrony.staleness)[0])
 
     later = {name: phase._replace(algorithm=settled(phase.algorithm)) for name, phase in x.schedule.phases.items()}
     return x._replace(algorithm=settled(x.algorithm), schedule=x.schedule._replace(phases=later))
@@ -190,13 +190,20 @@ def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
 
 def correction_in_words(x: Experiment, *, exact: bool) -> str:
     """A line that says what `algorithm/correction=auto` became, or nothing where no phase has it."""
-    if not any(_automatic(phase.algorithm) for phase in phases(x).values()):
-        return ""
-    if stale := x.asynchrony.staleness:
-        return f"correction: token_truncate, cap 2 (auto: replies are sampled by weights up to {stale} RL steps old)"
+    automatic = [phase.algorithm for phase in phases(x).values() if _automatic(phase.algorithm)]
+    said = dict.fromkeys(_settled(algorithm, exact=exact, staleness=x.asynchrony.staleness)[1] for algorithm in automatic)
+    return f"correction: {'; '.join(said)}" if said else ""
+
+
+def _settled(algorithm: Algorithm, *, exact: bool, staleness: int) -> tuple[Any, str]:
+    """What `algorithm/correction=auto` becomes, and why."""
+    if algorithm.old == "sampler" or asks(algorithm.policy_loss, "logprobs_sampler"):
+        return no_correction, "none (auto: the ratio of the loss is to the sampler itself)"
+    if staleness:
+        return token_correction, f"token_truncate, cap 2 (auto: replies are sampled by weights up to {staleness} RL steps old)"
     if exact:
-        return "correction: none (auto: in float32 the engine gives the log-probs of the trainer)"
-    return "correction: token_truncate, cap 2 (auto: the engine's log-probs are rounded differently from the trainer's)"
+        return no_correction, "none (auto: in float32 the engine gives the log-probs of the trainer)"
+    return token_correction, "token_truncate, cap 2 (auto: the engine's log-probs are rounded differently from the trainer's)"
 
 
 def _automatic(algorithm: Algorithm) -> bool:

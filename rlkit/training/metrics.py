@@ -21,6 +21,7 @@ from rlkit.training.experiment import Experiment
 from rlkit.types import Batch, Rollout, TokenLogprobs
 
 NAN = float("nan")
+BEFORE = ("ratio", "logprobs", "logprobs_sampler", "logprobs_ref", "versions", "owners")  # kept of the first update
 WEIGHTS = ("mismatch/ess", "mismatch/chi2", "mismatch/ess_sequence", "mismatch/chi2_sequence")
 
 
@@ -32,7 +33,7 @@ class UpdateTerms:
         self.loss = 0.0
         self.norms: dict[str, list[float]] = {"policy": [], "critic": []}
         self.rates = {"policy": NAN, "critic": NAN}
-        self.first_ratio: Tensor | None = None
+        self.first: dict[str, Tensor] = {}  # terms of the first update alone, before which the policy has not moved
         self.reference: dict[str, float] = {}  # what the reference's update measured
         self.skipped = {"no_signal": 0, "nonfinite": 0, "target_kl": 0}
         self.read = self.packed = self.padded = 0  # tokens of the rows; those of them computed, each shared one once; with padding
@@ -42,7 +43,7 @@ class UpdateTerms:
         self.read, self.packed = self.read + packed.tokens, self.packed + len(packed.ids)
         padded = sum(path.queries.numel() for path in packed.paths)
         self.padded += padded if packed.segments is None else len(packed.ids)
-        old = scores.logprobs if batch.logprobs_old is None else batch.logprobs_old
+        old = scores.logprobs if batch.logprobs_old is None and batch.old_share is None else batch.logprobs_old
         terms = parts | {"logprobs": scores.logprobs, "logprobs_old": old, "entropy": scores.entropy, "advantages": batch.advantages}
         terms |= {"logprobs_sampler": batch.logprobs_sampler, "logprobs_ref": batch.logprobs_ref, "returns": batch.returns}
         terms["versions"] = batch.versions
@@ -54,8 +55,8 @@ class UpdateTerms:
 
     def stepped(self, who: str, norm: float, lr: float) -> None:
         """An optimiser step of the policy or the critic was taken, or left out where the norm is not finite."""
-        if self.first_ratio is None:  # a rank may have had none of the tokens
-            self.first_ratio = torch.cat(self.tokens["ratio"]) if self.tokens["ratio"] else torch.zeros(0)
+        if not self.first:  # a rank may have had none of the tokens
+            self.first = {name: torch.cat(self.tokens[name]) for name in BEFORE if self.tokens[name]} or {"ratio": torch.zeros(0)}
         self.rates[who] = lr
         if math.isfinite(norm):
             self.norms[who].append(norm)
@@ -75,14 +76,14 @@ class UpdateTerms:
         if ranks.size() == 1:
             return
         own = {name: torch.cat(parts).cpu() for name, parts in self.tokens.items() if parts}
-        first = None if self.first_ratio is None else self.first_ratio.cpu()
+        first = {name: values.cpu() for name, values in self.first.items()}
         parts = ranks.gather(lambda: (own, self.loss, first, (self.read, self.packed, self.padded)))
         names = dict.fromkeys(name for tokens, *_ in parts for name in tokens)
         self.tokens = defaultdict(list, {name: [tokens[name] for tokens, *_ in parts if name in tokens] for name in names})
         self.loss = math.fsum(loss for _, loss, *_ in parts)
         self.read, self.packed, self.padded = (sum(sizes) for sizes in zip(*(part[3] for part in parts), strict=True))
-        if first is not None:
-            self.first_ratio = torch.cat([ratio for _, _, ratio, _ in parts if ratio is not None])
+        firsts = [part[2] for part in parts]
+        self.first = {name: torch.cat([one[name] for one in firsts if name in one]) for name in BEFORE if any(name in o for o in firsts)}
 
     def skip(self, why: str) -> None:
         """An optimiser step was not taken."""
@@ -103,14 +104,14 @@ def update_metrics(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> 
 
     loss/*            summed loss, policy term
     policy/entropy    nats per sampled token
-    ratio/*           policy over old policy; first_mean must be 1 (the first minibatch is on-policy)
+    ratio/*           policy over old policy; first_mean must be 1 (the first minibatch is on-policy; nan unless algorithm.old=trainer)
     clip/*            share of the tokens that the loss's own clip leaves without gradient (it measures the step's own updates, and is
-                      blind to the age of the samples: the ratio is to the trainer's pass): low_frac with a ratio below 1, high_frac above;
-                      the same tokens as positive_frac and negative_frac by the sign of the advantage. capped_frac: whose weight is bounded
-                      and whose gradient stays. nan where a loss declares no rule (`rlkit.types.clips`)
+                      blind to the age of the samples: the ratio is to the trainer's pass, unless algorithm.old is another): low_frac with
+                      a ratio below 1, high_frac above; the same tokens as positive_frac and negative_frac by the sign of the advantage.
+                      capped_frac: whose weight is bounded and whose gradient stays. nan where a loss declares no rule (`rlkit.types.clips`)
     kl/ref, ref_k3    to the reference, k1 and k3, nats per token, at the policy before the step's updates
     kl/old            mean over the step's updates of KL(before the step‖now), each taken before its own optimiser step: 0 with one update
-                      a step, and never with the last one in it
+                      a step, nan where algorithm.old saved the pass before it, and never with the last one in it
     kl/step           KL(before the step‖after its last update), on some of its rollouts; kl/start: KL(the start‖after the last update),
                       on rollouts of the first step (rlkit.training.drift); k3, nats per token
     kl/estimate       mean of the estimator that `kl` names; nonzero_frac: share of tokens on which it is not 0
@@ -126,8 +127,8 @@ def update_metrics(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> 
     """
     values = {"loss/total": terms.loss, "loss/policy": terms.mean("policy_loss"), "policy/entropy": terms.mean("entropy")}
     values["policy/entropy_coef"] = number(experiment.algorithm.entropy_coef)
-    values |= _ratios(terms) | _divergences(batch, terms, experiment) | _advantages(batch)
-    values |= _scale(batch) | _critic(batch, terms) | _optimizer(terms)
+    values |= _ratios(batch, terms) | _divergences(batch, terms, experiment) | _advantages(batch)
+    values |= _scale(batch, terms) | _critic(batch, terms) | _optimizer(terms)
     measured = _of_parts(batch, terms)
     if taken := values.keys() & measured.keys():
         raise PartError(f"a part gave a metric {min(taken)}, which rlkit has already; give it another name")
@@ -142,7 +143,7 @@ def _of_parts(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
     return {name: float(values.mean()) if len(values) else NAN for name, values in kept.items()} | terms.reference
 
 
-def _ratios(terms: UpdateTerms) -> dict[str, float]:
+def _ratios(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
     clip = ("clip/low_frac", "clip/high_frac", "clip/positive_frac", "clip/negative_frac", "clip/capped_frac")
     out = dict.fromkeys(("ratio/mean", "ratio/var", "ratio/max", "ratio/first_mean", *clip), NAN)
     ratio, advantages = terms.get("ratio"), terms.get("advantages")
@@ -150,8 +151,8 @@ def _ratios(terms: UpdateTerms) -> dict[str, float]:
         return out
     mask = torch.ones_like(ratio, dtype=torch.bool)
     out["ratio/mean"], out["ratio/var"], out["ratio/max"] = map(float, F.ratio_statistics(ratio, mask))
-    if terms.first_ratio is not None:
-        out["ratio/first_mean"] = float(terms.first_ratio.mean())
+    if "ratio" in terms.first and batch.old_share is None:
+        out["ratio/first_mean"] = float(terms.first["ratio"].mean())
     held, capped = terms.get("clip_held"), terms.get("clip_capped")
     if held is not None and capped is not None:
         sides = (held * (ratio < 1), held * (ratio > 1), held * (advantages > 0), held * (advantages < 0), capped)
@@ -166,10 +167,9 @@ def _divergences(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> di
     out["kl/estimate"], out["kl/nonzero_frac"] = terms.mean("kl"), NAN
     if (estimates := terms.get("kl")) is not None:
         out["kl/nonzero_frac"] = float((estimates != 0).float().mean())
-    logprobs = terms.get("logprobs")
-    if logprobs is not None:
-        before = terms.get("logprobs_old")
-        out["kl/old"] = float(F.approximate_kl(logprobs, before, torch.ones_like(logprobs, dtype=torch.bool)))  # type: ignore[arg-type]
+    logprobs, before = terms.get("logprobs"), terms.get("logprobs_old")
+    if logprobs is not None and before is not None:
+        out["kl/old"] = float(F.approximate_kl(logprobs, before, torch.ones_like(logprobs, dtype=torch.bool)))
     old, sampler, reference = (_before(batch, terms, f"logprobs_{who}") for who in ("old", "sampler", "ref"))
     if old is None or sampler is None or not len(old):
         return out
@@ -180,7 +180,9 @@ def _divergences(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> di
 
 def _owners(batch: Batch, terms: UpdateTerms) -> Tensor | None:
     """Which rollout each trained token belongs to."""
-    return terms.get("owners") if batch.logprobs_old is None else batch.rollout_ids[:, None].expand(batch.ids.shape)[batch.response_mask]
+    if batch.logprobs_old is None:
+        return terms.first.get("owners")
+    return batch.rollout_ids[:, None].expand(batch.ids.shape)[batch.response_mask]
 
 
 def _mismatch(old: Tensor, sampler: Tensor, owners: Tensor | None) -> dict[str, float]:
@@ -232,9 +234,9 @@ def staleness_metrics(
 
 
 def _before(batch: Batch, terms: UpdateTerms, name: str) -> Tensor | None:
-    """Log-probs of the trained tokens before the update: of the whole batch, or gathered on the way where there was no pass before."""
+    """Log-probs of the trained tokens before the update: of the whole batch, or of the first minibatch where there was no pass before."""
     if batch.logprobs_old is None:
-        return terms.get(name)
+        return terms.first.get("logprobs" if name == "logprobs_old" else name)
     values = getattr(batch, name)
     return None if values is None else values[batch.response_mask].float()
 
@@ -249,10 +251,11 @@ def _advantages(batch: Batch) -> dict[str, float]:
     return dict(zip(names, map(float, spread), strict=True))
 
 
-def _scale(batch: Batch) -> dict[str, float]:
+def _scale(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
     if batch.scale is None or not batch.response_mask.any():
         return {"scale/mean": NAN, "scale/zero_frac": NAN}
-    values = batch.scale[batch.response_mask].float()
+    measured = terms.get("scale")  # of every update, where it follows the policy
+    values = batch.scale[batch.response_mask].float() if measured is None else measured
     return {"scale/mean": float(values.mean()), "scale/zero_frac": float((values == 0).float().mean())}
 
 

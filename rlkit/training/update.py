@@ -20,6 +20,7 @@ from rlkit.algorithm import (
     loss_weights,
     micro_batches,
     minibatch_rows,
+    place_old,
     select,
     surrogate,
     value_surrogate,
@@ -47,14 +48,16 @@ def with_logprobs(learner: Learner, batch: Batch) -> Batch:
 
     They are computed in the minibatches and micro-batches of the first epoch. So a policy that equals the reference gives the same
     bits in its update, where the gradient of the KL is then 0 and not rounding, of which an optimiser makes steps of full size.
-    With one epoch of one minibatch the old policy is the current one, so "old" is its detached value and costs nothing.
+    With one epoch of one minibatch the old policy is the current one, so "old" is its detached value and costs nothing. Nor does it
+    where algorithm.old takes no pass of the trainer; then there is one only for what else is asked for.
     """
     a, kl = learner.x.algorithm, learner.x.kl
-    before = (a.advantage, a.normalization, a.overlong, a.correction, a.token_filter)
+    batch = place_old(batch, a, step=learner.rl_step)
+    before = (a.advantage, a.normalization, a.overlong, a.token_filter, *([a.correction] if a.old == "trainer" else []))
     asked = {name for part in before for name in inputs(part)} & {"logprobs_old", "entropy_old", "values"}
     splits = minibatch_rows(batch, a, learner.shuffle_seed)[0]
     asked |= {"covariance_rank"} & set(inputs(a.policy_loss))
-    if a.epochs * a.minibatches > 1 or asked or kl.in_reward or a.critic.active:
+    if (a.epochs * a.minibatches > 1 and a.old == "trainer") or asked or kl.in_reward or a.critic.active:
         critic = learner.critic if a.critic.active else None
         old = batch_logprobs(learner, learner.model, _read(learner, batch), splits, critic=critic)
         batch = batch._replace(logprobs_old=old.logprobs, entropy_old=old.entropy, values=old.values)

@@ -7,7 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlkit.functional import no_correction, sequence_correction, token_correction
+from rlkit.functional import (
+    binary_kl,
+    binary_kl_mask,
+    divergence_mask,
+    geometric_mask,
+    interpolated_old,
+    no_correction,
+    product_correction,
+    second_moment_mask,
+    sequence_correction,
+    token_correction,
+)
 
 MASK = torch.tensor([[True, True, False], [False, True, False], [True, True, True]])
 ROLLOUTS = torch.tensor([1, 0, 1])  # the second rollout fills two rows
@@ -16,6 +27,17 @@ SAMPLER = torch.full((3, 3), -4.0, dtype=torch.float64)
 OLD = SAMPLER + RATIOS.log()
 BY_ROLLOUT = partial(sequence_correction, rollout_ids=ROLLOUTS)
 PARTS = {"token": token_correction, "sequence": BY_ROLLOUT}
+MASKS = {
+    "geometric": partial(geometric_mask, rollout_ids=ROLLOUTS, low=0.5, high=0.5),
+    "geometric fixed": partial(geometric_mask, rollout_ids=ROLLOUTS, low=0.1, high=0.1, scaled=False),
+    "k3": partial(divergence_mask, rollout_ids=ROLLOUTS, bound=0.3),
+    "veto": partial(divergence_mask, rollout_ids=ROLLOUTS, estimator="k2", over="max", bound=0.5),
+    "kpop": partial(binary_kl_mask, bound=0.02),
+    "m2po": partial(second_moment_mask, bound=0.4),
+    "product": partial(
+        product_correction, rollout_ids=ROLLOUTS, parts={"weight": token_correction, "mask": partial(geometric_mask, low=0.5, high=0.5)}
+    ),
+}
 CLOSE = {"rtol": 0, "atol": 1e-14}  # float64 rounding
 
 
@@ -74,11 +96,13 @@ def test_plain_importance_sampling_is_unbiased() -> None:
     assert (token_correction(old, sampler, everywhere, cap=1.0, mode="mask") <= token_correction(old, sampler, everywhere, cap=1.0)).all()
 
 
-@pytest.mark.parametrize("mode", ["truncate", "mask"])
-@pytest.mark.parametrize("name", PARTS)
-def test_laws_of_every_correction(name: str, mode: str) -> None:
+EVERY = {f"{name} {mode}": partial(part, mode=mode) for name, part in PARTS.items() for mode in ("truncate", "mask", "keep")} | MASKS
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_laws_of_every_correction(name: str) -> None:
     """One where both agree and under the mask, whatever stands there; constants; finite and bounded at any log-ratio."""
-    part = partial(PARTS[name], response_mask=MASK, mode=mode)
+    part = partial(EVERY[name], response_mask=MASK)
     assert torch.equal(part(SAMPLER, SAMPLER), no_correction(MASK).double())
     clean = part(OLD, SAMPLER)
     for garbage in (math.nan, math.inf, -math.inf, 1e4):
@@ -90,6 +114,148 @@ def test_laws_of_every_correction(name: str, mode: str) -> None:
         assert ((got >= 0) & (got <= 2)).all()
     assert part(OLD.bfloat16(), SAMPLER.bfloat16()).dtype == torch.float32
     assert part(OLD.where(RATIOS != 0.5, math.nan), SAMPLER)[0, 0].isnan()  # a nan that counts stays visible
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_neither_order_nor_split_of_rows_changes_a_factor(name: str) -> None:
+    """Rows in another order; and each token in a row of its own, which the rollouts join again."""
+    part, keywords = EVERY[name], {"rollout_ids": ROLLOUTS} if "rollout_ids" in getattr(EVERY[name], "keywords", {}) else {}
+    generator = torch.Generator().manual_seed(1)
+    old = SAMPLER + 0.3 * torch.randn(3, 3, generator=generator, dtype=torch.float64)
+    whole, order = part(old, SAMPLER, MASK), torch.tensor([2, 0, 1])
+    shuffled = part(old[order], SAMPLER[order], MASK[order], **{k: v[order] for k, v in keywords.items()})
+    torch.testing.assert_close(shuffled, whole[order], **CLOSE)
+    rows = part(*(x.reshape(9, 1) for x in (old, SAMPLER, MASK)), **{k: v.repeat_interleave(3) for k, v in keywords.items()})
+    torch.testing.assert_close(rows.view(3, 3), whole, **CLOSE)
+
+
+MASKS_BY_HAND = {  # rollout 0 has the ratio 2.5, rollout 1 ½ 3 2 1 ½: a mean log-ratio of 0.0811, times √5 0.1813
+    "geometric": (partial(geometric_mask, rollout_ids=ROLLOUTS), "low high", 0.1813, 0.1814),
+    "geometric fixed": (partial(geometric_mask, rollout_ids=ROLLOUTS, scaled=False), "low high", 0.0810, 0.0811),
+    "mean k3": (partial(divergence_mask, rollout_ids=ROLLOUTS), "bound", 0.3189, 0.3190),  # (.1931 + .9014 + .3069 + 0 + .1931) / 5
+    "worst k2": (partial(divergence_mask, rollout_ids=ROLLOUTS, estimator="k2", over="max"), "bound", 0.6034, 0.6035),  # ½ log² 3
+}
+
+
+@pytest.mark.parametrize("name", MASKS_BY_HAND)
+def test_masks_of_rollouts_by_hand(name: str) -> None:
+    """Rollout 1 is dropped whole just below its own value, and kept just above; rollout 0 is outside both but for the worst token."""
+    part, names, below, above = MASKS_BY_HAND[name]
+    for bound, kept in ((below, 0.0), (above, 1.0)):
+        got = part(OLD, SAMPLER, MASK, **dict.fromkeys(names.split(), bound))
+        assert got[1, 1] == (name == "worst k2") and got[MASK & (ROLLOUTS == 1)[:, None]].tolist() == [kept] * 5
+
+
+def test_bounds_hold_at_equality() -> None:
+    """Log-ratios of ¼, exact in binary."""
+    old, sampler, everywhere, one = torch.full((1, 4), -1.0), torch.full((1, 4), -1.25), torch.ones(1, 4).bool(), torch.tensor([0])
+    rollouts = (old, sampler, everywhere, one)
+    for part in (
+        partial(geometric_mask, low=0.0, high=0.5), partial(geometric_mask, high=0.25, scaled=False),
+        partial(divergence_mask, estimator="k2", bound=1 / 32), partial(divergence_mask, estimator="k2", over="max", bound=1 / 32),
+    ):  # fmt: skip
+        assert part(*rollouts).all()
+        tighter = {name: part.keywords[name] * (1 - 1e-6) for name in ("high", "bound") if name in part.keywords}
+        assert not part(*rollouts, **tighter).any()
+    bound = binary_kl(old, sampler).maximum(binary_kl(sampler, old))[0, 0].item()
+    assert binary_kl_mask(old, sampler, everywhere, bound=bound).all()
+    assert not binary_kl_mask(old, sampler, everywhere, bound=bound * (1 - 1e-6)).any()
+    assert not second_moment_mask(old, sampler, everywhere, bound=1 / 16).any()  # the mean must be below it
+
+
+def test_a_scaled_band_keeps_the_same_share_at_every_length() -> None:
+    """Log-ratios of standard deviation 0.02: ±0.001 keeps 18 % at 20 tokens and 89 % at 1,000; ±0.04 / √length keeps 95 % of both."""
+    generator = torch.Generator().manual_seed(0)
+    for length, fixed in ((20, 0.18), (1000, 0.89)):
+        gaps = 0.02 * torch.randn(2000, length, generator=generator)
+        given = (gaps, torch.zeros_like(gaps), torch.ones_like(gaps, dtype=torch.bool), torch.arange(2000))
+        assert geometric_mask(*given, low=0.001, high=0.001, scaled=False)[:, 0].mean() == pytest.approx(fixed, abs=0.03)
+        assert geometric_mask(*given, low=0.04, high=0.04)[:, 0].mean() == pytest.approx(0.954, abs=0.02)  # 2 sigma; 0.005 a deviation
+
+
+def test_the_second_moment_by_hand() -> None:
+    """Of the squares .25 .09 .04 .01 0 one goes, and the mean of the others is .035. At .03 the next goes too; ties go together."""
+    gaps = torch.tensor([[0.5, -0.3, 0.2, -0.1, 0.0]], dtype=torch.float64)
+    part, everywhere = partial(second_moment_mask, logprobs_sampler=torch.zeros(1, 5), response_mask=torch.ones(1, 5).bool()), [[1.0] * 5]
+    assert part(gaps, bound=0.04).tolist() == [[0, 1, 1, 1, 1]]
+    assert part(gaps, bound=0.03).tolist() == [[0, 0, 1, 1, 1]]
+    assert part(gaps, bound=0.08).tolist() == everywhere
+    assert part(torch.tensor([[0.5, -0.5, 0.2, -0.1, 0.0]]), bound=0.08).tolist() == [[0, 0, 1, 1, 1]]
+
+
+def test_binary_kl_by_hand() -> None:
+    """KL of (¾, ¼) to (¼, ¾): ½ log 3. Probabilities of 0 and 1 are finite."""
+    a, b = (torch.tensor([p], dtype=torch.float64).log() for p in (0.75, 0.25))
+    assert binary_kl(a, b).item() == pytest.approx(0.5 * math.log(3), rel=1e-14)
+    assert all(binary_kl(torch.tensor([x]), torch.tensor([y])).isfinite() for x in (0.0, -math.inf) for y in (0.0, -math.inf))
+
+
+def test_a_product_multiplies_what_each_part_gives() -> None:
+    """A weight and a mask of whole rollouts; parts get the quantities that they ask for."""
+    parts = {"weight": partial(token_correction, mode="mask"), "band": partial(geometric_mask, low=0.2, high=0.2)}
+    got = product_correction(OLD, SAMPLER, MASK, ROLLOUTS, parts=parts)
+    torch.testing.assert_close(got[MASK], torch.tensor([0.5, 0.0, 0.0, 2.0, 1.0, 0.5], dtype=torch.float64), rtol=0, atol=2e-12)
+
+
+def test_weights_over_their_mean() -> None:
+    """By tokens, and by rollouts whatever their length; the mean is then 1."""
+    tokens = token_correction(OLD, SAMPLER, MASK, cap=math.inf, normalise=True)
+    torch.testing.assert_close(tokens[MASK], RATIOS[MASK] / 9.5 * 6, **CLOSE)
+    rollouts = BY_ROLLOUT(OLD, SAMPLER, MASK, cap=math.inf, normalise=True)
+    torch.testing.assert_close(rollouts[:2, 1], torch.tensor([1.5, 2.5], dtype=torch.float64) / 2, **CLOSE)
+    assert BY_ROLLOUT(OLD, SAMPLER, MASK, cap=1.2, floor=1.1, mode="mask", normalise=True)[MASK].tolist() == [0.0] * 6
+
+
+def test_a_sequence_is_corrected_exactly_and_its_tokens_are_not() -> None:
+    """Two tokens of three each, enumerated: Σ μ w R ∇log π is Σ π R ∇log π with the sequence's weight, off by 1 % with the tokens'."""
+    generator = torch.Generator().manual_seed(0)
+    first, second = torch.randn(3, generator=generator).double(), torch.randn(3, 3, generator=generator).double()
+    mu_first, mu_second = (x + 0.5 * torch.randn(x.shape, generator=generator).double() for x in (first, second))
+    rewards = torch.randn(9, generator=generator).double()
+    cells = torch.cartesian_prod(torch.arange(3), torch.arange(3))
+
+    def logs(one: Tensor, two: Tensor) -> Tensor:
+        return torch.stack([one.log_softmax(-1)[cells[:, 0]], two.log_softmax(-1)[cells[:, 0], cells[:, 1]]], 1)
+
+    leaves = [first.requires_grad_(), second.requires_grad_()]
+    new, sampler, everywhere = logs(*leaves), logs(mu_first, mu_second), torch.ones(9, 2, dtype=torch.bool)
+
+    def gradient(share: Tensor) -> Tensor:
+        found = torch.autograd.grad((share * rewards[:, None] * new).sum(), leaves, retain_graph=True)
+        return torch.cat([g.flatten() for g in found])
+
+    exact, sampled = gradient(new.detach().sum(1).exp()[:, None]), sampler.sum(1).exp()[:, None]
+    given = {"logprobs_old": new.detach(), "logprobs_sampler": sampler, "response_mask": everywhere}
+    by_sequence = gradient(sampled * sequence_correction(**given, rollout_ids=torch.arange(9), cap=math.inf))
+    torch.testing.assert_close(by_sequence, exact, rtol=0, atol=1e-12)
+    assert (gradient(sampled * token_correction(**given, cap=math.inf)) - exact).norm() > 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("versions", [1, 2, 5])
+def test_an_interpolated_old_policy_splits_the_ratio(versions: int) -> None:
+    """ρ · r = π / μ for every number of versions d, and r = (π / μ)^(1/d); the last of the d steps is the update's own."""
+    share = torch.full((3, 3), (versions - 1) / versions, dtype=torch.float64)
+    old = interpolated_old(OLD.where(MASK, math.nan), SAMPLER.where(MASK, math.nan), share, MASK)
+    rho, ratio = (token_correction(*pair, MASK, cap=math.inf)[MASK] for pair in ((old, SAMPLER), (OLD, old)))
+    torch.testing.assert_close(rho * ratio, RATIOS[MASK], rtol=1e-13, atol=0)
+    torch.testing.assert_close(ratio, RATIOS[MASK] ** (1 / versions), rtol=1e-13, atol=0)
+    assert (old[~MASK] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "part, given, words",
+    [
+        (MASKS["geometric"], {"low": -1.0}, "low is -1.0"),
+        (MASKS["k3"], {"estimator": "k1"}, "estimator is 'k1'; allowed: k2 or k3"),
+        (MASKS["k3"], {"over": "sum"}, "over is 'sum'; allowed: mean or max"),
+        (MASKS["k3"], {"bound": math.nan}, "bound is nan"),
+        (MASKS["kpop"], {"bound": -1.0}, "bound is -1.0"),
+        (MASKS["m2po"], {"bound": 0.0}, "bound is 0.0; allowed: > 0"),
+    ],
+)
+def test_numbers_of_masks_are_checked(part, given: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        part(OLD, SAMPLER, MASK, **given)
 
 
 @pytest.mark.parametrize("name", PARTS)

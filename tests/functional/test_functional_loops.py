@@ -435,6 +435,26 @@ def d_vespo(
     return out
 
 
+def d_dppo(weights, logprobs, logprobs_sampler, response_mask, advantages, *, divergence="tv", delta=0.2, two_sided=False, penalty=1e-3):
+    @cellwise
+    def slope(w, new, mu, m, a):
+        moved = math.exp(new) - math.exp(mu)
+        far = (abs(moved) if divergence == "tv" else binary_kl([[mu]], [[new]])[0][0]) > delta
+        held = far and (two_sided or (moved > 0 if a > 0 else moved < 0))
+        inside = m and -20 <= new - mu <= 20
+        return w * ((0.0 if held else -math.exp(new - mu) * a) + 2 * penalty * (new - mu)) if inside else 0.0
+
+    return slope(weights, logprobs, logprobs_sampler, response_mask, advantages)
+
+
+def dppo(logprobs, logprobs_sampler, response_mask, advantages, *, penalty=1e-3, **rule):
+    """The ratio times what the slope says without the penalty, and the penalty; where the ratio is clamped it is not."""
+    ones, gap = [[1.0] * len(row) for row in logprobs], cellwise(lambda p, q: clip(p - q, -20, 20))(logprobs, logprobs_sampler)
+    near = cellwise(lambda p, g: p - g)(logprobs, gap)  # the sampler, no further off than the clamp
+    slopes = d_dppo(ones, logprobs, near, [[True] * len(row) for row in logprobs], advantages, penalty=0.0, **rule)
+    return cellwise(lambda s, g, m: s + penalty * g * g if m else s)(slopes, gap, response_mask)
+
+
 @cellwise
 def squared_error(values, returns):
     return (values - returns) ** 2 / 2
@@ -640,24 +660,93 @@ def no_correction(response_mask):
 
 
 def bounded(rho, cap, floor, mode):
-    return rho if floor <= rho <= cap else 0.0 if mode == "mask" else cap if rho > cap else floor
+    if floor <= rho <= cap:
+        return 1.0 if mode == "keep" else rho
+    return 0.0 if mode != "truncate" else cap if rho > cap else floor
 
 
 @cellwise
-def token_correction(logprobs_old, logprobs_sampler, response_mask, *, cap=2.0, floor=0.0, mode="truncate"):
+def each_correction(logprobs_old, logprobs_sampler, response_mask, *, cap=2.0, floor=0.0, mode="truncate"):
     return bounded(math.exp(clip(logprobs_old - logprobs_sampler, -20, 20)), cap, floor, mode) if response_mask else 1.0
+
+
+def over_mean(weights, response_mask, means):
+    middle = mean(means) if any(means) else 1.0
+    return cellwise(lambda w, m: w / middle if m else 1.0)(weights, response_mask)
+
+
+def token_correction(logprobs_old, logprobs_sampler, response_mask, *, normalise=False, **options):
+    weights = each_correction(logprobs_old, logprobs_sampler, response_mask, **options)
+    return over_mean(weights, response_mask, trained(weights, response_mask)) if normalise else weights
 
 
 def automatic_correction(logprobs_old, logprobs_sampler, response_mask):
     return token_correction(logprobs_old, logprobs_sampler, response_mask)
 
 
-def sequence_correction(logprobs_old, logprobs_sampler, response_mask, rollout_ids, *, cap=2.0, floor=0.0, mode="truncate"):
-    out = {}
+def sequence_correction(
+    logprobs_old, logprobs_sampler, response_mask, rollout_ids, *, cap=2.0, floor=0.0, mode="truncate", normalise=False
+):
+    out, weights = {}, []
     for cells in cells_of(rollout_ids, response_mask).values():
         rho = math.exp(clip(math.fsum(differences(logprobs_old, logprobs_sampler, cells)), -20, 20))
         out |= dict.fromkeys(cells, bounded(rho, cap, floor, mode))
+        weights += [bounded(rho, cap, floor, mode)] if cells else []
+    factors = table_of(out, response_mask, 1.0)
+    return over_mean(factors, response_mask, weights) if normalise else factors
+
+
+def rollout_mask(logprobs_old, logprobs_sampler, response_mask, rollout_ids, keep):
+    out = {}
+    for cells in cells_of(rollout_ids, response_mask).values():
+        out |= dict.fromkeys(cells, float(keep(differences(logprobs_old, logprobs_sampler, cells))) if cells else 1.0)
     return table_of(out, response_mask, 1.0)
+
+
+def geometric_mask(*given, low=0.05, high=0.05, scaled=True):
+    return rollout_mask(*given, lambda gaps: -low <= mean(gaps) * (math.sqrt(len(gaps)) if scaled else 1) <= high)
+
+
+def divergence_mask(*given, estimator="k3", over="mean", bound=0.01):
+    def k(gap):
+        gap = clip(gap, -20, 20)
+        return gap * gap / 2 if estimator == "k2" else math.exp(gap) - 1 - gap
+
+    return rollout_mask(*given, lambda gaps: (mean if over == "mean" else max)([k(gap) for gap in gaps]) <= bound)
+
+
+@cellwise
+def binary_kl_mask(logprobs_old, logprobs_sampler, response_mask, *, bound=2.0):
+    pairs = [(logprobs_old, logprobs_sampler), (logprobs_sampler, logprobs_old)] if response_mask else []
+    return float(all(binary_kl([[p]], [[q]])[0][0] <= bound for p, q in pairs))
+
+
+def second_moment_mask(logprobs_old, logprobs_sampler, response_mask, *, bound=0.04):
+    squares = cellwise(lambda p, q: (p - q) ** 2)(logprobs_old, logprobs_sampler)
+    kept = sorted(trained(squares, response_mask))
+    while kept and mean(kept) >= bound:
+        kept = [x for x in kept if x < kept[-1]]
+    return cellwise(lambda x, m: 1.0 if not m or x in kept else 0.0)(squares, response_mask)
+
+
+def product_correction(logprobs_old, logprobs_sampler, response_mask, rollout_ids, **_):
+    """Of the parts that its case names: IcePop, and a band of the mean log-ratio."""
+    weights = token_correction(logprobs_old, logprobs_sampler, response_mask, mode="mask", floor=0.5, cap=5.0)
+    masks = geometric_mask(logprobs_old, logprobs_sampler, response_mask, rollout_ids, low=0.5, high=0.7)
+    return cellwise(lambda w, m: w * m)(weights, masks)
+
+
+@cellwise
+def interpolated_old(logprobs, logprobs_sampler, old_share, response_mask):
+    return (1 - old_share) * logprobs_sampler + old_share * logprobs if response_mask else 0.0
+
+
+@cellwise
+def binary_kl(logprobs, logprobs_other):
+    (p, rest), (q, rest_other) = (
+        (math.exp(clip(x, -100, 0)), max(-math.expm1(clip(x, -100, 0)), 1e-12)) for x in (logprobs, logprobs_other)
+    )
+    return p * math.log(p / q) + rest * math.log(rest / rest_other)
 
 
 def keep_overlong(rewards):
@@ -911,6 +1000,7 @@ def _there_and_back(values: Tensor, response_mask: Tensor, rollout_ids: Tensor, 
     return functional.from_episodes(functional.to_episodes(values, *place), *place, response_mask)
 
 
+OF_ROLLOUTS = "logprobs_old logprobs_sampler response_mask rollout_ids"
 DISCOUNTS = {"gamma": 0.9, "lam": 0.8}
 turn_gae = partial(gae, by_turn=True)
 CASES = {
@@ -969,6 +1059,9 @@ CASES = {
     "policy_losses.vespo numbers": Case(
         vespo, {"k_positive": 0.3, "lam_positive": 1.1, "k_negative": 1.0, "lam_negative": 0.7}, gradient=("logprobs", d_vespo)
     ),
+    "policy_losses.dppo": Case(dppo, gradient=("logprobs", d_dppo)),
+    "policy_losses.dppo kl": Case(dppo, {"divergence": "kl", "delta": 0.05, "penalty": 0.0}, gradient=("logprobs", d_dppo)),
+    "policy_losses.dppo two-sided": Case(dppo, {"two_sided": True, "penalty": 0.3}, gradient=("logprobs", d_dppo)),
     "policy_losses.reinforce": Case(reinforce, gradient=("logprobs", d_reinforce)),
     "value_losses.squared_error": Case(squared_error, gradient=("values", d_squared_error)),
     "value_losses.clipped_squared_error": Case(clipped_squared_error, gradient=("values", d_clipped_squared_error)),
@@ -1008,6 +1101,27 @@ CASES = {
     "corrections.sequence_correction": Case(sequence_correction),
     "corrections.sequence_correction floor": Case(sequence_correction, {"mode": "mask", "floor": 0.5, "cap": 2.0}),
     "corrections.sequence_correction mask": Case(sequence_correction, {"mode": "mask", "cap": 3.0}),
+    "corrections.token_correction keep": Case(token_correction, {"mode": "keep", "floor": 0.5, "cap": 1.5}),
+    "corrections.token_correction normalised": Case(token_correction, {"normalise": True}),
+    "corrections.sequence_correction normalised": Case(sequence_correction, {"normalise": True, "mode": "mask", "floor": 0.1, "cap": 3.0}),
+    "corrections.geometric_mask": Case(geometric_mask, {"low": 0.3, "high": 0.9}, args=OF_ROLLOUTS),
+    "corrections.geometric_mask fixed": Case(geometric_mask, {"low": 0.3, "high": 0.2, "scaled": False}, args=OF_ROLLOUTS),
+    "corrections.divergence_mask": Case(divergence_mask, {"bound": 0.7}, args=OF_ROLLOUTS),
+    "corrections.divergence_mask worst": Case(divergence_mask, {"over": "max", "bound": 1.7, "estimator": "k2"}, args=OF_ROLLOUTS),
+    "corrections.binary_kl_mask": Case(binary_kl_mask, {"bound": 0.2}),
+    "corrections.second_moment_mask": Case(second_moment_mask),
+    "corrections.second_moment_mask wide": Case(second_moment_mask, {"bound": 0.9}),
+    "corrections.product_correction": Case(
+        product_correction,
+        {
+            "parts": {
+                "weight": partial(functional.token_correction, mode="mask", floor=0.5, cap=5.0),
+                "mask": partial(functional.geometric_mask, low=0.5, high=0.7),
+            }
+        },
+    ),
+    "proximal.interpolated_old": Case(interpolated_old),
+    "proximal.binary_kl": Case(binary_kl, args="logprobs logprobs_sampler"),
     "overlong.keep_overlong": Case(keep_overlong),
     "overlong.soft_penalty": Case(soft_penalty, {"limit": 7.0, "buffer": 0.5}),
     "overlong.soft_penalty long": Case(soft_penalty, {"limit": 4096.0}),
@@ -1049,7 +1163,7 @@ STEPWISE = {"policy_losses.kl_cov", "policy_losses.clipped", "policy_losses.cisp
 STEPWISE |= {"value_losses.squared_error", "value_losses.clipped_squared_error"}
 OWN_DTYPE = STEPWISE | {"advantages", "normalization", "overlong", "pairs.pairwise", "kl.full", "diagnostics.ratio_statistics"}
 OWN_DTYPE |= {"masking.fill_masked", "masking.to_episodes", "masking.from_episodes"}  # all others: never bfloat16
-FILLED = {"policy_losses", "value_losses", "kl"}  # finite everywhere by contract: the caller fills under the mask
+FILLED = {"policy_losses", "value_losses", "kl", "proximal"}  # finite everywhere by contract: the caller fills under the mask
 
 
 # --- batches ------------------------------------------------------------------------------------------------------------------------
@@ -1059,7 +1173,7 @@ GROUP_IDS = (7, -3, 40, 0)
 TOKENS = {  # per-token quantities and their ranges
     "logprobs": (-3, 0), "logprobs_old": (-3, 0), "logprobs_ref": (-3, 0), "logprobs_sampler": (-3, 0), "advantages": (-2, 2),
     "token_rewards": (-1, 1), "values": (-1, 1), "values_old": (-1, 1), "returns": (-1, 1), "entropy_old": (0, 3), "full_kl": (0, 1),
-    "covariance_rank": (0, 1),
+    "covariance_rank": (0, 1), "old_share": (0, 1),
 }  # fmt: skip
 Rollout = tuple[float, bool, list[list[bool]]]  # reward, cut off, the response mask of its rows
 

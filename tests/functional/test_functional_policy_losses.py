@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from laws import each
-from rlkit.functional import cispo, clipped, gmpo, kl_cov, reinforce, sapo, sequence_mean, token_ratio, vespo
+from rlkit.functional import cispo, clipped, dppo, gmpo, kl_cov, reinforce, sapo, sequence_mean, token_ratio, vespo
 
 # (ratio, advantage) → (loss, gradient with respect to the ratio) at clip_low 0.2, clip_high 0.28
 BY_HAND = [
@@ -225,12 +225,14 @@ NAN = float("nan")
     + [(gmpo, name, v) for name in ("clip_log_low", "clip_log_high") for v in (0.0, -1.0, NAN)]
     + [(kl_cov, "share", v) for v in (-0.1, 1.1, NAN)]
     + [(kl_cov, "coef", v) for v in (-1.0, math.inf, NAN)]
+    + [(dppo, "delta", v) for v in (0.0, -1.0, math.inf, NAN)]
+    + [(dppo, "penalty", v) for v in (-1.0, math.inf, NAN)]
     + [(vespo, f"{name}_{sign}", v) for name in ("k", "lam") for sign in ("positive", "negative") for v in (0.0, -1.0, NAN)],
 )
 def test_numbers_are_checked(loss, name: str, value: float) -> None:
     one = torch.ones(1, 1)
     args = {clipped: (one, one), cispo: (one, one, one), sapo: (one, one), gmpo: (one, one, one.bool(), one[0].long() * 0, one)}
-    args |= {kl_cov: (one,) * 5, vespo: args[gmpo]}
+    args |= {kl_cov: (one,) * 5, vespo: args[gmpo], dppo: (one, one, one.bool(), one)}
     with pytest.raises(ValueError, match=rf"{name} is {value}; allowed: "):
         loss(*args[loss], **{name: value})
 
@@ -253,6 +255,39 @@ def test_kl_cov_on_policy_has_the_gradient_of_reinforce() -> None:
     (ours,) = torch.autograd.grad(kl_cov(ratio, given["advantages"], leaf, leaf.detach(), torch.zeros(6, 5)).sum(), leaf)
     (theirs,) = torch.autograd.grad(reinforce(leaf, given["advantages"]).sum(), leaf)
     assert torch.equal(ours, theirs)
+
+
+DPPO_BY_HAND = [  # policy, sampler, advantage, two-sided → the gradient by the log-prob; r = π / μ, delta = 0.2
+    (0.8, 0.5, 1.0, False, 0.0),  # further up by 0.3, which the advantage asks for
+    (0.8, 0.5, -1.0, False, 1.6),  # on its way back
+    (0.8, 0.5, -1.0, True, 0.0),
+    (0.1, 0.5, -2.0, False, 0.0),
+    (0.1, 0.5, 2.0, False, -0.4),
+    (0.06, 0.01, 1.0, False, -6.0),  # a ratio of 6, which any clip of ratios holds
+    (0.65, 0.5, 1.0, True, -1.3),
+]
+
+
+@pytest.mark.parametrize(("new", "sampler", "advantage", "two_sided", "slope"), DPPO_BY_HAND)
+def test_dppo_by_hand(new: float, sampler: float, advantage: float, two_sided: bool, slope: float) -> None:
+    leaf, mu = torch.tensor([[new]], dtype=torch.float64).log().requires_grad_(), torch.tensor([[sampler]], dtype=torch.float64).log()
+    for penalty in (0.0, 0.5):
+        loss = dppo(leaf, mu, torch.ones(1, 1).bool(), torch.tensor([[advantage]]), two_sided=two_sided, penalty=penalty)
+        (gradient,) = torch.autograd.grad(loss.sum(), leaf)
+        assert gradient.item() == pytest.approx(slope + 2 * penalty * math.log(new / sampler), abs=1e-12)
+
+
+def test_dppo_by_kl_and_on_policy() -> None:
+    """By the binary KL a move from 0.5 to 0.8 is 0.223 nats. On policy: the gradient of REINFORCE, nothing held, no penalty."""
+    leaf, mu = torch.tensor([[0.8]], dtype=torch.float64).log().requires_grad_(), torch.tensor([[0.5]], dtype=torch.float64).log()
+    for delta, slope in ((0.2231, 0.0), (0.2232, -1.6)):
+        loss = dppo(leaf, mu, torch.ones(1, 1).bool(), torch.ones(1, 1), divergence="kl", delta=delta, penalty=0.0)
+        assert torch.autograd.grad(loss.sum(), leaf)[0].item() == pytest.approx(slope, abs=1e-12)
+    given = _random()
+    leaf = given["logprobs"].clone().requires_grad_()
+    (ours,) = torch.autograd.grad(dppo(leaf, leaf.detach(), torch.ones(6, 5).bool(), given["advantages"]).sum(), leaf)
+    (theirs,) = torch.autograd.grad(reinforce(leaf, given["advantages"]).sum(), leaf)
+    torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
 
 
 def _vespo_at(w: float, advantage: float) -> float:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlkit.errors import nearest
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
+    from rlkit.algorithm import Algorithm
     from rlkit.training.experiment import Experiment
 
 
 def combination_problems(x: Experiment) -> list[str]:
     """Combinations that cannot run, or that would silently do nothing."""
-    checks = (_check_evaluation, _check_groups, _check_kl, _check_critic, _check_quantities)
+    checks = (_check_evaluation, _check_groups, _check_kl, _check_critic, _check_corrections, _check_old, _check_quantities)
     return [problem for check in checks for problem in check(x)]
 
 
@@ -123,6 +124,46 @@ def _check_critic(x: Experiment) -> list[str]:
                 "or a part without values"
             )
     return problems
+
+
+def corrections_of(algorithm: Algorithm) -> list[tuple[Any, dict[str, Any]]]:
+    """(function, its numbers) of the correction, or of each part of a product."""
+    from rlkit.algorithm import hyperparameters
+
+    parts = hyperparameters(algorithm.correction).get("parts", {"": algorithm.correction})
+    return [(getattr(part, "func", part), hyperparameters(part)) for part in parts.values()]
+
+
+def _check_corrections(x: Experiment) -> list[str]:
+    from rlkit.functional import automatic_correction, sequence_correction, token_correction
+
+    weighing = (automatic_correction, sequence_correction, token_correction)
+    weights = [part.__name__ for part, numbers in corrections_of(x.algorithm) if part in weighing and numbers.get("mode") != "keep"]
+    said = f"algorithm.correction.parts: {' and '.join(weights)} both weigh, so the difference to the sampler would be corrected twice"
+    return [f"{said}; set mode=keep in one of them, or choose a mask"] if len(weights) > 1 else []
+
+
+def _check_old(x: Experiment) -> list[str]:
+    """What has no meaning, or two, where the ratio's old policy is not the one before the update (`algorithm.old`)."""
+    from rlkit.algorithm import asks
+    from rlkit.functional import automatic_correction, no_correction, second_moment_mask
+
+    a, parts, problems = x.algorithm, corrections_of(x.algorithm), []
+    if a.old == "trainer":
+        return []
+    if a.old == "sampler" and any(part not in (no_correction, automatic_correction) for part, _ in parts):
+        problems.append("every factor of algorithm/correction is 1, since the old policy is the sampler; choose algorithm/correction=none")
+    if a.old == "loglinear" and any(part is second_moment_mask or numbers.get("normalise") for part, numbers in parts):
+        problems.append("the old policy moves in every update, and algorithm/correction looks at the whole step; choose another correction")
+    before = ("advantage", "normalization", "overlong", "token_filter")
+    asking = [f"algorithm.{slot}" for slot in before if asks(getattr(a, slot), "logprobs_old")]
+    asking += ["algorithm.policy_loss"] if asks(a.policy_loss, "covariance_rank") else []
+    asking += ["algorithm.target_kl"] if a.target_kl is not None else []
+    asking += [f"kl.placement={x.kl.placement}"] if x.kl.in_reward else []
+    problems += [f"{path} reads the policy before the update, which is not the old policy of the ratio; choose another" for path in asking]
+    if a.episodes is not None:
+        problems.append(f"algorithm={a.name} samples nothing")
+    return [f"algorithm.old={a.old}: {problem}, or set algorithm.old=trainer" for problem in problems]
 
 
 def _check_quantities(x: Experiment) -> list[str]:

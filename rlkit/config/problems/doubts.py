@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlkit.config.problems.assumptions import assumption_warnings
+from rlkit.config.problems.combinations import corrections_of
 from rlkit.config.problems.schedules import schedule_warnings
+from rlkit.errors import written
 from rlkit.training.schedules import phases
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
@@ -18,7 +20,7 @@ if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
 
 def warnings(x: Experiment) -> list[str]:
     """What is legal but probably not meant."""
-    from rlkit.functional import forward, k1, no_correction
+    from rlkit.functional import forward, k1
 
     a, out = x.algorithm, schedule_warnings(x) + list(dict.fromkeys(text for p in phases(x).values() for text in assumption_warnings(p)))
     updates = a.epochs * a.minibatches
@@ -47,10 +49,37 @@ def warnings(x: Experiment) -> list[str]:
         out.append(f"algorithm.target_kl={a.target_kl} does nothing: with one update a step the policy has not moved when it is checked")
     if "pair_selector" in inspect.signature(a.advantage).parameters and updates > 1:
         out.append(f"algorithm={a.name}: with {updates} updates a step, pair weights after the first are those of the policy before it")
-    corrections = [getattr(p.algorithm.correction, "func", p.algorithm.correction) for p in phases(x).values()]
-    if x.asynchrony.staleness >= 2 and no_correction in corrections:
+    return out + list(dict.fromkeys(text for phase in phases(x).values() for text in _correction_doubts(phase)))
+
+
+def _correction_doubts(x: Experiment) -> list[str]:
+    """Samples that are weighed twice, dropped by chance, or old and not weighed at all."""
+    from rlkit.algorithm import asks
+    from rlkit.functional import automatic_correction, geometric_mask, no_correction
+
+    a, out, given, stale = x.algorithm, [], corrections_of(x.algorithm), x.asynchrony.staleness
+    to_sampler = asks(a.policy_loss, "logprobs_sampler")
+    if to_sampler and any(part not in (no_correction, automatic_correction) for part, _ in given):
         out.append(
-            f"asynchrony.staleness={x.asynchrony.staleness} algorithm/correction=none: nothing corrects for the age of the replies, and "
+            f"algorithm/correction: the ratio of algorithm.policy_loss ({written(a.policy_loss)}) is to the sampler already, so the "
+            "difference is corrected twice; choose algorithm/correction=none"
+        )
+    longest = x.generation.max_new_tokens
+    if longest < 100 and any(part is geometric_mask and not numbers["scaled"] for part, numbers in given):
+        out.append(
+            f"algorithm/correction: a fixed band of the mean log-ratio is made for long replies and drops many of up to {longest} tokens "
+            "(generation.max_new_tokens) by chance; choose algorithm/correction=geometric_mask"
+        )
+    if (no_correction, {}) not in given or to_sampler or a.old != "trainer":
+        return out
+    if stale == 1 == a.epochs * a.minibatches:
+        out.append(
+            "asynchrony.staleness=1 algorithm/correction=none: with one update a step the ratio is 1, so nothing corrects or clips for the "
+            "age of the replies; choose algorithm/correction=token_truncate, or algorithm.old=sampler"
+        )
+    if stale >= 2:
+        out.append(
+            f"asynchrony.staleness={stale} algorithm/correction=none: nothing corrects for the age of the replies, and "
             "the clip is blind to it, since its old policy is the trainer's own. On the embedded task the effective share of the rollouts "
             "was 0.83 (0.41 in the worst step) at a staleness of 2 and 0.70 (0.11) at 4, and the clip held 0.3 % of the tokens in both; "
             "follow staleness/ess_seq, or choose algorithm/correction=token_truncate"

@@ -20,7 +20,7 @@ def dry_run(x: Experiment) -> None:
     """
     import torch
 
-    from rlkit.algorithm import asks, estimate_advantages, filter_rollouts, loss_weights, surrogate, token_scale, value_surrogate
+    from rlkit.algorithm import asks, estimate_advantages, filter_rollouts, loss_weights, place_old, surrogate, token_scale, value_surrogate
     from rlkit.training.metrics import UpdateTerms, update_metrics
     from rlkit.types import Batch, TokenLogprobs
 
@@ -47,7 +47,8 @@ def dry_run(x: Experiment) -> None:
         components={name: rewards.clone() for name in x.reward.terms}, metadata=tuple({} for _ in range(n)),
     )  # fmt: skip
     try:
-        batch = token_scale(estimate_advantages(filter_rollouts(batch, x.algorithm), x.algorithm, x.kl), x.algorithm)
+        batch = place_old(filter_rollouts(batch, x.algorithm), x.algorithm, step=1)
+        batch = token_scale(estimate_advantages(batch, x.algorithm, x.kl), x.algorithm)
         batch = loss_weights(batch, x.algorithm)
         scores = TokenLogprobs(logprobs, entropy, values, full_kl=logprobs - fixed + 0.1)
         loss, terms = surrogate(batch, scores, x.algorithm, x.kl)
