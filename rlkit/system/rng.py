@@ -95,5 +95,5 @@ def drawing(value: int, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any
         try:
             resume, given = coroutine.send, (yield waits_for)
         except BaseException as error:  # cancelled, or closed
-            resume, given = coroutine.throw, error  # type: ignore[assignment]
+            resume, given = coroutine.throw, error
         restore(own)
