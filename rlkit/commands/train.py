@@ -137,6 +137,8 @@ def in_hydra(composed: Composed, folder: Path, job: Callable[[], int]) -> int:
 
 def run_in_folder(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *, started: float, resume: Path | None) -> int:
     """Runs in a folder and prints the end; the exit status. A refusal leaves nothing behind that was not there before."""
+    from rlkit.config.compose import builder
+
     fresh = resume is None
     try:
         with refusing(folder):
@@ -146,7 +148,7 @@ def run_in_folder(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: 
                 print(f"resume: {line}", flush=True)
         with refusing(folder):
             provenance = ranks.broadcast(lambda: runs.read_start(folder))
-        summary, _ = train_in(x, tasks, folder, started=started, resume=resume, provenance=provenance)
+        summary, _ = train_in(x, tasks, folder, started=started, resume=resume, provenance=provenance, again=builder(config))
     except Refusal as error:
         say(error, [f"rlkit: {line}" for line in str(error).splitlines()])
         if fresh and not (folder / "metrics.jsonl").exists() and ranks.rank() == 0 and not owner.lost(folder):

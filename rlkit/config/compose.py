@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -334,6 +334,11 @@ def one_sentence(error: BaseException) -> str:
 def experiment(composed: Composed) -> Experiment:
     """The Experiment of a composed config, checked and dry-run phase by phase. Raises ConfigError with all problems at once."""
     return checked(build(composed.config))
+
+
+def builder(config: Mapping[str, Any]) -> Callable[[], Experiment]:
+    """A function that another process may call to build the experiment again, for sampling: without loggers and callbacks."""
+    return functools.partial(build, {**config, "logger": {}, "callbacks": {}})
 
 
 def checked(x: Experiment) -> Experiment:

@@ -73,7 +73,7 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         failed = [i for i, rank in enumerate(ranks) if rank.poll()]
         if failed and not first:
             first, failed_at = ranks[failed[0]].returncode, time.monotonic()
-            print(f"rlkit: rank {failed[0]} of {len(ranks)} {_ending(first)}; the others are stopped", file=sys.stderr, flush=True)
+            print(f"rlkit: rank {failed[0]} of {len(ranks)} {ending(first)}; the others are stopped", file=sys.stderr, flush=True)
         waited = time.monotonic() - failed_at if first else 0.0
         if waited > GRACE and not told:
             told = True
@@ -84,7 +84,7 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     return first if first >= 0 else 128 - first
 
 
-def _ending(status: int) -> str:
+def ending(status: int) -> str:
     """An exit status in words."""
     return f"ended with exit status {status}" if status > 0 else f"was killed by {signal.Signals(-status).name}"
 

@@ -12,6 +12,7 @@ from rlkit.environments import environment_of
 from rlkit.episodes.episode import play
 from rlkit.episodes.replies import check_engine, encoder, speaker
 from rlkit.functional import mix
+from rlkit.system import rng
 from rlkit.system.loops import awaited, blocking, together
 from rlkit.types import Engine, Environment, Messages, Policy, Rollout, SamplingParams, Session, Step, Task
 
@@ -78,7 +79,8 @@ async def collected(
         and what it has compiled outlive the call.
       group_size: samples per task, > 0.
       seed, step: of the run and of the RL step. With the position of the task and the sample they are all the randomness
-        there is (rlkit.functional.mix), so the same call gives the same rollouts in any batch, on any rank.
+        there is (rlkit.functional.mix), so the same call gives the same rollouts in any batch, on any rank. What a session draws
+        from the generators of python, numpy and torch follows from them too; a plain tool runs in a thread, which has none of its own.
       first: position of the first task, where these are further prompts of the same step.
       version: RL steps that the weights have done.
       on_done: called with each episode once it is over.
@@ -94,8 +96,8 @@ async def collected(
     start = Start(waits=sampling.admission != "free")
 
     async def episode(task: Task, group: int, sample: int, place: Place) -> Rollout:
-        own, key = environment_of(environment, task), next(KEYS)
-        speak = speaker(policy, own, engine, sampling, key=key, seed=mix(seed, step, group, sample), encode=encode)
+        own, key, draws = environment_of(environment, task), next(KEYS), mix(seed, step, group, sample)
+        speak = speaker(policy, own, engine, sampling, key=key, seed=draws, encode=encode)
 
         async def say(rollout: Rollout, messages: Messages, session: Session) -> Step | None:
             await place.ready()
@@ -109,7 +111,7 @@ async def collected(
                 engine.release(held.pop())
 
         try:
-            rollout = await play(task, own, say, group=group, sample=sample, said=over, spent=spent)
+            rollout = await play(task, own, say, group=group, sample=sample, seed=draws, said=over, spent=spent)
         finally:
             over()
             place.arrive()
@@ -118,9 +120,10 @@ async def collected(
             on_done(rollout)
         return rollout
 
-    return await together(
-        [episode(task, i, j, start.place()) for i, task in enumerate(tasks, first) for j in range(group_size)],
-    )
+    with rng.kept():
+        return await together(
+            [episode(task, i, j, start.place()) for i, task in enumerate(tasks, first) for j in range(group_size)],
+        )
 
 
 collect = blocking(collected, name="collect")

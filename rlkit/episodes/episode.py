@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from rlkit.environments import tool_schema
 from rlkit.environments.session import blamed, opened, with_state
+from rlkit.functional import mix
+from rlkit.system import rng
 from rlkit.system.deadline import Countdown, DeadlinePassed
 from rlkit.system.loops import awaited, run
 from rlkit.types import Environment, Message, Messages, Rollout, Session, Step, Task, Tool
@@ -23,6 +25,7 @@ async def play(
     *,
     group: int = 0,
     sample: int = 0,
+    seed: int = 0,
     said: Callable[[], None] = lambda: None,
     spent: Callable[[float], None] = lambda seconds: None,
 ) -> Rollout:
@@ -34,6 +37,7 @@ async def play(
     Args:
       say: the only place that knows tokens (`rlkit.episodes.replies.speaker`).
       group, sample: position of the prompt in the batch, and which of its samples this is.
+      seed: of what the session draws from the generators of python, numpy and torch; each of its answers has draws of its own.
       said: called once nothing more is said, before the session tells its state and closes, which may take its time.
       spent: called at the end with the seconds that the episode spent in its session.
     Returns: the unscored rollout. `truncation` is "context" (no room for a reply), "length", "steps",
@@ -45,8 +49,8 @@ async def play(
         stack.callback(lambda: spent(limit.spent))
         try:
             async with limit.running():
-                session = await stack.enter_async_context(opened(environment, task))
-                prompt: Messages | None = await _first_prompt(session, task)
+                session = await rng.drawing(mix(seed, 0), stack.enter_async_context(opened(environment, task)))
+                prompt: Messages | None = await rng.drawing(mix(seed, 1), _first_prompt(session, task))
             while prompt is not None:
                 step = await say(rollout, prompt, session)
                 if step is None:
@@ -58,7 +62,7 @@ async def play(
                     break
                 async with limit.running():
                     with blamed("answer", task):
-                        rollout, prompt = _checked(await awaited(session.answer(rollout)))
+                        rollout, prompt = await rng.drawing(mix(seed, 1 + len(rollout.steps)), _answer(session, rollout))
                 if prompt is not None and len(rollout.steps) >= environment.max_steps:
                     rollout, prompt = cut_off(rollout, "steps"), None
         except DeadlinePassed:
@@ -104,8 +108,9 @@ async def _first_prompt(session: Session, task: Task) -> Messages:
     return said
 
 
-def _checked(answer: Any) -> tuple[Rollout, Messages | None]:
-    """What a session answered. Raises: TypeError where it is not (rollout, messages or None)."""
+async def _answer(session: Session, rollout: Rollout) -> tuple[Rollout, Messages | None]:
+    """What a session answers. Raises: TypeError where it is not (rollout, messages or None)."""
+    answer: Any = await awaited(session.answer(rollout))
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Rollout)):
         raise TypeError(f"a session's answer must be (rollout, next messages or None); it is {answer!r:.200}")
     rollout, said = answer

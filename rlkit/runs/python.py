@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from rlkit import display
+from rlkit.config.compose import builder
 from rlkit.config.experiment import Configured, described
 from rlkit.config.problems.doubts import warnings
 from rlkit.config.problems.rows import load_tasks
@@ -70,7 +71,7 @@ def train(x: Experiment, folder: Path | str | None = None) -> Run:
     from rlkit.training.loggers import check_loggers
     from rlkit.training.run import train_in
 
-    started, tasks = time.perf_counter(), _problems_of(x)
+    started, tasks, again = time.perf_counter(), _problems_of(x), _again(x)
     with ExitStack() as stack:
         if folder is None:
             place = Path(stack.enter_context(TemporaryDirectory(prefix="rlkit_")))
@@ -79,7 +80,7 @@ def train(x: Experiment, folder: Path | str | None = None) -> Run:
             check_loggers(x.logger)
             place = Path(folder)
             stack.enter_context(_begun(x, place))
-        summary, module = train_in(x, tasks, place, started=started, resume=None, provenance=runs.read_start(place))
+        summary, module = train_in(x, tasks, place, started=started, resume=None, provenance=runs.read_start(place), again=again)
         rows = list(read_rows(place / "metrics.jsonl"))
     return Run(rows, module.rollouts, module.policy, None if folder is None else place, summary)
 
@@ -91,16 +92,23 @@ def steps(x: Experiment) -> Iterator[RLStep]:
     """
     from rlkit.training.flight import Flight, next_groups
     from rlkit.training.learner import Learner
+    from rlkit.training.overlap import sampling_process
     from rlkit.training.run import ready
 
     tasks = _problems_of(x)
-    policy, device, exact = ready(x, tasks)
-    learner, flight = Learner(x, policy, exact=exact), Flight()
-    while learner.rl_step < x.trainer.steps:
-        with autocast(x, device, updates=True):
-            groups, flight = next_groups(learner, tasks.train, flight)
-            metrics = learner.step(groups.sampled, groups.trained)
-        yield RLStep(learner.rl_step, metrics, learner.rollouts, policy)
+    with sampling_process(x, _again(x), tasks.train) as process:
+        policy, device, exact = ready(x, tasks)
+        learner, flight = Learner(x, policy, exact=exact), Flight()
+        while learner.rl_step < x.trainer.steps:
+            with autocast(x, device, updates=True):
+                groups, flight = next_groups(learner, tasks.train, flight, process)
+                metrics = learner.step(groups.sampled, groups.trained)
+            yield RLStep(learner.rl_step, metrics, learner.rollouts, policy)
+
+
+def _again(x: Experiment) -> Callable[[], Experiment] | None:
+    """Builds the experiment in another process; None where parts of it are Python objects."""
+    return builder(x.config) if isinstance(x, Configured) and x.overrides else None
 
 
 def _problems_of(x: Experiment) -> Splits:

@@ -1,25 +1,35 @@
 """The generators of python, numpy and torch, as plain types: saved with a run, put back, kept from moving.
 
-rlkit's own sampling does not draw from them (it is a function of seed, step, prompt and sample). A user's reward or environment may.
+rlkit's own sampling does not draw from them (it is a function of seed, step, prompt and sample). A user's reward or environment may:
+then its draws are a function of the same numbers (`drawing`, `drawn_from`), whatever else runs, in whichever process.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import types
+from collections.abc import Coroutine, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def seed(value: int) -> None:
     """Seeds every generator; any integer."""
+    _seed_on_host(value)
+    torch.manual_seed(value)
+
+
+def _seed_on_host(value: int) -> None:
+    """Seeds all but the generators of devices, which takes a tenth of the time (9 us)."""
     import numpy as np
 
     random.seed(value)
     np.random.seed(value % 2**32)
-    torch.manual_seed(value)
+    torch.default_generator.manual_seed(value)
 
 
 def state() -> dict[str, Any]:
@@ -65,3 +75,25 @@ def kept() -> Iterator[None]:
         yield
     finally:
         restore(before)
+
+
+@types.coroutine
+def drawing(value: int, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+    """Awaits a coroutine that draws what this seed gives, whatever runs while it waits for something.
+
+    Leaves the generators where they are then: `kept` belongs around all coroutines of a loop together. A thread that the coroutine
+    waits for has no generators of its own.
+    """
+    _seed_on_host(value)
+    resume, given = coroutine.send, None
+    while True:
+        try:
+            waits_for = resume(given)
+        except StopIteration as end:
+            return end.value
+        own = state()
+        try:
+            resume, given = coroutine.send, (yield waits_for)
+        except BaseException as error:  # cancelled, or closed
+            resume, given = coroutine.throw, error
+        restore(own)

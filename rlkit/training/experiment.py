@@ -83,16 +83,26 @@ class TrainerSettings(NamedTuple):
     requeue: bool = False  # whether a SLURM job that is signalled asks to be queued again, once it is saved
 
 
+@ranges(threads=(1, None))
+class SamplerProcess(NamedTuple):
+    """What the second process of asynchrony=overlap computes on. With as many threads as the trainer it samples the bits of `lag`."""
+
+    threads: int = 1  # of torch on the CPU
+    device: str = "auto"  # a name of torch's; auto: the trainer's kind, of several GPUs the second
+
+
 @ranges(staleness=(0, None))
 class Asynchrony(NamedTuple):
     """How far sampling runs ahead of training.
 
     none    every RL step samples with the weights that it trains
     lag     step s samples with the weights after step s - staleness, the first ones with those of the start; in one process, repeatable
+    overlap the same, bit for bit; a second process samples while this one updates
     """
 
-    mode: Literal["none", "lag"] = "none"
+    mode: Literal["none", "lag", "overlap"] = "none"
     staleness: int = 0  # RL steps
+    sampler: SamplerProcess = SamplerProcess()
 
 
 @ranges(n=(1, None), num_return_sequences=(1, None), max_steps=(1, None))

@@ -9,12 +9,14 @@ most (staleness + 1) × batch.prompts are sampled and not yet learned from. With
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from rlkit.algorithm import asks
 from rlkit.episodes.record import from_bytes, to_bytes
@@ -22,11 +24,13 @@ from rlkit.episodes.stream import StreamState, take
 from rlkit.errors import DataError, written
 from rlkit.training.experiment import Experiment
 from rlkit.training.groups import experience
-from rlkit.training.schedules.progress import foreseen
-from rlkit.types import Rollout, Task
+from rlkit.training.metrics import Clock
+from rlkit.training.schedules.progress import Progress, foreseen
+from rlkit.types import Policy, Rollout, Task
 
 if TYPE_CHECKING:
     from rlkit.training.learner import Learner
+    from rlkit.training.overlap import SamplingProcess
 
 
 class Dispatched(NamedTuple):
@@ -41,11 +45,26 @@ class Dispatched(NamedTuple):
     settings: str  # what else decided them
 
 
+class Request(NamedTuple):
+    """Groups that another process has been asked for (asynchrony=overlap)."""
+
+    step: int
+    version: int
+    progress: Progress  # of the trainer when it asked: what is known of the step's experiment follows from it
+    before: StreamState | None  # None: behind the request before it
+    settings: str
+
+    @property
+    def after(self) -> None:
+        """Known once they are there: refills decide it."""
+
+
 class Flight(NamedTuple):
-    """The prompts behind the last step that is done, and the groups in flight, in their order."""
+    """The prompts behind the last step that is done, and the groups in flight, in their order; first those that are there already."""
 
     consumed: StreamState = StreamState()
-    ahead: tuple[Dispatched, ...] = ()
+    ahead: tuple[Dispatched | Request, ...] = ()
+    weights: Mapping[int, Tensor] = {}  # after a resume: version → bytes, of requests that have to be made again
 
 
 def version_of(step: int, staleness: int) -> int:
@@ -59,26 +78,54 @@ def version_of(step: int, staleness: int) -> int:
     return max(0, step - staleness)
 
 
-def next_groups(learner: Learner, tasks: Sequence[Task], flight: Flight) -> tuple[Dispatched, Flight]:
+def next_groups(
+    learner: Learner, tasks: Sequence[Task], flight: Flight, process: SamplingProcess | None = None
+) -> tuple[Dispatched, Flight]:
     """The groups that the step to come learns from, and what is in flight behind them.
 
-    First all groups are sampled that the weights as they are now are due to sample, each with the settings of its own step.
+    First all groups are sampled that the weights as they are now are due to sample, each with the settings of its own step; by
+    `process`, where there is one, which goes on with them while the trainer updates.
     """
     learner.begin()
     now, x = learner.rl_step, learner.experiment
     after = flight.ahead[-1].step + 1 if flight.ahead else now
-    for step in takewhile(lambda s: version_of(s, x.asynchrony.staleness) <= now, range(after, max(x.trainer.steps, now + 1))):
-        flight = flight._replace(ahead=(*flight.ahead, _dispatched(learner, tasks, flight, step)))
+    due = [*takewhile(lambda s: version_of(s, x.asynchrony.staleness) <= now, range(after, max(x.trainer.steps, now + 1)))]
+    published = process.publish(learner.model, now, x.asynchrony.staleness) if process and due else 0.0
+    for step in due:
+        before = flight.ahead[-1].after if flight.ahead else flight.consumed
+        own = settings_of(foreseen(x, learner.progress, step))
+        request = Request(step, now, learner.progress, before, own)
+        if process is None:
+            groups = dispatched(x, learner.policy, tasks, request, clock=learner.clock)
+        flight = flight._replace(ahead=(*flight.ahead, process.ask(request) if process else groups))
     first, rest = flight.ahead[0], flight.ahead[1:]
-    learner.in_flight = sum(len({r.group for r in groups.sampled}) for groups in rest)
+    begun = time.perf_counter()
+    if isinstance(first, Request):
+        assert process is not None
+        with learner.clock.part("generate"):
+            first = process.receive(first)
+        learner.clock.sessions += process.sessions
+    learner.in_flight = {"in_flight_groups": sum(x.batch.prompts if isinstance(g, Request) else _count(g) for g in rest)}
+    if process is not None:
+        handed = process.figures.get("handover_s", 0.0) + published
+        learner.in_flight |= process.figures | {"wait_s": time.perf_counter() - begun, "handover_s": handed}
     return first, Flight(first.after, rest)
 
 
-def _dispatched(learner: Learner, tasks: Sequence[Task], flight: Flight, step: int) -> Dispatched:
-    x, now = foreseen(learner.experiment, learner.progress, step), learner.rl_step
-    before = flight.ahead[-1].after if flight.ahead else flight.consumed
-    sampled, trained, after = experience(x, learner.policy, tasks, before, step=step, version=now, clock=learner.clock)
-    return Dispatched(step, now, sampled, trained, before, after, settings_of(x))
+def _count(groups: Dispatched) -> int:
+    return len({r.group for r in groups.sampled})
+
+
+def dispatched(
+    x: Experiment, policy: Policy, tasks: Sequence[Task], request: Request, last: StreamState | None = None, *, clock: Clock
+) -> Dispatched:
+    """Groups of a step, sampled and scored with its own settings by the weights as they are now; `last`: behind the request before it."""
+    step, version, progress, before, settings = request
+    before = last if before is None else before
+    assert before is not None
+    x = foreseen(x, progress, step)
+    sampled, trained, after = experience(x, policy, tasks, before, step=step, version=version, clock=clock)
+    return Dispatched(step, version, sampled, trained, before, after, settings)
 
 
 def settings_of(x: Experiment) -> str:
@@ -104,15 +151,24 @@ def _plain(part: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------- in a checkpoint
 
 
-def packed(flight: Flight) -> dict[str, Any]:
-    """The flight as plain values and tensors. Tasks are left out: the prompts that groups were dispatched from give them again."""
-    out = []
-    for groups in flight.ahead:
+def packed(flight: Flight, process: SamplingProcess | None = None) -> dict[str, Any]:
+    """The flight as plain values and tensors. Tasks are left out: the prompts that groups were dispatched from give them again.
+
+    Of groups that `process` has not sampled yet the request is kept, with the weights that they are due to be sampled by.
+    """
+    out: list[dict[str, Any]] = []
+    if process is not None:
+        flight = flight._replace(ahead=process.arrived(flight.ahead))
+    for groups in takewhile(lambda groups: isinstance(groups, Dispatched), flight.ahead):
+        assert isinstance(groups, Dispatched)
         rollouts, kept = [r._replace(task=Task(r.task.id, ())) for r in groups.sampled], {id(r) for r in groups.trained}
         data = torch.frombuffer(bytearray(to_bytes(rollouts)), dtype=torch.uint8)  # of which a save knows the size
         own = {"sampled": data, "trained": [i for i, r in enumerate(groups.sampled) if id(r) in kept]}
         out.append(groups._asdict() | own | {"before": list(groups.before), "after": list(groups.after)})
-    return {"stream": list(flight.consumed), "flight": out}
+    asked = [groups for groups in flight.ahead if isinstance(groups, Request)]
+    weights = {r.version: process.slots.saved(r.version) for r in asked if process and process.slots} or dict(flight.weights)
+    requests = [r._asdict() | {"progress": r.progress._asdict(), "before": None} for r in asked]
+    return {"stream": list(flight.consumed), "flight": out, "requests": requests, "weights": weights}
 
 
 def restored(saved: Mapping[str, Any], tasks: Sequence[Task], *, seed: int) -> Flight:
@@ -128,18 +184,38 @@ def restored(saved: Mapping[str, Any], tasks: Sequence[Task], *, seed: int) -> F
         rollouts = [r._replace(task=drawn[r.group]) for r in rollouts]
         groups = own | {"sampled": rollouts, "trained": [rollouts[i] for i in own["trained"]], "before": before, "after": after}
         ahead.append(Dispatched(**groups))
-    return Flight(StreamState(*saved["stream"]), tuple(ahead))
+    asked = [Request(**r | {"progress": Progress(**r["progress"])}) for r in saved.get("requests", ())]
+    return Flight(StreamState(*saved["stream"]), (*ahead, *asked), saved.get("weights", {}))
 
 
-def continued(learner: Learner, flight: Flight) -> Flight:
-    """The flight of a resumed run. Groups that the config of now would have sampled otherwise, and those behind them, are sampled again."""
+def continued(learner: Learner, flight: Flight, process: SamplingProcess | None = None) -> Flight:
+    """The flight of a resumed run. Groups that the config of now would have sampled otherwise, and those behind them, are sampled again.
 
-    def holds(groups: Dispatched) -> bool:
+    Those that were asked for are asked for again, of the weights that were due to sample them.
+    """
+
+    def holds(groups: Dispatched | Request) -> bool:
         x = foreseen(learner.experiment, learner.progress, groups.step)
+        if isinstance(groups, Request) and process is None:
+            return False
         return groups.version >= version_of(groups.step, x.asynchrony.staleness) and groups.settings == settings_of(x)
 
     kept = tuple(takewhile(holds, flight.ahead))
     if again := flight.ahead[len(kept) :]:
         steps = f"step {again[0].step + 1}" + (f" to {again[-1].step + 1}" if len(again) > 1 else "")
         print(f"resume: the groups in flight of {steps} are sampled again by the weights of now, as the config asks for others", flush=True)
-    return flight._replace(ahead=kept)
+    return flight._replace(ahead=kept if process is None else _asked_again(learner, flight, kept, process), weights={})
+
+
+def _asked_again(
+    learner: Learner, flight: Flight, kept: Sequence[Dispatched | Request], process: SamplingProcess
+) -> tuple[Dispatched | Request, ...]:
+    slots = process.slots_of(learner.model, learner.experiment.asynchrony.staleness)
+    before: StreamState | None = flight.consumed
+    out: list[Dispatched | Request] = []
+    for version in {groups.version for groups in kept if isinstance(groups, Request)}:
+        slots.restore(version, flight.weights[version])
+    for groups in kept:
+        out.append(process.ask(groups._replace(before=before)) if isinstance(groups, Request) else groups)
+        before = groups.after
+    return tuple(out)

@@ -67,7 +67,7 @@ def scored(x: Experiment, policy: Policy, tasks: Sequence[Task], *, clock: Clock
     failures(rollouts)
     if x.algorithm.episodes is not None:
         return rollouts
-    with clock.part("reward"):
+    with clock.part("reward"), rng.drawn_from(mix(x.seed, place["step"], place["first"], 1 + ranks.rank())):
         return score_spread(rollouts, x.reward)
 
 

@@ -90,7 +90,7 @@ class Learner:
         self.nonfinite: dict[int, int] = {}  # optimiser → its updates in a row that were skipped since something was not finite
         self.halvings = 0  # of the micro-batches, since memory ran out
         self.updates = {0: 0}  # version (RL steps done) → steps of the policy's optimiser until then, of the last ones
-        self.in_flight = 0  # groups that are sampled for later steps
+        self.in_flight: dict[str, float] = {}  # of the groups that are sampled for later steps: metrics
         self.metrics: dict[str, Any] = {}
         self.rollouts: list[Rollout] = []
         self.trained: list[Rollout] = []
@@ -163,7 +163,7 @@ class Learner:
         metrics |= refill_metrics(self.rollouts, self.trained)
         if self.x.asynchrony.mode != "none":
             metrics |= staleness_metrics(batch, terms, self.trained, step=self.rl_step - 1, updates=self.updates)
-            metrics["staleness/in_flight_groups"] = self.in_flight
+            metrics |= {f"staleness/{name}": value for name, value in self.in_flight.items()}
         metrics |= {f"schedule/{path}": value for path, value in schedules.values(self.experiment, self.progress).items()}
         return metrics | ({"schedule/phase": self.progress.phase} if len(self.phases) > 1 else {})
 

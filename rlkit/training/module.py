@@ -16,6 +16,7 @@ from rlkit.training.experiment import Experiment
 from rlkit.training.flight import Flight, continued, next_groups, packed, restored
 from rlkit.training.learner import Host, Learner
 from rlkit.training.memory import probe_memory
+from rlkit.training.overlap import SamplingProcess
 from rlkit.types import Policy, Task
 
 
@@ -56,13 +57,21 @@ class RLModule(L.LightningModule):
     rl_step, x, experiment, metrics, rollouts = map(_of_learner, ("rl_step", "x", "experiment", "metrics", "rollouts"))
     trained, batch, minibatch, tokens, clock = map(_of_learner, ("trained", "batch", "minibatch", "tokens", "clock"))
 
-    def __init__(self, experiment: Experiment, policy: Policy, tasks: Sequence[Task], *, exact: bool = False):
+    def __init__(
+        self,
+        experiment: Experiment,
+        policy: Policy,
+        tasks: Sequence[Task],
+        *,
+        exact: bool = False,
+        process: SamplingProcess | None = None,
+    ):
         super().__init__()
         self.automatic_optimization = False
         self.strict_loading = False  # a frozen base is not in the checkpoint
         host = Host(backward=lambda loss: self.manual_backward(loss), optimizer_step=self.step_in_lightning)
         self.learner = Learner(experiment, policy, exact=exact, host=host)
-        self.policy, self.tasks = policy, tasks
+        self.policy, self.tasks, self.process = policy, tasks, process
         self.model, self.critic = policy.model, self.learner.critic  # where Lightning looks for what it moves and saves
         self.flight, self.started = Flight(), time.perf_counter()
         self.droppable = False  # whether nothing is lost that cannot be done again: no update has begun
@@ -74,7 +83,7 @@ class RLModule(L.LightningModule):
         """Rollouts → rewards → the learner's step."""
         self.learner.begin()
         self.before, self.droppable = rng.state(), True
-        groups, flight = next_groups(self.learner, self.tasks, self.flight)
+        groups, flight = next_groups(self.learner, self.tasks, self.flight, self.process)
         self.droppable, self.before, self.flight = False, None, flight
         self.learner.step(groups.sampled, groups.trained)
         self.trainer.should_stop = ranks.any_rank(self.rl_step >= self.total_steps or self.out_of_time())
@@ -131,11 +140,11 @@ class RLModule(L.LightningModule):
     def fill(self, checkpoint: dict[str, Any], generators: list[dict[str, Any]]) -> None:
         """Adds to a checkpoint what Lightning does not know of, and takes the frozen base out. `generators`: of the ranks, in order."""
         checkpoint["state_dict"] = self.learner.without_frozen(checkpoint["state_dict"])
-        checkpoint["rlkit"] = self.learner.saved() | packed(self.flight) | {"generators": generators}
+        checkpoint["rlkit"] = self.learner.saved() | packed(self.flight, self.process) | {"generators": generators}
         checkpoint["run"] = self.provenance
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["rlkit"]
         self.generators = state["generators"]
         self.learner.load(checkpoint)
-        self.flight = continued(self.learner, restored(state, self.tasks, seed=self.experiment.seed))
+        self.flight = continued(self.learner, restored(state, self.tasks, seed=self.experiment.seed), self.process)

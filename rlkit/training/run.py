@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -21,10 +21,18 @@ from rlkit.types import Policy, Split, Splits
 if TYPE_CHECKING:
     from rlkit.training.callbacks.evaluation import Results
     from rlkit.training.module import RLModule
+    from rlkit.training.overlap import SamplingProcess
 
 
 def train_in(
-    x: Experiment, tasks: Splits, folder: Path, *, started: float, resume: Path | None, provenance: Mapping[str, Any] = MappingProxyType({})
+    x: Experiment,
+    tasks: Splits,
+    folder: Path,
+    *,
+    started: float,
+    resume: Path | None,
+    provenance: Mapping[str, Any] = MappingProxyType({}),
+    again: Callable[[], Experiment] | None = None,
 ) -> tuple[dict[str, Any], RLModule]:
     """Train to the end.
 
@@ -37,15 +45,32 @@ def train_in(
       provenance: config, versions and git state of this process, for checkpoints and loggers.
       resume: a checkpoint, or a folder whose newest one is taken; None starts anew.
       started: time.perf_counter() of the command's start.
+      again: builds the experiment again in a second process (`rlkit.config.compose.builder`), for asynchrony=overlap.
+    Raises: ConfigError where that is needed and None.
     """
-    LOST.clear()
+    from rlkit.training.overlap import sampling_process
 
+    LOST.clear()
+    with sampling_process(x, again, tasks.train, log=folder / "sampler.log") as process:
+        return _train(x, tasks, folder, process, started=started, resume=resume, provenance=provenance)
+
+
+def _train(
+    x: Experiment,
+    tasks: Splits,
+    folder: Path,
+    process: SamplingProcess | None,
+    *,
+    started: float,
+    resume: Path | None,
+    provenance: Mapping[str, Any],
+) -> tuple[dict[str, Any], RLModule]:
     policy, device, exact = ready(x, tasks)
     from rlkit.episodes.record import FAILED, failed_rollout_kept
     from rlkit.training.callbacks.stopping import StopOnSignal  # brings Lightning, which takes as long as all else: after the first lines
     from rlkit.training.module import RLModule
 
-    module = RLModule(x, policy, tasks.train, exact=exact)
+    module = RLModule(x, policy, tasks.train, exact=exact, process=process)
     module.provenance = dict(provenance)
     results: Results = {}
     with refusing(folder):

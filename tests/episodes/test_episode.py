@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,9 +14,12 @@ from laws import cases
 from rlkit.engines import Cached, Transformers
 from rlkit.engines.cached.scheduler import Scheduler
 from rlkit.episodes import collect
+from rlkit.episodes.episode import play as one_episode
 from rlkit.errors import EngineError, EnvironmentFailed, Interrupted
+from rlkit.system import rng
+from rlkit.system.loops import together
 from rlkit.tasks import arithmetic
-from rlkit.types import Environment
+from rlkit.types import Environment, Step, Task
 
 TURNS = 4
 
@@ -226,3 +231,49 @@ def test_an_error_in_the_loop_itself_comes_out_as_it_was_raised(policy, tasks, p
     with pytest.raises(Interrupted):
         collect(policy, tasks, engine=engine, environment=Environment(session=opened, max_steps=9), max_new_tokens=16)
     assert [session.closed for session in sessions] == [1] * len(tasks) and bits(play(policy, tasks, engine)) == bits(plain)
+
+
+class Dice:
+    """A session that draws from every generator when it is opened, asked and answers, and waits between two draws."""
+
+    tools: dict = {}  # noqa: RUF012
+
+    def __init__(self):
+        self.drawn = [draw()]
+
+    async def first_prompt(self):
+        self.drawn.append(draw())
+        await asyncio.sleep(0)
+        self.drawn.append(draw())
+        return "roll"
+
+    def answer(self, rollout):  # plain
+        self.drawn.append(draw())
+        return rollout, None if len(rollout.steps) == 2 else "again"
+
+    def state(self):
+        return {"drawn": self.drawn}
+
+
+def draw():
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+def test_what_a_session_draws_is_its_own():
+    """Whatever episodes run beside it, and however long they wait; no two of its draws are equal, and nothing moves outside."""
+
+    async def say(rollout, messages, session):
+        for _ in range(rollout.sample):
+            await asyncio.sleep(0)
+        return Step((), (), (1,), (0.0,), "stop")
+
+    async def played(*samples):
+        task, dice = Task("a", ()), Environment(session=lambda task: Dice(), max_steps=3)
+        return await together([one_episode(task, dice, say, sample=i, seed=100 + i) for i in samples])
+
+    before = rng.state()["torch"]
+    with rng.kept():
+        several, alone = asyncio.run(played(2, 0, 1)), [asyncio.run(played(i))[0] for i in (2, 0, 1)]
+    assert several == alone and (rng.state()["torch"] == before).all()
+    drawn = [number for rollout in several for triple in rollout.state["drawn"] for number in triple]
+    assert len(drawn) == 3 * 5 * 3 == len(set(drawn))

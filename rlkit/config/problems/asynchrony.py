@@ -17,13 +17,13 @@ DISPATCH = ("generation.", "environment.", "batch.", "reward.", "algorithm.group
 
 def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[str]:
     """Whatever decides groups must be known when they are dispatched. `firsts`: phase → its experiment at its first step."""
-    mode, staleness = x.asynchrony
+    mode, staleness, _ = x.asynchrony
     said = f"asynchrony.staleness={staleness}"
     if mode == "none" and staleness:
         return [f"{said}: with asynchrony=none a step samples with the weights that it trains; choose asynchrony=lag, or set it to 0"]
+    problems = _second_process(x) if mode == "overlap" else []
     if not staleness:
-        return []
-    problems = []
+        return problems
     for name, phase in phases(x).items():
         where = f"schedule.phases.{name}: " if name else ""
         if phase.algorithm.episodes is not None:
@@ -37,6 +37,21 @@ def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[st
             if path.startswith(DISPATCH)
         ]
     return problems + _open_ends(x, firsts, said)
+
+
+def _second_process(x: Experiment) -> list[str]:
+    """What a second process of this machine cannot sample."""
+    said, problems = "asynchrony=overlap", []
+    if (count := x.trainer.devices * x.trainer.nodes) > 1:
+        problems.append(f"{said}: there is one sampling process, and trainer={x.trainer.strategy} has {count} ranks; choose asynchrony=lag")
+    if type(x.generation.engine).__module__.startswith("rlkit.engines.vllm"):
+        problems.append(
+            f"{said}: groups in flight are sampled again when a run is resumed, and vLLM would not give the same ones; choose "
+            "generation=cached, or asynchrony=lag, whose checkpoints hold the groups"
+        )
+    if any(phase.algorithm.episodes is not None for phase in phases(x).values()) and not x.asynchrony.staleness:
+        problems.append(f"{said}: algorithm={x.algorithm.name} samples nothing; choose asynchrony=none")
+    return problems
 
 
 def _open_ends(x: Experiment, firsts: dict[str, Experiment], said: str) -> list[str]:

@@ -1,0 +1,381 @@
+"""The second process of asynchrony=overlap: it samples and scores groups while the trainer updates.
+
+    trainer ── weights of version v (shared memory) ──▶ sampling process ── groups of step v + staleness ──▶ trainer
+            ── request (step, version, progress) ────▶
+
+The process builds the experiment, the model, the engine and the environments again, and takes each version's trainable weights from
+memory that both map. It answers requests one by one, in their order, with the function that asynchrony=lag calls in the trainer
+(`rlkit.training.flight.dispatched`), so its groups are the same, bit for bit, whoever is faster. It ends with the trainer, however
+that ends: the connection between them is closed then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import zip_longest
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkit.distributed.launch import ending
+from rlkit.episodes.stream import StreamState
+from rlkit.errors import ConfigError, EngineError, Interrupted, RLKitError
+from rlkit.system import rng
+from rlkit.system.deadline import end_process
+from rlkit.system.device import autocast, pick_device, quiet
+from rlkit.training.experiment import Experiment
+from rlkit.training.flight import Dispatched, Request, dispatched
+from rlkit.training.metrics import Clock
+from rlkit.types import Task
+
+GRACE = 5.0  # seconds in which a process that was told to end may close its sessions
+START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rlkit.training.overlap import main; main(*map(int, sys.argv[2:]))"
+PIECE = 1 << 30  # bytes that are copied at a time; the system takes a little less than twice as many
+
+
+class Setup(NamedTuple):
+    """What the sampling process is made of."""
+
+    again: Callable[[], Experiment]
+    tasks: Sequence[Task]
+
+
+class Answer(NamedTuple):
+    """A request is done. Seconds of its parts are for metrics alone."""
+
+    groups: Dispatched
+    idle_s: float  # that the process waited for the request
+    load_s: float  # that it took to get its weights
+    sampling_s: float  # that it worked on the groups
+    sessions: list[float]  # that each episode spent in its session
+
+
+# ---------------------------------------------------------------------------------------------------------- weights
+
+
+class Slots:
+    """Trainable weights of the last versions in a file that is memory: slot v mod n holds version v, its number in front.
+
+    n = staleness + 1 are enough: when version v is written, the groups of version v - staleness - 1 have been consumed.
+    """
+
+    def __init__(self, file: int, count: int, model: Any):
+        self.file, self.count = file, count
+        self.named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.size = sum(p.numel() * p.element_size() for _, p in self.named)
+
+    @property
+    def layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Name, type and shape of each; two models with the same layout understand one another."""
+        return [(name, str(p.dtype), tuple(p.shape)) for name, p in self.named]
+
+    def place(self, version: int) -> int:
+        """Where a version's number is; its weights stand behind."""
+        return version % self.count * (8 + self.size)
+
+    def write(self, version: int) -> None:
+        """The weights of now, as this version. Raises OSError where there is no memory for them."""
+        at = self.place(version) + 8
+        for _, p in self.named:
+            at = _copy(os.pwrite, self.file, _bytes(p.detach().cpu().contiguous()), at)
+        os.pwrite(self.file, version.to_bytes(8, "little"), self.place(version))
+
+    def read(self, version: int) -> None:
+        """That version's weights into the model. Raises EngineError where it is not there."""
+        self.require(version)
+        at = self.place(version) + 8
+        with torch.no_grad():
+            for _, p in self.named:
+                own = p.data if p.device.type == "cpu" and p.is_contiguous() else torch.empty(p.shape, dtype=p.dtype)
+                at = _copy(lambda file, data, at: os.preadv(file, [data], at), self.file, _bytes(own), at)
+                if own is not p.data:
+                    p.data.copy_(own)
+
+    def require(self, version: int) -> None:
+        """Raises EngineError where the slot of a version holds another one."""
+        if (found := int.from_bytes(os.pread(self.file, 8, self.place(version)), "little")) != version:
+            raise EngineError(f"asynchrony=overlap: weights of version {version} are asked for, and their place holds version {found}")
+
+    def saved(self, version: int) -> Tensor:
+        """That version's weights as bytes, for a checkpoint."""
+        self.require(version)
+        out = torch.empty(self.size, dtype=torch.uint8)
+        _copy(lambda file, data, at: os.preadv(file, [data], at), self.file, out.numpy().data, self.place(version) + 8)
+        return out
+
+    def restore(self, version: int, saved: Tensor) -> None:
+        """Puts that back."""
+        if len(saved) != self.size:
+            raise EngineError(f"the checkpoint's weights of version {version} have {len(saved)} bytes, and the model's {self.size}")
+        _copy(os.pwrite, self.file, saved.contiguous().numpy().data, self.place(version) + 8)
+        os.pwrite(self.file, version.to_bytes(8, "little"), self.place(version))
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _copy(move: Callable[[int, memoryview, int], int], file: int, data: memoryview, at: int) -> int:
+    """Moves all of the data between a file and memory; the place in the file behind it."""
+    done = 0
+    while done < len(data):
+        done += move(file, data[done : done + PIECE], at + done)
+    return at + done
+
+
+def shared_memory() -> int:
+    """A file in memory without a name, which is gone with the last process that holds it; elsewhere than on Linux a temporary one."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("rlkit-weights")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+# ------------------------------------------------------------------------------------------------ the trainer's side
+
+
+class SamplingProcess:
+    """The second process, as the trainer sees it. Start it early: it loads while the trainer does.
+
+    Args:
+      again: builds the experiment in the other process; a function that pickle can name, with its arguments.
+      tasks: the prompts of the run. log: takes what the process prints; None: it prints where the trainer does.
+    """
+
+    def __init__(self, again: Callable[[], Experiment], tasks: Sequence[Task], *, log: Path | None = None):
+        self.log, self.waiting = log, 0  # requests without an answer
+        self.slots: Slots | None = None
+        self.figures: dict[str, float] = {}  # of the last answer
+        self.sessions: list[float] = []
+        self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.memory = shared_memory()
+        self.connection, theirs = Pipe()
+        handles = (theirs.fileno(), self.memory)
+        if log:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        out: BinaryIO | None = log.open("ab") if log else None
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", START, json.dumps(sys.path), *map(str, handles)],
+                pass_fds=handles, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,  # Ctrl-C is the trainer's
+            )  # fmt: skip
+        finally:
+            theirs.close()
+            if out:
+                out.close()
+        self.send(Setup(again, tasks))
+        threading.Thread(target=self._receive, daemon=True).start()
+
+    def send(self, message: Any) -> None:
+        """To the process. Raises EngineError where it is gone."""
+        try:
+            self.connection.send(message)
+        except OSError:
+            raise self.gone() from None
+
+    def _receive(self) -> None:
+        """Takes answers as they come, so that the process never waits for the trainer to look."""
+        with self.connection, suppress(EOFError, OSError):
+            while True:
+                data = self.connection.recv_bytes()
+                begun = time.perf_counter()
+                answer = pickle.loads(data)
+                self.answers.put((answer, time.perf_counter() - begun))
+        self.answers.put((None, 0.0))
+
+    def publish(self, model: Any, version: int, staleness: int) -> float:
+        """The model's trainable weights are this version; the seconds that it took."""
+        begun = time.perf_counter()
+        slots = self.slots_of(model, staleness)
+        try:
+            slots.write(version)
+        except OSError as error:
+            raise EngineError(
+                f"asynchrony=overlap: no memory for {slots.count} versions of {slots.size / 2**20:,.0f} MiB ({error.strerror}); lower "
+                "asynchrony.staleness, or train adapters (model.lora.rank)"
+            ) from error
+        return time.perf_counter() - begun
+
+    def slots_of(self, model: Any, staleness: int) -> Slots:
+        """The slots for this model's weights, which the process learns of first."""
+        if self.slots is None:
+            self.slots = Slots(self.memory, staleness + 1, model)
+            self.send((self.slots.count, self.slots.layout))
+        return self.slots
+
+    def ask(self, request: Request) -> Request:
+        """Asks for the groups of a step. Answers come in the order of the requests."""
+        self.send(request)
+        self.waiting += 1
+        return request
+
+    def receive(self, request: Request) -> Dispatched:
+        """The groups of the oldest request that is not answered; waits for them. Raises what sampling them raised; EngineError."""
+        answer, unpacked_s = self.answers.get()
+        self.waiting -= 1
+        if isinstance(answer, BaseException):
+            raise answer
+        if answer is None:
+            self.answers.put((None, 0.0))
+            raise self.gone(request)
+        if answer.groups.step != request.step:
+            raise EngineError(f"the sampling process answers for step {answer.groups.step + 1}; step {request.step + 1} was asked for")
+        self.figures = {"idle_s": answer.idle_s, "sampling_s": answer.sampling_s, "handover_s": answer.load_s + unpacked_s}
+        self.sessions = answer.sessions
+        return answer.groups
+
+    def arrived(self, ahead: Sequence[Dispatched | Request]) -> tuple[Dispatched | Request, ...]:
+        """What is in flight, with the groups that are there already in place of their requests. Never waits."""
+        out = list(ahead)
+        for i, request in enumerate(out):
+            if isinstance(request, Request):
+                if self.answers.empty() or self.process.poll() is not None:
+                    break
+                out[i] = self.receive(request)
+        return tuple(out)
+
+    def gone(self, request: Request | None = None) -> EngineError:
+        """Why there is no answer."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(GRACE)
+        status = self.process.poll()
+        how = "closed its connection" if status is None else ending(status) if status else "ended"
+        doing = f" while step {request.step + 1} waited for its groups" if request else ""
+        where = f"; what it printed: {self.log}" if self.log else ""
+        return EngineError(f"asynchrony=overlap: the sampling process {how}{doing}{where}. The run can be resumed from its last checkpoint")
+
+    def close(self) -> None:
+        """The process has ended."""
+        with suppress(OSError):
+            self.connection.send(None)
+        if not self.waiting:  # it has nothing to do, and ends by itself
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(GRACE)
+        self.process.terminate()
+        try:
+            self.process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.memory)
+
+
+@contextmanager
+def sampling_process(
+    x: Experiment, again: Callable[[], Experiment] | None, tasks: Sequence[Task], *, log: Path | None = None
+) -> Iterator[SamplingProcess | None]:
+    """The second process of a run with asynchrony=overlap; None in other modes. Raises ConfigError where it cannot be made."""
+    if x.asynchrony.mode != "overlap":
+        yield None
+        return
+    if again is None:
+        raise ConfigError(
+            "asynchrony=overlap: a second process builds the experiment again from its config, which Python objects are not part of; name "
+            "them by their import path (_target_), or choose asynchrony=lag"
+        )
+    process = SamplingProcess(again, tasks, log=log)
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+# --------------------------------------------------------------------------------------------- the sampling process
+
+
+def main(connection: int, memory: int) -> None:
+    """The sampling process, with a connection and weights that it has inherited."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _stop)
+    quiet()
+    link, requests = Connection(connection), queue.SimpleQueue[Any]()
+    threading.Thread(target=_listen, args=(link, requests, os.getppid()), daemon=True).start()
+    with suppress(Interrupted, OSError):  # told to end, or no one hears
+        serve(requests.get, link.send_bytes, memory)
+
+
+def _stop(number: int, _: Any) -> None:
+    raise Interrupted(number)
+
+
+def _listen(link: Connection, requests: queue.SimpleQueue[Any], parent: int) -> None:
+    """Takes messages as they come. Ends the process, whatever it does, once the trainer is gone."""
+    with suppress(EOFError, OSError):
+        while os.getppid() == parent:
+            if link.poll(1.0):
+                requests.put(link.recv())
+    end_process(0)
+
+
+def serve(receive: Callable[[], Any], send: Callable[[bytes], Any], memory: int) -> None:
+    """Answers requests until there are no more (None). An error is the last answer: the trainer raises it."""
+    try:
+        setup = receive()
+        x = setup.again()
+        policy, device = _policy(x)
+        slots, loaded, last = None, None, StreamState()
+        while True:
+            begun = time.perf_counter()
+            if (message := receive()) is None:
+                return
+            if not isinstance(message, Request):
+                slots = _agreed(Slots(memory, message[0], policy.model), message[1])
+                continue
+            asked, clock = time.perf_counter(), Clock()
+            if slots is not None and message.version != loaded:
+                slots.read(message.version)
+                loaded = message.version
+            got = time.perf_counter()
+            with autocast(x, device):
+                groups = dispatched(x, policy, setup.tasks, message, last, clock=clock)
+            last, done = groups.after, time.perf_counter()
+            send(pickle.dumps(Answer(groups, asked - begun, got - asked, done - got, clock.sessions)))
+    except Interrupted:
+        raise
+    except BaseException as error:
+        send(_told(error))
+
+
+def _policy(x: Experiment) -> tuple[Any, Any]:
+    """The policy on the device of the sampling process, with its number of threads; its weights are replaced by the trainer's."""
+    rng.seed(x.seed)
+    device, own = pick_device(x), x.asynchrony.sampler
+    if own.device != "auto":
+        device = torch.device(own.device)
+    elif device.type == "cuda" and torch.cuda.device_count() > 1:
+        device = torch.device("cuda", 1)
+    policy = x.model(device=device)
+    torch.set_num_threads(own.threads)
+    return policy, device
+
+
+def _agreed(slots: Slots, layout: Sequence[Any]) -> Slots:
+    """The slots, where the trainer's model has the same trainable weights. Raises ConfigError."""
+    if odd := next((pair for pair in zip_longest(layout, slots.layout) if pair[0] != pair[1]), None):
+        raise ConfigError(f"asynchrony=overlap: the two processes have different models: {odd[0]} in the trainer, {odd[1]} in the sampler")
+    return slots
+
+
+def _told(error: BaseException) -> bytes:
+    """The error, to be raised in the trainer; one that pickle cannot carry in words."""
+    if not isinstance(error, RLKitError):
+        error.add_note("in the sampling process:\n" + "".join(traceback.format_exception(error)))
+    with suppress(Exception):
+        if type(pickle.loads(data := pickle.dumps(error))) is type(error):
+            return data
+    return pickle.dumps(EngineError(f"the sampling process failed: {type(error).__name__}: {error}"))
