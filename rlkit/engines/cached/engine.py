@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -44,6 +44,7 @@ class Cached(Service):
         check_every: int | None = None,
         cuda_graphs: bool = True,
         keep_cache: bool = True,
+        kernel: Literal["auto", "eager", "fused"] = "auto",
     ):
         super().__init__()
         if min(max_rows, max_cached_tokens) < 1 or (check_every is not None and check_every < 1):
@@ -53,8 +54,9 @@ class Cached(Service):
             )
         self.max_rows, self.keep_cache = max_rows, keep_cache
         self.make_scheduler = partial(
-            Scheduler, max_rows=max_rows, max_cached_tokens=max_cached_tokens, check_every=check_every, cuda_graphs=cuda_graphs
-        )
+            Scheduler, max_rows=max_rows, max_cached_tokens=max_cached_tokens, check_every=check_every,
+            cuda_graphs=cuda_graphs, kernel=kernel,
+        )  # fmt: skip
 
     def make_decoder(self, policy: Policy) -> Decoder:
         model: Any = policy.model
