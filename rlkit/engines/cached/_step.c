@@ -13,18 +13,22 @@
 #if defined(__AVX512F__)
 #define LANES 16
 #define ROWS 12 /* rows whose sums are in registers together */
+#define CHAINS 4 /* sums that run beside each other, since an addition takes about four cycles */
 #elif defined(__AVX__)
 #define LANES 8
 #define ROWS 3
+#define CHAINS 2
 #else
 #define LANES 4
 #define ROWS 3
+#define CHAINS 2
 #endif
 #define TILE 32 /* columns of a packed matrix that lie together */
 #define PARTS (TILE / LANES)
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 typedef struct { /* as kernel.Step: all of them 64 bits wide */
@@ -120,26 +124,42 @@ INLINE void rotate(float *x, const float *cosine, const float *sine, int64_t hal
     }
 }
 
-/* out[groups, D] of queries [groups, D] that share their keys and values [length, D]. */
+/* out[groups, D] of queries [groups, D] that share their keys and values [length, D]. p: 5 numbers for each position, of which the
+   first one is its weight in the end. */
 INLINE void attend(int64_t D, int64_t groups, const float *q, const float *k, const float *v, int64_t length, float *p, float *out) {
-    int64_t padded = (length + LANES - 1) / LANES * LANES;
-    float scaling = 1.0f / sqrtf(D);
+    int64_t filled = (length + LANES - 1) / LANES * LANES;
+    float scaling = 1.0f / sqrtf(D), *quarters = p + filled;
     for (int64_t g = 0; g < groups; g++, q += D, out += D) {
-        float highest = -INFINITY;
-        for (int64_t t = 0; t < length; t++) {
-            vec s = {0};
-            for (int64_t i = 0; i < D; i += LANES) s += LOAD(q + i) * LOAD(k + t * D + i);
-            p[t] = sum(s) * scaling;
-            highest = p[t] > highest ? p[t] : highest;
+        for (int64_t t = 0; t < length; t++) { /* sums are left in four parts here, and the parts of many positions added together */
+            union {
+                vec all;
+                quad four[LANES / 4];
+            } s = {{0}};
+            for (int64_t i = 0; i < D; i += TILE)
+                for (int c = 0; c < TILE; c += LANES) s.all += LOAD(q + i + c) * LOAD(k + t * D + i + c);
+            for (int c = 1; c < LANES / 4; c++) s.four[0] += s.four[c];
+            *(quad *)(quarters + 4 * t) = s.four[0];
         }
-        for (int64_t t = length; t < padded; t++) p[t] = -INFINITY;
+        float highest = -INFINITY;
+        for (int64_t t = 0; t < length; t++)
+            p[t] = scaling * ((quarters[4 * t] + quarters[4 * t + 1]) + (quarters[4 * t + 2] + quarters[4 * t + 3]));
+        for (int64_t t = 0; t < length; t++) highest = p[t] > highest ? p[t] : highest;
+        for (int64_t t = length; t < filled; t++) p[t] = -INFINITY;
         vec mass = {0};
-        for (int64_t t = 0; t < padded; t += LANES) mass += STORE(p + t) = exponential(LOAD(p + t) - highest);
+        for (int64_t t = 0; t < filled; t += LANES) mass += STORE(p + t) = exponential(LOAD(p + t) - highest);
         float by = 1.0f / sum(mass);
-        for (int64_t i = 0; i < D; i += LANES) {
-            vec s = {0};
-            for (int64_t t = 0; t < length; t++) s += p[t] * LOAD(v + t * D + i);
-            STORE(out + i) = s * by;
+        for (int64_t i = 0; i < D; i += TILE) {
+            vec s[CHAINS][PARTS] = {{{0}}};
+            int64_t t = 0;
+            for (; t + CHAINS <= length; t += CHAINS)
+                for (int n = 0; n < CHAINS; n++)
+                    for (int c = 0; c < PARTS; c++) s[n][c] += p[t + n] * LOAD(v + (t + n) * D + i + c * LANES);
+            for (; t < length; t++)
+                for (int c = 0; c < PARTS; c++) s[0][c] += p[t] * LOAD(v + t * D + i + c * LANES);
+            for (int c = 0; c < PARTS; c++) {
+                for (int n = 1; n < CHAINS; n++) s[0][c] += s[n][c];
+                STORE(out + i + c * LANES) = s[0][c] * by;
+            }
         }
     }
 }
@@ -206,7 +226,7 @@ static void *decode(void *given) {
     int64_t n = share->n, H = m->hidden, D = m->size, both = m->heads + m->key_heads, groups = m->heads / m->key_heads;
     int64_t qkv = padded((both + m->key_heads) * D), wide = padded(2 * m->inner), V = padded(m->vocabulary);
     int64_t most = wide > V ? wide : V;
-    float *x = malloc(sizeof(float) * (n * (2 * padded(H) + qkv + m->heads * D + most + m->inner) + m->capacity + V));
+    float *x = malloc(sizeof(float) * (n * (2 * padded(H) + qkv + m->heads * D + most + m->inner) + 5 * m->capacity + 5 * LANES + V));
     if (!x) return (void *)1;
     float *y = x + n * padded(H), *p = y + n * padded(H), *o = p + n * qkv, *w = o + n * m->heads * D;
     float *act = w + n * most, *probabilities = act + n * m->inner;
@@ -227,12 +247,7 @@ static void *decode(void *given) {
                 memcpy(k + at * D, own + (m->heads + h) * D, sizeof(float) * D);
                 memcpy(v + at * D, own + (both + h) * D, sizeof(float) * D);
                 float *to = o + (r * m->heads + h * groups) * D, *q = own + h * groups * D;
-                switch (D) {
-                    case 32: attend(32, groups, q, k, v, at + 1, probabilities, to); break;
-                    case 64: attend(64, groups, q, k, v, at + 1, probabilities, to); break;
-                    case 128: attend(128, groups, q, k, v, at + 1, probabilities, to); break;
-                    default: attend(D, groups, q, k, v, at + 1, probabilities, to);
-                }
+                attend(D, groups, q, k, v, at + 1, probabilities, to);
             }
         }
         product(n, o, m->heads * D, m->out[layer], NULL, 1, x, H);
