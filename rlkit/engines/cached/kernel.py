@@ -71,7 +71,7 @@ class Kernel:
         for name, array in self.arrays.items():
             setattr(self.step, name, ctypes.addressof(array))
         for name in LAYERS:
-            self.arrays[name][:] = [None if own[name] is None else own[name].data_ptr() for own in made]
+            self.arrays[name][:] = [None if (tensor := own[name]) is None else tensor.data_ptr() for own in made]
         self.angles = torch.empty(2, 0, 0)  # cosines and sines [2, positions, D / 2]
 
     def serves(self, sampler: Sampler) -> bool:

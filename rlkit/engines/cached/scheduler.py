@@ -85,7 +85,7 @@ class Scheduler:
         self.forward = forward_of(self.trunk)
         self.weights = weights_place(causal)
         self.shares, self.cuda_graphs = can_capture(device), cuda_graphs and can_capture(device)
-        self.kernel = None if self.shares else kernel_of(kernel, self.forward, self.head)
+        self.asked, self.kernel = kernel, kernel_of("eager" if self.shares and kernel == "auto" else kernel, self.forward, self.head)
         self.graphs = Graphs(causal, device)
         self.cache: Slots | None = None
         self.samplers: dict[Any, Sampler] = {}
@@ -192,6 +192,7 @@ class Scheduler:
 
     def fill(self) -> None:
         """Slots whose episodes are over go to those that wait, or are closed; the others go on with their new prompts."""
+        self.changed = False
         # Siblings stay side by side, and what is popped together has nearly one length.
         self.queue.sort(key=lambda row: (len(row.prompt), row.prompt, -row.key), reverse=True)
         closed = [slot for slot, row in enumerate(self.rows) if row.released]
