@@ -33,10 +33,11 @@ class Sampling(NamedTuple):
     top_k: int = 0
     admission: Literal["rounds", "barrier", "free"] = "rounds"  # when an answer that waited joins the decoding again (SamplingParams)
     admission_rounds: int = 16
+    kernel: Literal["auto", "eager", "fused"] = "auto"  # of the cached engine, which is given it too
 
     @property
     def params(self) -> dict[str, Any]:
-        """The fields of SamplingParams: all but the engine."""
+        """The fields of SamplingParams: all but the engine and its kernel."""
         return {name: getattr(self, name) for name in SamplingParams._fields}
 
 

@@ -330,6 +330,7 @@ class Learner:
             "nonfinite": dict(self.nonfinite),
             "halvings": self.halvings,
             "threads": torch.get_num_threads() if self.device.type == "cpu" else None,  # a GPU's sums do not depend on them
+            "kernel": getattr(self.experiment.generation.engine, "decodes", None),
         }
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
@@ -342,6 +343,9 @@ class Learner:
         if self.experiment.trainer.threads is None and threads != torch.get_num_threads():  # the same sums in the same order
             torch.set_num_threads(threads)
             print(f"resume: computes with {threads} thread(s), as the run did so far", flush=True)
+        engine: Any = self.experiment.generation.engine
+        if (kernel := state.get("kernel")) and hasattr(engine, "go_on_with") and (said := engine.go_on_with(kernel)):
+            print(f"resume: {said}", flush=True)
         self.progress = schedules.Progress(**state["progress"])
         steps = checkpoint.get("run", {}).get("config", {}).get("trainer", {}).get("steps", self.experiment.trainer.steps)
         if said := schedules.lengthened(self.experiment, self.progress, before=steps):

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from rlkit.engines.cached.attention import attention_kernels, full_attention, grouped_attention
+from rlkit.engines.cached.kernel import compiled
 from rlkit.engines.cached.scheduler import Scheduler
 from rlkit.engines.service import Decoder, Service
 from rlkit.engines.transformers import Transformers, sampling_mode
+from rlkit.errors import EngineError
 from rlkit.types import Policy
 
 
@@ -33,7 +35,9 @@ class Cached(Service):
       keep_cache: the cache keeps its memory, and the graphs that read it, between calls. False frees it for others, and each call pays for
         making both.
       cuda_graphs: the step as CUDA graphs. Without, and where a model cannot be captured, its kernels are started one by one.
-    Raises: ValueError for arguments out of range.
+      kernel: what computes a step on a CPU. "fused": one call of compiled C (kernel.py). "eager": calls of torch. "auto": fused where
+        that is possible, eager elsewhere. Changes the last bits of log-probs.
+    Raises: ValueError for arguments out of range, EngineError where `kernel` is "fused" and the model or the machine does not allow it.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class Cached(Service):
         check_every: int | None = None,
         cuda_graphs: bool = True,
         keep_cache: bool = True,
+        kernel: Literal["auto", "eager", "fused"] = "auto",
     ):
         super().__init__()
         if min(max_rows, max_cached_tokens) < 1 or (check_every is not None and check_every < 1):
@@ -51,7 +56,7 @@ class Cached(Service):
                 f"generation.engine: max_rows, max_cached_tokens and check_every must be >= 1 "
                 f"(are {max_rows}, {max_cached_tokens}, {check_every})"
             )
-        self.max_rows, self.keep_cache = max_rows, keep_cache
+        self.max_rows, self.keep_cache, self.kernel = max_rows, keep_cache, kernel
         self.make_scheduler = partial(
             Scheduler, max_rows=max_rows, max_cached_tokens=max_cached_tokens, check_every=check_every, cuda_graphs=cuda_graphs
         )
@@ -60,11 +65,13 @@ class Cached(Service):
         model: Any = policy.model
         causal = model.get_base_model() if hasattr(model, "disable_adapter") else model
         if not full_attention(causal.config, policy.context_length):
+            if self.kernel == "fused":
+                raise EngineError("generation.kernel=fused: some layers do not see the whole context; use auto or eager")
             return Transformers(max_rows=self.max_rows).make_decoder(policy)
         before = self.decoder
-        if isinstance(before, Scheduler) and before.serves(policy, causal):
+        if isinstance(before, Scheduler) and before.asked == self.kernel and before.serves(policy, causal):
             return before
-        decoder = self.make_scheduler(policy, causal)
+        decoder = self.make_scheduler(policy, causal, kernel=self.kernel)
         if isinstance(before, Scheduler):
             decoder.graphs.captured = before.graphs.captured  # the bound is for all of them
             before.clear()
@@ -74,6 +81,24 @@ class Cached(Service):
     def captured_shapes(self) -> int:
         """Shapes captured as CUDA graphs so far, at most `graphs.MOST_SHAPES`."""
         return self.decoder.graphs.captured if isinstance(self.decoder, Scheduler) else 0
+
+    @property
+    def decodes(self) -> Literal["eager", "fused"] | None:
+        """The kernel in use; None before the first weights."""
+        return None if self.decoder is None else "fused" if getattr(self.decoder, "kernel", None) else "eager"
+
+    def go_on_with(self, kernel: Literal["eager", "fused"]) -> str:
+        """A run continues that used this kernel so far: "auto" becomes it. What differs nevertheless, as a sentence."""
+        if self.kernel == "auto" and kernel == "eager":
+            self.kernel = kernel
+        try:
+            fused = self.kernel != "eager" and bool(compiled())
+        except EngineError:
+            fused = False
+        if fused == (kernel == "fused"):
+            return ""
+        now = "fused" if fused else "eager"
+        return f"decoding steps were {kernel} and are {now} (generation.kernel), so log-probs differ in their last bits"
 
     @contextmanager
     def serving(self) -> Iterator[None]:

@@ -35,9 +35,11 @@ class Trunk:
     def __init__(self, trunk: Any):
         self.trunk = trunk
         self.derived: list[tuple[Tensor, Callable[[], Tensor]]] = []  # what is made of weights, and how
-        self.layers = [_layer(module, self._derive) for module in trunk.layers]
+        self.layers = [_layer(module, self.derive) for module in trunk.layers]
 
-    def _derive(self, make: Callable[[], Tensor]) -> Tensor:
+    @torch.no_grad()
+    def derive(self, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` makes of the weights, made again in its place by `refresh`."""
         self.derived.append((make(), make))
         return self.derived[-1][0]
 

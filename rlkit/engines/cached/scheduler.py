@@ -24,6 +24,7 @@ from rlkit.engines.cached.attention import PARTS, Part, attend, parts_of
 from rlkit.engines.cached.cache import BLOCK, LONGEST, SHARE, Rooms, Slots, fitting
 from rlkit.engines.cached.forward import forward_of
 from rlkit.engines.cached.graphs import Graphs, can_capture
+from rlkit.engines.cached.kernel import kernel_of
 from rlkit.engines.cached.sampler import Sampler
 from rlkit.models.head import trunk_and_head
 from rlkit.types import Generation, Policy, SamplingParams, agreement
@@ -60,12 +61,22 @@ class Scheduler:
     """The decoder: its queue, its slots, and what the model computes for them.
 
     Args:
-      max_rows, max_cached_tokens, check_every, cuda_graphs: see `Cached`.
+      max_rows, max_cached_tokens, check_every, cuda_graphs, kernel: see `Cached`.
     """
 
     sampler: Sampler  # of the numbers that are sampled with now
 
-    def __init__(self, policy: Policy, causal: Any, *, max_rows: int, max_cached_tokens: int, check_every: int | None, cuda_graphs: bool):
+    def __init__(
+        self,
+        policy: Policy,
+        causal: Any,
+        *,
+        max_rows: int,
+        max_cached_tokens: int,
+        check_every: int | None,
+        cuda_graphs: bool,
+        kernel: str = "auto",
+    ):
         self.policy, self.causal, (self.trunk, self.head) = policy, causal, trunk_and_head(causal)
         self.device = device = next(causal.parameters()).device
         self.max_rows = max_rows
@@ -74,6 +85,7 @@ class Scheduler:
         self.forward = forward_of(self.trunk)
         self.weights = weights_place(causal)
         self.shares, self.cuda_graphs = can_capture(device), cuda_graphs and can_capture(device)
+        self.asked, self.kernel = kernel, kernel_of("eager" if self.shares and kernel == "auto" else kernel, self.forward, self.head)
         self.graphs = Graphs(causal, device)
         self.cache: Slots | None = None
         self.samplers: dict[Any, Sampler] = {}
@@ -180,6 +192,7 @@ class Scheduler:
 
     def fill(self) -> None:
         """Slots whose episodes are over go to those that wait, or are closed; the others go on with their new prompts."""
+        self.changed = False
         # Siblings stay side by side, and what is popped together has nearly one length.
         self.queue.sort(key=lambda row: (len(row.prompt), row.prompt, -row.key), reverse=True)
         closed = [slot for slot, row in enumerate(self.rows) if row.released]
@@ -486,6 +499,9 @@ class Scheduler:
         """
         sampler, cache = self.sampler, self.cache
         assert cache is not None
+        if self.kernel is not None and self.kernel.serves(sampler):
+            self.kernel(cache, sampler, slots)
+            return
         cache.point(None, sampler.position[:slots, None], length)
         seen = cache.visible(slots)
         sampler.draw(cache.indices[:slots], self.head(self.hidden(sampler.last[:slots, None], seen)[:, 0]), begun=True)

@@ -1,0 +1,297 @@
+/* One decoding step of a Llama-like model in float32: for every row that draws, the trunk, the head, the draw and the bookkeeping.
+
+   The numbers are those of forward.py, functional/sampling.py and sampler.py up to the last bits of sums. A row's arithmetic does not
+   depend on which rows stand beside it, nor on the number of threads. Plain C with the vectors of GCC and clang; kernel.py compiles it,
+   packs the weights and fills the structure. */
+
+#include <math.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define ROWS 12 /* rows whose sums are in registers together */
+#define CHAINS 4 /* sums that run beside each other, since an addition takes about four cycles */
+#elif defined(__AVX__)
+#define LANES 8
+#define ROWS 3
+#define CHAINS 2
+#else
+#define LANES 4
+#define ROWS 3
+#define CHAINS 2
+#endif
+#define TILE 32 /* columns of a packed matrix that lie together */
+#define PARTS (TILE / LANES)
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+typedef struct { /* as kernel.Step: all of them 64 bits wide */
+    int64_t layers, hidden, inner, heads, key_heads, size, vocabulary, capacity, columns, ends, slots, threads;
+    double eps, temperature;
+    const float *embedding, *cosine, *sine, *head;                         /* [V, H], [C, D / 2] twice, packed */
+    const float *const *project, *const *bias, *const *scale, *const *out, *const *gates, *const *down; /* of each layer */
+    float *const *keys, *const *values;                                    /* of each layer [S, Hk, C, D] */
+    const int64_t *eos;
+    int64_t *last, *position, *count, *limit, *seed, *tokens;
+    float *logprobs;
+    uint8_t *draws, *ended;
+} Step;
+
+typedef struct {
+    const Step *step;
+    const int64_t *rows;
+    int64_t n;
+} Share;
+
+#define LOAD(p) (*(const vec *)(p))
+#define STORE(p) (*(vec *)(p))
+
+INLINE float sum(vec v) {
+    float s[LANES];
+    STORE(s) = v;
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) s[i] += s[i + width];
+    return s[0];
+}
+
+/* e^x for x <= 0 to 1e-7 of it: 2^n e^r, |r| <= ln 2 / 2 (Cephes expf). */
+INLINE vec exponential(vec x) {
+    vec low = (vec){0} - 87.0f, magic = (vec){0} + 12582912.0f; /* adding and taking away 1.5 * 2^23 rounds */
+    ivec under = x < low;
+    x = (vec)(((ivec)low & under) | ((ivec)x & ~under));
+    vec n = (x * 1.44269504f + magic) - magic;
+    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vec p = 1.9875691500e-4f * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return (vec)(((ivec)p + (__builtin_convertvector(n, ivec) << 23)) & ~under);
+}
+
+/* y[R, TILE] = start + x[R, in] w[in, TILE]; every sum runs over `in` in its order. */
+INLINE void block(int R, const float *x, int64_t in, const float *w, const float *start, int64_t step, float *y, int64_t out) {
+    vec acc[ROWS][PARTS];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < PARTS; c++) acc[r][c] = start ? LOAD(start + r * step + c * LANES) : (vec){0};
+    for (int64_t i = 0; i < in; i++, w += TILE)
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < PARTS; c++) acc[r][c] += x[r * in + i] * LOAD(w + c * LANES);
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < PARTS; c++) STORE(y + r * out + c * LANES) = acc[r][c];
+}
+
+/* y[n, out] = x[n, in] w, plus a bias or, with add, plus y. w: [out / TILE, in, TILE]. */
+static void product(int64_t n, const float *x, int64_t in, const float *w, const float *bias, int add, float *y, int64_t out) {
+    int64_t blocks = (n + ROWS - 1) / ROWS;
+    for (int64_t tile = 0; tile < out; tile += TILE, w += in * TILE)
+        for (int64_t b = 0; b < blocks; b++) {
+            int64_t from = n * b / blocks, step = add ? out : 0;
+            const float *rows = x + from * in;
+            float *to = y + from * out + tile;
+            const float *start = add ? to : bias ? bias + tile : NULL;
+#define CASE(R) case R: block(R, rows, in, w, start, step, to, out); break;
+            switch (n * (b + 1) / blocks - from) {
+                CASE(1) CASE(2) CASE(3)
+#if ROWS > 3
+                CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+            }
+        }
+}
+
+/* y = x / sqrt(mean(x^2) + eps), times w where there is one. */
+INLINE void normalise(const float *x, int64_t n, float eps, const float *w, float *y) {
+    vec squares = {0};
+    for (int64_t i = 0; i < n; i += LANES) squares += LOAD(x + i) * LOAD(x + i);
+    float by = 1.0f / sqrtf(sum(squares) / n + eps);
+    for (int64_t i = 0; i < n; i += LANES) STORE(y + i) = w ? LOAD(x + i) * by * LOAD(w + i) : LOAD(x + i) * by;
+}
+
+/* x[D] turned by the angles of its position; its first half and its second are the coordinates of D / 2 planes. */
+INLINE void rotate(float *x, const float *cosine, const float *sine, int64_t half) {
+    for (int64_t i = 0; i < half; i += LANES) {
+        vec a = LOAD(x + i), b = LOAD(x + half + i), c = LOAD(cosine + i), s = LOAD(sine + i);
+        STORE(x + i) = a * c - b * s;
+        STORE(x + half + i) = b * c + a * s;
+    }
+}
+
+/* out[groups, D] of queries [groups, D] that share their keys and values [length, D]. p: 5 numbers for each position, of which the
+   first one is its weight in the end. */
+INLINE void attend(int64_t D, int64_t groups, const float *q, const float *k, const float *v, int64_t length, float *p, float *out) {
+    int64_t filled = (length + LANES - 1) / LANES * LANES;
+    float scaling = 1.0f / sqrtf(D), *quarters = p + filled;
+    for (int64_t g = 0; g < groups; g++, q += D, out += D) {
+        for (int64_t t = 0; t < length; t++) { /* sums are left in four parts here, and the parts of many positions added together */
+            union {
+                vec all;
+                quad four[LANES / 4];
+            } s = {{0}};
+            for (int64_t i = 0; i < D; i += TILE)
+                for (int c = 0; c < TILE; c += LANES) s.all += LOAD(q + i + c) * LOAD(k + t * D + i + c);
+            for (int c = 1; c < LANES / 4; c++) s.four[0] += s.four[c];
+            *(quad *)(quarters + 4 * t) = s.four[0];
+        }
+        float highest = -INFINITY;
+        for (int64_t t = 0; t < length; t++)
+            p[t] = scaling * ((quarters[4 * t] + quarters[4 * t + 1]) + (quarters[4 * t + 2] + quarters[4 * t + 3]));
+        for (int64_t t = 0; t < length; t++) highest = p[t] > highest ? p[t] : highest;
+        for (int64_t t = length; t < filled; t++) p[t] = -INFINITY;
+        vec mass = {0};
+        for (int64_t t = 0; t < filled; t += LANES) mass += STORE(p + t) = exponential(LOAD(p + t) - highest);
+        float by = 1.0f / sum(mass);
+        for (int64_t i = 0; i < D; i += TILE) {
+            vec s[CHAINS][PARTS] = {{{0}}};
+            int64_t t = 0;
+            for (; t + CHAINS <= length; t += CHAINS)
+                for (int n = 0; n < CHAINS; n++)
+                    for (int c = 0; c < PARTS; c++) s[n][c] += p[t + n] * LOAD(v + (t + n) * D + i + c * LANES);
+            for (; t < length; t++)
+                for (int c = 0; c < PARTS; c++) s[0][c] += p[t] * LOAD(v + t * D + i + c * LANES);
+            for (int c = 0; c < PARTS; c++) {
+                for (int n = 1; n < CHAINS; n++) s[0][c] += s[n][c];
+                STORE(out + i + c * LANES) = s[0][c] * by;
+            }
+        }
+    }
+}
+
+INLINE uint64_t mixed(uint64_t w) {
+    w = (w ^ (w >> 30)) * 0xBF58476D1CE4E5B9u;
+    return (w ^ (w >> 27)) * 0x94D049BB133111EBu;
+}
+
+INLINE uint64_t finalised(uint64_t w) {
+    w = mixed(w);
+    return w ^ (w >> 31);
+}
+
+/* functional.gumbel_noise of one token. */
+INLINE float gumbel(uint64_t state, uint64_t token) {
+    uint64_t bits = mixed(state + (token + 1) * 0x9E3779B97F4A7C15u) >> 33;
+    float u = ((float)bits + 0.5f) * 0x1p-31f;
+    return -logf(-log1pf(-(u < 1 - 0x1p-24f ? u : 1 - 0x1p-24f)));
+}
+
+/* functional.gumbel_choice of one row; x[V] are its logits, of which exp(x - highest) remains in p. Gives the token's log-prob too. */
+static int64_t draw(const float *x, float *p, int64_t V, float temperature, int64_t seed, int64_t count, float *logprob) {
+    const uint64_t golden = 0x9E3779B97F4A7C15u;
+    uint64_t state = finalised((finalised((uint64_t)seed + golden) ^ (uint64_t)count) + golden);
+    float divisor = temperature == 0 ? 1 : temperature, highest = -INFINITY, best = -INFINITY;
+    int64_t size = 1, opened = 0, token = 0;
+    while (size * size < V) size++;
+    for (int64_t v = 0; v < V; v++)
+        if (x[v] > highest) highest = x[v], token = v;
+    for (int64_t v = 0; v < V; v += LANES) STORE(p + v) = exponential((LOAD(x + v) - highest) / divisor); /* both are padded */
+    double all = 0;
+    for (int64_t b = 0; b <= V / size; b++) {
+        float mass = 0;
+        for (int64_t v = b * size; v < V && v < (b + 1) * size; v++) mass += p[v];
+        all += mass;
+        float score = mass > 0 && temperature != 0 ? logf(mass) + gumbel(state, b) : -INFINITY;
+        if (score > best) best = score, opened = b;
+    }
+    best = -INFINITY;
+    for (int64_t i = 0, v = opened * size; i < size && v < V && temperature != 0; i++, v++) {
+        float score = p[v] > 0 ? (x[v] - highest) / divisor + gumbel(state, V / size + 1 + i) : -INFINITY;
+        if (score > best) best = score, token = v;
+    }
+    *logprob = (x[token] - highest) / divisor - (float)log(all);
+    return token;
+}
+
+static void keep(const Step *m, int64_t row, int64_t token, float logprob) {
+    int64_t at = row * m->columns + m->count[row]++;
+    m->tokens[at] = token, m->logprobs[at] = logprob, m->last[row] = token;
+    m->position[row]++;
+    int over = m->count[row] >= m->limit[row];
+    for (int64_t i = 0; i < m->ends; i++) over |= token == m->eos[i];
+    m->draws[row] = !over, m->ended[row] |= over;
+}
+
+static int64_t padded(int64_t n) { return (n + TILE - 1) / TILE * TILE; }
+
+/* The share of one thread. */
+static void *decode(void *given) {
+    const Share *share = given;
+    const Step *m = share->step;
+    int64_t n = share->n, H = m->hidden, D = m->size, both = m->heads + m->key_heads, groups = m->heads / m->key_heads;
+    int64_t qkv = padded((both + m->key_heads) * D), wide = padded(2 * m->inner), V = padded(m->vocabulary);
+    int64_t most = wide > V ? wide : V;
+    float *x = malloc(sizeof(float) * (n * (2 * padded(H) + qkv + m->heads * D + most + m->inner) + 5 * m->capacity + 5 * LANES + V));
+    if (!x) return (void *)1;
+    float *y = x + n * padded(H), *p = y + n * padded(H), *o = p + n * qkv, *w = o + n * m->heads * D;
+    float *act = w + n * most, *probabilities = act + n * m->inner;
+    for (int64_t r = 0; r < n; r++) memcpy(x + r * H, m->embedding + m->last[share->rows[r]] * H, sizeof(float) * H);
+    for (int64_t layer = 0; layer < m->layers; layer++) {
+        for (int64_t r = 0; r < n; r++) normalise(x + r * H, H, m->eps, NULL, y + r * H);
+        product(n, y, H, m->project[layer], m->bias[layer], 0, p, qkv);
+        for (int64_t r = 0; r < n; r++) {
+            int64_t row = share->rows[r], at = m->position[row];
+            float *own = p + r * qkv;
+            for (int64_t h = 0; h < both; h++) {
+                if (m->scale[layer]) normalise(own + h * D, D, m->eps, m->scale[layer] + h * D, own + h * D);
+                rotate(own + h * D, m->cosine + at * D / 2, m->sine + at * D / 2, D / 2);
+            }
+            for (int64_t h = 0; h < m->key_heads; h++) {
+                int64_t place = (row * m->key_heads + h) * m->capacity * D;
+                float *k = m->keys[layer] + place, *v = m->values[layer] + place;
+                memcpy(k + at * D, own + (m->heads + h) * D, sizeof(float) * D);
+                memcpy(v + at * D, own + (both + h) * D, sizeof(float) * D);
+                float *to = o + (r * m->heads + h * groups) * D, *q = own + h * groups * D;
+                attend(D, groups, q, k, v, at + 1, probabilities, to);
+            }
+        }
+        product(n, o, m->heads * D, m->out[layer], NULL, 1, x, H);
+        for (int64_t r = 0; r < n; r++) normalise(x + r * H, H, m->eps, NULL, y + r * H);
+        product(n, y, H, m->gates[layer], NULL, 0, w, wide);
+        for (int64_t r = 0; r < n; r++)
+            for (int64_t i = 0; i < m->inner; i += LANES) {
+                vec gate = LOAD(w + r * wide + i), size = (vec)((ivec)gate & 0x7fffffff), e = exponential(-size);
+                ivec negative = gate < 0; /* sigmoid: 1 / (1 + e^-g), or e^g / (1 + e^g) */
+                vec above = (vec)(((ivec)e & negative) | ((ivec)(e - e + 1.0f) & ~negative));
+                STORE(act + r * m->inner + i) = gate * above / (1.0f + e) * LOAD(w + r * wide + m->inner + i);
+            }
+        product(n, act, m->inner, m->down[layer], NULL, 1, x, H);
+    }
+    for (int64_t r = 0; r < n; r++) normalise(x + r * H, H, m->eps, NULL, y + r * H);
+    product(n, y, H, m->head, NULL, 0, w, V);
+    for (int64_t r = 0; r < n; r++) {
+        int64_t row = share->rows[r];
+        float logprob;
+        int64_t token = draw(w + r * V, probabilities, m->vocabulary, m->temperature, m->seed[row], m->count[row], &logprob);
+        keep(m, row, token, logprob);
+    }
+    free(x);
+    return NULL;
+}
+
+/* Gives 0, or 1 where memory ran out. Rows are cut into equal shares, one for each thread. */
+int step(const Step *m) {
+    int64_t rows[m->slots + 1], n = 0;
+    for (int64_t row = 0; row < m->slots; row++)
+        if (m->draws[row]) rows[n++] = row;
+    int64_t threads = m->threads < n ? m->threads : n;
+    pthread_t others[threads + 1];
+    Share shares[threads + 1];
+    void *failed = NULL, *left;
+    for (int64_t t = threads - 1; t >= 0; t--) {
+        int64_t from = n * t / threads;
+        shares[t] = (Share){m, rows + from, n * (t + 1) / threads - from};
+        if (t == 0 || pthread_create(&others[t], NULL, decode, &shares[t])) {
+            failed = decode(&shares[t]) ? (void *)1 : failed;
+            others[t] = 0;
+        }
+    }
+    for (int64_t t = 1; t < threads; t++)
+        if (others[t] && !pthread_join(others[t], &left)) failed = left ? left : failed;
+    return failed != NULL;
+}

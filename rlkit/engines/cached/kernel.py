@@ -1,0 +1,216 @@
+"""The decoding step of a small model on a CPU as one call of compiled C (_step.c), where there is a compiler.
+
+What such a step costs is hardly its arithmetic: it is 300 calls of torch. The C file is compiled once, by the machine's own compiler in
+about a second. The library is kept in the user's cache folder, under a hash of all that it depends on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as nn_functional
+
+from rlkit.engines.cached.cache import Slots
+from rlkit.engines.cached.forward import Trunk
+from rlkit.engines.cached.sampler import Sampler
+from rlkit.errors import EngineError
+from rlkit.models.head import Head
+
+SOURCE = Path(__file__).with_name("_step.c")
+FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
+TILE = 32  # columns of a packed matrix that lie together, as in the C file
+MOST_WEIGHTS = 1 << 26  # of a model for which `auto` takes the kernel: the weights of larger ones are too much memory to have twice
+LAYERS = ("project", "bias", "scale", "out", "gates", "down")
+STATE = ("last", "position", "count", "limit", "seed", "tokens", "logprobs", "draws", "ended")
+
+
+class Step(ctypes.Structure):
+    """The structure of the same name in the C file, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("layers", "hidden", "inner", "heads", "key_heads", "size", "vocabulary", "capacity")),
+        *((name, ctypes.c_int64) for name in ("columns", "ends", "slots", "threads")),
+        *((name, ctypes.c_double) for name in ("eps", "temperature")),
+        *((name, ctypes.c_void_p) for name in ("embedding", "cosine", "sine", "head", *LAYERS, "keys", "values", "eos", *STATE)),
+    )
+
+
+class Kernel:
+    """Decoding steps of a trunk and its head over the state of a cache and a sampler, float32 on a CPU.
+
+    Args:
+      trunk, head: those of the engine, of which `unfit` says nothing.
+    Raises: EngineError where the C file cannot be compiled.
+    """
+
+    def __init__(self, trunk: Trunk, head: Head):
+        self.run, self.trunk = compiled(), trunk
+        config, layers = trunk.trunk.config, [layer.module for layer in trunk.layers]
+        self.step = Step(
+            layers=len(layers), hidden=config.hidden_size, inner=config.intermediate_size, heads=config.num_attention_heads,
+            key_heads=config.num_key_value_heads, size=layers[0].self_attn.head_dim, vocabulary=len(head.weight),
+            eps=trunk.trunk.norm.variance_epsilon, embedding=trunk.trunk.embed_tokens.weight.data_ptr(),
+        )  # fmt: skip
+        final = trunk.derive(partial(packed, trunk.trunk.norm, head.module))
+        made = [_layer(trunk, layer.module, layer.scale) for layer in trunk.layers]
+        self.step.head = final.data_ptr()
+        self.arrays = {name: (ctypes.c_void_p * len(layers))() for name in (*LAYERS, "keys", "values")}
+        for name, array in self.arrays.items():
+            setattr(self.step, name, ctypes.addressof(array))
+        for name in LAYERS:
+            self.arrays[name][:] = [None if (tensor := own[name]) is None else tensor.data_ptr() for own in made]
+        self.angles = torch.empty(2, 0, 0)  # cosines and sines [2, positions, D / 2]
+
+    def serves(self, sampler: Sampler) -> bool:
+        """Whether the kernel draws as this sampler does: not from a cut distribution, nor under a thinking budget or autocast."""
+        return sampler.budget is None and sampler.cut == {"top_p": 1.0, "top_k": 0} and not torch.is_autocast_enabled("cpu")
+
+    def __call__(self, cache: Slots, sampler: Sampler, slots: int) -> None:
+        """Draw one more token in those of the first slots that draw, as `Scheduler.decode`. Raises: MemoryError."""
+        step = self.step
+        if self.angles.shape[1] < cache.capacity:
+            self.angles = _angles(self.trunk.trunk, cache.capacity)
+        step.cosine, step.sine = (part.data_ptr() for part in self.angles)
+        for name, store in (("keys", cache.keys), ("values", cache.values)):
+            self.arrays[name][:] = [tensor.data_ptr() for tensor in store]
+        for name in (*STATE, "eos"):
+            setattr(step, name, getattr(sampler, name).data_ptr())
+        step.capacity, step.columns, step.ends = cache.capacity, sampler.tokens.shape[1], len(sampler.eos)
+        step.slots, step.threads, step.temperature = slots, torch.get_num_threads(), float(sampler.temperature)
+        if self.run(ctypes.byref(step)):
+            raise MemoryError(f"no memory for a decoding step of {slots} slots")
+
+
+def kernel_of(kind: str, trunk: Trunk | None, head: Head) -> Kernel | None:
+    """The kernel that `generation.kernel` asks for; None decodes by calls of torch. Raises: EngineError where "fused" is impossible."""
+    if kind == "eager":
+        return None
+    reason = unfit(trunk, head)
+    if kind == "auto" and not reason and sum(p.numel() for p in head.causal.parameters()) > MOST_WEIGHTS:
+        return None
+    try:
+        if reason or trunk is None:
+            raise EngineError(f"generation.kernel=fused: {reason}; use auto or eager")
+        return Kernel(trunk, head)
+    except EngineError:
+        if kind == "fused":
+            raise
+        return None
+
+
+def unfit(trunk: Trunk | None, head: Head) -> str:
+    """Why the kernel cannot decode this model; empty where it can."""
+    if trunk is None:
+        return f"a model of type {getattr(head.causal.config, 'model_type', '')!r} has a forward of its own"
+    causal, config, first = head.causal, trunk.trunk.config, trunk.layers[0].module
+    attns, mlps = [layer.module.self_attn for layer in trunk.layers], [layer.module.mlp for layer in trunk.layers]
+    linear = [part for module in (*attns, *mlps) for name, part in module.named_children() if name.endswith("_proj")]
+    unbiased = [head.module, *(a.o_proj for a in attns), *(part for m in mlps for part in (m.gate_proj, m.up_proj, m.down_proj))]
+    norms = [m for m in trunk.trunk.modules() if hasattr(m, "variance_epsilon")]
+    rotary = trunk.trunk.rotary_emb
+    reasons = {
+        "it needs float32 weights on a CPU": any(p.dtype != torch.float32 or p.device.type != "cpu" for p in causal.parameters()),
+        "adapters or other changed projections are not in it": any(type(part) is not nn.Linear for part in (*linear, head.module)),
+        "the head does more than multiply": head.logits is not head.module,
+        "hooks hang on the model": any(m._forward_hooks or m._forward_pre_hooks for m in causal.modules()),
+        "an output has a bias": any(part.bias is not None for part in unbiased if type(part) is nn.Linear),
+        "the gate is not silu": config.hidden_act not in ("silu", "swish"),
+        "norms differ in eps": len({m.variance_epsilon for m in norms}) > 1,
+        "the angles depend on the length": rotary.rope_type in ("dynamic", "longrope"),
+        "head size and hidden size must be multiples of 32, the intermediate size of 16": first.self_attn.head_dim % 32 != 0
+        or config.hidden_size % TILE != 0
+        or config.intermediate_size % 16 != 0,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def packed(norm: Any | None, *modules: Any) -> Tensor:
+    """The weights of modules side by side, times that of the norm before them: [columns / TILE, rows, TILE], filled up with zeros."""
+    weight = torch.cat([m.weight for m in modules])
+    weight = weight if norm is None else weight * norm.weight
+    return nn_functional.pad(weight, (0, 0, 0, -len(weight) % TILE)).view(-1, TILE, weight.shape[1]).transpose(1, 2).contiguous()
+
+
+def _layer(trunk: Trunk, layer: Any, scale: Tensor | None) -> dict[str, Tensor | None]:
+    """What the kernel reads of a layer, made again whenever the weights have changed."""
+    attn, mlp = layer.self_attn, layer.mlp
+    inputs = attn.q_proj, attn.k_proj, attn.v_proj
+
+    def bias() -> Tensor:
+        together = torch.cat([m.bias for m in inputs])
+        return nn_functional.pad(together, (0, -len(together) % TILE))
+
+    makes: dict[str, Callable[[], Tensor]] = {
+        "project": partial(packed, layer.input_layernorm, *inputs),
+        "out": partial(packed, None, attn.o_proj),
+        "gates": partial(packed, layer.post_attention_layernorm, mlp.gate_proj, mlp.up_proj),
+        "down": partial(packed, None, mlp.down_proj),
+    }
+    made: dict[str, Tensor | None] = {name: trunk.derive(make) for name, make in makes.items()}
+    return made | {"scale": scale, "bias": None if attn.q_proj.bias is None else trunk.derive(bias)}
+
+
+def _angles(trunk: Any, positions: int) -> Tensor:
+    """Cosines and sines of the first positions, [2, positions, D / 2]: the second half of D repeats the first."""
+    both = torch.stack(trunk.rotary_emb(torch.zeros(1), torch.arange(positions)[None]))[:, 0]
+    return both[..., : both.shape[-1] // 2].contiguous()
+
+
+@cache
+def compiled() -> Any:
+    """The function of the C file: from the cache folder, or compiled now. Raises: EngineError where that is impossible."""
+    compiler = next((found for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name and (found := shutil.which(name))), None)
+    if compiler is None:
+        raise EngineError("generation.kernel=fused: there is no C compiler (cc, gcc or clang) on the PATH; install one, or use eager")
+    key = hashlib.sha256("\n".join((SOURCE.read_text(), *FLAGS, compiler, *_processor())).encode()).hexdigest()[:16]
+    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlkit" / f"step-{key}.so"
+    with suppress(OSError, AttributeError):
+        return _loaded(kept)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            built = Path(folder) / kept.name
+            _compile(compiler, built)
+            with suppress(OSError):  # no such folder can be made: it is compiled again the next time
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                part = shutil.copy(built, kept.with_suffix(f".{os.getpid()}"))
+                os.replace(part, kept)
+            return _loaded(built)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = (getattr(error, "stderr", None) or str(error)).strip()[-300:]
+        raise EngineError(f"generation.kernel=fused: {compiler} does not compile the kernel ({reason}); use eager") from None
+
+
+def _compile(compiler: str, target: Path) -> None:
+    """Compile the C file for this processor, or where the compiler does not know it for every one of its kind."""
+    for flags in (FLAGS, [flag for flag in FLAGS if flag != "-march=native"]):
+        command = [compiler, *flags, "-o", str(target), str(SOURCE), "-lm", "-lpthread"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=flags is not FLAGS)
+        if done.returncode == 0:
+            return
+
+
+def _loaded(path: Path) -> Any:
+    run = ctypes.CDLL(str(path)).step
+    run.argtypes, run.restype = (ctypes.POINTER(Step),), ctypes.c_int
+    return run
+
+
+def _processor() -> tuple[str, str]:
+    """What the compiled code depends on: a home folder may be that of several machines."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return platform.machine(), next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    return platform.machine(), platform.processor()
