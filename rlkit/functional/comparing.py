@@ -129,28 +129,29 @@ def _angle(share: float) -> float:
 # ------------------------------------------------------------------------------------------------------ seeds to plan
 
 
-def seeds_needed(spread: float, effect: float, *, power: float = POWER) -> int:
+def seeds_needed(spread: float, effect: float, *, power: float = POWER, comparisons: int = 1) -> int:
     """Seeds for a paired comparison that finds a difference `effect` with probability `power`, at least `FEWEST`.
 
-    n = (z_0.975 + z_power)² (σ_D/δ)² + z_0.975²/2; with power 0.8: 7.849 (σ_D/δ)² + 1.92. The last term is the cost of not knowing σ_D.
-    Source: Guenther 1981, The American Statistician 35.
+    n = (z + z_power)² (σ_D/δ)² + z²/2, z that of 1 - α/2; with power 0.8: 7.849 (σ_D/δ)² + 1.92. The last term is the cost of not
+    knowing σ_D. Source: Guenther 1981, The American Statistician 35.
 
     Args:
       spread: standard deviation σ_D of the paired differences, ≥ 0. effect: δ > 0, in the same unit.
+      comparisons: how many are made at once, ≥ 1; each then has α / comparisons.
 
     >>> seeds_needed(0.0148, 0.02), seeds_needed(0.0148, 0.01)
     (7, 20)
     """
     if not (effect > 0 and spread >= 0 and math.isfinite(spread)):
         raise ValueError(f"seeds_needed: effect={effect} must be above 0, and spread={spread} at least 0")
-    z = NORMAL.inv_cdf(1 - ALPHA / 2)
+    z = NORMAL.inv_cdf(1 - ALPHA / comparisons / 2)
     return max(FEWEST, math.ceil((z + NORMAL.inv_cdf(power)) ** 2 * (spread / effect) ** 2 + z**2 / 2))
 
 
-def detectable(spread: float, n: int, *, power: float = POWER) -> float:
-    """The difference that n ≥ `FEWEST` seeds find with probability `power`: `seeds_needed` solved for the effect."""
-    z = NORMAL.inv_cdf(1 - ALPHA / 2)
-    return spread * (z + NORMAL.inv_cdf(power)) / math.sqrt(n - z**2 / 2)
+def detectable(spread: float, n: int, *, power: float = POWER, comparisons: int = 1) -> float:
+    """The difference that n ≥ `FEWEST` seeds find with probability `power`, by `seeds_needed`; inf where n is too few."""
+    z = NORMAL.inv_cdf(1 - ALPHA / comparisons / 2)
+    return spread * (z + NORMAL.inv_cdf(power)) / math.sqrt(n - z**2 / 2) if n > z**2 / 2 else math.inf
 
 
 def spread_bound(spread: float, n: int, *, confidence: float = POWER) -> float:
