@@ -24,6 +24,7 @@ COMMANDS = (
     "compare",
     "plan",
 )  # a file of this folder each
+COMMANDS = ("train", "evaluate", "rollout", "agent", "export", "report", "compare", "plan", "check", "doctor", "replay")
 HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-using tasks
 
   rlkit train                                    the embedded default: learns offline, on a CPU, in about a minute

@@ -29,10 +29,8 @@ def command(arguments: Arguments) -> int:
         floor = compared.resolution / math.sqrt(12)  # of a pilot whose differences are equal by rounding
         spread = max(v.found.spread, floor)
         likely, safe = (seeds_needed(s, effect, comparisons=count) for s in (spread, spread_bound(spread, v.found.n)))
-        print(
-            f"  {v.second} against {v.first}: {likely} seeds by the spread of the pilot ({spread:.3f}, {v.found.n} seeds), {safe} to be safe,"
-        )
-        print(f"    since so few may show too small a spread; {duration(likely, each)} to {duration(safe, each)} of runs, one at a time")
+        print(f"  {v.second} against {v.first}: {likely} seeds by the spread of the pilot ({spread:.3f}, {v.found.n} seeds), {safe} to be")
+        print(f"    safe, as so few may show too small a spread; {duration(likely, each)} or {duration(safe, each)} of runs, one at a time")
         if seeds := given.get("seeds"):
             print(f"    with {seeds} seeds: {in_power(seeds, spread, effect, count)}")
     return 0
