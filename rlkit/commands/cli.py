@@ -11,20 +11,8 @@ from rlkit.commands.arguments import parse
 from rlkit.errors import ConfigError, Refusal, RLKitError, raised_at, visible
 from rlkit.system.processors import wait_without_spinning
 
-COMMANDS = (
-    "train",
-    "evaluate",
-    "rollout",
-    "agent",
-    "export",
-    "report",
-    "check",
-    "doctor",
-    "replay",
-    "compare",
-    "plan",
-)  # a file of this folder each
-COMMANDS = ("train", "evaluate", "rollout", "agent", "export", "report", "compare", "plan", "check", "doctor", "replay")
+# a file of this folder each
+COMMANDS = ("train", "evaluate", "rollout", "agent", "export", "report", "compare", "plan", "bench", "check", "doctor", "replay")
 HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-using tasks
 
   rlkit train                                    the embedded default: learns offline, on a CPU, in about a minute
@@ -40,6 +28,7 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit report outputs/NAME/TIME …               one HTML page of runs or a sweep: curves, tables, conversations; out=FILE
   rlkit compare outputs/grpo outputs/dapo        which is better and by how much, paired by seed; figure=, at=, pairs=all
   rlkit plan outputs/grpo outputs/dapo effect=0.02   how many seeds a comparison needs, and how long they take
+  rlkit bench algorithms=grpo,dapo tasks=needle,noisy seeds=10   small tasks with a known optimum: what can be told apart
   rlkit export run=outputs/NAME/TIME             the policy as a Hugging Face folder; merge=true adds adapters to the weights
   rlkit check experiment=gsm8k_tools             what train would do, in one small step: rollout, reward, update, memory
   rlkit check model=qwen3_0.6b trainer=gpu check.device=h200   what it would take on a card that is not here, and what to change
