@@ -253,6 +253,9 @@ def budget_table(rows: Sequence[Row]) -> str:
     lines = []
     for task, arm in dict.fromkeys((row["task"], row["arm"]) for row in rows):
         own = [row for row in rows if (row["task"], row["arm"]) == (task, arm)]
-        means = [np.mean([float(row[key] or math.nan) for row in own]) for key in ("updates", "samples", "tokens", "processor_s")]
+        means = [
+            np.mean([math.nan if row[key] == "" else float(row[key]) for row in own])
+            for key in ("updates", "samples", "tokens", "processor_s")
+        ]
         lines.append([task, arm, *(f"{mean:,.0f}" for mean in means[:3]), f"{means[3]:.1f}"])
     return markdown(["task", "arm", "optimiser steps", "samples", "tokens", "processor seconds"], lines)

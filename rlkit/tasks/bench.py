@@ -56,7 +56,8 @@ def dealt(
         earned = [row.payoffs.get(reply, 0.0) for reply in replies]
         own: dict[str, Any] = {"payoffs": dict(row.payoffs), "value": [sum(earned) / len(earned), max(earned)]}
         if split == "train":
-            own |= {"none": {"flip": row.flip}, "coin": {"flip": 0.5}, "format": {"payoffs": {}, "other": 1.0}}[placebo]
+            changed: dict[str, dict[str, Any]] = {"coin": {"flip": 0.5}, "format": {"payoffs": {}, "other": 1.0}}
+            own |= changed.get(placebo, {"flip": row.flip})
         messages = ({"role": "user", "content": row.prompt},)
         tasks.append(Task(name, messages, reward="tabled", environment="single_turn", metadata=own))  # type: ignore[arg-type]
     return in_turn(tasks, split, seed, max_samples)
