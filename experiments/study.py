@@ -13,7 +13,6 @@ import argparse
 import csv
 import itertools
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -28,8 +27,9 @@ from typing import Any
 
 import yaml
 
+from rlkit.functional import comparing
+
 COMMON = ("trainer.threads=1", "evaluation.every=4", "logger=none", "callbacks.checkpoint.model=false")
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)  # 97.5 % quantile of t by degrees of freedom, from 1
 
 Row = dict[str, str]
 
@@ -94,10 +94,9 @@ def mean_height(curve: Mapping[int, float]) -> float:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half the width of the 95 % interval that Student's t gives it; NaN for one value."""
-    if len(values) < 2:
-        return values[0], math.nan
-    return statistics.fmean(values), STUDENT[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+    """Mean, and half the width of the 95 % interval that Student's t gives it; NaN for fewer than three values."""
+    found = comparing.paired([0.0] * len(values), values)
+    return found.mean, found.high - found.mean
 
 
 def paired(rows: Sequence[Row], name: str, baseline: str, column: str) -> tuple[float, float]:

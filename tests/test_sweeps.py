@@ -28,10 +28,10 @@ from rlkit.runs.sweeps.run import parallel, run_job, why
 FAST = ["debug=fast", "trainer.steps=1", "evaluation.n=0"]
 
 
-def run_folder(root, name, *, ended="finished", seed=1, after=None, validation=None):
+def run_folder(root, name, *, ended="finished", seed=1, after=None, validation=None, title=""):
     folder = root / name
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(f"seed: {seed}\ntrainer: {{steps: 3}}\n")
+    (folder / "config.yaml").write_text(f"{f'name: {title}' if title else ''}\nseed: {seed}\ntrainer: {{steps: 3}}\n")
     figures = {name: {"accuracy": value} if value else None for name, value in (("after", after), ("validation", validation))}
     (folder / "summary.json").write_text(json.dumps({"ended": ended, "steps": 3} | figures))
     (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.25}\n{"step": 2, "reward/mean": 0.75}\n{"step": 3, "rew')
@@ -126,12 +126,14 @@ def test_the_comparison_puts_the_best_first_and_sums_up_seeds(tmp_path):
     jobs = []
     for number, (algorithm, seed, after, validation) in enumerate([("grpo", 1, 0.9, 0.1), ("grpo", 2, 0.7, 0.2), ("dapo", 1, 0.3, 0.8)]):
         overrides = [f"algorithm={algorithm}", f"seed={seed}", "debug=fast"]
-        jobs.append(RunJob(number, overrides, run_folder(tmp_path, f"{number}", seed=seed, after=after, validation=validation), "finished"))
+        folder = run_folder(tmp_path, f"{number}", seed=seed, after=after, validation=validation, title=algorithm)
+        jobs.append(RunJob(number, overrides, folder, "finished"))
         save(tmp_path / "jobs" / f"{number}.json", jobs[-1])
     assert read_jobs(tmp_path / "jobs") == jobs
-    first, second, said = comparison(jobs).split("\n\n")
+    first, second, verdict, said = comparison(jobs).split("\n\n")
     assert [line.split()[:2] for line in first.splitlines()[2:]] == [["dapo", "1"], ["grpo", "2"], ["grpo", "1"]]
-    assert second.splitlines()[-1].split() == ["grpo", "2", "0.800", "0.141"]  # of test accuracy: sd of 0.9, 0.7 is 0.1 √2
+    assert second.splitlines()[-2].split() == ["grpo", "2", "0.800", "0.141"]  # of test accuracy: sd of 0.9, 0.7 is 0.1 √2
+    assert verdict.splitlines()[0] == "dapo against grpo: no difference can be claimed; they share 1 seed, and fewer than 3 say nothing."
     assert said == "before and after: test accuracy; best first by validation accuracy"
     assert "debug" not in first
 

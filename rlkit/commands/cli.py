@@ -12,7 +12,8 @@ from rlkit.commands.arguments import parse
 from rlkit.errors import TRACEBACK, ConfigError, Refusal, RLKitError, raised_at, say, visible
 from rlkit.system.processors import wait_without_spinning
 
-COMMANDS = ("train", "evaluate", "rollout", "agent", "export", "report", "check", "doctor", "replay", "runs")  # a file of this folder each
+# a file of this folder each
+COMMANDS = ("train", "evaluate", "rollout", "agent", "export", "report", "runs", "compare", "plan", "bench", "check", "doctor", "replay")
 HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-using tasks
 
   rlkit train                                    the embedded default: learns offline, on a CPU, in about a minute
@@ -27,6 +28,9 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
                                                  a conversation with tools; run=FOLDER asks a trained policy
   rlkit report outputs/NAME/TIME …               one HTML page of runs or a sweep: curves, tables, conversations; out=FILE
   rlkit runs algorithm=dapo                      runs with these settings, newest first; rlkit runs diff A B compares two
+  rlkit compare outputs/grpo outputs/dapo        which is better and by how much, paired by seed; figure=, at=, pairs=all
+  rlkit plan outputs/grpo outputs/dapo effect=0.02   how many seeds a comparison needs, and how long they take
+  rlkit bench algorithms=grpo,dapo tasks=needle,noisy seeds=10   small tasks with a known optimum: what can be told apart
   rlkit export run=outputs/NAME/TIME             the policy as a Hugging Face folder; merge=true adds adapters to the weights
   rlkit check experiment=gsm8k_tools             what train would do, in one small step: rollout, reward, update, memory
   rlkit check model=qwen3_0.6b trainer=gpu check.device=h200   what it would take on a card that is not here, and what to change
@@ -66,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[0] not in COMMANDS:
             raise ConfigError(f"there is no command '{words[0]}'; there are: {', '.join(COMMANDS)}")
-        arguments = parse(words[1:], texts=words[0] in ("agent", "report", "runs"))
+        arguments = parse(words[1:], texts=words[0] in ("agent", "report", "runs", "compare", "plan"))
         if arguments.help:
             print(HELP + list_groups())
             return 0

@@ -301,7 +301,12 @@ def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[l
         group = override.key_or_group
         options = loader.get_group_options(group, ObjectType.CONFIG)
         chosen = override.value() if options and not override.is_sweep_override() else []
-        unknown = [c for c in (chosen if isinstance(chosen, list) else [chosen]) if c not in options]
+        within = [str(c).rpartition("/") for c in (chosen if isinstance(chosen, list) else [chosen])]  # an option may be in a folder
+        unknown = [
+            folder + slash + name
+            for folder, slash, name in within
+            if name not in (loader.get_group_options(f"{group}/{folder}", ObjectType.CONFIG) if slash else map(str, options))
+        ]
         if override.is_sweep_override():
             problems.append(f"{text}: several values are a sweep; run it with -m")
         elif unknown and not elsewhere:

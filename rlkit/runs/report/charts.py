@@ -6,11 +6,12 @@ import importlib.util
 import io
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlkit.errors import ConfigError, install
 from rlkit.runs.report.read import Group, metrics_of, series
+from rlkit.runs.report.verdicts import UNITS, budget
 
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5cc0", "#8a8a00")
@@ -29,6 +30,7 @@ class Chart(NamedTuple):
     smooth: bool = True
     low: str = ""  # metrics of an interval
     high: str = ""
+    against: str = "steps"  # what the horizontal axis counts, one of UNITS
 
 
 class Drawn(NamedTuple):
@@ -53,6 +55,9 @@ STATIC = (
         "test_accuracy", LEARNING, "Test accuracy", "test/accuracy", "before and after", False, "test/accuracy_low", "test/accuracy_high"
     ),
     Chart("test_reward", LEARNING, "Test reward", "test/reward", "before and after", False, "test/reward_low", "test/reward_high"),
+    Chart("reward_by_tokens", LEARNING, "Training reward by tokens", "reward/mean", "mean of the step's rollouts", against="tokens"),
+    Chart("reward_by_seconds", LEARNING, "Training reward by seconds", "reward/mean", "mean of the step's rollouts", against="seconds"),
+    Chart("accuracy_by_tokens", LEARNING, "Validation accuracy by tokens", "eval/accuracy", smooth=False, against="tokens"),
     Chart("no_signal", LEARNING, "Prompts without signal", "group/frac_zero_std", "share whose rewards are all equal"),
     Chart("kl_reference", POLICY, "KL to the reference", "kl/ref_k3", "k3, nats per token"),
     Chart("kl_step", POLICY, "KL moved by a step", "kl/step", "nats per token"),
@@ -92,6 +97,7 @@ def with_values(groups: Sequence[Group]) -> list[Chart]:
     found = metrics_of(run for group in groups for run in group.runs)
     values = {metric: [series(run, metric) for group in groups for run in group.runs] for metric in found}
     told = [chart for chart in (*STATIC, *dynamic(found)) if any(any(own.values()) for own in values.get(chart.metric, ()))]
+    told = [chart for chart in told if chart.against == "steps" or (len(groups) > 1 and _spent(groups, chart.against))]
     twins = {"eval/reward": "eval/accuracy", "test/reward": "test/accuracy"} | {
         m: "reward/mean" for m in found if m.startswith("reward/") and m.endswith("/mean")
     }
@@ -99,6 +105,11 @@ def with_values(groups: Sequence[Group]) -> list[Chart]:
     told = [chart for chart in told if chart.metric not in twins or values[chart.metric] != values.get(twins[chart.metric])]
     timed = [Chart("where_time_goes", TIME, "Where a step's time goes", "", "mean seconds a step")] if "perf/step_s" in values else []
     return sorted([*told, *timed], key=lambda chart: SECTIONS.index(chart.section))
+
+
+def _spent(groups: Sequence[Group], unit: str) -> bool:
+    """Whether the runs of all lines tell what they spent."""
+    return all(any(budget(run, unit).values()) for group in groups for run in group.runs)
 
 
 def dynamic(found: Sequence[str]) -> Iterator[Chart]:
@@ -195,7 +206,7 @@ def figure_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Any:
     axes = figure.add_subplot()
     if chart.metric:
         draw_lines(axes, chart, groups, window(groups) if smooth is None else smooth)
-        axes.set_xlabel("step")
+        axes.set_xlabel("step" if chart.against == "steps" else UNITS[chart.against])
         axes.grid(axis="y", color=GRID, linewidth=0.7)
         axes.margins(x=0.02)
     else:
@@ -214,7 +225,7 @@ def draw_lines(axes: Any, chart: Chart, groups: Sequence[Group], smooth: int) ->
     """Lines with the band of the seeds, or of one run's interval; unsmoothed values faint behind; phases as dotted lines."""
     from matplotlib.ticker import MaxNLocator
 
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7 if chart.against == "steps" else 4, integer=True))
     for index, group in enumerate(groups):
         colour, dash = style(index)
         curves = [own for run in group.runs if (own := series(run, chart.metric))]
@@ -226,20 +237,30 @@ def draw_lines(axes: Any, chart: Chart, groups: Sequence[Group], smooth: int) ->
         label = group.label if len(group.runs) == 1 else f"{group.label}, {len(group.runs)} seeds"
         mark = "o" if len(shown.steps) <= 12 else None
         drawn = {"color": colour, "linestyle": dash}
-        axes.plot(shown.steps, shown.mean, marker=mark, markersize=3, linewidth=1.6, label=label, **drawn)
+        at = axis(group, chart.against)
+        axes.plot(at(shown.steps), shown.mean, marker=mark, markersize=3, linewidth=1.6, label=label, **drawn)
         if steps > 1:
             raw = line(curves)
-            axes.plot(raw.steps, raw.mean, linewidth=0.8, alpha=0.35, **drawn)
+            axes.plot(at(raw.steps), raw.mean, linewidth=0.8, alpha=0.35, **drawn)
         for own in smooth_curves:  # what goes on after another seed has ended
             rest = {step: value for step, value in own.items() if not shown.steps or step >= shown.steps[-1]}
-            axes.plot(list(rest), list(rest.values()), linewidth=0.9, alpha=0.6, **drawn)
+            axes.plot(at(list(rest)), list(rest.values()), linewidth=0.9, alpha=0.6, **drawn)
         if len(curves) > 1:
-            axes.fill_between(shown.steps, shown.low, shown.high, color=colour, alpha=0.18, linewidth=0)
+            axes.fill_between(at(shown.steps), shown.low, shown.high, color=colour, alpha=0.18, linewidth=0)
         elif chart.low:
             low, high = series(group.runs[0], chart.low), series(group.runs[0], chart.high)
             both = sorted(low.keys() & high.keys())
             axes.fill_between(both, [low[s] for s in both], [high[s] for s in both], color=colour, alpha=0.18, linewidth=0)
-    draw_switches(axes, groups)
+    if chart.against == "steps":
+        draw_switches(axes, groups)
+
+
+def axis(group: Group, against: str) -> Callable[[Sequence[int]], list[float]]:
+    """RL steps → where they stand on the horizontal axis: what a run of the group had spent by then, in the mean over its seeds."""
+    if against == "steps":
+        return list
+    spent = [budget(run, against) for run in group.runs]
+    return lambda steps: [math.fsum(own.get(step, 0.0) for own in spent) / len(spent) for step in steps]
 
 
 def draw_switches(axes: Any, groups: Sequence[Group]) -> None:

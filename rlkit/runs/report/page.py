@@ -14,6 +14,7 @@ from typing import Any
 from rlkit.runs.report.charts import SECTIONS, Drawn, phase_starts
 from rlkit.runs.report.read import Group, ReadRun, differences, is_number
 from rlkit.runs.report.tables import HeldOutRow, WithInterval, symptoms
+from rlkit.runs.report.verdicts import UNITS, budgets, shared_figure, told, verdicts
 from rlkit.system.files import finite
 
 SHOWN = 80  # settings that differ
@@ -34,6 +35,7 @@ def render(
     policy = f"default-src 'none'; {sources}; base-uri 'none'; form-action 'none'"
     title = f"rlkit report: {' · '.join(group.label for group in groups) or found[0].name}"
     sections = [
+        section("Which is better", verdict_list(groups)),
         section("Before and after", held_out_table(held_out) if held_out else ""),
         section("Health", health_list(groups)),
         *(section(name, charts_of(name, drawn, groups)) for name in SECTIONS),
@@ -101,14 +103,29 @@ def held_out_table(rows: Sequence[HeldOutRow]) -> str:
     ]
     several = any(row.seeds > 1 for row in rows)
     note = "In brackets 95 % intervals: of one seed over problems, that of the change as of two independent samples (Newcombe)"
-    note += "; of several seeds Student's t over seeds and the interval over problems, in quadrature." if several else "."
+    note += "; of three seeds and more Student's t over seeds, of these problems; two seeds have none." if several else "."
     return (
         html_table(("line", "problems of", "figure", "before", "after", "change", "problems", "seeds"), cells) + f"<p class=note>{note}</p>"
     )
 
 
+def verdict_list(groups: Sequence[Group]) -> str:
+    """Each line against the first, and what the lines spent; nothing where there is nothing to compare."""
+    compared = shared_figure(groups)
+    found = verdicts(groups, compared) if compared else []
+    if not compared or not found:
+        return ""
+    kinds = {"better": "good", "worse": "bad", "open": "open"}
+    items = [f"<li class={kinds[v.claim]}>{escape(v.sentence)}</li>" for v in found]
+    said = [f"<p class=note>{escape(text)}</p>" for text in told(groups, compared, found)[len(found) :]]
+    spent = budgets(groups)
+    rows = [[escape(group.label), *(f"{values[i]:,.0f}" for values in spent.values())] for i, group in enumerate(groups)]
+    table = html_table(["spent by a run", *(UNITS[unit] for unit in spent)], rows) if spent else ""
+    return f"<ul class=health>{''.join(items)}</ul>{''.join(said)}{table}"
+
+
 def change(estimate: WithInterval) -> str:
-    """A change, marked where its interval leaves out 0."""
+    """A change, marked where its interval leaves out 0; without an interval it is open."""
     kind = "good" if estimate.low > 0 else "bad" if estimate.high < 0 else "open"
     return f"<span class={kind}>{interval(estimate, sign='+')}</span>"
 

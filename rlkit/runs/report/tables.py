@@ -7,11 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from rlkit.functional.comparing import bounded_mean, paired
 from rlkit.runs.report.read import Group, ReadRun, is_number
 from rlkit.training.callbacks.pathologies import CHECKS, INTERVALS
-
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two-sided 95 %, 1 … 9 degrees of freedom
-
 
 UNNAMED = "held-out"  # the split of figures that name none
 
@@ -41,7 +39,7 @@ def before_after(groups: Iterable[Group]) -> list[HeldOutRow]:
     """Test accuracy and, where it is another number, reward; of a mixture that of each part too.
 
     One seed: the interval is over problems, that of the change by Newcombe's rule for two independent samples, which is wide, for
-    the problems are the same. Several: see `over_seeds`.
+    the problems are the same. Three and more: over seeds, see `over_seeds`. Two have no interval.
     """
     out = []
     for group in groups:
@@ -84,9 +82,15 @@ def figures(line: str, split: str, prefix: str, pairs: Sequence[tuple[Mapping[st
         if not pairs or (name == "reward" and all(side["reward"] == side["accuracy"] for pair in pairs for side in pair)):
             continue  # the reward is the accuracy
         both = [[estimate(side[name], side[interval]) for side in pair] for pair in pairs]
-        before, after = (over_seeds([pair[i] for pair in both]) for i in (0, 1))
-        change = over_seeds([newcombe(*pair) for pair in both])
-        out.append(HeldOutRow(line, split, prefix + name, len(pairs), int(pairs[0][1]["n"]), before, after, change))
+        problems = int(pairs[0][1]["n"])
+        if len(both) == 1:
+            before, after, change = *both[0], newcombe(*both[0])
+        else:
+            step = 1 / problems if name == "accuracy" and problems else 0.0
+            sides = [[pair[i].value for pair in both] for i in (0, 1)]
+            before, after = (over_seeds(own, bounded=name == "accuracy", resolution=step) for own in sides)
+            change = over_seeds([b - a for a, b in zip(*sides, strict=True)], bounded=False, resolution=step)
+        out.append(HeldOutRow(line, split, prefix + name, len(pairs), problems, before, after, change))
     return out
 
 
@@ -108,32 +112,21 @@ def estimate(value: float | None, interval: Sequence[float | None]) -> WithInter
     return WithInterval(*(math.nan if v is None else float(v) for v in (value, *interval)))
 
 
-def over_seeds(estimates: Sequence[WithInterval]) -> WithInterval:
-    """One seed as it is; of several the mean, its interval over seeds and over problems at once.
+def over_seeds(values: Sequence[float], *, bounded: bool, resolution: float = 0.0) -> WithInterval:
+    """The mean of a figure over seeds, and its 95 % interval by Student's t; nan below three seeds, where t says nothing.
 
-    Half-widths in quadrature: Student's t · s/√n over the seeds, and the mean half-width over problems. The seeds share the problems,
-    so the second does not shrink with their number; without it two seeds that agree by chance would have no interval at all.
+    The problems are held fixed: the interval is of these problems, whatever the seed.
 
-    >>> tuple(round(v, 3) for v in over_seeds([WithInterval(0.8, 0.7, 0.9), WithInterval(0.9, 0.8, 1.0), WithInterval(1.0, 0.9, 1.1)]))
-    (0.9, 0.632, 1.168)
+    Args:
+      bounded: the figure is a share, and so is its interval: t of asin √x, taken back.
+      resolution: the smallest step of a figure.
     """
-    known = [e for e in estimates if math.isfinite(e.value)]
-    if len(known) < 2:
-        return known[0] if known else WithInterval(math.nan, math.nan, math.nan)
-    mean = math.fsum(e.value for e in known) / len(known)
-    spread = math.sqrt(math.fsum((e.value - mean) ** 2 for e in known) / (len(known) - 1))
-    seeds = student(len(known) - 1) * spread / math.sqrt(len(known))
-    below, above = (math.fsum(values) / len(known) for values in ([e.value - e.low for e in known], [e.high - e.value for e in known]))
-    return WithInterval(mean, mean - math.hypot(seeds, below), mean + math.hypot(seeds, above))
-
-
-def student(freedom: int) -> float:
-    """Student's t at 97.5 %: from a table, beyond it by its expansion at large numbers, to three places."""
-    if freedom <= len(T95):
-        return T95[freedom - 1]
-    z = 1.959964
-    terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
-    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return WithInterval(math.nan, math.nan, math.nan)
+    if bounded:
+        return WithInterval(*bounded_mean(known, resolution=resolution))
+    return WithInterval(*paired([0.0] * len(known), known, resolution=resolution)[:3])
 
 
 # ------------------------------------------------------------------------------------------------------- health

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlkit.errors import Refusal
 from rlkit.runs import folder as runs
+from rlkit.runs.report import verdicts
+from rlkit.runs.report.read import group_runs, read_run
 from rlkit.runs.sweeps.jobs import RunJob, last_reward
 
 SPLITS = ("validation", "before", "after")  # accuracies in summary.json: the last on validation problems, on test problems twice
@@ -39,7 +41,7 @@ def write_csv(path: Path, jobs: Sequence[RunJob]) -> None:
 
 
 def comparison(jobs: Sequence[RunJob]) -> str:
-    """The table for people, best first, and over seeds mean ± standard deviation of the test accuracy where there are several.
+    """The table for people, best first; and where several lines have seeds in common, what can be said of each against the first.
 
     The order goes by validation accuracy where there is any, else by the training reward: with a choice by test accuracy, that would no
     longer be a figure of problems that nothing was tuned on.
@@ -49,29 +51,28 @@ def comparison(jobs: Sequence[RunJob]) -> str:
         return "no job has begun"
     keys = list(rows[0])[: list(rows[0]).index("status")]
     order = "validation" if any(row["validation"] is not None for row in rows) else "reward"
-    shown = "after" if any(row["after"] is not None for row in rows) else order
     rows.sort(key=lambda row: (row[order] is None, -(row[order] or 0.0)))
     columns = [*keys, "status", *SPLITS, "reward", "steps", "seconds"]
-    text = aligned(columns, [[row[column] for column in columns] for row in rows], left=len(keys) + 1)
-    if "seed" in keys and (seeds := _seeds_together(rows, [key for key in keys if key != "seed"], order, shown)):
-        text += "\n\n" + aligned([*(key for key in keys if key != "seed"), "seeds", f"mean {shown}", "std"], seeds, left=len(keys) - 1)
+    parts = [aligned(columns, [[row[column] for column in columns] for row in rows], left=len(keys) + 1)]
+    if seeds := seeds_together(jobs):
+        parts.append(seeds)
     named = "validation accuracy" if order == "validation" else "training reward; set evaluation.every to order them by validation accuracy"
-    return f"{text}\n\nbefore and after: test accuracy; best first by {named}"
+    return "\n\n".join([*parts, f"before and after: test accuracy; best first by {named}"])
 
 
-def _seeds_together(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], order: str, shown: str) -> list[list[Any]]:
-    """A row for the finished jobs that differ by their seed alone, best first; nothing where no two do."""
-    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        if row[order] is not None and row[shown] is not None and row["status"] == "finished":
-            groups.setdefault(tuple(str(row[key]) for key in keys), []).append(row)
-    if all(len(own) < 2 for own in groups.values()):
-        return []
-    out = []
-    for group, own in sorted(groups.items(), key=lambda item: -statistics.fmean(row[order] for row in item[1])):
-        values = [row[shown] for row in own]
-        out.append([*group, len(own), statistics.fmean(values), statistics.stdev(values) if len(own) > 1 else None])
-    return out
+def seeds_together(jobs: Sequence[RunJob]) -> str:
+    """The finished jobs that differ by their seed alone as one line each, and a sentence on each line against the first; or nothing."""
+    found = [read_run(job.folder) for job in jobs if job.status == "finished" and runs.is_run(job.folder)]
+    groups = group_runs(found)
+    compared = verdicts.shared_figure(groups)
+    if compared is None or all(len(group.runs) < 2 for group in groups):
+        return ""
+    rows = []
+    for group, values in zip(groups, compared.values, strict=True):
+        own = list(values.values())
+        rows.append([group.label, len(own), statistics.fmean(own) if own else None, statistics.stdev(own) if len(own) > 1 else None])
+    table = aligned(["", "seeds", f"mean {compared.name}", "std"], rows, left=1)
+    return "\n".join([table, "", *verdicts.told(groups, compared, verdicts.verdicts(groups, compared))])
 
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, left: int) -> str:

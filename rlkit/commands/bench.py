@@ -1,0 +1,79 @@
+"""`rlkit bench`: algorithms × tasks × seeds on small tasks with a known optimum, and one page of what can be claimed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from rlkit.commands.arguments import Arguments, drop, option
+from rlkit.errors import ConfigError, Refusal
+from rlkit.system.processors import cores
+
+SETTINGS = {"algorithms": "", "arms": "", "tasks": "", "seeds": "3", "placebo": "true", "jobs": "", "folder": "outputs/bench"}
+
+
+def command(arguments: Arguments) -> int:
+    """algorithms=A,B or arms=FILE, tasks=, seeds=N, placebo=false, jobs=N, folder=; every other override goes to every run."""
+    from rlkit.runs import bench
+
+    given = {key: option(arguments.overrides, key) or usual for key, usual in SETTINGS.items()}
+    common = arguments.overrides
+    for key in SETTINGS:
+        common = drop(common, key)
+    for key in ("seeds", "jobs"):
+        if given[key] and not (given[key].isdigit() and int(given[key])):
+            raise ConfigError(f"{key}={given[key]}: give a whole number, 1 or more")
+    arms = arms_of(given) | (bench.PLACEBOS if given["placebo"] == "true" else {})
+    folder, tasks = Path(given["folder"]), tasks_of(given["tasks"], arguments.config_dir)
+    cells = bench.matrix(folder, tasks, arms, range(int(given["seeds"])), common)
+    check(cells[: len(tasks) * len(arms)], arguments.config_dir)
+    failed = bench.run_all(
+        cells, jobs=int(given["jobs"] or cores()), config_dir=arguments.config_dir, tell=lambda text: print(text, flush=True)
+    )
+    if not (rows := [row for cell in cells if (row := bench.read_row(cell))]):
+        raise ConfigError(f"rlkit bench: no run finished; the first said: {next(iter(failed.values()))}")
+    bench.write_rows(folder / "results.csv", rows)
+    text = bench.page(rows, failed)
+    (folder / "README.md").write_text(text)
+    print(f"\n{text}\nrows             {folder / 'results.csv'}\npage             {folder / 'README.md'}")
+    return 1 if failed else 0
+
+
+def arms_of(given: dict[str, str]) -> dict[str, tuple[str, ...]]:
+    """Name → overrides: options of `algorithm`, and those of a file of names and lists of overrides."""
+    arms: dict[str, tuple[str, ...]] = {name: (f"algorithm={name}",) for name in given["algorithms"].split(",") if name}
+    if given["arms"]:
+        try:
+            arms |= {str(name): tuple(map(str, own)) for name, own in yaml.safe_load(Path(given["arms"]).read_text()).items()}
+        except (OSError, yaml.YAMLError, AttributeError, TypeError) as error:
+            raise ConfigError(f"arms={given['arms']}: needs a YAML file of `name: [override, …]` ({error})") from error
+    if not arms:
+        raise ConfigError("rlkit bench needs algorithms=grpo,dapo,… or arms=FILE.yaml")
+    return arms
+
+
+def tasks_of(text: str, config_dir: str | None) -> list[str]:
+    """The tasks named, or all there are. Raises ConfigError for one that is none."""
+    from rlkit.config.compose import conf_dir
+
+    folders = [conf_dir(), *([Path(config_dir)] if config_dir else [])]
+    known = sorted({f.stem for folder in folders for f in (folder / "experiment" / "bench").glob("*.yaml")} - {"base"})
+    chosen = [name for name in text.split(",") if name] or known
+    if unknown := [name for name in chosen if name not in known]:
+        raise ConfigError(f"tasks={unknown[0]}: there is no such task; there are {', '.join(known)}")
+    return chosen
+
+
+def check(cells: list, config_dir: str | None) -> None:
+    """Composes the first seed of every arm on every task. Raises ConfigError with what is wrong, before anything runs."""
+    from rlkit.config.experiment import experiment
+
+    problems: dict[str, str] = {}
+    for cell in cells:
+        try:
+            experiment(*cell.overrides, config_dir=config_dir)
+        except Refusal as error:
+            problems.setdefault(str(error), f"{cell.arm} on {cell.task}")
+    if problems:
+        raise ConfigError("\n".join(f"{where}: {text}" for text, where in problems.items()))

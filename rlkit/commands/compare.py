@@ -1,0 +1,65 @@
+"""`rlkit compare`: which line of runs is better, in sentences and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlkit.commands.arguments import Arguments, option
+from rlkit.errors import ConfigError
+from rlkit.runs.report import verdicts
+from rlkit.runs.report.read import Group, find_runs, group_runs, read_run
+
+SETTINGS = ("figure", "at", "pairs", "effect", "seeds")
+
+
+def command(arguments: Arguments) -> int:
+    """Run folders or folders of runs, each line against the first; and figure=, at=, pairs=all, effect=."""
+    groups, given = lines_of(arguments, "compare")
+    compared = verdicts.shared_figure(groups, given.get("figure"), given.get("at"))
+    if compared is None:
+        raise ConfigError(f"rlkit compare: fewer than two lines of these runs have a figure in common ({', '.join(verdicts.FIGURES)})")
+    if given.get("pairs", "first") not in ("first", "all"):
+        raise ConfigError(f"pairs={given['pairs']}: write pairs=all, or pairs=first for each line against the first")
+    found = verdicts.verdicts(groups, compared, every_pair=given.get("pairs") == "all", effect=effect_of(given, verdicts.EFFECT))
+    if not found:
+        raise ConfigError(f"rlkit compare: the first line, {groups[0].label}, has no {compared.name}; pairs=all compares the others")
+    print(table(groups, compared))
+    print("\n".join(["", *verdicts.told(groups, compared, found)]))
+    return 0
+
+
+def lines_of(arguments: Arguments, name: str) -> tuple[list[Group], dict[str, str]]:
+    """The lines of the folders that a command names, and its settings. Raises ConfigError where that is fewer than two lines."""
+    given = {key: value for key in SETTINGS if (value := option(arguments.overrides, key)) is not None}
+    others = [text for text in arguments.overrides if text.partition("=")[0] not in given]  # folders of a sweep have a = in their names
+    if unknown := [text for text in others if not Path(text).exists()]:
+        raise ConfigError(f"'{unknown[0]}': rlkit {name} takes run folders and {', '.join(f'{key}=' for key in SETTINGS)}")
+    groups = group_runs([read_run(folder) for folder in find_runs([*arguments.texts, *others])])
+    if len(groups) < 2:
+        said = "one line of runs" if groups else "no run with finished steps"
+        raise ConfigError(f"rlkit {name} needs folders of two kinds of runs, such as rlkit {name} outputs/grpo outputs/dapo; found {said}")
+    return groups, given
+
+
+def effect_of(given: dict[str, str], usual: float) -> float:
+    """The difference to see, > 0."""
+    try:
+        effect = float(given.get("effect", usual))
+    except ValueError:
+        effect = 0.0
+    if not effect > 0:
+        raise ConfigError(f"effect={given['effect']}: give a difference above 0, such as effect=0.02")
+    return effect
+
+
+def table(groups: Sequence[Group], compared: verdicts.Figure) -> str:
+    """A row a line: seeds, mean figure, and what a run spent."""
+    from rlkit.runs.sweeps.compare import aligned
+
+    spent = verdicts.budgets(groups)
+    rows: list[list[object]] = []
+    for i, (group, values) in enumerate(zip(groups, compared.values, strict=True)):
+        mean = sum(values.values()) / len(values) if values else None
+        rows.append([group.label, len(values), mean, *(f"{own[i]:,.0f}" for own in spent.values())])
+    return aligned(["", "seeds", compared.name, *(verdicts.UNITS[unit] for unit in spent)], rows, left=1)

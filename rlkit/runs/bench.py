@@ -1,0 +1,261 @@
+"""A matrix of short runs, tasks × arms × seeds, many in one process; what they came to, as rows, and as one page.
+
+A run is `rlkit.train` in <folder>/TASK/ARM/SEED, on one thread, in one of as many processes as there are cores. Runs that are finished
+are not repeated. A run's score is its regret (rlkit/tasks/bench.py): 1 as good as a random policy, 0 as good as possible.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import math
+import multiprocessing
+import os
+import re
+import shutil
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlkit.errors import Refusal
+from rlkit.functional.comparing import ALPHA, FEWEST, bootstrap, detectable, false_discovery, improvement, iqm, paired, profile, ranks
+from rlkit.runs import folder as runs
+
+# Arms that cannot learn what is asked: a method counts only above them. The rewards of training are a coin, or 1 for any reply.
+PLACEBOS = {f"placebo {kind}": ("algorithm=grpo", f"task.placebo={kind}") for kind in ("coin", "format")}
+THRESHOLDS = (0.1, 0.25, 0.5, 0.75, 0.9)  # of 1 - regret, in the performance profile
+
+
+class Cell(NamedTuple):
+    """One run of the matrix."""
+
+    task: str
+    arm: str
+    seed: int
+    overrides: tuple[str, ...]
+    folder: Path
+
+
+Row = dict[str, Any]
+
+
+# ------------------------------------------------------------------------------------------------------ runs
+
+
+def matrix(
+    folder: Path, tasks: Sequence[str], arms: Mapping[str, Sequence[str]], seeds: Sequence[int], common: Sequence[str]
+) -> list[Cell]:
+    """All runs, seeds outermost, so that a matrix that is stopped early has whole seeds. `common` goes to every run."""
+    return [
+        Cell(task, arm, seed, (f"experiment=bench/{task}", *own, *common, f"seed={seed}"), folder / task / place(arm) / str(seed))
+        for seed in seeds for task in tasks for arm, own in arms.items()
+    ]  # fmt: skip
+
+
+def place(arm: str) -> str:
+    """An arm's name as a folder's."""
+    return re.sub(r"[^\w.+=-]+", "_", arm)
+
+
+def run_all(cells: Sequence[Cell], *, jobs: int, config_dir: str | None, tell: Callable[[str], None]) -> dict[Path, str]:
+    """Runs what is not finished, `jobs` at a time; folder → why, of those that failed."""
+    waiting = [cell for cell in cells if not runs.is_finished(cell.folder)]
+    tell(f"{len(cells)} runs, {len(cells) - len(waiting)} of them done earlier, {jobs} at a time")
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started
+    failed: dict[Path, str] = {}
+    with ProcessPoolExecutor(max(1, min(jobs, len(waiting))), mp_context=multiprocessing.get_context("spawn")) as pool:
+        started = {pool.submit(run_cell, cell, config_dir): cell for cell in waiting}
+        for count, done in enumerate(as_completed(started), 1):
+            cell, why = started[done], done.result()
+            if why:
+                failed[cell.folder] = why
+            reward = ((runs.read_summary(cell.folder) or {}).get("after") or {}).get("reward")
+            tell(f"{count}/{len(waiting)}  {cell.task}  {cell.arm}  seed {cell.seed}  {why or f'reward {reward:.3f}'}")
+    return failed
+
+
+def run_cell(cell: Cell, config_dir: str | None) -> str:
+    """One run in this process; why it failed, or nothing. What it prints is in log.txt beside the other seeds."""
+    from rlkit.config.experiment import experiment
+    from rlkit.runs.python import train
+
+    shutil.rmtree(cell.folder, ignore_errors=True)  # of a run that was cut off
+    cell.folder.parent.mkdir(parents=True, exist_ok=True)
+    began = time.process_time()
+    with (cell.folder.parent / f"{cell.seed}.log").open("w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+        try:
+            train(experiment(*cell.overrides, config_dir=config_dir), cell.folder)
+        except Refusal as error:
+            return str(error).splitlines()[0]
+        except Exception as error:
+            traceback.print_exc()
+            return f"{type(error).__name__}: {error}; see {log.name}"
+    (cell.folder / "processor_seconds").write_text(f"{time.process_time() - began:.2f}\n")
+    return ""
+
+
+def read_row(cell: Cell) -> Row | None:
+    """What a finished run came to; None for another."""
+    from rlkit.runs.report.read import read_run
+    from rlkit.runs.report.verdicts import UNITS, budget
+
+    if not runs.is_finished(cell.folder):
+        return None
+    run, value = read_run(cell.folder), value_of_run(cell.folder)
+    reward = float(run.summary["after"]["reward"])
+    row = {"task": cell.task, "arm": cell.arm, "seed": cell.seed, "reward": round(reward, 5), "regret": round(value.regret(reward), 5)}
+    row |= {"random": round(value.random, 5), "best": round(value.best, 5)}
+    row |= {unit: round(max(budget(run, unit).values(), default=0.0), 1) for unit in UNITS}
+    spent = cell.folder / "processor_seconds"
+    return row | {"processor_s": spent.read_text().strip() if spent.exists() else "", "overrides": " ".join(cell.overrides)}
+
+
+def value_of_run(folder: Path) -> Any:
+    """The random and the best expected reward of the test problems of a run."""
+    from rlkit.config.schema import build
+    from rlkit.tasks.bench import value_of
+
+    config = runs.read_config(folder)
+    return value_of(build(config["task"])(split="test")[: config["evaluation"]["n"]])
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """One line a run."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+# ------------------------------------------------------------------------------------------------------ the page
+
+
+class Scores(NamedTuple):
+    """1 - regret of the seeds that every arm has on every task: arm → [n seeds, tasks]."""
+
+    tasks: list[str]
+    seeds: list[int]
+    of: dict[str, np.ndarray]
+
+
+def scores(rows: Sequence[Row]) -> Scores:
+    """The rows as a cube. A seed that lacks a run is left out for all arms, so that every comparison is within pairs."""
+    found = {(row["task"], row["arm"], int(row["seed"])): 1 - float(row["regret"]) for row in rows}
+    tasks, arms = (list(dict.fromkeys(row[key] for row in rows)) for key in ("task", "arm"))
+    seeds = sorted({int(row["seed"]) for row in rows})
+    seeds = [seed for seed in seeds if all((task, arm, seed) in found for task in tasks for arm in arms)]
+    return Scores(tasks, seeds, {arm: np.array([[found[task, arm, seed] for task in tasks] for seed in seeds]) for arm in arms})
+
+
+class Pair(NamedTuple):
+    """A comparison of two arms on a task; `q` is the false-discovery rate at which it is a claim."""
+
+    task: str
+    first: str
+    second: str
+    mean: float  # second - first, of 1 - regret
+    low: float
+    high: float
+    q: float
+    sees: float  # the difference that these seeds find four times in five, alone
+
+
+def pairs(found: Scores) -> list[Pair]:
+    """Every pair of arms on every task, by Student's t within seeds, with the false-discovery rate over all of them."""
+    places = [(t, a, b) for t in range(len(found.tasks)) for a, b in combinations(found.of, 2)]
+    tests = [paired(found.of[a][:, t].tolist(), found.of[b][:, t].tolist()) for t, a, b in places]
+    rates = false_discovery([d.p for d in tests])
+    return [
+        Pair(found.tasks[t], a, b, d.mean, d.low, d.high, q, detectable(d.spread, d.n) if d.n >= FEWEST else math.inf)
+        for (t, a, b), d, q in zip(places, tests, rates, strict=True)
+    ]
+
+
+def page(rows: Sequence[Row], failed: Mapping[Path, str]) -> str:
+    """The page, in Markdown: scores by task, over tasks, what can be claimed, what cannot, and what the runs spent."""
+    found = scores(rows)
+    n, arms = len(found.seeds), list(found.of)
+    parts = [
+        f"# rlkit bench\n\n{len(arms)} arms, {len(found.tasks)} tasks, {n} seeds ({', '.join(map(str, found.seeds)) or 'none in common'})."
+    ]
+    parts.append(
+        "Scores are 1 - regret: 0 is a policy that replies at random, 1 the best that is possible, both computed. Arms of a seed share the "
+        "start, the problems, their order and the sampling noise, and are compared within seeds."
+    )
+    if failed:
+        parts.append("Failed: " + "; ".join(f"{folder}: {why}" for folder, why in failed.items()))
+    if n < 2:
+        return "\n\n".join(
+            [*parts, "Fewer than two seeds have a run of every arm on every task, so nothing is compared.", budget_table(rows)]
+        )
+    parts += ["## Scores by task", by_task_table(found), "## Over tasks", over_tasks_table(found), "## What can be claimed", claims(found)]
+    return "\n\n".join([*parts, "## What the runs spent", budget_table(rows)]) + "\n"
+
+
+def markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *lines))
+
+
+def by_task_table(found: Scores) -> str:
+    """Mean over seeds, its 95 % interval by Student's t, and the rank; ties share theirs."""
+    means = np.array([own.mean(0) for own in found.of.values()])
+    places = ranks(means.T).T
+    lines = []
+    for i, (arm, own) in enumerate(found.of.items()):
+        cells = []
+        for t in range(len(found.tasks)):
+            d = paired([0.0] * len(own), own[:, t].tolist())
+            span = "" if math.isnan(d.low) else f" ({d.low:.2f} to {d.high:.2f})"
+            cells.append(f"{d.mean:.3f}{span} #{places[i, t]:g}")
+        lines.append([arm, *cells])
+    return markdown(["arm", *found.tasks], lines)
+
+
+def over_tasks_table(found: Scores) -> str:
+    """IQM and mean with intervals from whole seeds redrawn, mean rank, profile, and the chance to beat the first arm."""
+    mean_rank = ranks(np.stack(list(found.of.values()), -1)).mean((0, 1))
+    first, lines = next(iter(found.of.values())), []
+    for i, (arm, own) in enumerate(found.of.items()):
+        spans = ["{:.3f} ({:.3f} to {:.3f})".format(*bootstrap(own, statistic)) for statistic in (iqm, lambda x: float(x.mean()))]
+        lines.append(
+            [arm, *spans, f"{mean_rank[i]:.2f}", *(f"{share:.2f}" for share in profile(own, THRESHOLDS)), f"{improvement(first, own):.2f}"]
+        )
+    columns = ["arm", "IQM", "mean", "mean rank", *(f"share > {t:g}" for t in THRESHOLDS), f"P(better than {next(iter(found.of))})"]
+    note = "Intervals redraw whole seeds" + (", and below ten seeds are too narrow." if len(found.seeds) < 10 else ".")
+    return f"{markdown(columns, lines)}\n\n{note}"
+
+
+def claims(found: Scores) -> str:
+    """The pairs that can be told apart at a false-discovery rate of 5 % over all pairs and tasks, the largest first; and the others."""
+    every = pairs(found)
+    if len(found.seeds) < FEWEST:
+        return f"Nothing: {len(found.seeds)} seeds; at least {FEWEST} are needed."
+    told = sorted((p for p in every if p.q <= ALPHA), key=lambda p: -abs(p.mean))
+    lines = []
+    for p in told:
+        better, worse = (p.second, p.first) if p.mean > 0 else (p.first, p.second)
+        low, high = sorted((abs(p.low), abs(p.high)))
+        lines.append(f"- {p.task}: {better} is better than {worse} by {abs(p.mean):.3f} ({low:.3f} to {high:.3f}), q = {p.q:.4f}")
+    rest = [f"{p.task}: {p.first} and {p.second} (a difference of {p.sees:.2f} would be seen)" for p in every if p.q > ALPHA]
+    head = f"{len(told)} of {len(every)} comparisons, at a false-discovery rate of 5 % (Benjamini and Hochberg) over all of them."
+    return "\n".join([head, "", *lines, "", "Not told apart: " + ("; ".join(rest) or "none") + "."])
+
+
+def budget_table(rows: Sequence[Row]) -> str:
+    """Mean optimiser steps, samples, tokens and processor seconds of a run, by arm and task."""
+    lines = []
+    for task, arm in dict.fromkeys((row["task"], row["arm"]) for row in rows):
+        own = [row for row in rows if (row["task"], row["arm"]) == (task, arm)]
+        means = [
+            np.mean([math.nan if row[key] == "" else float(row[key]) for row in own])
+            for key in ("updates", "samples", "tokens", "processor_s")
+        ]
+        lines.append([task, arm, *(f"{mean:,.0f}" for mean in means[:3]), f"{means[3]:.1f}"])
+    return markdown(["task", "arm", "optimiser steps", "samples", "tokens", "processor seconds"], lines)

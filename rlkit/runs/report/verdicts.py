@@ -1,0 +1,213 @@
+"""Which line of runs is better, in the sentence that a person would say: differences paired by seed, corrected for their number.
+
+Runs of one seed share problems, order and sampling noise. So lines are compared within seeds, and the seeds are the independent units.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, combinations, pairwise
+from typing import Any, Literal, NamedTuple
+
+from rlkit.errors import ConfigError
+from rlkit.functional.comparing import ALPHA, FEWEST, Difference, detectable, holm, holm_levels, paired, seeds_needed
+from rlkit.runs.report.read import Group, ReadRun, differences, is_number, series
+
+EFFECT = 0.01  # the difference that seeds are counted for where nobody names one: a point of accuracy
+LAST = 10  # RL steps at the end of a run whose training reward is compared
+UNEVEN = 0.02  # relative difference of two budgets that is named
+Unit = Literal["steps", "updates", "samples", "tokens", "seconds"]
+UNITS: Mapping[str, str] = {
+    "steps": "RL steps", "updates": "optimiser steps", "samples": "sampled rollouts", "tokens": "tokens trained on", "seconds": "seconds",
+}  # fmt: skip
+PROBLEMS = ("task.", "evaluation.", "environment.")  # settings that decide which problems are played, and how they are scored
+
+
+class Figure(NamedTuple):
+    """A number of each run that lines are compared by."""
+
+    name: str
+    values: list[dict[int, float]]  # of each line: seed → figure
+    resolution: float = 0.0  # the smallest step between two figures of a run
+
+
+class Compared(NamedTuple):
+    """What can be said of two lines: `found` is second - first; `p` is corrected for the number of comparisons."""
+
+    first: str
+    second: str
+    found: Difference
+    p: float
+    claim: Literal["better", "worse", "open"]  # of the second; open: nothing can be claimed
+    sentence: str
+
+
+# ------------------------------------------------------------------------------------------------------ figures
+
+
+def _side(run: ReadRun, side: str, name: str) -> float | None:
+    value: Any = (run.summary.get(side) or {}).get(name)
+    return float(value) if is_number(value) else None
+
+
+def _curve(run: ReadRun) -> float | None:
+    """Mean height of the validation accuracy over the steps: the area under the curve by trapezia, divided by its width."""
+    points = sorted(series(run, "eval/accuracy").items())
+    width = points[-1][0] - points[0][0] if points else 0
+    return sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(points)) / width if width else None
+
+
+def _training(run: ReadRun) -> float | None:
+    last = list(series(run, "reward/mean").values())[-LAST:]
+    return math.fsum(last) / len(last) if last else None
+
+
+FIGURES: Mapping[str, tuple[str, Callable[[ReadRun], float | None]]] = {
+    "test": ("test accuracy", lambda run: _side(run, "after", "accuracy")),
+    "test_reward": ("test reward", lambda run: _side(run, "after", "reward")),
+    "validation": ("validation accuracy", lambda run: _side(run, "validation", "accuracy")),
+    "curve": ("mean validation accuracy over the run", _curve),
+    "reward": (f"training reward of the last {LAST} steps", _training),
+}
+
+
+def shared_figure(groups: Sequence[Group], name: str | None = None, at: str | None = None) -> Figure | None:
+    """The figure of that name, or the first that two lines have; None where there is none.
+
+    Args:
+      name: one of FIGURES. at: one of UNITS: the validation accuracy when the budget is spent that every run reached.
+    Raises: ConfigError for another name or unit, or where a named figure is missing.
+    """
+    if name is not None and name not in FIGURES:
+        raise ConfigError(f"figure={name}: there is no such figure; there are {', '.join(FIGURES)}")
+    if at is not None and at not in UNITS:
+        raise ConfigError(f"at={at}: there is no such budget; there are {', '.join(UNITS)}")
+    if at is not None:
+        return _at_budget(groups, at)
+    for key in [name] if name else FIGURES:
+        title, read = FIGURES[key]
+        values = [{run.seed or 0: value for run in group.runs if (value := read(run)) is not None} for group in groups]
+        if sum(map(bool, values)) > 1:
+            return Figure(title, values, 0.0 if "reward" in key else _resolution(groups))
+    if name:
+        raise ConfigError(f"figure={name}: fewer than two of the lines have a {FIGURES[name][0]}")
+    return None
+
+
+def _at_budget(groups: Sequence[Group], at: str) -> Figure:
+    """The last validation accuracy within the budget that all runs have spent."""
+    spent = [[budget(run, at) for run in group.runs] for group in groups]
+    shared = min((max(own.values(), default=0.0) for of in spent for own in of), default=0.0)
+    values: list[dict[int, float]] = []
+    for group, of in zip(groups, spent, strict=True):
+        values.append({})
+        for run, own in zip(group.runs, of, strict=True):
+            curve = series(run, "eval/accuracy")
+            within = [step for step in curve if (own.get(step, 0.0) if step else 0.0) <= shared]
+            values[-1] |= {run.seed or 0: curve[max(within)]} if within else {}
+    if sum(map(bool, values)) < 2:
+        raise ConfigError(f"at={at}: needs validation on the way, which these runs lack; train with evaluation.every=N")
+    return Figure(f"validation accuracy after {shared:,.0f} {UNITS[at]}", values, _resolution(groups))
+
+
+def _resolution(groups: Sequence[Group]) -> float:
+    """1 / problems of a run's evaluation."""
+    sides = [run.summary.get(side) for group in groups for run in group.runs for side in ("after", "validation")]
+    counts = [side["n"] for side in sides if isinstance(side, Mapping) and isinstance(side.get("n"), int) and side["n"] > 0]
+    return 1 / min(counts) if counts else 0.0
+
+
+# ------------------------------------------------------------------------------------------------------ budgets
+
+
+def budget(run: ReadRun, unit: str) -> dict[int, float]:
+    """RL step → what the run had spent by its end."""
+    rows = [row for row in run.rows if is_number(row.get("reward/mean"))]
+    size = run.settings.get("batch.group_size") or 1
+    spent: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+        "steps": lambda row: 1,
+        "updates": lambda row: row.get("optim/updates"),
+        "samples": lambda row: row["group/sampled"] * size if is_number(row.get("group/sampled")) else row.get("batch/rollouts"),
+        "seconds": lambda row: row.get("perf/step_s"),
+    }
+    if unit == "tokens":
+        return {step: value for step, value in series(run, "tokens/total").items() if step}
+    each = [value if is_number(value := spent[unit](row)) else 0.0 for row in rows]
+    return dict(zip((row["step"] for row in rows), accumulate(each), strict=True))
+
+
+def budgets(groups: Sequence[Group]) -> dict[str, list[float]]:
+    """Unit → what each line's runs spent in the mean; units that no run tells of are left out."""
+    table = {unit: [_mean([max(budget(run, unit).values(), default=0.0) for run in group.runs]) for group in groups] for unit in UNITS}
+    return {unit: values for unit, values in table.items() if any(values)}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def notes(groups: Sequence[Group]) -> list[str]:
+    """What a reader has to know beside the verdicts: unequal budgets, and settings that make the problems differ."""
+    out = []
+    for unit, values in budgets(groups).items():
+        if unit != "seconds" and min(values) < (1 - UNEVEN) * max(values):
+            said = ", ".join(f"{group.label} {value:,.0f}" for group, value in zip(groups, values, strict=True))
+            out.append(f"The lines had unequal budgets, in {UNITS[unit]}: {said}. at={unit} compares them where each has spent as much.")
+    changed = [key for key in differences([group.runs[0] for group in groups]) if key.startswith(PROBLEMS) and "suggests" not in key]
+    if changed:
+        out.append(f"The lines differ in {', '.join(changed[:4])}: their figures may not be of the same problems.")
+    return out
+
+
+# ------------------------------------------------------------------------------------------------------ verdicts
+
+
+def verdicts(groups: Sequence[Group], compared: Figure, *, every_pair: bool = False, effect: float = EFFECT) -> list[Compared]:
+    """What can be said of each line against the first, or of every pair.
+
+    Student's t of the differences within seeds; Holm's correction over the comparisons that have enough seeds, intervals to match, so
+    that one leaves out 0 exactly where a difference is claimed. Below `FEWEST` seeds in common nothing is claimed.
+
+    Args:
+      effect: the difference > 0 that the seeds are counted for where nothing can be claimed.
+    """
+    places = list(combinations(range(len(groups)), 2)) if every_pair else [(0, i) for i in range(1, len(groups))]
+    places = [(a, b) for a, b in places if compared.values[a] and compared.values[b]]
+    shared = [sorted(compared.values[a].keys() & compared.values[b].keys()) for a, b in places]
+    sides = [tuple([compared.values[i][seed] for seed in seeds] for i in pair) for pair, seeds in zip(places, shared, strict=True)]
+    found = [paired(*own, resolution=compared.resolution) if own[0] else NOTHING for own in sides]
+    p, levels = holm([d.p for d in found]), holm_levels([d.p for d in found])
+    count = max(1, sum(not math.isnan(d.p) for d in found))
+    out = []
+    for (a, b), own, first, adjusted, level in zip(places, sides, found, p, levels, strict=True):
+        d = paired(*own, level=level, resolution=compared.resolution) if own[0] else first
+        claim: Any = "open" if not adjusted <= ALPHA else "better" if d.mean > 0 else "worse"
+        names = groups[a].label, groups[b].label
+        out.append(Compared(*names, d, adjusted, claim, sentence(*names, d, claim, effect=effect, comparisons=count)))
+    return out
+
+
+NOTHING = Difference(math.nan, math.nan, math.nan, math.nan, math.nan, 0)
+
+
+def sentence(first: str, second: str, d: Difference, claim: str, *, effect: float, comparisons: int) -> str:
+    """A verdict as a person would say it."""
+    if claim != "open":
+        low, high = sorted((abs(d.low), abs(d.high)))
+        return f"{second} is {claim} than {first} by {abs(d.mean):.3f} ({low:.3f} to {high:.3f}), {d.n} seeds."
+    head = f"{second} against {first}: no difference can be claimed"
+    if d.n < FEWEST:
+        return f"{head}; they share {d.n or 'no'} seed{'s' * (d.n != 1)}, and fewer than {FEWEST} say nothing."
+    seen, needed = detectable(d.spread, d.n, comparisons=comparisons), seeds_needed(d.spread, effect, comparisons=comparisons)
+    seeds = f"to see {effect:g} you need {needed} seeds" if needed > d.n else f"{d.n} seeds are enough to see {effect:g}"
+    visible = f"; these {d.n} seeds see {seen:.3f}" if needed > d.n and math.isfinite(seen) else ""
+    return f"{head} ({d.mean:+.3f}, {d.low:+.3f} to {d.high:+.3f}); {seeds}{visible}."
+
+
+def told(groups: Sequence[Group], compared: Figure, found: Sequence[Compared]) -> list[str]:
+    """The verdicts as lines of text, with what they rest on."""
+    tested = sum(not math.isnan(v.p) for v in found)
+    how = f"{compared.name}; pairs of runs of one seed; 95 % by Student's t"
+    how += f", corrected for {tested} comparisons (Holm)" if tested > 1 else ""
+    return [*(v.sentence for v in found), f"({how})", *notes(groups)]

@@ -1,0 +1,146 @@
+"""Small generated tasks, each of which isolates one thing that algorithms differ in, with an optimum that is computed.
+
+Every problem lists what each reply earns, or is a game whose states can be counted; so the expected reward of a random policy and of the
+best possible one are known, and a run's score is its regret between the two: 1 as good as random, 0 as good as possible.
+All splits hold the same problems: what is measured is how fast they are learned, not how far that carries.
+
+Every factory takes `placebo`: "coin" makes the rewards of training rows a coin, "format" makes them 1 for any reply; validation and test
+rows stay as they are. A method counts only above these two (Shao et al. 2025, "Spurious Rewards", arXiv:2506.10947).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from rlkit.tasks.splits import check_split
+from rlkit.types import Split, Task
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz012345"  # 32 symbols
+Placebo = Literal["none", "coin", "format"]
+OF_A_GAME: Mapping[Placebo, int] = {"none": 0, "coin": 1000, "format": 2000}  # added to the seed that a game is reset with
+
+
+class Value(NamedTuple):
+    """Expected reward of a policy that draws well-formed replies at random, and of the best one."""
+
+    random: float
+    best: float
+
+    def regret(self, reward: float) -> float:
+        """How far a reward is from the best: 0 there, 1 at the random policy."""
+        return (self.best - reward) / (self.best - self.random)
+
+
+class Row(NamedTuple):
+    """A problem: what is asked, and what each reply earns: the best one 1, those not listed 0."""
+
+    prompt: str
+    payoffs: Mapping[str, float]
+    flip: float = 0.0  # chance that the verifier errs in training
+
+
+def dealt(
+    name: str, rows: Sequence[Row], form: Sequence[str], *, split: Split, seed: int, max_samples: int, placebo: Placebo
+) -> list[Task]:
+    """Problems as tasks, every one of them once before any comes again, in an order of the split's and seed's own.
+
+    Args:
+      form: the characters that may stand at each place of a reply; the value of each problem is an enumeration of all of them.
+    """
+    replies = ["".join(reply) for reply in itertools.product(*form)]
+    tasks = []
+    for row in rows:
+        earned = [row.payoffs.get(reply, 0.0) for reply in replies]
+        own: dict[str, Any] = {"payoffs": dict(row.payoffs), "value": [sum(earned) / len(earned), max(earned)]}
+        if split == "train":
+            changed: dict[str, dict[str, Any]] = {"coin": {"flip": 0.5}, "format": {"payoffs": {}, "other": 1.0}}
+            own |= changed.get(placebo, {"flip": row.flip})
+        messages = ({"role": "user", "content": row.prompt},)
+        tasks.append(Task(name, messages, reward="tabled", environment="single_turn", metadata=own))  # type: ignore[arg-type]
+    return in_turn(tasks, split, seed, max_samples)
+
+
+def in_turn(problems: Sequence[Task], split: Split, seed: int, count: int) -> list[Task]:
+    """Problems in a random order that has every one of them once before any comes again."""
+    check_split(split)
+    rng, out = random.Random(f"{problems[0].id}/{seed}/{split}"), list[Task]()
+    while len(out) < count:
+        out += rng.sample(problems, len(problems))
+    return [task._replace(id=f"{task.id}/{split}/{seed}/{i}") for i, task in enumerate(out[:count])]
+
+
+def games(name: str, value: Value, problems: int, *, split: Split, seed: int, max_samples: int, placebo: Placebo) -> list[Task]:
+    """Episodes of a game whose problems are numbered; `metadata["seed"]`, which it is reset with, is the number (see `OF_A_GAME`)."""
+    offset = OF_A_GAME[placebo] if split == "train" else 0
+    rows = [{"seed": i + offset, "value": list(value)} for i in range(problems)]
+    tasks = [Task(name, (), reward="environment", environment="gymnasium", metadata=row) for row in rows]
+    return in_turn(tasks, split, seed, max_samples)
+
+
+def value_of(tasks: Sequence[Task]) -> Value:
+    """Mean over tasks of the expected rewards that their metadata name."""
+    return Value(*(sum(task.metadata["value"][i] for task in tasks) / len(tasks) for i in (0, 1)))
+
+
+# ------------------------------------------------------------------------------------------------------ one reply
+
+
+def needle(*, split: Split = "train", seed: int = 0, max_samples: int = 4096, placebo: Placebo = "none", problems: int = 12) -> list[Task]:
+    """Exploration: two symbols are to be found, of which a random reply finds those of problem i with chance 1/32, 1/64 … 1/1024.
+
+    Args:
+      problems: how many, at most 32; the chances repeat every six.
+    """
+    rng, rows = random.Random(f"needle of {seed}"), []
+    for i in range(problems):
+        first, others = rng.choice(LETTERS), rng.sample(LETTERS, 32 >> (i % 6))
+        rows.append(Row(LETTERS[i], {first + second: 1.0 for second in others}))
+    return dealt("needle", rows, [LETTERS, LETTERS], split=split, seed=seed, max_samples=max_samples, placebo=placebo)
+
+
+def noisy(*, split: Split = "train", seed: int = 0, max_samples: int = 4096, placebo: Placebo = "none", problems: int = 16) -> list[Task]:
+    """Normalisation: one of eight letters is right, and the verifier of training errs with a chance of 0, 0.15, 0.3 or 0.45 by problem."""
+    rng = random.Random(f"noisy of {seed}")
+    rows = [Row(LETTERS[i], {rng.choice(LETTERS[:8]): 1.0}, 0.15 * (i % 4)) for i in range(problems)]
+    return dealt("noisy", rows, [LETTERS[:8]], split=split, seed=seed, max_samples=max_samples, placebo=placebo)
+
+
+# ------------------------------------------------------------------------------------------------------ games
+
+
+def chain(
+    *, split: Split = "train", seed: int = 0, max_samples: int = 4096, placebo: Placebo = "none", problems: int = 8, choices: int = 8
+) -> list[Task]:
+    """Credit: the game `Chain`, of which one turn counts.
+
+    Args:
+      problems: each has a turn that counts and a letter that is right there. choices: letters of the game.
+    """
+    return games("chain", Value(1 / choices, 1.0), problems, split=split, seed=seed, max_samples=max_samples, placebo=placebo)
+
+
+class Chain:
+    """Of `length` turns one counts, and its problem says which. The other replies change nothing.
+
+    The first observation is the problem, each later one the number of the turn. The reward stands at the turn that counts.
+    """
+
+    def __init__(self, *, length: int = 6, choices: int = 8):
+        self.length, self.choices = length, choices
+
+    def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
+        """A problem: its name, the turn that counts and the letter that is right there."""
+        self.placebo, number = divmod(seed, 1000)
+        rng = random.Random(f"chain {number}")
+        self.turn, self.counts, self.right = 0, rng.randrange(self.length), rng.choice(LETTERS[: self.choices])
+        return LETTERS[number], {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """One reply."""
+        earned = [action == self.right, random.random() < 0.5, True][self.placebo]
+        reward = float(self.turn == self.counts and earned)
+        self.turn += 1
+        return LETTERS[-self.turn], reward, self.turn == self.length, False, {}
