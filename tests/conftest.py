@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import functools
+import copy
 import gc
 import gzip
 import json
@@ -14,7 +14,6 @@ import traceback
 from pathlib import Path
 
 import pytest
-import yaml
 from _pytest.doctest import DoctestModule
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -40,23 +39,37 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def parsed():
-    """A file of options is parsed once, by the loader that Hydra takes; each composition gets an object of its own."""
-    from hydra._internal.core_plugins import file_config_source
-    from omegaconf import OmegaConf
-    from omegaconf._utils import get_yaml_loader
+def composing():
+    """Hydra reads each file of options once, and each composition gets a copy; it makes its map for `${…}` in defaults where there is one.
 
-    class Parsed(OmegaConf):
-        @staticmethod
-        def load(file):
-            return OmegaConf.create(known(file.read()))
+    Without it Hydra parses fifty files, and makes the map fifty times, in each of the hundreds of compositions.
+    """
+    from hydra._internal import defaults_list
+    from hydra._internal.config_repository import ConfigRepository
+    from hydra.core.object_type import ObjectType
 
-    @functools.cache
-    def known(text):
-        content = yaml.load(text, Loader=get_yaml_loader())
-        return {} if content is None else content
+    load, interpolation_map, known = ConfigRepository.load_config, defaults_list._create_interpolation_map, {}
 
-    file_config_source.OmegaConf = Parsed
+    def load_config(self, config_path):
+        source = self._find_object_source(config_path, ObjectType.CONFIG)
+        if source is None:
+            return None
+        if source.scheme() == "file":
+            changed = Path(source.path, source._normalize_file_name(config_path)).stat()
+            key = (source.path, config_path, changed.st_mtime_ns, changed.st_size, changed.st_ino)
+        else:
+            key = (source.scheme(), source.provider, source.path, config_path)
+        if key not in known:
+            known[key] = load(self, config_path)
+        found = copy.copy(known[key])
+        found.config = copy.deepcopy(found.config)
+        return found
+
+    def where_needed(overrides, defaults, self_added):
+        return interpolation_map(overrides, defaults, self_added) if any(d.is_interpolation() for d in defaults) else None
+
+    ConfigRepository.load_config = load_config
+    defaults_list._create_interpolation_map = where_needed
 
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"

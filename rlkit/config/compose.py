@@ -269,27 +269,33 @@ def choices(full: DictConfig) -> list[str]:
 
 def is_group(override: str, search: Sequence[str]) -> bool:
     """Whether an override chooses an option, or sets something of Hydra's own, which may decide where options are found."""
+    key, _, value = override.lstrip("+~").partition("=")
+    options = _group_options(key.partition("@")[0], search)
+    return key.partition("/")[0].partition(".")[0] == "hydra" or (bool(options) and not value.startswith("{"))
+
+
+def _group_options(group: str, search: Sequence[str] = ()) -> list[str]:
+    """The names of a group's options. Asks Hydra's repository itself: its loader would copy every option that plugins have registered."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.object_type import ObjectType
 
-    key, _, value = override.lstrip("+~").partition("=")
     hydra = GlobalHydra.instance().hydra
     assert hydra is not None
-    options = hydra.config_loader.get_group_options(key.partition("@")[0], ObjectType.CONFIG, overrides=list(search))
-    return key.partition("/")[0].partition(".")[0] == "hydra" or (bool(options) and not value.startswith("{"))
+    loader: Any = hydra.config_loader
+    if search:
+        return loader.get_group_options(group, ObjectType.CONFIG, overrides=list(search))
+    return loader.repository.get_group_options(group, ObjectType.CONFIG)
 
 
 def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[list[str], list[str]]:
     """Problems of the overrides themselves, and the overrides that can be composed, values made to add where they must."""
     from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.object_type import ObjectType
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     hydra = GlobalHydra.instance().hydra
     assert hydra is not None
-    loader = hydra.config_loader
-    parser = OverridesParser.create(config_loader=loader)
+    parser = OverridesParser.create(config_loader=hydra.config_loader)
     elsewhere = bool(search) or any(text.startswith("hydra.searchpath=") for text in overrides)  # options that are looked for later
     problems, accepted = [], []
     for given in overrides:
@@ -299,7 +305,7 @@ def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[l
             problems.append(f"'{given}' cannot be read: {one_sentence(error)}")
             continue
         group = override.key_or_group
-        options = loader.get_group_options(group, ObjectType.CONFIG)
+        options = _group_options(group)
         chosen = override.value() if options and not override.is_sweep_override() else []
         within = [str(c).rpartition("/") for c in (chosen if isinstance(chosen, list) else [chosen])]  # an option may be in a folder
         unknown = [

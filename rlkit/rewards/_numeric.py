@@ -154,6 +154,8 @@ def parse_number(text: str) -> Fraction | None:
     (Fraction(5, 2), None, None)
     """
     text = text.strip()
+    if len(text) <= MAX_DIGITS and text.isascii() and text.removeprefix("-").isdigit():  # most truths; the rest takes fifty times as long
+        return Fraction(int(text))
     return _whole(_plain(text)) if len(text) <= MAX_SEGMENT and "\n" not in text else None
 
 

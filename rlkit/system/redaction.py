@@ -8,6 +8,7 @@ by form     the password of a URL, and a token among the parameters of one
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -88,7 +89,12 @@ def redacted(config: Any) -> Any:
 
 def _variables() -> set[str]:
     """The values of environment variables that are named like a secret."""
-    return {value for name, value in os.environ.items() if SECRET.search(name) and len(value) >= NAMED}
+    return {value for name, value in os.environ.items() if len(value) >= NAMED and _is_secret(name)}
+
+
+@functools.cache
+def _is_secret(name: str) -> bool:
+    return bool(SECRET.search(name))
 
 
 def _found(config: Any) -> set[str]:
