@@ -116,7 +116,8 @@ def group_page(group: Path) -> str:
 
 def inherited(file: Path, choices: list[str]) -> list[Key]:
     """The keys of the options that an option builds on. Their comments give the meaning of keys without one."""
-    parents = [file.parent / f"{choice}.yaml" for choice in choices if ":" not in choice]
+    named = [choice for choice in choices if ":" not in choice]  # an option in a folder of its group names others from the group on
+    parents = [next(p for folder in file.parents if (p := folder / f"{choice}.yaml").is_file()) for choice in named]
     return [key for parent in parents for key in (read_option(parent)[2] + inherited(parent, read_option(parent)[1]))]
 
 

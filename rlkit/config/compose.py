@@ -311,7 +311,7 @@ def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[l
         unknown = [
             folder + slash + name
             for folder, slash, name in within
-            if name not in (loader.get_group_options(f"{group}/{folder}", ObjectType.CONFIG) if slash else map(str, options))
+            if name not in (_group_options(f"{group}/{folder}") if slash else map(str, options))
         ]
         if override.is_sweep_override():
             problems.append(f"{text}: several values are a sweep; run it with -m")
