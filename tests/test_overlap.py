@@ -21,9 +21,9 @@ from rlkit.config.problems.rows import load_tasks
 from rlkit.errors import ConfigError, EngineError
 from rlkit.system import rng
 from rlkit.training import overlap
-from rlkit.training.flight import Flight, Request, continued, next_groups, packed, restored
+from rlkit.training.flight import Asked, Flight, continued, next_groups, packed, restored
 from rlkit.training.learner import Learner
-from rlkit.training.overlap import Slots, sampling_process, serve, shared_memory
+from rlkit.training.overlap import WeightSlots, sampling_process, serve, shared_memory
 from test_asynchrony import COMMON, KINDS, TURNS
 
 TALKS = ["environment=dialogue", "environment.max_turns=3", "generation.max_new_tokens=48"]
@@ -145,7 +145,7 @@ def test_groups_that_are_being_sampled_are_asked_for_again_after_a_resume(in_a_t
     learner.load_state_dict(state)
     with sampling_process(x, builder(composed.config), tasks) as process:
         flight = restored(state["flight"], tasks, seed=3)
-        assert packed(flight) == {**packed(flight), "flight": []} and isinstance(flight.ahead[0], Request)
+        assert packed(flight) == {**packed(flight), "flight": []} and isinstance(flight.ahead[0], Asked)
         assert continued(learner, flight).ahead == ()  # without a second process they are sampled anew
         flight = continued(learner, flight, process)
         for _ in range(2):
@@ -165,7 +165,7 @@ def test_every_version_has_its_place_in_memory(monkeypatch):
         "scalar": torch.nn.Parameter(torch.randn(())),
     })  # fmt: skip
     memory = shared_memory()
-    slots, kept = Slots(memory, 2, model), {}
+    slots, kept = WeightSlots(memory, 2, model), {}
     for version in range(3):
         for p in model.values():
             p.data.mul_(2)
@@ -213,7 +213,7 @@ def test_an_error_of_the_other_process_is_raised_here(in_a_thread):
     with pytest.raises(overlap.RLKitError, match=r"OSError: the door is locked at .*overlap_parts.py"):
         trained(*TALKS, "environment.prompt_fn._target_=overlap_parts.locked", *mode("overlap", 1))
 
-    class Full(Slots):
+    class Full(WeightSlots):
         def write(self, version):
             raise OSError(28, "No space left on device")
 
@@ -221,14 +221,14 @@ def test_an_error_of_the_other_process_is_raised_here(in_a_thread):
     x = experiment(composed)
     model = x.model(device="cpu").model
     with sampling_process(x, builder(composed.config), []) as process, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "Slots", Full)
+        patch.setattr(overlap, "WeightSlots", Full)
         with pytest.raises(EngineError, match=r"no memory for 2 versions of \d MiB \(No space left"):
             process.publish(model, 0, 1)
     model.model.norm.weight.requires_grad = False
     with sampling_process(x, builder(composed.config), []) as process:
         process.publish(model, 0, 1)
         with pytest.raises(ConfigError, match="different models"):
-            process.receive(Request(0, 0, None, None, ""))
+            process.receive(Asked(0, 0, None, None, ""))
 
 
 # ------------------------------------------------------------------------------------------------- whole processes

@@ -39,12 +39,12 @@ from rlkit.system import rng
 from rlkit.system.deadline import end_process
 from rlkit.system.device import autocast, pick_device, quiet
 from rlkit.training.experiment import Experiment
-from rlkit.training.flight import Dispatched, Request, dispatched
+from rlkit.training.flight import Asked, Dispatched, dispatched
 from rlkit.training.metrics import Clock
 from rlkit.types import Task
 
 GRACE = 5.0  # seconds in which a process that was told to end may close its sessions
-START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rlkit.training.overlap import main; main(*map(int, sys.argv[2:]))"
+START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rlkit.training import overlap; overlap.sampling_main()"
 PIECE = 1 << 30  # bytes that are copied at a time; the system takes a little less than twice as many
 
 
@@ -68,7 +68,7 @@ class Answer(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------- weights
 
 
-class Slots:
+class WeightSlots:
     """Trainable weights of the last versions in a file that is memory: slot v mod n holds version v, its number in front.
 
     n = staleness + 1 are enough: when version v is written, the groups of version v - staleness - 1 have been consumed.
@@ -159,7 +159,7 @@ class SamplingProcess:
 
     def __init__(self, again: Callable[[], Experiment], tasks: Sequence[Task], *, log: Path | None = None):
         self.log, self.waiting = log, 0  # requests without an answer
-        self.slots: Slots | None = None
+        self.slots: WeightSlots | None = None
         self.figures: dict[str, float] = {}  # of the last answer
         self.sessions: list[float] = []
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -211,20 +211,20 @@ class SamplingProcess:
             ) from error
         return time.perf_counter() - begun
 
-    def slots_of(self, model: Any, staleness: int) -> Slots:
+    def slots_of(self, model: Any, staleness: int) -> WeightSlots:
         """The slots for this model's weights, which the process learns of first."""
         if self.slots is None:
-            self.slots = Slots(self.memory, staleness + 1, model)
+            self.slots = WeightSlots(self.memory, staleness + 1, model)
             self.send((self.slots.count, self.slots.layout))
         return self.slots
 
-    def ask(self, request: Request) -> Request:
+    def ask(self, request: Asked) -> Asked:
         """Asks for the groups of a step. Answers come in the order of the requests."""
         self.send(request)
         self.waiting += 1
         return request
 
-    def receive(self, request: Request) -> Dispatched:
+    def receive(self, request: Asked) -> Dispatched:
         """The groups of the oldest request that is not answered; waits for them. Raises what sampling them raised; EngineError."""
         answer, unpacked_s = self.answers.get()
         self.waiting -= 1
@@ -239,17 +239,17 @@ class SamplingProcess:
         self.sessions = answer.sessions
         return answer.groups
 
-    def arrived(self, ahead: Sequence[Dispatched | Request]) -> tuple[Dispatched | Request, ...]:
+    def arrived(self, ahead: Sequence[Dispatched | Asked]) -> tuple[Dispatched | Asked, ...]:
         """What is in flight, with the groups that are there already in place of their requests. Never waits."""
         out = list(ahead)
         for i, request in enumerate(out):
-            if isinstance(request, Request):
+            if isinstance(request, Asked):
                 if self.answers.empty() or self.process.poll() is not None:
                     break
                 out[i] = self.receive(request)
         return tuple(out)
 
-    def gone(self, request: Request | None = None) -> EngineError:
+    def gone(self, request: Asked | None = None) -> EngineError:
         """Why there is no answer."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE)
@@ -298,8 +298,9 @@ def sampling_process(
 # --------------------------------------------------------------------------------------------- the sampling process
 
 
-def main(connection: int, memory: int) -> None:
+def sampling_main() -> None:
     """The sampling process, with a connection and weights that it has inherited."""
+    connection, memory = map(int, sys.argv[2:])
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     quiet()
@@ -333,8 +334,8 @@ def serve(receive: Callable[[], Any], send: Callable[[bytes], Any], memory: int)
             begun = time.perf_counter()
             if (message := receive()) is None:
                 return
-            if not isinstance(message, Request):
-                slots = _agreed(Slots(memory, message[0], policy.model), message[1])
+            if not isinstance(message, Asked):
+                slots = _agreed(WeightSlots(memory, message[0], policy.model), message[1])
                 continue
             asked, clock = time.perf_counter(), Clock()
             if slots is not None and message.version != loaded:
@@ -364,7 +365,7 @@ def _policy(x: Experiment) -> tuple[Any, Any]:
     return policy, device
 
 
-def _agreed(slots: Slots, layout: Sequence[Any]) -> Slots:
+def _agreed(slots: WeightSlots, layout: Sequence[Any]) -> WeightSlots:
     """The slots, where the trainer's model has the same trainable weights. Raises ConfigError."""
     if odd := next((pair for pair in zip_longest(layout, slots.layout) if pair[0] != pair[1]), None):
         raise ConfigError(f"asynchrony=overlap: the two processes have different models: {odd[0]} in the trainer, {odd[1]} in the sampler")
