@@ -159,6 +159,8 @@ class SamplingProcess:
 
     def __init__(self, again: Callable[[], Experiment], tasks: Sequence[Task], *, log: Path | None = None):
         self.log, self.waiting = log, 0  # requests without an answer
+        self.here: dict[int, tuple[Answer, float]] = {}  # step → groups that no one has taken yet, and the seconds to unpack them
+        self.failure: BaseException | None = None  # why no more answers come
         self.slots: WeightSlots | None = None
         self.figures: dict[str, float] = {}  # of the last answer
         self.sessions: list[float] = []
@@ -225,39 +227,40 @@ class SamplingProcess:
         return request
 
     def receive(self, request: Asked) -> Dispatched:
-        """The groups of the oldest request that is not answered; waits for them. Raises what sampling them raised; EngineError."""
-        answer, unpacked_s = self.answers.get()
-        self.waiting -= 1
-        if isinstance(answer, BaseException):
-            raise answer
-        if answer is None:
-            self.answers.put((None, 0.0))
-            raise self.gone(request)
-        if answer.groups.step != request.step:
-            raise EngineError(f"the sampling process answers for step {answer.groups.step + 1}; step {request.step + 1} was asked for")
+        """The groups of a request; waits for them. Raises what sampling them raised; EngineError where the process is gone."""
+        while request.step not in self.here and self.failure is None:
+            self._take()
+        if request.step not in self.here:
+            assert self.failure is not None
+            raise self.failure
+        answer, unpacked_s = self.here.pop(request.step)
         self.figures = {"idle_s": answer.idle_s, "sampling_s": answer.sampling_s, "handover_s": answer.load_s + unpacked_s}
         self.sessions = answer.sessions
         return answer.groups
 
-    def arrived(self, ahead: Sequence[Dispatched | Asked]) -> tuple[Dispatched | Asked, ...]:
-        """What is in flight, with the groups that are there already in place of their requests. Never waits."""
-        out = list(ahead)
-        for i, request in enumerate(out):
-            if isinstance(request, Asked):
-                if self.answers.empty() or self.process.poll() is not None:
-                    break
-                out[i] = self.receive(request)
-        return tuple(out)
+    def _take(self) -> None:
+        """Waits for the next answer."""
+        answer, seconds = self.answers.get()
+        if isinstance(answer, Answer):
+            self.waiting -= 1
+            self.here[answer.groups.step] = answer, seconds
+        else:
+            self.failure = answer or self.gone()
 
-    def gone(self, request: Asked | None = None) -> EngineError:
+    def arrived(self, ahead: Sequence[Dispatched | Asked]) -> tuple[Dispatched | Asked, ...]:
+        """What is in flight, with the groups that are there already in place of their requests. Never waits, and takes none away."""
+        while not self.answers.empty() and self.failure is None:
+            self._take()
+        return tuple(self.here[groups.step][0].groups if groups.step in self.here else groups for groups in ahead)
+
+    def gone(self) -> EngineError:
         """Why there is no answer."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE)
         status = self.process.poll()
         how = "closed its connection" if status is None else ending(status) if status else "ended"
-        doing = f" while step {request.step + 1} waited for its groups" if request else ""
         where = f"; what it printed: {self.log}" if self.log else ""
-        return EngineError(f"asynchrony=overlap: the sampling process {how}{doing}{where}. The run can be resumed from its last checkpoint")
+        return EngineError(f"asynchrony=overlap: the sampling process {how}{where}. The run can be resumed from its last checkpoint")
 
     def close(self) -> None:
         """The process has ended."""
