@@ -247,7 +247,7 @@ def sampler_of(pid):
     """The process id of the sampling process of a run; None before it is there."""
     with suppress(OSError):
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            if b"rlkit.training.overlap" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"sampling_main" in Path(f"/proc/{child}/cmdline").read_bytes():
                 return int(child)
     return None
 
@@ -264,17 +264,12 @@ def gone(pid, within=10.0):
     return False
 
 
-def killed_at(pid, who, lines, step, later):
-    """Kills the trainer or its sampler some time after the run has done a step; their process ids."""
-    sampler = None
-    while sampler is None or (lines.read_text().count('"reward/mean"') if lines.exists() else 0) < step:
-        assert os.waitpid(pid, os.WNOHANG) == (0, 0)
-        sampler = sampler_of(pid) or sampler
+def running(pid, lines, step, log):
+    """Waits until a run has done a step; the process id of its sampling process."""
+    while (lines.read_text().count('"reward/mean"') if lines.exists() else 0) < step or sampler_of(pid) is None:
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), log.read_text()[-3000:]
         time.sleep(0.01)
-    time.sleep(later)
-    with suppress(ProcessLookupError):
-        os.kill(pid if who == "trainer" else sampler, signal.SIGKILL)
-    return sampler
+    return sampler_of(pid)
 
 
 @pytest.mark.slow
@@ -289,7 +284,9 @@ def test_twenty_kills_of_either_process_lose_and_repeat_nothing(tmp_path, monkey
         who = draw.choice(["trainer", "sampler"])
         start = ["train", f"resume={run}"] if run.exists() else [*words, f"hydra.run.dir={run}"]
         child = forked(start, log)
-        sampler = killed_at(child, who, run / "metrics.jsonl", 2 * kill, 0.5 * draw.random())
+        sampler = running(child, run / "metrics.jsonl", 2 * kill, log)
+        time.sleep(0.5 * draw.random())
+        os.kill(child if who == "trainer" else sampler, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert status == (-signal.SIGKILL if who == "trainer" else 1), (kill, who, log.read_text()[-3000:])
         assert gone(sampler), (kill, who)
@@ -306,9 +303,7 @@ def test_a_signal_ends_both_and_saves(signum, tmp_path, monkeypatch, forked, sam
     run, whole, log = tmp_path / "run", tmp_path / "whole", tmp_path / "log.txt"
     words = [*RUN, *mode("overlap", 1), "callbacks.checkpoint.every=50"]
     child = forked([*words, f"hydra.run.dir={run}"], log)
-    while not (run / "metrics.jsonl").exists() or sampler_of(child) is None:
-        time.sleep(0.01)
-    sampler = sampler_of(child)
+    sampler = running(child, run / "metrics.jsonl", 3, log)
     os.kill(child, signum)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signum, log.read_text()[-3000:]
     assert gone(sampler)
