@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import signal
 import threading
@@ -40,12 +41,13 @@ LAWS = {
 class Thread:
     """In place of a process: the same function in a thread."""
 
-    def __init__(self, command, pass_fds, **_):
+    def __init__(self, command, pass_fds, stdin, **_):
+        setup = pickle.load(stdin)
         link, memory = Connection(os.dup(pass_fds[0])), os.dup(pass_fds[1])
 
         def run():
             with link:
-                serve(link.recv, link.send_bytes, memory)
+                serve(lambda: setup, link.recv, link.send_bytes, memory)
 
         self.thread = threading.Thread(target=run, daemon=True)
         self.thread.start()
@@ -208,6 +210,8 @@ def test_what_a_second_process_cannot_sample_is_refused(case):
 def test_python_objects_are_refused():
     x = experiment(compose([*COMMON, "asynchrony=overlap"]))
     with pytest.raises(ConfigError, match="Python objects are not part of"), sampling_process(x, None, []):
+        pass
+    with pytest.raises(ConfigError, match="tasks cannot be handed"), sampling_process(x, int, [lambda: 0]):
         pass
 
 

@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import zip_longest
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -165,22 +165,21 @@ class SamplingProcess:
         self.figures: dict[str, float] = {}  # of the last answer
         self.sessions: list[float] = []
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        data = _pickled(Setup(again, tasks))
+        if log:
+            log.parent.mkdir(parents=True, exist_ok=True)
         self.memory = shared_memory()
         self.connection, theirs = Pipe()
         handles = (theirs.fileno(), self.memory)
-        if log:
-            log.parent.mkdir(parents=True, exist_ok=True)
-        out: BinaryIO | None = log.open("ab") if log else None
-        try:
+        with ExitStack() as files, theirs:
+            setup = files.enter_context(tempfile.TemporaryFile())  # however large, it waits there until it is read
+            setup.write(data)
+            setup.seek(0)
+            out: BinaryIO | None = files.enter_context(log.open("ab")) if log else None
             self.process = subprocess.Popen(
                 [sys.executable, "-c", START, json.dumps(sys.path), *map(str, handles)],
-                pass_fds=handles, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,  # Ctrl-C is the trainer's
+                pass_fds=handles, stdin=setup, stdout=out, stderr=out, start_new_session=True,  # Ctrl-C is the trainer's
             )  # fmt: skip
-        finally:
-            theirs.close()
-            if out:
-                out.close()
-        self.send(Setup(again, tasks))
         threading.Thread(target=self._receive, daemon=True).start()
 
     def send(self, message: Any) -> None:
@@ -278,6 +277,16 @@ class SamplingProcess:
         os.close(self.memory)
 
 
+def _pickled(setup: Setup) -> bytes:
+    try:
+        return pickle.dumps(setup)
+    except Exception as error:  # whatever an object of the user's raises
+        raise ConfigError(
+            f"asynchrony=overlap: the tasks cannot be handed to a second process ({error}); keep plain values in their metadata, or choose "
+            "asynchrony=lag"
+        ) from error
+
+
 @contextmanager
 def sampling_process(
     x: Experiment, again: Callable[[], Experiment] | None, tasks: Sequence[Task], *, log: Path | None = None
@@ -310,7 +319,7 @@ def sampling_main() -> None:
     link, requests = Connection(connection), queue.SimpleQueue[Any]()
     threading.Thread(target=_listen, args=(link, requests, os.getppid()), daemon=True).start()
     with suppress(Interrupted, OSError):  # told to end, or no one hears
-        serve(requests.get, link.send_bytes, memory)
+        serve(lambda: pickle.load(sys.stdin.buffer), requests.get, link.send_bytes, memory)
 
 
 def _stop(number: int, _: Any) -> None:
@@ -326,10 +335,10 @@ def _listen(link: Connection, requests: queue.SimpleQueue[Any], parent: int) -> 
     end_process(0)
 
 
-def serve(receive: Callable[[], Any], send: Callable[[bytes], Any], memory: int) -> None:
+def serve(begin: Callable[[], Setup], receive: Callable[[], Any], send: Callable[[bytes], Any], memory: int) -> None:
     """Answers requests until there are no more (None). An error is the last answer: the trainer raises it."""
     try:
-        setup = receive()
+        setup = begin()
         x = setup.again()
         policy, device = _policy(x)
         slots, loaded, last = None, None, StreamState()
