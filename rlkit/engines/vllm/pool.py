@@ -148,7 +148,7 @@ class ServerPool:
         """Raises EngineError where two servers serve different models: an adapter would be sampled on another base."""
         named = {server.name: server for server in reversed(self.servers) if server.name}
         if len(named) > 1:
-            (one, first), (other, second) = list(named.items())[:-3:-1]
+            (one, first), (other, second) = list(named.items())[:2]
             raise EngineError(
                 f"generation.engine.addresses: {first.url} serves {one!r} and {second.url} serves {other!r}; start all with the same "
                 "model, under the same --served-model-name"
