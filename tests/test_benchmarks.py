@@ -22,6 +22,7 @@ COLUMNS = {  # benchmark → columns whose every value is a number > 0
     "roofline": ("expected_s", "measured_s"),
     "startup": ("seconds",),
     "threads": ("seconds",),
+    "overlap": ("step_s", "update_s", "reached"),
 }
 
 

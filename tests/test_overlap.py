@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import signal
 import threading
@@ -21,9 +22,9 @@ from rlkit.config.problems.rows import load_tasks
 from rlkit.errors import ConfigError, EngineError
 from rlkit.system import rng
 from rlkit.training import overlap
-from rlkit.training.flight import Flight, Request, continued, next_groups, packed, restored
+from rlkit.training.flight import Asked, Flight, continued, next_groups, packed, restored
 from rlkit.training.learner import Learner
-from rlkit.training.overlap import Slots, sampling_process, serve, shared_memory
+from rlkit.training.overlap import WeightSlots, sampling_process, serve, shared_memory
 from test_asynchrony import COMMON, KINDS, TURNS
 
 TALKS = ["environment=dialogue", "environment.max_turns=3", "generation.max_new_tokens=48"]
@@ -40,12 +41,13 @@ LAWS = {
 class Thread:
     """In place of a process: the same function in a thread."""
 
-    def __init__(self, command, pass_fds, **_):
+    def __init__(self, command, pass_fds, stdin, **_):
+        setup = pickle.load(stdin)
         link, memory = Connection(os.dup(pass_fds[0])), os.dup(pass_fds[1])
 
         def run():
             with link:
-                serve(link.recv, link.send_bytes, memory)
+                serve(lambda: setup, link.recv, link.send_bytes, memory)
 
         self.thread = threading.Thread(target=run, daemon=True)
         self.thread.start()
@@ -134,6 +136,9 @@ def test_groups_that_are_being_sampled_are_asked_for_again_after_a_resume(in_a_t
     with sampling_process(x, builder(composed.config), tasks) as process:
         groups, flight = next_groups(learner, tasks, Flight(), process)
         learner.step(groups.sampled, groups.trained)
+        while process.answers.empty():
+            time.sleep(0.01)
+        assert packed(flight, process)["flight"]  # what has arrived is saved, and still there for the next step
         groups, flight = next_groups(learner, tasks, flight, process)
         learner.step(groups.sampled, groups.trained)
         process.arrived = lambda ahead: ahead
@@ -145,7 +150,7 @@ def test_groups_that_are_being_sampled_are_asked_for_again_after_a_resume(in_a_t
     learner.load_state_dict(state)
     with sampling_process(x, builder(composed.config), tasks) as process:
         flight = restored(state["flight"], tasks, seed=3)
-        assert packed(flight) == {**packed(flight), "flight": []} and isinstance(flight.ahead[0], Request)
+        assert packed(flight) == {**packed(flight), "flight": []} and isinstance(flight.ahead[0], Asked)
         assert continued(learner, flight).ahead == ()  # without a second process they are sampled anew
         flight = continued(learner, flight, process)
         for _ in range(2):
@@ -165,7 +170,7 @@ def test_every_version_has_its_place_in_memory(monkeypatch):
         "scalar": torch.nn.Parameter(torch.randn(())),
     })  # fmt: skip
     memory = shared_memory()
-    slots, kept = Slots(memory, 2, model), {}
+    slots, kept = WeightSlots(memory, 2, model), {}
     for version in range(3):
         for p in model.values():
             p.data.mul_(2)
@@ -206,6 +211,8 @@ def test_python_objects_are_refused():
     x = experiment(compose([*COMMON, "asynchrony=overlap"]))
     with pytest.raises(ConfigError, match="Python objects are not part of"), sampling_process(x, None, []):
         pass
+    with pytest.raises(ConfigError, match="tasks cannot be handed"), sampling_process(x, int, [lambda: 0]):
+        pass
 
 
 def test_an_error_of_the_other_process_is_raised_here(in_a_thread):
@@ -213,7 +220,7 @@ def test_an_error_of_the_other_process_is_raised_here(in_a_thread):
     with pytest.raises(overlap.RLKitError, match=r"OSError: the door is locked at .*overlap_parts.py"):
         trained(*TALKS, "environment.prompt_fn._target_=overlap_parts.locked", *mode("overlap", 1))
 
-    class Full(Slots):
+    class Full(WeightSlots):
         def write(self, version):
             raise OSError(28, "No space left on device")
 
@@ -221,14 +228,14 @@ def test_an_error_of_the_other_process_is_raised_here(in_a_thread):
     x = experiment(composed)
     model = x.model(device="cpu").model
     with sampling_process(x, builder(composed.config), []) as process, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "Slots", Full)
+        patch.setattr(overlap, "WeightSlots", Full)
         with pytest.raises(EngineError, match=r"no memory for 2 versions of \d MiB \(No space left"):
             process.publish(model, 0, 1)
     model.model.norm.weight.requires_grad = False
     with sampling_process(x, builder(composed.config), []) as process:
         process.publish(model, 0, 1)
         with pytest.raises(ConfigError, match="different models"):
-            process.receive(Request(0, 0, None, None, ""))
+            process.receive(Asked(0, 0, None, None, ""))
 
 
 # ------------------------------------------------------------------------------------------------- whole processes
@@ -244,7 +251,7 @@ def sampler_of(pid):
     """The process id of the sampling process of a run; None before it is there."""
     with suppress(OSError):
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            if b"rlkit.training.overlap" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"sampling_main" in Path(f"/proc/{child}/cmdline").read_bytes():
                 return int(child)
     return None
 
@@ -261,17 +268,12 @@ def gone(pid, within=10.0):
     return False
 
 
-def killed_at(pid, who, lines, step, later):
-    """Kills the trainer or its sampler some time after the run has done a step; their process ids."""
-    sampler = None
-    while sampler is None or (lines.read_text().count('"reward/mean"') if lines.exists() else 0) < step:
-        assert os.waitpid(pid, os.WNOHANG) == (0, 0)
-        sampler = sampler_of(pid) or sampler
+def running(pid, lines, step, log):
+    """Waits until a run has done a step; the process id of its sampling process."""
+    while (lines.read_text().count('"reward/mean"') if lines.exists() else 0) < step or sampler_of(pid) is None:
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), log.read_text()[-3000:]
         time.sleep(0.01)
-    time.sleep(later)
-    with suppress(ProcessLookupError):
-        os.kill(pid if who == "trainer" else sampler, signal.SIGKILL)
-    return sampler
+    return sampler_of(pid)
 
 
 @pytest.mark.slow
@@ -286,11 +288,13 @@ def test_twenty_kills_of_either_process_lose_and_repeat_nothing(tmp_path, monkey
         who = draw.choice(["trainer", "sampler"])
         start = ["train", f"resume={run}"] if run.exists() else [*words, f"hydra.run.dir={run}"]
         child = forked(start, log)
-        sampler = killed_at(child, who, run / "metrics.jsonl", 2 * kill, 0.5 * draw.random())
+        sampler = running(child, run / "metrics.jsonl", 2 * kill, log)
+        time.sleep(0.5 * draw.random())
+        os.kill(child if who == "trainer" else sampler, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert status == (-signal.SIGKILL if who == "trainer" else 1), (kill, who, log.read_text()[-3000:])
         assert gone(sampler), (kill, who)
-    assert "the sampling process was killed by SIGKILL while step" in log.read_text()
+    assert "the sampling process was killed by SIGKILL; what it printed" in log.read_text()
     assert os.waitstatus_to_exitcode(os.waitpid(forked(["train", f"resume={run}"], log), 0)[1]) == 0, log.read_text()[-3000:]
     a, b = (torch.load(f / "checkpoints" / "step_000042.ckpt", weights_only=True) for f in (whole, run))
     assert same(a["state_dict"], b["state_dict"]) and same(a["optimizer_states"], b["optimizer_states"])
@@ -303,9 +307,7 @@ def test_a_signal_ends_both_and_saves(signum, tmp_path, monkeypatch, forked, sam
     run, whole, log = tmp_path / "run", tmp_path / "whole", tmp_path / "log.txt"
     words = [*RUN, *mode("overlap", 1), "callbacks.checkpoint.every=50"]
     child = forked([*words, f"hydra.run.dir={run}"], log)
-    while not (run / "metrics.jsonl").exists() or sampler_of(child) is None:
-        time.sleep(0.01)
-    sampler = sampler_of(child)
+    sampler = running(child, run / "metrics.jsonl", 3, log)
     os.kill(child, signum)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signum, log.read_text()[-3000:]
     assert gone(sampler)
@@ -323,6 +325,6 @@ def test_a_sampler_that_dies_by_itself_ends_the_run_with_a_sentence(tmp_path, mo
     assert os.waitstatus_to_exitcode(os.waitpid(forked([*words, f"hydra.run.dir={tmp_path / 'run'}"], log), 0)[1]) == 1
     said = [line for line in log.read_text().splitlines() if line.startswith("rlkit:")][-1]
     assert said.endswith(
-        f"the sampling process was killed by SIGKILL while step 1 waited for its groups; what it printed: {tmp_path}/run/sampler.log. "
+        f"the sampling process was killed by SIGKILL; what it printed: {tmp_path}/run/sampler.log. "
         "The run can be resumed from its last checkpoint"
     )  # fmt: skip

@@ -45,7 +45,7 @@ class Dispatched(NamedTuple):
     settings: str  # what else decided them
 
 
-class Request(NamedTuple):
+class Asked(NamedTuple):
     """Groups that another process has been asked for (asynchrony=overlap)."""
 
     step: int
@@ -63,7 +63,7 @@ class Flight(NamedTuple):
     """The prompts behind the last step that is done, and the groups in flight, in their order; first those that are there already."""
 
     consumed: StreamState = StreamState()
-    ahead: tuple[Dispatched | Request, ...] = ()
+    ahead: tuple[Dispatched | Asked, ...] = ()
     weights: Mapping[int, Tensor] = {}  # after a resume: version → bytes, of requests that have to be made again
 
 
@@ -94,18 +94,18 @@ def next_groups(
     for step in due:
         before = flight.ahead[-1].after if flight.ahead else flight.consumed
         own = settings_of(foreseen(x, learner.progress, step))
-        request = Request(step, now, learner.progress, before, own)
+        request = Asked(step, now, learner.progress, before, own)
         if process is None:
             groups = dispatched(x, learner.policy, tasks, request, clock=learner.clock)
         flight = flight._replace(ahead=(*flight.ahead, process.ask(request) if process else groups))
     first, rest = flight.ahead[0], flight.ahead[1:]
     begun = time.perf_counter()
-    if isinstance(first, Request):
+    if isinstance(first, Asked):
         assert process is not None
         with learner.clock.part("generate"):
             first = process.receive(first)
         learner.clock.sessions += process.sessions
-    learner.in_flight = {"in_flight_groups": sum(x.batch.prompts if isinstance(g, Request) else _count(g) for g in rest)}
+    learner.in_flight = {"in_flight_groups": sum(x.batch.prompts if isinstance(g, Asked) else _count(g) for g in rest)}
     if process is not None:
         handed = process.figures.get("handover_s", 0.0) + published
         learner.in_flight |= process.figures | {"wait_s": time.perf_counter() - begun, "handover_s": handed}
@@ -117,7 +117,7 @@ def _count(groups: Dispatched) -> int:
 
 
 def dispatched(
-    x: Experiment, policy: Policy, tasks: Sequence[Task], request: Request, last: StreamState | None = None, *, clock: Clock
+    x: Experiment, policy: Policy, tasks: Sequence[Task], request: Asked, last: StreamState | None = None, *, clock: Clock
 ) -> Dispatched:
     """Groups of a step, sampled and scored with its own settings by the weights as they are now; `last`: behind the request before it."""
     step, version, progress, before, settings = request
@@ -165,7 +165,7 @@ def packed(flight: Flight, process: SamplingProcess | None = None) -> dict[str, 
         data = torch.frombuffer(bytearray(to_bytes(rollouts)), dtype=torch.uint8)  # of which a save knows the size
         own = {"sampled": data, "trained": [i for i, r in enumerate(groups.sampled) if id(r) in kept]}
         out.append(groups._asdict() | own | {"before": list(groups.before), "after": list(groups.after)})
-    asked = [groups for groups in flight.ahead if isinstance(groups, Request)]
+    asked = [groups for groups in flight.ahead if isinstance(groups, Asked)]
     weights = {r.version: process.slots.saved(r.version) for r in asked if process and process.slots} or dict(flight.weights)
     requests = [r._asdict() | {"progress": r.progress._asdict(), "before": None} for r in asked]
     return {"stream": list(flight.consumed), "flight": out, "requests": requests, "weights": weights}
@@ -184,7 +184,7 @@ def restored(saved: Mapping[str, Any], tasks: Sequence[Task], *, seed: int) -> F
         rollouts = [r._replace(task=drawn[r.group]) for r in rollouts]
         groups = own | {"sampled": rollouts, "trained": [rollouts[i] for i in own["trained"]], "before": before, "after": after}
         ahead.append(Dispatched(**groups))
-    asked = [Request(**r | {"progress": Progress(**r["progress"])}) for r in saved.get("requests", ())]
+    asked = [Asked(**r | {"progress": Progress(**r["progress"])}) for r in saved.get("requests", ())]
     return Flight(StreamState(*saved["stream"]), (*ahead, *asked), saved.get("weights", {}))
 
 
@@ -194,9 +194,9 @@ def continued(learner: Learner, flight: Flight, process: SamplingProcess | None 
     Those that were asked for are asked for again, of the weights that were due to sample them.
     """
 
-    def holds(groups: Dispatched | Request) -> bool:
+    def holds(groups: Dispatched | Asked) -> bool:
         x = foreseen(learner.experiment, learner.progress, groups.step)
-        if isinstance(groups, Request) and process is None:
+        if isinstance(groups, Asked) and process is None:
             return False
         return groups.version >= version_of(groups.step, x.asynchrony.staleness) and groups.settings == settings_of(x)
 
@@ -208,14 +208,14 @@ def continued(learner: Learner, flight: Flight, process: SamplingProcess | None 
 
 
 def _asked_again(
-    learner: Learner, flight: Flight, kept: Sequence[Dispatched | Request], process: SamplingProcess
-) -> tuple[Dispatched | Request, ...]:
+    learner: Learner, flight: Flight, kept: Sequence[Dispatched | Asked], process: SamplingProcess
+) -> tuple[Dispatched | Asked, ...]:
     slots = process.slots_of(learner.model, learner.experiment.asynchrony.staleness)
     before: StreamState | None = flight.consumed
-    out: list[Dispatched | Request] = []
-    for version in {groups.version for groups in kept if isinstance(groups, Request)}:
+    out: list[Dispatched | Asked] = []
+    for version in {groups.version for groups in kept if isinstance(groups, Asked)}:
         slots.restore(version, flight.weights[version])
     for groups in kept:
-        out.append(process.ask(groups._replace(before=before)) if isinstance(groups, Request) else groups)
+        out.append(process.ask(groups._replace(before=before)) if isinstance(groups, Asked) else groups)
         before = groups.after
     return tuple(out)

@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import zip_longest
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -39,12 +39,12 @@ from rlkit.system import rng
 from rlkit.system.deadline import end_process
 from rlkit.system.device import autocast, pick_device, quiet
 from rlkit.training.experiment import Experiment
-from rlkit.training.flight import Dispatched, Request, dispatched
+from rlkit.training.flight import Asked, Dispatched, dispatched
 from rlkit.training.metrics import Clock
 from rlkit.types import Task
 
 GRACE = 5.0  # seconds in which a process that was told to end may close its sessions
-START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rlkit.training.overlap import main; main(*map(int, sys.argv[2:]))"
+START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rlkit.training import overlap; overlap.sampling_main()"
 PIECE = 1 << 30  # bytes that are copied at a time; the system takes a little less than twice as many
 
 
@@ -68,7 +68,7 @@ class Answer(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------- weights
 
 
-class Slots:
+class WeightSlots:
     """Trainable weights of the last versions in a file that is memory: slot v mod n holds version v, its number in front.
 
     n = staleness + 1 are enough: when version v is written, the groups of version v - staleness - 1 have been consumed.
@@ -159,26 +159,27 @@ class SamplingProcess:
 
     def __init__(self, again: Callable[[], Experiment], tasks: Sequence[Task], *, log: Path | None = None):
         self.log, self.waiting = log, 0  # requests without an answer
-        self.slots: Slots | None = None
+        self.here: dict[int, tuple[Answer, float]] = {}  # step → groups that no one has taken yet, and the seconds to unpack them
+        self.failure: BaseException | None = None  # why no more answers come
+        self.slots: WeightSlots | None = None
         self.figures: dict[str, float] = {}  # of the last answer
         self.sessions: list[float] = []
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        data = _pickled(Setup(again, tasks))
+        if log:
+            log.parent.mkdir(parents=True, exist_ok=True)
         self.memory = shared_memory()
         self.connection, theirs = Pipe()
         handles = (theirs.fileno(), self.memory)
-        if log:
-            log.parent.mkdir(parents=True, exist_ok=True)
-        out: BinaryIO | None = log.open("ab") if log else None
-        try:
+        with ExitStack() as files, theirs:
+            setup = files.enter_context(tempfile.TemporaryFile())  # however large, it waits there until it is read
+            setup.write(data)
+            setup.seek(0)
+            out: BinaryIO | None = files.enter_context(log.open("ab")) if log else None
             self.process = subprocess.Popen(
                 [sys.executable, "-c", START, json.dumps(sys.path), *map(str, handles)],
-                pass_fds=handles, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,  # Ctrl-C is the trainer's
+                pass_fds=handles, stdin=setup, stdout=out, stderr=out, start_new_session=True,  # Ctrl-C is the trainer's
             )  # fmt: skip
-        finally:
-            theirs.close()
-            if out:
-                out.close()
-        self.send(Setup(again, tasks))
         threading.Thread(target=self._receive, daemon=True).start()
 
     def send(self, message: Any) -> None:
@@ -211,53 +212,54 @@ class SamplingProcess:
             ) from error
         return time.perf_counter() - begun
 
-    def slots_of(self, model: Any, staleness: int) -> Slots:
+    def slots_of(self, model: Any, staleness: int) -> WeightSlots:
         """The slots for this model's weights, which the process learns of first."""
         if self.slots is None:
-            self.slots = Slots(self.memory, staleness + 1, model)
+            self.slots = WeightSlots(self.memory, staleness + 1, model)
             self.send((self.slots.count, self.slots.layout))
         return self.slots
 
-    def ask(self, request: Request) -> Request:
+    def ask(self, request: Asked) -> Asked:
         """Asks for the groups of a step. Answers come in the order of the requests."""
         self.send(request)
         self.waiting += 1
         return request
 
-    def receive(self, request: Request) -> Dispatched:
-        """The groups of the oldest request that is not answered; waits for them. Raises what sampling them raised; EngineError."""
-        answer, unpacked_s = self.answers.get()
-        self.waiting -= 1
-        if isinstance(answer, BaseException):
-            raise answer
-        if answer is None:
-            self.answers.put((None, 0.0))
-            raise self.gone(request)
-        if answer.groups.step != request.step:
-            raise EngineError(f"the sampling process answers for step {answer.groups.step + 1}; step {request.step + 1} was asked for")
+    def receive(self, request: Asked) -> Dispatched:
+        """The groups of a request; waits for them. Raises what sampling them raised; EngineError where the process is gone."""
+        while request.step not in self.here and self.failure is None:
+            self._take()
+        if request.step not in self.here:
+            assert self.failure is not None
+            raise self.failure
+        answer, unpacked_s = self.here.pop(request.step)
         self.figures = {"idle_s": answer.idle_s, "sampling_s": answer.sampling_s, "handover_s": answer.load_s + unpacked_s}
         self.sessions = answer.sessions
         return answer.groups
 
-    def arrived(self, ahead: Sequence[Dispatched | Request]) -> tuple[Dispatched | Request, ...]:
-        """What is in flight, with the groups that are there already in place of their requests. Never waits."""
-        out = list(ahead)
-        for i, request in enumerate(out):
-            if isinstance(request, Request):
-                if self.answers.empty() or self.process.poll() is not None:
-                    break
-                out[i] = self.receive(request)
-        return tuple(out)
+    def _take(self) -> None:
+        """Waits for the next answer."""
+        answer, seconds = self.answers.get()
+        if isinstance(answer, Answer):
+            self.waiting -= 1
+            self.here[answer.groups.step] = answer, seconds
+        else:
+            self.failure = answer or self.gone()
 
-    def gone(self, request: Request | None = None) -> EngineError:
+    def arrived(self, ahead: Sequence[Dispatched | Asked]) -> tuple[Dispatched | Asked, ...]:
+        """What is in flight, with the groups that are there already in place of their requests. Never waits, and takes none away."""
+        while not self.answers.empty() and self.failure is None:
+            self._take()
+        return tuple(self.here[groups.step][0].groups if groups.step in self.here else groups for groups in ahead)
+
+    def gone(self) -> EngineError:
         """Why there is no answer."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE)
         status = self.process.poll()
         how = "closed its connection" if status is None else ending(status) if status else "ended"
-        doing = f" while step {request.step + 1} waited for its groups" if request else ""
         where = f"; what it printed: {self.log}" if self.log else ""
-        return EngineError(f"asynchrony=overlap: the sampling process {how}{doing}{where}. The run can be resumed from its last checkpoint")
+        return EngineError(f"asynchrony=overlap: the sampling process {how}{where}. The run can be resumed from its last checkpoint")
 
     def close(self) -> None:
         """The process has ended."""
@@ -273,6 +275,16 @@ class SamplingProcess:
             self.process.kill()
             self.process.wait()
         os.close(self.memory)
+
+
+def _pickled(setup: Setup) -> bytes:
+    try:
+        return pickle.dumps(setup)
+    except Exception as error:  # whatever an object of the user's raises
+        raise ConfigError(
+            f"asynchrony=overlap: the tasks cannot be handed to a second process ({error}); keep plain values in their metadata, or choose "
+            "asynchrony=lag"
+        ) from error
 
 
 @contextmanager
@@ -298,15 +310,16 @@ def sampling_process(
 # --------------------------------------------------------------------------------------------- the sampling process
 
 
-def main(connection: int, memory: int) -> None:
+def sampling_main() -> None:
     """The sampling process, with a connection and weights that it has inherited."""
+    connection, memory = map(int, sys.argv[2:])
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     quiet()
     link, requests = Connection(connection), queue.SimpleQueue[Any]()
     threading.Thread(target=_listen, args=(link, requests, os.getppid()), daemon=True).start()
     with suppress(Interrupted, OSError):  # told to end, or no one hears
-        serve(requests.get, link.send_bytes, memory)
+        serve(lambda: pickle.load(sys.stdin.buffer), requests.get, link.send_bytes, memory)
 
 
 def _stop(number: int, _: Any) -> None:
@@ -322,10 +335,10 @@ def _listen(link: Connection, requests: queue.SimpleQueue[Any], parent: int) -> 
     end_process(0)
 
 
-def serve(receive: Callable[[], Any], send: Callable[[bytes], Any], memory: int) -> None:
+def serve(begin: Callable[[], Setup], receive: Callable[[], Any], send: Callable[[bytes], Any], memory: int) -> None:
     """Answers requests until there are no more (None). An error is the last answer: the trainer raises it."""
     try:
-        setup = receive()
+        setup = begin()
         x = setup.again()
         policy, device = _policy(x)
         slots, loaded, last = None, None, StreamState()
@@ -333,8 +346,8 @@ def serve(receive: Callable[[], Any], send: Callable[[bytes], Any], memory: int)
             begun = time.perf_counter()
             if (message := receive()) is None:
                 return
-            if not isinstance(message, Request):
-                slots = _agreed(Slots(memory, message[0], policy.model), message[1])
+            if not isinstance(message, Asked):
+                slots = _agreed(WeightSlots(memory, message[0], policy.model), message[1])
                 continue
             asked, clock = time.perf_counter(), Clock()
             if slots is not None and message.version != loaded:
@@ -364,7 +377,7 @@ def _policy(x: Experiment) -> tuple[Any, Any]:
     return policy, device
 
 
-def _agreed(slots: Slots, layout: Sequence[Any]) -> Slots:
+def _agreed(slots: WeightSlots, layout: Sequence[Any]) -> WeightSlots:
     """The slots, where the trainer's model has the same trainable weights. Raises ConfigError."""
     if odd := next((pair for pair in zip_longest(layout, slots.layout) if pair[0] != pair[1]), None):
         raise ConfigError(f"asynchrony=overlap: the two processes have different models: {odd[0]} in the trainer, {odd[1]} in the sampler")

@@ -114,6 +114,8 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
     check_teacher(x)
     policy, device = on_device(x)
     print(header(x, policy, device, tasks), flush=True)
+    if x.asynchrony.mode == "overlap":
+        print(process_in_words(x, device), flush=True)
     with autocast(x, device):
         agreement = check_policy(policy, tasks.train, x)
     for line in agreement.warnings:
@@ -122,6 +124,16 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
     if line := correction_in_words(x, exact=exact):
         print(line, flush=True)
     return policy, device, exact
+
+
+def process_in_words(x: Experiment, device: Any) -> str:
+    """A line on the second process, and on whether its sums are rounded as the trainer's are."""
+    import torch
+
+    own, trainer = x.asynchrony.sampler.threads, torch.get_num_threads()
+    differs = device.type == "cpu" and own != trainer
+    warning = f"; the trainer has {trainer}, so last bits differ from asynchrony=lag unless trainer.threads={own}" if differs else ""
+    return f"sampling: in a second process with {own} thread(s), {x.asynchrony.staleness} step(s) ahead{warning}"
 
 
 def conclude(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import threading
 from contextlib import ExitStack, contextmanager
@@ -292,7 +293,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.server.absences -= 1
-        models = [{"id": "rlkit-1", "parent": "base"}, {"id": "base", "max_model_len": 100, "parent": None}]
+        models = [{"id": "rlkit-1", "parent": "base"}, {"id": self.server.model, "max_model_len": 100, "parent": None}]
         self.answer({"data": models} if self.path == "/v1/models" else {})
 
     def do_POST(self):
@@ -326,7 +327,7 @@ class Handler(BaseHTTPRequestHandler):
 def serving():
     """A server. `dies_at`: the path at which it goes away, for `away` looks at it; `holds`: what it does before a completion."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        http.asked, http.missing, http.dies_at, http.absences, http.away, http.holds = [], set(), None, 0, 1 << 30, None
+        http.model, http.asked, http.missing, http.dies_at, http.absences, http.away, http.holds = "base", [], set(), None, 0, 1 << 30, None
         http.url = f"http://127.0.0.1:{http.server_address[1]}"
         http.count = lambda path: [asked for asked, _ in http.asked].count(path)
         thread = threading.Thread(target=http.serve_forever, args=(0.01,))
@@ -521,6 +522,17 @@ def test_a_server_that_was_never_there_is_told_at_once(server, policy):
     message = r"generation.engine.addresses=http://127.0.0.1:9: nothing answers there.*vllm serve"
     with pytest.raises(EngineError, match=message):
         sample(VLLM(addresses=[server.url, "http://127.0.0.1:9"]), policy, [(5,)])
+
+
+def test_servers_of_different_models_and_a_full_folder_are_told(servers, policy, monkeypatch):
+    engine = VLLM(addresses=[s.url for s in servers])
+    with monkeypatch.context() as full, pytest.raises(EngineError, match=r"version 3 cannot be written there \(.*No space left.*make room"):
+        full.setattr(vllm_pool, "save_weights", lambda *_, **__: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
+        sample(engine, policy, [(5,)], version=3)
+    assert not list(engine.backend.folder.iterdir()) and sample(engine, policy, [(5,)])[0].token_ids == (6, EOS)  # nothing is lost
+    servers[1].model = "another"
+    with pytest.raises(EngineError, match=rf"{servers[0].url} serves 'base' and {servers[1].url} serves 'another'; start all"):
+        sample(VLLM(addresses=[s.url for s in servers]), policy, [(5,)])
 
 
 @pytest.mark.parametrize(

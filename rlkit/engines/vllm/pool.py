@@ -128,14 +128,31 @@ class ServerPool:
         lacking = [server for server in self.servers if server.has != due and await self._met(server)]
         if not lacking:
             return
+        self._agree()
         self.pushed += 1
         folder = self.folder / f"{self.folder.name}-{self.pushed}"  # a name that no other run has: an adapter is called so
-        save_adapter(model, folder) if adapted else save_weights(model, folder, merge=self.merge)
         try:
+            try:
+                save_adapter(model, folder) if adapted else save_weights(model, folder, merge=self.merge)
+            except Exception as error:  # safetensors has an error of its own
+                raise EngineError(
+                    f"generation.engine.folder={self.folder}: the weights of version {self.version} cannot be written there ({error}); "
+                    "make room, or name another folder that all servers see"
+                ) from error
             await asyncio.gather(*(self._give(server, folder, due, adapted=adapted) for server in lacking))
         finally:
             shutil.rmtree(self.kept if adapted else folder, ignore_errors=True)
             self.kept = folder if adapted else self.kept
+
+    def _agree(self) -> None:
+        """Raises EngineError where two servers serve different models: an adapter would be sampled on another base."""
+        named = {server.name: server for server in reversed(self.servers) if server.name}
+        if len(named) > 1:
+            (one, first), (other, second) = list(named.items())[:2]
+            raise EngineError(
+                f"generation.engine.addresses: {first.url} serves {one!r} and {second.url} serves {other!r}; start all with the same "
+                "model, under the same --served-model-name"
+            )
 
     async def _met(self, server: Server) -> bool:
         """Whether it answers. Raises: EngineError where an address that is not rlkit's own never has."""

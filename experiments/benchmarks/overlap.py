@@ -1,0 +1,148 @@
+"""What a second process that samples ahead gains, beside the most that it could.
+
+    python experiments/benchmarks/overlap.py
+
+Seconds an RL step of the default run, one thread a process, in turn:
+
+none      sampling, then the update
+overlap   a second process samples while this one updates (asynchrony=overlap, staleness 1); handover: weights and groups between them
+ceiling   two processes that know nothing of one another, one of which samples and one of which updates, side by side: the slower one's
+          seconds. Cores share caches and memory, so this is less than twice as fast as none
+
+Each with the default engine, and with one that waits a second before it decodes, as one on another machine does: there an overlapped
+step should take the longer of the two kinds of work. `reached` is the ceiling's seconds over those of overlap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import bench
+
+from rlkit.engines import Cached
+
+ENGINES = {"cached": [], "cached and 1 s": ["generation.engine._target_=overlap.Waiting", "+generation.engine.seconds=1.0"]}
+RUN = ["trainer.threads=1", "trainer.accelerator=cpu", "seed=0"]
+WAYS = {"none": ["asynchrony=none"], "overlap": ["asynchrony=overlap", "asynchrony.staleness=1"]}
+
+
+class Waiting(Cached):
+    """The default engine, which waits before it samples a step."""
+
+    def __init__(self, *, seconds: float, **settings: Any):
+        super().__init__(**settings)
+        self.seconds = seconds
+
+    async def load(self, weights: Any, version: int) -> None:
+        await asyncio.sleep(self.seconds)
+        await super().load(weights, version)
+
+
+def run(folder: str, overrides: list[str]) -> None:
+    """A run in this process; seconds and metrics of its steps."""
+    seconds, rows = bench.steps_of(overrides, Path(folder) / "run")
+    wanted = ("perf/generate_s", "perf/update_s", "staleness/sampling_s", "staleness/handover_s", "staleness/wait_s")
+    bench.answer([seconds, *([row[key] for row in rows if key in row] for key in wanted)])
+
+
+def side(what: str, folder: str, overrides: list[str], steps: int) -> None:
+    """One of the two kinds of work alone, from when the other process is ready too until both have done their steps; its seconds a step."""
+    import torch
+
+    from rlkit.config.compose import compose, experiment
+    from rlkit.config.problems.rows import load_tasks
+    from rlkit.episodes.stream import StreamState
+    from rlkit.training.groups import experience
+    from rlkit.training.learner import Learner
+
+    x = experiment(compose(["logger=none", "schedule=constant", "evaluation.n=0", *overrides]))
+    torch.set_num_threads(1)
+    tasks, learner, stream = load_tasks(x).train, Learner(x, x.model(device="cpu"), exact=True), StreamState()
+    own = learner.begin()
+    groups = experience(own, learner.policy, tasks, stream, step=0)[:2]
+    (here, other) = (Path(folder) / f"{name}" for name in (what, {"sample": "update", "update": "sample"}[what]))
+    here.mkdir()
+    while not other.exists():
+        time.sleep(0.01)
+    times: list[float] = []
+    while len(times) < steps or not (other / "done").exists():
+        begun = time.perf_counter()
+        if what == "sample":
+            *_, stream = experience(own, learner.policy, tasks, stream, step=len(times))
+        else:
+            learner.step(*groups)
+        times.append(time.perf_counter() - begun)
+        if len(times) == steps:
+            (here / "done").touch()
+    bench.answer(times[:steps])
+
+
+def ceiling(overrides: list[str], steps: int) -> tuple[float, float]:
+    """Median seconds of a step's sampling and of its update, side by side in two processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [bench.PYTHON, str(Path(__file__)), "--steps", str(steps)]
+        started = [
+            subprocess.Popen(
+                [*command, "--side", what, "--folder", folder, *overrides], env=bench.environment(1), text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )
+            for what in ("sample", "update")
+        ]  # fmt: skip
+        said = [process.communicate()[0] for process in started]
+    found = [[line for line in text.splitlines() if line.startswith(bench.MARK)] for text in said]
+    if not all(found):
+        raise RuntimeError("\n".join(text[-2000:] for text in said))
+    sample, update = (statistics.median(bench.json.loads(lines[-1][len(bench.MARK) :])) for lines in found)
+    return sample, update
+
+
+def measured(rounds: int, steps: int, extra: list[str]) -> list[dict[str, Any]]:
+    """A row for each engine and way."""
+    found: dict[tuple[str, str], list[tuple[float, ...]]] = {}
+    for turn in range(rounds):
+        for engine, words in ENGINES.items():
+            for way in list(WAYS)[:: 1 if turn % 2 else -1]:
+                with tempfile.TemporaryDirectory() as folder:
+                    own = [*RUN, *WAYS[way], f"trainer.steps={steps + 2}", *words, *extra]
+                    parts = bench.child([bench.PYTHON, str(Path(__file__)), "--folder", folder, *own], threads=1)
+                kept = [statistics.median(values[1:-1] or values) if values else 0.0 for values in parts]  # the first step warms up
+                found.setdefault((engine, way), []).append(tuple(kept))
+            sample, update = ceiling([*RUN, *words, *extra], steps)
+            found.setdefault((engine, "ceiling"), []).append((max(sample, update), sample, update, 0.0, 0.0, 0.0))
+    rows = []
+    for (engine, way), kept in found.items():
+        step, generate, update, sampling, handover, wait = (round(statistics.median(column), 4) for column in zip(*kept, strict=True))
+        most = statistics.median(values[0] for values in found[engine, "ceiling"])
+        rows.append({
+            "engine": engine, "way": way, "step_s": step, "sampling_s": sampling or generate, "update_s": update,
+            "wait_s": wait, "handover_s": handover, "handover_share": round(handover / step, 5), "reached": round(most / step, 3),
+            "longer_share": round(max(sampling or generate, update) / step, 3), "rounds": rounds,
+        })  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = bench.parser(__doc__, rounds=3, threads=1, device=False)
+    parser.add_argument("--steps", type=int, default=12, help="RL steps of a measurement")
+    parser.add_argument("--side", choices=("sample", "update"), help="one of the ceiling's processes")
+    parser.add_argument("--folder", help="of a child")
+    parser.add_argument("overrides", nargs="*", help="of the runs")
+    given = parser.parse_intermixed_args()
+    if given.side:
+        return side(given.side, given.folder, given.overrides, given.steps)
+    if given.folder:
+        return run(given.folder, given.overrides)
+    small = ["batch.prompts=2", "batch.group_size=4", "generation.max_new_tokens=8"]
+    rows = measured(1, 2, [*small, *given.overrides]) if given.quick else measured(given.rounds, given.steps, given.overrides)
+    bench.write(given.out, "overlap", [row | bench.provenance(1) for row in rows])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
