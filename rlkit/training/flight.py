@@ -53,6 +53,7 @@ class Asked(NamedTuple):
     progress: Progress  # of the trainer when it asked: what is known of the step's experiment follows from it
     before: StreamState | None  # None: behind the request before it
     settings: str
+    kernel: str | None = None  # generation.kernel, as the trainer goes on with it
 
     @property
     def after(self) -> None:
@@ -94,7 +95,8 @@ def next_groups(
     for step in due:
         before = flight.ahead[-1].after if flight.ahead else flight.consumed
         own = settings_of(foreseen(x, learner.progress, step))
-        request = Asked(step, now, learner.progress, before, own)
+        kernel = getattr(learner.x.generation.engine, "kernel", None)
+        request = Asked(step, now, learner.progress, before, own, kernel)
         if process is None:
             groups = dispatched(x, learner.policy, tasks, request, clock=learner.clock)
         flight = flight._replace(ahead=(*flight.ahead, process.ask(request) if process else groups))
@@ -105,6 +107,8 @@ def next_groups(
         with learner.clock.part("generate"):
             first = process.receive(first)
         learner.clock.sessions += process.sessions
+        if hasattr(engine := learner.x.generation.engine, "elsewhere"):
+            engine.elsewhere = process.kernel
     learner.in_flight = {"in_flight_groups": sum(x.batch.prompts if isinstance(g, Asked) else _count(g) for g in rest)}
     if process is not None:
         handed = process.figures.get("handover_s", 0.0) + published
@@ -120,12 +124,11 @@ def dispatched(
     x: Experiment, policy: Policy, tasks: Sequence[Task], request: Asked, last: StreamState | None = None, *, clock: Clock
 ) -> Dispatched:
     """Groups of a step, sampled and scored with its own settings by the weights as they are now; `last`: behind the request before it."""
-    step, version, progress, before, settings = request
-    before = last if before is None else before
+    before = last if request.before is None else request.before
     assert before is not None
-    x = foreseen(x, progress, step)
-    sampled, trained, after = experience(x, policy, tasks, before, step=step, version=version, clock=clock)
-    return Dispatched(step, version, sampled, trained, before, after, settings)
+    x = foreseen(x, request.progress, request.step)
+    sampled, trained, after = experience(x, policy, tasks, before, step=request.step, version=request.version, clock=clock)
+    return Dispatched(request.step, request.version, sampled, trained, before, after, request.settings)
 
 
 def settings_of(x: Experiment) -> str:

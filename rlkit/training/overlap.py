@@ -63,6 +63,7 @@ class Answer(NamedTuple):
     load_s: float  # that it took to get its weights
     sampling_s: float  # that it worked on the groups
     sessions: list[float]  # that each episode spent in its session
+    kernel: Any  # that drew the tokens
 
 
 # ---------------------------------------------------------------------------------------------------------- weights
@@ -164,6 +165,7 @@ class SamplingProcess:
         self.slots: WeightSlots | None = None
         self.figures: dict[str, float] = {}  # of the last answer
         self.sessions: list[float] = []
+        self.kernel: Any = None  # of its engine
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         data = _pickled(Setup(again, tasks))
         if log:
@@ -234,7 +236,7 @@ class SamplingProcess:
             raise self.failure
         answer, unpacked_s = self.here.pop(request.step)
         self.figures = {"idle_s": answer.idle_s, "sampling_s": answer.sampling_s, "handover_s": answer.load_s + unpacked_s}
-        self.sessions = answer.sessions
+        self.sessions, self.kernel = answer.sessions, answer.kernel
         return answer.groups
 
     def _take(self) -> None:
@@ -353,11 +355,13 @@ def serve(begin: Callable[[], Setup], receive: Callable[[], Any], send: Callable
             if slots is not None and message.version != loaded:
                 slots.read(message.version)
                 loaded = message.version
-            got = time.perf_counter()
+            got, engine = time.perf_counter(), x.generation.engine
+            if message.kernel and hasattr(engine, "kernel"):
+                engine.kernel = message.kernel
             with autocast(x, device):
                 groups = dispatched(x, policy, setup.tasks, message, last, clock=clock)
             last, done = groups.after, time.perf_counter()
-            send(pickle.dumps(Answer(groups, asked - begun, got - asked, done - got, clock.sessions)))
+            send(pickle.dumps(Answer(groups, asked - begun, got - asked, done - got, clock.sessions, getattr(engine, "decodes", None))))
     except Interrupted:
         raise
     except BaseException as error:

@@ -57,6 +57,7 @@ class Cached(Service):
                 f"(are {max_rows}, {max_cached_tokens}, {check_every})"
             )
         self.max_rows, self.keep_cache, self.kernel = max_rows, keep_cache, kernel
+        self.elsewhere: Literal["eager", "fused"] | None = None
         self.make_scheduler = partial(
             Scheduler, max_rows=max_rows, max_cached_tokens=max_cached_tokens, check_every=check_every, cuda_graphs=cuda_graphs
         )
@@ -84,8 +85,8 @@ class Cached(Service):
 
     @property
     def decodes(self) -> Literal["eager", "fused"] | None:
-        """The kernel in use; None before the first weights."""
-        return None if self.decoder is None else "fused" if getattr(self.decoder, "kernel", None) else "eager"
+        """The kernel in use, or that of another process that samples for this one; None before the first weights."""
+        return self.elsewhere if self.decoder is None else "fused" if getattr(self.decoder, "kernel", None) else "eager"
 
     def go_on_with(self, kernel: Literal["eager", "fused"]) -> str:
         """A run continues that used this kernel so far: "auto" becomes it. What differs nevertheless, as a sentence."""
