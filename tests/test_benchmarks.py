@@ -52,6 +52,13 @@ def test_both_forms_of_the_update_have_one_gradient(tmp_path):
 
 
 @pytest.mark.slow
+def test_bytes_of_an_episode_grow_with_its_tokens(tmp_path):
+    """With whole contexts in every step the exponents were 1.4 and more."""
+    fits = [row for row in table(tmp_path, "growth") if not row["turns"]]
+    assert all(0.8 < float(value) < 1.1 for row in fits for name, value in row.items() if name.endswith("_exponent")) and len(fits) == 2
+
+
+@pytest.mark.slow
 def test_tokens_grow_with_what_is_scaled(tmp_path):
     """An axis that changed nothing would have the exponent 0, whatever it cost."""
     fits = {row["axis"]: row for row in table(tmp_path, "scaling", "--axes", "batch", "turns") if not row["size"]}
