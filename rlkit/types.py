@@ -650,7 +650,7 @@ class Thinking(NamedTuple):
     """How a tokenizer writes THINK_TAGS."""
 
     ids: tuple[int, int] | None  # of both tags, where each is an added token; None: they are spelled, and read in the text
-    close: tuple[int, ...]  # what writes the closing one
+    close: tuple[int, ...]  # what writes the closing one, behind a text that interrupts (model.interruption)
     decode: Callable[[Sequence[int]], str]  # ids → their text
 
     def opened(self, context: Sequence[int]) -> bool:

@@ -38,6 +38,7 @@ def make_renderer(
     tokenizer: Any,
     *,
     enable_thinking: bool | None = None,
+    interruption: str = "",
     render: Callable[[Messages, Sequence[Mapping[str, Any]]], str] | None = None,
 ) -> Renderer:
     """A renderer for a fast tokenizer that has a chat template.
@@ -45,8 +46,9 @@ def make_renderer(
     Args:
       tokenizer: a fast `transformers` tokenizer.
       enable_thinking: passed to the template where it is not None.
+      interruption: text that a thinking budget writes before the closing tag.
       render: (messages, tools) → text in place of the template. Contents are stand-ins, to be written as they are.
-    Raises: TemplateError where there is no template or the tokenizer is not a fast one.
+    Raises: TemplateError where there is no template, the tokenizer is not a fast one, or the interruption holds a tag of its own.
     """
     if render is None and not getattr(tokenizer, "chat_template", None):
         raise TemplateError(
@@ -58,14 +60,21 @@ def make_renderer(
         raise TemplateError(f"model.path: '{tokenizer.name_or_path}' has no fast tokenizer; rlkit needs tokenizer.json")
     arguments = () if enable_thinking is None else (("enable_thinking", enable_thinking),)
     plain = _without_added_tokens(backend)
-    return Renderer(tokenizer, plain, frozenset(tokenizer.added_tokens_decoder), _thinking(tokenizer, plain), arguments, render)
+    return Renderer(
+        tokenizer, plain, frozenset(tokenizer.added_tokens_decoder), _thinking(tokenizer, plain, interruption), arguments, render
+    )
 
 
-def _thinking(tokenizer: Any, plain: Any) -> Thinking:
+def _thinking(tokenizer: Any, plain: Any, interruption: str) -> Thinking:
+    if any(tag in interruption for tag in THINK_TAGS):
+        raise TemplateError(
+            f"model.interruption={interruption!r}: the closing tag is written behind it; leave {' and '.join(THINK_TAGS)} out"
+        )
     added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
     first, last = (added.get(tag) for tag in THINK_TAGS)
     ids = None if first is None or last is None else (first, last)
-    close = tuple(plain.encode(THINK_TAGS[1], add_special_tokens=False).ids) if ids is None else (ids[1],)
+    text = interruption + (THINK_TAGS[1] if ids is None else "")
+    close = (*plain.encode(text, add_special_tokens=False).ids, *(ids[1:] if ids else ()))
     return Thinking(ids, close, functools.partial(_decode, tokenizer))
 
 

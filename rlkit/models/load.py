@@ -45,6 +45,7 @@ def load_policy(
     gradient_checkpointing: bool = False,
     lora: LoRA = LoRA(),  # noqa: B008  (a NamedTuple: immutable)
     enable_thinking: bool | None = None,
+    interruption: str = "",
     chat_template: str | None = None,
     trust_remote_code: bool = False,
     device: torch.device | str = "cpu",
@@ -61,6 +62,7 @@ def load_policy(
       gradient_checkpointing: recomputes activations in backward; less memory, about a third more time.
       lora: adapters; rank 0 trains everything.
       enable_thinking: handed to the chat template; None leaves the template's default.
+      interruption: what generation.max_thinking_tokens writes before the closing tag; not trained on.
       chat_template: a file that replaces the tokenizer's template.
       trust_remote_code: run code that comes with the model. Needs a pinned revision.
       device: where the weights go.
@@ -88,7 +90,7 @@ def load_policy(
     if lora.rank > 0:
         model = add_lora(model, lora)
     model.train()  # gradient checkpointing works in this mode alone; engines sample in the other one
-    return make_policy(model, tokenizer, enable_thinking=enable_thinking)
+    return make_policy(model, tokenizer, enable_thinking=enable_thinking, interruption=interruption)
 
 
 def pretrained_tokenizer(path: str, **hub: Any) -> Any:
@@ -186,7 +188,7 @@ def make_policy(model: Any, tokenizer: Any, **template: Any) -> Policy:
     """A policy of a causal LM that is already built, also under PEFT, and its tokenizer.
 
     Args:
-      template: enable_thinking and render, of `make_renderer`.
+      template: enable_thinking, interruption and render, of `make_renderer`.
     Raises: TemplateError.
     """
     context = int(getattr(model.config, "max_position_embeddings", 1 << 20))

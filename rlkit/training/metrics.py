@@ -116,7 +116,8 @@ def update_metrics(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> 
                       on rollouts of the first step (rlkit.training.drift); k3, nats per token
     kl/estimate       mean of the estimator that `kl` names; nonzero_frac: share of tokens on which it is not 0
     mismatch/*        trainer against sampler on the same tokens, before any correction; ess: share of effective samples, chi2: chi-square,
-                      1 / ess - 1, of token weights; ess_sequence, chi2_sequence: of rollouts' weights (`effective_sample_size`)
+                      1 / ess - 1, of token weights, out_of_bounds_frac: share of them outside 1/2 … 2;
+                      ess_sequence, chi2_sequence: of rollouts' weights (`effective_sample_size`)
     adv/*             advantages of trained tokens
     scale/*           factor on the policy loss (off-policy correction × token filter): mean, share of tokens at 0
     value/*           the critic: loss, mean, mean return, 1 - Var(return - value) / Var(return) before the update
@@ -162,7 +163,7 @@ def _ratios(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
 
 def _divergences(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> dict[str, float]:
     names = ("kl/ref", "kl/ref_k3", "kl/old", "mismatch/kl", "mismatch/logp_abs_mean", "mismatch/logp_abs_max")
-    out = dict.fromkeys((*names, "mismatch/ratio_max", *WEIGHTS, "mismatch/pearson"), NAN)
+    out = dict.fromkeys((*names, "mismatch/ratio_max", "mismatch/out_of_bounds_frac", *WEIGHTS, "mismatch/pearson"), NAN)
     out["kl/coef"] = number(experiment.kl.coef)
     out["kl/estimate"], out["kl/nonzero_frac"] = terms.mean("kl"), NAN
     if (estimates := terms.get("kl")) is not None:
@@ -190,7 +191,9 @@ def _mismatch(old: Tensor, sampler: Tensor, owners: Tensor | None) -> dict[str, 
     out, mask, gap = {}, torch.ones_like(old, dtype=torch.bool), (old - sampler).abs()
     out["mismatch/kl"] = float(F.approximate_kl(old, sampler, mask))
     out["mismatch/logp_abs_mean"], out["mismatch/logp_abs_max"] = float(gap.mean()), float(gap.max())
-    out["mismatch/ratio_max"] = float((old - sampler).clamp(-20, 20).exp().max())
+    ratio = (old - sampler).clamp(-20, 20).exp()
+    out["mismatch/ratio_max"] = float(ratio.max())
+    out["mismatch/out_of_bounds_frac"] = float(((ratio > 2) | (ratio < 0.5)).float().mean())
     shares = F.effective_sample_size(old, sampler, mask), F.effective_sample_size(old, sampler, mask, owners)
     out |= dict(zip(WEIGHTS, (float(value) for share in shares for value in (share, 1 / share - 1)), strict=True))
     out["mismatch/pearson"] = float(F.correlation(old.exp(), sampler.exp(), mask))
@@ -226,10 +229,9 @@ def staleness_metrics(
         return out
     age, owners, first = step - versions, _owners(batch, terms), min(updates.values())
     behind = [updates.get(step, first) - updates.get(int(version), first) for version in versions.tolist()]
-    every, ratio = _mismatch(old, sampler, owners), (old - sampler).exp()
-    outside = ((ratio > 2) | (ratio < 0.5)).float().mean()
-    shares = (every["mismatch/kl"], every["mismatch/ess_sequence"], every["mismatch/chi2"], every["mismatch/chi2_sequence"])
-    values = (float(age.mean()), float(age.max()), sum(behind) / len(behind), *shares, float(outside))
+    every = _mismatch(old, sampler, owners)
+    shares = (every[f"mismatch/{name}"] for name in ("kl", "ess_sequence", "chi2", "chi2_sequence", "out_of_bounds_frac"))
+    values = (float(age.mean()), float(age.max()), sum(behind) / len(behind), *shares)
     out |= dict(zip((f"staleness/{name}" for name in names), values, strict=True))
     if not (fresh := age == 0).any():
         return out | dict.fromkeys(every, NAN)

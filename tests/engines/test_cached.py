@@ -20,6 +20,7 @@ from rlkit.environments import calculator, tool_schema
 from rlkit.episodes import collect
 from rlkit.functional import mix
 from rlkit.models import encode_prompt
+from rlkit.models.chat import make_renderer
 from rlkit.types import Generation, SamplingParams
 
 TOOLS = [tool_schema(calculator)]
@@ -71,10 +72,12 @@ def test_replies_are_those_of_the_reference_in_any_slots(tiny, contexts, complet
         assert equal(complete(Cached(**slots), tiny, contexts, SEEDS, max_new_tokens=24, **settings), expected)
 
 
-@pytest.mark.parametrize("spelled", [False, True])
-def test_a_thinking_budget_is_the_same_in_any_slots(tiny, contexts, complete, reference, spelled):
+@pytest.mark.parametrize("spelled, interruption", [(False, ""), (True, ""), (False, "Time is up.")])
+def test_a_thinking_budget_is_the_same_in_any_slots(tiny, contexts, complete, reference, spelled, interruption):
     """Each slot has the state of its own reply, also where the tags are spelled, and none of the reply before."""
-    thinking = tiny.renderer.thinking
+    thinking = make_renderer(tiny.renderer.tokenizer, interruption=interruption).thinking
+    tokens = tuple(tiny.renderer.plain.encode(interruption, add_special_tokens=False).ids)
+    assert thinking.close == (*tokens, tiny.renderer.thinking.ids[1]) and (not interruption or len(tokens) > 2)
     if spelled:  # the tags' own tokens are decoded to the same text
         thinking = thinking._replace(ids=None)
     policy = tiny._replace(renderer=tiny.renderer._replace(thinking=thinking))
@@ -85,6 +88,10 @@ def test_a_thinking_budget_is_the_same_in_any_slots(tiny, contexts, complete, re
     for slots in ({}, {"max_rows": 3}):
         found = complete(Cached(**slots), policy, rows, [*SEEDS, 5], **settings)
         assert equal(found, expected) and [g.forced for g in found] == [g.forced for g in expected]
+    for g in expected:  # what is written is all of it, in a row; nothing of it has a log-prob, or counts as sampled
+        assert [g.token_ids[i] for i in g.forced] == ([*thinking.close] * len(g.forced))[: len(g.forced)]
+        assert not any(g.logprobs[i] for i in g.forced)
+        assert len(g.forced) % len(thinking.close) == 0 or g.forced[-1] == len(g.token_ids) - 1
 
 
 def follower(rng_seed: int, rewrites: bool):

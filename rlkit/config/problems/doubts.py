@@ -27,6 +27,8 @@ def warnings(x: Experiment) -> list[str]:
     out += embedded_numbers(x, ("optimizer.lr", "trainer.steps", "generation.max_new_tokens")) + _adapter_rate(x)
     if not x.needs_reference and x.reference.name != "none":
         out.append(f"reference={x.reference.name} is not built: no KL uses it (kl={x.kl.name}, kl.coef={x.kl.coef})")
+    if getattr(x.model, "keywords", {}).get("interruption") and x.generation.max_thinking_tokens is None:
+        out.append("model.interruption does nothing: no thinking is interrupted; set generation.max_thinking_tokens")
     lora = getattr(x.model, "keywords", {}).get("lora")
     if x.needs_reference and lora and lora.rank and any(phase.reference.name == "ema" for phase in phases(x).values()):
         out.append(
