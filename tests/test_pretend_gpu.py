@@ -69,7 +69,8 @@ def host_reads(gpu, monkeypatch):
     begin = Learner.begin
 
     def begun(self, *given, **named):
-        gpu.syncs.clear()
+        if self.begun < self.rl_step:  # the first call of a step; `step` calls it again, after the rollouts
+            gpu.syncs.clear()
         return begin(self, *given, **named)
 
     monkeypatch.setattr(Learner, "step", counted)

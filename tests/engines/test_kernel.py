@@ -58,7 +58,7 @@ def sampled(complete, policy, asked, prompts, **params):
 
 @each(("family", "temperature"), [*((family, 1.0) for family in FORWARDS), ("llama", 0.0), ("qwen3", 0.6), ("qwen3", 1.7)])
 def test_a_compiled_step_draws_what_calls_of_torch_draw(tiny, complete, family, temperature):
-    """40 contexts in 15 slots, more than a block of rows, which are left, taken again and refilled at any time, replies that end by token and by length."""
+    """40 contexts in 15 slots, more than a block of rows, left and taken again at any time; replies end by token and by length."""
     policy = policy_of(tiny, family)
     fused, eager = (sampled(complete, policy, asked, contexts(40, 1), temperature=temperature) for asked in ("fused", "eager"))
     assert [(g.token_ids, g.finish_reason) for g in fused] == [(g.token_ids, g.finish_reason) for g in eager]
@@ -102,14 +102,14 @@ def test_one_step_leaves_the_state_that_calls_of_torch_leave(tiny):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_threads_and_neighbours_change_no_bit(tiny, monkeypatch):
+def test_threads_and_neighbours_change_no_bit(tiny):
     """A row's sums run in one order, whoever computes them: with 1, 2 and 5 threads, and with half of the rows beside it."""
     found = []
     with decoder_in_the_middle(policy_of(tiny), "fused") as decoder:
         sampler = decoder.sampler
         before = {name: getattr(sampler, name).clone() for name in STATE}
         for threads, silent in ((1, 11), (2, 11), (5, 11), (1, 5)):
-            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            decoder.kernel.threads = threads
             for name, tensor in before.items():
                 getattr(sampler, name).copy_(tensor)
             sampler.draws[silent:] = False
