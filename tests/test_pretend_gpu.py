@@ -9,6 +9,9 @@ import torch
 
 from pretend_gpu import PretendGPU
 from rlkit.commands import cli
+from rlkit.engines import Cached
+from rlkit.engines.cached.scheduler import Scheduler
+from rlkit.models import load_policy
 from rlkit.training import memory
 from rlkit.training.learner import Learner
 
@@ -28,6 +31,7 @@ SMALL = {
 CASES = {
     "grpo": ({}, 300),
     "lora_ema": ({"model.lora.rank": "4", "reference": "ema"}, 370),
+    "ppo": ({"algorithm": "ppo", "batch.prompts": "4", "batch.group_size": "1"}, 1),
     "ppo_separate": ({"algorithm": "ppo", "algorithm.critic.model": "separate", "batch.prompts": "4", "batch.group_size": "1"}, 640),
     "dapo_refills": ({"algorithm": "dapo", "algorithm.max_refills": "2"}, 260),
     "kl_full": ({"kl": "full"}, 300),
@@ -65,7 +69,8 @@ def host_reads(gpu, monkeypatch):
     begin = Learner.begin
 
     def begun(self, *given, **named):
-        gpu.syncs.clear()
+        if self.begun < self.rl_step:  # the first call of a step; `step` calls it again, after the rollouts
+            gpu.syncs.clear()
         return begin(self, *given, **named)
 
     monkeypatch.setattr(Learner, "step", counted)
@@ -114,6 +119,44 @@ def test_a_capture_changes_nothing_and_its_replay_does(gpu):
     assert x.tolist() == [6, 6, 6]
 
 
+# ------------------------------------------------------------------------------------------------------- decoding steps
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.7, "max_thinking_tokens": 3}], ids=str)
+def test_a_decoding_step_never_asks_the_host(params, gpu, complete, monkeypatch):
+    """Captured or kernel by kernel, and nothing in it is on the host; the replies are those of the CPU."""
+    policy = load_policy(path="tiny")
+    prompts = [tuple(range(100, 100 + n)) for n in (5, 9, 9, 30)]
+    expected = complete(Cached(kernel="eager"), policy, prompts, range(4), max_new_tokens=14, **params)
+    policy.model.to("cuda")
+    asked, kernels, step = [], [], Scheduler.step
+
+    def watched(self):
+        before = sum(gpu.syncs.values()), gpu.kernels
+        step(self)
+        asked.append(sum(gpu.syncs.values()) - before[0])
+        kernels.append(gpu.kernels - before[1])
+
+    monkeypatch.setattr(Scheduler, "step", watched)
+    engine = Cached(check_every=4)
+    found = complete(engine, policy, prompts, range(4), max_new_tokens=14, **params)
+    assert [g.token_ids for g in found] == [g.token_ids for g in expected]
+    # A capture waits once until the device is idle. Each shape runs kernel by kernel, is captured, and is replayed from then on.
+    assert sum(asked) == gpu.captures == engine.captured_shapes > 0, gpu.report()
+    assert sum(map(bool, kernels)) == 2 * gpu.captures and gpu.replays == len(asked) - gpu.captures > 12
+
+
+def test_a_step_that_reads_on_the_host_is_not_captured(gpu, complete, monkeypatch):
+    """The first step finds it, before a capture could break; decoding goes on without graphs, with one warning."""
+    policy = load_policy(path="tiny")
+    policy.model.to("cuda")
+    hidden = Scheduler.hidden
+    monkeypatch.setattr(Scheduler, "hidden", lambda self, ids, mask: (bool(mask.any()), hidden(self, ids, mask))[1])
+    with pytest.warns(UserWarning, match="cannot be captured") as caught:
+        complete(Cached(), policy, [(100, 101)], [1], max_new_tokens=3)
+    assert len(caught) == 1 and not gpu.captures and not gpu.replays
+
+
 # ---------------------------------------------------------------------------------------------------------- whole runs
 
 
@@ -122,6 +165,7 @@ def test_a_capture_changes_nothing_and_its_replay_does(gpu):
 def test_a_run_on_one_gpu(case, gpu, host_reads, tmp_path, recwarn):
     overrides, limit = CASES[case]
     assert train(tmp_path, **overrides) == 0
+    print("HOSTREADS", case, host_reads)
     assert host_reads and max(host_reads) <= limit, gpu.report()
     assert not [w for w in recwarn if "captured" in str(w.message)]  # a decoding step that asks the host is not captured
     assert gpu.replays or "generation" in overrides

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from rlkit.errors import ConfigError, distribution
-from rlkit.system.processors import cores, threads_for
+from rlkit.system.processors import PARAMETERS_PER_THREAD, cores, threads_for
 
 PACKAGES = ("torch", "transformers", "peft", "lightning", "hydra-core", "numpy")
 
@@ -34,6 +34,9 @@ def on_device(x: Any) -> tuple[Any, Any]:
     device = pick_device(x)
     policy = x.model(device=device)
     use_threads(x.trainer, policy.model, device)
+    if hasattr(x.generation.engine, "threads"):  # of the cached engine's compiled step: its threads do not spin, and every core helps
+        available = max(1, cores() // x.trainer.devices)
+        x.generation.engine.threads = x.trainer.threads or threads_for(available * PARAMETERS_PER_THREAD, available)
     return policy, device
 
 

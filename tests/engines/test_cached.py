@@ -580,6 +580,16 @@ def test_cache_and_graphs_outlive_the_call(tiny, contexts, complete, reference, 
     assert counts[0] == counts[1] > 0 and counts[2] == counts[3] and places[0] == places[3]
 
 
+def test_calls_of_two_kinds_in_turn_share_one_cache(tiny, contexts, complete, monkeypatch):
+    """Many short episodes and few long ones, as training and evaluation: the second call of each kind allocates nothing."""
+    made, make = [], Slots.__init__
+    monkeypatch.setattr(Slots, "__init__", lambda self, *given: (made.append(given), make(self, *given))[1])
+    engine = Cached()
+    for prompts in (contexts[:6], [contexts[0] * 6]) * 3:
+        complete(engine, tiny, prompts, SEEDS[: len(prompts)], max_new_tokens=2)
+    assert len(made) == 2
+
+
 # ---------------------------------------------------------------------------------------------------- the distribution
 
 

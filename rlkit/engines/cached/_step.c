@@ -23,6 +23,7 @@
 #define ROWS 3
 #define CHAINS 2
 #endif
+#define ALONE 8 /* rows that are computed in the time of several starts of a thread */
 #define TILE 32 /* columns of a packed matrix that lie together */
 #define PARTS (TILE / LANES)
 #define INLINE static inline __attribute__((always_inline))
@@ -31,7 +32,7 @@ typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias))
 typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-typedef struct { /* as kernel.Step: all of them 64 bits wide */
+typedef struct { /* as kernel.StepArguments: all of them 64 bits wide */
     int64_t layers, hidden, inner, heads, key_heads, size, vocabulary, capacity, columns, ends, slots, threads;
     double eps, temperature;
     const float *embedding, *cosine, *sine, *head;                         /* [V, H], [C, D / 2] twice, packed */
@@ -279,7 +280,7 @@ int step(const Step *m) {
     int64_t rows[m->slots + 1], n = 0;
     for (int64_t row = 0; row < m->slots; row++)
         if (m->draws[row]) rows[n++] = row;
-    int64_t threads = m->threads < n ? m->threads : n;
+    int64_t most = (n + ALONE - 1) / ALONE, threads = m->threads < most ? m->threads : most;
     pthread_t others[threads + 1];
     Share shares[threads + 1];
     void *failed = NULL, *left;

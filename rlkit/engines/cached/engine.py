@@ -58,6 +58,7 @@ class Cached(Service):
             )
         self.max_rows, self.keep_cache, self.kernel = max_rows, keep_cache, kernel
         self.elsewhere: Literal["eager", "fused"] | None = None
+        self.threads: int | None = None  # of a fused step, which gives the same bits with any number; None: torch's
         self.make_scheduler = partial(
             Scheduler, max_rows=max_rows, max_cached_tokens=max_cached_tokens, check_every=check_every, cuda_graphs=cuda_graphs
         )
@@ -73,6 +74,8 @@ class Cached(Service):
         if isinstance(before, Scheduler) and before.asked == self.kernel and before.serves(policy, causal):
             return before
         decoder = self.make_scheduler(policy, causal, kernel=self.kernel)
+        if decoder.kernel is not None:
+            decoder.kernel.threads = self.threads
         if isinstance(before, Scheduler):
             decoder.graphs.captured = before.graphs.captured  # the bound is for all of them
             before.clear()

@@ -37,8 +37,8 @@ LAYERS = ("project", "bias", "scale", "out", "gates", "down")
 STATE = ("last", "position", "count", "limit", "seed", "tokens", "logprobs", "draws", "ended")
 
 
-class Step(ctypes.Structure):
-    """The structure of the same name in the C file, field by field."""
+class StepArguments(ctypes.Structure):
+    """The structure `Step` of the C file, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("layers", "hidden", "inner", "heads", "key_heads", "size", "vocabulary", "capacity")),
@@ -59,12 +59,12 @@ class Kernel:
     def __init__(self, trunk: Trunk, head: Head):
         self.run, self.trunk = compiled(), trunk
         config, layers = trunk.trunk.config, [layer.module for layer in trunk.layers]
-        self.step = Step(
+        self.step = StepArguments(
             layers=len(layers), hidden=config.hidden_size, inner=config.intermediate_size, heads=config.num_attention_heads,
             key_heads=config.num_key_value_heads, size=layers[0].self_attn.head_dim, vocabulary=len(head.weight),
             eps=trunk.trunk.norm.variance_epsilon, embedding=trunk.trunk.embed_tokens.weight.data_ptr(),
         )  # fmt: skip
-        final = trunk.derive(partial(packed, trunk.trunk.norm, head.module))
+        final = trunk.derive(partial(tiled, trunk.trunk.norm, head.module))
         made = [_layer(trunk, layer.module, layer.scale) for layer in trunk.layers]
         self.step.head = final.data_ptr()
         self.arrays = {name: (ctypes.c_void_p * len(layers))() for name in (*LAYERS, "keys", "values")}
@@ -72,6 +72,7 @@ class Kernel:
             setattr(self.step, name, ctypes.addressof(array))
         for name in LAYERS:
             self.arrays[name][:] = [None if (tensor := own[name]) is None else tensor.data_ptr() for own in made]
+        self.threads: int | None = None  # None: torch's
         self.angles = torch.empty(2, 0, 0)  # cosines and sines [2, positions, D / 2]
 
     def serves(self, sampler: Sampler) -> bool:
@@ -89,7 +90,7 @@ class Kernel:
         for name in (*STATE, "eos"):
             setattr(step, name, getattr(sampler, name).data_ptr())
         step.capacity, step.columns, step.ends = cache.capacity, sampler.tokens.shape[1], len(sampler.eos)
-        step.slots, step.threads, step.temperature = slots, torch.get_num_threads(), float(sampler.temperature)
+        step.slots, step.threads, step.temperature = slots, self.threads or torch.get_num_threads(), float(sampler.temperature)
         if self.run(ctypes.byref(step)):
             raise MemoryError(f"no memory for a decoding step of {slots} slots")
 
@@ -137,7 +138,7 @@ def unfit(trunk: Trunk | None, head: Head) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def packed(norm: Any | None, *modules: Any) -> Tensor:
+def tiled(norm: Any | None, *modules: Any) -> Tensor:
     """The weights of modules side by side, times that of the norm before them: [columns / TILE, rows, TILE], filled up with zeros."""
     weight = torch.cat([m.weight for m in modules])
     weight = weight if norm is None else weight * norm.weight
@@ -154,10 +155,10 @@ def _layer(trunk: Trunk, layer: Any, scale: Tensor | None) -> dict[str, Tensor |
         return nn_functional.pad(together, (0, -len(together) % TILE))
 
     makes: dict[str, Callable[[], Tensor]] = {
-        "project": partial(packed, layer.input_layernorm, *inputs),
-        "out": partial(packed, None, attn.o_proj),
-        "gates": partial(packed, layer.post_attention_layernorm, mlp.gate_proj, mlp.up_proj),
-        "down": partial(packed, None, mlp.down_proj),
+        "project": partial(tiled, layer.input_layernorm, *inputs),
+        "out": partial(tiled, None, attn.o_proj),
+        "gates": partial(tiled, layer.post_attention_layernorm, mlp.gate_proj, mlp.up_proj),
+        "down": partial(tiled, None, mlp.down_proj),
     }
     made: dict[str, Tensor | None] = {name: trunk.derive(make) for name, make in makes.items()}
     return made | {"scale": scale, "bias": None if attn.q_proj.bias is None else trunk.derive(bias)}
@@ -204,7 +205,7 @@ def _compile(compiler: str, target: Path) -> None:
 
 def _loaded(path: Path) -> Any:
     run = ctypes.CDLL(str(path)).step
-    run.argtypes, run.restype = (ctypes.POINTER(Step),), ctypes.c_int
+    run.argtypes, run.restype = (ctypes.POINTER(StepArguments),), ctypes.c_int
     return run
 
 

@@ -251,10 +251,11 @@ class Scheduler:
             else:
                 slots, capacity = min(self.most_slots, wanted), min(self.capacity, blocks(longest + 64))
             kept = self.cache
-            if kept is not None and kept.slots >= slots and kept.capacity >= capacity and self.may_hold(kept.slots, kept.capacity):
+            if kept is not None and self.may_hold(larger := max(slots, kept.slots), longer := max(capacity, kept.capacity)):
+                slots, capacity = larger, longer  # so that calls of two kinds in turn do not make a new one each
                 self.capacity = max(self.capacity, kept.capacity // (LONGEST if self.shares else 1))
-            else:
-                self.cache = None  # before the new one, so that both are never there
+            if kept is None or (kept.slots, kept.capacity) != (slots, capacity):
+                self.cache = kept = None  # before the new one, so that both are never there
                 self.cache = (Rooms if self.shares else Slots)(slots, capacity, self.device)
                 self.graphs.forget()
             self.sampler = self.sampler_of(self.params)
