@@ -23,7 +23,8 @@ from rlkit.training.callbacks.checkpoints import checkpoints, load_checkpoint
 from rlkit.training.loggers import log_final, log_histogram, log_settings, log_text, tensorboard, tolerant
 
 EVERYTHING = [
-    "debug=fast", "trainer.accelerator=cpu", "trainer.steps=3", "task.max_samples=32", "evaluation.n=2", "evaluation.every=1",
+    "debug=fast", "trainer.accelerator=cpu", "trainer.steps=3", "task.max_samples=32", "generation.max_new_tokens=32",
+    "evaluation.n=2", "evaluation.every=1",
     "logger=tensorboard", "callbacks.checkpoint.every=1",
     "+callbacks.rollouts={_target_: rlkit.training.callbacks.rollouts, _partial_: true, every: 1}",
 ]  # fmt: skip

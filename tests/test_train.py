@@ -13,7 +13,7 @@ from rlkit.episodes import load_rollouts
 
 SPAN = "schedule.numbers.optimizer.lr.steps=20"  # a length of its own: a run that is continued with more steps is exact
 LEARNS = ["batch.group_size=8", "optimizer.lr=1e-3", SPAN]  # with which little steps have a gradient
-FAST = ["debug=fast", "trainer.accelerator=cpu"]
+FAST = ["debug=fast", "trainer.accelerator=cpu", "task.max_samples=64", "generation.max_new_tokens=32"]
 
 
 def train(folder: Path, *overrides: str) -> int:
