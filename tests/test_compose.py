@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from laws import cases
 from rlkit.algorithm import inputs
@@ -79,6 +80,29 @@ def test_presets_of_papers_hold_the_papers_numbers(name, numbers):
     config = flatten(compose([f"experiment={name}_paper"]).config)
     assert {key: config[key] for key in numbers} == numbers
     assert config["algorithm.name"] == name and config["schedule.numbers"] == {}  # a constant rate, as given
+
+
+@pytest.mark.parametrize(
+    "words", cases([[f"experiment={f.stem}"] for f in conf_dir().glob("experiment/*.yaml")], [["experiment=grpo_to_dapo"]])
+)
+def test_hydra_composes_alike_with_and_without_what_makes_the_tests_fast(words, composing):
+    """The session's own `composing`: values, interpolations, flags and parents, which two equal configs share."""
+    from rlkit.config.compose import _composed_groups
+
+    found = []
+    for on in (True, False):
+        composing(on)
+        _composed_groups.cache_clear()
+        full = compose([*words, *REQUIRED.get(words[0], [])]).full
+        found.append((yaml.dump(OmegaConf.to_container(full)), OmegaConf.to_yaml(full, resolve=False), parents(full)))
+    composing(True)
+    assert found[0] == found[1]
+
+
+def parents(node):
+    """Of each node whether it knows its parent, and its flags."""
+    children = [node._get_node(key) for key in node] if OmegaConf.is_dict(node) and not node._is_missing() else []
+    return [(child._get_parent() is node, child._metadata.flags, parents(child)) for child in children]
 
 
 SWEEPS = ("kl_ablation", "reference_ablation")

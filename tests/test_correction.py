@@ -18,6 +18,7 @@ from rlkit.training.schedules import phases
 
 FAST = [
     "debug=fast", "trainer.accelerator=cpu", "logger=none", "evaluation.n=0", "optimizer.lr=1e-3", "task.max_samples=64",
+    "generation.max_new_tokens=32",
     "batch.group_size=8", "batch.prompts=2", "seed=3",
 ]  # fmt: skip
 

@@ -18,7 +18,15 @@ from rlkit.training.callbacks import checkpoints
 from rlkit.training.callbacks.checkpoints import AtomicCheckpointIO, load_checkpoint, supersede
 
 PAGE = 4096
-SMALL = ["debug=fast", "trainer.accelerator=cpu", "task.max_samples=32", "evaluation.n=0", "logger=none", "model.lora.rank=1"]
+SMALL = [
+    "debug=fast",
+    "trainer.accelerator=cpu",
+    "task.max_samples=32",
+    "evaluation.n=0",
+    "logger=none",
+    "model.lora.rank=1",
+    "generation.max_new_tokens=32",
+]
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from rlkit.training.run import train_in
 
 FAST = [
     "debug=fast", "trainer.accelerator=cpu", "logger=none", "evaluation.n=0", "optimizer.lr=1e-3", "task.max_samples=64",
+    "generation.max_new_tokens=32",
     "batch.group_size=8", "batch.prompts=2", "seed=3",
 ]  # fmt: skip
 

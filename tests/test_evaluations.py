@@ -148,6 +148,7 @@ def run(tmp_path_factory):
         "evaluation.n=3",
         "logger=none",
         "task.max_samples=64",
+        "generation.max_new_tokens=32",
     ]
     assert main(["train", *words, "callbacks.checkpoint.best=eval/accuracy", f"hydra.run.dir={folder}"]) == 0
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

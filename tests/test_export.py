@@ -26,6 +26,7 @@ def run(request, tmp_path_factory):
         "trainer.steps=1",
         "evaluation.n=0",
         "task.max_samples=40",
+        "generation.max_new_tokens=32",
         "optimizer.lr=0.01",
         "algorithm.entropy_coef=1",
         f"model.lora.rank={request.param}",

@@ -35,7 +35,15 @@ from rlkit.training.memory import OutOfMemory, retried
 from rlkit.training.metrics import UpdateTerms
 from rlkit.types import Splits
 
-FAST = ["debug=fast", "task.max_samples=32", "trainer.accelerator=cpu", "evaluation.n=0", "logger=none", "callbacks.checkpoint.model=false"]
+FAST = [
+    "debug=fast",
+    "task.max_samples=32",
+    "trainer.accelerator=cpu",
+    "evaluation.n=0",
+    "logger=none",
+    "callbacks.checkpoint.model=false",
+    "generation.max_new_tokens=32",
+]
 
 
 def rows(folder: Path) -> list[dict]:

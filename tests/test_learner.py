@@ -69,11 +69,11 @@ def by_parts(x, tasks) -> Learner:
 
 
 def by_steps(x, tasks) -> Learner:
-    """The same with refills, and halfway in another learner, from the state of the first."""
+    """The same with refills, and the last step in another learner, from the state of the first."""
     policy, stream = loaded(x), StreamState()
     learner = Learner(x, policy, exact=True)
     for step in range(x.trainer.steps):
-        if step == 2:
+        if step == x.trainer.steps - 1:
             state, policy = learner.state_dict(), loaded(x)
             learner = Learner(x, policy, exact=True)
             learner.load_state_dict(state)
@@ -86,7 +86,7 @@ def by_steps(x, tasks) -> Learner:
     "loop, overrides, seen",
     [
         pytest.param(by_parts, [], {}, marks=pytest.mark.slow),
-        (by_steps, [*REFILLS, *MOVED], {"group/sampled": 4, "optim/ended_by_target_kl": 0}),
+        (by_steps, [*REFILLS, *MOVED, "trainer.steps=2", "batch.prompts=2"], {"group/sampled": 2, "optim/ended_by_target_kl": 0}),
         pytest.param(by_parts, ["broken"], {"optim/skipped_nonfinite": 0, "optim/updates": 0}, marks=pytest.mark.slow),
         pytest.param(by_parts, WARM, {"value/loss": 0}, marks=pytest.mark.slow),
         pytest.param(by_steps, PHASES, {"schedule/phase": 0}, marks=pytest.mark.slow),
@@ -103,7 +103,7 @@ def test_a_plain_loop_gives_the_weights_of_a_run(loop, overrides, seen, tmp_path
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     for name, bound in seen.items():
         assert any((row.get(name) or 0) > bound for row in rows), name
-    run = torch.load(tmp_path / "checkpoints" / "step_000003.ckpt", weights_only=True)
+    run = torch.load(tmp_path / "checkpoints" / f"step_{x.trainer.steps:06d}.ckpt", weights_only=True)
     ours = loop(x, tasks.train).state_dict()
     assert same(ours["state_dict"], run["state_dict"]) and same(ours["optimizer_states"], run["optimizer_states"])
     assert same(ours["rlkit"], {name: value for name, value in run["rlkit"].items() if name in ours["rlkit"]})

@@ -64,10 +64,8 @@ def events(tmp_path_factory):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = tmp_path_factory.mktemp("run")
-    assert (
-        main(["train", "debug=fast", "evaluation.n=2", "trainer.accelerator=cpu", "batch.group_size=4", f"hydra.run.dir={folder / 'x'}"])
-        == 0
-    )
+    words = ["debug=fast", "evaluation.n=2", "trainer.accelerator=cpu", "generation.max_new_tokens=32", "task.max_samples=32"]
+    assert main(["train", *words, "batch.group_size=4", f"hydra.run.dir={folder / 'x'}"]) == 0
     events = EventAccumulator(str(folder / "x" / "tensorboard"))
     events.Reload()
     return events

@@ -13,7 +13,15 @@ from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
 from rlkit.training.run import train_in
 
-FAST = ["debug=fast", "trainer.accelerator=cpu", "logger=none", "evaluation.n=0", "optimizer.lr=1e-3", "task.max_samples=64"]
+FAST = [
+    "debug=fast",
+    "trainer.accelerator=cpu",
+    "logger=none",
+    "evaluation.n=0",
+    "optimizer.lr=1e-3",
+    "task.max_samples=64",
+    "generation.max_new_tokens=32",
+]
 MIXED = ["batch.group_size=8", "batch.prompts=2", "seed=3"]  # with which little steps have a gradient
 
 

@@ -23,7 +23,15 @@ from rlkit.runs.sweeps.plan import folder_problems
 from rlkit.system import owner
 from rlkit.system.owner import Occupied, TakenOver, check_owner, identity, lost, occupied, owned, release
 
-SMALL = ["debug=fast", "trainer.accelerator=cpu", "task.max_samples=32", "evaluation.n=0", "logger=none", "model.lora.rank=1"]
+SMALL = [
+    "debug=fast",
+    "trainer.accelerator=cpu",
+    "task.max_samples=32",
+    "evaluation.n=0",
+    "logger=none",
+    "model.lora.rank=1",
+    "generation.max_new_tokens=32",
+]
 KEYS = ("host", "pid", "place", "started", "beat", "slurm")
 
 

@@ -346,7 +346,8 @@ def test_metrics_of_parts_reach_the_row_of_a_run(tmp_path):
     def loss(ratio, advantages, components):
         return -ratio * advantages, {"ratio": ratio, "components": float(len(components))}
 
-    x = experiment(compose(["debug=fast", "trainer.accelerator=cpu", "logger=none", "evaluation.n=0", "kl=none", "reference=none"]))
+    short = ["logger=none", "evaluation.n=0", "generation.max_new_tokens=32", "task.max_samples=32"]
+    x = experiment(compose(["debug=fast", "trainer.accelerator=cpu", *short, "kl=none", "reference=none"]))
     x = x._replace(
         algorithm=x.algorithm._replace(advantage=advantage, policy_loss=loss, minibatches=2),
         reward=x.reward._replace(aggregator=lambda scores, weights: (sum(scores.values()), {"terms": len(scores)})),

@@ -135,7 +135,15 @@ def test_a_rank_that_fails_ends_the_others_and_gives_its_status(monkeypatch, pro
 
 # ------------------------------------------------------------------------------------------------ two equal one
 
-FAST = ["debug=fast", "trainer.accelerator=cpu", "logger=none", "optimizer.lr=1e-3", "task.max_samples=64", "evaluation.n=3"]
+FAST = [
+    "debug=fast",
+    "trainer.accelerator=cpu",
+    "logger=none",
+    "optimizer.lr=1e-3",
+    "task.max_samples=64",
+    "evaluation.n=3",
+    "generation.max_new_tokens=32",
+]
 RUNS = {  # small micro-batches: the ranks have different numbers of them
     "grpo": [
         *("batch.group_size=4", "batch.prompts=3", "seed=3", "trainer.micro_batch_tokens=200"),

@@ -17,7 +17,14 @@ from rlkit.runs import folder as runs
 from rlkit.system.output import Descriptor, Output
 from rlkit.system.redaction import KNOWN, REDACTED, cover, learn, redacted
 
-FAST = ["debug=fast", "task.max_samples=32", "trainer.accelerator=cpu", "evaluation.n=0", "callbacks.checkpoint.model=false"]
+FAST = [
+    "debug=fast",
+    "task.max_samples=32",
+    "trainer.accelerator=cpu",
+    "evaluation.n=0",
+    "callbacks.checkpoint.model=false",
+    "generation.max_new_tokens=32",
+]
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,15 @@ from rlkit.runs import folder as runs
 from rlkit.runs.folder import lost_steps
 from rlkit.system.rows import read_rows
 
-SMALL = ["debug=fast", "trainer.accelerator=cpu", "task.max_samples=32", "evaluation.n=0", "logger=none", "model.lora.rank=1"]
+SMALL = [
+    "debug=fast",
+    "trainer.accelerator=cpu",
+    "task.max_samples=32",
+    "evaluation.n=0",
+    "logger=none",
+    "model.lora.rank=1",
+    "generation.max_new_tokens=32",
+]
 LATE = "callbacks.checkpoint.every=5"
 
 

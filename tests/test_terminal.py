@@ -105,7 +105,8 @@ def test_a_run_in_a_pipe(tmp_path, monkeypatch, capsys):
     probe.cache_clear()  # another test of this process may have asked for a sandbox
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        assert main(["train", "debug=fast", "trainer.accelerator=cpu", "evaluation.n=0", "batch.group_size=4"]) == 0
+        words = ["trainer.accelerator=cpu", "evaluation.n=0", "generation.max_new_tokens=32", "task.max_samples=32"]
+        assert main(["train", "debug=fast", *words, "batch.group_size=4"]) == 0
         warnings.warn("a real one", stacklevel=1)
     assert [str(w.message) for w in caught] == ["a real one"]
     captured = capsys.readouterr()

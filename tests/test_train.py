@@ -13,7 +13,7 @@ from rlkit.episodes import load_rollouts
 
 SPAN = "schedule.numbers.optimizer.lr.steps=20"  # a length of its own: a run that is continued with more steps is exact
 LEARNS = ["batch.group_size=8", "optimizer.lr=1e-3", SPAN]  # with which little steps have a gradient
-FAST = ["debug=fast", "trainer.accelerator=cpu"]
+FAST = ["debug=fast", "trainer.accelerator=cpu", "generation.max_new_tokens=32"]
 
 
 def train(folder: Path, *overrides: str) -> int:
@@ -103,7 +103,15 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(whole, tmp_path, sa
 
 
 # Numbers with which this little moves policy and reference within three steps.
-MOVES = ["algorithm=reinforce", "batch.group_size=4", "optimizer.lr=3e-3", "evaluation.n=0", "kl.coef=0.5", SPAN]
+MOVES = [
+    "algorithm=reinforce",
+    "batch.group_size=4",
+    "generation.max_new_tokens=64",
+    "optimizer.lr=3e-3",
+    "evaluation.n=0",
+    "kl.coef=0.5",
+    SPAN,
+]
 REFERENCES = {
     "ema": ["reference=ema", "reference.decay=0.5"],
     "periodic": ["reference=periodic", "reference.every=2"],

@@ -152,7 +152,7 @@ def test_what_rlkit_writes_it_can_read(tmp_path):
 ODD = [None, True, -1, 3.5, 1e308, 10**400, float("nan"), float("inf"), "", "x" * 300, "\ud800", [], {}, [1], {"a": {"b": []}}, [[[]]]]
 
 
-@pytest.mark.parametrize("first, last", cases([(0, 1), *((n, n + 3) for n in range(1, 27, 3))], [(0, 1)], unpack=True))
+@pytest.mark.parametrize("first, last", cases([(0, 1), *((n, n + 2) for n in range(1, 17, 2))], [(0, 1)], unpack=True))
 def test_a_report_survives_whatever_stands_in_a_run_folder(first, last, tmp_path):
     """Each number, text and mapping of metrics.jsonl, summary.json, run.json and the rollouts is replaced by another type, at random."""
     pytest.importorskip("matplotlib")
@@ -192,7 +192,8 @@ def test_a_report_survives_whatever_stands_in_a_run_folder(first, last, tmp_path
         runs.read_summary(folder)
         text = write_report([folder], tmp_path / f"{case}.html").read_text()
         assert "metrics.jsonl: " in text and "left out" in text and "<script" in text
-    assert write_report([tmp_path / "runs"], tmp_path / "all.html").stat().st_size > 10_000
+    if last - first > 1:
+        assert write_report([tmp_path / "runs"], tmp_path / "all.html").stat().st_size > 10_000
 
 
 def test_a_rollout_of_other_types_is_left_out_with_its_field(tmp_path):

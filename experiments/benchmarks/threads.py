@@ -42,12 +42,12 @@ def busy(count: int) -> Iterator[None]:
             other.wait()
 
 
-def neighbours(rounds: int, counts: list[int], steps: int, extra: list[str]) -> list[dict]:
+def neighbours(rounds: int, counts: list[int], steps: int, extra: list[str], ways: dict = WAYS) -> list[dict]:
     """Median seconds a step for each way beside each number of neighbours; the ways in turn."""
     seconds: dict[tuple[int, str], list[float]] = {}
     for _ in range(rounds):
         for count in counts:
-            for name, (overrides, environment) in WAYS.items():
+            for name, (overrides, environment) in ways.items():
                 with tempfile.TemporaryDirectory() as folder, busy(count):
                     command = [bench.PYTHON, str(Path(__file__)), "--child", folder, f"trainer.steps={steps}", *overrides, *extra]
                     clean = {k: v for k, v in bench.environment(1).items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -113,7 +113,8 @@ def main() -> None:
     if given.child:
         return child(given.child, given.overrides)
     if given.quick:
-        rows = neighbours(1, [1], 2, ["debug=fast", *given.overrides]) + sizes(2, {1: SHAPES[1]})
+        one = {"as chosen": WAYS["as chosen"]}
+        rows = neighbours(1, [1], 2, ["debug=fast", "evaluation.n=0", *given.overrides], one) + sizes(2, {1: SHAPES[1]})
     else:
         rows = sizes(9, SHAPES) + neighbours(given.rounds, [0, 1, 3], 5, given.overrides)
     bench.write(given.out, "threads", [row | bench.provenance(given.threads) for row in rows])

@@ -61,14 +61,18 @@ def count_tokens(model):
         hook.remove()
 
 
+LIMITS = [({}, {"max_rows": 3}, {"max_cached_tokens": 600}), ({"max_rows": 1}, {"max_cached_tokens": 1})]
+
+
 @pytest.mark.parametrize(
     "settings", cases([{"temperature": 0.0}, {"temperature": 1.3, "top_p": 0.9, "top_k": 100}], lambda s: "top_p" in s), ids=str
 )
-def test_replies_are_those_of_the_reference_in_any_slots(tiny, contexts, complete, reference, settings):
+@pytest.mark.parametrize("limits", cases(LIMITS, 1))
+def test_replies_are_those_of_the_reference_in_any_slots(tiny, contexts, complete, reference, settings, limits):
     """All at once, three slots for eleven contexts, one, and room for two contexts of the longest."""
     expected = reference(tiny, contexts, SEEDS, max_new_tokens=24, **settings)
     assert settings["temperature"] == 0 or (len({g.token_ids for g in expected}) > 4 and len({len(g.token_ids) for g in expected}) > 1)
-    for slots in ({}, {"max_rows": 3}, {"max_rows": 1}, {"max_cached_tokens": 600}, {"max_cached_tokens": 1}):
+    for slots in limits:
         assert equal(complete(Cached(**slots), tiny, contexts, SEEDS, max_new_tokens=24, **settings), expected)
 
 

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 from transformers.utils import logging
 
+from laws import cases, combinations
 from pretend_gpu import PretendGPU, segments_by_rows
 from rlkit.models import forward_logprobs, make_critic, pack, packing
 from rlkit.models.packing import ATTENTION, KERNELS, Kernels, allow_packing, attend_packed
@@ -96,8 +97,10 @@ def model(request):
 CUDA = packing.Kernels(varlen=False, steps=True)
 
 
-@pytest.mark.parametrize(("masked", "kernels"), [(512, None), (2, None), (512, CUDA)])
-@pytest.mark.parametrize("recompute", [False, True])
+READ = [(masked, kernels, recompute) for masked, kernels in ((512, None), (2, None), (512, CUDA)) for recompute in (False, True)]
+
+
+@pytest.mark.parametrize(("masked", "kernels", "recompute"), cases(READ, READ[1:4:2], unpack=True))
 def test_scores_and_gradients_are_those_of_padded_rows(model, masked, kernels, recompute, monkeypatch):
     """For models that read packed rows and those that cannot, also where backward attends again."""
     monkeypatch.setattr(packing, "MASKED", masked)
@@ -182,10 +185,12 @@ def shapes(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("kernels", sorted({kernels for device, kernels in KERNELS.items() if device > (0, 0)}))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_on_a_gpu_has_at_most_eight_shapes_of_attention(kernels, dtype, shapes):
+@pytest.mark.parametrize(
+    "case", combinations(sorted({kernels for device, kernels in KERNELS.items() if device > (0, 0)}), [torch.float32, torch.bfloat16])
+)
+def test_a_step_on_a_gpu_has_at_most_eight_shapes_of_attention(case, shapes):
     """16 × 8 replies in micro-batches of 16,384 tokens had about 50, and each costs cuDNN a second of planning."""
+    kernels, dtype = case
     ids, mask = make_groups(16, 8)
     for rows in torch.arange(len(ids)).split(40):
         attend(pack(ids[rows], mask[rows], kernels=kernels), dtype=dtype)
@@ -230,10 +235,10 @@ def test_memory_of_attention_grows_with_the_tokens(kernels):
     assert found[1] < 1.5 * found[0], found
 
 
-@pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
-@pytest.mark.parametrize("half", [False, True])
-def test_no_gpu_plans_a_shape_or_writes_out_the_scores(tiny, capability, half):
+@pytest.mark.parametrize("case", combinations([(8, 9), (9, 0)], [False, True]))
+def test_no_gpu_plans_a_shape_or_writes_out_the_scores(tiny, case):
     """A mask that meets grouped heads ended in the materialising kernel on Ada and Ampere, and in cuDNN's plans on Hopper."""
+    capability, half = case
     ids, mask = (x[:6, :80] for x in make_groups(2, 3, prompt=(20, 40), replies=(4, 0.1)))
     model = copy.deepcopy(tiny.model)
     with torch.no_grad():

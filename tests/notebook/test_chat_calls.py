@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 
+from laws import cases
 from rlkit.engines import Batched
 from rlkit.errors import DataError
 from rlkit.models.chat import encode_scaffold
@@ -271,19 +272,20 @@ def weights(given: RLTrainer) -> list[torch.Tensor]:
     return [p.detach().clone() for net in (given.model, given.value_head) for p in net.parameters()]
 
 
-def test_ten_iterations_give_curves(tmp_path, monkeypatch):
+@pytest.mark.parametrize("iterations", cases([2, 10], [2]))
+def test_iterations_give_curves(iterations, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    given = trainer(save_interval=5)
+    given = trainer(save_interval=iterations // 2)
     before = weights(given)
-    rows = trained(given, 10)
-    assert [row["iteration"] for row in rows] == list(range(1, 11))
+    rows = trained(given, iterations)
+    assert [row["iteration"] for row in rows] == list(range(1, iterations + 1))
     for row in rows:
         stats = row["training_stats"]
         assert all(math.isfinite(stats[name]) for name in ("policy_loss", "value_loss", "total_loss", "approx_kl", "clipfrac"))
         assert stats["mismatch/logp_abs_max"] < 1e-3 and stats["ratio/first_mean"] == pytest.approx(1.0, abs=1e-4)
         assert stats["total_loss"] == pytest.approx(stats["policy_loss"] + 0.5 * stats["value_loss"])
     assert not all(map(torch.equal, before, weights(given)))
-    assert {p.name for p in tmp_path.iterdir()} == {"checkpoint_iter_5.pt", "checkpoint_iter_10.pt"}
+    assert {p.name for p in tmp_path.iterdir()} == {f"checkpoint_iter_{iterations // 2}.pt", f"checkpoint_iter_{iterations}.pt"}
     figure = pytest.importorskip("matplotlib.figure").Figure()
     for axes, name in zip(figure.subplots(1, 2), ("policy_loss", "value_loss"), strict=True):
         axes.plot([row["iteration"] for row in rows], [row["training_stats"].get(name, 0) for row in rows])

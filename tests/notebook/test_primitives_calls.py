@@ -241,7 +241,9 @@ CALLS = {
         lambda none, c: c.messages.pop() == (1, "out"),
     ),
     "train": (lambda c: trained(c), lambda both, c: len(both) == 2 and both[1].pad_token is not None),
-    "train with a reference": (lambda c: trained(c, algorithm="dapo", use_ref_model=True, kl_coef=0.2), lambda both, c: len(both) == 2),
+    "train with a reference": (
+        lambda c: trained(c, algorithm="dapo", use_ref_model=True, kl_coef=0.2, gen_config=SHORT), lambda both, c: len(both) == 2
+    ),
     "compute_scalar_reward": (lambda c: nb.compute_scalar_reward(c.rollout, lambda r: 0.5), lambda x, c: x == 0.5),
     "compute_vector_reward": (
         lambda c: nb.compute_vector_reward(c.rollout, [lambda r: 1.0, lambda r: 0.0, lambda r: 0.5]),

@@ -9,10 +9,10 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example
 from hypothesis import strategies as st
 
-from laws import cases, each
+from laws import cases, each, examples
 from rlkit.rewards import extract_answer, numeric, parse_number
 from rlkit.types import Rollout, Step, Task, ToolCall
 
@@ -278,8 +278,7 @@ units = st.sampled_from(
 )
 
 
-@settings(max_examples=100)
-@given(signs, currencies, values, units, st.integers(-3, 3).filter(bool))
+@examples(signs, currencies, values, units, st.integers(-3, 3).filter(bool), fast=25, slow=200)
 def test_generated_truths_score_1_in_every_form_and_0_against_another(sign, currency, value, unit, distance):
     truth = sign + currency + value + unit
     number = parse_number(truth)
@@ -297,8 +296,7 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=200)
-@given(st.lists(PIECES, min_size=1, max_size=6).map("".join))
+@examples(st.lists(PIECES, min_size=1, max_size=6).map("".join), fast=60, slow=400)
 @example("1the answer is ")
 def test_any_text_that_is_a_number_is_that_number_in_every_form(text):
     """And no text raises."""

@@ -191,6 +191,7 @@ def draw_chart(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Dra
     with matplotlib.rc_context(settings):
         figure = figure_of(chart, groups, smooth)
         figure.savefig(svg, format="svg", metadata={"Date": None})
+        figure.set_layout_engine("none")  # what the first file found is the second's: finding it takes half the time
         figure.savefig(pdf, format="pdf", metadata={"CreationDate": None})
     return Drawn(chart.name, chart.section, chart.title, chart.unit, svg.getvalue(), pdf.getvalue())
 
