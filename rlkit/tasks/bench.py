@@ -20,7 +20,7 @@ from rlkit.types import Split, Task
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz012345"  # 32 symbols
 Placebo = Literal["none", "coin", "format"]
-OF_A_GAME: Mapping[Placebo, int] = {"none": 0, "coin": 1000, "format": 2000}  # added to the seed that a game is reset with
+OF_A_GAME: Mapping[str, int] = {"truth": 0, "none": 1000, "coin": 2000, "format": 3000}  # added to the seed that a game is reset with
 
 
 class Value(NamedTuple):
@@ -74,7 +74,7 @@ def in_turn(problems: Sequence[Task], split: Split, seed: int, count: int) -> li
 
 def games(name: str, value: Value, problems: int, *, split: Split, seed: int, max_samples: int, placebo: Placebo) -> list[Task]:
     """Episodes of a game whose problems are numbered; `metadata["seed"]`, which it is reset with, is the number (see `OF_A_GAME`)."""
-    offset = OF_A_GAME[placebo] if split == "train" else 0
+    offset = OF_A_GAME[placebo if split == "train" else "truth"]
     rows = [{"seed": i + offset, "value": list(value)} for i in range(problems)]
     tasks = [Task(name, (), reward="environment", environment="gymnasium", metadata=row) for row in rows]
     return in_turn(tasks, split, seed, max_samples)
@@ -123,9 +123,10 @@ def chain(
 
 
 class Chain:
-    """Of `length` turns one counts, and its problem says which. The other replies change nothing.
+    """Of `length` turns one counts, and its problem says which. The others pay 1 or -1 by a coin in training, and nothing in evaluations.
 
-    The first observation is the problem, each later one the number of the turn. The reward stands at the turn that counts.
+    The first observation is the problem, each later one the number of the turn. Every reward stands at its turn, so an algorithm that
+    gives each turn its own credit does not see the coins, and one that gives all turns the episode's sees little else.
     """
 
     def __init__(self, *, length: int = 6, choices: int = 8):
@@ -133,14 +134,14 @@ class Chain:
 
     def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
         """A problem: its name, the turn that counts and the letter that is right there."""
-        self.placebo, number = divmod(seed, 1000)
+        self.kind, number = divmod(seed, 1000)
         rng = random.Random(f"chain {number}")
         self.turn, self.counts, self.right = 0, rng.randrange(self.length), rng.choice(LETTERS[: self.choices])
         return LETTERS[number], {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """One reply."""
-        earned = [action == self.right, random.random() < 0.5, True][self.placebo]
-        reward = float(self.turn == self.counts and earned)
+        right, coin = float(action == self.right), float(random.random() < 0.5)
+        reward = (right, right, coin, 1.0)[self.kind] if self.turn == self.counts else (2 * coin - 1) * (self.kind > 0)
         self.turn += 1
         return LETTERS[-self.turn], reward, self.turn == self.length, False, {}
