@@ -15,9 +15,9 @@ from rlkit.config.compose import compose, conf_dir
 from rlkit.config.schema import build
 from rlkit.models.chat import encode_prompt
 from rlkit.models.fresh import fresh_policy
-from rlkit.rewards import tabled
+from rlkit.rewards import listed
 from rlkit.runs import bench
-from rlkit.tasks.bench import LETTERS, Chain, Value, value_of
+from rlkit.tasks.bench import LETTERS, Chain, Value, mean_value
 from rlkit.types import Rollout, Step
 
 TASKS = sorted(f.stem for f in (conf_dir() / "experiment" / "bench").glob("*.yaml") if f.stem != "base")
@@ -38,15 +38,15 @@ def test_the_value_of_a_task_is_what_enumeration_says(name):
     config, tasks = rows(name)
     distinct = list({task.messages[0]["content"]: task for task in tasks}.values())
     forms = ["".join(own) for own in itertools.product(*config["model"]["replies"])]
-    scores = np.array([[tabled(reply(task, text)) for text in forms] for task in distinct])
-    assert value_of(distinct) == pytest.approx((scores.mean(), scores.max(1).mean())) and value_of(distinct).best == 1.0
+    scores = np.array([[listed(reply(task, text)) for text in forms] for task in distinct])
+    assert mean_value(distinct) == pytest.approx((scores.mean(), scores.max(1).mean())) and mean_value(distinct).best == 1.0
     counts = [sum(own.messages == task.messages for own in tasks[: config["evaluation"]["n"]]) for task in distinct]
     assert max(counts) - min(counts) <= 1
 
 
 def test_needles_are_hidden_as_deep_as_they_say():
     _, tasks = rows("needle")
-    assert sorted({len(task.metadata["payoffs"]) / 1024 for task in tasks}) == [2.0**-k for k in range(10, 4, -1)]
+    assert sorted({len(task.metadata["right"]) / 1024 for task in tasks}) == [2.0**-k for k in range(10, 4, -1)]
 
 
 def played(game, number, act):
@@ -62,18 +62,18 @@ def test_the_chains_value_is_that_of_its_policies():
     _, tasks = rows("chain")
     game, rng = Chain(), random.Random(0)
     drawn = [played(game, i % 8, lambda g: rng.choice(LETTERS[: g.choices])) for i in range(4000)]
-    assert value_of(tasks).random == pytest.approx(np.mean(drawn), abs=0.02)
-    assert {played(game, i, lambda g: g.right) for i in range(8)} == {value_of(tasks).best}
+    assert mean_value(tasks).random == pytest.approx(np.mean(drawn), abs=0.02)
+    assert {played(game, i, lambda g: g.right) for i in range(8)} == {mean_value(tasks).best}
 
 
 @each("name", [name for name in TASKS if name != "chain"])
 def test_a_placebo_rewards_every_reply_alike_in_training_alone(name):
     for kind in ("coin", "format"):
         training, test = (rows(name, split, placebo=kind, max_samples=400)[1] for split in ("train", "test"))
-        best = next(iter(test[0].metadata["payoffs"]))
-        totals = [[tabled(reply(task, text)) for task in training] for text in (best, "no")]
+        best = next(iter(test[0].metadata["right"]))
+        totals = [[listed(reply(task, text)) for task in training] for text in (best, "no")]
         assert [np.mean(own) for own in totals] == pytest.approx([1.0, 1.0] if kind == "format" else [0.5, 0.5], abs=0.1)
-        assert {tabled(reply(task, best)) for task in test} == {0.0, 1.0}
+        assert {listed(reply(task, best)) for task in test} == {0.0, 1.0}
 
 
 def test_the_placebos_of_a_game_do_too():
@@ -88,9 +88,9 @@ def test_the_placebos_of_a_game_do_too():
 def test_the_verifier_errs_as_often_as_it_says_and_for_all_arms_alike():
     _, tasks = rows("noisy", "train")
     worst = [task for task in tasks if task.metadata["flip"] == pytest.approx(0.45)]
-    best = {task.id: next(iter(task.metadata["payoffs"])) for task in worst}
-    right = [tabled(reply(task, best[task.id], sample=i)) for i in range(8) for task in worst]
-    wrong = [tabled(reply(task, "?", sample=i)) for i in range(8) for task in worst]
+    best = {task.id: next(iter(task.metadata["right"])) for task in worst}
+    right = [listed(reply(task, best[task.id], sample=i)) for i in range(8) for task in worst]
+    wrong = [listed(reply(task, "?", sample=i)) for i in range(8) for task in worst]
     assert np.mean(right) == pytest.approx(0.55, abs=0.02) and [1 - r for r in right] == wrong
     assert all(task.metadata.get("flip", 0.0) == 0 for task in rows("noisy")[1])
 
