@@ -49,6 +49,9 @@ CANNOT = {
     "run=": "needs a run; tests/test_runs.py and test_export.py have one",
     "-m": "many processes; tests of sweeps run such",
     "rlkit report": "needs runs",
+    "rlkit compare": "needs runs",
+    "rlkit plan": "needs runs",
+    "rlkit bench": "many processes; tests/test_bench.py runs such",
     "tensorboard": "needs the extra",
 }
 NEEDS = {  # what a shown command leaves to the reader
@@ -145,7 +148,7 @@ def test_every_command_shown_is_one_that_rlkit_takes(command):
         return
     name, *words = words_of(command)
     if name not in ("train", "check", "evaluate", "rollout", "agent"):
-        assert name in ("doctor", "export", "report", "replay", "--help"), name
+        assert name in ("doctor", "export", "report", "replay", "compare", "plan", "bench", "--help"), name
         return
     arguments = parse(words, texts=name == "agent")
     overrides = [o for o in drop(drop(arguments.overrides, "run"), "resume") if not o.startswith("check.")]

@@ -27,7 +27,7 @@ def command(arguments: Arguments) -> int:
     arms = arms_of(given) | (bench.PLACEBOS if given["placebo"] == "true" else {})
     folder, tasks = Path(given["folder"]), tasks_of(given["tasks"], arguments.config_dir)
     cells = bench.matrix(folder, tasks, arms, range(int(given["seeds"])), common)
-    check(cells[: len(tasks) * len(arms)], arguments.config_dir)
+    compose_all(cells[: len(tasks) * len(arms)], arguments.config_dir)
     failed = bench.run_all(
         cells, jobs=int(given["jobs"] or cores()), config_dir=arguments.config_dir, tell=lambda text: print(text, flush=True)
     )
@@ -65,7 +65,7 @@ def tasks_of(text: str, config_dir: str | None) -> list[str]:
     return chosen
 
 
-def check(cells: list, config_dir: str | None) -> None:
+def compose_all(cells: list, config_dir: str | None) -> None:
     """Composes the first seed of every arm on every task. Raises ConfigError with what is wrong, before anything runs."""
     from rlkit.config.experiment import experiment
 

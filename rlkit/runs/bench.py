@@ -32,7 +32,7 @@ PLACEBOS = {f"placebo {kind}": ("algorithm=grpo", f"task.placebo={kind}") for ki
 THRESHOLDS = (0.1, 0.25, 0.5, 0.75, 0.9)  # of 1 - regret, in the performance profile
 
 
-class Cell(NamedTuple):
+class MatrixRun(NamedTuple):
     """One run of the matrix."""
 
     task: str
@@ -50,20 +50,20 @@ Row = dict[str, Any]
 
 def matrix(
     folder: Path, tasks: Sequence[str], arms: Mapping[str, Sequence[str]], seeds: Sequence[int], common: Sequence[str]
-) -> list[Cell]:
+) -> list[MatrixRun]:
     """All runs, seeds outermost, so that a matrix that is stopped early has whole seeds. `common` goes to every run."""
     return [
-        Cell(task, arm, seed, (f"experiment=bench/{task}", *own, *common, f"seed={seed}"), folder / task / place(arm) / str(seed))
+        MatrixRun(task, arm, seed, (f"experiment=bench/{task}", *own, *common, f"seed={seed}"), folder / task / folder_of(arm) / str(seed))
         for seed in seeds for task in tasks for arm, own in arms.items()
     ]  # fmt: skip
 
 
-def place(arm: str) -> str:
+def folder_of(arm: str) -> str:
     """An arm's name as a folder's."""
     return re.sub(r"[^\w.+=-]+", "_", arm)
 
 
-def run_all(cells: Sequence[Cell], *, jobs: int, config_dir: str | None, tell: Callable[[str], None]) -> dict[Path, str]:
+def run_all(cells: Sequence[MatrixRun], *, jobs: int, config_dir: str | None, tell: Callable[[str], None]) -> dict[Path, str]:
     """Runs what is not finished, `jobs` at a time; folder → why, of those that failed."""
     waiting = [cell for cell in cells if not runs.is_finished(cell.folder)]
     tell(f"{len(cells)} runs, {len(cells) - len(waiting)} of them done earlier, {jobs} at a time")
@@ -80,7 +80,7 @@ def run_all(cells: Sequence[Cell], *, jobs: int, config_dir: str | None, tell: C
     return failed
 
 
-def run_cell(cell: Cell, config_dir: str | None) -> str:
+def run_cell(cell: MatrixRun, config_dir: str | None) -> str:
     """One run in this process; why it failed, or nothing. What it prints is in log.txt beside the other seeds."""
     from rlkit.config.experiment import experiment
     from rlkit.runs.python import train
@@ -100,7 +100,7 @@ def run_cell(cell: Cell, config_dir: str | None) -> str:
     return ""
 
 
-def read_row(cell: Cell) -> Row | None:
+def read_row(cell: MatrixRun) -> Row | None:
     """What a finished run came to; None for another."""
     from rlkit.runs.report.read import read_run
     from rlkit.runs.report.verdicts import UNITS, budget
@@ -119,10 +119,10 @@ def read_row(cell: Cell) -> Row | None:
 def value_of_run(folder: Path) -> Any:
     """The random and the best expected reward of the test problems of a run."""
     from rlkit.config.schema import build
-    from rlkit.tasks.bench import value_of
+    from rlkit.tasks.bench import mean_value
 
     config = runs.read_config(folder)
-    return value_of(build(config["task"])(split="test")[: config["evaluation"]["n"]])
+    return mean_value(build(config["task"])(split="test")[: config["evaluation"]["n"]])
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:

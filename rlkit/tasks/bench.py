@@ -1,7 +1,7 @@
 """Small generated tasks, each of which isolates one thing that algorithms differ in, with an optimum that is computed.
 
-Every problem lists what each reply earns, or is a game whose states can be counted; so the expected reward of a random policy and of the
-best possible one are known, and a run's score is its regret between the two: 1 as good as random, 0 as good as possible.
+Every problem lists the replies that are right, or is a game whose states can be counted. So the expected reward of a random policy and
+of the best possible one are known, and a run's score is its regret between the two: 1 as good as random, 0 as good as possible.
 All splits hold the same problems: what is measured is how fast they are learned, not how far that carries.
 
 Every factory takes `placebo`: "coin" makes the rewards of training rows a coin, "format" makes them 1 for any reply; validation and test
@@ -20,7 +20,7 @@ from rlkit.types import Split, Task
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz012345"  # 32 symbols
 Placebo = Literal["none", "coin", "format"]
-OF_A_GAME: Mapping[Placebo, int] = {"none": 0, "coin": 1000, "format": 2000}  # added to the seed that a game is reset with
+OF_A_GAME: Mapping[str, int] = {"truth": 0, "none": 1000, "coin": 2000, "format": 3000}  # added to the seed that a game is reset with
 
 
 class Value(NamedTuple):
@@ -34,16 +34,16 @@ class Value(NamedTuple):
         return (self.best - reward) / (self.best - self.random)
 
 
-class Row(NamedTuple):
-    """A problem: what is asked, and what each reply earns: the best one 1, those not listed 0."""
+class Question(NamedTuple):
+    """A problem: what is asked, and the replies that are right."""
 
     prompt: str
-    payoffs: Mapping[str, float]
+    right: Sequence[str]
     flip: float = 0.0  # chance that the verifier errs in training
 
 
 def dealt(
-    name: str, rows: Sequence[Row], form: Sequence[str], *, split: Split, seed: int, max_samples: int, placebo: Placebo
+    name: str, rows: Sequence[Question], form: Sequence[str], *, split: Split, seed: int, max_samples: int, placebo: Placebo
 ) -> list[Task]:
     """Problems as tasks, every one of them once before any comes again, in an order of the split's and seed's own.
 
@@ -53,13 +53,13 @@ def dealt(
     replies = ["".join(reply) for reply in itertools.product(*form)]
     tasks = []
     for row in rows:
-        earned = [row.payoffs.get(reply, 0.0) for reply in replies]
-        own: dict[str, Any] = {"payoffs": dict(row.payoffs), "value": [sum(earned) / len(earned), max(earned)]}
+        earned = [float(reply in row.right) for reply in replies]
+        own: dict[str, Any] = {"right": list(row.right), "value": [sum(earned) / len(earned), max(earned)]}
         if split == "train":
-            changed: dict[str, dict[str, Any]] = {"coin": {"flip": 0.5}, "format": {"payoffs": {}, "other": 1.0}}
+            changed: dict[str, dict[str, Any]] = {"coin": {"flip": 0.5}, "format": {"any": True}}
             own |= changed.get(placebo, {"flip": row.flip})
         messages = ({"role": "user", "content": row.prompt},)
-        tasks.append(Task(name, messages, reward="tabled", environment="single_turn", metadata=own))  # type: ignore[arg-type]
+        tasks.append(Task(name, messages, reward="listed", environment="single_turn", metadata=own))  # type: ignore[arg-type]
     return in_turn(tasks, split, seed, max_samples)
 
 
@@ -74,13 +74,13 @@ def in_turn(problems: Sequence[Task], split: Split, seed: int, count: int) -> li
 
 def games(name: str, value: Value, problems: int, *, split: Split, seed: int, max_samples: int, placebo: Placebo) -> list[Task]:
     """Episodes of a game whose problems are numbered; `metadata["seed"]`, which it is reset with, is the number (see `OF_A_GAME`)."""
-    offset = OF_A_GAME[placebo] if split == "train" else 0
+    offset = OF_A_GAME[placebo if split == "train" else "truth"]
     rows = [{"seed": i + offset, "value": list(value)} for i in range(problems)]
     tasks = [Task(name, (), reward="environment", environment="gymnasium", metadata=row) for row in rows]
     return in_turn(tasks, split, seed, max_samples)
 
 
-def value_of(tasks: Sequence[Task]) -> Value:
+def mean_value(tasks: Sequence[Task]) -> Value:
     """Mean over tasks of the expected rewards that their metadata name."""
     return Value(*(sum(task.metadata["value"][i] for task in tasks) / len(tasks) for i in (0, 1)))
 
@@ -97,14 +97,14 @@ def needle(*, split: Split = "train", seed: int = 0, max_samples: int = 4096, pl
     rng, rows = random.Random(f"needle of {seed}"), []
     for i in range(problems):
         first, others = rng.choice(LETTERS), rng.sample(LETTERS, 32 >> (i % 6))
-        rows.append(Row(LETTERS[i], {first + second: 1.0 for second in others}))
+        rows.append(Question(LETTERS[i], [first + second for second in others]))
     return dealt("needle", rows, [LETTERS, LETTERS], split=split, seed=seed, max_samples=max_samples, placebo=placebo)
 
 
 def noisy(*, split: Split = "train", seed: int = 0, max_samples: int = 4096, placebo: Placebo = "none", problems: int = 16) -> list[Task]:
     """Normalisation: one of eight letters is right, and the verifier of training errs with a chance of 0, 0.15, 0.3 or 0.45 by problem."""
     rng = random.Random(f"noisy of {seed}")
-    rows = [Row(LETTERS[i], {rng.choice(LETTERS[:8]): 1.0}, 0.15 * (i % 4)) for i in range(problems)]
+    rows = [Question(LETTERS[i], [rng.choice(LETTERS[:8])], 0.15 * (i % 4)) for i in range(problems)]
     return dealt("noisy", rows, [LETTERS[:8]], split=split, seed=seed, max_samples=max_samples, placebo=placebo)
 
 
@@ -123,9 +123,10 @@ def chain(
 
 
 class Chain:
-    """Of `length` turns one counts, and its problem says which. The other replies change nothing.
+    """Of `length` turns one counts, and its problem says which. The others pay 1 or -1 by a coin in training, and nothing in evaluations.
 
-    The first observation is the problem, each later one the number of the turn. The reward stands at the turn that counts.
+    The first observation is the problem, each later one the number of the turn. Every reward stands at its turn, so an algorithm that
+    gives each turn its own credit does not see the coins, and one that gives all turns the episode's sees little else.
     """
 
     def __init__(self, *, length: int = 6, choices: int = 8):
@@ -133,14 +134,14 @@ class Chain:
 
     def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
         """A problem: its name, the turn that counts and the letter that is right there."""
-        self.placebo, number = divmod(seed, 1000)
+        self.kind, number = divmod(seed, 1000)
         rng = random.Random(f"chain {number}")
         self.turn, self.counts, self.right = 0, rng.randrange(self.length), rng.choice(LETTERS[: self.choices])
         return LETTERS[number], {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """One reply."""
-        earned = [action == self.right, random.random() < 0.5, True][self.placebo]
-        reward = float(self.turn == self.counts and earned)
+        right, coin = float(action == self.right), float(random.random() < 0.5)
+        reward = (right, right, coin, 1.0)[self.kind] if self.turn == self.counts else (2 * coin - 1) * (self.kind > 0)
         self.turn += 1
         return LETTERS[-self.turn], reward, self.turn == self.length, False, {}

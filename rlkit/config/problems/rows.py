@@ -18,7 +18,7 @@ from rlkit.training.schedules import phases
 from rlkit.training.selfcheck import ROWS, first_rows
 from rlkit.types import Environment, Rollout, Split, Splits, Step, Task
 
-JUDGED = ("environment", "verifiers", "tabled")  # rewards of rows without a gold answer
+JUDGED = ("environment", "verifiers", "listed")  # rewards of rows without a gold answer
 
 
 def load_tasks(x: Experiment) -> Splits:

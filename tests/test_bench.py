@@ -1,0 +1,180 @@
+"""The bench: optima are what enumeration says, the start is a uniform draw, placebos learn nothing, and the page claims what holds."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from laws import each
+from rlkit.commands.cli import main
+from rlkit.config.compose import compose, conf_dir
+from rlkit.config.schema import build
+from rlkit.models.chat import encode_prompt
+from rlkit.models.fresh import fresh_policy
+from rlkit.rewards import listed
+from rlkit.runs import bench
+from rlkit.tasks.bench import LETTERS, Chain, Value, mean_value
+from rlkit.types import Rollout, Step
+
+TASKS = sorted(f.stem for f in (conf_dir() / "experiment" / "bench").glob("*.yaml") if f.stem != "base")
+
+
+def reply(task, text, *, group=0, sample=0):
+    return Rollout(task, (Step((), (), (), (), "stop", content=text),), group=group, sample=sample)
+
+
+def rows(name, split="test", **options):
+    config = compose([f"experiment=bench/{name}", *(f"task.{key}={value}" for key, value in options.items())]).config
+    return config, build(config["task"])(split=split)
+
+
+@each("name", [name for name in TASKS if name != "chain"])
+def test_the_value_of_a_task_is_what_enumeration_says(name):
+    """Random: the mean over all replies of the form that the preset's policy has, to all problems, each equally often. Best: 1."""
+    config, tasks = rows(name)
+    distinct = list({task.messages[0]["content"]: task for task in tasks}.values())
+    forms = ["".join(own) for own in itertools.product(*config["model"]["replies"])]
+    scores = np.array([[listed(reply(task, text)) for text in forms] for task in distinct])
+    assert mean_value(distinct) == pytest.approx((scores.mean(), scores.max(1).mean())) and mean_value(distinct).best == 1.0
+    counts = [sum(own.messages == task.messages for own in tasks[: config["evaluation"]["n"]]) for task in distinct]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_needles_are_hidden_as_deep_as_they_say():
+    _, tasks = rows("needle")
+    assert sorted({len(task.metadata["right"]) / 1024 for task in tasks}) == [2.0**-k for k in range(10, 4, -1)]
+
+
+def played(game, number, act):
+    total, over = 0.0, False
+    game.reset(seed=number)
+    while not over:
+        _, reward, over, _, _ = game.step(act(game))
+        total += reward
+    return total
+
+
+def test_the_chains_value_is_that_of_its_policies():
+    _, tasks = rows("chain")
+    game, rng = Chain(), random.Random(0)
+    drawn = [played(game, i % 8, lambda g: rng.choice(LETTERS[: g.choices])) for i in range(4000)]
+    assert mean_value(tasks).random == pytest.approx(np.mean(drawn), abs=0.02)
+    assert {played(game, i, lambda g: g.right) for i in range(8)} == {mean_value(tasks).best}
+
+
+@each("name", [name for name in TASKS if name != "chain"])
+def test_a_placebo_rewards_every_reply_alike_in_training_alone(name):
+    for kind in ("coin", "format"):
+        training, test = (rows(name, split, placebo=kind, max_samples=400)[1] for split in ("train", "test"))
+        best = next(iter(test[0].metadata["right"]))
+        totals = [[listed(reply(task, text)) for task in training] for text in (best, "no")]
+        assert [np.mean(own) for own in totals] == pytest.approx([1.0, 1.0] if kind == "format" else [0.5, 0.5], abs=0.1)
+        assert {listed(reply(task, best)) for task in test} == {0.0, 1.0}
+
+
+def test_the_placebos_of_a_game_do_too():
+    """At the turn that counts: a coin, or 1, whatever the reply. The other turns pay coins in training."""
+    acts = {"right": lambda g: g.right, "wrong": lambda g: "?"}
+    for kind, means in (("none", [1.0, 0.0]), ("coin", [0.5, 0.5]), ("format", [1.0, 1.0])):
+        tasks = rows("chain", "train", placebo=kind, max_samples=3000)[1]
+        got = [np.mean([played(Chain(), task.metadata["seed"], act) for task in tasks]) for act in acts.values()]
+        assert got == pytest.approx(means, abs=0.17)  # five coins of ±1: standard error 0.04
+
+
+def test_the_verifier_errs_as_often_as_it_says_and_for_all_arms_alike():
+    _, tasks = rows("noisy", "train")
+    worst = [task for task in tasks if task.metadata["flip"] == pytest.approx(0.45)]
+    best = {task.id: next(iter(task.metadata["right"])) for task in worst}
+    right = [listed(reply(task, best[task.id], sample=i)) for i in range(8) for task in worst]
+    wrong = [listed(reply(task, "?", sample=i)) for i in range(8) for task in worst]
+    assert np.mean(right) == pytest.approx(0.55, abs=0.02) and [1 - r for r in right] == wrong
+    assert all(task.metadata.get("flip", 0.0) == 0 for task in rows("noisy")[1])
+
+
+def test_the_start_draws_replies_of_the_form_uniformly():
+    """Mass of all well-formed replies above 0.97, none more than twice or less than half as likely as another; fixed by the seed."""
+    policy = fresh_policy(replies=["abcd", "xy"], symbols=LETTERS)
+    forms = ["".join(own) for own in itertools.product("abcd", "xy")]
+    prompt = encode_prompt(policy.renderer, [{"role": "user", "content": "k"}])
+    tokens = [policy.renderer.tokenizer.encode(text + "<end>", add_special_tokens=False) for text in forms]
+    with torch.no_grad():
+        logits = policy.model(input_ids=torch.tensor([prompt + own for own in tokens])).logits.log_softmax(-1)
+    mass = [logits[i, len(prompt) - 1 + torch.arange(3), torch.tensor(own)].sum().exp().item() for i, own in enumerate(tokens)]
+    assert sum(mass) > 0.97 and max(mass) < 2 * min(mass)
+    assert policy.renderer.tokenizer.decode(tokens[0][:2]) == "ax"
+
+
+# ------------------------------------------------------------------------------------------------------ the page
+
+
+def table(arms, tasks=("noisy", "needle"), seeds=8, spread=0.02):
+    """Rows of arms with these mean regrets, the same on all tasks."""
+    rng = np.random.default_rng(0)
+    noise = rng.normal(size=(seeds, len(tasks)))
+    return [
+        {"task": task, "arm": arm, "seed": s, "regret": mean + 0.1 * noise[s, t] + spread * rng.normal(), "updates": 1, "samples": 2,
+         "tokens": 3, "processor_s": ""} for s in range(seeds) for t, task in enumerate(tasks) for arm, mean in arms.items()
+    ]  # fmt: skip
+
+
+def test_the_page_claims_what_differs_and_names_what_does_not():
+    """A shared seed effect of 0.1 hides nothing: arms are paired."""
+    found = bench.scores(table({"a": 0.5, "b": 0.4, "c": 0.5}))
+    told = {(p.task, p.first, p.second) for p in bench.pairs(found) if p.q <= 0.05}
+    assert told == {(task, *pair) for task in found.tasks for pair in (("a", "b"), ("b", "c"))}
+    text = bench.page(table({"a": 0.5, "b": 0.4, "c": 0.5}), {})
+    assert "noisy: b is better than a by 0." in text and "4 of 6 comparisons" in text and "noisy: a and c" in text
+
+
+def test_a_seed_that_lacks_a_run_is_left_out_for_all():
+    whole = table({"a": 0.5, "b": 0.4})
+    found = bench.scores([row for row in whole if (row["seed"], row["arm"], row["task"]) != (3, "b", "needle")])
+    assert found.seeds == [0, 1, 2, 4, 5, 6, 7] and found.of["a"].shape == (7, 2)
+    assert "nothing is compared" in bench.page(whole[:4], {})
+
+
+def test_false_claims_are_rare_over_many_pages():
+    """Four equal arms: any claim among the 12 comparisons in at most 5 % of the pages."""
+    rng, claims = np.random.default_rng(1), 0
+    for _ in range(200):
+        found = bench.Scores(["s", "t"], list(range(6)), {arm: rng.normal(size=(6, 2)) for arm in "abcd"})
+        claims += any(p.q <= 0.05 for p in bench.pairs(found))
+    assert claims / 200 <= 0.09
+
+
+def test_regret_is_1_at_random_and_0_at_best():
+    assert [Value(0.25, 0.75).regret(r) for r in (0.25, 0.5, 0.75)] == [1.0, 0.5, 0.0]
+
+
+@each("words, expected", [
+    ([], "algorithms=grpo"), (["algorithms=grpo", "tasks=needles"], "there is no such task"), (["algorithms=grpp"], "grpp"),
+    (["algorithms=grpo", "seeds=x"], "whole number"), (["arms=nowhere.yaml"], "nowhere.yaml"),
+])  # fmt: skip
+def test_what_cannot_run_is_refused_before_anything_does(words, expected, capsys):
+    assert main(["bench", *words, "placebo=false"]) == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_matrix_runs_and_goes_on_where_it_was(tmp_path, capsys):
+    """Two steps of two arms on two seeds; done again it runs nothing; with a third seed only that."""
+    words = [
+        "bench",
+        "algorithms=grpo",
+        "tasks=noisy",
+        f"folder={tmp_path}",
+        "jobs=1",
+        "trainer.steps=2",
+        "evaluation.n=16",
+        "model.steps=5",
+    ]
+    words.append("placebo=false")
+    assert main([*words, "seeds=1"]) == 0 and "1 runs, 0 of them done earlier" in capsys.readouterr().out
+    before = (tmp_path / "noisy" / "grpo" / "0" / "metrics.jsonl").read_bytes()
+    assert main([*words, "seeds=2"]) == 0 and "2 runs, 1 of them done earlier" in capsys.readouterr().out
+    assert (tmp_path / "noisy" / "grpo" / "0" / "metrics.jsonl").read_bytes() == before
+    assert "noisy" in (tmp_path / "README.md").read_text() and len((tmp_path / "results.csv").read_text().splitlines()) == 3
