@@ -25,6 +25,10 @@ def warnings(x: Experiment) -> list[str]:
     out += embedded_numbers(x, ("optimizer.lr", "trainer.steps", "generation.max_new_tokens")) + _adapter_rate(x)
     if not x.needs_reference and x.reference.name != "none":
         out.append(f"reference={x.reference.name} is not built: no KL uses it (kl={x.kl.name}, kl.coef={x.kl.coef})")
+    if x.teacher.models and not x.needs_teacher:
+        out.append(
+            f"teacher={x.teacher.name} is not built: no algorithm.streams.teacher asks for it; choose algorithm=opd, or teacher=none"
+        )
     lora = getattr(x.model, "keywords", {}).get("lora")
     if x.needs_reference and lora and lora.rank and any(phase.reference.name == "ema" for phase in phases(x).values()):
         out.append(

@@ -33,8 +33,9 @@ def load_tasks(x: Experiment) -> Splits:
     validation = load_split(x, "validation") if x.evaluation.n and x.evaluation.every else []
     test = load_split(x, "test") if x.evaluation.n else []
     for phase in phases(x).values():
-        check_truths(train, phase.reward)
-        check_reward(train, phase.reward, x.environment)
+        if "reward" in phase.algorithm.streams or not phase.algorithm.streams:  # else it is only measured
+            check_truths(train, phase.reward)
+            check_reward(train, phase.reward, x.environment)
         check_assumptions(train, phase)
     check_tools(train, x.environment)
     return Splits(train, validation, test)
