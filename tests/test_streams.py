@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
 
 import pytest
@@ -11,15 +12,19 @@ import torch
 from rlkit import collect
 from rlkit.algorithm import Stream
 from rlkit.config.compose import compose, experiment
+from rlkit.config.problems.rows import load_tasks
 from rlkit.environments import environment_of
 from rlkit.episodes.demonstrate import demonstrated
 from rlkit.episodes.episode import opening
-from rlkit.errors import ConfigError
+from rlkit.episodes.summary import loops
+from rlkit.errors import ConfigError, DataError
 from rlkit.functional import kl_student_teacher
 from rlkit.models.chat import encode_prompt
 from rlkit.system import rng
 from rlkit.training import streams
+from rlkit.training.callbacks.pathologies import length_inflation
 from rlkit.training.learner import Host, Learner
+from rlkit.training.selfcheck import check_teacher
 from rlkit.training.teachers import answer, context, with_hint
 from rlkit.types import Rollout, Task
 
@@ -134,3 +139,35 @@ def test_observations_are_what_tools_said_and_nothing_else(played, tiny):
 def test_what_cannot_run_is_refused(overrides, says):
     with pytest.raises(ConfigError, match=re.escape(says)):
         experiment(compose(overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides, says",
+    [
+        (["algorithm=rl_sft"], "holds no conversation"),
+        (["algorithm=sdft", "teacher=context"], "no row holds a conversation"),
+        (["algorithm=mopd", "task=mixture", "teacher=path", "+teacher.paths.arithmetic=tiny"], "'guess_number' has no teacher"),
+    ],
+)
+def test_rows_that_do_not_hold_what_a_stream_reads_are_refused(overrides, says):
+    with pytest.raises(DataError, match=says):
+        load_tasks(experiment(compose([*overrides, "task.max_samples=64", "evaluation.n=0"])))
+
+
+def test_a_teacher_of_another_vocabulary_is_refused_before_weights_are_read(tmp_path, tiny):
+    tiny.model.config.save_pretrained(tmp_path)
+    tokenizer = copy.deepcopy(tiny.renderer.tokenizer)
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"teacher\.path=.*another vocabulary"):
+        check_teacher(experiment(compose(["algorithm=opd", "teacher=path", f"teacher.path={tmp_path}"])))
+
+
+def test_a_loop_is_told_from_prose_and_the_alarm_fires_on_it():
+    words = random.Random(0)
+    prose = " ".join("".join(words.choices("etaoinshrdlu", k=words.randint(2, 9))) for _ in range(2500))
+    assert loops("wait, let me check. " * 600) and not loops(prose) and not loops("a" * 9_000)
+    quiet = {"len/truncated_frac": 0.1, "len/loop_frac": 0.0, "streams/teacher": 0.2}
+    assert length_inflation(quiet) is None and length_inflation({"len/truncated_frac": 0.5}) is None
+    assert "repeat themselves" in str(length_inflation(quiet | {"len/loop_frac": 0.1}))
+    assert "are cut" in str(length_inflation(quiet | {"len/truncated_frac": 0.3}))

@@ -40,7 +40,7 @@ def path(*, path: str | None = None, revision: str | None = None, paths: Mapping
     Raises: ValueError where neither or both are given.
     """
     if (path is None) == (not paths):
-        raise ValueError("path: give the teacher as teacher.path=FOLDER, or one for each part of a mixture as teacher.paths.PART=FOLDER")
+        raise ValueError("path: give the teacher as teacher.path=FOLDER, or one for each part of a mixture as +teacher.paths.PART=FOLDER")
     if path is not None:
         return Teacher("path", {"": frozen(path=path, revision=revision, key="teacher.path")})
     return Teacher("path", {part: frozen(path=own, key=f"teacher.paths.{part}") for part, own in (paths or {}).items()})
