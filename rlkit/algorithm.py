@@ -62,6 +62,27 @@ class Critic(NamedTuple):
         return self.loss is not None
 
 
+@ranges(coef=(0, None))
+class Stream(NamedTuple):
+    """One per-token signal that is added to the loss: coef · Σ weights · loss per token, weights of its own over a mask of its own.
+
+    mask             the tokens of
+    sampled          a teacher: everything that was sampled, also what the group filter or the overlong rule take out of the reward's
+    observations     imitation: what tools answered, without the template around it
+    demonstrations   imitation: the replies of the conversations in the rows of the step's prompts
+
+    The reward's mask and weights are those of the algorithm, so only its `coef` is set.
+    """
+
+    coef: float | Controller = 1.0
+    mask: Literal["sampled", "observations", "demonstrations"] | None = None
+    aggregation: AggregationFn | None = None  # None: token_mean
+    loss: F.Divergence | None = None  # a teacher's divergence
+
+
+STREAMS = ("reward", "teacher", "imitation")
+
+
 @ranges(epochs=(1, None), minibatches=(1, None), max_refills=(0, None), entropy_coef=(0, None))
 class Algorithm(NamedTuple):
     """A named set of functions; complete alone."""
@@ -84,6 +105,13 @@ class Algorithm(NamedTuple):
     old: Literal["trainer", "sampler", "loglinear"] = "trainer"  # what "old" is in the ratio: `place_old`
     max_refills: int = 0  # rounds of further prompts where the group filter leaves fewer than batch.prompts
     episodes: Callable[..., Any] | None = None  # as rlkit.collect, but scored: episodes that are not sampled (sft); None: collect
+    streams: Mapping[str, Stream] = {}  # of STREAMS; none is the reward alone
+
+    @property
+    def reward_coef(self) -> float:
+        """The weight of the policy loss: 1 without streams, 0 where there are some and the reward is not among them."""
+        own = self.streams.get("reward", Stream(0.0 if self.streams else 1.0))
+        return number(own.coef)
 
     @property
     def parts(self) -> dict[str, Callable[..., Any]]:
@@ -410,6 +438,8 @@ def surrogate(batch: Batch, scores: TokenLogprobs, algorithm: Algorithm, kl: KL)
         scale = factor.detach() * scale
         terms |= corrected | {"scale": scale}
     per_token = terms["policy_loss"] if scale is None else scale * terms["policy_loss"]
+    if algorithm.reward_coef != 1:
+        per_token = algorithm.reward_coef * per_token
     if kl.active:
         given["logprobs_ref"] = F.fill_masked(_required(batch.logprobs_ref, "logprobs_ref"), mask, 0.0)
         if asks(kl.estimator, "full_kl"):

@@ -284,6 +284,7 @@ class Batch(NamedTuple):
     sampled_mask: Tensor | None = None  # [B, T] bool, the response_mask before rollouts were taken out of training; None: none were
     versions: Tensor | None = None  # [B, T] int64, RL steps done when the weights were loaded that sampled a token; 0 elsewhere
     covariance_rank: Tensor | None = None  # [B, T] share of the step's tokens whose covariance of advantage and log-prob is higher
+    observed_mask: Tensor | None = None  # [B, T] bool, what tools answered, without the template around it; None: no stream asks for it
     components: Mapping[str, Tensor] | None = None  # reward component → [N] float, nan where it cannot be scored
     metadata: tuple[Mapping[str, Any], ...] | None = None  # of each of the N rollouts: its task's, and its own on top
     metrics: dict[str, Tensor] | None = None  # PART/NAME → [], [N] or [B, T]: what parts measured before the update, or in weighing it

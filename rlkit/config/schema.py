@@ -29,6 +29,7 @@ WANTED = {"_target_": "the name of a function; write MODULE.FUNCTION", "_partial
 SUGGESTED: dict[str, Any] = {
     **dict.fromkeys(("lr", "lora_lr", "critic_lr"), float), "thinking": bool | None, "max_new_tokens": int | None,
     **dict.fromkeys(("steps", "micro_batch_tokens", "max_new_tokens_thinking", "turns", "prompts"), int), "embedded": str, "kl": Any,
+    **dict.fromkeys(("show", "weights"), str),  # read by teacher=context
 }  # fmt: skip
 MISSING = "???"
 GIVEN_LATER = ("split", "device")  # keyword-only parameters that the run passes itself

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
@@ -28,6 +29,8 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
     aggregator/*        what the reward's aggregator measured itself
     group/*             shares of prompts whose rewards are all equal (split into all good: > 0, all bad: <= 0) and mixed
     len/*               sampled tokens of an episode, all steps together; what a thinking budget wrote is not among them
+    len/loop_frac       share of episodes with a reply that repeats itself: over 10,000 characters, which zlib makes more than 10 times
+                        shorter (prose: about 2; a loop: over 100), as in arXiv:2604.08527
     stop_reason/*       how episodes ended: stop (the policy or the environment), length, context, steps, deadline (its seconds in
                         the session), environment (a limit of its own) or error (it failed, and why is in the rollout's metadata)
     finish_reason/*     how replies ended: shares of stop, tool, budget and length, as types.FinishReason has them
@@ -92,6 +95,7 @@ def _summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "len/solved_mean": _mean(solved),
         "len/unsolved_mean": _mean(unsolved),
         "len/truncated_frac": 1 - len(ended) / len(rollouts),
+        "len/loop_frac": _share(any(loops(s.thinking + s.content) for s in r.steps) for r in rollouts),
         "stop_reason/stop": len(ended) / len(rollouts),
         **{f"stop_reason/{why}": _share(r.truncation == why for r in rollouts) for why in TRUNCATIONS},
         **{f"finish_reason/{why}": _share(s.finish_reason == why for r in rollouts for s in r.steps) for why in get_args(FinishReason)},
@@ -104,6 +108,11 @@ def _summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "tools/turns": _mean([len(r.steps) for r in rollouts]),
         "rollout/empty_frac": _share(not any(s.thinking or s.content or s.tool_calls for s in r.steps) for r in rollouts),
     }
+
+
+def loops(text: str) -> bool:
+    """Whether a text is long and repeats itself: more than 10,000 characters, which zlib makes more than 10 times shorter."""
+    return len(text) > 10_000 and len(data := text.encode()) > 10 * len(zlib.compress(data))
 
 
 def group_rewards(rollouts: Sequence[Rollout]) -> dict[int, list[float]]:

@@ -42,6 +42,15 @@ from rlkit.functional.diagnostics import (
     explained_variance,
     ratio_statistics,
 )
+from rlkit.functional.divergences import (
+    Divergence,
+    chunked_divergence,
+    jensen_shannon,
+    kl_student_teacher,
+    kl_teacher_student,
+    sampled_divergence,
+    top_k_divergence,
+)
 from rlkit.functional.entropy import from_log_probs, from_logits
 from rlkit.functional.filters import clip_cov, covariance_rank, every_token, keep_all, mixed_component, mixed_groups, top_entropy
 from rlkit.functional.kl import confident, forward, full, k1, k2, k3, k3_straight_through, reverse, truncated

@@ -125,7 +125,7 @@ def pretrained_model(path: str, *, dtype: torch.dtype | str, attention: str = "s
         )
 
 
-def check_vocabulary(path: str, teacher: str, *, teacher_revision: str | None = None, **hub: Any) -> None:
+def check_vocabulary(path: str, teacher: str, *, teacher_revision: str | None = None, key: str = "reference.path", **hub: Any) -> None:
     """Another model may be compared with this one, token by token: its tokenizer is the same, and it has a row for each of its ids.
 
     Looks at tokenizers and configs alone, so that a wrong teacher is found before any weights are loaded. Rows of padding behind the
@@ -133,22 +133,22 @@ def check_vocabulary(path: str, teacher: str, *, teacher_revision: str | None = 
 
     Args:
       path, hub: of the policy, as in `load_policy`. teacher, teacher_revision: of the other model.
-    Raises: ConfigError naming reference.path.
+    Raises: ConfigError naming the `key`.
     """
     own = pretrained_tokenizer(path, **hub).get_vocab()
     try:
         theirs = pretrained_tokenizer(teacher, revision=teacher_revision).get_vocab()
         rows = getattr(pretrained_config(teacher, revision=teacher_revision).get_text_config(), "vocab_size", None)
     except ConfigError as error:
-        raise ConfigError(str(error).replace("model.path=", "reference.path=", 1)) from error
+        raise ConfigError(str(error).replace("model.path=", f"{key}=", 1)) from error
     if own != theirs:
         odd = sorted(own.items() ^ theirs.items(), key=lambda entry: entry[1])[0]
         raise ConfigError(
-            f"reference.path={teacher}: has another vocabulary than model.path={path} ({len(theirs)} tokens and {len(own)}; the first that "
+            f"{key}={teacher}: has another vocabulary than model.path={path} ({len(theirs)} tokens and {len(own)}; the first that "
             f"differs is {odd[0]!r}, id {odd[1]}), so its ids mean something else; choose a model with the same tokenizer"
         )
     if rows is not None and rows <= max(own.values()):
-        raise ConfigError(f"reference.path={teacher}: has {rows} rows for ids up to {max(own.values())}; choose a model with all of them")
+        raise ConfigError(f"{key}={teacher}: has {rows} rows for ids up to {max(own.values())}; choose a model with all of them")
 
 
 def check_weights(model: Any, path: str, key: str = "model.path") -> None:

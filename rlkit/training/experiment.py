@@ -10,6 +10,7 @@ from rlkit.functional import automatic_correction, no_correction, token_correcti
 from rlkit.rewards import Reward
 from rlkit.sandbox import Sandbox
 from rlkit.training.schedules import Schedule, phases
+from rlkit.training.teachers import Teacher
 from rlkit.types import Engine, Environment, Policy, Reference, SamplingParams, Split, Task, ToolParser, ranges
 
 
@@ -164,6 +165,7 @@ class Experiment(NamedTuple):
     sandbox: Sandbox = Sandbox()
     schedule: Schedule = Schedule()
     asynchrony: Asynchrony = Asynchrony()
+    teacher: Teacher = Teacher()
     logger: Mapping[str, Callable[..., Any]] = {}  # name → (run folder, RL step) → Lightning logger
     callbacks: Mapping[str, Callable[..., Any]] = {}  # name → (run folder) → Lightning callback
     resume: str = "never"  # never, auto, or a run folder
@@ -180,6 +182,11 @@ class Experiment(NamedTuple):
     def needs_reference(self) -> bool:
         """Whether any step's KL may be positive: in any phase, now or where a schedule raises it."""
         return any(x.kl.active or (x.kl.estimator is not None and "kl.coef" in x.schedule.paths) for x in phases(self).values())
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether any phase has a stream that asks for the teacher."""
+        return any("teacher" in x.algorithm.streams for x in phases(self).values())
 
 
 def settle_correction(x: Experiment, *, exact: bool) -> Experiment:

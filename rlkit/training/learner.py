@@ -28,7 +28,7 @@ from rlkit.models.critic import make_critic
 from rlkit.rewards import Moments, normalise, update_moments
 from rlkit.system import rng
 from rlkit.system.device import precision
-from rlkit.training import drift, schedules
+from rlkit.training import drift, schedules, streams
 from rlkit.training.experiment import Experiment, correction_in_words, settle_correction
 from rlkit.training.memory import retried
 from rlkit.training.metrics import Clock, UpdateTerms, performance, refill_metrics, staleness_metrics, update_metrics
@@ -85,6 +85,8 @@ class Learner:
         self.references: dict[str, Any] = {}  # owner ("" for the run's own, else a phase) → state
         if any(x.needs_reference for name, x in self.phases.items() if not self.owner(name)):
             self.references[""] = self.experiment.reference.init(self.model, step=0)
+        teachers = self.experiment.teacher.models if self.experiment.needs_teacher else {}
+        self.teachers: dict[str, Any] = {part: model.init(self.model, step=0) for part, model in teachers.items()}  # part → state
         self.enter_phase()
         self.start: Batch | None = None  # a few rollouts of the first step, with the log-probs that the start gave them (drift)
         self.nonfinite: dict[int, int] = {}  # optimiser → its updates in a row that were skipped since something was not finite
@@ -153,6 +155,8 @@ class Learner:
         """The batch that a step updates with: rollouts filtered, old and reference scores, advantages, weights of tokens."""
         x = self.x
         batch = filter_rollouts(self.assembled(rollouts), x.algorithm)
+        if any(stream.mask == "observations" for stream in streams.active(self).values()):
+            batch = batch._replace(observed_mask=streams.observed(batch, rollouts, self.policy.renderer))
         batch = estimate_advantages(retried(self, batch, partial(with_logprobs, self, batch)), x.algorithm, x.kl)
         return token_scale(batch, x.algorithm)
 
@@ -260,11 +264,17 @@ class Learner:
         """Context manager: the reference in use, to score with."""
         return self.x.reference.model(self.references.get(self.reference_key), self.model)
 
+    def teacher_model(self, part: str) -> Any:
+        """Context manager: the teacher of a part of the mixture, or of all prompts ("")."""
+        return self.experiment.teacher.models[part].model(self.teachers[part], self.model)
+
     def update_reference(self, terms: UpdateTerms) -> None:
         """Moves the reference in use, after the updates of a step."""
         if (key := self.reference_key) in self.references:
             given = self.references[key], self.model
             self.references[key], terms.reference = moved(self.x.reference, *given, step=self.rl_step + 1, kl=terms.mean("kl"))
+        for part, model in self.experiment.teacher.models.items() if self.teachers else ():
+            self.teachers[part], _ = moved(model, self.teachers[part], self.model, step=self.rl_step + 1, kl=float("nan"))
 
     def shard(self, mesh: Any) -> None:
         """Lays policy and references in shards over the ranks of a mesh (FSDP2). The critic stays whole: one backward, one root."""
@@ -273,6 +283,7 @@ class Learner:
         self.lay_out = partial(ranks.shard, mesh=mesh, gathered=torch.bfloat16 if mixed else None)
         self.lay_out(self.model)
         self.references = {owner: self.as_sharded(state) for owner, state in self.references.items()}
+        self.teachers = {part: self.as_sharded(state) for part, state in self.teachers.items()}
 
     def as_sharded(self, reference: Any) -> Any:
         """A reference's state as the policy is: sharded or not."""
@@ -327,6 +338,7 @@ class Learner:
             "start": None if self.start is None else {n: t.cpu() for n, t in self.start._asdict().items() if t is not None},
             "moments": list(self.moments),
             "references": {owner: ranks.full_tensors(self.reference_of(owner).save(state)) for owner, state in self.references.items()},
+            "teachers": {part: ranks.full_tensors(self.experiment.teacher.models[part].save(s)) for part, s in self.teachers.items()},
             "nonfinite": dict(self.nonfinite),
             "halvings": self.halvings,
             "threads": torch.get_num_threads() if self.device.type == "cpu" else None,  # a GPU's sums do not depend on them
@@ -361,6 +373,8 @@ class Learner:
         self.references = {
             owner: self.reference_of(owner).load(kept, self.model, saved.get(owner, {})) for owner, kept in self.references.items()
         }
+        saved, models = state.get("teachers", {}), self.experiment.teacher.models
+        self.teachers = {part: models[part].load(own, self.model, saved.get(part, {})) for part, own in self.teachers.items()}
 
     def without_frozen(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A state dict without a frozen base, which comes from model.path: under LoRA the adapters that are trained, and the critic."""

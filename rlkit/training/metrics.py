@@ -53,6 +53,13 @@ class UpdateTerms:
                 self.tokens[name].append(counted(term.detach(), batch).float())
         self.loss += float(loss.detach())
 
+    def add_stream(self, name: str, tokens: Tensor, loss: Tensor, packed: Packed) -> None:
+        """The per-token loss [M] of a stream in one micro-batch, and what it adds to the loss."""
+        self.read, self.packed = self.read + packed.tokens, self.packed + len(packed.ids)
+        self.padded += sum(path.queries.numel() for path in packed.paths) if packed.segments is None else len(packed.ids)
+        self.tokens[f"streams/{name}"].append(tokens.float())
+        self.loss += float(loss)
+
     def stepped(self, who: str, norm: float, lr: float) -> None:
         """An optimiser step of the policy or the critic was taken, or left out where the norm is not finite."""
         if not self.first:  # a rank may have had none of the tokens
@@ -122,6 +129,7 @@ def update_metrics(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> 
     scale/*           factor on the policy loss (off-policy correction × token filter): mean, share of tokens at 0
     value/*           the critic: loss, mean, mean return, 1 - Var(return - value) / Var(return) before the update
     optim/*           gradient norms before clipping, learning rates, updates taken and skipped, updates ended by target_kl
+    streams/NAME      per-token loss of a stream beside the reward's, over its own tokens: a divergence, or -log π, in nats
     PART/NAME         what a part of PARTS (rlkit.algorithm) measured itself: the mean over the tokens trained on, or the rollouts with such
                       a token, of all updates; nan entries left out. Group filter and overlong rule: over all that was sampled
     Raises: PartError where a part's metric has a name that is taken.

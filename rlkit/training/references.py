@@ -40,7 +40,12 @@ def none() -> Reference:
     return _made_again("none", lambda policy, **_: None, _no_model)
 
 
-def frozen(*, path: str | None = None, revision: str | None = None) -> Reference:
+def live() -> Reference:
+    """The policy itself, as it is at every moment."""
+    return _made_again("live", lambda policy, **_: None, _policy_itself)
+
+
+def frozen(*, path: str | None = None, revision: str | None = None, key: str = "reference.path") -> Reference:
     """The policy as it was when this began: at the start of the run, or of the phase that brings it. Or another model: a teacher.
 
     At the start of the run: under LoRA the state is empty, since the start is the same model with its adapter off; otherwise it is a
@@ -49,11 +54,11 @@ def frozen(*, path: str | None = None, revision: str | None = None) -> Reference
 
     Args:
       path: another model with the same vocabulary, a local folder or a hub id; loaded anew on resume. None: the policy itself.
-      revision: of a hub id.
+      revision: of a hub id. key: where the path stands in the config, for messages.
     Raises: ConfigError, when the reference is made, where the model cannot be loaded or has another vocabulary.
     """
     if path is not None:
-        return _made_again("frozen", functools.partial(_load_teacher, path=path, revision=revision), _model)
+        return _made_again("frozen", functools.partial(_load_teacher, path=path, revision=revision, key=key), _model)
     return Reference(name="frozen", init=_freeze, update=_keep, model=_model, save=_save_frozen, load=_load_frozen)
 
 
@@ -303,7 +308,7 @@ def _freeze(policy: nn.Module, *, step: int = 0) -> nn.Module | Moving | None:
 
 
 @assumes("same_vocabulary")
-def _load_teacher(policy: Any, *, path: str, revision: str | None, **_: Any) -> nn.Module:
+def _load_teacher(policy: Any, *, path: str, revision: str | None, key: str, **_: Any) -> nn.Module:
     """Another model on the policy's device and in its precision. The two must mean the same by an id."""
     from rlkit.errors import ConfigError
     from rlkit.models import check_vocabulary, pretrained_model
@@ -312,12 +317,12 @@ def _load_teacher(policy: Any, *, path: str, revision: str | None, **_: Any) -> 
     own = policy.get_base_model() if hasattr(policy, "disable_adapter") else policy
     weight = own.get_output_embeddings().weight
     if own.name_or_path:
-        check_vocabulary(own.name_or_path, path, teacher_revision=revision)
+        check_vocabulary(own.name_or_path, path, teacher_revision=revision, key=key)
     try:
         teacher = pretrained_model(path, dtype=weight.dtype, revision=revision)
     except ConfigError as error:
-        raise ConfigError(str(error).replace("model.path=", "reference.path=", 1)) from error
-    check_weights(teacher, path, "reference.path")
+        raise ConfigError(str(error).replace("model.path=", f"{key}=", 1)) from error
+    check_weights(teacher, path, key)
     return teacher.to(weight.device).requires_grad_(False).eval()
 
 
@@ -329,6 +334,11 @@ def _load_frozen(state: nn.Module | Moving | None, policy: nn.Module, saved: Map
     if "frozen" not in saved:  # it began with the run, or the run had another reference before
         return state
     return _load_moving(state if isinstance(state, Moving) else _start(policy), policy, saved["frozen"])
+
+
+@contextmanager
+def _policy_itself(state: None, policy: nn.Module) -> Iterator[nn.Module]:
+    yield policy
 
 
 @contextmanager

@@ -31,11 +31,13 @@ LONGEST = 4  # rows by characters whose prompts are measured in tokens
 def check_teacher(x: Experiment) -> None:
     """A reference that is another model has the policy's vocabulary; looked at before weights are loaded. Raises: ConfigError."""
     own = getattr(x.model, "keywords", {})
-    for phase in phases(x).values():
-        init = phase.reference.init
-        if "path" in own and phase.needs_reference and "same_vocabulary" in (declarations(init, "assumes") or ()):
+    asked = [phase.reference.init for phase in phases(x).values() if phase.needs_reference]
+    asked += [model.init for model in x.teacher.models.values()] if x.needs_teacher else []
+    for init in asked:
+        if "path" in own and "same_vocabulary" in (declarations(init, "assumes") or ()):
             hub = {key: own[key] for key in ("revision", "trust_remote_code") if key in own}
-            check_vocabulary(own["path"], init.keywords["path"], teacher_revision=init.keywords["revision"], **hub)
+            given = init.keywords
+            check_vocabulary(own["path"], given["path"], teacher_revision=given["revision"], key=given["key"], **hub)
 
 
 def first_rows(tasks: Sequence[Task], n: int) -> list[Task]:

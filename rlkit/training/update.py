@@ -32,7 +32,7 @@ from rlkit.functional import approximate_kl
 from rlkit.models.head import Head, trunk_and_head
 from rlkit.models.log_probs import forward_logprobs, states
 from rlkit.models.packing import Packed, pack
-from rlkit.training import drift
+from rlkit.training import drift, streams
 from rlkit.training.memory import named, retried
 from rlkit.training.metrics import NAN, UpdateTerms
 from rlkit.types import Batch, TokenLogprobs
@@ -72,7 +72,7 @@ def with_reference(learner: Learner, batch: Batch, splits: Sequence[Tensor]) -> 
 
 def _read(learner: Learner, batch: Batch) -> Batch:
     """The batch with all tokens that log-probs are needed of: for a KL in the baseline those of rollouts that are not trained on too."""
-    return whole(batch) if learner.x.kl.in_baseline else batch
+    return whole(batch) if learner.x.kl.in_baseline or "teacher" in streams.active(learner) else batch
 
 
 def step_minibatches(learner: Learner, batch: Batch, terms: UpdateTerms) -> Iterator[Batch]:
@@ -152,13 +152,14 @@ def one_update(learner: Learner, minibatch: Batch, terms: UpdateTerms) -> bool:
     """One step of each optimiser; False ends the updates of this RL step. Micro-batches only sum: their weights are fixed before."""
     x, critic = learner.x, learner.x.algorithm.critic
     learns = not learner.warming_up() and has_signal(learner, minibatch)
-    if not learns and not critic.active:
+    others = [] if learner.warming_up() else list(streams.passes(learner, minibatch))
+    if not learns and not others and not critic.active:
         terms.skip("no_signal")
         return True
     ranks.reshard(learner.model)
     learner.nets.zero_grad()
     moved, tokens, summed, limit = 0.0, 0.0, 0.0, x.algorithm.target_kl
-    for rows, counts in rank_micro_batches(learner, minibatch):
+    for rows, counts in rank_micro_batches(learner, minibatch) if learns or critic.active else ():
         part = select(minibatch, rows)
         packed = pack(part.ids, part.response_mask)
         if not counts and part.weights is not None:
@@ -179,6 +180,7 @@ def one_update(learner: Learner, minibatch: Batch, terms: UpdateTerms) -> bool:
             count = int(part.response_mask.sum())
             moved += count * float(approximate_kl(scores.logprobs.detach(), part.logprobs_old, part.response_mask))
             tokens += count
+    summed += sum(streams.backward(learner, given, terms) for given in others)
     sums = torch.tensor([moved, tokens, summed], dtype=torch.float64)
     learner.host.all_reduce([sums])
     moved, tokens, summed = sums.tolist()
@@ -186,7 +188,7 @@ def one_update(learner: Learner, minibatch: Batch, terms: UpdateTerms) -> bool:
         terms.skip("target_kl")
         return False
     with learner.clock.part("model"):
-        if learns:
+        if learns or others:
             terms.stepped("policy", *step_optimizer(learner, 0, x.optimizer, learner.trained_parameters(), summed))
         if learner.critic is not None and critic.active:
             terms.stepped("critic", *step_optimizer(learner, 1, critic.optimizer, learner.critic.parameters(), summed))
@@ -219,8 +221,10 @@ def exact_reference(learner: Learner, packed: Packed) -> tuple[Tensor, Head] | N
 def has_signal(learner: Learner, batch: Batch) -> bool:
     """False if every term of the policy's loss is constant. A step would only repeat old momentum."""
     a = learner.x.algorithm
-    if learner.x.kl.in_loss or a.entropy_coef or not asks(a.policy_loss, "advantages"):
+    if learner.x.kl.in_loss or a.entropy_coef:
         return True
+    if not a.reward_coef or not asks(a.policy_loss, "advantages"):
+        return bool(a.reward_coef)
     return batch.advantages is None or bool(batch.advantages.any())
 
 

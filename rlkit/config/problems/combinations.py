@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
 
 def combination_problems(x: Experiment) -> list[str]:
     """Combinations that cannot run, or that would silently do nothing."""
-    checks = (_check_evaluation, _check_groups, _check_kl, _check_critic, _check_corrections, _check_old, _check_quantities)
+    checks = (_check_evaluation, _check_groups, _check_kl, _check_critic, _check_corrections, _check_old, _check_streams, _check_quantities)
     return [problem for check in checks for problem in check(x)]
 
 
@@ -164,6 +164,44 @@ def _check_old(x: Experiment) -> list[str]:
     if a.episodes is not None:
         problems.append(f"algorithm={a.name} samples nothing")
     return [f"algorithm.old={a.old}: {problem}, or set algorithm.old=trainer" for problem in problems]
+
+
+def _check_streams(x: Experiment) -> list[str]:
+    from rlkit.algorithm import STREAMS
+
+    a, problems = x.algorithm, []
+    masks = {"reward": (None,), "teacher": (None, "sampled"), "imitation": ("observations", "demonstrations")}
+    for name, stream in a.streams.items():
+        path = f"algorithm.streams.{name}"
+        if name not in STREAMS:
+            problems.append(f"{path}: there is no such stream.{nearest(name, STREAMS)} There are: {', '.join(STREAMS)}")
+        elif stream.mask not in masks[name]:
+            problems.append(f"{path}.mask={stream.mask}: must be {' or '.join(str(mask or 'null') for mask in masks[name])}")
+        if (stream.loss is None) == (name == "teacher"):
+            said = (
+                "needs a divergence, such as rlkit.functional.kl_student_teacher"
+                if name == "teacher"
+                else "only a teacher has a divergence"
+            )
+            problems.append(f"{path}.loss: {said}")
+        if name == "reward" and stream.aggregation is not None:
+            problems.append(f"{path}.aggregation: the reward's weights are those of algorithm/aggregation; set that instead")
+    if "teacher" in a.streams and not x.teacher.models:
+        problems.append(
+            "algorithm.streams.teacher needs a teacher, but teacher=none; choose teacher=path teacher.path=FOLDER, or teacher=context"
+        )
+    if a.streams.keys() - {"reward"} and a.max_refills:
+        problems.append(
+            f"algorithm.max_refills={a.max_refills}: prompts that are replaced would be lost to the streams beside the reward; set it to 0"
+        )
+    lora = getattr(x.model, "keywords", {}).get("lora")
+    moving = [name for name, model in (("teacher", m) for m in x.teacher.models.values()) if model.name == "ema"]
+    if "teacher" in a.streams and moving and lora and lora.rank and x.needs_reference and x.reference.name != "frozen":
+        problems.append(
+            f"teacher={x.teacher.name} reference={x.reference.name}: under LoRA there is one second adapter, and both need it; choose "
+            "reference=frozen, or teacher=start"
+        )
+    return problems
 
 
 def _check_quantities(x: Experiment) -> list[str]:

@@ -29,6 +29,10 @@ def warnings(x: Experiment) -> list[str]:
         out.append(f"reference={x.reference.name} is not built: no KL uses it (kl={x.kl.name}, kl.coef={x.kl.coef})")
     if getattr(x.model, "keywords", {}).get("interruption") and x.generation.max_thinking_tokens is None:
         out.append("model.interruption does nothing: no thinking is interrupted; set generation.max_thinking_tokens")
+    if x.teacher.models and not x.needs_teacher:
+        out.append(
+            f"teacher={x.teacher.name} is not built: no algorithm.streams.teacher asks for it; choose algorithm=opd, or teacher=none"
+        )
     lora = getattr(x.model, "keywords", {}).get("lora")
     if x.needs_reference and lora and lora.rank and any(phase.reference.name == "ema" for phase in phases(x).values()):
         out.append(

@@ -16,6 +16,7 @@ from rlkit.sandbox import Sandbox, require
 from rlkit.training.experiment import Experiment
 from rlkit.training.schedules import phases
 from rlkit.training.selfcheck import ROWS, first_rows
+from rlkit.training.teachers import answer, demonstration
 from rlkit.types import Environment, Rollout, Split, Splits, Step, Task
 
 JUDGED = ("environment", "verifiers", "listed")  # rewards of rows without a gold answer
@@ -33,9 +34,11 @@ def load_tasks(x: Experiment) -> Splits:
     validation = load_split(x, "validation") if x.evaluation.n and x.evaluation.every else []
     test = load_split(x, "test") if x.evaluation.n else []
     for phase in phases(x).values():
-        check_truths(train, phase.reward)
-        check_reward(train, phase.reward, x.environment)
+        if "reward" in phase.algorithm.streams or not phase.algorithm.streams:  # else it is only measured
+            check_truths(train, phase.reward)
+            check_reward(train, phase.reward, x.environment)
         check_assumptions(train, phase)
+        check_streams(train, phase)
     check_tools(train, x.environment)
     return Splits(train, validation, test)
 
@@ -83,6 +86,24 @@ def check_truths(tasks: Sequence[Task], reward: Reward) -> None:
         task, problem = found[0]
         more = f" ({len(found) - 1} more rows are like it)" if len(found) > 1 else ""
         raise DataError(f"row {task.id}: the gold answer '{task.answer[:80]}' of reward '{task.reward}' {problem}{more}")
+
+
+def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
+    """The rows hold what the streams learn from: conversations, answers, and a teacher for every part. Raises: DataError naming the row."""
+    streams, teacher = x.algorithm.streams, x.teacher
+    demonstrates = "imitation" in streams and streams["imitation"].mask == "demonstrations"
+    if demonstrates and (task := next((task for task in tasks if "messages" not in task.metadata), None)):
+        raise DataError(f"row {task.id}: holds no conversation, and algorithm.streams.imitation.mask=demonstrations learns from them")
+    if "teacher" not in streams:
+        return
+    if "" not in teacher.models and (task := next((task for task in tasks if task.part not in teacher.models), None)):
+        raise DataError(
+            f"row {task.id}: its part {task.part!r} has no teacher; teacher.paths has those of {', '.join(teacher.models)}, so set "
+            f"+teacher.paths.{task.part or 'PART'}=FOLDER"
+        )
+    reads = {answer: "answer", demonstration: "conversation"}.get(teacher.show) if teacher.show else None  # type: ignore[call-overload]
+    if reads and teacher.show and not any(teacher.show(Rollout(task, ()), ()) for task in tasks):
+        raise DataError(f"row {tasks[0].id}: no row holds an {reads} that teacher.show could show".replace("an conv", "a conv"))
 
 
 def check_assumptions(tasks: Sequence[Task], x: Experiment) -> None:

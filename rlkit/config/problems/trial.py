@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
 def dry_run(x: Experiment) -> None:
     """One update on fake data through advantage, weights, loss and backward, in milliseconds and without a model.
 
-    Not where a part asks for `metadata`: what stands in the user's rows cannot be made up.
+    Not where a part asks for `metadata`: what stands in the user's rows cannot be made up. And not where the reward is no part of the loss.
 
     Raises: ConfigError where a part fails, or where the gradient is not finite or zero.
     """
@@ -25,6 +25,8 @@ def dry_run(x: Experiment) -> None:
     from rlkit.types import Batch, TokenLogprobs
 
     if any(asks(function, "metadata") for function in (*x.algorithm.parts.values(), x.kl.estimator)):
+        return
+    if not x.algorithm.reward_coef:
         return
     groups, size, width, vocabulary = 2, max(2, min(x.batch.group_size, 64)), 6, 7
     n = groups * size

@@ -41,6 +41,16 @@ def nearly_all_truncated(row: Row) -> str | None:
     return f"{row['len/truncated_frac']:.0%} of the episodes were truncated, most of them by {why}: {REMEDIES[why]}"
 
 
+def length_inflation(row: Row) -> str | None:
+    """Replies loop, or many are cut while a teacher is followed: in a loop teacher and policy agree, so nothing pulls out of it."""
+    looping, cut = row.get("len/loop_frac", 0), row["len/truncated_frac"] if "streams/teacher" in row else 0
+    if not (looping > 0.02 or cut > 0.15):
+        return None
+    remedy = "add a demonstration (algorithm.streams.imitation), hold on to the start (kl=k3), or lower algorithm.streams.teacher.coef"
+    what = f"{looping:.0%} of the episodes repeat themselves" if looping > 0.02 else f"{cut:.0%} of the replies to a teacher are cut"
+    return f"{what}: lengths inflate; {remedy}"
+
+
 def parse_failures(row: Row) -> str | None:
     """More than a fifth of the episodes have a tool call that cannot be read."""
     share = row["parse_fail_frac"]
@@ -104,6 +114,7 @@ def waits_for_cores(row: Row) -> str | None:
 CHECKS: tuple[Callable[[Row], str | None], ...] = (
     all_rewards_equal,
     nearly_all_truncated,
+    length_inflation,
     parse_failures,
     reward_failures,
     environment_failures,

@@ -1,0 +1,163 @@
+"""How far a student's next-token distribution is from a teacher's, by chunks of tokens: what the teacher stream descends.
+
+q = π, the student, carries the gradient; p = T, is a constant; ℓ_v = log q_v - log p_v; a is the sampled token. The field calls
+KL(π‖T) reverse and KL(T‖π) forward, and `kl=` names them the other way round, so the functions here write their arguments.
+
+Every divergence takes (logq [m, V], logp [m, V], ids [m], ratio [m]) and gives [m] in nats. `ratio` is π / (what sampled), with a
+correction if there is one, a constant; only what depends on the drawn token uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from rlkit.functional._arguments import require
+from rlkit.functional.log_probs import _divergence, _select, _tempered
+from rlkit.functional.masking import fill_masked
+
+BOUND = 20.0  # nats, of a log-ratio
+
+
+def sampled_divergence(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor) -> Tensor:
+    """KL(π‖T) by its sampled token: the score-function estimator, so that each token's advantage is -ℓ_a.
+
+    value ratio · ℓ_a; gradient ratio · sg(ℓ_a) ∇log q_a, of which the expectation under π is ∇KL(π‖T) at this state
+
+    Args:
+      logq: [m, V] in nats, carries the gradient. logp: [m, V] in nats. ids: [m] int64. ratio: [m], a constant.
+    Returns: [m] in nats, of either sign; ℓ_a is clamped to ±20.
+    Source: on-policy distillation, Lu et al. 2025 (Thinking Machines), and Gu et al. 2023, arXiv:2306.08543.
+
+    >>> q, p = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
+    >>> sampled_divergence(q, p, torch.tensor([0]), torch.ones(1))
+    tensor([0.6931])
+    """
+    own = _select(logq, ids)
+    gap = (own - _select(logp, ids)).detach().clamp(-BOUND, BOUND)
+    return ratio * gap * (1 + own - own.detach())
+
+
+def kl_student_teacher(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor) -> Tensor:
+    """KL(π‖T) = Σ_v q_v ℓ_v, exact over the vocabulary; mode-seeking. The field's reverse KL.
+
+    Args: as `sampled_divergence`; `ids` and `ratio` are not used.
+    Returns: [m] in nats, ≥ 0. For equal distributions the gradient is exactly 0.
+    Source: MiniLLM, Gu et al. 2023, arXiv:2306.08543, per token.
+
+    >>> q = torch.tensor([[0.5, 0.5]]).log()
+    >>> kl_student_teacher(q, torch.tensor([[0.25, 0.75]]).log(), torch.tensor([0]), torch.ones(1))
+    tensor([0.1438])
+    """
+    return _divergence(logq, logp)
+
+
+def kl_teacher_student(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor) -> Tensor:
+    """KL(T‖π) = -Σ_v p_v ℓ_v, exact over the vocabulary; mass-covering. The field's forward KL.
+
+    The gradient with respect to log q is q - p, which is that of the KL since Σ q is 1, and is exactly 0 for equal distributions.
+
+    Args: as `sampled_divergence`; `ids` and `ratio` are not used.
+    Returns: [m] in nats, ≥ 0. A token that the teacher excludes adds 0.
+    Source: Hinton et al. 2015, arXiv:1503.02531, on the student's own states.
+
+    >>> q = torch.tensor([[0.5, 0.5]]).log()
+    >>> kl_teacher_student(q, torch.tensor([[0.25, 0.75]]).log(), torch.tensor([0]), torch.ones(1))
+    tensor([0.1308])
+    """
+    q, p = logq.exp(), logp.exp()
+    return (p * fill_masked(logp - logq, p > 0, 0.0) + q - q.detach()).sum(-1)
+
+
+def jensen_shannon(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor, *, beta: float = 0.5) -> Tensor:
+    """β KL(p‖M) + (1 - β) KL(q‖M) with M = β p + (1 - β) q, exact over the vocabulary.
+
+    Its gradient is (1 - β) Σ_v q_v (log q_v - log M_v) ∇log q_v. Divided by β it tends to KL(T‖π) for β → 0, divided by 1 - β to
+    KL(π‖T) for β → 1.
+
+    Args: as `sampled_divergence`; beta: 0 < beta < 1.
+    Returns: [m] in nats, 0 … log 2.
+    Raises: ValueError naming beta.
+    Source: GKD, Agarwal et al. 2023, arXiv:2306.13649, equation 1.
+
+    >>> q = torch.tensor([[0.5, 0.5]]).log()
+    >>> jensen_shannon(q, torch.tensor([[0.25, 0.75]]).log(), torch.tensor([0]), torch.ones(1))
+    tensor([0.0338])
+    """
+    require(0 < beta < 1, "beta", beta, "0 < beta < 1; kl_teacher_student and kl_student_teacher are its limits")
+    q, p = logq.exp(), logp.exp()
+    middle = (beta * p + (1 - beta) * q).detach().log()
+    own = fill_masked(logq - middle, q > 0, 0.0).detach()
+    value = beta * (p * fill_masked(logp - middle, p > 0, 0.0)) + (1 - beta) * q.detach() * own
+    return (value + (1 - beta) * own * (q - q.detach())).sum(-1)
+
+
+def top_k_divergence(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor, *, k: int = 32) -> Tensor:
+    """KL(π‖T): exact on the student's k likeliest tokens S, sampled on the rest. Unbiased for every k.
+
+    Σ_S q_v ℓ_v + 1[a ∉ S] ratio · ℓ_a; gradient Σ_S q_v sg(ℓ_v) ∇log q_v + 1[a ∉ S] ratio · sg(ℓ_a) ∇log q_a. S is chosen before the draw,
+    so the expectation under π is the whole sum. Cutting off the rest instead would drive mass out of S.
+
+    Args: as `sampled_divergence`; k: ≥ 1, more than V is V.
+    Returns: [m] in nats, of either sign.
+    Raises: ValueError naming k.
+    Source: the control variate of conditioning on S, by derivation; the truncated form is in arXiv:2605.11182.
+
+    >>> q, p = torch.tensor([[0.6, 0.4]]).log(), torch.tensor([[0.9, 0.1]]).log()
+    >>> [round(float(top_k_divergence(q, p, torch.tensor([a]), torch.ones(1), k=1)), 4) for a in (0, 1)]
+    [-0.2433, 1.143]
+    """
+    require(k >= 1, "k", k, "≥ 1")
+    chosen = logq.detach().topk(min(k, logq.shape[-1])).indices
+    q = logq.gather(-1, chosen).exp()
+    gap = (logq.gather(-1, chosen) - logp.gather(-1, chosen)).detach().clamp(-BOUND, BOUND)
+    outside = (chosen != ids[:, None]).all(-1)
+    return (q * gap).sum(-1) + fill_masked(sampled_divergence(logq, logp, ids, ratio), outside, 0.0)
+
+
+Divergence = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def chunked_divergence(
+    student: tuple[Tensor, Callable[[Tensor], Tensor]],
+    teacher: tuple[Tensor, Callable[[Tensor], Tensor]],
+    ids: Tensor,
+    old: Tensor | None = None,
+    factor: Tensor | None = None,
+    *,
+    divergence: Divergence,
+    temperature: float = 1.0,
+    chunk_size: int,
+) -> Tensor:
+    """The divergence of student and teacher at M tokens, `chunk_size` at a time; as `chunked_log_probs`, chunks are checkpointed.
+
+    Args:
+      student, teacher: last hidden states [M, H] that predict the tokens, and the head; the teacher's are constants. Rows of padding
+        that only one of the heads has are cut off before normalisation.
+      ids: [M] int64, the sampled tokens. old: [M] log-probs before the update; None is the student's own now, so the ratio is 1.
+      factor: [M] off-policy correction ≥ 0; None is 1.
+      temperature: > 0, of both.
+    Returns: [M] in nats.
+    """
+    (hidden, head), (states, teacher_head) = student, teacher
+    require(len(states) == len(hidden), "len(hidden of the teacher)", len(states), f"{len(hidden)}, one a token")
+    nothing = hidden.new_zeros(len(hidden))
+    columns = [hidden, states.detach(), ids, nothing if old is None else old, nothing + 1 if factor is None else factor]
+
+    def score(hidden: Tensor, states: Tensor, ids: Tensor, before: Tensor, factor: Tensor) -> Tensor:
+        logits = _tempered(head(hidden), temperature)
+        with torch.no_grad():
+            theirs = _tempered(teacher_head(states), temperature)
+            shared = min(logits.shape[-1], theirs.shape[-1])
+            logp = theirs[:, :shared].log_softmax(-1)
+        logq = logits[:, :shared].log_softmax(-1)
+        ratio = factor if old is None else factor * (_select(logq, ids).detach() - before).clamp(-BOUND, BOUND).exp()
+        return divergence(logq, logp, ids, ratio)
+
+    several = torch.is_grad_enabled() and len(hidden) > chunk_size
+    run = partial(checkpoint, score, use_reentrant=False) if several else score
+    return torch.cat([run(*piece) for piece in zip(*[column.split(chunk_size) for column in columns], strict=True)])

@@ -1,0 +1,116 @@
+"""Teachers: whose next-token distributions the teacher stream compares the policy with, and what they are shown that the policy is not.
+
+A teacher's model is a `Reference`: another model, the start, a moving average, or the policy itself. With `show` its prompt also holds
+something that helps, and the policy's reply follows it token by token: so the policy learns to answer as if it had been shown that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from rlkit.environments import environment_of
+from rlkit.episodes.episode import opening
+from rlkit.models.chat import encode_prompt
+from rlkit.training.references import ema as moving_average
+from rlkit.training.references import frozen, live
+from rlkit.types import Message, Policy, Reference, Rollout
+
+Show = Callable[[Rollout, Sequence[Rollout]], "str | None"]  # (rollout, its group) → what is added to the prompt; None: no token counts
+
+
+class Teacher(NamedTuple):
+    """Part of a mixture → model; "" is for all. `show`: what is added to the teacher's prompt; None adds nothing."""
+
+    name: str = "none"
+    models: Mapping[str, Reference] = {}
+    show: Show | None = None
+
+
+def none() -> Teacher:
+    """No teacher."""
+    return Teacher()
+
+
+def path(*, path: str | None = None, revision: str | None = None, paths: Mapping[str, str] | None = None) -> Teacher:
+    """Other models with the policy's vocabulary: one for all prompts, or one for each part of a mixture.
+
+    Args:
+      path: a local folder or a hub id. revision: of a hub id. paths: part of the mixture → folder or hub id; then `path` is None.
+    Raises: ValueError where neither or both are given.
+    """
+    if (path is None) == (not paths):
+        raise ValueError("path: give the teacher as teacher.path=FOLDER, or one for each part of a mixture as +teacher.paths.PART=FOLDER")
+    if path is not None:
+        return Teacher("path", {"": frozen(path=path, revision=revision, key="teacher.path")})
+    return Teacher("path", {part: frozen(path=own, key=f"teacher.paths.{part}") for part, own in (paths or {}).items()})
+
+
+def start() -> Teacher:
+    """The policy as it was at the start of the run."""
+    return Teacher("start", {"": frozen()})
+
+
+def ema(*, decay: float) -> Teacher:
+    """A moving average of the policy: teacher ← decay · teacher + (1 - decay) · policy after every RL step. decay: in [0, 1)."""
+    return Teacher("ema", {"": moving_average(decay=decay)})
+
+
+def context(
+    *, show: Literal["demonstration", "answer", "sibling"], weights: Literal["live", "start", "ema"] = "live", decay: float = 0.95
+) -> Teacher:
+    """The policy itself, with something in its prompt that the policy does not see.
+
+    Args:
+      show: demonstration, the last reply of the row's conversation; answer, the row's gold answer; sibling, the first reply of its group
+        that scored 1 or more, other than itself, and the `feedback` in the rollout's metadata. A rollout with nothing to show is left out.
+      weights: the policy's own at every moment, those of the start, or a moving average.
+      decay: of the average, in [0, 1).
+    Source: SDFT, arXiv:2601.19897; SDPO, arXiv:2601.20802; OPSD, arXiv:2601.18734.
+    """
+    model = {"live": live, "start": frozen, "ema": lambda: moving_average(decay=decay)}[weights]()
+    return Teacher("context", {"": model}, {"demonstration": demonstration, "answer": answer, "sibling": sibling}[show])
+
+
+def demonstration(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
+    """The last reply of the conversation in the task's row."""
+    replies = [m["content"] for m in rollout.task.metadata.get("messages", ()) if m["role"] == "assistant"]
+    return f"This is an example of a good response:\n{replies[-1]}\nNow answer with a response of your own." if replies else None
+
+
+def answer(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
+    """The gold answer of the task's row."""
+    return f"The correct answer is {rollout.task.answer}. Explain how to find it." if rollout.task.answer else None
+
+
+def sibling(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
+    """Another reply to the same prompt that scored 1 or more, and feedback on the rollout's own, where there is some."""
+    good = [r for r in group if r is not rollout and r.total_reward is not None and r.total_reward >= 1]
+    told = [f"Correct solution:\n{good[0].final_content}"] if good else []
+    told += [f"Feedback on an earlier attempt:\n{said}"] if (said := rollout.metadata.get("feedback")) else []
+    return "\n\n".join([*told, "Correctly solve the original question."]) if told else None
+
+
+def shown_prompts(policy: Policy, rollouts: Sequence[Rollout], show: Show, environment: object) -> dict[int, tuple[int, list[int]]]:
+    """Position of a rollout → (tokens of its own first prompt, the ids of the teacher's). Rollouts with nothing to show are left out."""
+    groups: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.group, []).append(rollout)
+    out, schemas = {}, {}
+    for i, rollout in enumerate(rollouts):
+        said = show(rollout, groups[rollout.group]) if rollout.steps else None
+        if said is None:
+            continue
+        if rollout.group not in schemas:
+            schemas[rollout.group] = opening(rollout.task, environment_of(environment, rollout.task)).schemas  # type: ignore[arg-type]
+        first = rollout.steps[0]
+        out[i] = len(first.prompt_ids), encode_prompt(policy.renderer, with_hint(first.prompt, said), schemas[rollout.group])
+    return out
+
+
+def with_hint(messages: Sequence[Message], said: str) -> list[Message]:
+    """The messages with a text behind the last one of the user."""
+    out = [*messages]
+    at = max(i for i, message in enumerate(out) if message["role"] == "user")
+    out[at] = {**out[at], "content": f"{out[at]['content']}\n\n{said}"}
+    return out

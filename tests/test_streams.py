@@ -1,0 +1,173 @@
+"""Streams add up: each has its own tokens, weights and coefficient, and leaves the gradients of the others as they are."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+
+import pytest
+import torch
+
+from rlkit import collect
+from rlkit.algorithm import Stream
+from rlkit.config.compose import compose, experiment
+from rlkit.config.problems.rows import load_tasks
+from rlkit.environments import environment_of
+from rlkit.episodes.demonstrate import demonstrated
+from rlkit.episodes.episode import opening
+from rlkit.episodes.summary import loops
+from rlkit.errors import ConfigError, DataError
+from rlkit.functional import kl_student_teacher
+from rlkit.models.chat import encode_prompt
+from rlkit.system import rng
+from rlkit.training import streams
+from rlkit.training.callbacks.pathologies import length_inflation
+from rlkit.training.learner import Host, Learner
+from rlkit.training.selfcheck import check_teacher
+from rlkit.training.teachers import answer, context, with_hint
+from rlkit.types import Rollout, Task
+
+COMMON = [
+    "trainer.threads=1", "trainer.accelerator=cpu", "batch.prompts=2", "batch.group_size=3", "evaluation.n=0", "algorithm.minibatches=1",
+    "generation.max_new_tokens=12", "logger=none", "task.max_samples=16", "kl=none", "algorithm/overlong=mask",
+    "trainer.max_grad_norm=1e9",
+]  # fmt: skip
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+TALK = (
+    {"role": "user", "content": "Add."},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "name": "add", "content": "the sum is 42"},
+    {"role": "assistant", "content": "42"},
+)
+KL = Stream(0.7, "sampled", loss=kl_student_teacher)
+
+
+@pytest.fixture(scope="module")
+def played(tiny):
+    """The experiment, and rollouts of its first step with rewards that differ."""
+    x = experiment(compose(["task=arithmetic", *COMMON]))
+    tasks = x.task(split="train")[:2]
+    found = collect(tiny, tasks, environment=x.environment, engine=x.generation.engine, group_size=3, seed=1, **x.generation.params)
+    rewarded = [r._replace(reward=float(i % 2), rewards={"task": float(i % 2)}) for i, r in enumerate(found)]
+    return x, [r._replace(status="truncated" if i == 1 else "terminated") for i, r in enumerate(rewarded)]
+
+
+def gradients(x, rollouts, policy, *, micro=1 << 14, **own):
+    """The gradient of one update, flattened, and the step's metrics."""
+    x = x._replace(algorithm=x.algorithm._replace(streams=own), teacher=context(show="answer"))
+    x = x._replace(trainer=x.trainer._replace(micro_batch_tokens=micro))
+    policy, seen = policy._replace(model=copy.deepcopy(policy.model).double()), []
+    learner = Learner(x, policy, exact=True, host=Host(optimizer_step=lambda _: None))
+    with rng.drawn_from(0):
+        metrics = learner.step(rollouts)
+    seen = [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
+    return (torch.cat(seen) if seen else torch.zeros(())), metrics
+
+
+def test_streams_add_up_however_they_are_split(played, tiny):
+    """One rollout is masked by the overlong rule: the teacher reads it, the reward does not, and neither count is the other's."""
+    x, rollouts = played
+    plain, _ = gradients(x, rollouts, tiny)
+    alone, _ = gradients(x, rollouts, tiny, teacher=KL)
+    both, metrics = gradients(x, rollouts, tiny, reward=Stream(), teacher=KL)
+    size = plain.norm()
+    assert alone.norm() > 1e-3 * size and metrics["streams/teacher"] > 0
+    assert (both - plain - alone).norm() < 1e-6 * size
+    split, _ = gradients(x, rollouts, tiny, micro=1, reward=Stream(), teacher=KL)
+    assert (split - both).norm() < 1e-5 * size  # norms and rotations of the model are in float32
+    off, _ = gradients(x, rollouts, tiny, reward=Stream(), teacher=KL._replace(coef=0.0))
+    assert torch.equal(off, plain)
+
+
+def test_the_teacher_reads_the_sampled_tokens_behind_its_own_prompt(played, tiny):
+    """The loss is the divergence of two plain forward passes; an off-by-one would compare other tokens."""
+    x, rollouts = played
+    _, metrics = gradients(x, rollouts, tiny, teacher=KL)
+    found = []
+    for rollout in rollouts:
+        step, rows = rollout.steps[0], []
+        asked = encode_prompt(
+            tiny.renderer,
+            with_hint(step.prompt, answer(rollout, ())),
+            opening(rollout.task, environment_of(x.environment, rollout.task)).schemas,
+        )
+        for prompt in (list(step.prompt_ids), asked):
+            ids = torch.tensor([prompt + list(step.response_ids)])
+            with torch.no_grad():
+                rows.append(tiny.model(ids).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1))
+        found.append((rows[0].exp() * (rows[0] - rows[1])).sum(-1))
+    wanted = torch.cat(found)
+    assert metrics["streams/teacher"] == pytest.approx(float(wanted.mean()), rel=1e-4)
+
+
+def test_a_teacher_that_is_the_policy_teaches_nothing(played, tiny):
+    x, rollouts = played
+    x = x._replace(algorithm=x.algorithm._replace(streams={"teacher": KL}), teacher=context(show="answer")._replace(show=None))
+    policy = tiny._replace(model=copy.deepcopy(tiny.model).double())
+    metrics = Learner(x, policy, exact=True, host=Host(optimizer_step=lambda _: None)).step(rollouts)
+    assert metrics["streams/teacher"] == 0 and metrics["optim/grad_norm"] == 0
+
+
+def test_observations_are_what_tools_said_and_nothing_else(played, tiny):
+    x, _ = played
+    steps = demonstrated(tiny, TALK)
+    rollouts = [Rollout(Task("row/0", TALK[:1]), steps, reward=1.0, rewards={"task": 1.0}, group=0, sample=i) for i in range(2)]
+    echo = {"reward": Stream(), "imitation": Stream(0.1, "observations")}
+    x = x._replace(algorithm=x.algorithm._replace(streams=echo), batch=x.batch._replace(prompts=1, group_size=2))
+    policy = tiny._replace(model=copy.deepcopy(tiny.model))
+    learner = Learner(x, policy, exact=True, host=Host(optimizer_step=lambda _: None))
+    batch = learner.assembled(rollouts)
+    mask = streams.observed(batch, rollouts, tiny.renderer)
+    texts = [tiny.renderer.tokenizer.decode(row[own]) for row, own in zip(batch.ids, mask, strict=True)]
+    assert texts == ["the sum is 42"] * 2 and not (mask & batch.response_mask).any()
+    zeros = [r._replace(steps=tuple(s._replace(logprobs=(-1.0,) * len(s.response_ids)) for s in r.steps)) for r in rollouts]
+    metrics = learner.step(zeros)  # all rewards are equal: the reward teaches nothing, the observations do
+    assert metrics["streams/imitation"] > 0 and metrics["optim/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    "overrides, says",
+    [
+        (["algorithm=opd"], "teacher=none; choose teacher=path"),
+        (["algorithm=opd", "teacher=path"], "teacher.path=FOLDER"),
+        (["algorithm=opd", "teacher=start", "algorithm.streams.teacher.coef=-1"], "algorithm.streams.teacher.coef=-1: must be at least 0"),
+        (["algorithm=echo", "algorithm.streams.imitation.mask=sampled"], "mask=sampled: must be observations or demonstrations"),
+        (["algorithm=opd", "teacher=start", "algorithm.max_refills=2", "algorithm/group_filter=mixed"], "algorithm.max_refills=2"),
+    ],
+)
+def test_what_cannot_run_is_refused(overrides, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        experiment(compose(overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides, says",
+    [
+        (["algorithm=rl_sft"], "holds no conversation"),
+        (["algorithm=sdft", "teacher=context"], "no row holds a conversation"),
+        (["algorithm=mopd", "task=mixture", "teacher=path", "+teacher.paths.arithmetic=tiny"], "'guess_number' has no teacher"),
+    ],
+)
+def test_rows_that_do_not_hold_what_a_stream_reads_are_refused(overrides, says):
+    with pytest.raises(DataError, match=says):
+        load_tasks(experiment(compose([*overrides, "task.max_samples=64", "evaluation.n=0"])))
+
+
+def test_a_teacher_of_another_vocabulary_is_refused_before_weights_are_read(tmp_path, tiny):
+    tiny.model.config.save_pretrained(tmp_path)
+    tokenizer = copy.deepcopy(tiny.renderer.tokenizer)
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"teacher\.path=.*another vocabulary"):
+        check_teacher(experiment(compose(["algorithm=opd", "teacher=path", f"teacher.path={tmp_path}"])))
+
+
+def test_a_loop_is_told_from_prose_and_the_alarm_fires_on_it():
+    words = random.Random(0)
+    prose = " ".join("".join(words.choices("etaoinshrdlu", k=words.randint(2, 9))) for _ in range(2500))
+    assert loops("wait, let me check. " * 600) and not loops(prose) and not loops("a" * 9_000)
+    quiet = {"len/truncated_frac": 0.1, "len/loop_frac": 0.0, "streams/teacher": 0.2}
+    assert length_inflation(quiet) is None and length_inflation({"len/truncated_frac": 0.5}) is None
+    assert "repeat themselves" in str(length_inflation(quiet | {"len/loop_frac": 0.1}))
+    assert "are cut" in str(length_inflation(quiet | {"len/truncated_frac": 0.3}))
