@@ -25,7 +25,8 @@ from rlkit.training import overlap
 from rlkit.training.flight import Asked, Flight, continued, next_groups, packed, restored
 from rlkit.training.learner import Learner
 from rlkit.training.overlap import WeightSlots, sampling_process, serve, shared_memory
-from test_asynchrony import COMMON, KINDS, TURNS
+from test_asynchrony import COMMON, KINDS, LAG, TURNS
+from test_asynchrony import trained as trained_in_one
 
 TALKS = ["environment=dialogue", "environment.max_turns=3", "generation.max_new_tokens=48"]
 WAITS = ["environment=tool_use", "environment._target_=overlap_parts.slowed", "+environment.seconds=0.05", "+environment.straggler=10"]
@@ -156,7 +157,7 @@ def test_groups_that_are_being_sampled_are_asked_for_again_after_a_resume(in_a_t
         for _ in range(2):
             groups, flight = next_groups(learner, tasks, flight, process)
             learner.step(groups.sampled, groups.trained)
-    assert same(learner.state_dict(), trained(*mode("lag", 2))[0].state_dict())
+    assert same(learner.state_dict(), trained_in_one(*LAG)[0].state_dict())
 
 
 def test_every_version_has_its_place_in_memory(monkeypatch):
