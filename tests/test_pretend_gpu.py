@@ -27,15 +27,15 @@ SMALL = {
     "generation.max_new_tokens": "10",
     "callbacks.checkpoint.every": "1",
 }
-# overrides, and host reads of one RL step that are allowed: those of the day that they were written down, and a tenth more
+# overrides, and the host reads of one RL step, rollouts and update, on the day that they were written down; a tenth more is allowed
 CASES = {
-    "grpo": ({}, 300),
-    "lora_ema": ({"model.lora.rank": "4", "reference": "ema"}, 370),
-    "ppo": ({"algorithm": "ppo", "batch.prompts": "4", "batch.group_size": "1"}, 1),
-    "ppo_separate": ({"algorithm": "ppo", "algorithm.critic.model": "separate", "batch.prompts": "4", "batch.group_size": "1"}, 640),
-    "dapo_refills": ({"algorithm": "dapo", "algorithm.max_refills": "2"}, 260),
-    "kl_full": ({"kl": "full"}, 300),
-    "transformers": ({"generation": "transformers"}, 320),
+    "grpo": ({}, 311),
+    "lora_ema": ({"model.lora.rank": "4", "reference": "ema"}, 369),
+    "ppo": ({"algorithm": "ppo", "batch.prompts": "4", "batch.group_size": "1"}, 643),
+    "ppo_separate": ({"algorithm": "ppo", "algorithm.critic.model": "separate", "batch.prompts": "4", "batch.group_size": "1"}, 643),
+    "dapo_refills": ({"algorithm": "dapo", "algorithm.max_refills": "2"}, 237),
+    "kl_full": ({"kl": "full"}, 311),
+    "transformers": ({"generation": "transformers"}, 300),
 }
 
 
@@ -163,10 +163,9 @@ def test_a_step_that_reads_on_the_host_is_not_captured(gpu, complete, monkeypatc
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_on_one_gpu(case, gpu, host_reads, tmp_path, recwarn):
-    overrides, limit = CASES[case]
+    overrides, reads = CASES[case]
     assert train(tmp_path, **overrides) == 0
-    print("HOSTREADS", case, host_reads)
-    assert host_reads and max(host_reads) <= limit, gpu.report()
+    assert host_reads and max(host_reads) <= 1.1 * reads, (host_reads, gpu.report())
     assert not [w for w in recwarn if "captured" in str(w.message)]  # a decoding step that asks the host is not captured
     assert gpu.replays or "generation" in overrides
 
