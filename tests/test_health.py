@@ -19,6 +19,7 @@ HEALTHY = {
     "reward/std": 0.5,
     "adv/abs_mean": 0.3,
     "len/truncated_frac": 0.9,
+    "len/loop_frac": 0.02,
     "parse_fail_frac": 0.2,
     "reward/numeric/error_frac": 0.0,
     "reward/numeric/timeout_frac": 0.0,
@@ -39,6 +40,7 @@ HEALTHY = {
 ILL = {  # check → (what makes it speak, words of the message)
     "all_rewards_equal": ({"group/frac_zero_std": 1.0, "adv/abs_mean": 0.0}, ["equal", "0.40", "batch.group_size"]),
     "nearly_all_truncated": ({"len/truncated_frac": 0.91}, ["91%", "truncated", "length", "generation.max_new_tokens"]),
+    "length_inflation": ({"len/loop_frac": 0.1}, ["10%", "repeat themselves", "imitation"]),
     "parse_failures": ({"parse_fail_frac": 0.25}, ["25%", "samples/", "environment/parse_calls"]),
     "reward_failures": ({"reward/format/timeout_frac": 0.05}, ["format", "5.0%", "timeout_frac"]),
     "environment_failures": ({"stop_reason/error": 0.25}, ["25%", "environment", "not scored"]),

@@ -36,11 +36,11 @@ def command(arguments: Arguments) -> int:
     wanted = [o for o in arguments.overrides if not o.startswith("limit=")]
     if absent := [text for text in words if not Path(text).is_dir()]:
         raise ConfigError(f"'{absent[0]}': rlkit runs takes folders, KEY=VALUE, limit=N, or diff A B; there is no such folder")
-    print(visible("\n".join(table([Path(text) for text in words] or [runs.OUTPUTS], wanted, int(limit))), kept="\n"))
+    print(visible("\n".join(run_table([Path(text) for text in words] or [runs.OUTPUTS], wanted, int(limit))), kept="\n"))
     return 0
 
 
-def table(places: Sequence[Path], wanted: Sequence[str], limit: int) -> list[str]:
+def run_table(places: Sequence[Path], wanted: Sequence[str], limit: int) -> list[str]:
     """A table: a run a line, newest first; what it ended with, its test accuracy, and the overrides that made it."""
     folders = {path.parent for place in places for path in place.rglob("config.yaml") if path.parent.name != ".hydra"}
     found = sorted((f for f in folders if _passes(f, wanted)), key=lambda f: (f / "config.yaml").stat().st_mtime, reverse=True)

@@ -47,7 +47,7 @@ def active(learner: Learner) -> dict[str, Stream]:
     return {name: stream for name, stream in streams.items() if name != "reward" and number(stream.coef) > 0}
 
 
-def passes(learner: Learner, minibatch: Batch) -> Iterator[Pass]:
+def stream_passes(learner: Learner, minibatch: Batch) -> Iterator[Pass]:
     """Every pass of an update, with weights that are fixed before it is split; streams without a token are left out.
 
     Raises: DataError where a part of the mixture has no teacher.
@@ -94,7 +94,7 @@ def weighed(given: Pass) -> Iterator[Pass]:
         yield given._replace(batch=given.batch._replace(weights=fill_masked(weights, given.batch.response_mask, 0.0)))
 
 
-def backward(learner: Learner, given: Pass, terms: Any) -> float:
+def backward_stream(learner: Learner, given: Pass, terms: Any) -> float:
     """Adds the gradient of a pass, one micro-batch at a time; this rank's part of its loss."""
     from rlkit.training.update import rank_micro_batches, select
 

@@ -12,8 +12,7 @@ from typing import Literal, NamedTuple
 from rlkit.environments import environment_of
 from rlkit.episodes.episode import opening
 from rlkit.models.chat import encode_prompt
-from rlkit.training.references import ema as moving_average
-from rlkit.training.references import frozen, live
+from rlkit.training.references import ema, frozen, live
 from rlkit.types import Message, Policy, Reference, Rollout
 
 Show = Callable[[Rollout, Sequence[Rollout]], "str | None"]  # (rollout, its group) → what is added to the prompt; None: no token counts
@@ -27,12 +26,12 @@ class Teacher(NamedTuple):
     show: Show | None = None
 
 
-def none() -> Teacher:
+def no_teacher() -> Teacher:
     """No teacher."""
     return Teacher()
 
 
-def path(*, path: str | None = None, revision: str | None = None, paths: Mapping[str, str] | None = None) -> Teacher:
+def path_teacher(*, path: str | None = None, revision: str | None = None, paths: Mapping[str, str] | None = None) -> Teacher:
     """Other models with the policy's vocabulary: one for all prompts, or one for each part of a mixture.
 
     Args:
@@ -46,17 +45,17 @@ def path(*, path: str | None = None, revision: str | None = None, paths: Mapping
     return Teacher("path", {part: frozen(path=own, key=f"teacher.paths.{part}") for part, own in (paths or {}).items()})
 
 
-def start() -> Teacher:
+def start_teacher() -> Teacher:
     """The policy as it was at the start of the run."""
     return Teacher("start", {"": frozen()})
 
 
-def ema(*, decay: float) -> Teacher:
+def ema_teacher(*, decay: float) -> Teacher:
     """A moving average of the policy: teacher ← decay · teacher + (1 - decay) · policy after every RL step. decay: in [0, 1)."""
-    return Teacher("ema", {"": moving_average(decay=decay)})
+    return Teacher("ema", {"": ema(decay=decay)})
 
 
-def context(
+def context_teacher(
     *, show: Literal["demonstration", "answer", "sibling"], weights: Literal["live", "start", "ema"] = "live", decay: float = 0.95
 ) -> Teacher:
     """The policy itself, with something in its prompt that the policy does not see.
@@ -68,7 +67,7 @@ def context(
       decay: of the average, in [0, 1).
     Source: SDFT, arXiv:2601.19897; SDPO, arXiv:2601.20802; OPSD, arXiv:2601.18734.
     """
-    model = {"live": live, "start": frozen, "ema": lambda: moving_average(decay=decay)}[weights]()
+    model = {"live": live, "start": frozen, "ema": lambda: ema(decay=decay)}[weights]()
     return Teacher("context", {"": model}, {"demonstration": demonstration, "answer": answer, "sibling": sibling}[show])
 
 

@@ -152,7 +152,7 @@ def one_update(learner: Learner, minibatch: Batch, terms: UpdateTerms) -> bool:
     """One step of each optimiser; False ends the updates of this RL step. Micro-batches only sum: their weights are fixed before."""
     x, critic = learner.x, learner.x.algorithm.critic
     learns = not learner.warming_up() and has_signal(learner, minibatch)
-    others = [] if learner.warming_up() else list(streams.passes(learner, minibatch))
+    others = [] if learner.warming_up() else list(streams.stream_passes(learner, minibatch))
     if not learns and not others and not critic.active:
         terms.skip("no_signal")
         return True
@@ -180,7 +180,7 @@ def one_update(learner: Learner, minibatch: Batch, terms: UpdateTerms) -> bool:
             count = int(part.response_mask.sum())
             moved += count * float(approximate_kl(scores.logprobs.detach(), part.logprobs_old, part.response_mask))
             tokens += count
-    summed += sum(streams.backward(learner, given, terms) for given in others)
+    summed += sum(streams.backward_stream(learner, given, terms) for given in others)
     sums = torch.tensor([moved, tokens, summed], dtype=torch.float64)
     learner.host.all_reduce([sums])
     moved, tokens, summed = sums.tolist()

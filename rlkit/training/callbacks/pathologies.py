@@ -43,7 +43,7 @@ def nearly_all_truncated(row: Row) -> str | None:
 
 def length_inflation(row: Row) -> str | None:
     """Replies loop, or many are cut while a teacher is followed: in a loop teacher and policy agree, so nothing pulls out of it."""
-    looping, cut = row.get("len/loop_frac", 0), row["len/truncated_frac"] if "streams/teacher" in row else 0
+    looping, cut = row["len/loop_frac"], row["len/truncated_frac"] if "streams/teacher" in row else 0
     if not (looping > 0.02 or cut > 0.15):
         return None
     remedy = "add a demonstration (algorithm.streams.imitation), hold on to the start (kl=k3), or lower algorithm.streams.teacher.coef"
