@@ -371,7 +371,9 @@ def test_every_option_of_conf_is_under_its_protocol():
     known = {f for entry in vars(_checked).values() if isinstance(entry, tuple) for f in entry}
     places = {path.split(".")[1] for path, *_ in PARTS.values() if path.startswith("algorithm.")} - {"critic"}
     files = [f for f in (conf_dir() / "algorithm").glob("*/*.yaml") if f.parent.name in places] + list((conf_dir() / "kl").glob("*.yaml"))
-    targets = {data.get("_target_") or data.get("estimator", {}).get("_target_") for f in files if (data := yaml.safe_load(f.read_text()))}
+    nodes = [yaml.safe_load(f.read_text()) or {} for f in files]
+    nodes += [node["estimator"] for node in nodes if isinstance(node.get("estimator"), dict)]
+    targets = {node.get("_target_") for node in nodes}
     functions = {resolve(target) for target in targets if target and target.startswith("rlkit.functional")}
     assert len(functions) > 20 and functions <= known
 

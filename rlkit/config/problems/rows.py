@@ -101,9 +101,9 @@ def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
             f"row {task.id}: its part {task.part!r} has no teacher; teacher.paths has those of {', '.join(teacher.models)}, so set "
             f"+teacher.paths.{task.part or 'PART'}=FOLDER"
         )
-    reads = {answer: "answer", demonstration: "conversation"}.get(teacher.show) if teacher.show else None  # type: ignore[call-overload]
+    reads = "an answer" if teacher.show is answer else "a conversation" if teacher.show is demonstration else None
     if reads and teacher.show and not any(teacher.show(Rollout(task, ()), ()) for task in tasks):
-        raise DataError(f"row {tasks[0].id}: no row holds an {reads} that teacher.show could show".replace("an conv", "a conv"))
+        raise DataError(f"row {tasks[0].id}: no row holds {reads} that teacher.show could show")
 
 
 def check_assumptions(tasks: Sequence[Task], x: Experiment) -> None:
