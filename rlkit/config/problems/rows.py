@@ -101,9 +101,9 @@ def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
             f"row {task.id}: its part {task.part!r} has no teacher; teacher.paths has those of {', '.join(teacher.models)}, so set "
             f"+teacher.paths.{task.part or 'PART'}=FOLDER"
         )
-    reads = "an answer" if teacher.show is answer else "a conversation" if teacher.show is demonstration else None
+    reads = {demonstration.__name__: "a conversation", answer.__name__: "an answer"}.get(getattr(teacher.show, "__name__", ""))
     if reads and teacher.show and not any(teacher.show(Rollout(task, ()), ()) for task in tasks):
-        raise DataError(f"row {tasks[0].id}: no row holds {reads} that teacher.show could show")
+        raise DataError(f"row {tasks[0].id}: no row holds {reads}, which teacher.show={teacher.show.__name__} shows to the teacher")
 
 
 def check_assumptions(tasks: Sequence[Task], x: Experiment) -> None:
