@@ -30,7 +30,9 @@ COMMON = [
     "++generation.kernel=eager",  # compiled code differs from it in the last bits, and from processor to processor
 ]  # fmt: skip
 # Sweeps, whose jobs are runs of the other cases, sft, whose rows are a user's (their order follows their path), and newer presets.
-NEWER = ("remax", "gpg", "vespo", "vapo", "k3_straight_through")  # options that came after the goldens
+NEWER = (  # options that came after the goldens
+    "remax", "gpg", "vespo", "vapo", "k3_straight_through", "opd", "gkd", "mopd", "sdft", "sdpo", "opsd", "echo", "rl_sft",
+)  # fmt: skip
 WITHOUT = ("kl_ablation", "reference_ablation", "search", "sweep_parallel", "sweep_slurm", "sft", "scalerl_paper", "lite_ppo_paper")
 CASES: dict[str, list[str]] = {
     **{f.stem: [f"algorithm={f.stem}"] for f in sorted((CONF / "algorithm").glob("*.yaml")) if f.stem not in ("sft", *NEWER)},
