@@ -16,6 +16,7 @@ from torch import Tensor
 
 import rlkit.functional as F
 from rlkit.errors import PartError, nearest, written
+from rlkit.functional.divergences import Divergence
 from rlkit.types import (
     QUANTITIES,
     AdvantageFn,
@@ -77,7 +78,7 @@ class Stream(NamedTuple):
     coef: float | Controller = 1.0
     mask: Literal["sampled", "observations", "demonstrations"] | None = None
     aggregation: AggregationFn | None = None  # None: token_mean
-    loss: F.Divergence | None = None  # a teacher's divergence
+    loss: Divergence | None = None  # a teacher's divergence
 
 
 STREAMS = ("reward", "teacher", "imitation")

@@ -43,7 +43,6 @@ from rlkit.functional.diagnostics import (
     ratio_statistics,
 )
 from rlkit.functional.divergences import (
-    Divergence,
     chunked_divergence,
     jensen_shannon,
     kl_student_teacher,

@@ -45,7 +45,7 @@ def sampled_divergence(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor) -
 def kl_student_teacher(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor) -> Tensor:
     """KL(π‖T) = Σ_v q_v ℓ_v, exact over the vocabulary; mode-seeking. The field's reverse KL.
 
-    Args: as `sampled_divergence`; `ids` and `ratio` are not used.
+    Args: logq, logp as in `sampled_divergence`; ids and ratio are not used.
     Returns: [m] in nats, ≥ 0. For equal distributions the gradient is exactly 0.
     Source: MiniLLM, Gu et al. 2023, arXiv:2306.08543, per token.
 
@@ -61,7 +61,7 @@ def kl_teacher_student(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor) -
 
     The gradient with respect to log q is q - p, which is that of the KL since Σ q is 1, and is exactly 0 for equal distributions.
 
-    Args: as `sampled_divergence`; `ids` and `ratio` are not used.
+    Args: logq, logp as in `sampled_divergence`; ids and ratio are not used.
     Returns: [m] in nats, ≥ 0. A token that the teacher excludes adds 0.
     Source: Hinton et al. 2015, arXiv:1503.02531, on the student's own states.
 
@@ -79,7 +79,7 @@ def jensen_shannon(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor, *, be
     Its gradient is (1 - β) Σ_v q_v (log q_v - log M_v) ∇log q_v. Divided by β it tends to KL(T‖π) for β → 0, divided by 1 - β to
     KL(π‖T) for β → 1.
 
-    Args: as `sampled_divergence`; beta: 0 < beta < 1.
+    Args: logq, logp as in `sampled_divergence`; ids and ratio are not used; beta: 0 < beta < 1.
     Returns: [m] in nats, 0 … log 2.
     Raises: ValueError naming beta.
     Source: GKD, Agarwal et al. 2023, arXiv:2306.13649, equation 1.
@@ -102,7 +102,7 @@ def top_k_divergence(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor, *, 
     Σ_S q_v ℓ_v + 1[a ∉ S] ratio · ℓ_a; gradient Σ_S q_v sg(ℓ_v) ∇log q_v + 1[a ∉ S] ratio · sg(ℓ_a) ∇log q_a. S is chosen before the draw,
     so the expectation under π is the whole sum. Cutting off the rest instead would drive mass out of S.
 
-    Args: as `sampled_divergence`; k: ≥ 1, more than V is V.
+    Args: logq, logp, ids, ratio as in `sampled_divergence`; k: ≥ 1, more than V is V.
     Returns: [m] in nats, of either sign.
     Raises: ValueError naming k.
     Source: the control variate of conditioning on S, by derivation; the truncated form is in arXiv:2605.11182.
@@ -140,8 +140,14 @@ def chunked_divergence(
         that only one of the heads has are cut off before normalisation.
       ids: [M] int64, the sampled tokens. old: [M] log-probs before the update; None is the student's own now, so the ratio is 1.
       factor: [M] off-policy correction ≥ 0; None is 1.
-      temperature: > 0, of both.
+      divergence: one of this file. temperature: > 0, of both. chunk_size: tokens at a time, ≥ 1.
     Returns: [M] in nats.
+    Raises: ValueError where the teacher's states are not one a token.
+    Source: the vocabulary by chunks, as in Wijmans et al. 2024, arXiv:2411.09009, without their kernel.
+
+    >>> states, head = torch.tensor([[1.0, 0.0]]), lambda hidden: hidden
+    >>> chunked_divergence((states, head), (-states, head), torch.tensor([0]), divergence=kl_student_teacher, chunk_size=1)
+    tensor([0.4621])
     """
     (hidden, head), (states, teacher_head) = student, teacher
     require(len(states) == len(hidden), "len(hidden of the teacher)", len(states), f"{len(hidden)}, one a token")

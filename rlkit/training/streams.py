@@ -177,8 +177,9 @@ def observed(batch: Batch, rollouts: Sequence[Rollout], renderer: Renderer) -> T
     for rollout in rollouts:
         for own in rows_of(rollout):
             for step in sorted(set(own.steps)):
+                kept = rollout.steps[step].kept
                 for begin, end in tool_bodies(rollout.steps[step], renderer) if step else ():
-                    mask[row, begin:end] = True
+                    mask[row, kept + begin : kept + end] = True
             row += 1
     return mask & ~whole(batch).response_mask
 

@@ -85,6 +85,7 @@ BY_HAND = {
     "stop_reason/environment": 0.0,
     "stop_reason/error": 0.0,
     "stop_reason/deadline": 0.0,
+    "len/loop_frac": 0.0,
     "think_closed_frac": 7 / 8,
     "answer_found_frac": 3 / 8,  # the first three; the last speaks but still calls
     "parse_fail_frac": 1 / 8,

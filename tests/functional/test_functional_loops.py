@@ -1158,7 +1158,8 @@ CASES = {
     "masking.from_episodes": Case(there_and_back, call=_there_and_back),
 }
 MODULES = {m: [name for name in CASES if name.startswith(f"{m}.")] for m in dict.fromkeys(name.split(".")[0] for name in CASES)}
-ELSEWHERE = {"sampling"}  # no formula of a paper but a generator of bits, held to its published numbers in its own tests
+# No formula of a paper but a generator of bits, held to its published numbers in its own tests; over whole distributions, enumerated there.
+ELSEWHERE = {"sampling", "divergences"}
 STEPWISE = {"policy_losses.kl_cov", "policy_losses.clipped", "policy_losses.cispo", "policy_losses.sapo", "policy_losses.reinforce"}
 STEPWISE |= {"value_losses.squared_error", "value_losses.clipped_squared_error"}
 OWN_DTYPE = STEPWISE | {"advantages", "normalization", "overlong", "pairs.pairwise", "kl.full", "diagnostics.ratio_statistics"}
