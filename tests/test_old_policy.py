@@ -27,7 +27,7 @@ LAG = ["asynchrony=lag", "asynchrony.staleness=2"]
 
 
 def stepped(*overrides, steps=2):
-    """The learner after some steps, its last row, and the groups of the step after it."""
+    """The learner after some steps, its last row, and a function that samples the groups of the step after it."""
     x = experiment(compose([*COMMON, *overrides]))
     torch.set_num_threads(1)
     rng.seed(x.seed)
@@ -36,7 +36,7 @@ def stepped(*overrides, steps=2):
     for _ in range(steps):
         groups, flight = next_groups(learner, tasks, flight)
         row = learner.step(groups.sampled, groups.trained)
-    return learner, row, next_groups(learner, tasks, flight)[0]
+    return learner, row, lambda: next_groups(learner, tasks, flight)[0]
 
 
 @pytest.fixture
@@ -83,17 +83,18 @@ def test_with_one_update_a_step_the_correction_is_that_of_the_policy_before_it()
     """There is no pass before such an update but for the correction; without one the policy is its own old one, and nothing corrects."""
     learner, _, groups = stepped(*LAG, "algorithm.minibatches=1", "algorithm/correction=token_truncate")
     learner.begin()
-    batch = learner.prepared(groups.trained)
+    batch = learner.prepared(groups().trained)
     mask, now = batch.response_mask, update.batch_logprobs(learner, learner.model, batch).logprobs
     expected = (now - batch.logprobs_sampler).exp().clamp(max=2)
     torch.testing.assert_close(batch.scale[mask], expected[mask], rtol=1e-5, atol=1e-6)
     assert (batch.scale[mask] - 1).abs().max() > 0.1
     plain, _, groups = stepped(*LAG, "algorithm.minibatches=1", "algorithm/correction=none")
     plain.begin()
-    batch = plain.prepared(groups.trained)
+    batch = plain.prepared(groups().trained)
     assert batch.logprobs_old is None and (batch.scale[batch.response_mask] == 1).all()
 
 
+@pytest.mark.slow
 def test_a_critic_is_scored_before_the_update_and_the_ratio_still_is_the_samplers(scored):
     """Values take the pass; "old" does not come from it."""
     learner, row, _ = stepped(*LAG, "algorithm=ppo", "algorithm.old=sampler", "algorithm.critic.warmup=0", steps=3)

@@ -1336,7 +1336,7 @@ EDGES = {
     "no rows": [[(1.0, False, []), (0.0, True, [])]],
     "one token": [[(1.0, False, [[True]]), (0.0, True, [[True]])]],
     "all masked": [[(1.0, True, [[False] * 4]), (0.0, False, [[False] * 2, [False] * 3])]] * 2,
-    "one token against 4,000": [[(1.0, False, [[True]]), (0.0, True, [[True] * 4000])]],
+    "one token against 1,000": [[(1.0, False, [[True]]), (0.0, True, [[True] * 1000])]],
 }
 
 
