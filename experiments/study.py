@@ -27,7 +27,7 @@ from typing import Any
 
 import yaml
 
-from rlkit.functional import comparing
+from rlkit.runs import comparing
 
 COMMON = ("trainer.threads=1", "evaluation.every=4", "logger=none", "callbacks.checkpoint.model=false")
 

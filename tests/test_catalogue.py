@@ -274,4 +274,5 @@ def test_only_these_combinations_are_refused():
     refused = {ids(overrides) for overrides in ALGORITHMS + PARTS + PLACED_KLS + OTHERS if composed(overrides) is None}
     carry_the_ratio = {f"kl={name},kl.placement=loss,kl.importance_weight=true" for name in ("forward", "k1", "reverse")}
     exact = {ids(overrides) for overrides in PLACED_KLS if overrides[0] == "kl=full" and overrides[1] != "kl.placement=loss"}
-    assert refused == carry_the_ratio | exact
+    need_a_teacher = {f"algorithm={name}" for name in ("opd", "gkd", "mopd", "sdft", "sdpo", "opsd")}
+    assert refused == carry_the_ratio | exact | need_a_teacher

@@ -34,6 +34,7 @@ REQUIRED = {
     "environment/parse_calls=hermes": ["environment=tool_use"],
     "environment/parse_calls=xml": ["environment=tool_use"],
     "generation=vllm": ["generation.engine.addresses=[http://localhost:8000]"],  # vLLM in this process is not installed everywhere
+    "teacher=path": ["teacher.path=any"],
     "generation=notebook": ["generation.top_p=1", "generation.top_k=0"],  # training refuses a cut distribution
 }
 

@@ -49,6 +49,10 @@ CANNOT = {
     "run=": "needs a run; tests/test_runs.py and test_export.py have one",
     "-m": "many processes; tests of sweeps run such",
     "rlkit report": "needs runs",
+    "rlkit runs": "needs runs; tests/test_runs.py lists such",
+    "teacher=path": "needs a user's model",
+    "--cfg": "no run; tests/test_first_week.py prints configs",
+    "--info": "no run; tests/test_first_week.py prints options",
     "rlkit compare": "needs runs",
     "rlkit plan": "needs runs",
     "rlkit bench": "many processes; tests/test_bench.py runs such",
@@ -148,10 +152,10 @@ def test_every_command_shown_is_one_that_rlkit_takes(command):
         return
     name, *words = words_of(command)
     if name not in ("train", "check", "evaluate", "rollout", "agent"):
-        assert name in ("doctor", "export", "report", "replay", "compare", "plan", "bench", "--help"), name
+        assert name in ("doctor", "export", "report", "replay", "compare", "plan", "bench", "runs", "--help"), name
         return
     arguments = parse(words, texts=name == "agent")
-    overrides = [o for o in drop(drop(arguments.overrides, "run"), "resume") if not o.startswith("check.")]
+    overrides = [o for o in drop(drop(arguments.overrides, "run"), "resume") if not o.startswith("check.") and o != "debug=true"]
     jobs = expand(overrides) if arguments.multirun else [overrides]
     for job in jobs[:4]:
         composed = compose(job, entry={"check": "train"}.get(name, name))

@@ -103,11 +103,11 @@ def test_the_config_is_printed_without_a_run_and_without_secrets(tmp_path, monke
     assert "\nalgorithm=dapo\n" in f"\n{capsys.readouterr().out}"
 
 
-def test_debug_shows_the_traceback_of_a_refusal(capsys, monkeypatch):
-    monkeypatch.setenv("RLKIT_TRACEBACK", "")  # set by the command; taken back after the test
+def test_debug_shows_the_traceback_of_a_refusal_and_of_no_later_one(capsys):
     assert main(["train", "lr=1", "debug=true"]) == 2
     said = capsys.readouterr().err
     assert "Traceback" in said and said.splitlines()[-1].startswith("rlkit: lr: ")
+    assert main(["train", "lr=1"]) == 2 and "Traceback" not in capsys.readouterr().err
 
 
 def test_a_function_in_place_of_a_reward_term_is_named():

@@ -57,7 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if "debug=true" in words:  # in the environment, for ranks and the jobs of a sweep are processes of their own
         os.environ[TRACEBACK] = "1"
-        words = [word for word in words if word != "debug=true"]
+        try:
+            return main([word for word in words if word != "debug=true"])
+        finally:
+            del os.environ[TRACEBACK]
     if broken := [word for word in words if re.search("[\ud800-\udfff]", word)]:
         print(
             visible(f"rlkit: {broken[0]!a}: this word is not UTF-8; type it again, or set the terminal's encoding to UTF-8"),

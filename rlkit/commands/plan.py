@@ -7,7 +7,7 @@ import math
 from rlkit.commands.arguments import Arguments
 from rlkit.commands.compare import effect_of, lines_of
 from rlkit.errors import ConfigError
-from rlkit.functional.comparing import FEWEST, detectable, power_of, seeds_needed, spread_bound
+from rlkit.runs.comparing import FEWEST, detectable, power_of, seeds_needed, spread_bound
 from rlkit.runs.report import verdicts
 from rlkit.runs.report.read import Group
 from rlkit.system.output import clock

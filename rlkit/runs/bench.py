@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlkit.errors import Refusal
-from rlkit.functional.comparing import ALPHA, FEWEST, bootstrap, detectable, false_discovery, improvement, iqm, paired, profile, ranks
 from rlkit.runs import folder as runs
+from rlkit.runs.comparing import ALPHA, FEWEST, bootstrap, detectable, false_discovery, improvement, iqm, paired, profile, ranks
 
 # Arms that cannot learn what is asked: a method counts only above them. The rewards of training are a coin, or 1 for any reply.
 PLACEBOS = {f"placebo {kind}": ("algorithm=grpo", f"task.placebo={kind}") for kind in ("coin", "format")}

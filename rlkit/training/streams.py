@@ -119,7 +119,7 @@ def backward_stream(learner: Learner, given: Pass, terms: Any) -> float:
 def correction(learner: Learner, batch: Batch) -> Tensor | None:
     """The off-policy correction of the sampled tokens of a teacher's pass; None where it is 1."""
     function = learner.x.algorithm.correction
-    if batch.logprobs_old is None or getattr(function, "func", function) is no_correction:
+    if batch.logprobs_old is None or batch.old_share is not None or getattr(function, "func", function) is no_correction:
         return None
     with torch.no_grad():
         return part("correction", function, quantities(batch))[0]
@@ -142,7 +142,8 @@ def divergences(learner: Learner, given: Pass, batch: Batch, packed: Packed) -> 
         head = trunk_and_head(model)[1]
         if learner.x.teacher.models[given.teacher].name == "live":  # its head is the policy's, and the policy's is trained
             read = read.detach()
-    old = None if batch.logprobs_old is None else batch.logprobs_old[mask]
+    before = batch.logprobs_old if batch.old_share is None else batch.logprobs_sampler  # then no correction either: the ratio is π / μ
+    old = None if before is None else before[mask]
     factor = None if batch.scale is None else batch.scale[mask]
     return learner.host.forward(
         learner.model, token_divergences, packed, (read, head), old, factor, divergence=given.stream.loss, temperature=learner.temperature

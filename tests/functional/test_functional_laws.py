@@ -22,7 +22,7 @@ PARTS = [
     "advantages", "aggregation", "corrections", "filters", "kl", "normalization", "overlong", "pairs.all_pairs", "pairs.best_worst",
     "pairs.pairwise", "policy_losses", "ratios", "value_losses",
 ]  # fmt: skip
-PLAIN = {"statistics", "comparing"}  # figures on numbers: no tensors, imported from their module
+PLAIN = {"statistics"}  # figures on Python numbers: no tensors, imported from their module
 MODULES = {m.name: importlib.import_module(f"rlkit.functional.{m.name}") for m in pkgutil.iter_modules(functional.__path__)}
 PUBLIC = {
     f"{module}.{name}": f

@@ -11,7 +11,7 @@ import pytest
 from laws import each
 from rlkit.commands.cli import main
 from rlkit.errors import ConfigError
-from rlkit.functional.comparing import Difference
+from rlkit.runs.comparing import Difference
 from rlkit.runs.report.read import group_runs, read_run
 from rlkit.runs.report.verdicts import EFFECT, Figure, budget, notes, sentence, shared_figure, verdicts
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from rlkit.functional.comparing import bounded_mean, paired
+from rlkit.runs.comparing import bounded_mean, paired
 from rlkit.runs.report.read import Group, ReadRun, is_number
 from rlkit.training.callbacks.pathologies import CHECKS, INTERVALS
 

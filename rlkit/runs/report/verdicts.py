@@ -11,7 +11,7 @@ from itertools import accumulate, combinations, pairwise
 from typing import Any, Literal, NamedTuple
 
 from rlkit.errors import ConfigError
-from rlkit.functional.comparing import ALPHA, FEWEST, Difference, detectable, holm, holm_levels, paired, seeds_needed
+from rlkit.runs.comparing import ALPHA, FEWEST, Difference, detectable, holm, holm_levels, paired, seeds_needed
 from rlkit.runs.report.read import Group, ReadRun, differences, is_number, series
 
 EFFECT = 0.01  # the difference that seeds are counted for where nobody names one: a point of accuracy

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from laws import each
-from rlkit.functional import comparing as c
+from rlkit.runs import comparing as c
 
 
 @each("p, freedom, table", [(0.975, 1, 12.706), (0.975, 2, 4.303), (0.975, 9, 2.262), (0.975, 30, 2.042), (0.995, 7, 3.499)])
