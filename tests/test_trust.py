@@ -205,7 +205,13 @@ def test_a_rollout_of_other_types_is_left_out_with_its_field(tmp_path):
     file = tmp_path / "rollouts.jsonl"
     save_rollouts(file, [Rollout(Task("t", step.prompt, "4"), (step,), reward=1.0)] * 2)
     good, bad = (json.loads(line) for line in file.read_text().splitlines())
-    for place, key, value in (("steps", "content", 3), ("steps", "logprobs", ["x"]), ("task", "answer", []), ("", "reward", "high")):
+    for place, key, value in (
+        ("steps", "content", 3),
+        ("steps", "logprobs", ["x"]),
+        ("steps", "tool_calls", "xxx"),
+        ("task", "answer", []),
+        ("", "reward", "high"),
+    ):
         broken = json.loads(json.dumps(bad))
         node = broken["steps"][0] if place == "steps" else broken["task"] if place == "task" else broken
         node[key] = value

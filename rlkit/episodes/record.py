@@ -288,7 +288,7 @@ def _restored(value: Any, hint: Any, path: str = "") -> Any:
         if {*map(type, value)} <= {int, inner[0]}:  # as many as there are tokens
             return tuple(value)
     elif (
-        origin is not Mapping
+        origin not in (Mapping, tuple)
         and hint not in (*RECORDS, Message)
         and isinstance(value, SCALARS.get(hint, str))
         and (hint is bool or not isinstance(value, bool))
