@@ -15,11 +15,16 @@ from pathlib import Path
 
 import pytest
 from _pytest.doctest import DoctestModule
+from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process a core: torch's own threads would fight
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+# The same examples in each run, so that a failure belongs to the change at hand; `--hypothesis-profile=random` searches among others.
+settings.register_profile("random", settings.default)
+settings.register_profile("same", derandomize=True)
+settings.load_profile("same")
 
 os.fsync = lambda handle: None  # no test cuts the power; each run would wait for the disk some forty times
 gc.disable()  # while files are imported: what they make stays, and looking through it again and again is a third of the time

@@ -33,6 +33,7 @@ PART = r"\s{0,9}-?\s{0,9}[0-9.,]{1,99}\s{0,9}"  # of a LaTeX fraction
 REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"\\(?=[$%])"), ""),
     (re.compile(rf"(?<=[-+\u2212\u2013])[{CURRENCY}]\s?"), ""),  # -$18, before currencies become spaces
+    (re.compile(r"([-+\u2212\u2013])\s{0,9}(?:USD?|EUR|GBP|INR|Rs\.?)\s{0,9}(?=\.?[0-9])"), r"\1"),  # - Rs. 18
     (re.compile(r"<<[^<>]{0,200}>>"), ""),  # calculations as GSM8K writes them
     (re.compile(r"\{,\}(?=[0-9])"), ","),
     (re.compile(r"(?<=[0-9]),?(?:\\[,!;: ]|[\u2009\u202f])(?=[0-9]{3}(?![0-9]))"), ","),  # 10\,000 and 10,\!000
@@ -53,7 +54,7 @@ POWER = r"\s?\^\s?(?:\{{\s{{0,9}}(?P<{0}>[-+]?\s?[0-9]{{1,2}})\s{{0,9}}\}}|(?P<{
 VALUE = (
     r"(?:(?P<mixed>[0-9]++)\s++(?P<part>[0-9]++)\s?/\s?(?P<of>[0-9]++)"
     rf"|(?P<decimal>{DECIMAL})"
-    rf"(?:[eE](?P<exponent>[-+]?[0-9]{{1,2}})(?!\w)|\s{{0,9}}[*x]\s{{0,9}}10{POWER.format('ten')}|{POWER.format('power')}"
+    rf"(?:[eE](?P<exponent>[-+]?[0-9]{{1,2}})(?![0-9_])|\s{{0,9}}[*x]\s{{0,9}}10{POWER.format('ten')}|{POWER.format('power')}"
     rf"|\s{{0,9}}/\s{{0,9}}(?P<divisor>{DECIMAL}))?)"
     r"(?:\s{0,9}(?P<scale>(?i:hundred|thousand|million|billion|trillion))\b)?"
 )
@@ -94,7 +95,7 @@ WORDS = re.compile(rf"(?<!\\)\b(?!(?i:minus|negative)\b){LETTER}{{2,}}")
 # Python before 3.11.5 loses its way in a possessive group with alternatives (gh-106052), so groups are greedy here.
 # What an expression is made of: digits, operators, single letters other than the words a and I, LaTeX commands, signs in words.
 EXPRESSION = re.compile(
-    r"(?:[0-9\s.,+\-*/^(){}\[\]=%°<>|!:≈]|\\[A-Za-z]++|\b(?:minus|negative|hundred|thousand|million|billion|trillion)\b"
+    rf"(?:[0-9\s.,+\-*/^(){{}}\[\]=%°<>|!:≈]|\\[A-Za-z]++|(?<!{LETTER})(?:minus|negative|hundred|thousand|million|billion|trillion)\b"
     rf"|(?<!['’])(?<!{LETTER})(?![aAI]){LETTER}(?!{LETTER}))+",
     re.IGNORECASE,
 )

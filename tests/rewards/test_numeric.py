@@ -56,6 +56,8 @@ NUMBERS = {
     "18th": "18",
     "2.5 km": "5/2",
     "60km/h": "60",
+    "6e1km/h": "60",
+    "- Rs. 18": "-18",
     "9.81 m/s^2": "981/100",
     "5 m²": "5",
     "20°C": "20",
@@ -175,6 +177,7 @@ def test_what_is_not_wholly_one_number_is_none(text):
         ("16 - 3 + 5 is 18.", 18),
         ("It is .5", Fraction(1, 2)),
         ("It is Rs. 18", 18),
+        ("the answer is: - Rs. 18", -18),
         ("She makes 9 * 2 = $18 in 7 days", 18),  # behind =
         ("so $9 \\times 2 = 18$", 18),
         ("x = 5. That makes 18 of 2 kinds, or 18", 18),  # = in another sentence
@@ -298,6 +301,7 @@ PIECES = st.sampled_from(
 
 @examples(st.lists(PIECES, min_size=1, max_size=6).map("".join), fast=60, slow=400)
 @example("1the answer is ")
+@example("_minus 1")
 def test_any_text_that_is_a_number_is_that_number_in_every_form(text):
     """And no text raises."""
     number = parse_number(text)
