@@ -14,7 +14,7 @@ import pytest
 import rlkit
 from rlkit.algorithm import PARTS
 from rlkit.config.schema import resolve
-from rlkit.training.glossary import entry_of, sections
+from rlkit.training.glossary import meaning_of, sections
 
 ROOT = Path(__file__).resolve().parents[1]
 MISSING = "no entry in rlkit/training/glossary.yaml; add meaning, unit, healthy range and what to do, then run python docs/generate.py"
@@ -43,14 +43,14 @@ def named() -> Iterator[tuple[str, str]]:
 def test_every_metric_of_the_goldens_has_an_entry():
     found = {name for name in written() if "/" in name or name.endswith("_frac")}
     assert len(found) > 200
-    assert not sorted(name for name in found if entry_of(name) is None), MISSING
+    assert not sorted(name for name in found if meaning_of(name) is None), MISSING
 
 
 def test_every_metric_that_the_code_names_has_an_entry():
     found = list(named())
     assert len(found) > 100
     known = [name for entry in ENTRIES for name in entry.names]
-    lost = [(f, n) for f, n in found if not (any(k.startswith(n.partition("…")[0]) for k in known) if "…" in n else entry_of(n))]
+    lost = [(f, n) for f, n in found if not (any(k.startswith(n.partition("…")[0]) for k in known) if "…" in n else meaning_of(n))]
     lost = [(f, n) for f, n in lost if not any(k.startswith(n) for k in known)]  # the beginning of composed names
     assert not lost, MISSING
 
@@ -81,4 +81,4 @@ def test_every_metric_of_a_run_has_an_entry(words):
         *words, "batch.prompts=2", "batch.group_size=2", "trainer.steps=2", "generation.max_new_tokens=8", "trainer.threads=1"
     )
     for step in rlkit.steps(x):
-        assert not sorted(name for name in step.metrics if entry_of(name) is None), MISSING
+        assert not sorted(name for name in step.metrics if meaning_of(name) is None), MISSING

@@ -42,10 +42,10 @@ def _entry(names: str, said: dict[str, str]) -> Entry:
     return Entry(tuple(names.split(", ")), **said)
 
 
-def entry_of(metric: str) -> Entry | None:
+def meaning_of(metric: str) -> Entry | None:
     """The entry of a metric, one with its very name before one with words in capitals.
 
-    >>> entry_of("reward/format/mean").unit
+    >>> meaning_of("reward/format/mean").unit
     'units of the term'
     """
     every = [entry for section in sections() for entry in section.entries]
