@@ -30,6 +30,8 @@ def adapted(app: object, name: str, source: list[str]) -> None:
         return f"[{found[1]}](path:{found[2]})" if outside else found[0]
 
     source[0] = re.sub(r"(?<!!)\[([^\]]+)\]\((\.\.?/[^)]*)\)", link, source[0])
+    if name == "config/README":
+        source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
     if name == "index":  # pages that an older or smaller checkout lacks
         for other in OPTIONAL:
             source[0] = source[0] if (DOCS / f"{other}.md").is_file() else source[0].replace(f"\n{other}\n", "\n")

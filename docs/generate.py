@@ -356,8 +356,8 @@ def shipped(protocol: str) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------- metrics
 
 READING = """
-Every number that a run writes to `metrics.jsonl`, what it means, what a healthy run shows, and what to
-do when it shows something else. A word in capitals stands for a name: TERM for a reward term, PART for
+Every number that a run writes to `metrics.jsonl`: what it means and its unit, what a healthy run shows, and
+what to do when it shows something else. A word in capitals stands for a name: TERM for a reward term, PART for
 a part of a mixture, NAME for any name. A number that does not apply to a run is null in the file.
 """
 
@@ -366,10 +366,10 @@ def metrics_page() -> str:
     """The glossary, a table a section."""
     lines = [MARK, "", "# Metrics", *READING.splitlines(), ""]
     for section in glossary.sections():
-        lines += [f"## {section.title}", "", "| metric | meaning | unit | healthy | otherwise |", "|---|---|---|---|---|"]
+        lines += [f"## {section.title}", "", "| metric | meaning | healthy | otherwise |", "|---|---|---|---|"]
         for entry in section.entries:
             names = ", ".join(f"`{name}`" for name in entry.names)
-            lines.append(f"| {names} | " + " | ".join(cell(text) for text in entry[1:]) + " |")
+            lines.append(f"| {names} | {cell(entry.means)} *In: {cell(entry.unit)}.* | {cell(entry.usual)} | {cell(entry.act)} |")
         lines += ["", "Computed by " + ", ".join(f"`{name}`" for name in section.computed) + ".", ""]
     return "\n".join(lines).rstrip() + "\n"
 
