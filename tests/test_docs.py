@@ -303,6 +303,46 @@ def test_the_citation_has_the_version_of_the_package():
     assert str(cited["version"]) == project["version"] and cited["license"] == project["license"]
 
 
+TOUR = [page for page in PAGES if page.name not in ("extension_points.md", "notebooks.md") and "experiments" not in page.parts]
+NOT_OF_RUNS = {
+    "resume",
+    "figure",
+    "effect",
+    "at",
+    "pairs",
+    "seeds",
+    "jobs",
+    "placebo",
+    "arms",
+    "bundle",
+    "run",
+    "split",
+}  # of other commands
+
+
+def overrides_named() -> list[str]:
+    """`key=value …` in the running text of pages: whole commands are tested above."""
+    spans = [span for page in TOUR for span in re.findall(r"`([a-z][^`\n]*)`", page.read_text())]
+    words = r"[a-z][a-z_/.]*=[\w.\-]+"
+    return sorted({span for span in spans if re.fullmatch(f"{words}( {words})*", span) and "__" not in span and "_target_" not in span})
+
+
+@pytest.mark.slow
+def test_every_override_that_a_page_names_is_taken():
+    """`environment.overflow=drop_oldest` was named for environments that do not know it."""
+    named, refused = overrides_named(), []
+    for span in named:
+        words = span.split()
+        if any(w.partition("=")[0] in NOT_OF_RUNS or w.startswith("check.") for w in words):
+            continue
+        more = [own for part, extra in NEEDS.items() if part in words for own in extra]
+        try:
+            compose([*words, *more])
+        except ConfigError as error:
+            refused.append(f"{span}: {error}")
+    assert len(named) > 50 and not refused, "\n".join(refused)
+
+
 @pytest.mark.slow
 def test_the_costs_of_the_recipes_are_those_of_the_roofline(capsys):
     rows = re.findall(r"^\| .* \| `rlkit (check .*)` \| .* \| ([\d.]+) GB \| (\S+) s \|$", (ROOT / "docs" / "recipes.md").read_text(), re.M)
