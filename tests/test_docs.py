@@ -317,14 +317,17 @@ NOT_OF_RUNS = {
     "bundle",
     "run",
     "split",
+    "trust",
 }  # of other commands
 
 
 def overrides_named() -> list[str]:
-    """`key=value …` in the running text of pages: whole commands are tested above."""
+    """`key=value …` in the running text of pages, but for what a whole command shows too, which is tested above."""
+    shown = {word for command in COMMANDS for word in command.split()}
     spans = [span for page in TOUR for span in re.findall(r"`([a-z][^`\n]*)`", page.read_text())]
     words = r"[a-z][a-z_/.]*=[\w.\-]+"
-    return sorted({span for span in spans if re.fullmatch(f"{words}( {words})*", span) and "__" not in span and "_target_" not in span})
+    found = {span for span in spans if re.fullmatch(f"{words}( {words})*", span) and "__" not in span and "_target_" not in span}
+    return sorted(span for span in found if not set(span.split()) <= shown)
 
 
 @pytest.mark.slow
@@ -340,7 +343,7 @@ def test_every_override_that_a_page_names_is_taken():
             compose([*words, *more])
         except ConfigError as error:
             refused.append(f"{span}: {error}")
-    assert len(named) > 50 and not refused, "\n".join(refused)
+    assert len(named) > 20 and not refused, "\n".join(refused)
 
 
 @pytest.mark.slow
