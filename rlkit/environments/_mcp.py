@@ -108,8 +108,10 @@ class ServedSession(FunctionSession):
                 raise ValueError(f"{tool.name} took longer than {self.timeout or 0:g} s and was given up") from None
 
         call.__name__ = tool.name
+        # As tool_schema writes it for a function that gives text, so that a tool's prompt does not tell where the tool runs.
         described = {"name": tool.name, "description": tool.description, "parameters": plain_schema(tool.parameters)}
-        vars(call).update(schema={"type": "function", "function": described}, __signature__=signature_of(tool.parameters))
+        schema = {"type": "function", "function": {**described, "return": {"type": "string"}}}
+        vars(call).update(schema=schema, __signature__=signature_of(tool.parameters))
         return call
 
     async def answer(self, rollout: Rollout) -> tuple[Rollout, Messages | None]:
@@ -122,7 +124,7 @@ class ServedSession(FunctionSession):
 
 
 def plain_schema(schema: Any) -> Any:
-    """A JSON schema without the titles and the dialect that servers' libraries add: the prompt holds it, and they say nothing."""
+    """A JSON schema with its type first, without the titles and the dialect that servers' libraries add, which say nothing."""
     if isinstance(schema, list):
         return [plain_schema(entry) for entry in schema]
     if not isinstance(schema, Mapping):
@@ -130,7 +132,7 @@ def plain_schema(schema: Any) -> Any:
     named = {"properties", "$defs", "definitions"}  # whose keys are names
     return {
         key: {name: plain_schema(entry) for name, entry in value.items()} if key in named else plain_schema(value)
-        for key, value in schema.items()
+        for key, value in sorted(schema.items(), key=lambda entry: entry[0] != "type")
         if not (key == "$schema" or (key == "title" and isinstance(value, str)))
     }
 
