@@ -291,6 +291,28 @@ itself be a pair. Its metrics are logged as `reference/NAME`.
 
     def loss(ratio, advantages):
         return -ratio * advantages, {"above": (ratio > 1).float()}
+
+A reward function may return `(score, metrics)` too, plain or async. Its metrics are numbers of one
+rollout. The row has their mean as `reward/TERM/NAME`:
+
+    def few_words(rollout):
+        words = len(rollout.final_content.split())
+        return float(words < 50), {"words": words}
+
+A callback logs with `module.log(NAME, VALUE)` in any of its hooks, or writes into `module.metrics` in
+`on_train_batch_end`. The row has the mean of what was logged since the row before, over all ranks. A
+name that rlkit uses already, and a value that is no number, end the run with a message.
+
+    import lightning as L
+
+    class Clock(L.Callback):
+        def on_train_batch_end(self, trainer, module, *_):
+            module.log("mine/hour", 12)
+
+    def clock(run):  # callbacks: +callbacks.clock={_target_: my_parts.clock, _partial_: true}
+        return Clock()
+
+All of these stand in metrics.jsonl, in metrics.csv, in every logger and in the report.
 """
 
 

@@ -547,9 +547,11 @@ class AggregationFn(PerTokenFn[Q], Protocol[Q]):
 
 
 class RewardFn(Protocol[Q]):
-    """(rollout) → score, or None where it cannot be scored. Marked `batched`, it takes and returns a list."""
+    """(rollout) → score, or None where it cannot be scored; alone or with metrics. Marked `batched`, it takes and returns a list."""
 
-    def __call__(self, rollout: Rollout, /, *none: Q.args, **numbers: Q.kwargs) -> float | Awaitable[float | None] | None: ...
+    def __call__(
+        self, rollout: Rollout, /, *none: Q.args, **numbers: Q.kwargs
+    ) -> OrMeasured[float | None] | Awaitable[OrMeasured[float | None]]: ...
 
 
 class AggregatorFn(Protocol[Q]):

@@ -18,6 +18,8 @@ from rlkit.system.deadline import contained, in_thread
 from rlkit.types import AggregatorFn, Metrics, Rollout, Task, unpacked
 
 F = TypeVar("F", bound=Callable[..., Any])
+NOTES = "reward_metrics"  # key of a rollout's metadata: term → metric → value
+TAKEN = ("mean", "std", "variance_share")  # reward/TERM/… that rlkit measures
 GRACE = 5.0  # seconds beyond a term's timeout after which async calls that block their event loop are given up
 ScoreStatus = Literal["ok", "wrong", "unparseable", "timeout", "error"]
 
@@ -56,6 +58,7 @@ def final_answer(rollout: Rollout) -> str | None:
 class Term(NamedTuple):
     """A component of a reward: a function of one rollout, plain or async.
 
+    fn        gives the score, or a pair (score, metrics): numbers by name, of which the step's row has the mean as reward/TERM/NAME
     weight    factor in the aggregate; 0 makes it a shadow metric: scored and logged, not part of the reward
     batched   fn takes the list of all rollouts and returns a list of scores
     per_step  fn returns a list, one number or None a step. weight * number is added to `Step.reward`, beside the aggregate of the
@@ -97,6 +100,7 @@ class Cell(NamedTuple):
     steps: tuple[float, ...] = ()
     failure: str = ""  # why there is no score, where the term is to blame
     cause: BaseException | None = None
+    notes: Mapping[str, float] = {}  # metrics that the function gave beside the score
 
 
 def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
@@ -106,8 +110,8 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
       rollouts: scored in order; earlier scores on them are replaced.
       reward: its terms of non-zero weight are aggregated; the others only appear in `rewards`.
     Returns: new rollouts. `rewards` holds every term by name, `statuses` how each came about: ok (> 0), wrong (≤ 0), unparseable (None,
-      or a Verdict that says so), timeout, error. `reward` is None, "cannot be scored", where any term of non-zero weight is None;
-      it is kept out of every baseline. With terms of steps alone it is 0.
+      or a Verdict that says so), timeout, error. `reward` is None, "cannot be scored", where any term of non-zero weight is None, and
+      where the environment failed (a truncation "error"); it is kept out of every baseline. With terms of steps alone it is 0.
     Raises: RewardError naming the term, the task and the cause where more than `max_error_rate` of the rollouts make a term raise,
       hang, or return anything but a finite number, a bool or None (a list of these, one a rollout, where it is batched; one a step,
       where it is per step), and where the aggregator does. ConfigError where every weight is 0, or a limit is out of range. A
@@ -119,8 +123,17 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
     for i, rollout in enumerate(rollouts):
         cells = {name: column[i] for name, column in columns.items()}
         rewards, statuses = ({name: getattr(cell, field) for name, cell in cells.items()} for field in ("score", "status"))
-        scored.append(_with_step_rewards(rollout._replace(reward=None, rewards=rewards, statuses=statuses), cells, reward))
+        fresh = rollout._replace(reward=None, rewards=rewards, statuses=statuses, metadata=_noted(rollout, cells))
+        scored.append(_with_step_rewards(fresh, cells, reward))
     return _aggregated(scored, reward)
+
+
+def _noted(rollout: Rollout, cells: Mapping[str, Cell]) -> Mapping[str, Any]:
+    """The rollout's metadata with the metrics that its terms gave; those of an earlier scoring are replaced."""
+    notes = {name: dict(cell.notes) for name, cell in cells.items() if cell.notes}
+    if not notes and NOTES not in rollout.metadata:
+        return rollout.metadata
+    return {**{key: value for key, value in rollout.metadata.items() if key != NOTES}, **({NOTES: notes} if notes else {})}
 
 
 def score_spread(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
@@ -220,13 +233,15 @@ def _cell(term: Term, rollout: Rollout, value: Any) -> Cell:
     try:
         if isinstance(value, Exception):
             raise value
+        value, metrics = unpacked(value)
+        notes = {metric: number for metric, given in metrics.items() if (number := _metric(metric, given)) is not None}
         if not term.per_step or value is None:
             number = _number(value)
-            return Cell(number, _status(value, number))
+            return Cell(number, _status(value, number), notes=notes)
         if wrong := _misshapen(value, len(rollout.steps), "steps; a term per step returns a list, one number or None a step"):
             raise wrong
         steps = tuple(_number(entry) or 0.0 for entry in value)
-        return Cell(sum(steps), _status(None, sum(steps)), steps)
+        return Cell(sum(steps), _status(None, sum(steps)), steps, notes=notes)
     except _Misshapen as error:
         return Cell(None, "error", failure=f"returned no reward {where} {error}")
     except TimeoutError as error:
@@ -242,6 +257,13 @@ def _number(value: Any) -> float | None:
     if isinstance(value, Real) and math.isfinite(value):
         return float(value)
     raise _Misshapen(f"{value!r:.200}; return a finite number, or None where the rollout cannot be scored")
+
+
+def _metric(name: str, value: Any) -> float | None:
+    """A metric beside a score. Raises: _Misshapen for a name that rlkit uses, and for what is no number."""
+    if name in TAKEN or name.endswith("_frac"):
+        raise _Misshapen(f"a metric {name!r}, which rlkit has already; give it another name")
+    return _number(value)
 
 
 def _status(value: Any, number: float | None) -> ScoreStatus:
@@ -276,7 +298,8 @@ def _aggregated(rollouts: list[Rollout], reward: Reward) -> list[Rollout]:
     """The rollouts with `reward`, where no term of non-zero weight is None."""
     weighted = [name for name, term in reward.terms.items() if term.weight]
     weights = {name: reward.terms[name].weight for name in weighted if not reward.terms[name].per_step}
-    places = [i for i, rollout in enumerate(rollouts) if all(rollout.rewards[name] is not None for name in weighted)]
+    known = [all(rollout.rewards[name] is not None for name in weighted) for rollout in rollouts]
+    places = [i for i, rollout in enumerate(rollouts) if known[i] and rollout.truncation != "error"]
     chosen = [rollouts[i] for i in places]
     if not weights or not chosen:
         given: list[tuple[Any, Metrics]] = [(0.0, {})] * len(chosen)

@@ -144,6 +144,32 @@ def update_metrics(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> 
     return values | measured
 
 
+def as_number(name: str, value: Any) -> float:
+    """A number, or a tensor or array of one entry, as a metric. Raises: PartError naming the metric."""
+    if isinstance(value, int | float):
+        return value
+    try:
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):
+        raise PartError(f"the metric {name!r} is {type(value).__name__}, not a number; give one number a name") from None
+
+
+def with_own(row: Mapping[str, Any], logged: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """A step's row with the metrics of its callbacks: those that they wrote into it, as plain numbers or texts, and the means of those
+    that they logged on any rank.
+
+    Raises: PartError for what is neither, and for a logged name that the row has already.
+    """
+    every: dict[str, list[float]] = {}
+    for own in ranks.gather(lambda: dict(logged)):
+        for name, values in own.items():
+            every.setdefault(name, []).extend(values)
+    if taken := every.keys() & row.keys():
+        raise PartError(f"a callback logged {min(taken)}, which rlkit has already; give it another name")
+    plain = {name: v if v is None or isinstance(v, str | int | float) else as_number(name, v) for name, v in row.items()}
+    return plain | {name: sum(values) / len(values) for name, values in every.items()}
+
+
 def _of_parts(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
     sampled = ("group_filter", "overlong")  # they saw all that was sampled, before they took anything out
     found = {n: counted(v, whole(batch) if n.startswith(sampled) else batch) for n, v in (batch.metrics or {}).items()}

@@ -16,6 +16,7 @@ from rlkit.training.experiment import Experiment
 from rlkit.training.flight import Flight, continued, next_groups, packed, restored
 from rlkit.training.learner import Host, Learner
 from rlkit.training.memory import probe_memory
+from rlkit.training.metrics import as_number
 from rlkit.training.overlap import SamplingProcess
 from rlkit.types import Policy, Task
 
@@ -78,6 +79,7 @@ class RLModule(L.LightningModule):
         self.before: dict[str, Any] | None = None  # generators at the start of the step under way
         self.generators: list[dict[str, Any]] = []  # of the checkpoint's ranks, to be put back
         self.provenance: dict[str, Any] = {}  # config, versions and git state, for the checkpoint
+        self.logged: dict[str, list[float]] = {}  # what callbacks have logged since the last row, by name
 
     def training_step(self, index: int, _: int) -> None:
         """Rollouts → rewards → the learner's step."""
@@ -88,6 +90,16 @@ class RLModule(L.LightningModule):
         self.learner.step(groups.sampled, groups.trained)
         self.trainer.should_stop = ranks.any_rank(self.rl_step >= self.total_steps or self.out_of_time())
         self.clock.end()
+
+    def log(self, name: str, value: Any, *_: Any, **__: Any) -> None:
+        """A metric of one's own: `module.log("mine/share", 0.5)` in any hook of a callback.
+
+        The mean of what was logged under a name since the row before, over all ranks, stands in the step's row of metrics.jsonl, in
+        metrics.csv and in every logger. Lightning's further arguments change nothing.
+
+        Raises: PartError where the value is no single number.
+        """
+        self.logged.setdefault(name, []).append(as_number(name, value))
 
     def drop_step(self) -> None:
         """Back to where the step under way began. Rollouts and their rewards move nothing but the generators."""
