@@ -158,7 +158,7 @@ def test_every_command_shown_is_one_that_rlkit_takes(command):
         return
     name, *words = words_of(command)
     if name not in ("train", "check", "evaluate", "rollout", "agent"):
-        assert name in ("doctor", "export", "report", "replay", "compare", "plan", "bench", "runs", "--help"), name
+        assert name in ("doctor", "export", "report", "replay", "compare", "plan", "bench", "runs", "metrics", "--help"), name
         return
     arguments = parse(words, texts=name == "agent")
     overrides = [o for o in drop(drop(arguments.overrides, "run"), "resume") if not o.startswith("check.") and o != "debug=true"]
@@ -176,6 +176,7 @@ SMALL = {
     "evaluate": ["evaluation.n=8", "evaluation.samples=8"],
     "agent": [],
     "doctor": [],
+    "metrics": [],
     "--help": [],
 }
 ANSWERS = {"Kim has 19 toys. Kim buys 14 more.": "33"}  # the beginning of a question that a page asks → the right answer

@@ -13,6 +13,7 @@ import pytest
 
 import rlkit
 from rlkit.algorithm import PARTS
+from rlkit.commands.cli import main
 from rlkit.config.schema import resolve
 from rlkit.training.glossary import meaning_of, sections
 
@@ -76,6 +77,13 @@ def test_every_entry_says_all_of_it():
     assert len({name for entry in ENTRIES for name in entry.names}) == sum(len(entry.names) for entry in ENTRIES)
     for entry in ENTRIES:
         assert all(entry[1:]) and entry.means.endswith((".", ")")), entry.names
+
+
+def test_the_terminal_explains_a_metric_and_those_below_a_name(capsys):
+    assert main(["metrics", "reward/format/mean", "kl"]) == 0
+    said = capsys.readouterr().out
+    assert "one reward term" in said and "kl/step" in said and max(map(len, said.splitlines())) <= 130
+    assert main(["metrics", "kl/reff"]) == 2 and "Did you mean 'kl/ref'?" in capsys.readouterr().err
 
 
 @pytest.mark.slow
