@@ -588,8 +588,8 @@ class Session(Protocol):
         """Name → function, made once for the episode, so that tools may share state."""
         ...
 
-    def first_prompt(self) -> Messages | Awaitable[Messages]:
-        """The messages that the episode begins with."""
+    def first_prompt(self) -> Messages | Awaitable[Messages | None] | None:
+        """The messages that the episode begins with; None where it is over before its first reply."""
         ...
 
     def answer(self, rollout: Rollout) -> Any:
@@ -620,6 +620,9 @@ class Environment(NamedTuple):
     # Seconds that an episode may spend in its session, all together; then it is truncated. A method that awaits is cancelled; a plain
     # one that blocks cannot be, and the episode is truncated once it returns.
     deadline: float | None = None
+    # Two players: (task) → what they share, with `player(0)` and `player(1)` → Session. Each waits in its session for its turn.
+    table: Callable[[Task], Any] | None = None
+    opponent: str | None = None  # path of the model that plays against the policy; None: the policy plays both
 
 
 class Engine(Protocol):
