@@ -588,8 +588,8 @@ class Session(Protocol):
         """Name → function, made once for the episode, so that tools may share state."""
         ...
 
-    def first_prompt(self) -> Messages | Awaitable[Messages | None] | None:
-        """The messages that the episode begins with; None where it is over before its first reply."""
+    def first_prompt(self) -> Messages | Awaitable[Messages]:
+        """The messages that the episode begins with. It may raise rlkit.errors.EpisodeOver: there is nothing to reply to."""
         ...
 
     def answer(self, rollout: Rollout) -> Any:

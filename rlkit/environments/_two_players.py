@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rlkit.environments._dialogue import dialogue
 from rlkit.environments._gymnasium import rewarded, seed_of
 from rlkit.environments.prompts import with_system_prompt
-from rlkit.errors import ConfigError, place
+from rlkit.errors import ConfigError, EpisodeOver, place
 from rlkit.system.loops import awaited
 from rlkit.types import Environment, Messages, Rollout, Task, Tool
 
@@ -136,12 +136,12 @@ class Player:
     def __init__(self, table: Table, number: int):
         self.table, self.number = table, number
 
-    async def first_prompt(self) -> Messages | None:
-        """The task's messages and what the player sees at its first turn; None where it has none."""
+    async def first_prompt(self) -> Messages:
+        """The task's messages and what the player sees at its first turn. Raises: EpisodeOver where it has none."""
         await self.table.start()
-        text = await self.table.turn(self.number)
-        first: Messages = [{"role": "user", "content": text or ""}]
-        return None if text is None else with_system_prompt((*self.table.task.messages, *first), self.table.system_prompt)
+        if (text := await self.table.turn(self.number)) is None:
+            raise EpisodeOver("the game ended before this player's first turn")
+        return with_system_prompt((*self.table.task.messages, {"role": "user", "content": text}), self.table.system_prompt)
 
     async def answer(self, rollout: Rollout) -> tuple[Rollout, Messages | None]:
         """One action, and the other player's until this one's turn comes again."""

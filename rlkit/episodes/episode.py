@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from rlkit.environments import tool_schema
 from rlkit.environments.session import blamed, opened, with_state
+from rlkit.errors import EpisodeOver
 from rlkit.functional import mix
 from rlkit.system import rng
 from rlkit.system.deadline import Countdown, DeadlinePassed
@@ -51,8 +52,6 @@ async def play(
             async with limit.running():
                 session = await rng.drawing(mix(seed, 0), stack.enter_async_context(opened(environment, task)))
                 prompt: Messages | None = await rng.drawing(mix(seed, 1), _first_prompt(session, task))
-            if prompt is None:
-                rollout = cut_off(rollout, "environment")
             while prompt is not None:
                 step = await say(rollout, prompt, session)
                 if step is None:
@@ -69,6 +68,8 @@ async def play(
                     rollout, prompt = cut_off(rollout, "steps"), None
         except DeadlinePassed:
             rollout = cut_off(rollout, "deadline")
+        except EpisodeOver:
+            rollout = cut_off(rollout, "environment")
         said()
         return rollout if session is None else await with_state(rollout, session)
 
@@ -89,7 +90,7 @@ def opening(task: Task, environment: Environment) -> Opening:
         async with opened(environment, task) as session:
             prompt, tools = await _first_prompt(session, task), session.tools
             state = (await with_state(Rollout(task, ()), session)).state
-            return Opening(list(prompt or ()), tools, [tool_schema(tool) for tool in tools.values()], state)
+            return Opening(list(prompt), tools, [tool_schema(tool) for tool in tools.values()], state)
 
     return run(look())
 
@@ -99,13 +100,13 @@ def cut_off(rollout: Rollout, why: str) -> Rollout:
     return rollout._replace(status="truncated", truncation=why)
 
 
-async def _first_prompt(session: Session, task: Task) -> Messages | None:
+async def _first_prompt(session: Session, task: Task) -> Messages:
     """What the session begins with; a text is a user's message. Raises: EnvironmentFailed where it is no prompt."""
     with blamed("first prompt", task):
         said: Any = await awaited(session.first_prompt())
         if isinstance(said, str):
             said = [{"role": "user", "content": said}]
-        if said is not None and not (isinstance(said, list | tuple) and said and all(isinstance(m, dict) and "role" in m for m in said)):
+        if not (isinstance(said, list | tuple) and said and all(isinstance(m, dict) and "role" in m for m in said)):
             raise TypeError(f"it must be messages, each with a role, or a text; it is {said!r:.200}")
     return said
 
