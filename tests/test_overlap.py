@@ -32,7 +32,7 @@ TALKS = ["environment=dialogue", "environment.max_turns=3", "generation.max_new_
 WAITS = ["environment=tool_use", "environment._target_=overlap_parts.slowed", "+environment.seconds=0.05", "+environment.straggler=10"]
 LAWS = {
     "grpo": [],
-    **{kind: KINDS[kind] for kind in ("refills", "turns", "tools", "lora", "ppo", "phases", "moments")},
+    **{kind: KINDS[kind] for kind in ("sampler", "turns", "tools", "lora", "ppo", "phases", "moments")},
     "draws": [*TALKS, "environment.prompt_fn._target_=overlap_parts.drawn"],
     "delays": [*TURNS[:2], *WAITS, "task=arithmetic", "model=tiny"],
     "transformers": ["generation=transformers"],

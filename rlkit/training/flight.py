@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlkit.algorithm import asks
 from rlkit.episodes.record import from_bytes, to_bytes
-from rlkit.episodes.stream import StreamState, take
+from rlkit.episodes.stream import StreamState, take_again
 from rlkit.errors import DataError, written
 from rlkit.training.experiment import Experiment
 from rlkit.training.groups import experience
@@ -135,7 +135,8 @@ def settings_of(x: Experiment) -> str:
     """A digest of what decides groups beside weights and prompts: sampling, environment, reward, batch, refills. Functions by name."""
     refills = (x.algorithm.max_refills, x.algorithm.group_filter) if x.algorithm.max_refills else ()
     greedy = [True] if asks(x.algorithm.advantage, "greedy_rewards") else []
-    parts = _plain([x.batch, x.generation.params, x.environment, x.reward, refills, x.algorithm.episodes, *greedy])
+    chosen = [] if x.sampler.weigh is None else [x.sampler]
+    parts = _plain([x.batch, x.generation.params, x.environment, x.reward, refills, x.algorithm.episodes, *greedy, *chosen])
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -178,9 +179,9 @@ def restored(saved: Mapping[str, Any], tasks: Sequence[Task], *, seed: int) -> F
     """The inverse, of a checkpoint's state. Raises DataError where the tasks have changed."""
     ahead = []
     for own in saved.get("flight", ()):
-        rollouts, before = from_bytes(own["sampled"].numpy().tobytes()), StreamState(*own["before"])
-        drawn, after = take(tasks, before, 1 + max(r.group for r in rollouts), seed=seed)
-        if any(r.task.id != drawn[r.group].id for r in rollouts) or list(after) != own["after"]:
+        rollouts, before, after = from_bytes(own["sampled"].numpy().tobytes()), StreamState(*own["before"]), StreamState(*own["after"])
+        drawn = take_again(tasks, before, after, 1 + max(r.group for r in rollouts), seed=seed)
+        if any(r.task.id != drawn[r.group].id for r in rollouts):
             raise DataError(
                 "the groups in flight are of problems that the task no longer has; restore task.path and the data, or start anew"
             )
