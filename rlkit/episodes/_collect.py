@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 from rlkit.engines import Cached
@@ -65,6 +66,7 @@ async def collected(
     version: int = 0,
     on_done: Callable[[Rollout], None] | None = None,
     spent: Callable[[float], None] = lambda seconds: None,
+    over: Mapping[tuple[int, int], Rollout] = MappingProxyType({}),
     **params: Any,
 ) -> list[Rollout]:
     """Play `group_size` independent episodes of each task, all of them at the same time.
@@ -85,6 +87,7 @@ async def collected(
       version: RL steps that the weights have done.
       on_done: called with each episode once it is over.
       spent: called with the seconds that each episode spent in its session.
+      over: position of the task and sample → an episode that has been played already, and is given back as it is.
       params: of SamplingParams (temperature, max_new_tokens, …).
     Returns: unscored rollouts, task by task, samples of a task side by side.
     Raises: the first error of any episode, as it was raised, after every session has been closed.
@@ -96,6 +99,9 @@ async def collected(
     start = Start(waits=sampling.admission != "free")
 
     async def episode(task: Task, group: int, sample: int, place: Place) -> Rollout:
+        if (group, sample) in over:
+            place.arrive()
+            return over[group, sample]
         own, key, draws = environment_of(environment, task), next(KEYS), mix(seed, step, group, sample)
         speak = speaker(policy, own, engine, sampling, key=key, seed=draws, encode=encode)
 
@@ -106,14 +112,14 @@ async def collected(
 
         held = [key]
 
-        def over() -> None:
+        def release() -> None:
             while held:
                 engine.release(held.pop())
 
         try:
-            rollout = await play(task, own, say, group=group, sample=sample, seed=draws, said=over, spent=spent)
+            rollout = await play(task, own, say, group=group, sample=sample, seed=draws, said=release, spent=spent)
         finally:
-            over()
+            release()
             place.arrive()
         rollout = named_limit(policy, rollout)
         if on_done is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -16,8 +16,10 @@ from rlkit.training.experiment import Experiment
 from rlkit.training.flight import Flight, continued, next_groups, packed, restored
 from rlkit.training.learner import Host, Learner
 from rlkit.training.memory import probe_memory
-from rlkit.training.overlap import SamplingProcess
 from rlkit.types import Policy, Task
+
+if TYPE_CHECKING:
+    from rlkit.training.flight import Ahead
 
 
 class Steps:
@@ -64,7 +66,7 @@ class RLModule(L.LightningModule):
         tasks: Sequence[Task],
         *,
         exact: bool = False,
-        process: SamplingProcess | None = None,
+        process: Ahead | None = None,
     ):
         super().__init__()
         self.automatic_optimization = False
