@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from itertools import count
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rlkit.engines import Cached
@@ -123,6 +124,7 @@ async def collected(
     version: int = 0,
     on_done: Callable[[Rollout], None] | None = None,
     spent: Callable[[float], None] = lambda seconds: None,
+    over: Mapping[tuple[int, int], Rollout] = MappingProxyType({}),
     **params: Any,
 ) -> list[Rollout]:
     """Play `group_size` independent episodes of each task, all of them at the same time.
@@ -143,6 +145,7 @@ async def collected(
       version: RL steps that the weights have done.
       on_done: called with each episode once it is over.
       spent: called with the seconds that each episode spent in its session.
+      over: position of the task and sample → an episode that has been played already, and is given back as it is.
       params: of SamplingParams (temperature, max_new_tokens, …).
     Returns: unscored rollouts, task by task, samples of a task side by side.
     Raises: the first error of any episode, as it was raised, after every session has been closed.
@@ -153,6 +156,9 @@ async def collected(
     start, own = Start(waits=sampling.admission != "free"), Speaker(policy, engine, sampling, encoder(policy))
 
     async def episode(who: Speaker, how: Environment, at: Seat) -> Rollout:
+        if (at.group, at.sample) in over:
+            at.place.arrive()
+            return over[at.group, at.sample]
         task, draws = at.task, mix(seed, step, at.group, at.sample)
         if at.table is not None:
             how = how._replace(session=lambda task: at.table.player(at.player))
@@ -165,14 +171,14 @@ async def collected(
 
         held = [at]
 
-        def over() -> None:
+        def release() -> None:
             while held:
                 held.pop().turns.leave(who.engine)
 
         try:
-            rollout = await play(task, how, say, group=at.group, sample=at.sample, seed=draws, said=over, spent=at.spent)
+            rollout = await play(task, how, say, group=at.group, sample=at.sample, seed=draws, said=release, spent=at.spent)
         finally:
-            over()
+            release()
             at.place.arrive()
         rollout = named_limit(who.policy, rollout)
         if at.table is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -18,9 +18,11 @@ from rlkit.training.flight import Flight, continued, next_groups, packed, restor
 from rlkit.training.learner import Host, Learner
 from rlkit.training.memory import probe_memory
 from rlkit.training.metrics import as_number
-from rlkit.training.overlap import SamplingProcess
 from rlkit.training.reuse import Group, packed_groups, restored_groups, with_reused
 from rlkit.types import Policy, Task
+
+if TYPE_CHECKING:
+    from rlkit.training.flight import Ahead
 
 
 class Steps:
@@ -67,7 +69,7 @@ class RLModule(L.LightningModule):
         tasks: Sequence[Task],
         *,
         exact: bool = False,
-        process: SamplingProcess | None = None,
+        process: Ahead | None = None,
     ):
         super().__init__()
         self.automatic_optimization = False
