@@ -591,7 +591,7 @@ class Session(Protocol):
         ...
 
     def first_prompt(self) -> Messages | Awaitable[Messages]:
-        """The messages that the episode begins with."""
+        """The messages that the episode begins with. It may raise rlkit.errors.EpisodeOver: there is nothing to reply to."""
         ...
 
     def answer(self, rollout: Rollout) -> Any:
@@ -622,6 +622,9 @@ class Environment(NamedTuple):
     # Seconds that an episode may spend in its session, all together; then it is truncated. A method that awaits is cancelled; a plain
     # one that blocks cannot be, and the episode is truncated once it returns.
     deadline: float | None = None
+    # Two players: (task) → what they share, with `player(0)` and `player(1)` → Session. Each waits in its session for its turn.
+    table: Callable[[Task], Any] | None = None
+    opponent: str | None = None  # path of the model that plays against the policy; None: the policy plays both
 
 
 class Engine(Protocol):

@@ -49,6 +49,7 @@ CANNOT = {
     "task.path=": "needs a user's rows",
     "task=verifiers": "needs the extra",
     "--config-dir": "needs a user's folder; tests/test_extension.py runs such",
+    "reward=judge": "needs a server; tests/rewards/test_judge.py has one",
     "my_": "needs a user's module; tests/test_extension.py runs such",
     "environment=python": "needs a sandbox, which not every machine has",
     "resume=": "needs a run; tests/test_runs.py resumes such",

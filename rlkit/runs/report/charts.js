@@ -83,7 +83,8 @@ if (!window.DecompressionStream) document.querySelector("main").prepend(rlkit.ma
     if (state.log) {
       [low, high] = [Math.log10(low), Math.log10(high)];
       if (high - low < 0.3) [low, high] = [(low + high) / 2 - 0.15, (low + high) / 2 + 0.15];
-      marks = high - low > 2 ? ticks(low, high, 4).filter(Number.isInteger).map((e) => 10 ** e) : ticks(10 ** low, 10 ** high, 4).filter((v) => v > 0);
+      const powers = ticks(Math.floor(low), Math.ceil(high), Math.max(1, Math.min(4, high - low))).filter(Number.isInteger);
+      marks = powers.flatMap((e) => (high - low > 2 ? [1] : [1, 2, 5]).map((m) => m * 10 ** e)).filter((v) => Math.log10(v) >= low - 0.01 && Math.log10(v) <= high + 0.01);
     } else {
       [low, high] = limits(chart, low, high);
       marks = ticks(low, high, 4);
@@ -134,8 +135,9 @@ if (!window.DecompressionStream) document.querySelector("main").prepend(rlkit.ma
       let i = own.findIndex((v) => v >= x);
       i = i < 0 ? own.length - 1 : i > 0 && x - own[i - 1] < own[i] - x ? i - 1 : i;
       const row = make("div", `tip-row c${line.group % COLOURS}`);
-      const interval = line.low ? ` [${number(line.low[i])}, ${number(line.high[i])}]` : "";
-      row.append(make("b", "", number(line.y[i]) + interval), make("span", "", data.groups.length > 1 ? data.groups[line.group].label : ""));
+      row.append(make("b", "", number(line.y[i])));
+      if (line.low) row.append(make("span", "bounds", `[${number(line.low[i])}, ${number(line.high[i])}]`));
+      if (data.groups.length > 1) row.append(make("span", "name", data.groups[line.group].label));
       return row;
     });
     chart.tip.replaceChildren(make("div", "tip-at", `${UNITS[state.axis]} ${state.axis === "steps" ? Math.round(x) : number(x)}`), ...rows);

@@ -165,7 +165,7 @@ class Curve(NamedTuple):
     tails: Sequence[Mapping[int, float]]  # of seeds that go on after another has ended
 
 
-def curves(chart: Chart, groups: Sequence[Group], smooth: int | None) -> list[Curve]:
+def curves_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> list[Curve]:
     """The lines of a chart, smoothed over so many steps (None: `window`)."""
     out = []
     steps = (window(groups) if smooth is None else smooth) if chart.smooth else 0
@@ -213,7 +213,7 @@ def phase_starts(group: Group) -> Iterator[tuple[int, str]]:
     for run in group.runs:
         for step, text in run.switches:
             match = re.match(r"phase .+? → (.+?) after step", text)
-            yield step, clipped(match[1] if match else text, 24)
+            yield step, shortened(match[1] if match else text, 24)
 
 
 def mean_of(group: Group, metric: str) -> float:
@@ -222,7 +222,7 @@ def mean_of(group: Group, metric: str) -> float:
     return math.fsum(values) / len(values) if values else 0.0
 
 
-def clipped(text: str, length: int) -> str:
+def shortened(text: str, length: int) -> str:
     """A name that leaves room for the chart."""
     return text if len(text) <= length else text[: length - 1] + "…"
 
@@ -250,7 +250,7 @@ def _group_data(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
 def _chart_data(chart: Chart, groups: Sequence[Group], smooth: int | None) -> dict[str, Any]:
     own: dict[str, Any] = {"name": chart.name, "section": chart.section, "title": chart.title, "unit": chart.unit, "metric": chart.metric}
     own |= {"span": chart.span, "healthy": chart.healthy}
-    return own | {"lines": [_curve_data(curve) for curve in curves(chart, groups, smooth)]}
+    return own | {"lines": [_curve_data(curve) for curve in curves_of(chart, groups, smooth)]}
 
 
 def _curve_data(curve: Curve) -> dict[str, Any]:

@@ -284,7 +284,7 @@ def turns_table(shown: Shown) -> str:
             tokens = f"{turn.tokens / turn.replies:.1f}"
             rows.append((escape(name), str(number), f"{turn.replies:,}", tokens, share["called"], share["failed"], share["ended"], mean))
     columns = ("run", "turn", "replies", "tokens", "called a tool", "call failed", "ended here", "reward of those")
-    return html_table(columns, rows) if rows else ""
+    return f"<div class=tall tabindex=0>{html_table(columns, rows)}</div>" if rows else ""
 
 
 # ------------------------------------------------------------------------------------------------------- charts
