@@ -87,7 +87,9 @@ def test_the_terminal_explains_a_metric_and_those_below_a_name(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["asynchrony=lag"], ["algorithm=ppo", "algorithm/critic=separate"], ["algorithm=echo"]])
+@pytest.mark.parametrize(
+    "words", [["asynchrony=in_flight", "asynchrony.staleness=1"], ["algorithm=ppo", "algorithm/critic=separate"], ["algorithm=echo"]]
+)
 def test_every_metric_of_a_run_has_an_entry(words):
     """Names that the code composes show only in a row; the goldens have no asynchrony and no streams."""
     x = rlkit.experiment(
