@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rlkit.runs.report.charts import PARTS, Chart, axis, curves_of, limits, phase_starts, seconds_data, abridged
+from rlkit.runs.report.charts import PARTS, Chart, abridged, axis, curves_of, limits, phase_starts, seconds_data
 from rlkit.runs.report.read import Group
 from rlkit.runs.report.verdicts import UNITS
 
