@@ -92,7 +92,7 @@ def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str, 
     }  # a partial part's required positional parameters are what it is called with, not what a config sets
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     hints = _hints(target)
-    beside = [key for key in BESIDE.get(path, ()) if key in node and key not in named]
+    beside = [key for key in BESIDE.get(path.rpartition(".")[2], ()) if key in node and key not in named]
     keys = [key for key in node if key not in SPECIAL and key not in beside]
     problems = [problem for key in beside for problem in _check_value(node[key], Callable[..., Any], _join(path, key), leaves)]
     problems += _check_suggestions(node.get("suggests", {}), _join(path, "suggests"))
@@ -299,7 +299,7 @@ def build(node: Any, path: str = "") -> Any:
         return values
     target = resolve(node["_target_"])
     arguments = [build(a, f"{path}._args_") for a in node.get("_args_", ())]
-    beside = {key: values.pop(key) for key in BESIDE.get(path, ()) if key in values and key not in inspect.signature(target).parameters}
+    beside = {key: values.pop(key) for key in BESIDE.get(path.rpartition(".")[2], ()) if key in values and key not in inspect.signature(target).parameters}
     if _is_partial(node):
         part = functools.partial(target, *arguments, **values)
         vars(part).update(beside, suggests=node.get("suggests", {}))  # for problems/doubts.py; no call sees them
