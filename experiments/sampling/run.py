@@ -1,9 +1,9 @@
-"""What choosing problems saves: a pool where one problem in ten carries signal, and the tokens until 0.9 of the validation problems.
+"""What choosing problems saves: a pool where one problem in ten carries signal, and the tokens until 0.9 of these are solved.
 
     python experiments/sampling/run.py [--seeds 0 1] [--only uniform variance] [--steps 120]
 
-Of the training problems nine in ten have an answer that no reply gives, so their groups teach nothing; validation problems are ordinary.
-Every run is `rlkit train` on the embedded model until `evaluation.stop_at=0.9`. A row a run in results.csv; runs that it holds are not
+Of the training problems nine in ten have an answer that no reply gives, so their groups teach nothing. The curve is greedy, on the others
+themselves: the question is how soon a pool is learned, and not how far it carries (a small pool is soon learned by heart). Every run is `rlkit train` on the embedded model until `evaluation.stop_at=0.9`. A row a run in results.csv; runs that it holds are not
 repeated. `tokens` counts what the policy has read and sampled in training until then. The ratio to the uniform sampler is paired by seed.
 """
 
@@ -30,16 +30,16 @@ HERE, TARGET, ONE_IN = Path(__file__).parent, 0.9, 10
 UNREACHABLE = "98765432101"  # the answer of a problem that teaches nothing
 COMMON = (
     "task._target_=run.pool", "trainer.threads=1", "logger=none", "callbacks.checkpoint.model=false", "callbacks.checkpoint.every=1000",
-    "evaluation.every=1", "evaluation.n=128", f"evaluation.stop_at={TARGET}",
+    "evaluation.every=1", f"evaluation.stop_at={TARGET}", "batch.prompts=8", "schedule=constant",
 )  # fmt: skip
 SAMPLERS = ("uniform", "pools", "variance", "prioritised", "unsolved")
 
 
 def pool(*, split: str, seed: int, max_samples: int) -> Sequence[Task]:
-    """Word problems; of those for training all but one in ten have an answer that no reply gives."""
-    rows = arithmetic(split=split, seed=seed, max_samples=max_samples)
+    """Word problems, of which all but one in ten have an answer that no reply gives; for validation the others again."""
+    rows = arithmetic(split="train" if split == "validation" else split, seed=seed, max_samples=max_samples)
     if split != "train":
-        return rows
+        return [task._replace(id=f"{task.id}/{split}") for task in rows[::ONE_IN]]
     return [task if i % ONE_IN == 0 else task._replace(answer=UNREACHABLE) for i, task in enumerate(rows)]
 
 

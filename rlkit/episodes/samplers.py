@@ -87,21 +87,22 @@ def by_variance(rows: Tensor, *, prior: float) -> Tensor:
     return a * b / ((a + b) * (a + b + 1))
 
 
-@ranges(retest=(1, None), explore=(0, 1))
-def prioritised_sampler(*, retest: int = 4, explore: float = 0.0) -> TaskSampler:
-    """The largest p(1-p) of the last group first, problems without a group before them, with retests of what is solved or too hard.
+@ranges(retest=(1, None), unseen=(0, None), explore=(0, 1))
+def prioritised_sampler(*, retest: int = 8, unseen: float = 0.1, explore: float = 0.0) -> TaskSampler:
+    """The largest p(1-p) of the last group first, with retests of what is solved or too hard.
 
     Args: retest: every so many draws ask the problem that was asked longest ago, so each of n problems is asked within n · retest
-      draws. explore: share of uniform draws.
+      draws. unseen: of a problem without a group, in place of p(1-p); below 0.25, so that known signal goes first, and above 0, so that
+      unknown problems go before those that teach nothing. explore: share of uniform draws.
     Source: the heap with periodic retests of arXiv:2601.02648.
     """
-    return TaskSampler("prioritised", by_last_variance, explore=explore, greedy=True, retest=retest)
+    return TaskSampler("prioritised", partial(by_last_variance, unseen=unseen), explore=explore, greedy=True, retest=retest)
 
 
-def by_last_variance(rows: Tensor) -> Tensor:
-    """p(1-p) of the last group [n], 1 before the first."""
+def by_last_variance(rows: Tensor, *, unseen: float) -> Tensor:
+    """p(1-p) of the last group [n], `unseen` before the first."""
     p = rows[:, LAST]
-    return (p * (1 - p)).masked_fill(p < 0, 1.0)
+    return (p * (1 - p)).masked_fill(p < 0, unseen)
 
 
 @ranges(solved=(0, 1))

@@ -61,7 +61,7 @@ def test_weights_are_those_of_the_sources():
     assert pool_sampler().weigh(known).tolist() == [1.0, 0.2, 1.0, 1.0, 0.2]
     # Beta(0.5, 0.5), Beta(0.5, 8.5), Beta(4.5, 4.5): E[p(1-p)] = ab / ((a+b)(a+b+1))
     assert variance_sampler().weigh(known)[:3].tolist() == pytest.approx([0.125, 4.25 / 90, 0.225])
-    assert prioritised_sampler().weigh(known).tolist() == [1.0, 0.0, 0.25, 0.1875, 0.0]
+    assert prioritised_sampler().weigh(known).tolist() == [0.1, 0.0, 0.25, 0.1875, 0.0]
     assert unsolved_sampler().weigh(known).tolist() == [1.0, 1.0, 1.0, 1.0, 0.0]
 
 
