@@ -10,6 +10,7 @@ from typing import Any
 from rlkit.engines import Cached
 from rlkit.environments import environment_of
 from rlkit.episodes.episode import play
+from rlkit.episodes.programs import Conversations, play_program
 from rlkit.episodes.replies import check_engine, encoder, speaker
 from rlkit.functional import mix
 from rlkit.system import rng
@@ -95,6 +96,11 @@ async def collected(
     await awaited(engine.load(policy, version))
     start = Start(waits=sampling.admission != "free")
 
+    async def programmed(task: Task, own: Environment, place: Place, draws: int) -> Rollout:
+        conversations = Conversations(policy, own, engine, sampling, task, seed=draws, keys=KEYS, ready=place.ready)
+        rollout = await play_program(conversations)
+        return rollout._replace(steps=tuple(step._replace(versions=step.versions or ((0, version),)) for step in rollout.steps))
+
     async def episode(task: Task, group: int, sample: int, place: Place) -> Rollout:
         own, key, draws = environment_of(environment, task), next(KEYS), mix(seed, step, group, sample)
         speak = speaker(policy, own, engine, sampling, key=key, seed=draws, encode=encode)
@@ -111,7 +117,11 @@ async def collected(
                 engine.release(held.pop())
 
         try:
-            rollout = await play(task, own, say, group=group, sample=sample, seed=draws, said=over, spent=spent)
+            if own.program is not None:
+                rollout = await programmed(task, own, place, draws)
+                rollout = rollout._replace(group=group, sample=sample)
+            else:
+                rollout = await play(task, own, say, group=group, sample=sample, seed=draws, said=over, spent=spent)
         finally:
             over()
             place.arrive()
