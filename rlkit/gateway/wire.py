@@ -293,7 +293,7 @@ def write_responses(reply: Reply) -> dict[str, Any]:
     """A response with its output items."""
     output: list[dict[str, Any]] = []
     if reply.step.thinking:
-        parts = [{"type": "reasoning_text", "text": reply.step.thinking}]
+        parts: list[dict[str, Any]] = [{"type": "reasoning_text", "text": reply.step.thinking}]
         output.append({"type": "reasoning", "id": f"rs_{reply.number}", "summary": [], "content": parts})
     if reply.content or not reply.calls:
         parts = [{"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}]
