@@ -81,6 +81,11 @@ def check(node: Any, path: str = "", leaves: Sequence[str] = ()) -> list[str]:
     return _check_call(node, target, path, leaves)
 
 
+def _beside(path: str) -> tuple[str, ...]:
+    """The keys that may stand beside the arguments of the part at this path, wherever the path begins."""
+    return BESIDE.get(path.rpartition(".")[2], ())
+
+
 def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str, leaves: Sequence[str]) -> list[str]:
     """The keys and values of a node against its target's signature, then the nodes within."""
     parameters = inspect.signature(target).parameters
@@ -92,7 +97,7 @@ def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str, 
     }  # a partial part's required positional parameters are what it is called with, not what a config sets
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     hints = _hints(target)
-    beside = [key for key in BESIDE.get(path.rpartition(".")[2], ()) if key in node and key not in named]
+    beside = [key for key in _beside(path) if key in node and key not in named]
     keys = [key for key in node if key not in SPECIAL and key not in beside]
     problems = [problem for key in beside for problem in _check_value(node[key], Callable[..., Any], _join(path, key), leaves)]
     problems += _check_suggestions(node.get("suggests", {}), _join(path, "suggests"))
@@ -299,7 +304,7 @@ def build(node: Any, path: str = "") -> Any:
         return values
     target = resolve(node["_target_"])
     arguments = [build(a, f"{path}._args_") for a in node.get("_args_", ())]
-    beside = {key: values.pop(key) for key in BESIDE.get(path.rpartition(".")[2], ()) if key in values and key not in inspect.signature(target).parameters}
+    beside = {key: values.pop(key) for key in _beside(path) if key in values and key not in inspect.signature(target).parameters}
     if _is_partial(node):
         part = functools.partial(target, *arguments, **values)
         vars(part).update(beside, suggests=node.get("suggests", {}))  # for problems/doubts.py; no call sees them

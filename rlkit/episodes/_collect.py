@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from rlkit.engines import Cached
 from rlkit.environments import environment_of
 from rlkit.episodes.episode import play
+from rlkit.episodes.programs import Conversations, play_program
 from rlkit.episodes.replies import Encode, check_engine, encoder, speaker
 from rlkit.functional import mix
 from rlkit.models import load_policy
@@ -155,6 +156,13 @@ async def collected(
     await awaited(engine.load(policy, version))
     start, own = Start(waits=sampling.admission != "free"), Speaker(policy, engine, sampling, encoder(policy))
 
+    async def programmed(how: Environment, at: Seat) -> Rollout:
+        draws = mix(seed, step, at.group, at.sample)
+        conversations = Conversations(policy, how, engine, sampling, at.task, seed=draws, keys=KEYS, ready=at.place.ready)
+        rollout = await play_program(conversations)
+        steps = tuple(said._replace(versions=said.versions or ((0, version),)) for said in rollout.steps)
+        return rollout._replace(steps=steps, group=at.group, sample=at.sample)
+
     async def episode(who: Speaker, how: Environment, at: Seat) -> Rollout:
         if (at.group, at.sample) in over:
             at.place.arrive()
@@ -176,7 +184,10 @@ async def collected(
                 held.pop().turns.leave(who.engine)
 
         try:
-            rollout = await play(task, how, say, group=at.group, sample=at.sample, seed=draws, said=release, spent=at.spent)
+            if how.program is not None:
+                rollout = await programmed(how, at)
+            else:
+                rollout = await play(task, how, say, group=at.group, sample=at.sample, seed=draws, said=release, spent=at.spent)
         finally:
             release()
             at.place.arrive()

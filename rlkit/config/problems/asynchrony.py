@@ -73,6 +73,8 @@ def _in_flight(x: Experiment) -> list[str]:
         problems.append(f"{said}: with generation.admission=free a clock decides who decodes with whom; choose rounds, or asynchrony=lag")
     if getattr(x.environment, "table", None) is not None:
         problems.append(f"{said}: of a game of two one player's episode may be over while the other's is half-way; choose asynchrony=lag")
+    if getattr(x.environment, "program", None) is not None:
+        problems.append(f"{said}: a program that is half-way cannot be saved and continued; choose asynchrony=lag")
     for name, phase in phases(x).items():
         where = f"schedule.phases.{name}: " if name else ""
         if phase.algorithm.max_refills:
