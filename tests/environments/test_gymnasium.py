@@ -288,3 +288,15 @@ def test_gymnasiums_own_vector_environments_play(tiny):
     rollouts = collect(tiny, episodes(max_samples=1), environment, engine=replies("0", "1"), group_size=3)
     assert [len(r.steps) for r in rollouts] == [3, 3, 3] and all(s.reward == 1 for r in rollouts for s in r.steps)
     assert len({r.steps[0].prompt[0]["content"] for r in rollouts}) == 1
+
+
+def test_the_decoder_does_not_wait_for_an_episode_that_waits_for_the_decoding(tiny):
+    """Replies of several lengths: at 1 round after its reply, the shortest would be due while the others are still sampled."""
+    tasks = [
+        task._replace(messages=({"role": "user", "content": "Ann has 5 pens. Ben gives Ann 3. How many?"},))
+        for task in episodes(max_samples=1)
+    ]
+    environment = gymnasium_vector(make=Vector, parse_action=lambda text: 1)
+    rollouts = collect(tiny, tasks, environment, group_size=4, max_new_tokens=48, admission_rounds=1)
+    assert len({len(step.response_ids) for r in rollouts for step in r.steps}) > 1
+    assert {r.truncation for r in rollouts} <= {"", "length"}
