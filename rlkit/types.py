@@ -644,8 +644,10 @@ class Environment(NamedTuple):
     # Seconds that an episode may spend in its session, all together; then it is truncated. A method that awaits is cancelled; a plain
     # one that blocks cannot be, and the episode is truncated once it returns.
     deadline: float | None = None
-    # Two players: (task) → what they share, with `player(0)` and `player(1)` → Session. Each waits in its session for its turn.
-    table: Callable[[Task], Any] | None = None
+    # (task, players) → what several samples of a task share, with `player(number)` → Session or a context manager of one. They wait for
+    # each other in their sessions.
+    table: Callable[[Task, int], Any] | None = None
+    players: int = 2  # samples that share a table: 2, who take turns; or 0, all samples of the task, who act together
     opponent: str | None = None  # path of the model that plays against the policy; None: the policy plays both
     # (task, ask) → Ended, async: a program that asks for its replies itself, in the place of a session (rlkit.gateway.program)
     program: Callable[[Task, Ask], Awaitable[Ended]] | None = None

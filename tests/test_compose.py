@@ -31,6 +31,7 @@ REQUIRED = {
     "task=conversations": ["task.path=rows.jsonl"],
     "experiment=sft": ["task.path=rows.jsonl"],
     "environment=gymnasium": ["environment.make._target_=rlkit.sandbox.Sandbox"],  # any callable: nothing is played
+    "environment=gymnasium_vector": ["environment.make._target_=rlkit.sandbox.Sandbox"],
     "environment=two_players": ["environment.make._target_=rlkit.sandbox.Sandbox"],
     "environment=mcp": ["environment.servers={mine:[python]}"],
     "environment/parse_calls=hermes": ["environment=tool_use"],

@@ -44,7 +44,7 @@ def two_players(
     Raises: ConfigError for a limit out of range; from a game's start, where it cannot be made or reset.
     """
 
-    def table(task: Task) -> Table:
+    def table(task: Task, players: int = 2) -> Table:
         return Table(task, make, parse_action, render, system_prompt)
 
     base = dialogue(max_turns=max_turns, history=history)

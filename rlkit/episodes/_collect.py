@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import count
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -192,7 +192,7 @@ async def collected(
             release()
             at.place.arrive()
         rollout = named_limit(who.policy, rollout)
-        if at.table is not None:
+        if at.table is not None and how.players == 2:
             rollout = rollout._replace(metadata={**rollout.metadata, "player": at.player})
         at.done(rollout)
         return rollout
@@ -207,17 +207,23 @@ async def collected(
             other = other._replace(turns=Turns(next(KEYS)), place=Start(waits=False).place())
         return (await together([episode(own, how, one), episode(rival, how, other)]))[0]
 
-    def group_of(task: Task, i: int) -> Iterator[Coroutine[Any, Any, Rollout]]:
+    def group_of(task: Task, i: int) -> list[Coroutine[Any, Any, Rollout]]:
         how = environment_of(environment, task)
-        pairs = 0 if how.table is None or how.opponent is not None else group_size // 2
-        for j in range(group_size):
-            if j >= 2 * pairs or not j % 2:
-                seat = Seat(task, i, j, Turns(next(KEYS)), start.place(), on_done or ignored, spent, how.table and how.table(task))
-            if j < 2 * pairs:
-                seat.turns.players = 2
-                yield episode(own, how, seat._replace(sample=j, player=j % 2))
-            else:
-                yield episode(own, how, seat) if how.table is None else against(how, seat._replace(player=(i + j) % 2))
+
+        def seat(j: int, table: Any = None, player: int = 0) -> Seat:
+            return Seat(task, i, j, Turns(next(KEYS)), start.place(), on_done or ignored, spent, table, player)
+
+        if how.table is None:
+            return [episode(own, how, seat(j)) for j in range(group_size)]
+        if not how.players:  # one that is done early must not hold up the decoding that it waits for
+            free, shared = own._replace(params=sampling._replace(admission="free")), how.table(task, group_size)
+            return [episode(free, how, seat(j, shared, j)) for j in range(group_size)]
+        pairs = [] if how.opponent is not None else [seat(j, how.table(task, 2)) for j in range(0, group_size - 1, 2)]
+        games = []
+        for one in pairs:
+            one.turns.players = 2
+            games += [episode(own, how, one), episode(own, how, one._replace(sample=one.sample + 1, player=1))]
+        return games + [against(how, seat(j, how.table(task, 2), (i + j) % 2)) for j in range(len(games), group_size)]
 
     with rng.kept():
         return await together([coroutine for i, task in enumerate(tasks, first) for coroutine in group_of(task, i)])
