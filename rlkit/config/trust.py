@@ -59,6 +59,8 @@ def outside(node: Any, known: frozenset[str], path: str = "") -> Iterator[str]:
             yield f"{path}.trust_remote_code runs code that comes with the model {node.get('path')!s:.80}"
         if target == "rlkit.tasks.verifiers":
             yield f"{path}.id imports {node.get('id')!s:.80}"
+        if target == "rlkit.environments.mcp":
+            yield f"{path}.servers starts or asks {node.get('servers')!s:.80}"
         if target == "rlkit.engines.VLLM" and (
             node.get("arguments") or node.get("addresses") not in (None, [], ["start"]) or node.get("server") not in (None, "start")
         ):

@@ -46,14 +46,33 @@ def tool_use(
     """
     if not tools:
         raise ConfigError("environment.tools is empty; name a tool, or use environment=single_turn")
-    made = maker(tools)
+    return calling(
+        maker(tools), signatures(tools), parse_calls, overflow=overflow, system_prompt=system_prompt,
+        max_turns=max_turns, max_calls=max_calls, max_chars=max_chars, timeout=timeout, deadline=deadline,
+    )  # fmt: skip
+
+
+def calling(
+    made: Callable[[Task], Any],
+    known: Mapping[str, Tool],
+    parse_calls: ToolParser,
+    *,
+    max_turns: int,
+    max_calls: int,
+    max_chars: int,
+    timeout: float | None,
+    deadline: float | None,
+    overflow: Literal["truncate", "drop_oldest"],
+    system_prompt: str | None,
+) -> Environment:
+    """`tool_use` where the tools of an episode are what `made(task)` gives; `known` has the signatures, for a parser that asks."""
     for key, limit in (("max_turns", max_turns), ("max_calls", max_calls), ("max_chars", max_chars)):
         if limit < 1:
             raise ConfigError(f"environment.{key} is {limit}; it must be at least 1")
     check_seconds(timeout=timeout, deadline=deadline)
     parser: Callable[..., Any] = parse_calls
     if "tools" in inspect.signature(parser).parameters:
-        parser = partial(parser, tools=signatures(tools))
+        parser = partial(parser, tools=known)
 
     def first_prompt(task: Task) -> Messages:
         return with_system_prompt(task.messages, system_prompt)

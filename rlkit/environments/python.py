@@ -1,10 +1,10 @@
-"""The python tool: code that the policy writes, run in the sandbox."""
+"""The python tools: code that the policy writes, run in the sandbox."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from rlkit.sandbox import Job, Outcome, Sandbox, run
+from rlkit.sandbox import Interpreter, Job, Outcome, Sandbox, run
 
 
 def python_tool(*, sandbox: Sandbox | None = None) -> Callable[[str], str]:
@@ -22,14 +22,45 @@ def python_tool(*, sandbox: Sandbox | None = None) -> Callable[[str], str]:
         Args:
             code: The code. Only the standard library is there, without network.
         """
-        outcome = run(Job(code, interactive=True), sandbox)
-        text = outcome.printed.strip("\n")
-        if problem := _problem(outcome):
-            raise ValueError(f"{problem}; before that it printed:\n{text}" if text else problem)  # the end may be cut
-        return text or "(no output)"
+        return _said(run(Job(code, interactive=True), sandbox))
 
     vars(python)["sandbox"] = sandbox or Sandbox()  # for rlkit.training.selfcheck, which asks before the model is loaded
     return python
+
+
+class PythonSession:
+    """The tool `python(code)` with a memory: one interpreter an episode, started by its first call, ended with the episode.
+
+    Args:
+      sandbox: as for `python_tool`; its time and its output are limits of each call, its memory is one of the session.
+    """
+
+    def __init__(self, *, sandbox: Sandbox | None = None):
+        self.sandbox = sandbox or Sandbox()  # for the same check as that of `python_tool`
+        self.interpreter = Interpreter(self.sandbox)
+
+    def python(self, code: str) -> str:
+        """Runs Python code and gives what it prints and the value of its last expression. Variables are kept for the next call.
+
+        Args:
+            code: The code. Only the standard library is there, without network.
+        """
+        outcome = self.interpreter.run(code)
+        lost = outcome.status not in ("ok", "error")
+        return _said(outcome, "; the variables of this session are lost" if lost else "")
+
+    def close(self) -> None:
+        """Ends the interpreter."""
+        self.interpreter.close()
+
+
+def _said(outcome: Outcome, more: str = "") -> str:
+    """What a call gives. Raises: ValueError with a sentence for the policy where the code failed."""
+    text = outcome.printed.strip("\n")
+    if problem := _problem(outcome):
+        problem += more
+        raise ValueError(f"{problem}; before that it printed:\n{text}" if text else problem)  # the end may be cut
+    return text or "(no output)"
 
 
 def _problem(outcome: Outcome) -> str:

@@ -110,8 +110,8 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
       rollouts: scored in order; earlier scores on them are replaced.
       reward: its terms of non-zero weight are aggregated; the others only appear in `rewards`.
     Returns: new rollouts. `rewards` holds every term by name, `statuses` how each came about: ok (> 0), wrong (≤ 0), unparseable (None,
-      or a Verdict that says so), timeout, error. `reward` is None, "cannot be scored", where any term of non-zero weight is None;
-      it is kept out of every baseline. With terms of steps alone it is 0.
+      or a Verdict that says so), timeout, error. `reward` is None, "cannot be scored", where any term of non-zero weight is None, and
+      where the environment failed (a truncation "error"); it is kept out of every baseline. With terms of steps alone it is 0.
     Raises: RewardError naming the term, the task and the cause where more than `max_error_rate` of the rollouts make a term raise,
       hang, or return anything but a finite number, a bool or None (a list of these, one a rollout, where it is batched; one a step,
       where it is per step), and where the aggregator does. ConfigError where every weight is 0, or a limit is out of range. A
@@ -298,7 +298,8 @@ def _aggregated(rollouts: list[Rollout], reward: Reward) -> list[Rollout]:
     """The rollouts with `reward`, where no term of non-zero weight is None."""
     weighted = [name for name, term in reward.terms.items() if term.weight]
     weights = {name: reward.terms[name].weight for name in weighted if not reward.terms[name].per_step}
-    places = [i for i, rollout in enumerate(rollouts) if all(rollout.rewards[name] is not None for name in weighted)]
+    known = [all(rollout.rewards[name] is not None for name in weighted) for rollout in rollouts]
+    places = [i for i, rollout in enumerate(rollouts) if known[i] and rollout.truncation != "error"]
     chosen = [rollouts[i] for i in places]
     if not weights or not chosen:
         given: list[tuple[Any, Metrics]] = [(0.0, {})] * len(chosen)

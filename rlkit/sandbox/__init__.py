@@ -10,6 +10,7 @@ all of it: for code from an adversary put a virtual machine around the whole run
 """
 
 from rlkit.sandbox.asserts import Check, Unsplittable, passes, split
+from rlkit.sandbox.interpreter import Interpreter
 from rlkit.sandbox.level import Level, probe, require, run, run_many, seen
 from rlkit.sandbox.process import Job, Outcome, Result, Sandbox, SandboxError
 from rlkit.sandbox.values import Opaque, same

@@ -1,6 +1,7 @@
 """Runs one untrusted program inside its limits and reports values, never a verdict. A script of its own: it imports no rlkit.
 
-    python -I -S -B _child.py < job      job: marshal of a dict, see `process._job`
+    python -I -S -B _child.py < job                    job: marshal of a dict, see `process._job`
+    python -I -S -B _child.py session < job, programs  each a length of 8 bytes and that many bytes; all run in the same names
 
 Records on the old standard output: tag, decimal length, ":", payload.
     R  ready, limits are on       X  limits could not be set, nothing ran (why)
@@ -207,7 +208,7 @@ def rlimits(job: Mapping[str, Any]) -> None:
 
     megabyte = 1 << 20
     limits = {
-        "RLIMIT_AS": job["memory_mb"] * megabyte, "RLIMIT_CPU": int(job["time_limit"]) + 2, "RLIMIT_FSIZE": megabyte, "RLIMIT_NOFILE": 64,
+        "RLIMIT_AS": job["memory_mb"] * megabyte, "RLIMIT_CPU": int(job["cpu_s"]) + 2, "RLIMIT_FSIZE": megabyte, "RLIMIT_NOFILE": 64,
         "RLIMIT_CORE": 0, "RLIMIT_NPROC": None if "seccomp" in job["features"] else 1,
     }  # fmt: skip
     for name, limit in limits.items():
@@ -355,12 +356,48 @@ def interactive(code: str, namespace: dict[str, Any]) -> str:
     return "" if value is None else repr(value)
 
 
+def attempt(code: str, namespace: dict[str, Any], room: int) -> tuple[bytes, bytes | None]:
+    """What a program prints, its last expression's value included, and how it failed, or None."""
+    printed = sys.stdout = sys.stderr = Printed(room)
+    failed = None
+    try:
+        printed.write(interactive(code, namespace))
+    except BaseException as error:
+        failed = reason(error)
+    return "".join(printed.parts).encode("utf-8", "replace"), failed
+
+
+def given(source: int) -> bytes:
+    """The next bytes that the parent sends to a session: a length of 8 bytes, and the bytes. Ends the process where there are no more."""
+    import os
+
+    size, data = 0, b""
+    while len(data) < (size or 8):
+        if not (chunk := os.read(source, (size or 8) - len(data))):
+            os._exit(0)
+        data += chunk
+        if not size and len(data) == 8:
+            size, data = int.from_bytes(data, "big"), b""
+            if not size:
+                return b""
+    return data
+
+
+def programs(source: int, out: int, namespace: dict[str, Any], room: int) -> None:
+    """Runs one program after the other in the same names, until there is none."""
+    while True:
+        printed, failed = attempt(given(source).decode("utf-8", "replace"), namespace, room)
+        say(out, b"P", printed)
+        say(out, b"D" if failed is None else b"E", failed or b"")
+
+
 def main() -> None:
     import marshal
     import os
 
-    job = marshal.loads(sys.stdin.buffer.read())
-    out = os.dup(1)
+    session = sys.argv[1:] == ["session"]
+    job = marshal.loads(given(0) if session else sys.stdin.buffer.read())
+    source, out = os.dup(0) if session else -1, os.dup(1)
     null = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
@@ -371,24 +408,21 @@ def main() -> None:
         os._exit(0)
     say(out, b"R")
     room = job["output_kb"] << 10
-    printed = Printed(room // 4)
     module = type(sys)(job["name"])
     sys.modules[job["name"]] = module  # dataclasses and pickle look there
     namespace = module.__dict__
     sys.argv = [""]
+    if session:
+        programs(source, out, namespace, room // 4)
     if job["interactive"]:
-        sys.stdout = sys.stderr = printed
-    try:
-        if job["interactive"]:
-            text = interactive(job["code"], namespace)
-            printed.write(text)
-        else:
-            exec(compile(job["code"], "<program>", "exec"), namespace)
+        printed, failed = attempt(job["code"], namespace, room // 4)
+        say(out, b"P", printed)
+    else:
         failed = None
-    except BaseException as error:
-        failed = reason(error)
-    if job["interactive"]:
-        say(out, b"P", "".join(printed.parts).encode("utf-8", "replace"))
+        try:
+            exec(compile(job["code"], "<program>", "exec"), namespace)
+        except BaseException as error:
+            failed = reason(error)
     if failed is not None:
         say(out, b"E", failed)
         os._exit(0)

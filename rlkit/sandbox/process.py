@@ -14,7 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any, Literal, NamedTuple
@@ -137,55 +137,68 @@ def _said(job: bytes, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
     with folder() as path, tempfile.TemporaryFile() as given:
         given.write(job)
         given.seek(0)
-        child = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", str(CHILD)],
-            stdin=given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=path, env={}, start_new_session=True,
-        )  # fmt: skip
-        assert child.stdout is not None
+        with child_in(path, given) as (child, kill), ended_by(kill):
+            assert child.stdout is not None
+            return _read(child.stdout.fileno(), sandbox)
 
-        def kill() -> None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)  # also what it may have started
-            child.kill()
 
-        try:
-            with ended_by(kill):
-                return _read(child.stdout.fileno(), sandbox)
-        finally:
-            kill()
-            child.stdout.close()
-            child.wait()
+@contextlib.contextmanager
+def child_in(path: str, stdin: Any, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], None]]]:
+    """A child that works in a folder, and what kills it and all that it may have started; killed at the end of the block."""
+    child = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-B", str(CHILD), *arguments],
+        stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=path, env={}, start_new_session=True,
+    )  # fmt: skip
+
+    def kill() -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.kill()
+
+    try:
+        yield child, kill
+    finally:
+        kill()
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        child.wait()
 
 
 def _job(job: Job, sandbox: Sandbox, features: Sequence[str], landlock_abi: int | None = None) -> dict[str, Any]:
     return {
         "code": job.code, "calls": list(job.calls), "interactive": job.interactive, "name": "__main__" if job.interactive else "solution",
-        "features": list(features), "time_limit": sandbox.time_limit, "memory_mb": sandbox.memory_mb, "output_kb": sandbox.output_kb,
+        "features": list(features), "cpu_s": sandbox.time_limit, "memory_mb": sandbox.memory_mb, "output_kb": sandbox.output_kb,
         "disk_mb": DISK_MB, "readable": list(readable()) if "landlock" in features else [], "landlock_abi": landlock_abi,
     }  # fmt: skip
 
 
 def _read(fd: int, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
     """What the child says until it ends, its time is up, or it has said too much; and the seconds since it was ready."""
-    limit = sandbox.output_kb << 10
-    data, ready = bytearray(), False
-    start = monotonic()
+    data, start = bytearray(), monotonic()
+    if (how := heard(fd, data, START_LIMIT, sandbox, "RX")) == "said":  # the first record is ours: the program runs after it
+        start = monotonic()
+        how = heard(fd, data, sandbox.time_limit, sandbox)
+    return bytes(data[: sandbox.output_kb << 10]), "end" if how == "said" else how, monotonic() - start
+
+
+def heard(fd: int, data: bytearray, seconds: float, sandbox: Sandbox, last: str = "") -> Ending | Literal["said"]:
+    """Appends what a child says to `data`, until a record with one of the tags `last` ("said") or until it can or may say no more."""
+    end = monotonic() + seconds
     poller = select.poll()
     poller.register(fd, select.POLLIN | select.POLLHUP)
     while True:
-        left = start + (sandbox.time_limit if ready else START_LIMIT) - monotonic()
-        if left <= 0:
-            return bytes(data), "timeout", monotonic() - start
-        if not poller.poll(left * 1000):
-            continue
-        chunk = os.read(fd, 65536)
-        if not chunk:
-            return bytes(data), "end", monotonic() - start
-        data += chunk
-        if not ready:  # the first record is ours: the program runs after it
-            ready, start = True, monotonic()
-        if len(data) > limit:
-            return bytes(data[:limit]), "flood", monotonic() - start
+        if last and any(tag in last for tag, _ in records(bytes(data))):  # not the newest alone: more may have come with it
+            return "said"
+        if len(data) > sandbox.output_kb << 10:
+            return "flood"
+        if (left := end - monotonic()) <= 0:
+            return "timeout"
+        if poller.poll(left * 1000):
+            if not (chunk := os.read(fd, 65536)):
+                return "end"
+            data += chunk
 
 
 def _outcome(said: list[tuple[str, bytes]], job: Job, how: str, seconds: float) -> Outcome:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 import pytest
 
 from laws import each
-from rlkit.environments import execute, python_tool, tool_name, tool_schema, tool_use
+from rlkit.environments import PythonSession, execute, python_tool, tool_name, tool_schema, tool_use
+from rlkit.episodes.episode import play
 from rlkit.sandbox import Sandbox
 from rlkit.system.loops import run
-from rlkit.types import ToolCall
+from rlkit.types import Step, Task, ToolCall
 
 
 def executed(*args, **settings):
@@ -56,3 +60,52 @@ def test_its_schema_has_the_code_alone():
     schema = tool_schema(TOOL)["function"]
     assert schema["name"] == "python" == tool_name(TOOL) and list(schema["parameters"]["properties"]) == ["code"]
     assert tool_use(tools={"python": TOOL}).max_steps == 4
+
+
+def test_a_session_keeps_its_names_until_it_is_lost_and_no_longer():
+    """Time, output and an exit take the interpreter and its names; an exception does not. Each episode has its own."""
+    one, other = PythonSession(sandbox=Sandbox(time_limit=0.5)), PythonSession()
+    try:
+        assert one.python("x = 20\nx + 1") == "21" and one.python("def f(y):\n    return x * y\nf(2)") == "40"
+        with pytest.raises(ValueError, match=r"ZeroDivisionError.*\(line 2\)"):
+            one.python("x += 1\n1 / 0")
+        assert one.python("print(x)") == "21"
+        with pytest.raises(ValueError, match="NameError"):
+            other.python("x")
+        for end in ("while True: pass", "import os\nos._exit(0)", "raise_ = [print('a' * 60000) for _ in range(9)]\nwhile True: print(1)"):
+            one.python("x = 1")
+            with pytest.raises(ValueError, match="the variables of this session are lost"):
+                one.python(end)
+            with pytest.raises(ValueError, match="NameError"):
+                one.python("x")
+        children = [s.interpreter.child.pid for s in (one, other)]
+    finally:
+        one.close()
+        other.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+
+
+def test_a_session_is_confined_as_a_program_is():
+    session = PythonSession()
+    try:
+        for code in ("open('/etc/passwd').read()", "__import__('_socket').socket()", "import os\nos.fork()"):
+            with pytest.raises(ValueError, match=r"PermissionError|not permitted"):
+                session.python(code)
+        assert session.python("open('note', 'w').write('hi')") == "2" and session.python("open('note').read()") == "'hi'"
+    finally:
+        session.close()
+
+
+def test_an_episode_ends_its_session():
+    environment = tool_use(tools={"session": partial(PythonSession, sandbox=Sandbox())})
+    made = []
+
+    async def say(rollout, messages, session):
+        made.append(session.tools["python"].__self__.interpreter)
+        calls = ("x = 2", "x * 21")
+        said = tuple(ToolCall("call_0", "python", {"code": code}) for code in calls[len(rollout.steps) :][:1])
+        return Step((), (), (), (), "tool" if said else "stop", content="42", tool_calls=said)
+
+    rollout = run(play(Task("t", ({"role": "user", "content": "Go."},)), environment, say))
+    assert [step.tool_results[0].content for step in rollout.steps[:2]] == ["(no output)", "42"]
+    assert made[0].child is None

@@ -140,7 +140,7 @@ def check_tools(tasks: Sequence[Task], environment: Environment | Callable[[Task
     """
     for task in {task.environment: task for task in tasks}.values():
         for tool in opening(task, environment_of(environment, task)).tools.values():
-            if isinstance(sandbox := getattr(tool, "sandbox", None), Sandbox):
+            if isinstance(sandbox := getattr(tool, "sandbox", getattr(getattr(tool, "__self__", None), "sandbox", None)), Sandbox):
                 require(sandbox)
 
 

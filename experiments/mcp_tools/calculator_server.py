@@ -1,0 +1,28 @@
+"""An MCP server with one tool, a calculator, made with the official package. It knows nothing of rlkit but the tool's arithmetic.
+
+    python experiments/mcp_tools/calculator_server.py [PORT]
+
+Over standard input and output, or over streamable HTTP on a port of this machine.
+"""
+
+import sys
+from typing import Annotated
+
+from mcp.server.mcpserver import MCPServer
+from pydantic import Field
+
+from rlkit.environments import calculator as exact
+
+server = MCPServer("calculator", log_level="ERROR")
+
+
+@server.tool(structured_output=False)
+def calculator(expression: Annotated[str, Field(description="The expression.")]) -> str:
+    """Evaluates arithmetic."""
+    return exact(expression)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        server.run(transport="streamable-http", port=int(sys.argv[1]))
+    server.run(transport="stdio")

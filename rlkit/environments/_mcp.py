@@ -1,0 +1,157 @@
+"""Tools of servers that speak the Model Context Protocol."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Any, Literal
+
+from rlkit.environments._tool_use import calling, check_seconds
+from rlkit.environments.servers import ListedTool, Pool, ServerFailed, elsewhere, read_server, require_package
+from rlkit.environments.session import FunctionSession
+from rlkit.environments.tool_parsers import hermes
+from rlkit.environments.tools import MAX_CHARS, TIMEOUT
+from rlkit.errors import ConfigError
+from rlkit.types import Environment, Messages, Rollout, Task, Tool, ToolParser
+
+EPISODES = count()
+TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict, "null": type(None)}
+
+
+def mcp(
+    *,
+    servers: Mapping[str, Any],
+    max_turns: int = 4,
+    max_calls: int = 8,
+    system_prompt: str | None = None,
+    parse_calls: ToolParser = hermes,
+    overflow: Literal["truncate", "drop_oldest"] = "truncate",
+    max_chars: int = MAX_CHARS,
+    timeout: float | None = TIMEOUT,
+    start_timeout: float = 60.0,
+    deadline: float | None = None,
+) -> Environment:
+    """`tool_use` with the tools of MCP servers. Needs the package `mcp`.
+
+    The servers are asked for their tools once. A server that is given as a command has a process for each episode that calls it, which
+    is started by the first call and ended with the episode; it finds the task as JSON (`id`, `metadata`) in its environment, under
+    RLKIT_TASK. With `shared: true`, and over HTTP, all episodes share one connection, so a server must then keep nothing between calls.
+
+    What a tool reports as its failure, a call that does not fit its schema and one that takes too long are results that the policy
+    reads. A server that dies, or cannot be started for an episode, ends that episode as truncated by "error", with the server's name
+    and its last words in `rollout.metadata["error"]`; such an episode is not scored. A shared one is started again for the next call.
+
+    Args:
+      servers: name → a command as a list, a URL, or a mapping with `command` or `url` and perhaps env, cwd, shared, and `tools`: the
+        names of those that are used. A process inherits HOME, LOGNAME, PATH, SHELL, TERM and USER only, beside its `env`.
+      timeout: seconds of a call, > 0, its server's start not counted; None: no limit.
+      start_timeout: seconds until a server that was started has to answer, > 0.
+      The rest is as for `tool_use`.
+    Raises: ConfigError for a server that is none, or a limit out of range; from the first episode, where the package is missing, a
+      server's tools cannot be listed, or two tools have one name.
+    """
+    if not servers:
+        raise ConfigError("environment.servers is empty; name one: environment.servers={mine:[python,my_server.py]}")
+    check_seconds(timeout=timeout, start_timeout=start_timeout)
+    pool = Pool({name: read_server(name, given) for name, given in servers.items()}, start_timeout)
+    known: dict[str, Tool] = {}  # filled when the tools are listed, which is before any call is parsed
+    base = calling(
+        lambda task: known, known, parse_calls, overflow=overflow, system_prompt=system_prompt, max_turns=max_turns, max_calls=max_calls,
+        max_chars=max_chars, timeout=None, deadline=deadline,  # the pool limits a call, and leaves out the start of its server
+    )  # fmt: skip
+
+    @asynccontextmanager
+    async def session(task: Task) -> AsyncIterator[ServedSession]:
+        require_package()
+        listed = await elsewhere(pool.tools())
+        opened = ServedSession(base, task, pool, listed, timeout)
+        known.update(opened.tools)
+        try:
+            yield opened
+        finally:
+            await elsewhere(pool.leave(opened.episode))
+
+    return base._replace(first_prompt=None, tools=None, session=session)
+
+
+class ServedSession(FunctionSession):
+    """The session of an episode: functions that call servers, and the error of one that died."""
+
+    def __init__(self, base: Environment, task: Task, pool: Pool, listed: Mapping[str, list[ListedTool]], timeout: float | None):
+        self.pool, self.timeout, self.episode, self.failure = pool, timeout, next(EPISODES), ""
+        self.env = {"RLKIT_TASK": json.dumps({"id": task.id, "metadata": task.metadata}, default=str)}
+        tools: dict[str, Tool] = {}
+        owners: dict[str, str] = {}
+        for server, found in listed.items():
+            for tool in found:
+                if tool.name in tools:
+                    raise ConfigError(
+                        f"environment.servers.{server} and environment.servers.{owners[tool.name]} both have a tool {tool.name!r}; "
+                        f"name those that are used of one of them: environment.servers.{server}.tools=[…]"
+                    )
+                tools[tool.name], owners[tool.name] = self._function(server, tool), server
+        super().__init__(base, task, tools)
+
+    def _function(self, server: str, tool: ListedTool) -> Tool:
+        async def call(**arguments: Any) -> str:
+            if self.failure:  # a server that died: the episode is over, and its other calls are not made
+                raise ValueError(self.failure)
+            try:
+                return await elsewhere(self.pool.call(server, self.episode, self.env, tool.name, arguments, self.timeout))
+            except ServerFailed as error:
+                self.failure = str(error)
+                raise
+            except TimeoutError:
+                raise ValueError(f"{tool.name} took longer than {self.timeout or 0:g} s and was given up") from None
+
+        call.__name__ = tool.name
+        # As tool_schema writes it for a function that gives text, so that a tool's prompt does not tell where the tool runs.
+        described = {"name": tool.name, "description": tool.description, "parameters": plain_schema(tool.parameters)}
+        schema = {"type": "function", "function": {**described, "return": {"type": "string"}}}
+        vars(call).update(schema=schema, __signature__=signature_of(tool.parameters))
+        return call
+
+    async def answer(self, rollout: Rollout) -> tuple[Rollout, Messages | None]:
+        """The results of the calls; or the end of the episode, where a server failed."""
+        rollout, messages = await super().answer(rollout)
+        if not self.failure:
+            return rollout, messages
+        metadata = {**rollout.metadata, "error": self.failure}
+        return rollout._replace(status="truncated", truncation="error", metadata=metadata), None
+
+
+def plain_schema(schema: Any) -> Any:
+    """A JSON schema with its type first, without the titles and the dialect that servers' libraries add, which say nothing."""
+    if isinstance(schema, list):
+        return [plain_schema(entry) for entry in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    named = {"properties", "$defs", "definitions"}  # whose keys are names
+    return {
+        key: {name: plain_schema(entry) for name, entry in value.items()} if key in named else plain_schema(value)
+        for key, value in sorted(schema.items(), key=lambda entry: entry[0] != "type")
+        if not (key == "$schema" or (key == "title" and isinstance(value, str)))
+    }
+
+
+def signature_of(schema: Mapping[str, Any]) -> inspect.Signature:
+    """The signature of a tool by its schema, so that a call that does not fit is answered as that of any other tool."""
+    properties, required = schema.get("properties") or {}, schema.get("required") or ()
+    anything = inspect.Signature([inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)])
+    if not all(name.isidentifier() for name in properties):
+        return anything
+    parameters = []
+    for name, entry in properties.items():
+        kind = entry.get("type") if isinstance(entry, Mapping) else None
+        annotation = TYPES.get(kind, Any) if isinstance(kind, str) else Any
+        default = inspect.Parameter.empty if name in required else entry.get("default") if isinstance(entry, Mapping) else None
+        try:
+            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+        except ValueError:  # a keyword of Python
+            return anything
+    if schema.get("additionalProperties"):
+        parameters += anything.parameters.values()
+    return inspect.Signature(parameters)

@@ -1,0 +1,311 @@
+"""Tool servers of the Model Context Protocol: one connection an episode, or one that all episodes share, each with a task of its own.
+
+All connections live in the event loop of one background thread, since the loops in which episodes are played come and go. What a
+dying server throws (the HTTP client cancels the task that entered it, and leaves with an exception group) reaches the task that
+owns the connection, and no episode but those that were waiting for an answer of this server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Coroutine, Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import Any, NamedTuple, TypeVar
+
+from rlkit.errors import ConfigError, RLKitError, install
+
+T = TypeVar("T")
+CALL_TIMED_OUT, CLOSED = -32001, -32000  # codes of errors that the package makes itself
+GRACE = 2.0  # seconds more than the client's own limit until a call is given up here
+THREAD = "tool servers"
+KEYS = {"command", "url", "env", "cwd", "shared", "tools"}
+# Runs argv[2:] so that the kernel kills it when the thread that started it ends, and not at all if that has ended already.
+WITH_PARENT = """
+import ctypes, os, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+class ServerFailed(RLKitError, RuntimeError):
+    """A server could not be started, or has died. The message names it."""
+
+
+class ToolServer(NamedTuple):
+    """A server as a config names it: a command that speaks over standard input and output, or the address of one over HTTP."""
+
+    name: str
+    command: tuple[str, ...] = ()
+    url: str = ""
+    env: Mapping[str, str] = {}
+    cwd: str | None = None
+    shared: bool = False  # one connection for all episodes; else a process for each
+    tools: tuple[str, ...] | None = None  # which of its tools are used; None: all
+
+
+class ListedTool(NamedTuple):
+    """A tool as its server describes it."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]  # JSON schema
+
+
+def read_server(name: str, given: Any) -> ToolServer:
+    """A server from its config: a command as a list, a URL, or a mapping with one of them.
+
+    Raises: ConfigError naming what is wrong.
+    """
+    where = f"environment.servers.{name}"
+    if isinstance(given, str):
+        given = {"url": given}
+    elif isinstance(given, list | tuple):
+        given = {"command": given}
+    if not isinstance(given, Mapping) or ("command" in given) == ("url" in given):
+        raise ConfigError(
+            f"{where} is {given!r:.200}; give a command as a list, [python, my_server.py], or a URL, http://127.0.0.1:8000/mcp"
+        )
+    if unknown := given.keys() - KEYS:
+        raise ConfigError(f"{where}.{min(unknown)} is no key of a server; the keys are {', '.join(sorted(KEYS))}")
+    command, url = tuple(map(str, given.get("command") or ())), str(given.get("url") or "")
+    if url and not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{where}.url is {url!r}; it begins with http:// or https://")
+    if not url and (not command or shutil.which(command[0], path=(given.get("env") or {}).get("PATH")) is None):
+        raise ConfigError(f"{where}.command is {list(command)}; its first word is the name or the path of a program that can be started")
+    if url and given.get("shared") is False:
+        raise ConfigError(f"{where}.shared=false: the episodes of a server over HTTP share it; give its command for a process each")
+    tools, env = given.get("tools"), {str(k): str(v) for k, v in (given.get("env") or {}).items()}
+    shared = bool(url or given.get("shared"))
+    return ToolServer(name, command, url, env, given.get("cwd"), shared, None if tools is None else tuple(tools))
+
+
+def require_package() -> None:
+    """Raises: ConfigError where the package `mcp` is not installed."""
+    if find_spec("mcp") is None:
+        raise ConfigError(f"environment=mcp needs the package mcp: {install('mcp')}")
+
+
+# ------------------------------------------------------------------------------------------------------- a connection
+
+
+class Connection:
+    """One client of one server. A task of its own enters it, waits, and leaves it; calls are tasks beside it."""
+
+    def __init__(self, server: ToolServer, start_timeout: float, env: Mapping[str, str]):
+        self.server, self.failure = server, ""
+        self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  what the server writes to standard error
+        self.over = asyncio.Event()
+        self.client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.owner = asyncio.create_task(self._own(start_timeout, env))
+
+    async def _own(self, start_timeout: float, env: Mapping[str, str]) -> None:
+        reason = f"it did not answer within {start_timeout:g} s"
+        try:
+            async with asyncio.timeout(start_timeout) as limit, self._client(env) as client:
+                limit.reschedule(None)
+                reason = "the connection was closed"
+                self.client.set_result(client)
+                await self.over.wait()
+        except BaseException as error:  # also CancelledError and groups, which is how a dead server shows
+            if not isinstance(error, TimeoutError):
+                reason = f"{reason} ({_innermost(error)})" if self.client.done() else _innermost(error)
+        if not self.over.is_set():
+            self._fail(reason)
+        if not self.client.done():
+            self.client.set_exception(ServerFailed(self.failure or f"the server {self.server.name!r} was closed"))
+            self.client.exception()  # looked at, or asyncio complains where no one waits
+        self.log.close()
+
+    def _fail(self, reason: str) -> None:
+        if not self.failure:
+            self.failure = f"the server {self.server.name!r} failed: {reason}{self._last_words()}"
+
+    async def ready(self) -> Any:
+        """The client, once it is connected. Raises: ServerFailed where the server cannot be started."""
+        return await asyncio.shield(self.client)
+
+    def _client(self, env: Mapping[str, str]) -> Any:
+        from mcp import Client, StdioServerParameters
+        from mcp.client.stdio import stdio_client
+
+        for name in ("mcp", "client"):  # the package's loggers; what is wrong with a server is said where it matters
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        if self.server.url:
+            return Client(self.server.url)
+        command = ["-I", "-S", "-c", WITH_PARENT, str(os.getpid()), *self.server.command]
+        own = StdioServerParameters(command=sys.executable, args=command, env={**self.server.env, **env}, cwd=self.server.cwd)
+        return Client(stdio_client(own, errlog=self.log))
+
+    def _last_words(self) -> str:
+        if self.log.closed:
+            return ""
+        self.log.seek(0, os.SEEK_END)
+        self.log.seek(max(0, self.log.tell() - 2000))
+        lines = [line.strip() for line in self.log.read().splitlines() if line.strip()]
+        return f"; it wrote: {lines[-1]:.300}" if lines else ""
+
+    async def answer(self, request: Coroutine[Any, Any, T], seconds: float | None) -> T:
+        """What a request to the client gives.
+
+        Raises: ServerFailed where the server dies meanwhile; TimeoutError; ValueError with what the server says against the request.
+        """
+        from mcp import MCPError
+
+        task = asyncio.ensure_future(request)
+        try:
+            limit = None if seconds is None else seconds + GRACE
+            await asyncio.wait({task, self.owner}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and not self.owner.done():
+                raise TimeoutError
+            try:
+                return task.result()
+            except (asyncio.CancelledError, asyncio.InvalidStateError) as error:
+                why: BaseException = error
+            except MCPError as error:
+                if error.error.code == CALL_TIMED_OUT:
+                    raise TimeoutError from None
+                if error.error.code != CLOSED:
+                    raise ValueError(str(error)) from None
+                why = error
+            except Exception as error:
+                why = error
+            self._fail(_innermost(why))
+            self.over.set()
+            raise ServerFailed(self.failure)
+        finally:
+            task.cancel()
+
+    async def close(self) -> None:
+        """Ends the server's process, where it is this connection's, and waits for that."""
+        self.over.set()
+        if not self.client.done():
+            self.owner.cancel()
+        await asyncio.wait({self.owner})
+
+
+def _innermost(error: BaseException) -> str:
+    """What went wrong, out of the groups that it comes in."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text:.300}" if text else type(error).__name__
+
+
+# ------------------------------------------------------------------------------------------------------- all of them
+
+
+class Pool:
+    """The servers of an environment. Its coroutines run in the background loop; `elsewhere` awaits them from any other.
+
+    A connection is opened by the first call that needs it: a shared one again after its server has died, one of an episode once.
+    """
+
+    def __init__(self, servers: Mapping[str, ToolServer], start_timeout: float):
+        self.servers, self.start_timeout = servers, start_timeout
+        self.connections: dict[tuple[str, int | None], Connection] = {}
+        self.listed: dict[str, list[ListedTool]] = {}
+        self.listing = asyncio.Lock()
+        weakref.finalize(self, _ended, self.connections)  # with the environment, or before the interpreter ends
+
+    async def tools(self) -> dict[str, list[ListedTool]]:
+        """The tools of every server, which are asked for once. Raises: ConfigError where a server cannot be asked."""
+        async with self.listing:
+            for name, server in self.servers.items():
+                if name not in self.listed:
+                    try:
+                        self.listed[name] = await self._listed(server)
+                    except (ServerFailed, TimeoutError, ValueError) as error:
+                        raise ConfigError(f"environment.servers.{name}: its tools cannot be listed: {error or 'no answer'}") from error
+        return self.listed
+
+    async def _listed(self, server: ToolServer) -> list[ListedTool]:
+        connection = self._connection(server, None, {})
+        client, cursor = await connection.ready(), None
+        found: list[ListedTool] = []
+        while True:
+            page = await connection.answer(client.list_tools(cursor=cursor), self.start_timeout)
+            found += [ListedTool(tool.name, tool.description or "", tool.input_schema) for tool in page.tools]
+            if not (cursor := page.next_cursor):
+                break
+        if not server.shared:
+            await self._close(server, None)
+        names = {tool.name for tool in found}
+        if missing := [name for name in server.tools or () if name not in names]:
+            raise ValueError(f"it has no tool {missing[0]!r}; it has {', '.join(sorted(names)) or 'none'}")
+        return [tool for tool in found if server.tools is None or tool.name in server.tools]
+
+    async def call(
+        self, name: str, episode: int, env: Mapping[str, str], tool: str, given: Mapping[str, Any], seconds: float | None
+    ) -> str:
+        """The result of a call as text. Raises: ValueError where the tool says that it failed; see `Connection.answer` for the rest."""
+        server = self.servers[name]
+        connection = self._connection(server, None, {}) if server.shared else self._connection(server, episode, env)
+        client = await connection.ready()
+        result = await connection.answer(client.call_tool(tool, dict(given), read_timeout_seconds=seconds), seconds)
+        if result.is_error:
+            raise ValueError(_text(result) or "the tool failed and said no more")
+        return _text(result)
+
+    def _connection(self, server: ToolServer, episode: int | None, env: Mapping[str, str]) -> Connection:
+        there = self.connections.get((server.name, episode))
+        if there is None or (server.shared and (there.over.is_set() or there.owner.done())):
+            there = self.connections[server.name, episode] = Connection(server, self.start_timeout, env)
+        return there
+
+    async def _close(self, server: ToolServer, episode: int | None) -> None:
+        if connection := self.connections.pop((server.name, episode), None):
+            await connection.close()
+
+    async def leave(self, episode: int) -> None:
+        """Ends the processes of an episode."""
+        await asyncio.gather(*(self._close(server, episode) for server in self.servers.values()))
+
+
+def _ended(connections: dict[tuple[str, int | None], Connection]) -> None:
+    """Ends every process and connection of a pool that is no longer there."""
+
+    async def end() -> None:
+        await asyncio.gather(*(connection.close() for connection in connections.values()))
+
+    if connections:
+        ending = asyncio.run_coroutine_threadsafe(end(), background())
+        if threading.current_thread().name != THREAD:
+            with suppress(Exception):
+                ending.result(timeout=10)
+
+
+def _text(result: Any) -> str:
+    """The blocks of a result as the policy reads them: text as it is, anything else by its kind."""
+    parts = []
+    for block in result.content:
+        resource = getattr(block, "resource", None)
+        text = getattr(block, "text", None) or getattr(resource, "text", None)
+        parts.append(text if text is not None else f"[{getattr(block, 'mime_type', None) or block.type}]")
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content)
+    return "\n".join(parts)
+
+
+@functools.cache
+def background() -> asyncio.AbstractEventLoop:
+    """The loop of the thread that owns all connections. A daemon thread: processes started from it end when this process does."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name=THREAD, daemon=True).start()
+    return loop
+
+
+async def elsewhere(work: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine gives that runs in the background loop; cancelled there where it is cancelled here."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, background()))

@@ -1,0 +1,95 @@
+"""A confined interpreter that keeps its names from one program to the next, until it is closed or killed."""
+
+from __future__ import annotations
+
+import marshal
+import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from time import monotonic
+from typing import Literal
+
+from rlkit.sandbox.level import require
+from rlkit.sandbox.process import START_LIMIT, Ending, Job, Outcome, Sandbox, SandboxError, Status, _job, child_in, folder, heard
+from rlkit.sandbox.values import records
+from rlkit.system.deadline import ended_by
+
+LIFETIME = 1_000_000.0  # seconds of processor time of a session: each program has its own time on the parent's clock
+STARTER = ThreadPoolExecutor(1, "interpreters")  # a child is killed with the thread that started it, and a tool's call has one of its own
+
+
+class Interpreter:
+    """One child for many programs, under the limits of `Sandbox`; time and output are counted anew for each program.
+
+    It is started by its first program. A program that runs out of time, says too much or ends the interpreter takes all names with it;
+    the next one starts afresh. One program at a time.
+    """
+
+    def __init__(self, sandbox: Sandbox | None = None):
+        self.sandbox = sandbox or Sandbox()
+        self.lock, self.held = threading.Lock(), ExitStack()
+        self.child: subprocess.Popen[bytes] | None = None
+
+    def run(self, code: str) -> Outcome:
+        """Runs a program in the names that the earlier ones have left.
+
+        Raises: ConfigError, see `require`; SandboxError where the limits cannot be set. Nothing that a program does is an error.
+        """
+        with self.lock:
+            try:
+                if self.child is None:
+                    self._start()
+                outcome = self._outcome(code)
+            except (OSError, subprocess.SubprocessError) as error:
+                self._end()
+                raise SandboxError(f"no child could be started or read, and the program did not run: {error}") from error
+            except BaseException:
+                self._end()
+                raise
+            if outcome.status not in ("ok", "error"):
+                self._end()
+            return outcome
+
+    def close(self) -> None:
+        """Kills the interpreter and removes its folder."""
+        with self.lock:
+            self._end()
+
+    def _end(self) -> None:
+        self.child = None
+        self.held.close()
+
+    def _start(self) -> None:
+        features = require(self.sandbox).features
+        path = self.held.enter_context(folder())
+        self.child, self.kill = STARTER.submit(self.held.enter_context, child_in(path, subprocess.PIPE, "session")).result()
+        job = _job(Job("", interactive=True), self.sandbox, features) | {"cpu_s": LIFETIME}
+        self._send(marshal.dumps(job))
+        said, _ = self._said(START_LIMIT, "RX")
+        if not said or said[0][0] != "R":
+            why = said[0][1].decode("utf-8", "replace") if said else "the child said nothing"
+            raise SandboxError(f"the sandbox could not be set up, and the program did not run: {why}; see `rlkit.sandbox.probe()`")
+
+    def _send(self, data: bytes) -> None:
+        assert self.child is not None and self.child.stdin is not None
+        self.child.stdin.write(len(data).to_bytes(8, "big") + data)
+        self.child.stdin.flush()
+
+    def _outcome(self, code: str) -> Outcome:
+        try:
+            self._send(code.encode("utf-8", "replace"))
+        except BrokenPipeError:  # an earlier program's thread has ended the interpreter since
+            return Outcome("died")
+        start = monotonic()
+        with ended_by(self.kill):
+            said, how = self._said(self.sandbox.time_limit, "DE")
+        first = {tag: payload.decode("utf-8", "replace") for tag, payload in reversed(said)}
+        status: Status = ("ok" if "D" in first else "error") if how == "said" else "died" if how == "end" else how
+        return Outcome(status, (), first.get("P", ""), first.get("E", ""), monotonic() - start)
+
+    def _said(self, seconds: float, last: str) -> tuple[list[tuple[str, bytes]], Ending | Literal["said"]]:
+        assert self.child is not None and self.child.stdout is not None
+        data = bytearray()
+        how = heard(self.child.stdout.fileno(), data, seconds, self.sandbox, last)
+        return records(bytes(data)), how

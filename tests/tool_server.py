@@ -1,0 +1,91 @@
+"""A scripted MCP server without the package: `python tool_server.py` over standard input and output, `… PORT` over HTTP.
+
+Its tools do what tests need: keep a count, fail, wait, say too much, and die.
+"""
+
+import json
+import os
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+TEXT = {"type": "object", "properties": {"text": {"type": "string", "title": "Text"}}, "required": ["text"], "title": "echoArguments"}
+SECONDS = {"type": "object", "properties": {"seconds": {"type": "number", "default": 0}}}
+NOTHING = {"type": "object", "properties": {}}
+TOOLS = {
+    "count": ("Counts its calls.", NOTHING),
+    "echo": ("Says a text.", TEXT),
+    "fail": ("Fails.", NOTHING),
+    "wait": ("Waits.", SECONDS),
+    "flood": ("Says a lot.", NOTHING),
+    "die": ("Ends the server.", NOTHING),
+    "task": ("Says which task it serves.", NOTHING),
+}
+CALLS = 0
+
+
+def called(name, arguments):
+    """(text, whether the tool failed)"""
+    global CALLS
+    CALLS += 1
+    if name == "die":
+        print("out of cheese", file=sys.stderr, flush=True)
+        os._exit(3)
+    if name == "wait":
+        time.sleep(arguments["seconds"])
+    said = {"count": CALLS, "echo": arguments.get("text"), "fail": "no luck", "flood": "x" * 100_000, "task": os.environ.get("RLKIT_TASK")}
+    return str(said.get(name, "done")), name == "fail"
+
+
+def answered(method, params):
+    """The result of a request, or None where there is no such method."""
+    if method == "initialize":
+        info = {"name": "scripted", "version": "1"}
+        return {"protocolVersion": params["protocolVersion"], "capabilities": {"tools": {}}, "serverInfo": info}
+    if method == "tools/list":  # one tool a page
+        place = int(params.get("cursor") or 0)
+        name, (description, schema) = list(TOOLS.items())[place]
+        page = {"tools": [{"name": name, "description": description, "inputSchema": schema}]}
+        return page | ({"nextCursor": str(place + 1)} if place + 1 < len(TOOLS) else {})
+    if method == "tools/call":
+        text, failed = called(params["name"], params.get("arguments") or {})
+        return {"content": [{"type": "text", "text": text}], "isError": failed}
+    return {} if method == "ping" else None
+
+
+def reply(line):
+    request = json.loads(line)
+    if "id" not in request:
+        return None
+    result = answered(request.get("method"), request.get("params") or {})
+    body = {"error": {"code": -32601, "message": "no such method"}} if result is None else {"result": result}
+    return json.dumps({"jsonrpc": "2.0", "id": request["id"], **body}).encode()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        said = reply(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(202 if said is None else 200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(said or b"")))
+        self.end_headers()
+        self.wfile.write(said or b"")
+
+    def do_GET(self):
+        self.send_error(405)
+
+    def log_message(self, *words):
+        pass
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
+        print(server.server_address[1], flush=True)
+        server.serve_forever()
+    for line in sys.stdin.buffer:
+        if said := reply(line):
+            sys.stdout.buffer.write(said + b"\n")
+            sys.stdout.buffer.flush()
