@@ -82,6 +82,7 @@ def test_the_list_holds_two_thousand_and_draws_a_few(page):
 
 
 def test_filters_narrow_and_reset_widens(page):
+    assert page.locator("#component").is_hidden(), "the reward has one component"
     page.select_option("#tools", "none")
     counted(page, "20 of")
     assert "cut: length" in page.locator("#row-0").inner_text()
