@@ -101,8 +101,11 @@ def _write(folder: Path, table: pyarrow.Table) -> None:
     import pyarrow.parquet
 
     first, last = pyarrow.compute.min_max(table["step"]).as_py().values()
-    with atomic(folder / f"steps_{first:06d}-{last:06d}.parquet") as file:
+    path = folder / f"steps_{first:06d}-{last:06d}.parquet"
+    hidden = path.with_name(f".{path.name}")  # what a kill leaves half written is read by nobody who opens the folder
+    with atomic(hidden) as file:
         pyarrow.parquet.write_table(table, file, compression="zstd")
+    os.replace(hidden, path)
 
 
 def cut_completions(folder: Path, step: int) -> None:

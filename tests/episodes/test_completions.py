@@ -106,6 +106,24 @@ def test_a_killed_and_resumed_run_leaves_every_row_once(tmp_path):
     assert not list(broken.iterdir()) and len(list((tmp_path / "broken.discarded").iterdir())) == 4
 
 
+def test_a_file_that_is_half_written_leaves_a_folder_that_opens(tmp_path, monkeypatch):
+    """pandas reads all files of a folder but the hidden ones, and a kill leaves the half for ever."""
+    import pandas
+    import pyarrow.parquet
+
+    write_completions(tmp_path, rows([1]))
+    seen = []
+
+    def half(table, file, **_):
+        file.write(b"PAR1 half")
+        file.flush()
+        seen.append(len(pandas.read_parquet(tmp_path)))
+
+    monkeypatch.setattr(pyarrow.parquet, "write_table", half)
+    write_completions(tmp_path, rows([2]))
+    assert seen == [2]
+
+
 def test_an_advantage_is_that_of_the_trained_tokens():
     module = played(1)
     assert mean_advantages(module.batch, module.trained) == {(0, 0): 1.5}

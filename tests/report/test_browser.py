@@ -82,6 +82,7 @@ def test_the_list_holds_two_thousand_and_draws_a_few(page):
 
 
 def test_filters_narrow_and_reset_widens(page):
+    assert page.locator("#component").is_hidden(), "the reward has one component"
     page.select_option("#tools", "none")
     counted(page, "20 of")
     assert "cut: length" in page.locator("#row-0").inner_text()
@@ -160,7 +161,8 @@ def ticks(own):
 def test_a_chart_answers_the_pointer_and_the_keys(page):
     own = plot(page)
     box = own.locator("svg").bounding_box()
-    page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + 60)
+    own.locator("svg").hover(position={"x": box["width"] * 0.9, "y": 60})
+    own.locator(".tip").wait_for()
     assert re.search(r"step (8|9|10)", own.locator(".tip").inner_text()) and own.locator(".tip-row").count() == 2
     assert page.locator("line.cross[visibility=visible]").count() > 1, "the same step is marked in every chart"
     own.locator("svg").focus()

@@ -10,17 +10,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from rlkit.runs.report.charts import (
-    BINS,
-    OTHER,
-    SECTIONS,
-    Chart,
-    others,
-    page_data,
-    phase_starts,
-    seconds_data,
-    solve_rates,
-)
+from rlkit.runs.report.charts import BINS, OTHER, SECTIONS, Chart, others, page_data, phase_starts, seconds_data, solve_rates
 from rlkit.runs.report.conversations import Shown, compressed
 from rlkit.runs.report.read import Group, ReadRun, differences, is_number
 from rlkit.runs.report.tables import HeldOutRow, WithInterval, before_after, reward_rows, symptoms
