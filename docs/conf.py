@@ -14,6 +14,8 @@ extensions = ["myst_parser"]
 myst_heading_anchors = 3
 html_theme = "furo"
 html_title = "rlkit"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 

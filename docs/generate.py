@@ -380,7 +380,8 @@ def shipped(protocol: str) -> list[str]:
 READING = """
 Every number that a run writes to `metrics.jsonl`: what it means and its unit, what a healthy run shows, and
 what to do when it shows something else. A word in capitals stands for a name: TERM for a reward term, PART for
-a part of a mixture, NAME for any name. A number that does not apply to a run is null in the file.
+a part of a mixture, NAME for any name. A number that does not apply to a run is null in the file. What a
+callback of yours logs stands beside these, under the name that you give it.
 """
 
 

@@ -591,7 +591,7 @@ class Session(Protocol):
         ...
 
     def first_prompt(self) -> Messages | Awaitable[Messages]:
-        """The messages that the episode begins with."""
+        """The messages that the episode begins with. It may raise rlkit.errors.EpisodeOver: there is nothing to reply to."""
         ...
 
     def answer(self, rollout: Rollout) -> Any:
@@ -600,6 +600,28 @@ class Session(Protocol):
         The rollout comes back with what the reply led to: tool results, a reward of its step, a truncation, metadata.
         """
         ...
+
+
+class Ask(Protocol):
+    """What a program's episode is given: a whole conversation → the policy's reply, sampled and recorded. Several may wait at once."""
+
+    async def __call__(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), limit: int | None = None) -> Step:
+        """The reply to a conversation that extends a recorded one, or that starts a row of its own.
+
+        Args:
+          messages: from the first to the last; replies of the policy as they came back. tools: their schemas.
+          limit: tokens of the reply, where fewer than the run's.
+        Raises: RequestRefused where the episode is at its limit of replies, or the context leaves no room.
+        """
+        ...
+
+
+class Ended(NamedTuple):
+    """How a program left its episode."""
+
+    truncation: str = ""  # why it did not end by itself: deadline or error
+    reward: float | None = None  # what the program says that the episode is worth
+    metadata: Mapping[str, Any] = {}
 
 
 class Environment(NamedTuple):
@@ -622,6 +644,12 @@ class Environment(NamedTuple):
     # Seconds that an episode may spend in its session, all together; then it is truncated. A method that awaits is cancelled; a plain
     # one that blocks cannot be, and the episode is truncated once it returns.
     deadline: float | None = None
+    # Two players: (task) → what they share, with `player(0)` and `player(1)` → Session. Each waits in its session for its turn.
+    table: Callable[[Task], Any] | None = None
+    opponent: str | None = None  # path of the model that plays against the policy; None: the policy plays both
+    # (task, ask) → Ended, async: a program that asks for its replies itself, in the place of a session (rlkit.gateway.program)
+    program: Callable[[Task, Ask], Awaitable[Ended]] | None = None
+    strict_thinking: bool = True  # of a program: a reply that comes back without its thinking is another history
 
 
 class Engine(Protocol):

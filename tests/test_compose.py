@@ -31,11 +31,13 @@ REQUIRED = {
     "task=conversations": ["task.path=rows.jsonl"],
     "experiment=sft": ["task.path=rows.jsonl"],
     "environment=gymnasium": ["environment.make._target_=rlkit.sandbox.Sandbox"],  # any callable: nothing is played
+    "environment=two_players": ["environment.make._target_=rlkit.sandbox.Sandbox"],
     "environment=mcp": ["environment.servers={mine:[python]}"],
     "environment/parse_calls=hermes": ["environment=tool_use"],
     "environment/parse_calls=xml": ["environment=tool_use"],
     "generation=vllm": ["generation.engine.addresses=[http://localhost:8000]"],  # vLLM in this process is not installed everywhere
     "teacher=path": ["teacher.path=any"],
+    "reward=judge": ["reward.terms.judge.fn.address=http://localhost:8000/v1", "reward.terms.judge.fn.model=any"],
     "generation=notebook": ["generation.top_p=1", "generation.top_k=0"],  # training refuses a cut distribution
 }
 

@@ -49,6 +49,7 @@ CANNOT = {
     "task.path=": "needs a user's rows",
     "task=verifiers": "needs the extra",
     "--config-dir": "needs a user's folder; tests/test_extension.py runs such",
+    "reward=judge": "needs a server; tests/rewards/test_judge.py has one",
     "my_": "needs a user's module; tests/test_extension.py runs such",
     "environment=python": "needs a sandbox, which not every machine has",
     "resume=": "needs a run; tests/test_runs.py resumes such",
@@ -158,7 +159,7 @@ def test_every_command_shown_is_one_that_rlkit_takes(command):
         return
     name, *words = words_of(command)
     if name not in ("train", "check", "evaluate", "rollout", "agent"):
-        assert name in ("doctor", "export", "report", "replay", "compare", "plan", "bench", "runs", "--help"), name
+        assert name in ("doctor", "export", "report", "replay", "compare", "plan", "bench", "runs", "metrics", "--help"), name
         return
     arguments = parse(words, texts=name == "agent")
     overrides = [o for o in drop(drop(arguments.overrides, "run"), "resume") if not o.startswith("check.") and o != "debug=true"]
@@ -176,6 +177,7 @@ SMALL = {
     "evaluate": ["evaluation.n=8", "evaluation.samples=8"],
     "agent": [],
     "doctor": [],
+    "metrics": [],
     "--help": [],
 }
 ANSWERS = {"Kim has 19 toys. Kim buys 14 more.": "33"}  # the beginning of a question that a page asks → the right answer
@@ -317,14 +319,17 @@ NOT_OF_RUNS = {
     "bundle",
     "run",
     "split",
+    "trust",
 }  # of other commands
 
 
 def overrides_named() -> list[str]:
-    """`key=value …` in the running text of pages: whole commands are tested above."""
+    """`key=value …` in the running text of pages, but for what a whole command shows too, which is tested above."""
+    shown = {word for command in COMMANDS for word in command.split()}
     spans = [span for page in TOUR for span in re.findall(r"`([a-z][^`\n]*)`", page.read_text())]
     words = r"[a-z][a-z_/.]*=[\w.\-]+"
-    return sorted({span for span in spans if re.fullmatch(f"{words}( {words})*", span) and "__" not in span and "_target_" not in span})
+    found = {span for span in spans if re.fullmatch(f"{words}( {words})*", span) and "__" not in span and "_target_" not in span}
+    return sorted(span for span in found if not set(span.split()) <= shown)
 
 
 @pytest.mark.slow
@@ -340,7 +345,7 @@ def test_every_override_that_a_page_names_is_taken():
             compose([*words, *more])
         except ConfigError as error:
             refused.append(f"{span}: {error}")
-    assert len(named) > 50 and not refused, "\n".join(refused)
+    assert len(named) > 20 and not refused, "\n".join(refused)
 
 
 @pytest.mark.slow

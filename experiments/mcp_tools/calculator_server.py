@@ -19,7 +19,10 @@ server = MCPServer("calculator", log_level="ERROR")
 @server.tool(structured_output=False)
 def calculator(expression: Annotated[str, Field(description="The expression.")]) -> str:
     """Evaluates arithmetic."""
-    return exact(expression)
+    try:
+        return exact(expression)
+    except ValueError as error:  # the package hides what an exception says, and the policy should read it
+        return f"Error: {error}."
 
 
 if __name__ == "__main__":

@@ -41,9 +41,8 @@ def equal_episodes(seed: int) -> dict:
     row = {"seed": seed, "replies": len(own), "calls": sum(len(step.tool_calls) for step in own)}
     for name in ("shared", "process_each"):
         steps = [step for rollout in played[name] for step in rollout.steps]
-        assert [s.response_ids for s in steps] == [s.response_ids for s in own] and [s.prompt_ids for s in steps] == [
-            s.prompt_ids for s in own
-        ]
+        for key in ("prompt_ids", "response_ids"):
+            assert [getattr(s, key) for s in steps] == [getattr(s, key) for s in own], f"seed {seed}: other {key} with {name}"
         gaps = [abs(a - b) for s, o in zip(steps, own, strict=True) for a, b in zip(s.logprobs, o.logprobs, strict=True)]
         row[f"largest_difference_{name}"] = max(gaps)
     return row

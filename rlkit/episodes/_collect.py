@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from itertools import count
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from rlkit.engines import Cached
 from rlkit.environments import environment_of
 from rlkit.episodes.episode import play
-from rlkit.episodes.replies import check_engine, encoder, speaker
+from rlkit.episodes.programs import Conversations, play_program
+from rlkit.episodes.replies import Encode, check_engine, encoder, speaker
 from rlkit.functional import mix
+from rlkit.models import load_policy
 from rlkit.system import rng
 from rlkit.system.loops import awaited, blocking, together
 from rlkit.types import Engine, Environment, Messages, Policy, Rollout, SamplingParams, Session, Step, Task
@@ -52,6 +56,62 @@ class Place:
             await self.start.all_here.wait()
 
 
+class Speaker(NamedTuple):
+    """A model that plays, and how it is sampled."""
+
+    policy: Policy
+    engine: Engine
+    params: SamplingParams
+    encode: Encode
+
+
+class Turns:
+    """The key under which an engine knows an episode, or the two episodes of a game, of which one speaks at a time."""
+
+    def __init__(self, key: int, players: int = 1):
+        self.key, self.players = key, players
+
+    def leave(self, engine: Engine) -> None:
+        """An episode says no more; the last one releases the key."""
+        self.players -= 1
+        if not self.players:
+            engine.release(self.key)
+
+
+class Seat(NamedTuple):
+    """What tells an episode from the others of a call."""
+
+    task: Task
+    group: int
+    sample: int
+    turns: Turns
+    place: Place
+    done: Callable[[Rollout], None]
+    spent: Callable[[float], None]
+    table: Any = None  # of a game of two, and which of them this is
+    player: int = 0
+
+
+def ignored(value: Any) -> None:
+    """For what is not looked at."""
+
+
+async def other_player(path: str, policy: Policy, params: SamplingParams) -> Speaker:
+    """The model that plays against a policy, as it was loaded. It is sampled like the policy, and never waits for an answer that is due:
+    the policy's engine may be waiting for this one."""
+    weights = next(policy.model.parameters())
+    rival, engine = _loaded(path, str(weights.device))
+    await awaited(engine.load(rival, 0))
+    return Speaker(rival, engine, params._replace(admission="free"), encoder(rival))
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded(path: str, device: str) -> tuple[Policy, Engine]:
+    rival = load_policy(path=path, device=device)
+    rival.model.requires_grad_(False)
+    return rival, Cached()
+
+
 async def collected(
     policy: Policy,
     tasks: Sequence[Task],
@@ -65,6 +125,7 @@ async def collected(
     version: int = 0,
     on_done: Callable[[Rollout], None] | None = None,
     spent: Callable[[float], None] = lambda seconds: None,
+    over: Mapping[tuple[int, int], Rollout] = MappingProxyType({}),
     **params: Any,
 ) -> list[Rollout]:
     """Play `group_size` independent episodes of each task, all of them at the same time.
@@ -85,45 +146,81 @@ async def collected(
       version: RL steps that the weights have done.
       on_done: called with each episode once it is over.
       spent: called with the seconds that each episode spent in its session.
+      over: position of the task and sample → an episode that has been played already, and is given back as it is.
       params: of SamplingParams (temperature, max_new_tokens, …).
     Returns: unscored rollouts, task by task, samples of a task side by side.
     Raises: the first error of any episode, as it was raised, after every session has been closed.
     """
-    engine = Cached() if engine is None else engine
-    sampling, encode = SamplingParams(**params), encoder(policy)
+    engine, sampling = Cached() if engine is None else engine, SamplingParams(**params)
     check_engine(engine)
     await awaited(engine.load(policy, version))
-    start = Start(waits=sampling.admission != "free")
+    start, own = Start(waits=sampling.admission != "free"), Speaker(policy, engine, sampling, encoder(policy))
 
-    async def episode(task: Task, group: int, sample: int, place: Place) -> Rollout:
-        own, key, draws = environment_of(environment, task), next(KEYS), mix(seed, step, group, sample)
-        speak = speaker(policy, own, engine, sampling, key=key, seed=draws, encode=encode)
+    async def programmed(how: Environment, at: Seat) -> Rollout:
+        draws = mix(seed, step, at.group, at.sample)
+        conversations = Conversations(policy, how, engine, sampling, at.task, seed=draws, keys=KEYS, ready=at.place.ready)
+        rollout = await play_program(conversations)
+        steps = tuple(said._replace(versions=said.versions or ((0, version),)) for said in rollout.steps)
+        return rollout._replace(steps=steps, group=at.group, sample=at.sample)
+
+    async def episode(who: Speaker, how: Environment, at: Seat) -> Rollout:
+        if (at.group, at.sample) in over:
+            at.place.arrive()
+            return over[at.group, at.sample]
+        task, draws = at.task, mix(seed, step, at.group, at.sample)
+        if at.table is not None:
+            how = how._replace(session=lambda task: at.table.player(at.player))
+        speak = speaker(who.policy, how, who.engine, who.params, key=at.turns.key, seed=draws, encode=who.encode)
 
         async def say(rollout: Rollout, messages: Messages, session: Session) -> Step | None:
-            await place.ready()
+            await at.place.ready()
             said = await speak(rollout, messages, session)
             return said and said._replace(versions=said.versions or ((0, version),))  # of an engine that does not say
 
-        held = [key]
+        held = [at]
 
-        def over() -> None:
+        def release() -> None:
             while held:
-                engine.release(held.pop())
+                held.pop().turns.leave(who.engine)
 
         try:
-            rollout = await play(task, own, say, group=group, sample=sample, seed=draws, said=over, spent=spent)
+            if how.program is not None:
+                rollout = await programmed(how, at)
+            else:
+                rollout = await play(task, how, say, group=at.group, sample=at.sample, seed=draws, said=release, spent=at.spent)
         finally:
-            over()
-            place.arrive()
-        rollout = named_limit(policy, rollout)
-        if on_done is not None:
-            on_done(rollout)
+            release()
+            at.place.arrive()
+        rollout = named_limit(who.policy, rollout)
+        if at.table is not None:
+            rollout = rollout._replace(metadata={**rollout.metadata, "player": at.player})
+        at.done(rollout)
         return rollout
 
+    async def against(how: Environment, one: Seat) -> Rollout:
+        """A sample against a player that is not trained on."""
+        other, rival = one._replace(sample=group_size + one.sample, player=1 - one.player, done=ignored, spent=ignored), own
+        if how.opponent is None:
+            one.turns.players = 2
+        else:
+            rival = await other_player(how.opponent, policy, sampling)
+            other = other._replace(turns=Turns(next(KEYS)), place=Start(waits=False).place())
+        return (await together([episode(own, how, one), episode(rival, how, other)]))[0]
+
+    def group_of(task: Task, i: int) -> Iterator[Coroutine[Any, Any, Rollout]]:
+        how = environment_of(environment, task)
+        pairs = 0 if how.table is None or how.opponent is not None else group_size // 2
+        for j in range(group_size):
+            if j >= 2 * pairs or not j % 2:
+                seat = Seat(task, i, j, Turns(next(KEYS)), start.place(), on_done or ignored, spent, how.table and how.table(task))
+            if j < 2 * pairs:
+                seat.turns.players = 2
+                yield episode(own, how, seat._replace(sample=j, player=j % 2))
+            else:
+                yield episode(own, how, seat) if how.table is None else against(how, seat._replace(player=(i + j) % 2))
+
     with rng.kept():
-        return await together(
-            [episode(task, i, j, start.place()) for i, task in enumerate(tasks, first) for j in range(group_size)],
-        )
+        return await together([coroutine for i, task in enumerate(tasks, first) for coroutine in group_of(task, i)])
 
 
 collect = blocking(collected, name="collect")

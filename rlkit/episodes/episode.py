@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from rlkit.environments import tool_schema
 from rlkit.environments.session import blamed, opened, with_state
+from rlkit.errors import EpisodeOver
 from rlkit.functional import mix
 from rlkit.system import rng
 from rlkit.system.deadline import Countdown, DeadlinePassed
@@ -67,6 +68,8 @@ async def play(
                     rollout, prompt = cut_off(rollout, "steps"), None
         except DeadlinePassed:
             rollout = cut_off(rollout, "deadline")
+        except EpisodeOver:
+            rollout = cut_off(rollout, "environment")
         said()
         return rollout if session is None else await with_state(rollout, session)
 

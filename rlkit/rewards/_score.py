@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from rlkit.distributed import ranks
 from rlkit.errors import ConfigError, Refusal, RLKitError, place, written
 from rlkit.rewards.aggregators import weighted_sum
-from rlkit.system.deadline import contained, in_thread
+from rlkit.system.deadline import contained, in_thread, in_worker
 from rlkit.types import AggregatorFn, Metrics, Rollout, Task, unpacked
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -66,6 +66,8 @@ class Term(NamedTuple):
     timeout   seconds that a call may take (of a batched term: the call for all rollouts); None: no limit. An async function is
               cancelled. A plain one runs in a thread, which cannot be killed: it is given up and goes on in the background, so what
               may truly hang belongs into a child process, as math_verify does it
+    threads   rollouts that a plain function scores at the same time, each in a thread, > 0: more than 1 for one that waits, such as for
+              an answer over the network. What it draws at random then depends on the clock
     """
 
     weight: float
@@ -73,6 +75,7 @@ class Term(NamedTuple):
     batched: bool = False
     per_step: bool = False
     timeout: float | None = None
+    threads: int = 1
 
 
 class Reward(NamedTuple):
@@ -152,6 +155,8 @@ def _require(reward: Reward) -> None:
     if not 0 <= reward.max_error_rate <= 1:
         raise ConfigError(f"reward {reward.name!r}: max_error_rate is a share of the rollouts, 0 … 1, not {reward.max_error_rate}")
     for name, term in reward.terms.items():
+        if term.threads < 1:
+            raise ConfigError(f"reward term {name!r}: threads must be at least 1, not {term.threads}")
         if term.timeout is not None and not term.timeout > 0:
             raise ConfigError(f"reward term {name!r}: timeout must be > 0 seconds, or null for no limit, not {term.timeout}")
 
@@ -176,9 +181,25 @@ def _column(name: str, term: Term, rollouts: Sequence[Rollout], max_error_rate: 
 def called_on(term: Term, rollouts: Sequence[Rollout]) -> Iterable[Any]:
     """What the function returned for each rollout, one by one: a value, an exception, or what has yet to be awaited."""
     if not (term.batched or is_batched(term.fn)):
-        return (_called(partial(term.fn, rollout), term.timeout) for rollout in rollouts)
+        calls = [partial(_called, partial(term.fn, rollout), term.timeout) for rollout in rollouts]
+        return (call() for call in calls) if term.threads == 1 else _in_threads(calls, term.threads)
     values = _called(partial(term.fn, list(rollouts)), term.timeout)
     return _spread(_awaited([values], term.timeout)[0] if inspect.isawaitable(values) else values, len(rollouts))
+
+
+def _in_threads(calls: Sequence[Callable[[], Any]], threads: int) -> list[Any]:
+    """What calls return, in their order, with so many of them under way at the same time. The first Refusal among them is raised."""
+
+    async def together() -> list[Any]:
+        places = asyncio.Semaphore(threads)
+
+        async def one(call: Callable[[], Any]) -> Any:
+            async with places:
+                return await in_worker(call, None, "a reward function")
+
+        return await asyncio.gather(*map(one, calls))
+
+    return in_thread(lambda: asyncio.run(together()), None)
 
 
 def _called(call: Callable[[], Any], timeout: float | None) -> Any:

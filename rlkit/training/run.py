@@ -20,8 +20,8 @@ from rlkit.types import Policy, Split, Splits
 
 if TYPE_CHECKING:
     from rlkit.training.callbacks.evaluation import Results
+    from rlkit.training.flight import Ahead
     from rlkit.training.module import RLModule
-    from rlkit.training.overlap import SamplingProcess
 
 
 def train_in(
@@ -59,7 +59,7 @@ def _train(
     x: Experiment,
     tasks: Splits,
     folder: Path,
-    process: SamplingProcess | None,
+    process: Ahead | None,
     *,
     started: float,
     resume: Path | None,

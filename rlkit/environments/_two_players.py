@@ -1,0 +1,164 @@
+"""Text games of two players who take turns: both are the policy, or one is another model."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Literal
+
+from rlkit.environments._dialogue import dialogue
+from rlkit.environments._gymnasium import rewarded, seed_of
+from rlkit.environments.prompts import with_system_prompt
+from rlkit.errors import ConfigError, EpisodeOver, place
+from rlkit.system.loops import awaited
+from rlkit.types import Environment, Messages, Rollout, Task, Tool
+
+
+def two_players(
+    *,
+    make: Callable[[], Any],
+    opponent: str | None = None,
+    parse_action: Callable[[str], Any] = str.strip,
+    render: Callable[[Any], str] = str,
+    max_turns: int = 50,
+    system_prompt: str | None = None,
+    history: Literal["keep_thinking", "strip_thinking"] = "keep_thinking",
+) -> Environment:
+    """Replies are actions, in turn; each player has a rollout of its own, with its own prompts and rewards.
+
+    In self-play the samples 2k and 2k + 1 of a task play each other, as player 0 and 1. A sample that is left over plays against the
+    policy too, and so does every sample against an `opponent`; the other side is not trained on then, and task and sample together
+    decide which side the policy has. `rollout.metadata["player"]` says which it was.
+
+    A player whose reply is cut by length, or who has had `max_turns` replies, ends the game; the other is truncated by "environment".
+    A game that raises, or gives rewards that are no numbers, ends as truncated by "error" for both.
+
+    Args:
+      make: () → an object with `reset(seed=…)` → (observation of the player who begins, info) and `step(action)` → (observation of the
+        player whose turn is next, a reward for each player, terminated, truncated, info), and perhaps `close()`; plain or async. Where it
+        has an attribute `player`, that says whose turn it is, 0 or 1; else 0 begins, and they alternate.
+      opponent: path of the other player's model, as `model.path`: the policy's own is the policy frozen as it started. None: self-play.
+      parse_action, render, max_turns, system_prompt, history: as for `gymnasium`, for each player.
+    Raises: ConfigError for a limit out of range; from a game's start, where it cannot be made or reset.
+    """
+
+    def table(task: Task) -> Table:
+        return Table(task, make, parse_action, render, system_prompt)
+
+    base = dialogue(max_turns=max_turns, history=history)
+    return base._replace(first_prompt=None, session=lambda task: table(task).player(0), table=table, opponent=opponent)
+
+
+class Table:
+    """A game and whose turn it is. Its players' sessions wait here for each other."""
+
+    def __init__(
+        self, task: Task, make: Callable[[], Any], parse_action: Callable[[str], Any], render: Callable[[Any], str], prompt: str | None
+    ):
+        self.task, self.make, self.parse_action, self.render, self.system_prompt = task, make, parse_action, render, prompt
+        self.game: Any = None
+        self.starting, self.called = asyncio.Lock(), (asyncio.Event(), asyncio.Event())
+        self.observation, self.rewards, self.here = "", [0.0, 0.0], 0
+        self.over: str | None = None  # once it is over: "", or why it was cut short
+        self.error = ""
+
+    def player(self, number: int) -> Player:
+        """The session of a player, 0 or 1."""
+        self.here += 1
+        return Player(self, number)
+
+    async def start(self) -> None:
+        """Makes and resets the game, once."""
+        async with self.starting:
+            if self.game is None:
+                seed = seed_of(self.task)
+                try:
+                    self.game = await awaited(self.make())
+                    observation, _ = await awaited(self.game.reset(seed=seed))
+                    self._next(observation, 0)
+                except Exception as error:
+                    raise ConfigError(
+                        f"environment.make: the game cannot be made or reset(seed={seed}) for task {self.task.id!r}: "
+                        f"{type(error).__name__}: {error} at {place(error)}; it needs reset(seed=…) → (observation, info)"
+                    ) from error
+
+    def _next(self, observation: Any, number: int) -> None:
+        self.observation = self.render(observation)
+        self.called[getattr(self.game, "player", number)].set()
+
+    async def act(self, number: int, action: Any) -> None:
+        """One action of a player; whatever the game does wrong ends it, not the run."""
+        try:
+            observation, rewards, terminated, truncated, _ = await awaited(self.game.step(action))
+            numbers = [float(reward) for reward in rewards]
+            if len(numbers) != 2 or not all(map(math.isfinite, numbers)):
+                raise ValueError(f"the rewards are {rewards!r:.200}; give a number for each player")
+            self.rewards = [own + new for own, new in zip(self.rewards, numbers, strict=True)]
+            if terminated or truncated:
+                self.end("" if terminated else "environment")
+            else:
+                self._next(observation, 1 - number)
+        except Exception as error:
+            self.error = f"step({str(action)[:200]!r}) raised {type(error).__name__}: {error} at {place(error)}"
+            self.end("error")
+
+    def end(self, how: str) -> None:
+        """The game is over, for both players."""
+        if self.over is None:
+            self.over = how
+            for called in self.called:
+                called.set()
+
+    async def turn(self, number: int) -> str | None:
+        """Waits for a player's turn: what it sees, or None where the game is over."""
+        await self.called[number].wait()
+        if self.over is None:
+            self.called[number].clear()
+            return self.observation
+        return None
+
+    async def leave(self) -> None:
+        """A player says no more."""
+        self.end("environment")
+        self.here -= 1
+        if not self.here:
+            with suppress(Exception):  # an episode that is over is not lost to a failure here
+                await awaited(getattr(self.game, "close", lambda: None)())
+
+
+class Player:
+    """The session of one player."""
+
+    tools: dict[str, Tool] = {}  # noqa: RUF012
+
+    def __init__(self, table: Table, number: int):
+        self.table, self.number = table, number
+
+    async def first_prompt(self) -> Messages:
+        """The task's messages and what the player sees at its first turn. Raises: EpisodeOver where it has none."""
+        await self.table.start()
+        if (text := await self.table.turn(self.number)) is None:
+            raise EpisodeOver("the game ended before this player's first turn")
+        return with_system_prompt((*self.table.task.messages, {"role": "user", "content": text}), self.table.system_prompt)
+
+    async def answer(self, rollout: Rollout) -> tuple[Rollout, Messages | None]:
+        """One action, and the other player's until this one's turn comes again."""
+        table = self.table
+        try:
+            action = table.parse_action(rollout.final_content)
+        except ValueError as error:
+            return rewarded(rollout, 0.0), [{"role": "user", "content": f"That is no action: {error}"}]
+        await table.act(self.number, action)
+        text = await table.turn(self.number)
+        rollout, table.rewards[self.number] = rewarded(rollout, table.rewards[self.number]), 0.0
+        if text is not None:
+            return rollout, [{"role": "user", "content": text}]
+        if table.error:
+            rollout = rollout._replace(metadata={**rollout.metadata, "error": table.error})
+        return (rollout._replace(status="truncated", truncation=table.over) if table.over else rollout), None
+
+    async def close(self) -> None:
+        """Leaves the table."""
+        await self.table.leave()
