@@ -213,7 +213,7 @@ def phase_starts(group: Group) -> Iterator[tuple[int, str]]:
     for run in group.runs:
         for step, text in run.switches:
             match = re.match(r"phase .+? → (.+?) after step", text)
-            yield step, cut_short(match[1] if match else text, 24)
+            yield step, abridged(match[1] if match else text, 24)
 
 
 def mean_of(group: Group, metric: str) -> float:
@@ -222,7 +222,7 @@ def mean_of(group: Group, metric: str) -> float:
     return math.fsum(values) / len(values) if values else 0.0
 
 
-def cut_short(text: str, length: int) -> str:
+def abridged(text: str, length: int) -> str:
     """A name that leaves room for the chart."""
     return text if len(text) <= length else text[: length - 1] + "…"
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rlkit.runs.report.charts import PARTS, Chart, axis, curves_of, cut_short, limits, phase_starts, seconds_data
+from rlkit.runs.report.charts import PARTS, Chart, abridged, axis, curves_of, limits, phase_starts, seconds_data
 from rlkit.runs.report.read import Group
 from rlkit.runs.report.verdicts import UNITS
 
@@ -77,11 +77,11 @@ def figure_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Any:
         draw_times(axes, groups)
     axes.set_axisbelow(True)
     title = f"{chart.title}{f' ({chart.unit})' if chart.unit else ''}"
-    axes.set_title(cut_short(title, 60), loc="left", fontsize=9.5)
+    axes.set_title(abridged(title, 60), loc="left", fontsize=9.5)
     if legend:
         handles, names = axes.get_legend_handles_labels()
         where: Any = {"loc": "outside lower center", "ncols": 1 if chart.metric else 4}
-        figure.legend(handles[:named], [cut_short(name, 64) for name in names[:named]], fontsize=8, frameon=False, **where)
+        figure.legend(handles[:named], [abridged(name, 64) for name in names[:named]], fontsize=8, frameon=False, **where)
     return figure
 
 
@@ -134,7 +134,7 @@ def draw_times(axes: Any, groups: Sequence[Group]) -> None:
         widths = [row[index] for row in data["rows"]]
         axes.barh(range(len(groups)), widths, left=left, height=0.6, color=COLOURS[index] if index < len(PARTS) else SOFT, label=name)
         left = [at + width for at, width in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(groups)), [cut_short(text, 28) for text in names])
+    axes.set_yticks(range(len(groups)), [abridged(text, 28) for text in names])
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     axes.set_ylim(len(groups) - 0.3, -0.7)
