@@ -16,12 +16,15 @@ from pathlib import Path
 import pytest
 
 from laws import each
+from rlkit.commands.serve import serving
+from rlkit.config.compose import compose
+from rlkit.config.schema import build
 from rlkit.engines import Batched
 from rlkit.environments import calculator, execute, tool_schema, tool_use
 from rlkit.episodes import collect
 from rlkit.episodes._assemble import rows
 from rlkit.errors import ConfigError
-from rlkit.gateway import program, reply_message
+from rlkit.gateway import Client, program, reply_message
 from rlkit.gateway.server import MAX_BODY
 from rlkit.gateway.wire import WIRES, Asked, Reply
 from rlkit.models.chat import encode_scaffold
@@ -289,6 +292,19 @@ def test_an_episode_at_its_limit_of_replies_is_truncated(tiny):
 def test_settings_out_of_range_are_refused(settings):
     with pytest.raises(ConfigError, match="environment"):
         program(**settings)
+
+
+def test_rlkit_serve_answers_one_conversation_after_another(tiny):
+    x = build(compose(["generation.max_new_tokens=4", "port=0", "generation.temperature=0"], entry="serve").config)
+
+    async def serve():
+        async with serving(tiny, x) as variables:
+            client = Client(variables["OPENAI_BASE_URL"], variables["OPENAI_API_KEY"])
+            first = await asyncio.to_thread(client.chat, ASKED)
+            return first, await asyncio.to_thread(client.chat, [*ASKED, first, {"role": "user", "content": "And?"}])
+
+    first, second = asyncio.run(serve())
+    assert first["role"] == second["role"] == "assistant" and first != second
 
 
 # ------------------------------------------------------------------------------------------------------ processes

@@ -297,22 +297,33 @@ def _ending(rollout: Rollout) -> str:
 
 def command(arguments: Arguments) -> int:
     """One question, answered with tools by a model as it is, or by that of a run (run=FOLDER: its newest checkpoint)."""
-    from rlkit.config.compose import compose
-    from rlkit.config.schema import build, check
-    from rlkit.runs import folder as runs
+    from rlkit.config.schema import build
 
     if len(arguments.texts) != 1 or not arguments.texts[0].strip():
         said = f", not {len(arguments.texts)}" if arguments.texts else ""
         raise ConfigError(f'rlkit agent takes one question in quotes{said}: rlkit agent "How many toys …?" tools=[calculator]')
+    config, checkpoint = composed(arguments, "agent")
+    show(_ask(build(config), arguments.texts[0], checkpoint=checkpoint).rollout)
+    return 0
+
+
+def composed(arguments: Arguments, entry: str) -> tuple[dict[str, Any], Path | None]:
+    """The config of a command that talks to a model, and the checkpoint of run=FOLDER, whose model takes the place of the config's.
+
+    Raises: ConfigError where there is no such run, or where a model is named beside it.
+    """
+    from rlkit.config.compose import compose
+    from rlkit.config.schema import check
+    from rlkit.runs import folder as runs
+
     named, overrides = option(arguments.overrides, "run"), drop(arguments.overrides, "run")
     run = runs.find_run(named, "run") if named else None
     if run is not None and (other := [o for o in overrides if re.match(r"[+~]*model\b", o)]):
         raise ConfigError(f"{other[0]}: run={named} brings its own model; take one of the two away")
     overrides = drop(overrides, "trust") if run is not None else overrides
-    config, checkpoint = compose(overrides, entry="agent", config_dir=arguments.config_dir).config, None
+    config, checkpoint = compose(overrides, entry=entry, config_dir=arguments.config_dir).config, None
     if named and run is not None:
         config["model"], checkpoint = model_of(run, f"run={named}", arguments), runs.checkpoint_source(named, run)
         if problems := check(config["model"], f"{run}/config.yaml, model"):
             raise ConfigError("\n".join(problems))
-    show(_ask(build(config), arguments.texts[0], checkpoint=checkpoint).rollout)
-    return 0
+    return config, checkpoint

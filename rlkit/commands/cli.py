@@ -14,21 +14,9 @@ from rlkit.system.processors import wait_without_spinning
 
 # a file of this folder each
 COMMANDS = (
-    "train",
-    "evaluate",
-    "rollout",
-    "agent",
-    "export",
-    "report",
-    "runs",
-    "compare",
-    "plan",
-    "bench",
-    "check",
-    "doctor",
-    "replay",
+    "train", "evaluate", "rollout", "agent", "serve", "export", "report", "runs", "compare", "plan", "bench", "check", "doctor", "replay",
     "metrics",
-)
+)  # fmt: skip
 HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-using tasks
 
   rlkit train                                    the embedded default: learns offline, on a CPU, in about a minute
@@ -41,6 +29,7 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit rollout task=guess_number n=64           episodes without training: recorded, scored, summed up
   rlkit agent "Kim has 19 toys. Kim buys 14 more. How many toys does Kim have now?" tools=[calculator]
                                                  a conversation with tools; run=FOLDER asks a trained policy
+  rlkit serve run=outputs/NAME/TIME              an endpoint on loopback for any client of OpenAI's or Anthropic's API
   rlkit report outputs/NAME/TIME …               one HTML page of runs or a sweep: curves, tables, conversations; out=FILE
   rlkit runs algorithm=dapo                      runs with these settings, newest first; rlkit runs diff A B compares two
   rlkit compare outputs/grpo outputs/dapo        which is better and by how much, paired by seed; figure=, at=, pairs=all

@@ -166,6 +166,18 @@ class AgentRun(NamedTuple):
     sandbox: Sandbox = Sandbox()  # of the python tool
 
 
+@ranges(port=(0, 65535))
+class ServeRun(NamedTuple):
+    """An endpoint: who answers, and on which port of loopback."""
+
+    model: Callable[..., Policy]  # (device=…) → policy
+    generation: Sampling
+    parse_calls: ToolParser
+    trainer: TrainerSettings
+    port: int = 8000  # 0: any that is free
+    seed: int = 0
+
+
 class Experiment(NamedTuple):
     """Everything a run needs, as functions and numbers. One field per config group."""
 
