@@ -1,4 +1,4 @@
-"""Writes docs/config/GROUP.md and docs/extension_points.md from the code and the comments of conf/: python docs/generate.py
+"""Writes docs/config/GROUP.md, extension_points.md and metrics.md from the code and the comments of conf/: python docs/generate.py
 
 Do not edit those pages by hand. tests/test_docs.py fails if they differ from the output of this script.
 """
@@ -16,6 +16,7 @@ import yaml
 import rlkit.types
 from rlkit.config.compose import conf_dir
 from rlkit.config.schema import describe, resolve
+from rlkit.training import glossary
 
 DOCS = Path(__file__).resolve().parent
 MARK = "<!-- written by `python docs/generate.py`; do not edit -->"
@@ -27,6 +28,7 @@ def pages() -> dict[Path, str]:
     out = {DOCS / "config" / f"{group.name}.md": group_page(group) for group in groups}
     out[DOCS / "config" / "README.md"] = index(groups)
     out[DOCS / "extension_points.md"] = extension_points()
+    out[DOCS / "metrics.md"] = metrics_page()
     return out
 
 
@@ -289,6 +291,28 @@ itself be a pair. Its metrics are logged as `reference/NAME`.
 
     def loss(ratio, advantages):
         return -ratio * advantages, {"above": (ratio > 1).float()}
+
+A reward function may return `(score, metrics)` too, plain or async. Its metrics are numbers of one
+rollout. The row has their mean as `reward/TERM/NAME`:
+
+    def few_words(rollout):
+        words = len(rollout.final_content.split())
+        return float(words < 50), {"words": words}
+
+A callback logs with `module.log(NAME, VALUE)` in any of its hooks, or writes into `module.metrics` in
+`on_train_batch_end`. The row has the mean of what was logged since the row before, over all ranks. A
+name that rlkit uses already, and a value that is no number, end the run with a message.
+
+    import lightning as L
+
+    class Clock(L.Callback):
+        def on_train_batch_end(self, trainer, module, *_):
+            module.log("mine/hour", 12)
+
+    def clock(run):  # callbacks: +callbacks.clock={_target_: my_parts.clock, _partial_: true}
+        return Clock()
+
+All of these stand in metrics.jsonl, in metrics.csv, in every logger and in the report.
 """
 
 
@@ -349,6 +373,28 @@ def shipped(protocol: str) -> list[str]:
     places = [p.place for p in points() if re.search(rf"\b{protocol}\b", p.signature)]
     names = [target for path, target in targets() if path in places or re.sub(r"terms\.\w+", "terms.NAME", path) in places]
     return list(dict.fromkeys(names))
+
+
+# ---------------------------------------------------------------------------------------------------------- metrics
+
+READING = """
+Every number that a run writes to `metrics.jsonl`: what it means and its unit, what a healthy run shows, and
+what to do when it shows something else. A word in capitals stands for a name: TERM for a reward term, PART for
+a part of a mixture, NAME for any name. A number that does not apply to a run is null in the file. What a
+callback of yours logs stands beside these, under the name that you give it.
+"""
+
+
+def metrics_page() -> str:
+    """The glossary, a table a section."""
+    lines = [MARK, "", "# Metrics", *READING.splitlines(), ""]
+    for section in glossary.sections():
+        lines += [f"## {section.title}", "", "| metric | meaning | healthy | otherwise |", "|---|---|---|---|"]
+        for entry in section.entries:
+            names = ", ".join(f"`{name}`" for name in entry.names)
+            lines.append(f"| {names} | {cell(entry.means)} *In: {cell(entry.unit)}.* | {cell(entry.usual)} | {cell(entry.act)} |")
+        lines += ["", "Computed by " + ", ".join(f"`{name}`" for name in section.computed) + ".", ""]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def main() -> None:

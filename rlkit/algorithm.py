@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -72,13 +72,19 @@ class Stream(NamedTuple):
     observations     imitation: what tools answered, without the template around it
     demonstrations   imitation: the replies of the conversations in the rows of the step's prompts
 
-    The reward's mask and weights are those of the algorithm, so only its `coef` is set.
+    The reward's mask and weights are those of the algorithm, so only its `coef` and `parts` are set. With `parts`, a stream sees the
+    prompts of these parts of a mixture alone, and its weights sum to 1 over them.
     """
 
     coef: float | Controller = 1.0
     mask: Literal["sampled", "observations", "demonstrations"] | None = None
     aggregation: AggregationFn | None = None  # None: token_mean
     loss: Divergence | None = None  # a teacher's divergence
+    parts: Sequence[str] | None = None  # of a mixture; None: all, and any task
+
+    def of(self, part: str) -> bool:
+        """Whether prompts of this part of a mixture belong to it; that of a mixture within a mixture has both names, as a/b."""
+        return self.parts is None or any(part == own or part.startswith(f"{own}/") for own in self.parts)
 
 
 STREAMS = ("reward", "teacher", "imitation")

@@ -60,6 +60,10 @@ class EpisodeOver(RLKitError):
     """An episode is over before its first reply, as for a player who has no turn. A session's first prompt raises it."""
 
 
+class RequestRefused(RLKitError):
+    """A request to the gateway that gets no reply; the program reads the sentence, with status 400."""
+
+
 class NonFinite(RLKitError, ArithmeticError):
     """Losses or gradients were nan or infinite too often in a row."""
 

@@ -547,9 +547,11 @@ class AggregationFn(PerTokenFn[Q], Protocol[Q]):
 
 
 class RewardFn(Protocol[Q]):
-    """(rollout) → score, or None where it cannot be scored. Marked `batched`, it takes and returns a list."""
+    """(rollout) → score, or None where it cannot be scored; alone or with metrics. Marked `batched`, it takes and returns a list."""
 
-    def __call__(self, rollout: Rollout, /, *none: Q.args, **numbers: Q.kwargs) -> float | Awaitable[float | None] | None: ...
+    def __call__(
+        self, rollout: Rollout, /, *none: Q.args, **numbers: Q.kwargs
+    ) -> OrMeasured[float | None] | Awaitable[OrMeasured[float | None]]: ...
 
 
 class AggregatorFn(Protocol[Q]):
@@ -600,6 +602,28 @@ class Session(Protocol):
         ...
 
 
+class Ask(Protocol):
+    """What a program's episode is given: a whole conversation → the policy's reply, sampled and recorded. Several may wait at once."""
+
+    async def __call__(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), limit: int | None = None) -> Step:
+        """The reply to a conversation that extends a recorded one, or that starts a row of its own.
+
+        Args:
+          messages: from the first to the last; replies of the policy as they came back. tools: their schemas.
+          limit: tokens of the reply, where fewer than the run's.
+        Raises: RequestRefused where the episode is at its limit of replies, or the context leaves no room.
+        """
+        ...
+
+
+class Ended(NamedTuple):
+    """How a program left its episode."""
+
+    truncation: str = ""  # why it did not end by itself: deadline or error
+    reward: float | None = None  # what the program says that the episode is worth
+    metadata: Mapping[str, Any] = {}
+
+
 class Environment(NamedTuple):
     """What the policy talks to: functions from which each episode's session is made, or `session` itself; and how the history is kept.
 
@@ -625,6 +649,9 @@ class Environment(NamedTuple):
     table: Callable[[Task, int], Any] | None = None
     players: int = 2  # samples that share a table: 2, who take turns; or 0, all samples of the task, who act together
     opponent: str | None = None  # path of the model that plays against the policy; None: the policy plays both
+    # (task, ask) → Ended, async: a program that asks for its replies itself, in the place of a session (rlkit.gateway.program)
+    program: Callable[[Task, Ask], Awaitable[Ended]] | None = None
+    strict_thinking: bool = True  # of a program: a reply that comes back without its thinking is another history
 
 
 class Engine(Protocol):

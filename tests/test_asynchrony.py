@@ -43,7 +43,9 @@ PHASES = ["schedule=grpo_to_dapo", "schedule.phases.explore.until=2", "schedule.
 KINDS = {
     "grpo": [], "refills": REFILLS, "turns": TURNS, "tools": TOOLS, "lora": LORA, "ppo": ["algorithm=ppo"], "gspo": ["algorithm=gspo"],
     "pairwise": ["algorithm=pairwise"], "one update": ["algorithm=reinforce"],
-    "moments": ["reward.normalize=true"], "phases": PHASES,
+    "moments": ["reward.normalize=true"], "phases": PHASES, "sampler": [*REFILLS, "task/sampler=prioritised", "task.max_samples=8"],
+    # whose checkpoints hold whole rollouts, so no tool that measures its seconds
+    "reuse": ["task/reuse=replay", "task/sampler=variance", "environment=single_turn"],
 }  # fmt: skip
 
 
@@ -67,7 +69,7 @@ def trained(*overrides):
     return learner, out
 
 
-@pytest.mark.parametrize("kind", cases(KINDS, ["grpo"]))
+@pytest.mark.parametrize("kind", cases([kind for kind in KINDS if kind != "reuse"], ["grpo"]))
 def test_a_staleness_of_zero_is_the_synchronous_run(kind, same):
     plain, rows = trained(*KINDS[kind])
     lag, others = trained(*KINDS[kind], "asynchrony=lag", "asynchrony.staleness=0")
@@ -77,7 +79,7 @@ def test_a_staleness_of_zero_is_the_synchronous_run(kind, same):
         assert not other["staleness/steps_max"] > 0 and other["staleness/in_flight_groups"] == 0
 
 
-@pytest.mark.parametrize("kind", cases([kind for kind in KINDS if kind != "refills"], ["grpo"]))
+@pytest.mark.parametrize("kind", cases([kind for kind in KINDS if kind not in ("refills", "sampler", "reuse")], ["grpo"]))
 def test_a_lag_samples_with_the_weights_of_then(kind, same):
     """Against a loop that keeps a copy of the weights of every version, and puts the one that is due back to sample with it."""
     _, tasks, learner = begun(*KINDS[kind], *LAG)
@@ -142,7 +144,7 @@ def test_groups_in_flight_survive_a_checkpoint(tmp_path, same):
         restored(state, tasks[::-1], seed=3)
 
 
-RESUMED = [("turns", (2,)), ("turns", (1, 3)), ("refills", (1, 3)), ("lora", (1, 3)), ("tools", (1, 3))]
+RESUMED = [("turns", (2,)), ("turns", (1, 3)), *((kind, (1, 3)) for kind in ("refills", "lora", "tools", "sampler", "reuse"))]
 
 
 @pytest.mark.parametrize("kind, steps", cases(RESUMED, RESUMED[:1], unpack=True))

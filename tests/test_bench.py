@@ -29,7 +29,7 @@ def reply(task, text, *, group=0, sample=0):
 
 def rows(name, split="test", **options):
     config = compose([f"experiment=bench/{name}", *(f"task.{key}={value}" for key, value in options.items())]).config
-    return config, build(config["task"])(split=split)
+    return config, build(config["task"], "task")(split=split)
 
 
 @each("name", [name for name in TASKS if name != "chain"])

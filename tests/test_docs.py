@@ -5,16 +5,22 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import runpy
 import shlex
+import subprocess
+import sys
 import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from laws import cases
 from rlkit.commands.arguments import drop, parse
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose, conf_dir, experiment
+from rlkit.config.hints import leaves_of
 from rlkit.config.schema import build
 from rlkit.errors import ConfigError
 from rlkit.runs.sweeps import expand
@@ -43,6 +49,7 @@ CANNOT = {
     "task.path=": "needs a user's rows",
     "task=verifiers": "needs the extra",
     "--config-dir": "needs a user's folder; tests/test_extension.py runs such",
+    "reward=judge": "needs a server; tests/rewards/test_judge.py has one",
     "my_": "needs a user's module; tests/test_extension.py runs such",
     "environment=python": "needs a sandbox, which not every machine has",
     "resume=": "needs a run; tests/test_runs.py resumes such",
@@ -152,7 +159,7 @@ def test_every_command_shown_is_one_that_rlkit_takes(command):
         return
     name, *words = words_of(command)
     if name not in ("train", "check", "evaluate", "rollout", "agent"):
-        assert name in ("doctor", "export", "report", "replay", "compare", "plan", "bench", "runs", "--help"), name
+        assert name in ("doctor", "export", "report", "replay", "compare", "plan", "bench", "runs", "metrics", "--help"), name
         return
     arguments = parse(words, texts=name == "agent")
     overrides = [o for o in drop(drop(arguments.overrides, "run"), "resume") if not o.startswith("check.") and o != "debug=true"]
@@ -170,6 +177,7 @@ SMALL = {
     "evaluate": ["evaluation.n=8", "evaluation.samples=8"],
     "agent": [],
     "doctor": [],
+    "metrics": [],
     "--help": [],
 }
 ANSWERS = {"Kim has 19 toys. Kim buys 14 more.": "33"}  # the beginning of a question that a page asks → the right answer
@@ -203,7 +211,7 @@ def test_every_command_that_can_run_here_gives_what_it_is_shown_for(command, tmp
 
 def alternatives() -> list[str]:
     """`rlkit train GROUP=OPTION` with each of the options that stand behind it as "(or a, b, c)"."""
-    rows = re.findall(r"`rlkit train ([\w/]+)=\w+` \(or ([\w, ]+)\)", (ROOT / "README.md").read_text())
+    rows = re.findall(r"`rlkit train ([\w/]+)=\w+` \(or ([\w, ]+)\)", (ROOT / "docs" / "cheat_sheet.md").read_text())
     return [f"{group}={option}" for group, options in rows for option in options.split(", ")]
 
 
@@ -213,11 +221,11 @@ def test_every_alternative_of_the_cheat_sheet_is_taken_alone(override):
     experiment(compose([override]))
 
 
-def blocks() -> dict[str, str]:
-    """Files that the README shows: indented lines under a comment with the file's name."""
+def blocks(page: str) -> dict[str, str]:
+    """Files that a page shows: indented lines under a comment with the file's name."""
     files: dict[str, list[str]] = {}
     name = ""
-    for line in (ROOT / "README.md").read_text().splitlines():
+    for line in (ROOT / "docs" / page).read_text().splitlines():
         if header := re.fullmatch(r"    # ([\w/]+\.(?:py|yaml))", line):
             name = header[1]
         elif name and (line.startswith("    PYTHONPATH") or (line and not line.startswith("    "))):
@@ -227,14 +235,19 @@ def blocks() -> dict[str, str]:
     return {name: textwrap.dedent("\n".join(lines)) for name, lines in files.items()}
 
 
+def write(page: str, folder: Path) -> None:
+    """The files that a page shows, as they are shown."""
+    for name, text in blocks(page).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("part", "metric"), [("advantage=signed", "test/accuracy"), ("my_games.Climb", "test/reward")])
-def test_the_readmes_own_parts_learn(part, metric, tmp_path, monkeypatch):
+def test_the_own_parts_of_the_page_learn(part, metric, tmp_path, monkeypatch):
     """The files and the command as they are shown: every reward is a number, and the test figure rises by far more than its noise."""
-    for name, text in blocks().items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    shown = re.findall(r"^    PYTHONPATH=\. rlkit (train .*)$", (ROOT / "README.md").read_text(), re.M)
+    write("own_parts.md", tmp_path)
+    shown = re.findall(r"^    PYTHONPATH=\. rlkit (train .*)$", (ROOT / "docs" / "own_parts.md").read_text(), re.M)
     [command] = [c for c in shown if part in c]
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -245,6 +258,133 @@ def test_the_readmes_own_parts_learn(part, metric, tmp_path, monkeypatch):
     assert len(steps) == 20 and all(row["reward/unscored_frac"] == 0 for row in steps)
     figures = [row[metric] for row in rows if metric in row]
     assert figures[-1] > figures[0] + 0.2
+
+
+@pytest.mark.slow
+def test_the_first_own_task_goes_as_the_page_tells(tmp_path, monkeypatch, capsys):
+    """Every command of the page in its order: a start with something to learn, a check that passes, and a test figure that rises."""
+    write("first_task.md", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    runpy.run_path("make_rows.py")
+    page = (ROOT / "docs" / "first_task.md").read_text()
+    commands = re.findall(r"^    (?:PYTHONPATH=\. )?rlkit ((?:rollout|check|train) .*)$", page, re.M)
+    assert [c.split()[0] for c in commands] == ["rollout", "check", "train"]
+    for command in commands:
+        assert main([*shlex.split(command), *(["logger=none"] if command.startswith("train") else [])]) == 0
+    [played] = [json.loads(file.read_text()) for file in tmp_path.glob("outputs/rollout/*/summary.json")]
+    [trained] = [json.loads(file.read_text()) for file in tmp_path.glob("outputs/grpo/*/summary.json")]
+    assert 0.05 < played["reward/mean"] < 0.5 and trained["steps"] == 8
+    assert trained["before"]["accuracy"] < 0.2 and trained["after"]["accuracy"] > 0.8
+
+
+def test_every_name_of_the_table_for_users_of_trl_and_verl_is_ours():
+    """A key that was renamed would make the page send its readers to nothing."""
+    table = re.findall(r"^\| .* \| ([^|]+) \|$", (ROOT / "docs" / "from_trl_and_verl.md").read_text().partition("## What differs")[0], re.M)
+    names = [name for row in table for name in re.findall(r"`([\w./=]+)`", row)]
+    keys = {key for preset in ("grpo", "dapo") for key in leaves_of(compose([f"algorithm={preset}"]).config)} | {"reward.terms.NAME.weight"}
+    lost = []
+    for name in names:
+        group, chosen, option = name.partition("=")
+        file = conf_dir() / group / f"{option}.yaml"
+        if not (file.is_file() if chosen and group != "resume" else group in keys or any(key.startswith(f"{group}.") for key in keys)):
+            lost.append(name)
+    assert len(names) > 25 and not lost
+
+
+def test_the_newcomers_page_is_one_page_with_the_two_commands():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 1000 and len(re.findall(r"^    pip install -c constraints.txt -e ", text, re.M)) == 2
+    linked = re.findall(r"\]\(([\w./]+)\)", text)
+    assert linked and all((ROOT / path).exists() for path in linked)
+
+
+def test_the_citation_has_the_version_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert str(cited["version"]) == project["version"] and cited["license"] == project["license"]
+
+
+TOUR = [page for page in PAGES if page.name not in ("extension_points.md", "notebooks.md") and "experiments" not in page.parts]
+NOT_OF_RUNS = {
+    "resume",
+    "figure",
+    "effect",
+    "at",
+    "pairs",
+    "seeds",
+    "jobs",
+    "placebo",
+    "arms",
+    "bundle",
+    "run",
+    "split",
+    "trust",
+}  # of other commands
+
+
+def overrides_named() -> list[str]:
+    """`key=value …` in the running text of pages, but for what a whole command shows too, which is tested above."""
+    shown = {word for command in COMMANDS for word in command.split()}
+    spans = [span for page in TOUR for span in re.findall(r"`([a-z][^`\n]*)`", page.read_text())]
+    words = r"[a-z][a-z_/.]*=[\w.\-]+"
+    found = {span for span in spans if re.fullmatch(f"{words}( {words})*", span) and "__" not in span and "_target_" not in span}
+    return sorted(span for span in found if not set(span.split()) <= shown)
+
+
+@pytest.mark.slow
+def test_every_override_that_a_page_names_is_taken():
+    """`environment.overflow=drop_oldest` was named for environments that do not know it."""
+    named, refused = overrides_named(), []
+    for span in named:
+        words = span.split()
+        if any(w.partition("=")[0] in NOT_OF_RUNS or w.startswith("check.") for w in words):
+            continue
+        more = [own for part, extra in NEEDS.items() if part in words for own in extra]
+        try:
+            compose([*words, *more])
+        except ConfigError as error:
+            refused.append(f"{span}: {error}")
+    assert len(named) > 20 and not refused, "\n".join(refused)
+
+
+@pytest.mark.slow
+def test_the_costs_of_the_recipes_are_those_of_the_roofline(capsys):
+    rows = re.findall(r"^\| .* \| `rlkit (check .*)` \| .* \| ([\d.]+) GB \| (\S+) s \|$", (ROOT / "docs" / "recipes.md").read_text(), re.M)
+    assert len(rows) == 6
+    for command, memory, seconds in rows:
+        assert main(shlex.split(command)) == 0
+        said = capsys.readouterr().out
+        assert f"fits: {memory} of " in said and re.search(rf"^step +{re.escape(seconds)} s:", said, re.M), command
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path):
+    pytest.importorskip("sphinx", reason="needs the extra docs")
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "--keep-going",
+        "-d",
+        str(tmp_path / "read"),
+        str(ROOT / "docs"),
+        str(tmp_path / "site"),
+    ]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert {page.stem for page in (ROOT / "docs").glob("*.md")} <= {page.stem for page in pages}
+    for page in pages:
+        loaded = re.findall(
+            r"<(?:script|img|iframe|source|video|audio)\b[^>]*\bsrc=\"([^\"]+)|<link\b[^>]*\bhref=\"([^\"]+)", page.read_text()
+        )
+        outside = [a or b for a, b in loaded if re.match(r"(?:https?:)?//", a or b)]
+        assert not outside, f"{page.name}: {outside}"
+    styles = "".join(style.read_text() for style in (tmp_path / "site").rglob("*.css"))
+    assert not re.findall(r"@import|url\(['\"]?(?:https?:)?//", styles)
 
 
 def test_the_embedded_model_follows_the_task():

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+import yaml
 
 from laws import cases
 from rlkit.commands.cli import main
@@ -57,6 +58,12 @@ def test_the_folder_gives_the_same_logits(run, merge, tmp_path, capsys, tiny):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.chat_template == tiny.renderer.tokenizer.chat_template and tokenizer.get_vocab() == tiny.renderer.tokenizer.get_vocab()
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    card = (tmp_path / "out" / "README.md").read_text()
+    header = yaml.safe_load(card.split("---")[1])
+    adapters = merge == "false" and (folder / "model" / "adapter_config.json").exists()
+    assert header["library_name"] == ("peft" if adapters else "transformers") and "rlkit" in header["tags"] and "base_model" not in header
+    assert "| learning rate | `0.01` |" in card and "rlkit train debug=fast" in card
+    assert str(tmp_path) not in card and str(folder) not in card, "a place of this machine"
 
 
 def test_refusals(run, tmp_path, capsys):

@@ -12,6 +12,7 @@ import random
 import signal
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 
@@ -153,6 +154,7 @@ def assert_equal_runs(a: Path, b: Path, same, timeless) -> None:
     assert same(x["state_dict"], y["state_dict"]) and same(x["optimizer_states"], y["optimizer_states"])
     assert same(x["rlkit"], y["rlkit"])
     assert [p.name for p in sorted((a / "checkpoints").iterdir())] == [p.name for p in sorted((b / "checkpoints").iterdir())]
+    assert pandas.read_parquet(a / "completions").equals(pandas.read_parquet(b / "completions"))
     for folder in ("rollouts", "samples"):
         names = sorted(p.name for p in (a / folder).iterdir())
         assert names == sorted(p.name for p in (b / folder).iterdir() if p.suffix != ".tmp")

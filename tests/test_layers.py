@@ -27,6 +27,7 @@ ROOMS = [
     "functional",
     "sandbox",
     "environments",
+    "gateway",
     "tasks",
     "rewards",
     "models",
@@ -53,11 +54,12 @@ ONLY: dict[str, set[str]] = {
     "rewards": {"types", "errors", "system", "sandbox", "distributed"},
     "tasks": {"types", "errors", "environments", "sandbox"},
     "environments": {"types", "errors", "sandbox", "system"},
+    "gateway": {"types", "errors", "sandbox", "system", "environments"},
     "models": {"types", "errors", "functional", "system"},
     "engines": {"types", "errors", "functional", "models"},
     "algorithm": {"types", "errors", "functional"},
 }
-LIMIT = 26_700
+LIMIT = 31_000
 HEAVY = {"datasets", "transformers", "peft", "lightning", "hydra", "omegaconf", "tensorboard", "matplotlib", "pyarrow", "vllm"}
 
 

@@ -107,7 +107,7 @@ def test_a_plain_loop_gives_the_weights_of_a_run(loop, overrides, seen, tmp_path
     ours = loop(x, tasks.train).state_dict()
     assert same(ours["state_dict"], run["state_dict"]) and same(ours["optimizer_states"], run["optimizer_states"])
     assert same(ours["rlkit"], {name: value for name, value in run["rlkit"].items() if name in ours["rlkit"]})
-    assert run["rlkit"].keys() - ours["rlkit"].keys() == {"stream", "flight", "requests", "weights", "generators"}
+    assert run["rlkit"].keys() - ours["rlkit"].keys() == {"stream", "flight", "kept", "requests", "weights", "generators"}
 
 
 def test_the_host_computes(tmp_path):

@@ -109,7 +109,7 @@ def test_the_callback_writes_the_row_and_gives_loggers_its_numbers(tmp_path):
     class Stub:
         loggers, rl_step, metrics = (Logger(),), 4, {"a": 1.5, "b": NAN, "c": 2, "d": "word"}
         rollouts, batch = (), SimpleNamespace(advantages=torch.zeros(1, 1), response_mask=torch.zeros(1, 1, dtype=torch.bool))
-        learner = SimpleNamespace(advance=lambda: "")
+        learner, logged = SimpleNamespace(advance=lambda: ""), {}
 
     MetricsFile(tmp_path / "m.jsonl").on_train_batch_end(Stub(), Stub())
     assert read_rows(tmp_path / "m.jsonl") == [{"step": 4, "a": 1.5, "b": None, "c": 2, "d": "word"}]

@@ -32,7 +32,7 @@ TALKS = ["environment=dialogue", "environment.max_turns=3", "generation.max_new_
 WAITS = ["environment=tool_use", "environment._target_=overlap_parts.slowed", "+environment.seconds=0.05", "+environment.straggler=10"]
 LAWS = {
     "grpo": [],
-    **{kind: KINDS[kind] for kind in ("refills", "turns", "tools", "lora", "ppo", "phases", "moments")},
+    **{kind: KINDS[kind] for kind in ("sampler", "turns", "tools", "lora", "ppo", "phases", "moments")},
     "draws": [*TALKS, "environment.prompt_fn._target_=overlap_parts.drawn"],
     "delays": [*TURNS[:2], *WAITS, "task=arithmetic", "model=tiny"],
     "transformers": ["generation=transformers"],
@@ -227,14 +227,15 @@ def test_an_error_of_the_other_process_is_raised_here(in_a_thread):
 
     composed = compose([*COMMON, *mode("overlap", 1)])
     x = experiment(composed)
-    model = x.model(device="cpu").model
+    policy = x.model(device="cpu")
+    model = policy.model
     with sampling_process(x, builder(composed.config), []) as process, pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap, "WeightSlots", Full)
         with pytest.raises(EngineError, match=r"no memory for 2 versions of \d MiB \(No space left"):
-            process.publish(model, 0, 1)
+            process.publish(policy, 0, 1)
     model.model.norm.weight.requires_grad = False
     with sampling_process(x, builder(composed.config), []) as process:
-        process.publish(model, 0, 1)
+        process.publish(policy, 0, 1)
         with pytest.raises(ConfigError, match="different models"):
             process.receive(Asked(0, 0, None, None, ""))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 import re
 
@@ -21,7 +22,7 @@ from rlkit.episodes.demonstrate import demonstrated
 from rlkit.episodes.episode import opening
 from rlkit.episodes.summary import loops
 from rlkit.errors import ConfigError, DataError
-from rlkit.functional import kl_student_teacher
+from rlkit.functional import kl_student_teacher, no_correction, sampled_divergence
 from rlkit.models.chat import encode_prompt
 from rlkit.system import rng
 from rlkit.training import streams
@@ -102,6 +103,30 @@ def test_the_teacher_reads_the_sampled_tokens_behind_its_own_prompt(played, tiny
         found.append((rows[0].exp() * (rows[0] - rows[1])).sum(-1))
     wanted = torch.cat(found)
     assert metrics["streams/teacher"] == pytest.approx(float(wanted.mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("old", ["sampler", "loglinear"])
+def test_a_sampled_teacher_is_weighed_by_policy_over_sampler_whatever_old_is(old, played, tiny):
+    """Sampled 0.3 nats less likely than the trainer has it, every token counts e^0.3 as much; with old=trainer the correction would."""
+    x, rollouts = played
+    away = [r._replace(steps=tuple(s._replace(logprobs=tuple(p - 0.3 for p in s.logprobs)) for s in r.steps)) for r in rollouts]
+    x = x._replace(algorithm=x.algorithm._replace(correction=no_correction))
+    sampled = Stream(1.0, "sampled", loss=sampled_divergence)
+    plain, measured = gradients(x, away, tiny, teacher=sampled)
+    moved, weighed = gradients(x._replace(algorithm=x.algorithm._replace(old=old)), away, tiny, teacher=sampled)
+    assert weighed["streams/teacher"] == pytest.approx(math.exp(0.3) * measured["streams/teacher"], rel=1e-4)
+    assert (moved - math.exp(0.3) * plain).norm() < 1e-4 * plain.norm()
+
+
+def test_one_part_of_a_mixture_by_its_reward_and_another_by_its_teacher(played, tiny):
+    """The gradient is the sum of those of two steps, each with the rollouts of one part alone."""
+    x, rollouts = played
+    x = x._replace(algorithm=x.algorithm._replace(correction=no_correction))
+    mixed = [r._replace(task=r.task._replace(part="ab"[r.group])) for r in rollouts]
+    both, _ = gradients(x, mixed, tiny, reward=Stream(parts=["a"]), teacher=KL._replace(parts=["b"]))
+    reward, _ = gradients(x, [r for r in mixed if r.task.part == "a"], tiny)
+    teacher, _ = gradients(x, [r._replace(group=0) for r in mixed if r.task.part == "b"], tiny, teacher=KL)
+    assert reward.norm() > 0 < teacher.norm() and (both - reward - teacher).norm() < 1e-6 * both.norm()
 
 
 def test_a_teacher_that_is_the_policy_teaches_nothing(played, tiny):

@@ -13,7 +13,22 @@ from rlkit.errors import TRACEBACK, ConfigError, Refusal, RLKitError, raised_at,
 from rlkit.system.processors import wait_without_spinning
 
 # a file of this folder each
-COMMANDS = ("train", "evaluate", "rollout", "agent", "export", "report", "runs", "compare", "plan", "bench", "check", "doctor", "replay")
+COMMANDS = (
+    "train",
+    "evaluate",
+    "rollout",
+    "agent",
+    "export",
+    "report",
+    "runs",
+    "compare",
+    "plan",
+    "bench",
+    "check",
+    "doctor",
+    "replay",
+    "metrics",
+)
 HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-using tasks
 
   rlkit train                                    the embedded default: learns offline, on a CPU, in about a minute
@@ -35,6 +50,7 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit check experiment=gsm8k_tools             what train would do, in one small step: rollout, reward, update, memory
   rlkit check model=qwen3_0.6b trainer=gpu check.device=h200   what it would take on a card that is not here, and what to change
   rlkit doctor                                   versions, devices, sandbox, disk and extras of this machine
+  rlkit metrics kl/ref_k3                        what a number of metrics.jsonl means, a healthy value, and what to do otherwise
   rlkit replay bundle=outputs/NAME/TIME/debug/step_000007   an update that failed, once more: which rows and gradients are not finite
 
   --config FILE       overrides from YAML, or the flat config of a GSM8K/MBPP trainer; what stands behind it wins
@@ -73,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[0] not in COMMANDS:
             raise ConfigError(f"there is no command '{words[0]}'; there are: {', '.join(COMMANDS)}")
-        arguments = parse(words[1:], texts=words[0] in ("agent", "report", "runs", "compare", "plan"))
+        arguments = parse(words[1:], texts=words[0] in ("agent", "report", "runs", "compare", "plan", "metrics"))
         if arguments.help:
             print(HELP + list_groups())
             return 0

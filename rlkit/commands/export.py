@@ -1,4 +1,4 @@
-"""`rlkit export run=…`: a run's policy as a Hugging Face folder, with tokenizer and chat template."""
+"""`rlkit export run=…`: a run's policy as a Hugging Face folder, with tokenizer, chat template and model card."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from rlkit.commands.arguments import Arguments, option
 from rlkit.commands.trust import model_of
 from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
+from rlkit.runs.card import model_card
 from rlkit.system.files import refusing
 
 
-def export(model: Mapping[str, Any], *, checkpoint: Path, out: Path, merge: bool = False) -> tuple[Path, int]:
+def export(model: Mapping[str, Any], *, checkpoint: Path, out: Path, merge: bool = False, run: Path | None = None) -> tuple[Path, int]:
     """Writes the policy of a checkpoint so that `from_pretrained(out)` gives the same logits; the checkpoint's file and RL step.
 
     Adapters are written as such, beside the name of their base model, or with `merge` added into its weights. All weights are written
@@ -23,6 +24,7 @@ def export(model: Mapping[str, Any], *, checkpoint: Path, out: Path, merge: bool
       model: the config of the run's model, rlkit.models.load_policy.
       checkpoint: a file, or a folder whose newest one is taken.
       out: a folder that does not exist yet.
+      run: the run's folder; with it README.md is a model card.
     Raises: ConfigError where `out` exists, or the adapters' base cannot be named to others; DataError where there is no checkpoint.
     """
     from rlkit.commands.evaluate import restored_policy
@@ -42,8 +44,9 @@ def export(model: Mapping[str, Any], *, checkpoint: Path, out: Path, merge: bool
         raise ConfigError(f"model.path={model['path']}: no other program can load adapters on this embedded model; use merge=true")
     path, step = restored_policy(policy, checkpoint)
     written = policy.model.merge_and_unload() if adapters and merge else policy.model
+    card = model_card(run, step, adapters=adapters and not merge) if run else ""
     with refusing(out):
-        save_policy(out, policy._replace(model=written))
+        save_policy(out, policy._replace(model=written), card=card)
     return path, step
 
 
@@ -61,7 +64,7 @@ def command(arguments: Arguments) -> int:
     run = runs.find_run(named, "run")
     out = Path(place).expanduser() if place else run / ("merged" if merge == "true" else "export")
     path, step = export(
-        model_of(run, f"run={named}", arguments), checkpoint=runs.checkpoint_source(named, run), out=out, merge=merge == "true"
+        model_of(run, f"run={named}", arguments), checkpoint=runs.checkpoint_source(named, run), out=out, merge=merge == "true", run=run
     )
     print(f"{path}, step {step}\nwritten to {out}\nload it with AutoModelForCausalLM.from_pretrained({str(out)!r}), or model.path={out}")
     return 0

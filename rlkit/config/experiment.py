@@ -12,7 +12,7 @@ from typing import Any
 
 from rlkit.config.compose import checked, compose, conf_dir
 from rlkit.config.problems.schedules import phase_problems
-from rlkit.config.schema import build
+from rlkit.config.schema import BESIDE, build
 from rlkit.errors import ConfigError, nearest, written
 from rlkit.rewards import Reward, Term
 from rlkit.training.experiment import Experiment
@@ -48,11 +48,17 @@ def experiment(*overrides: str, config_dir: str | None = None, **keywords: Any) 
         raise ConfigError("\n".join(problems))
     x, config = build(composed.config), composed.config
     suggested = getattr(x.model, "suggests", {})
+    beside = {key: parts.get(f"task.{key}", getattr(x, key)) for key in BESIDE["task"]}
     for path, part in parts.items():
+        if path.partition(".")[2] in BESIDE.get(path.partition(".")[0], ()):
+            config = with_value(config, path, described(part))
+            continue
         x = placed(x, path, part, Experiment, path)
         config = with_value(config, path, described(reduce(inside, path.split("."), x)))
     if hasattr(x.model, "__dict__"):
         vars(x.model)["suggests"] = suggested  # the other numbers are those of the option that the object replaces
+    x = x if isinstance(x.task, partial) else x._replace(task=partial(x.task))  # a user's own function stays as it is
+    vars(x.task).update(beside)  # they are the run's, whatever gives the tasks
     configured = Configured(*checked(x))
     configured.config, configured.overrides = config, () if parts else tuple(composed.overrides)
     return configured

@@ -31,6 +31,8 @@ SUGGESTED: dict[str, Any] = {
     **dict.fromkeys(("steps", "micro_batch_tokens", "max_new_tokens_thinking", "turns", "prompts"), int), "embedded": str, "kl": Any,
     **dict.fromkeys(("show", "weights"), str),  # read by teacher=context
 }  # fmt: skip
+# Parts that stand under another one in a config and are no arguments of its function: path → keys. The built part has them as attributes.
+BESIDE = {"task": ("sampler", "reuse")}
 MISSING = "???"
 GIVEN_LATER = ("split", "device")  # keyword-only parameters that the run passes itself
 # Where a module of version 0.1 is now: configs and run folders that name it keep working for one version.
@@ -79,6 +81,11 @@ def check(node: Any, path: str = "", leaves: Sequence[str] = ()) -> list[str]:
     return _check_call(node, target, path, leaves)
 
 
+def _beside(path: str) -> tuple[str, ...]:
+    """The keys that may stand beside the arguments of the part at this path, wherever the path begins."""
+    return BESIDE.get(path.rpartition(".")[2], ())
+
+
 def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str, leaves: Sequence[str]) -> list[str]:
     """The keys and values of a node against its target's signature, then the nodes within."""
     parameters = inspect.signature(target).parameters
@@ -90,8 +97,10 @@ def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str, 
     }  # a partial part's required positional parameters are what it is called with, not what a config sets
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     hints = _hints(target)
-    keys = [key for key in node if key not in SPECIAL]
-    problems = _check_suggestions(node.get("suggests", {}), _join(path, "suggests"))
+    beside = [key for key in _beside(path) if key in node and key not in named]
+    keys = [key for key in node if key not in SPECIAL and key not in beside]
+    problems = [problem for key in beside for problem in _check_value(node[key], Callable[..., Any], _join(path, key), leaves)]
+    problems += _check_suggestions(node.get("suggests", {}), _join(path, "suggests"))
     for key in keys:
         where = _join(path, key)
         if key in named:
@@ -295,11 +304,15 @@ def build(node: Any, path: str = "") -> Any:
         return values
     target = resolve(node["_target_"])
     arguments = [build(a, f"{path}._args_") for a in node.get("_args_", ())]
+    beside = {key: values.pop(key) for key in _beside(path) if key in values and key not in inspect.signature(target).parameters}
     if _is_partial(node):
         part = functools.partial(target, *arguments, **values)
-        vars(part)["suggests"] = node.get("suggests", {})  # for problems/doubts.py; no call sees it
+        vars(part).update(beside, suggests=node.get("suggests", {}))  # for problems/doubts.py; no call sees them
         return part
     try:
-        return target(*arguments, **values)
+        built = target(*arguments, **values)
+        if beside:
+            vars(built).update(beside)
+        return built
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{path or node['_target_']}: {error}") from error

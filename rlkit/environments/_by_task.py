@@ -37,7 +37,7 @@ def by_task(*, environments: Mapping[str, Environment], system_prompt: str | Non
 def _with_prompt(name: str, environment: Environment, system_prompt: str | None) -> Environment:
     if not system_prompt:
         return environment
-    if environment.session is not None:
+    if environment.session is not None or environment.program is not None:
         raise ConfigError(
             f"system_prompt: the environment {name!r} makes its own prompts; set environment.environments.{name}.system_prompt"
         )

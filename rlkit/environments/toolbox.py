@@ -2,7 +2,7 @@
 
 An argument `task` of the class is given the episode's Task. `state()`, where there is one, gives the end state: a reward reads it as
 rollout.state[NAME], by the name that the class has in the config. `close()` is called once, however the episode ends. Both may be
-async, and so may the methods. README.md has an example with its config.
+async, and so may the methods. docs/own_parts.md has an example with its config.
 """
 
 from __future__ import annotations

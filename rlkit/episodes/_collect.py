@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import count
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rlkit.engines import Cached
 from rlkit.environments import environment_of
 from rlkit.episodes.episode import play
+from rlkit.episodes.programs import Conversations, play_program
 from rlkit.episodes.replies import Encode, check_engine, encoder, speaker
 from rlkit.functional import mix
 from rlkit.models import load_policy
@@ -114,8 +116,8 @@ def _loaded(path: str, device: str) -> tuple[Policy, Engine]:
 Played = Coroutine[Any, Any, Rollout]
 
 
-def group(
-    how: Environment, task: Task, size: int, seat: Callable[..., Seat], alone: Callable[[Seat], Played], against: Any
+def samples_of(
+    how: Environment, task: Task, size: int, seat: Callable[..., Seat], alone: Callable[[Seat], Played], against: Callable[[Seat], Played]
 ) -> list[Played]:
     """The episodes of a task's samples: each by itself, all at one table, or two at each; one that is left over plays `against`.
 
@@ -149,6 +151,7 @@ async def collected(
     version: int = 0,
     on_done: Callable[[Rollout], None] | None = None,
     spent: Callable[[float], None] = lambda seconds: None,
+    over: Mapping[tuple[int, int], Rollout] = MappingProxyType({}),
     **params: Any,
 ) -> list[Rollout]:
     """Play `group_size` independent episodes of each task, all of them at the same time.
@@ -169,6 +172,7 @@ async def collected(
       version: RL steps that the weights have done.
       on_done: called with each episode once it is over.
       spent: called with the seconds that each episode spent in its session.
+      over: position of the task and sample → an episode that has been played already, and is given back as it is.
       params: of SamplingParams (temperature, max_new_tokens, …).
     Returns: unscored rollouts, task by task, samples of a task side by side.
     Raises: the first error of any episode, as it was raised, after every session has been closed.
@@ -178,7 +182,17 @@ async def collected(
     await awaited(engine.load(policy, version))
     start, own = Start(waits=sampling.admission != "free"), Speaker(policy, engine, sampling, encoder(policy))
 
+    async def programmed(how: Environment, at: Seat) -> Rollout:
+        draws = mix(seed, step, at.group, at.sample)
+        conversations = Conversations(policy, how, engine, sampling, at.task, seed=draws, keys=KEYS, ready=at.place.ready)
+        rollout = await play_program(conversations)
+        steps = tuple(said._replace(versions=said.versions or ((0, version),)) for said in rollout.steps)
+        return rollout._replace(steps=steps, group=at.group, sample=at.sample)
+
     async def episode(who: Speaker, how: Environment, at: Seat) -> Rollout:
+        if (at.group, at.sample) in over and at.table is None:  # at a table, another may be waiting for this one's moves
+            at.place.arrive()
+            return over[at.group, at.sample]
         task, draws = at.task, mix(seed, step, at.group, at.sample)
         if at.table is not None:
             how = how._replace(session=lambda task: at.table.player(at.player))
@@ -191,14 +205,17 @@ async def collected(
 
         held = [at]
 
-        def over() -> None:
+        def release() -> None:
             while held:
                 held.pop().turns.leave(who.engine)
 
         try:
-            rollout = await play(task, how, say, group=at.group, sample=at.sample, seed=draws, said=over, spent=at.spent)
+            if how.program is not None:
+                rollout = await programmed(how, at)
+            else:
+                rollout = await play(task, how, say, group=at.group, sample=at.sample, seed=draws, said=release, spent=at.spent)
         finally:
-            over()
+            release()
             at.place.arrive()
         rollout = named_limit(who.policy, rollout)
         if at.table is not None and how.players == 2:

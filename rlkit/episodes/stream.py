@@ -1,6 +1,7 @@
 """The endless stream of prompts: an order that the seed and the epoch fix, and a position in it.
 
-The state is two numbers, so it fits into a checkpoint, and a resumed run draws what the interrupted one would have.
+The state is two numbers, and what a sampler knows of the problems (`rlkit.episodes.samplers`); so it fits into a checkpoint, and a resumed
+run draws what the interrupted one would have.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rlkit.episodes.samplers import State, TaskSampler, choose_tasks, uniform_sampler
 from rlkit.errors import DataError
 from rlkit.types import Task
 
@@ -19,6 +21,7 @@ class StreamState(NamedTuple):
 
     epoch: int = 0
     position: int = 0
+    sampler: State | None = None  # None: the order alone decides
 
 
 def order(seed: int, epoch: int, n: int) -> list[int]:
@@ -43,7 +46,10 @@ def order_of_parts(tasks: Sequence[Task], seed: int, epoch: int) -> list[int]:
     return out
 
 
-def take(tasks: Sequence[Task], state: StreamState, n: int, *, seed: int) -> tuple[list[Task], StreamState]:
+UNIFORM = uniform_sampler()
+
+
+def take(tasks: Sequence[Task], state: StreamState, n: int, *, seed: int, sampler: TaskSampler = UNIFORM) -> tuple[list[Task], StreamState]:
     """The next n tasks, and the state after them.
 
     Within an epoch no task is drawn twice; an epoch that runs out is followed by the next one, in its own order, in the
@@ -54,9 +60,11 @@ def take(tasks: Sequence[Task], state: StreamState, n: int, *, seed: int) -> tup
       state: StreamState() at the start of a run.
       n: how many, 0 or more.
       seed: the run's.
+      sampler: one that weighs problems chooses them in place of the order, which then only says whose turn it is in a mixture. Within
+        a step it draws no problem twice, as long as there are enough.
     Raises: DataError for no tasks, or a state that lies beyond them (they changed since it was saved).
     """
-    epoch, position = state
+    epoch, position = state[:2]
     if not tasks:
         raise DataError("there are no tasks to draw prompts from; check task.path and task.max_samples")
     if not 0 <= position <= len(tasks):
@@ -71,4 +79,20 @@ def take(tasks: Sequence[Task], state: StreamState, n: int, *, seed: int) -> tup
         rest = order_of_parts(tasks, seed, epoch)[position : position + n - len(drawn)]
         drawn += [tasks[i] for i in rest]
         position += len(rest)
-    return drawn, StreamState(epoch=epoch, position=position)
+    if sampler.weigh is None:
+        return drawn, StreamState(epoch, position)
+    known = choose_tasks(sampler, tasks, [task.part for task in drawn], state.sampler, seed=seed)
+    return [tasks[i] for i in known["step"][len(known["step"]) - n :]], StreamState(epoch, position, known)
+
+
+def take_again(tasks: Sequence[Task], before: StreamState, after: StreamState, n: int, *, seed: int) -> list[Task]:
+    """The n tasks of a step whose states before and after are known. Raises DataError where the tasks have changed."""
+    if after.sampler is None:
+        drawn, state = take(tasks, before, n, seed=seed)
+        same = state[:2] == after[:2]
+    else:
+        same = len(after.sampler["table"]) == len(tasks)
+        drawn = [tasks[i] for i in after.sampler["asked"][:n]] if same else []
+    if not same or len(drawn) < n:
+        raise DataError("the groups in flight are of problems that the task no longer has; restore task.path and the data, or start anew")
+    return drawn

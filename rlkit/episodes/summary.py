@@ -25,7 +25,8 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
     reward/NAME/*       a component, shadow ones too: mean, std; ok_frac, wrong_frac, unparseable_frac, timeout_frac and error_frac, how its
                         scores came about; variance_share, the share of the reward's variance within groups, and so of the
                         advantage's, that the component alone explains: its squared correlation with the reward, 0 … 1. Of the
-                        terms of a weighted sum that are independent they add up to 1
+                        terms of a weighted sum that are independent they add up to 1. NAME/METRIC: what the function measured
+                        beside its score, the mean over the rollouts that it measured it on
     aggregator/*        what the reward's aggregator measured itself
     group/*             shares of prompts whose rewards are all equal (split into all good: > 0, all bad: <= 0) and mixed
     len/*               sampled tokens of an episode, all steps together; what a thinking budget wrote is not among them
@@ -145,6 +146,9 @@ def _components(rollouts: Sequence[Rollout]) -> dict[str, float]:
         out[f"reward/{name}/variance_share"] = _variance_share(rollouts, name)
         for status in STATUSES:
             out[f"reward/{name}/{status}_frac"] = _share(r.statuses.get(name) == status for r in rollouts)
+        noted = [r.metadata.get("reward_metrics", {}).get(name, {}) for r in rollouts]
+        for metric in dict.fromkeys(metric for own in noted for metric in own):
+            out[f"reward/{name}/{metric}"] = _mean([own[metric] for own in noted if metric in own])
     return out
 
 

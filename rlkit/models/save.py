@@ -15,7 +15,7 @@ from rlkit.system.files import as_oserror, sync
 from rlkit.types import Policy
 
 
-def save_policy(folder: Path, policy: Policy, *, state: Mapping[str, Tensor] | None = None, tokenizer: bool = True) -> None:
+def save_policy(folder: Path, policy: Policy, *, state: Mapping[str, Tensor] | None = None, tokenizer: bool = True, card: str = "") -> None:
     """Writes all weights in Hugging Face's format, or adapters alone in PEFT's, and the digests of all files.
 
     The folder appears whole, in place of an old one.
@@ -23,6 +23,7 @@ def save_policy(folder: Path, policy: Policy, *, state: Mapping[str, Tensor] | N
     Args:
       state: weights to write in place of the model's own: of a checkpoint, or gathered from shards.
       tokenizer: whether it goes along, with the chat template.
+      card: the text of README.md, which model hubs show.
     Raises: OSError where the disk refuses, whichever library writes; an old folder is still there unless only its removal succeeded.
     """
     model: Any = policy.model
@@ -37,6 +38,8 @@ def save_policy(folder: Path, policy: Policy, *, state: Mapping[str, Tensor] | N
             model.save_pretrained(part, **settings)
             if tokenizer:
                 policy.renderer.tokenizer.save_pretrained(part)
+            if card:
+                (part / "README.md").write_text(card, errors="backslashreplace")
             write_sums(part)
         for path in part.rglob("*"):
             sync(path)

@@ -2,6 +2,7 @@
 
 from rlkit.rewards._by_task import by_task
 from rlkit.rewards._code_exec import Judgement, code_exec, extract_code, judgements, tests_of
+from rlkit.rewards._judge import judge
 from rlkit.rewards._math_verify import math_verify
 from rlkit.rewards._normalise import Moments, normalise, update_moments
 from rlkit.rewards._numeric import extract_answer, numeric, parse_number

@@ -14,10 +14,12 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from rlkit.distributed import ranks
 from rlkit.errors import ConfigError, Refusal, RLKitError, place, written
 from rlkit.rewards.aggregators import weighted_sum
-from rlkit.system.deadline import contained, in_thread
+from rlkit.system.deadline import contained, in_thread, in_worker
 from rlkit.types import AggregatorFn, Metrics, Rollout, Task, unpacked
 
 F = TypeVar("F", bound=Callable[..., Any])
+NOTES = "reward_metrics"  # key of a rollout's metadata: term → metric → value
+TAKEN = ("mean", "std", "variance_share")  # reward/TERM/… that rlkit measures
 GRACE = 5.0  # seconds beyond a term's timeout after which async calls that block their event loop are given up
 ScoreStatus = Literal["ok", "wrong", "unparseable", "timeout", "error"]
 
@@ -56,6 +58,7 @@ def final_answer(rollout: Rollout) -> str | None:
 class Term(NamedTuple):
     """A component of a reward: a function of one rollout, plain or async.
 
+    fn        gives the score, or a pair (score, metrics): numbers by name, of which the step's row has the mean as reward/TERM/NAME
     weight    factor in the aggregate; 0 makes it a shadow metric: scored and logged, not part of the reward
     batched   fn takes the list of all rollouts and returns a list of scores
     per_step  fn returns a list, one number or None a step. weight * number is added to `Step.reward`, beside the aggregate of the
@@ -63,6 +66,8 @@ class Term(NamedTuple):
     timeout   seconds that a call may take (of a batched term: the call for all rollouts); None: no limit. An async function is
               cancelled. A plain one runs in a thread, which cannot be killed: it is given up and goes on in the background, so what
               may truly hang belongs into a child process, as math_verify does it
+    threads   rollouts that a plain function scores at the same time, each in a thread, > 0: more than 1 for one that waits, such as for
+              an answer over the network. What it draws at random then depends on the clock
     """
 
     weight: float
@@ -70,6 +75,7 @@ class Term(NamedTuple):
     batched: bool = False
     per_step: bool = False
     timeout: float | None = None
+    threads: int = 1
 
 
 class Reward(NamedTuple):
@@ -97,6 +103,7 @@ class Cell(NamedTuple):
     steps: tuple[float, ...] = ()
     failure: str = ""  # why there is no score, where the term is to blame
     cause: BaseException | None = None
+    notes: Mapping[str, float] = {}  # metrics that the function gave beside the score
 
 
 def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
@@ -119,8 +126,17 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
     for i, rollout in enumerate(rollouts):
         cells = {name: column[i] for name, column in columns.items()}
         rewards, statuses = ({name: getattr(cell, field) for name, cell in cells.items()} for field in ("score", "status"))
-        scored.append(_with_step_rewards(rollout._replace(reward=None, rewards=rewards, statuses=statuses), cells, reward))
+        fresh = rollout._replace(reward=None, rewards=rewards, statuses=statuses, metadata=_noted(rollout, cells))
+        scored.append(_with_step_rewards(fresh, cells, reward))
     return _aggregated(scored, reward)
+
+
+def _noted(rollout: Rollout, cells: Mapping[str, Cell]) -> Mapping[str, Any]:
+    """The rollout's metadata with the metrics that its terms gave; those of an earlier scoring are replaced."""
+    notes = {name: dict(cell.notes) for name, cell in cells.items() if cell.notes}
+    if not notes and NOTES not in rollout.metadata:
+        return rollout.metadata
+    return {**{key: value for key, value in rollout.metadata.items() if key != NOTES}, **({NOTES: notes} if notes else {})}
 
 
 def score_spread(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
@@ -139,6 +155,8 @@ def _require(reward: Reward) -> None:
     if not 0 <= reward.max_error_rate <= 1:
         raise ConfigError(f"reward {reward.name!r}: max_error_rate is a share of the rollouts, 0 … 1, not {reward.max_error_rate}")
     for name, term in reward.terms.items():
+        if term.threads < 1:
+            raise ConfigError(f"reward term {name!r}: threads must be at least 1, not {term.threads}")
         if term.timeout is not None and not term.timeout > 0:
             raise ConfigError(f"reward term {name!r}: timeout must be > 0 seconds, or null for no limit, not {term.timeout}")
 
@@ -163,9 +181,25 @@ def _column(name: str, term: Term, rollouts: Sequence[Rollout], max_error_rate: 
 def called_on(term: Term, rollouts: Sequence[Rollout]) -> Iterable[Any]:
     """What the function returned for each rollout, one by one: a value, an exception, or what has yet to be awaited."""
     if not (term.batched or is_batched(term.fn)):
-        return (_called(partial(term.fn, rollout), term.timeout) for rollout in rollouts)
+        calls = [partial(_called, partial(term.fn, rollout), term.timeout) for rollout in rollouts]
+        return (call() for call in calls) if term.threads == 1 else _in_threads(calls, term.threads)
     values = _called(partial(term.fn, list(rollouts)), term.timeout)
     return _spread(_awaited([values], term.timeout)[0] if inspect.isawaitable(values) else values, len(rollouts))
+
+
+def _in_threads(calls: Sequence[Callable[[], Any]], threads: int) -> list[Any]:
+    """What calls return, in their order, with so many of them under way at the same time. The first Refusal among them is raised."""
+
+    async def together() -> list[Any]:
+        places = asyncio.Semaphore(threads)
+
+        async def one(call: Callable[[], Any]) -> Any:
+            async with places:
+                return await in_worker(call, None, "a reward function")
+
+        return await asyncio.gather(*map(one, calls))
+
+    return in_thread(lambda: asyncio.run(together()), None)
 
 
 def _called(call: Callable[[], Any], timeout: float | None) -> Any:
@@ -220,13 +254,15 @@ def _cell(term: Term, rollout: Rollout, value: Any) -> Cell:
     try:
         if isinstance(value, Exception):
             raise value
+        value, metrics = unpacked(value)
+        notes = {metric: number for metric, given in metrics.items() if (number := _metric(metric, given)) is not None}
         if not term.per_step or value is None:
             number = _number(value)
-            return Cell(number, _status(value, number))
+            return Cell(number, _status(value, number), notes=notes)
         if wrong := _misshapen(value, len(rollout.steps), "steps; a term per step returns a list, one number or None a step"):
             raise wrong
         steps = tuple(_number(entry) or 0.0 for entry in value)
-        return Cell(sum(steps), _status(None, sum(steps)), steps)
+        return Cell(sum(steps), _status(None, sum(steps)), steps, notes=notes)
     except _Misshapen as error:
         return Cell(None, "error", failure=f"returned no reward {where} {error}")
     except TimeoutError as error:
@@ -242,6 +278,13 @@ def _number(value: Any) -> float | None:
     if isinstance(value, Real) and math.isfinite(value):
         return float(value)
     raise _Misshapen(f"{value!r:.200}; return a finite number, or None where the rollout cannot be scored")
+
+
+def _metric(name: str, value: Any) -> float | None:
+    """A metric beside a score. Raises: _Misshapen for a name that rlkit uses, and for what is no number."""
+    if name in TAKEN or name.endswith("_frac"):
+        raise _Misshapen(f"a metric {name!r}, which rlkit has already; give it another name")
+    return _number(value)
 
 
 def _status(value: Any, number: float | None) -> ScoreStatus:

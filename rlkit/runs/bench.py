@@ -122,7 +122,7 @@ def value_of_run(folder: Path) -> Any:
     from rlkit.tasks.bench import mean_value
 
     config = runs.read_config(folder)
-    return mean_value(build(config["task"])(split="test")[: config["evaluation"]["n"]])
+    return mean_value(build(config["task"], "task")(split="test")[: config["evaluation"]["n"]])
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import sys
@@ -32,6 +33,8 @@ def on_device(x: Any) -> tuple[Any, Any]:
     """The policy of a run, loaded on its device with the threads that it asks for; and the device."""
     quiet()
     device = pick_device(x)
+    if device.type == "cpu":
+        keep_freed_memory()
     policy = x.model(device=device)
     use_threads(x.trainer, policy.model, device)
     if hasattr(x.generation.engine, "threads"):  # of the cached engine's compiled step: its threads do not spin, and every core helps
@@ -49,6 +52,21 @@ def use_threads(settings: Any, model: Any, device: Any) -> None:
         torch.set_num_threads(settings.threads)
     elif device.type == "cpu":
         torch.set_num_threads(threads_for(parameters, max(1, cores() // settings.devices)))
+
+
+def keep_freed_memory() -> None:
+    """Lets glibc keep freed blocks of up to 32 MiB instead of giving them back to the system. Other C libraries stay as they are.
+
+    An update frees and takes the same blocks again and again, and each page that comes from the system is filled with zeros first: about an
+    eighth of the processor time of an update over 10,000 tokens. The peak stays, since larger blocks go back at once.
+    """
+    trim_threshold, mmap_threshold = -1, -3  # names of malloc.h; 32 MiB is the most that glibc takes
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return
+    mallopt(trim_threshold, 2**31 - 1)
+    mallopt(mmap_threshold, 32 << 20)
 
 
 def precision(x: Any, device: Any) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from rlkit.algorithm import KL, Algorithm, asks
+from rlkit.episodes.samplers import TaskSampler
+from rlkit.episodes.stream import UNIFORM
 from rlkit.functional import automatic_correction, no_correction, token_correction
 from rlkit.rewards import Reward
 from rlkit.sandbox import Sandbox
@@ -93,18 +95,37 @@ class SamplerProcess(NamedTuple):
     device: str = "auto"  # a name of torch's; auto: the trainer's kind, of several GPUs the second
 
 
-@ranges(staleness=(0, None))
+@ranges(staleness=(0, None), switch_every=(1, None))
 class Asynchrony(NamedTuple):
     """How far sampling runs ahead of training.
 
     none    every RL step samples with the weights that it trains
     lag     step s samples with the weights after step s - staleness, the first ones with those of the start; in one process, repeatable
     overlap the same, bit for bit; a second process samples while this one updates
+    in_flight the weights change in the middle of episodes, at counted rounds of decoding, so that a run repeats itself
     """
 
-    mode: Literal["none", "lag", "overlap"] = "none"
+    mode: Literal["none", "lag", "overlap", "in_flight"] = "none"
     staleness: int = 0  # RL steps
+    switch_every: int = 16  # in_flight: rounds of decoding that an update counts as
     sampler: SamplerProcess = SamplerProcess()
+
+
+@ranges(groups=(0, None), staleness=(0, None))
+class Reuse(NamedTuple):
+    """Groups that are kept, with their versions, and learned from again in place of groups of the step whose rewards are all equal.
+
+    Source: the replay buffer for groups without variance of TRL (grpo_with_replay_buffer), here with a bound on the staleness and the
+    correction of algorithm/correction.
+    """
+
+    groups: int = 0  # kept at most; 0 keeps none
+    staleness: int = 0  # RL steps between the weights that sampled a group and a step that learns from it again; 0 reuses none
+
+    @property
+    def active(self) -> bool:
+        """Whether any group is ever used again."""
+        return self.groups > 0 and self.staleness > 0
 
 
 @ranges(n=(1, None), num_return_sequences=(1, None), max_steps=(1, None))
@@ -179,6 +200,21 @@ class Experiment(NamedTuple):
         return parts | sampling.params
 
     @property
+    def sampler(self) -> TaskSampler:
+        """Which problem is asked next (task.sampler)."""
+        return getattr(self.task, "sampler", UNIFORM)
+
+    @property
+    def reuse(self) -> Reuse:
+        """Which groups are learned from again (task.reuse)."""
+        return getattr(self.task, "reuse", Reuse())
+
+    @property
+    def staleness(self) -> int:
+        """RL steps between the weights that sample a group and a step that learns from it, at most."""
+        return max(self.asynchrony.staleness, self.reuse.staleness if self.reuse.active else 0)
+
+    @property
     def needs_reference(self) -> bool:
         """Whether any step's KL may be positive: in any phase, now or where a schedule raises it."""
         return any(x.kl.active or (x.kl.estimator is not None and "kl.coef" in x.schedule.paths) for x in phases(self).values())
@@ -200,7 +236,7 @@ def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
     def settled(algorithm: Algorithm) -> Algorithm:
         if not _automatic(algorithm):
             return algorithm
-        return algorithm._replace(correction=_settled(algorithm, exact=exact, staleness=x.asynchrony.staleness)[0])
+        return algorithm._replace(correction=_settled(algorithm, exact=exact, staleness=x.staleness)[0])
 
     later = {name: phase._replace(algorithm=settled(phase.algorithm)) for name, phase in x.schedule.phases.items()}
     return x._replace(algorithm=settled(x.algorithm), schedule=x.schedule._replace(phases=later))
@@ -209,7 +245,7 @@ def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
 def correction_in_words(x: Experiment, *, exact: bool) -> str:
     """A line that says what `algorithm/correction=auto` became, or nothing where no phase has it."""
     automatic = [phase.algorithm for phase in phases(x).values() if _automatic(phase.algorithm)]
-    said = dict.fromkeys(_settled(algorithm, exact=exact, staleness=x.asynchrony.staleness)[1] for algorithm in automatic)
+    said = dict.fromkeys(_settled(algorithm, exact=exact, staleness=x.staleness)[1] for algorithm in automatic)
     return f"correction: {'; '.join(said)}" if said else ""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from rlkit.algorithm import asks, call, quantities
 from rlkit.distributed import ranks
 from rlkit.episodes import assemble, collect, failures
+from rlkit.episodes.samplers import with_outcomes
 from rlkit.episodes.stream import StreamState, take
 from rlkit.functional import mix
 from rlkit.rewards import score_spread
@@ -47,7 +48,7 @@ def experience(
         missing = x.batch.prompts - len(accepted) // x.batch.group_size
         if not missing:
             break
-        drawn, stream = take(tasks, stream, missing, seed=x.seed)
+        drawn, stream = take(tasks, stream, missing, seed=x.seed, sampler=x.sampler)
         rollouts = scored(x, policy, drawn, step=step, version=version, first=len(sampled) // x.batch.group_size, clock=clock)
         if asks(x.algorithm.advantage, "greedy_rewards"):
             greedy = x._replace(batch=x.batch._replace(group_size=1), generation=x.generation._replace(temperature=0.0))
@@ -57,6 +58,8 @@ def experience(
         sampled += rollouts
         with rng.drawn_from(mix(x.seed, step, len(sampled))):
             accepted += accept(x, policy, rollouts) if x.algorithm.max_refills else rollouts
+    if stream.sampler is not None:
+        stream = stream._replace(sampler=with_outcomes(x.sampler, stream.sampler, sampled))
     return sampled, accepted or sampled, stream
 
 
@@ -64,10 +67,15 @@ def scored(x: Experiment, policy: Policy, tasks: Sequence[Task], *, clock: Clock
     """Episodes of these tasks with their rewards; arguments as those of `played`."""
     with clock.sampling(x.generation.engine):
         rollouts = played(x, policy, tasks, clock=clock, **place)
+    return judged(x, rollouts, step=place["step"], first=place["first"], clock=clock)
+
+
+def judged(x: Experiment, rollouts: list[Rollout], *, step: int, first: int, clock: Clock) -> list[Rollout]:
+    """Episodes of a step with their rewards; `first` is the position of the first task in the step."""
     failures(rollouts)
     if x.algorithm.episodes is not None:
         return rollouts
-    with clock.part("reward"), rng.drawn_from(mix(x.seed, place["step"], place["first"], 1 + ranks.rank())):
+    with clock.part("reward"), rng.drawn_from(mix(x.seed, step, first, 1 + ranks.rank())):
         return score_spread(rollouts, x.reward)
 
 

@@ -139,7 +139,7 @@ class Learner:
             drifted = {"kl/step": moved_since(self, measured), "kl/start": moved_since(self, start)}
             ranks.reshard(self.model)
             self.update_reference(terms)
-        before, oldest = self.updates.get(self.rl_step, 0), self.rl_step - x.asynchrony.staleness
+        before, oldest = self.updates.get(self.rl_step, 0), self.rl_step - x.staleness
         self.updates = {v: n for v, n in self.updates.items() if v >= oldest} | {self.rl_step + 1: before + len(terms.norms["policy"])}
         self.rl_step, self.tokens = self.rl_step + 1, self.tokens + int(batch.attention_mask.sum())
         metrics = self.measured(batch, terms) | drifted
@@ -154,7 +154,7 @@ class Learner:
     def prepared(self, rollouts: Sequence[Rollout]) -> Batch:
         """The batch that a step updates with: rollouts filtered, old and reference scores, advantages, weights of tokens."""
         x = self.x
-        batch = filter_rollouts(self.assembled(rollouts), x.algorithm)
+        batch = streams.of_reward(filter_rollouts(self.assembled(rollouts), x.algorithm), rollouts, x.algorithm.streams.get("reward"))
         if any(stream.mask == "observations" for stream in streams.active(self).values()):
             batch = batch._replace(observed_mask=streams.observed(batch, rollouts, self.policy.renderer))
         batch = estimate_advantages(retried(self, batch, partial(with_logprobs, self, batch)), x.algorithm, x.kl)
@@ -165,8 +165,9 @@ class Learner:
         metrics = summarize(self.rollouts) | update_metrics(batch, terms, self.x)
         metrics |= performance(batch, terms, self.clock, tokens=self.tokens, device=self.device)
         metrics |= refill_metrics(self.rollouts, self.trained)
-        if self.x.asynchrony.mode != "none":
-            metrics |= staleness_metrics(batch, terms, self.trained, step=self.rl_step - 1, updates=self.updates)
+        if self.x.asynchrony.mode != "none" or self.x.reuse.active:
+            ages = 1 + self.x.asynchrony.staleness if self.x.asynchrony.mode == "in_flight" else 0
+            metrics |= staleness_metrics(batch, terms, self.trained, step=self.rl_step - 1, updates=self.updates, ages=ages)
             metrics |= {f"staleness/{name}": value for name, value in self.in_flight.items()}
         metrics |= {f"schedule/{path}": value for path, value in schedules.values(self.experiment, self.progress).items()}
         return metrics | ({"schedule/phase": self.progress.phase} if len(self.phases) > 1 else {})

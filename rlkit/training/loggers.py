@@ -1,8 +1,8 @@
 """Loggers: functions of the run folder and the RL step the run stands at that give a Lightning logger; a run may have several.
 
-    logger=tensorboard    logger=[tensorboard,wandb]    logger=mlflow    logger=none
+    logger=tensorboard    logger=[tensorboard,wandb]    logger=mlflow    logger=trackio    logger=none
 
-metrics.jsonl is written with any of them. Below them: how a text, a histogram and the final figures of a run are said to each.
+metrics.jsonl is written with any of them. Below them: how a text, a table, a histogram and the final figures of a run are said to each.
 """
 
 from __future__ import annotations
@@ -39,11 +39,16 @@ def wandb(
     project: str = "rlkit",
     entity: str | None = None,
     mode: Literal["offline", "online", "disabled"] = "offline",
+    group: str | None = None,
+    tags: Sequence[str] = (),
+    job_type: str = "train",
 ) -> Any:
     """Weights & Biases, named as the run folder; a resumed run is the same run there.
 
     Args:
       project, entity: where the run is shown; None is the account's own entity.
+      group: what gathers runs there; None is the folder that holds the run: its name, or the sweep that it is a job of.
+      tags, job_type: to filter runs by.
       mode: offline keeps everything in wandb/ of the run folder until `wandb sync`; online sends it at once; disabled does nothing.
     Raises: ConfigError where the package is missing.
     """
@@ -55,6 +60,7 @@ def wandb(
         identity.write_text(secrets.token_hex(6))
     resume = "allow" if step and mode == "online" else None  # offline, `wandb sync --append` joins the parts
     named: dict[str, Any] = {"name": f"{run.parent.name}/{run.name}", "id": identity.read_text(), "save_dir": str(run)}
+    named |= {"group": group or run.parent.name, "tags": list(tags), "job_type": job_type}
     return WandbLogger(project=project, entity=entity, mode=mode, resume=resume, **named)
 
 
@@ -81,10 +87,54 @@ def mlflow(run: Path, step: int, /, *, experiment: str = "rlkit", tracking_uri: 
     return logger
 
 
+def trackio(run: Path, step: int, /, *, project: str = "rlkit", space: str | None = None) -> Any:
+    """Trackio, named as the run folder; a resumed run goes on in the same one. `trackio show` opens the dashboard.
+
+    Args:
+      project: what gathers runs there.
+      space: a Space of Hugging Face that shows them to others, as OWNER/NAME. None keeps everything on this machine, in $TRACKIO_DIR.
+    Raises: ConfigError where the package is missing.
+    """
+    _installed("trackio")
+    import trackio as package
+    from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
+
+    class Trackio(Logger):
+        """Its run, begun when it is first asked for."""
+
+        name, version, run = property(lambda self: project), property(lambda self: run.name), None
+        histogram = staticmethod(package.Histogram)
+
+        @property
+        @rank_zero_experiment
+        def experiment(self) -> Any:
+            if self.run is None:
+                settings: dict[str, Any] = {"group": run.parent.name, "resume": "allow" if step else "never", "embed": False}
+                self.run = package.init(project=project, name=f"{run.parent.name}/{run.name}", space_id=space, **settings)
+            return self.run
+
+        def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+            self.experiment.log(dict(metrics), step=step)
+
+        def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
+            self.experiment.config.update(params)  # sent with the first metrics
+
+        def log_table(self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], step: int) -> None:
+            self.log_metrics({key: package.Table(columns=list(columns), data=[list(row) for row in data])}, step)
+
+        log_text = log_table
+
+        def finalize(self, status: str) -> None:
+            if self.run is not None:
+                self.run.finish()
+
+    return Trackio()
+
+
 def check_loggers(loggers: Mapping[str, Callable[..., Any]]) -> None:
     """Raises ConfigError for a logger whose package is missing: it is made when the model is loaded already."""
     for make in loggers.values():
-        if (function := getattr(make, "func", make)) in (wandb, mlflow):
+        if (function := getattr(make, "func", make)) in (wandb, mlflow, trackio):
             _installed(function.__name__)
 
 
@@ -134,7 +184,7 @@ def missed(logger: Any) -> Iterator[None]:
 
 
 def log_text(logger: Any, name: str, text: str, step: int) -> None:
-    """A text of a step: TensorBoard text, a W&B table, an MLflow artifact. Other loggers have no place for it."""
+    """A text of a step: TensorBoard text, a W&B or Trackio table, an MLflow artifact. Other loggers have no place for it."""
     with missed(logger):
         experiment = logger.experiment
         if hasattr(experiment, "add_text"):
@@ -145,8 +195,15 @@ def log_text(logger: Any, name: str, text: str, step: int) -> None:
             experiment.log_text(logger.run_id, text, f"{name}/step_{step:06d}.txt")
 
 
+def log_table(logger: Any, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+    """Rows of a step as a table whose columns sort and filter: W&B and Trackio. Other loggers have no place for it."""
+    if hasattr(logger, "log_table"):
+        with missed(logger):
+            logger.log_table(name, columns=list(columns), data=list(rows), step=step)
+
+
 def log_histogram(logger: Any, name: str, values: Sequence[float], step: int) -> None:
-    """How values of a step are spread, where the logger can show it: TensorBoard and W&B."""
+    """How values of a step are spread, where the logger can show it: TensorBoard, W&B and Trackio."""
     if not values:
         return
     with missed(logger):
@@ -155,6 +212,8 @@ def log_histogram(logger: Any, name: str, values: Sequence[float], step: int) ->
             import numpy as np
 
             experiment.add_histogram(name, np.asarray(values), global_step=step)
+        elif hasattr(logger, "histogram"):  # Trackio
+            logger.log_metrics({name: logger.histogram(list(values))}, step=step)
         elif hasattr(logger, "log_table"):  # W&B
             from wandb import Histogram  # type: ignore[attr-defined, unused-ignore]
 

@@ -144,6 +144,32 @@ def update_metrics(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> 
     return values | measured
 
 
+def as_number(name: str, value: Any) -> float:
+    """A number, or a tensor or array of one entry, as a metric. Raises: PartError naming the metric."""
+    if isinstance(value, int | float):
+        return value
+    try:
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):
+        raise PartError(f"the metric {name!r} is {type(value).__name__}, not a number; give one number a name") from None
+
+
+def with_own(row: Mapping[str, Any], logged: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """A step's row with the metrics of its callbacks: those that they wrote into it, as plain numbers or texts, and the means of those
+    that they logged on any rank.
+
+    Raises: PartError for what is neither, and for a logged name that the row has already.
+    """
+    every: dict[str, list[float]] = {}
+    for own in ranks.gather(lambda: dict(logged)):
+        for name, values in own.items():
+            every.setdefault(name, []).extend(values)
+    if taken := every.keys() & row.keys():
+        raise PartError(f"a callback logged {min(taken)}, which rlkit has already; give it another name")
+    plain = {name: v if v is None or isinstance(v, str | int | float) else as_number(name, v) for name, v in row.items()}
+    return plain | {name: sum(values) / len(values) for name, values in every.items()}
+
+
 def _of_parts(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
     sampled = ("group_filter", "overlong")  # they saw all that was sampled, before they took anything out
     found = {n: counted(v, whole(batch) if n.startswith(sampled) else batch) for n, v in (batch.metrics or {}).items()}
@@ -208,13 +234,18 @@ def _mismatch(old: Tensor, sampler: Tensor, owners: Tensor | None) -> dict[str, 
     return out
 
 
+BY_AGE = ("kl", "chi2", "ratio_max", "out_of_bounds_frac")  # of mismatch/*
+
+
 def staleness_metrics(
-    batch: Batch, terms: UpdateTerms, trained: Sequence[Rollout], *, step: int, updates: Mapping[int, int]
+    batch: Batch, terms: UpdateTerms, trained: Sequence[Rollout], *, step: int, updates: Mapping[int, int], ages: int = 0
 ) -> dict[str, float]:
     """How far the weights that sampled were behind those that learn, over trained tokens and before any correction.
 
     staleness/steps_mean, _max     RL steps behind (differences of versions); updates_mean: steps of the policy's optimiser behind
-    staleness/versions_per_reply   versions that sampled a reply; mixed_frac: share of replies with more than one
+    staleness/versions_per_reply   versions that sampled a reply; mixed_frac: share of replies with more than one, or on a cache of several
+    staleness/age_A/share          share of the tokens that are A steps old, and for them alone: kl, chi2 (of tokens), ratio_max and
+                                   out_of_bounds_frac; nan without such. Where a batch has several ages (asynchrony=in_flight)
     staleness/kl                   KL(sampler‖before the update), k3, nats per token, of old weights and of the engine together
     staleness/ess_seq, chi2_seq    effective share and chi-square of rollouts' weights, chi2_token of tokens' (`effective_sample_size`)
     staleness/out_of_bounds_frac   share of tokens whose weight is outside 1/2 … 2
@@ -226,12 +257,14 @@ def staleness_metrics(
 
     Args:
       step: RL steps done before this one. updates: version → optimiser steps until then.
+      ages: how many ages are told apart, 0 … ages - 1.
     """
     names = ("steps_mean", "steps_max", "updates_mean", "kl", "ess_seq", "chi2_token", "chi2_seq", "out_of_bounds_frac")
     spans = [len(reply.versions) for rollout in trained for reply in rollout.steps]
     out = dict.fromkeys((f"staleness/{name}" for name in names), NAN)
     out["staleness/versions_per_reply"] = sum(spans) / len(spans) if spans else NAN
-    out["staleness/mixed_frac"] = sum(count > 1 for count in spans) / len(spans) if spans else NAN
+    out["staleness/mixed_frac"] = sum(map(_mixed, trained)) / len(spans) if spans else NAN
+    out |= {f"staleness/age_{age}/{name}": NAN for age in range(ages) for name in ("share", *BY_AGE)}
     old, sampler, versions = (_before(batch, terms, name) for name in ("logprobs_old", "logprobs_sampler", "versions"))
     if old is None or sampler is None or versions is None or not len(old):
         return out
@@ -239,11 +272,26 @@ def staleness_metrics(
     behind = [updates.get(step, first) - updates.get(int(version), first) for version in versions.tolist()]
     every = _mismatch(old, sampler, owners)
     shares = (every[f"mismatch/{name}"] for name in ("kl", "ess_sequence", "chi2", "chi2_sequence", "out_of_bounds_frac"))
+    for own in range(ages):
+        here = age == own
+        found = _mismatch(old[here], sampler[here], None if owners is None else owners[here]) if here.any() else {}
+        out |= {f"staleness/age_{own}/share": float(here.float().mean())}
+        out |= {f"staleness/age_{own}/{name}": found.get(f"mismatch/{name}", NAN) for name in BY_AGE}
     values = (float(age.mean()), float(age.max()), sum(behind) / len(behind), *shares)
     out |= dict(zip((f"staleness/{name}" for name in names), values, strict=True))
     if not (fresh := age == 0).any():
         return out | dict.fromkeys(every, NAN)
     return out | _mismatch(old[fresh], sampler[fresh], None if owners is None else owners[fresh])
+
+
+def _mixed(rollout: Rollout) -> int:
+    """Replies of an episode that more than one version has sampled, or whose context holds what another one has sampled."""
+    seen: set[int] = set()
+    count = 0
+    for reply in rollout.steps:
+        seen |= {version for _, version in reply.versions}
+        count += len(seen) > 1
+    return count
 
 
 def _before(batch: Batch, terms: UpdateTerms, name: str) -> Tensor | None:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
 
 from rlkit.distributed import ranks
+from rlkit.episodes.samplers import sampler_metrics
 from rlkit.functional import mix
 from rlkit.system import rng
 from rlkit.training.experiment import Experiment
 from rlkit.training.flight import Flight, continued, next_groups, packed, restored
 from rlkit.training.learner import Host, Learner
 from rlkit.training.memory import probe_memory
-from rlkit.training.overlap import SamplingProcess
+from rlkit.training.metrics import as_number
+from rlkit.training.reuse import Group, packed_groups, restored_groups, with_reused
 from rlkit.types import Policy, Task
+
+if TYPE_CHECKING:
+    from rlkit.training.flight import Ahead
 
 
 class Steps:
@@ -64,7 +69,7 @@ class RLModule(L.LightningModule):
         tasks: Sequence[Task],
         *,
         exact: bool = False,
-        process: SamplingProcess | None = None,
+        process: Ahead | None = None,
     ):
         super().__init__()
         self.automatic_optimization = False
@@ -74,10 +79,12 @@ class RLModule(L.LightningModule):
         self.policy, self.tasks, self.process = policy, tasks, process
         self.model, self.critic = policy.model, self.learner.critic  # where Lightning looks for what it moves and saves
         self.flight, self.started = Flight(), time.perf_counter()
+        self.kept: tuple[Group, ...] = ()  # groups that may be learned from again
         self.droppable = False  # whether nothing is lost that cannot be done again: no update has begun
         self.before: dict[str, Any] | None = None  # generators at the start of the step under way
         self.generators: list[dict[str, Any]] = []  # of the checkpoint's ranks, to be put back
         self.provenance: dict[str, Any] = {}  # config, versions and git state, for the checkpoint
+        self.logged: dict[str, list[float]] = {}  # what callbacks have logged since the last row, by name
 
     def training_step(self, index: int, _: int) -> None:
         """Rollouts → rewards → the learner's step."""
@@ -85,9 +92,23 @@ class RLModule(L.LightningModule):
         self.before, self.droppable = rng.state(), True
         groups, flight = next_groups(self.learner, self.tasks, self.flight, self.process)
         self.droppable, self.before, self.flight = False, None, flight
-        self.learner.step(groups.sampled, groups.trained)
+        x = self.learner.x
+        reused = with_reused(x.reuse, self.kept, groups.trained, step=self.rl_step, seed=x.seed)
+        self.kept = reused.kept
+        self.learner.step(groups.sampled, reused.trained)
+        self.learner.metrics |= {**sampler_metrics(groups.after.sampler), **reused.metrics}
         self.trainer.should_stop = ranks.any_rank(self.rl_step >= self.total_steps or self.out_of_time())
         self.clock.end()
+
+    def log(self, name: str, value: Any, *_: Any, **__: Any) -> None:
+        """A metric of one's own: `module.log("mine/share", 0.5)` in any hook of a callback.
+
+        The mean of what was logged under a name since the row before, over all ranks, stands in the step's row of metrics.jsonl, in
+        metrics.csv and in every logger. Lightning's further arguments change nothing.
+
+        Raises: PartError where the value is no single number.
+        """
+        self.logged.setdefault(name, []).append(as_number(name, value))
 
     def drop_step(self) -> None:
         """Back to where the step under way began. Rollouts and their rewards move nothing but the generators."""
@@ -141,10 +162,12 @@ class RLModule(L.LightningModule):
         """Adds to a checkpoint what Lightning does not know of, and takes the frozen base out. `generators`: of the ranks, in order."""
         checkpoint["state_dict"] = self.learner.without_frozen(checkpoint["state_dict"])
         checkpoint["rlkit"] = self.learner.saved() | packed(self.flight, self.process) | {"generators": generators}
+        checkpoint["rlkit"]["kept"] = packed_groups(self.kept)
         checkpoint["run"] = self.provenance
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["rlkit"]
         self.generators = state["generators"]
         self.learner.load(checkpoint)
+        self.kept = restored_groups(state.get("kept", ()), self.tasks)
         self.flight = continued(self.learner, restored(state, self.tasks, seed=self.experiment.seed), self.process)

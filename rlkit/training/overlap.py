@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import zip_longest
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -39,9 +39,10 @@ from rlkit.system import rng
 from rlkit.system.deadline import end_process
 from rlkit.system.device import autocast, pick_device, quiet
 from rlkit.training.experiment import Experiment
-from rlkit.training.flight import Asked, Dispatched, dispatched
+from rlkit.training.flight import Asked, Dispatched, Flight, dispatched
+from rlkit.training.in_flight import InFlight
 from rlkit.training.metrics import Clock
-from rlkit.types import Task
+from rlkit.types import Policy, Task
 
 GRACE = 5.0  # seconds in which a process that was told to end may close its sessions
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rlkit.training import overlap; overlap.sampling_main()"
@@ -201,10 +202,10 @@ class SamplingProcess:
                 self.answers.put((answer, time.perf_counter() - begun))
         self.answers.put((None, 0.0))
 
-    def publish(self, model: Any, version: int, staleness: int) -> float:
-        """The model's trainable weights are this version; the seconds that it took."""
+    def publish(self, policy: Policy, version: int, staleness: int) -> float:
+        """The policy's trainable weights are this version; the seconds that it took."""
         begun = time.perf_counter()
-        slots = self.slots_of(model, staleness)
+        slots = self.slots_of(policy.model, staleness)
         try:
             slots.write(version)
         except OSError as error:
@@ -238,6 +239,27 @@ class SamplingProcess:
         self.figures = {"idle_s": answer.idle_s, "sampling_s": answer.sampling_s, "handover_s": answer.load_s + unpacked_s}
         self.sessions, self.kernel = answer.sessions, answer.kernel
         return answer.groups
+
+    def timed(self, clock: Clock) -> Any:
+        """Context manager: the trainer waits for groups."""
+        return clock.part("generate")
+
+    def measured(self, *, waited: float, published: float) -> dict[str, float]:
+        """Seconds of the last groups; `waited` by the trainer, and `published` the weights."""
+        return self.figures | {"wait_s": waited, "handover_s": self.figures.get("handover_s", 0.0) + published}
+
+    def suspended(self) -> None:
+        """Nothing stands still while the trainer updates."""
+
+    def knows(self, flight: Flight) -> bool:
+        """Whether requests of a checkpoint may be made again here."""
+        return flight.suspended is None
+
+    def prepare(self, policy: Policy, staleness: int, flight: Flight, asked: Sequence[Asked]) -> None:
+        """These requests of a checkpoint will be made again: of the weights that were due to sample them."""
+        slots = self.slots_of(policy.model, staleness)
+        for version in {request.version for request in asked}:
+            slots.restore(version, flight.weights[version])
 
     def _take(self) -> None:
         """Waits for the next answer."""
@@ -292,10 +314,17 @@ def _pickled(setup: Setup) -> bytes:
 @contextmanager
 def sampling_process(
     x: Experiment, again: Callable[[], Experiment] | None, tasks: Sequence[Task], *, log: Path | None = None
-) -> Iterator[SamplingProcess | None]:
-    """The second process of a run with asynchrony=overlap; None in other modes. Raises ConfigError where it cannot be made."""
-    if x.asynchrony.mode != "overlap":
+) -> Iterator[SamplingProcess | InFlight | None]:
+    """What samples ahead: a second process with asynchrony=overlap, in this one with in_flight; None in other modes.
+
+    Raises: ConfigError where the process cannot be made.
+    """
+    if x.asynchrony.mode in ("none", "lag"):
         yield None
+        return
+    if x.asynchrony.mode == "in_flight":
+        with closing(InFlight(x, tasks)) as flight:
+            yield flight
         return
     if again is None:
         raise ConfigError(

@@ -20,8 +20,8 @@ from rlkit.types import Policy, Split, Splits
 
 if TYPE_CHECKING:
     from rlkit.training.callbacks.evaluation import Results
+    from rlkit.training.flight import Ahead
     from rlkit.training.module import RLModule
-    from rlkit.training.overlap import SamplingProcess
 
 
 def train_in(
@@ -59,7 +59,7 @@ def _train(
     x: Experiment,
     tasks: Splits,
     folder: Path,
-    process: SamplingProcess | None,
+    process: Ahead | None,
     *,
     started: float,
     resume: Path | None,
@@ -222,7 +222,8 @@ def make_trainer(
     first = [StopOnSignal(), Ownership(folder), DebugBundle(folder), Watchdog(x.trainer.max_step_time)]
     first += [HeldOut(tasks, metrics, results), MetricsFile(metrics)]
     callbacks = [*first, *(make(folder) for make in x.callbacks.values())]
-    callbacks.sort(key=lambda callback: isinstance(callback, RLCheckpoint))  # a checkpoint says that all that its step writes is there
+    # The row is written when every callback has added to it, and a checkpoint says that all that its step writes is there.
+    callbacks.sort(key=lambda callback: (isinstance(callback, RLCheckpoint), isinstance(callback, MetricsFile)))
     trainer = L.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=x.trainer.devices,
@@ -246,6 +247,7 @@ def make_trainer(
 
 def taken_up(resume: Path, folder: Path) -> tuple[Path | None, int]:
     """The checkpoint that a run is continued from, and its RL step; what came after it is set aside."""
+    from rlkit.episodes.completions import cut_completions
     from rlkit.system import shards
     from rlkit.system.rows import cut_back
     from rlkit.training.callbacks.checkpoints import SUFFIX, checkpoints, load_checkpoint, supersede
@@ -258,6 +260,7 @@ def taken_up(resume: Path, folder: Path) -> tuple[Path | None, int]:
     cut_back(folder / "metrics.jsonl", step)
     for name in ("rollouts", "held_out/validation", "held_out/test"):
         shards.cut_steps(folder / name, step)
+    cut_completions(folder / "completions", step)
     return path, max(step, 0)
 
 

@@ -47,6 +47,19 @@ def active(learner: Learner) -> dict[str, Stream]:
     return {name: stream for name, stream in streams.items() if name != "reward" and number(stream.coef) > 0}
 
 
+def of_reward(batch: Batch, rollouts: Sequence[Rollout], stream: Stream | None) -> Batch:
+    """The batch without the rollouts of parts that the reward's stream leaves to others."""
+    if stream is None or stream.parts is None:
+        return batch
+    return batch._replace(response_mask=batch.response_mask & of_parts(batch, rollouts, stream))
+
+
+def of_parts(batch: Batch, rollouts: Sequence[Rollout], stream: Stream) -> Tensor:
+    """[B, 1] bool: whether the rollout of a row is of a part that the stream sees."""
+    seen = torch.tensor([stream.of(rollouts[i].task.part) for i in batch.rollout_ids.tolist()], device=batch.ids.device)
+    return seen[:, None]
+
+
 def stream_passes(learner: Learner, minibatch: Batch) -> Iterator[Pass]:
     """Every pass of an update, with weights that are fixed before it is split; streams without a token are left out.
 
@@ -57,9 +70,12 @@ def stream_passes(learner: Learner, minibatch: Batch) -> Iterator[Pass]:
             yield from teacher_passes(learner, stream, minibatch)
         elif stream.mask == "observations":
             assert minibatch.observed_mask is not None
-            yield from weighed(Pass(name, stream, minibatch._replace(response_mask=minibatch.observed_mask)))
+            mask = minibatch.observed_mask & of_parts(minibatch, learner.trained, stream)
+            yield from weighed(Pass(name, stream, minibatch._replace(response_mask=mask)))
         else:
-            chosen = minibatch.rollout_ids.unique().tolist()
+            chosen = [i for i in minibatch.rollout_ids.unique().tolist() if stream.of(learner.trained[i].task.part)]
+            if not chosen:
+                continue
             tasks = {learner.trained[i].group: learner.trained[i].task for i in chosen}
             found = learner.assembled(demonstrations(learner.policy, list(tasks.values()), learner.x.environment))
             yield from weighed(Pass(name, stream, found))
@@ -68,6 +84,7 @@ def stream_passes(learner: Learner, minibatch: Batch) -> Iterator[Pass]:
 def teacher_passes(learner: Learner, stream: Stream, minibatch: Batch) -> Iterator[Pass]:
     """One pass a teacher, each over the rows of its part of the mixture, with the weights of the whole mask."""
     teacher, batch = learner.x.teacher, whole(minibatch)
+    batch = batch._replace(response_mask=batch.response_mask & of_parts(batch, learner.trained, stream))
     shown = None
     if teacher.show is not None:
         shown = shown_prompts(learner.policy, learner.trained, teacher.show, learner.x.environment)
@@ -76,7 +93,7 @@ def teacher_passes(learner: Learner, stream: Stream, minibatch: Batch) -> Iterat
         batch = batch._replace(response_mask=batch.response_mask & (told & first)[:, None])
     for whole_pass in weighed(Pass("teacher", stream, batch, shown=shown)):
         parts = [learner.trained[i].task.part for i in batch.rollout_ids.tolist()]
-        if "" not in teacher.models and (odd := set(parts) - set(teacher.models)):
+        if "" not in teacher.models and (odd := {part for part in parts if stream.of(part)} - set(teacher.models)):
             raise DataError(f"teacher.paths: there is no teacher for the part {min(odd)!r}; there are: {', '.join(teacher.models)}")
         for key in teacher.models:
             own = torch.tensor([not key or key == name for name in parts], device=batch.ids.device)

@@ -63,8 +63,8 @@ def test_a_shelf_is_an_episodes_own_and_its_end_state_is_rewarded(tiny, chosen, 
     assert [r.state for r in load_rollouts(tmp_path / "r.jsonl")] == [r.state for r in rollouts]
 
 
-def test_the_tool_with_state_of_the_readme_runs_as_it_is_shown(tiny, tmp_path, monkeypatch):
-    text = (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_tool_with_state_of_the_page_runs_as_it_is_shown(tiny, tmp_path, monkeypatch):
+    text = (Path(__file__).parents[2] / "docs" / "own_parts.md").read_text()
     for name in ("my_tools.py", "environment/shelf.yaml", "reward/shelved.yaml"):
         shown = re.search(rf"^    # (?:my_conf/)?{name}\n((?:    .*\n|\n)+?)(?=    #|    PYTHONPATH)", text, re.M)[1]
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -82,6 +82,7 @@ def test_the_list_holds_two_thousand_and_draws_a_few(page):
 
 
 def test_filters_narrow_and_reset_widens(page):
+    assert page.locator("#component").is_hidden(), "the reward has one component"
     page.select_option("#tools", "none")
     counted(page, "20 of")
     assert "cut: length" in page.locator("#row-0").inner_text()
@@ -145,13 +146,88 @@ def test_the_policy_stops_a_script_that_got_into_the_page(page, browser, report)
     assert other.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(window.hacked))))") is None
 
 
+def plot(page):
+    """The chart of the training reward."""
+    own = page.locator("figure.chart", has_text="Training reward")
+    own.evaluate("own => own.scrollIntoView({ block: 'center' })")
+    own.locator("path.line").first.wait_for(state="attached")
+    return own
+
+
+def ticks(own):
+    return own.locator("text.tick.x").all_text_contents()
+
+
+def test_a_chart_answers_the_pointer_and_the_keys(page):
+    own = plot(page)
+    box = own.locator("svg").bounding_box()
+    own.locator("svg").hover(position={"x": box["width"] * 0.9, "y": 60})
+    own.locator(".tip").wait_for()
+    assert re.search(r"step (8|9|10)", own.locator(".tip").inner_text()) and own.locator(".tip-row").count() == 2
+    assert page.locator("line.cross[visibility=visible]").count() > 1, "the same step is marked in every chart"
+    own.locator("svg").focus()
+    page.keyboard.press("ArrowLeft")
+    assert own.locator(".tip").is_visible()
+    page.mouse.move(5, 5)
+    own.locator("svg").blur()
+    assert own.locator(".tip").is_hidden()
+
+
+def test_dragging_zooms_all_charts_and_a_button_goes_back(page):
+    from playwright.sync_api import expect
+
+    own = plot(page)
+    before, box = ticks(own), own.locator("svg").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.8, box["y"] + 60)
+    page.mouse.up()
+    expect(page.locator("#whole")).to_be_enabled()
+    expect(own.locator("text.tick.x")).not_to_have_text(before)
+    page.click("#whole")
+    expect(own.locator("text.tick.x")).to_have_text(before)
+
+
+def test_lines_axes_and_scales_are_chosen(page):
+    from playwright.sync_api import expect
+
+    own = plot(page)
+    page.click("#legend button >> nth=0")
+    expect(own.locator("path.line.c0")).to_have_count(0)
+    assert own.locator("path.line.c1").count() > 0 and page.get_attribute("#legend button >> nth=0", "aria-pressed") == "false"
+    page.click("#legend button >> nth=1")
+    expect(own.locator("text.none")).to_have_text("no line is shown")
+    page.click("#legend button >> nth=0")
+    page.click("#legend button >> nth=1")
+    page.select_option("#axis", "seconds")
+    expect(own.locator("text.tick.x").last).to_have_text("30")
+    assert page.locator("#axis option[value=tokens]").is_disabled(), "these runs do not tell of tokens"
+    before = own.locator("text.tick.y").all_text_contents()
+    page.check("#log")
+    expect(own.locator("text.tick.y")).not_to_have_text(before)
+    links = own.locator("a.file").evaluate_all("all => all.map((one) => one.getAttribute('href'))")
+    assert links == ["report/reward.svg", "report/reward.pdf"]
+
+
+def test_one_problem_under_two_runs_stands_side_by_side(page):
+    head(page, "row/0")
+    page.keyboard.press("c")
+    page.locator(".sides > div").nth(1).wait_for()
+    left, right = (page.locator(".sides > div").nth(i).locator(".head").inner_text() for i in (0, 1))
+    assert "seed 0 · a" in left and "seed 1 · b" in right and "row/0" in left and "row/0" in right
+    page.select_option("#beside", "")
+    page.locator(".sides").wait_for(state="detached")
+
+
 def test_light_dark_and_phone(page):
     ground = "getComputedStyle(document.body).backgroundColor"
     light = page.evaluate(ground)
     page.click("#theme")
     assert page.evaluate(ground) != light
-    page.set_viewport_size({"width": 375, "height": 700})
-    assert page.evaluate("document.documentElement.scrollWidth") == 375, "the page itself never scrolls sideways"
+    for width in (375, 400, 1400):
+        page.set_viewport_size({"width": width, "height": 700})
+        page.keyboard.press("c")
+        assert page.evaluate("document.documentElement.scrollWidth") == width, "the page itself never scrolls sideways"
 
 
 def test_moving_through_the_list_is_fast(page):

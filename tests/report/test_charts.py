@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import xml.etree.ElementTree as ET
 
 import pytest
 
-from rlkit.errors import install
-from rlkit.runs.report import charts
+from rlkit.runs.report import charts, drawing
 from rlkit.runs.report.read import group_runs, read_run
 
 
@@ -38,14 +36,14 @@ def test_charts_that_show_nothing_are_left_out(make_run):
 
 def test_a_chart_names_its_lines_and_is_there_for_papers(make_run):
     """Names of runs are text in the picture, whatever characters they hold; a dollar sign starts no formula."""
-    drawn = charts.draw_chart(charts.STATIC[0], groups(make_run), 2)
+    drawn = drawing.draw_chart(charts.STATIC[0], groups(make_run), 2)
     texts = [element.text for element in ET.fromstring(drawn.svg).iter() if element.tag.endswith("text")]
     assert {"grpo", "<b>&$x$", "step", "Training reward (mean of the step's rollouts)"} <= set(texts)
     assert drawn.pdf.startswith(b"%PDF")
 
 
 def test_a_phase_is_marked_by_its_name(make_run):
-    svg = charts.draw_chart(charts.STATIC[0], groups(make_run, switch=2), None).svg.decode()
+    svg = drawing.draw_chart(charts.STATIC[0], groups(make_run, switch=2), None).svg.decode()
     assert ">b</text>" in svg.replace("\n", "")
 
 
@@ -53,15 +51,45 @@ def test_long_names_leave_room_for_the_chart(make_run):
     """matplotlib warns, which is an error here, where a legend takes all of the figure."""
     many = group_runs([read_run(make_run(str(i), lr=10.0**-i, title="n" * 200)) for i in range(15)])
     for chart in (charts.STATIC[0], charts.Chart("times", charts.TIME, "Times", "")):
-        charts.draw_chart(chart, many, None)
+        drawing.draw_chart(chart, many, None)
 
 
 def test_equal_runs_give_equal_bytes(make_run):
     shown = groups(make_run)
-    assert charts.draw_chart(charts.STATIC[0], shown, None) == charts.draw_chart(charts.STATIC[0], shown, None)
+    assert drawing.draw_chart(charts.STATIC[0], shown, None) == drawing.draw_chart(charts.STATIC[0], shown, None)
 
 
-def test_without_matplotlib_the_refusal_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(charts.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(charts.ConfigError, match=re.escape(install("report"))):
-        charts.require_matplotlib()
+def test_an_axis_does_not_magnify_noise(make_run):
+    """Validation accuracies of 0.5 throughout filled the height of their chart, and so did rounding errors of a ratio."""
+    svg = drawing.figure_of(charts.STATIC[1], groups(make_run), None)
+    low, high = svg.axes[0].get_ylim()
+    assert high - low >= 0.1
+    flat = charts.Chart("", "", "", "", span=0.0)
+    assert charts.limits(flat, 1.0, 1.0 + 1e-7) == pytest.approx((0.95, 1.05)) and charts.limits(flat, 0.0, 2.0) == (0.0, 2.0)
+    assert charts.limits(charts.Chart("", "", "", "", span=0.1), 0.0, 0.01)[0] == 0.0, "a share does not look negative"
+
+
+def test_a_long_line_keeps_its_spikes(monkeypatch):
+    monkeypatch.setattr(charts, "POINTS", 20)
+    values = [0.0] * 1000
+    values[313], values[777] = 5.0, -5.0
+    kept = charts.thinned(values)
+    assert {0, 313, 777, 999} <= set(kept) and len(kept) <= 20
+    assert charts.thinned([1.0] * 20) == list(range(20))
+
+
+def test_the_page_draws_every_metric_that_varies(make_run):
+    """A metric of one's own had no chart, and nothing said so."""
+    both = group_runs([read_run(make_run("a", change={"mine/share": 1.0})), read_run(make_run("b", lr=1e-4, change={"mine/share": 2.0}))])
+    told = charts.with_values(both)
+    more = charts.others(both, told)
+    assert "mine/share" in {chart.metric for chart in more} and "eval/accuracy_low" not in {chart.metric for chart in more}
+    data = charts.page_data([*told, *more], both, None)
+    lines = {chart["metric"]: chart["lines"] for chart in data["charts"]}
+    assert lines["reward/mean"][0]["x"] == [1, 2, 3, 4] and lines["reward/mean"][0]["y"] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert data["groups"][0]["spent"]["seconds"] == [0.0, 3.0, 6.0, 9.0, 12.0]
+
+
+@pytest.mark.parametrize(("rate", "bin"), [(0.0, 0), (0.125, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4), (0.99, 4), (1.0, 5)])
+def test_a_solve_rate_has_one_bin(rate, bin):
+    assert charts.solve_rates([(1, rate)])[1].index(1.0) == bin

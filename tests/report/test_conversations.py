@@ -2,31 +2,60 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 
 import pytest
 
 from rlkit.episodes import load_rollouts
 from rlkit.episodes.record import to_row
-from rlkit.runs.report.conversations import TEXT, best_worst_random, collect, trimmed
+from rlkit.runs.report import conversations
+from rlkit.runs.report.conversations import TEXT, Turn, best_worst_random, collect, trimmed
 from rlkit.runs.report.read import read_run
 from rlkit.system import shards
 from rlkit.types import Rollout, Task
 
 
+def said(shown, entry):
+    """What the viewer opens for an entry of the list: its messages, with the texts of prompts put in."""
+    page = json.loads(gzip.decompress(base64.b64decode(shown.pages[entry["page"]])))
+    own = page["said"][entry["at"]]
+    return [{**m, "text": page["texts"][m["prompt"]] if "prompt" in m else m["text"]} for m in own["messages"]]
+
+
 def test_all_are_there_where_there_is_room(make_run):
     shown = collect([read_run(make_run("a", steps=2))], 100)
-    assert [(e["step"], e["sample"]) for e in shown["rollouts"]] == [(s, i) for s in (1, 2) for i in range(4)]
-    first = shown["rollouts"][0]
-    assert [m["role"] for m in first["messages"]] == ["user", "assistant", "tool", "assistant"], "a tool's result stands once"
-    assert first["calls"] == 1 and shown["rollouts"][1]["failed"] == 1 and shown["rollouts"][3]["status"] == "truncated: length"
-    assert shown["texts"][first["messages"][0]["prompt"]] == "How much is it? #### 4 1"
+    assert [(e["step"], e["sample"]) for e in shown.entries] == [(s, i) for s in (1, 2) for i in range(4)] and not shown.notes
+    first = shown.entries[0]
+    assert [m["role"] for m in said(shown, first)] == ["user", "assistant", "tool", "assistant"], "a tool's result stands once"
+    assert first["calls"] == 1 and shown.entries[1]["failed"] == 1 and shown.entries[3]["status"] == "truncated: length"
+    assert said(shown, first)[0]["text"] == "How much is it? #### 4 1" and first["answer"] == "#### 4 1"
 
 
-def test_the_limit_holds_and_every_step_is_seen(make_run):
+def test_thousands_are_complete_in_pages(make_run, monkeypatch):
+    """Beyond a fixed number of steps and characters conversations were dropped."""
+    monkeypatch.setattr(conversations, "PAGE", 2000)
+    shown = collect([read_run(make_run("a", steps=80))], 10_000)
+    assert len(shown.entries) == 320 and len(shown.pages) > 10 and not shown.notes
+    assert all(said(shown, e)[-1]["text"] in (f"#### 4 {e['step']}", "eh") for e in shown.entries[::37])
+
+
+def test_the_limit_holds_every_step_is_seen_and_the_rest_is_counted(make_run):
     runs = [read_run(make_run(name, steps=4)) for name in "ab"]
-    shown = collect(runs, 16)["rollouts"]
-    assert len(shown) == 16 and {(e["run"], e["step"]) for e in shown} == {(r, s) for r in (0, 1) for s in (1, 2, 3, 4)}
+    shown = collect(runs, 16)
+    assert len(shown.entries) == 16 and {(e["run"], e["step"]) for e in shown.entries} == {(r, s) for r in (0, 1) for s in (1, 2, 3, 4)}
+    assert [note[:25] for note in shown.notes] == ["8 more conversations are i"[:25]] * 2
+
+
+def test_solve_rates_and_turns_are_those_of_whole_steps(make_run):
+    """Of a choice of best and worst they would be others."""
+    (played,) = collect([read_run(make_run("a", steps=2))], 4).played
+    assert played.solved[:2] == [(1, 2 / 3), (1, 0.0)]
+    first, second = played.turns
+    steps = len({step for step, _ in played.solved})
+    assert first == Turn(4 * steps, 8 * steps, 3 * steps, steps, steps, steps, 0.0) and second.replies == 3 * steps == second.ended
+    assert second.reward == pytest.approx(steps)
 
 
 def test_the_best_and_the_worst_come_first():
@@ -39,8 +68,8 @@ def test_a_damaged_file_is_said_and_left_out(make_run):
     folder = make_run("a", steps=2)
     shards.append_lines(folder / "rollouts", 3, b"nonsense\n")
     with pytest.warns(UserWarning, match="left out"):
-        shown = collect([read_run(folder)], 100)["rollouts"]
-    assert {e["step"] for e in shown} == {1, 2}
+        shown = collect([read_run(folder)], 100)
+    assert {e["step"] for e in shown.entries} == {1, 2}
 
 
 def test_runs_with_a_file_for_each_step_are_shown_too(make_run):
@@ -54,7 +83,7 @@ def test_runs_with_a_file_for_each_step_are_shown_too(make_run):
             del step["kept"]
     (folder / "rollouts" / "step_000007.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert load_rollouts(folder / "rollouts", step=7) == rollouts
-    assert {e["step"] for e in collect([read_run(folder)], 100)["rollouts"]} == {1, 2, 7}
+    assert {e["step"] for e in collect([read_run(folder)], 100).entries} == {1, 2, 7}
 
 
 def test_a_long_text_is_cut_and_says_so():

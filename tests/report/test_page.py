@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import json
 import re
@@ -10,8 +11,9 @@ import re
 import pytest
 
 from rlkit.commands.cli import main
-from rlkit.runs.report import charts, write_report
-from rlkit.runs.report.page import embedded
+from rlkit.errors import install
+from rlkit.runs.report import charts, drawing, write_report
+from rlkit.runs.report.conversations import compressed
 
 HOSTILE = "<img src=x onerror=window.hacked=1></script><script>window.hacked=1</script><!-- \u2028 \ud800 & \"'"
 
@@ -32,6 +34,12 @@ def page(make_runs, few):
     return write_report([folder.parent])
 
 
+def blocks(text):
+    """Name → what a block of the page holds."""
+    found = re.findall(r'<script type="application/gzip" id="data-([^"]+)">([^<]*)</script>', text)
+    return {name: json.loads(gzip.decompress(base64.b64decode(data))) for name, data in found}
+
+
 def test_the_policy_names_the_one_script_and_the_one_style_sheet(page):
     text = page.read_text()
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', text)[1]
@@ -44,16 +52,17 @@ def test_the_policy_names_the_one_script_and_the_one_style_sheet(page):
         assert f"{kind} 'sha256-{base64.b64encode(hashlib.sha256(body[0].encode()).digest()).decode()}'" in policy
     markup = re.sub(r"<script.*?</script>|<style>.*?</style>", "", text, flags=re.S)
     assert not re.search(r"<[^>]*\s(on\w+|style)=", markup), "an inline handler or style"
-    assert set(re.findall(r'src="([^,"]*)', markup)) == {"data:image/svg+xml;base64"}, "a picture from somewhere else"
+    assert "src=" not in markup, "a picture from somewhere else"
     assert not re.search(r'href="(?!#)', markup), "a link to somewhere else"
 
 
 def test_texts_of_the_model_are_in_the_data_alone(page):
     text = page.read_text()
-    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1]
-    assert "<" not in data and data.isascii()
-    assert any(HOSTILE in message.get("text", "") for entry in json.loads(data)["rollouts"] for message in entry["messages"])
-    assert "hacked" not in text.replace(data, "")
+    data = blocks(text)
+    said = [message for name, own in data.items() if name.startswith("page-") for entry in own["said"] for message in entry["messages"]]
+    assert any(HOSTILE in message.get("text", "") for message in said)
+    assert "hacked" not in text, "data is compressed: no parser and no search finds a text in it"
+    assert len(data["list"]["rollouts"]) == len([m for m in said if m["role"] == "assistant" and m.get("turn") != 2])
 
 
 def test_a_runs_name_is_no_markup(page):
@@ -62,8 +71,16 @@ def test_a_runs_name_is_no_markup(page):
 
 
 def test_json_that_html_cannot_end():
-    assert json.loads(embedded({"a": HOSTILE, "b": float("nan")})) == {"a": HOSTILE, "b": None}
-    assert "</" not in embedded(HOSTILE) and "<!--" not in embedded(HOSTILE)
+    text = compressed({"a": HOSTILE, "b": float("nan")})
+    assert re.fullmatch(r"[A-Za-z0-9+/=]+", text)
+    assert json.loads(gzip.decompress(base64.b64decode(text))) == {"a": HOSTILE, "b": None}
+
+
+def test_without_matplotlib_there_is_the_page_and_a_word_on_the_files(make_run, monkeypatch, tmp_path):
+    """The report was refused, and the page does not need it."""
+    monkeypatch.setattr(drawing.importlib.util, "find_spec", lambda name: None)
+    text = write_report([make_run("plain")], tmp_path / "plain.html").read_text()
+    assert install("report").replace("'", "&#x27;") in text and blocks(text)["curves"]["charts"] and not (tmp_path / "plain").exists()
 
 
 def test_sections_follow_from_what_the_runs_have(page, make_run, tmp_path):
@@ -83,7 +100,7 @@ def test_the_page_names_the_split_of_each_figure(page, make_run, tmp_path):
     """A run from before there were three splits keeps its own word, and its curve is not passed off as one of validation problems."""
     text, older = page.read_text(), write_report([make_run("old", three_splits=False)], tmp_path / "old.html").read_text()
     assert "<td>test</td>" in text and "<td>held-out</td>" not in text and "had no validation problems" not in text
-    assert "Validation accuracy" in text
+    assert "Validation accuracy" in {chart["title"] for chart in blocks(text)["curves"]["charts"]}
     assert "<td>held-out</td>" in older and "had no validation problems" in older
 
 
@@ -91,7 +108,7 @@ def test_a_folder_of_rollouts_is_conversations_alone(tmp_path, make_run):
     (tmp_path / "rolled").mkdir()
     next((make_run("a") / "rollouts").iterdir()).rename(tmp_path / "rolled" / "rollouts.jsonl.gz")
     text = write_report([tmp_path / "rolled"]).read_text()
-    assert re.findall(r"<h2>(.*?)</h2>", text) == ["Runs", "Conversations"]
+    assert re.findall(r"<h2>(.*?)</h2>", text) == ["Solve rates", "Turns", "Runs", "Conversations"]
 
 
 def test_a_run_that_has_just_begun_is_reported_too(tmp_path):

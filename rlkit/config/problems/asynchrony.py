@@ -17,11 +17,11 @@ DISPATCH = ("generation.", "environment.", "batch.", "reward.", "algorithm.group
 
 def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[str]:
     """Whatever decides groups must be known when they are dispatched. `firsts`: phase → its experiment at its first step."""
-    mode, staleness, _ = x.asynchrony
+    mode, staleness = x.asynchrony.mode, x.asynchrony.staleness
     said = f"asynchrony.staleness={staleness}"
     if mode == "none" and staleness:
         return [f"{said}: with asynchrony=none a step samples with the weights that it trains; choose asynchrony=lag, or set it to 0"]
-    problems = _second_process(x) if mode == "overlap" else []
+    problems = _second_process(x) if mode == "overlap" else _in_flight(x) if mode == "in_flight" else []
     if not staleness:
         return problems
     for name, phase in phases(x).items():
@@ -51,6 +51,42 @@ def _second_process(x: Experiment) -> list[str]:
         )
     if any(phase.algorithm.episodes is not None for phase in phases(x).values()) and not x.asynchrony.staleness:
         problems.append(f"{said}: algorithm={x.algorithm.name} samples nothing; choose asynchrony=none")
+    return problems
+
+
+def _in_flight(x: Experiment) -> list[str]:
+    """What cannot be sampled by weights that change in the middle of episodes."""
+    from rlkit.algorithm import asks
+    from rlkit.engines import Cached
+
+    said, problems = "asynchrony=in_flight", []
+    if not x.asynchrony.staleness:
+        problems.append(f"{said} asynchrony.staleness=0: no episode outlives its step, so no weights change in it; set at least 1")
+    if (count := x.trainer.devices * x.trainer.nodes) > 1:
+        problems.append(
+            f"{said}: rounds are counted in one process, and trainer={x.trainer.strategy} has {count} ranks; choose asynchrony=lag"
+        )
+    if not isinstance(x.generation.engine, Cached):
+        name = type(x.generation.engine).__name__
+        problems.append(f"{said}: the engine {name} does not count rounds of decoding; choose generation=cached, or asynchrony=lag")
+    if x.generation.admission == "free":
+        problems.append(f"{said}: with generation.admission=free a clock decides who decodes with whom; choose rounds, or asynchrony=lag")
+    if getattr(x.environment, "table", None) is not None:
+        problems.append(f"{said}: of a game of two one player's episode may be over while the other's is half-way; choose asynchrony=lag")
+    if getattr(x.environment, "program", None) is not None:
+        problems.append(f"{said}: a program that is half-way cannot be saved and continued; choose asynchrony=lag")
+    for name, phase in phases(x).items():
+        where = f"schedule.phases.{name}: " if name else ""
+        if phase.algorithm.max_refills:
+            problems.append(
+                f"{where}{said}: algorithm.max_refills={phase.algorithm.max_refills} decides the prompts of the next step, whose "
+                "groups are being sampled already; set it to 0, or choose asynchrony=lag"
+            )
+        if asks(phase.algorithm.advantage, "greedy_rewards"):
+            problems.append(
+                f"{where}{said}: algorithm={phase.algorithm.name} plays greedy episodes, which cannot be decoded beside the "
+                "others; choose asynchrony=lag"
+            )
     return problems
 
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
 
 def combination_problems(x: Experiment) -> list[str]:
     """Combinations that cannot run, or that would silently do nothing."""
-    checks = (_check_evaluation, _check_groups, _check_kl, _check_critic, _check_corrections, _check_old, _check_streams, _check_quantities)
+    checks = [_check_evaluation, _check_groups, _check_choice, _check_kl, _check_critic, _check_corrections, _check_old, _check_streams]
+    checks.append(_check_quantities)
     return [problem for check in checks for problem in check(x)]
 
 
@@ -88,6 +89,18 @@ def _check_groups(x: Experiment) -> list[str]:
             f"algorithm.max_refills={x.algorithm.max_refills}: the group filter accepts every prompt, so none is ever replaced; "
             "choose algorithm/group_filter=mixed, or set it to 0"
         )
+    return problems
+
+
+def _check_choice(x: Experiment) -> list[str]:
+    """What an algorithm cannot do with chosen problems (task.sampler), or with groups that are learned from again (task.reuse)."""
+    a, problems = x.algorithm, []
+    if x.sampler.weigh is not None and a.episodes is not None:
+        problems.append(f"task/sampler={x.sampler.name}: algorithm={a.name} scores nothing to choose by; choose task/sampler=uniform")
+    if x.reuse.active and a.episodes is not None:
+        problems.append(f"task/reuse: algorithm={a.name} samples nothing, so there is nothing to correct for; choose task/reuse=none")
+    if x.reuse.active and a.streams.keys() - {"reward"}:
+        problems.append("task/reuse: groups that are replaced would be lost to the streams beside the reward; choose task/reuse=none")
     return problems
 
 

@@ -63,7 +63,8 @@ def _correction_doubts(x: Experiment) -> list[str]:
     from rlkit.algorithm import asks
     from rlkit.functional import automatic_correction, geometric_mask, no_correction
 
-    a, out, given, stale = x.algorithm, [], corrections_of(x.algorithm), x.asynchrony.staleness
+    a, out, given, stale = x.algorithm, [], corrections_of(x.algorithm), x.staleness
+    path = "asynchrony.staleness" if stale == x.asynchrony.staleness else "task.reuse.staleness"
     to_sampler = asks(a.policy_loss, "logprobs_sampler")
     if to_sampler and any(part not in (no_correction, automatic_correction) for part, _ in given):
         out.append(
@@ -80,12 +81,12 @@ def _correction_doubts(x: Experiment) -> list[str]:
         return out
     if stale == 1 == a.epochs * a.minibatches:
         out.append(
-            "asynchrony.staleness=1 algorithm/correction=none: with one update a step the ratio is 1, so nothing corrects or clips for the "
+            f"{path}=1 algorithm/correction=none: with one update a step the ratio is 1, so nothing corrects or clips for the "
             "age of the replies; choose algorithm/correction=token_truncate, or algorithm.old=sampler"
         )
     if stale >= 2:
         out.append(
-            f"asynchrony.staleness={stale} algorithm/correction=none: nothing corrects for the age of the replies, and "
+            f"{path}={stale} algorithm/correction=none: nothing corrects for the age of the replies, and "
             "the clip is blind to it, since its old policy is the trainer's own. On the embedded task the effective share of the rollouts "
             "was 0.83 (0.41 in the worst step) at a staleness of 2 and 0.70 (0.11) at 4, and the clip held 0.3 % of the tokens in both; "
             "follow staleness/ess_seq, or choose algorithm/correction=token_truncate"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from rlkit.algorithm import Stream
 from rlkit.config.problems.assumptions import assumption_problems
 from rlkit.environments import environment_of
 from rlkit.episodes.episode import opening
@@ -19,7 +20,7 @@ from rlkit.training.selfcheck import ROWS, first_rows
 from rlkit.training.teachers import answer, demonstration
 from rlkit.types import Environment, Rollout, Split, Splits, Step, Task
 
-JUDGED = ("environment", "verifiers", "listed")  # rewards of rows without a gold answer
+JUDGED = ("environment", "verifiers", "listed", "judge")  # rewards of rows without a gold answer
 
 
 def load_tasks(x: Experiment) -> Splits:
@@ -34,9 +35,11 @@ def load_tasks(x: Experiment) -> Splits:
     validation = load_split(x, "validation") if x.evaluation.n and x.evaluation.every else []
     test = load_split(x, "test") if x.evaluation.n else []
     for phase in phases(x).values():
+        rewarded = phase.algorithm.streams.get("reward", Stream())
         if "reward" in phase.algorithm.streams or not phase.algorithm.streams:  # else it is only measured
-            check_truths(train, phase.reward)
-            check_reward(train, phase.reward, x.environment)
+            own = [task for task in train if rewarded.of(task.part)]
+            check_truths(own, phase.reward)
+            check_reward(own, phase.reward, x.environment)
         check_assumptions(train, phase)
         check_streams(train, phase)
     check_tools(train, x.environment)
@@ -91,11 +94,18 @@ def check_truths(tasks: Sequence[Task], reward: Reward) -> None:
 def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
     """The rows hold what the streams learn from: conversations, answers, and a teacher for every part. Raises: DataError naming the row."""
     streams, teacher = x.algorithm.streams, x.teacher
+    for name, stream in streams.items():
+        known = {task.part for task in tasks}
+        if stream.parts is not None and (odd := [part for part in stream.parts if not any(Stream(parts=[part]).of(own) for own in known)]):
+            there = ", ".join(sorted(known - {""})) or "none, since task is no mixture"
+            raise ConfigError(f"algorithm.streams.{name}.parts: there is no part {odd[0]!r} of the task; there are: {there}")
     demonstrates = "imitation" in streams and streams["imitation"].mask == "demonstrations"
-    if demonstrates and (task := next((task for task in tasks if "messages" not in task.metadata), None)):
+    mine = [task for task in tasks if "imitation" in streams and streams["imitation"].of(task.part)]
+    if demonstrates and (task := next((task for task in mine if "messages" not in task.metadata), None)):
         raise DataError(f"row {task.id}: holds no conversation, and algorithm.streams.imitation.mask=demonstrations learns from them")
     if "teacher" not in streams:
         return
+    tasks = [task for task in tasks if streams["teacher"].of(task.part)]
     if "" not in teacher.models and (task := next((task for task in tasks if task.part not in teacher.models), None)):
         raise DataError(
             f"row {task.id}: its part {task.part!r} has no teacher; teacher.paths has those of {', '.join(teacher.models)}, so set "

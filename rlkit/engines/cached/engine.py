@@ -118,10 +118,11 @@ class Cached(Service):
         except BaseException:
             decoder.clear()
             raise
-        decoder.rest()
+        if self.by_itself:
+            decoder.rest()
         if torch.is_autocast_enabled(causal.device.type):
             # Graphs read the casts of weights that autocast keeps, which end with it and would be those of old weights.
             decoder.graphs.captured -= len(decoder.graphs.replays)
             decoder.graphs.forget()
-        if not self.keep_cache:
+        if self.by_itself and not self.keep_cache:
             decoder.clear()

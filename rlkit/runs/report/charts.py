@@ -1,22 +1,14 @@
-"""Charts of runs: which there are, and how one is drawn, as SVG and as PDF."""
+"""Charts of runs: which there are, and the lines of each, for the page and for the files beside it."""
 
 from __future__ import annotations
 
-import importlib.util
-import io
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlkit.errors import ConfigError, install
 from rlkit.runs.report.read import Group, metrics_of, series
-from rlkit.runs.report.verdicts import UNITS, budget
-
-# Okabe and Ito's colours, which the colour-blind can tell apart.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5cc0", "#8a8a00")
-DASHES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)))  # once the colours are used up
-INK, SOFT, GRID = "#333333", "#777777", "#dddddd"
+from rlkit.runs.report.verdicts import budget
 
 
 class Chart(NamedTuple):
@@ -31,22 +23,14 @@ class Chart(NamedTuple):
     low: str = ""  # metrics of an interval
     high: str = ""
     against: str = "steps"  # what the horizontal axis counts, one of UNITS
-
-
-class Drawn(NamedTuple):
-    """A chart as the page and the files beside it have it."""
-
-    name: str
-    section: str
-    title: str
-    unit: str
-    svg: bytes
-    pdf: bytes
+    span: float = 0.1  # the least range of the vertical axis: noise below it stays small
+    healthy: tuple[float, float] | None = None  # the band of values that need no attention
 
 
 LEARNING, COMPONENTS, POLICY = "Learning", "Reward components", "Distance and entropy"
-EPISODES, OPTIMISATION, SCHEDULE, TIME = "Episodes", "Optimisation", "Scheduled numbers", "Time"
-SECTIONS = (LEARNING, COMPONENTS, POLICY, EPISODES, OPTIMISATION, SCHEDULE, TIME)
+EPISODES, OPTIMISATION, SCHEDULE, TIME, OTHER = "Episodes", "Optimisation", "Scheduled numbers", "Time", "All other metrics"
+SECTIONS = (LEARNING, COMPONENTS, POLICY, EPISODES, OPTIMISATION, SCHEDULE, TIME, OTHER)
+LEAST = 0.1  # the least range of any axis, as a share of its largest value
 STATIC = (
     Chart("reward", LEARNING, "Training reward", "reward/mean", "mean of the step's rollouts"),
     Chart("accuracy", LEARNING, "Validation accuracy", "eval/accuracy", "", False, "eval/accuracy_low", "eval/accuracy_high"),
@@ -59,36 +43,30 @@ STATIC = (
     Chart("reward_by_seconds", LEARNING, "Training reward by seconds", "reward/mean", "mean of the step's rollouts", against="seconds"),
     Chart("accuracy_by_tokens", LEARNING, "Validation accuracy by tokens", "eval/accuracy", smooth=False, against="tokens"),
     Chart("no_signal", LEARNING, "Prompts without signal", "group/frac_zero_std", "share whose rewards are all equal"),
-    Chart("kl_reference", POLICY, "KL to the reference", "kl/ref_k3", "k3, nats per token"),
-    Chart("kl_step", POLICY, "KL moved by a step", "kl/step", "nats per token"),
-    Chart("kl_start", POLICY, "KL from the start", "kl/start", "nats per token"),
+    Chart("kl_reference", POLICY, "KL to the reference", "kl/ref_k3", "k3, nats per token", span=0.01),
+    Chart("kl_step", POLICY, "KL moved by a step", "kl/step", "nats per token", span=0.01, healthy=(0, 0.01)),
+    Chart("kl_start", POLICY, "KL from the start", "kl/start", "nats per token", span=0.01),
     Chart("entropy", POLICY, "Entropy", "policy/entropy", "nats per token"),
-    Chart("mismatch", POLICY, "Sampler against trainer", "mismatch/logp_abs_mean", "|Δ log-prob| per token"),
+    Chart("mismatch", POLICY, "Sampler against trainer", "mismatch/logp_abs_mean", "|Δ log-prob| per token", span=0.01, healthy=(0, 0.05)),
     Chart("staleness", POLICY, "Staleness", "staleness/steps_mean", "RL steps that the sampler's weights are behind", False),
     Chart("stale_share", POLICY, "Effective share of the rollouts", "staleness/ess_seq", "of weights trainer over sampler"),
     Chart("length", EPISODES, "Length", "len/mean", "sampled tokens an episode"),
-    Chart("truncated", EPISODES, "Truncated episodes", "len/truncated_frac", "share"),
+    Chart("truncated", EPISODES, "Truncated episodes", "len/truncated_frac", "share", healthy=(0, 0.1)),
     Chart("turns", EPISODES, "Replies an episode", "tools/turns"),
+    Chart("environment_errors", EPISODES, "Failed environments", "stop_reason/error", "share of the episodes", healthy=(0, 0.05)),
     Chart("calls", EPISODES, "Tool calls an episode", "tools/calls"),
     Chart("call_failures", EPISODES, "Failed tool calls an episode", "tools/failures"),
-    Chart("unreadable_calls", EPISODES, "Episodes with an unreadable call", "parse_fail_frac", "share"),
-    Chart("gradient", OPTIMISATION, "Gradient norm", "optim/grad_norm", "before clipping"),
-    Chart("clip_low", OPTIMISATION, "Clipped below", "clip/low_frac", "share of tokens"),
-    Chart("clip_high", OPTIMISATION, "Clipped above", "clip/high_frac", "share of tokens"),
+    Chart("unreadable_calls", EPISODES, "Episodes with an unreadable call", "parse_fail_frac", "share", healthy=(0, 0.2)),
+    Chart("gradient", OPTIMISATION, "Gradient norm", "optim/grad_norm", "before clipping", span=0.0),
+    Chart("clip_low", OPTIMISATION, "Clipped below", "clip/low_frac", "share of tokens", span=0.02),
+    Chart("clip_high", OPTIMISATION, "Clipped above", "clip/high_frac", "share of tokens", span=0.02),
     Chart("explained_variance", OPTIMISATION, "The critic's explained variance", "value/explained_variance"),
     Chart("advantage", OPTIMISATION, "Size of the advantages", "adv/abs_mean", "mean |advantage|"),
     Chart("step_seconds", TIME, "Seconds a step", "perf/step_s", "", False),
     Chart("tokens_per_second", TIME, "Tokens a second", "perf/tokens_per_s", "", False),
 )
 LONGEST = 100  # characters of a chart's file
-NAMED = 12  # lines that a legend names
 PARTS = {"perf/generate_s": "generate", "perf/reward_s": "reward", "perf/update_s": "update"}  # of a step's seconds
-
-
-def require_matplotlib() -> None:
-    """Raises ConfigError where it is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f"rlkit report draws with matplotlib, which is not installed: {install('report')}")
 
 
 def with_values(groups: Sequence[Group]) -> list[Chart]:
@@ -107,6 +85,14 @@ def with_values(groups: Sequence[Group]) -> list[Chart]:
     return sorted([*told, *timed], key=lambda chart: SECTIONS.index(chart.section))
 
 
+def others(groups: Sequence[Group], told: Sequence[Chart]) -> list[Chart]:
+    """A chart of every further metric that varies, one's own among them; on the page alone."""
+    known = {name for chart in told for name in (chart.metric, chart.low, chart.high)}
+    found = [metric for metric in metrics_of(run for group in groups for run in group.runs) if metric not in known]
+    varying = [m for m in found if len({value for group in groups for run in group.runs for value in series(run, m).values()}) > 1]
+    return [Chart(metric, OTHER, metric, metric, span=0.0) for metric in varying]
+
+
 def _spent(groups: Sequence[Group], unit: str) -> bool:
     """Whether the runs of all lines tell what they spent."""
     return all(any(budget(run, unit).values()) for group in groups for run in group.runs)
@@ -122,7 +108,7 @@ def dynamic(found: Sequence[str]) -> Iterator[Chart]:
         elif match := re.fullmatch(r"part/(.+)/reward/mean", metric):
             yield Chart(name, COMPONENTS, f"Reward of {match[1]}", metric, "mean of the part's rollouts")
         elif metric.startswith("schedule/") and metric != "schedule/phase":
-            yield Chart(name, SCHEDULE, metric.removeprefix("schedule/"), metric, "", False)
+            yield Chart(name, SCHEDULE, metric.removeprefix("schedule/"), metric, "", False, span=0.0)
 
 
 # ------------------------------------------------------------------------------------------------------ numbers
@@ -167,93 +153,51 @@ def window(groups: Sequence[Group]) -> int:
     return round(longest / 12)
 
 
-# ------------------------------------------------------------------------------------------------------ drawing
+# -------------------------------------------------------------------------------------------------------- lines
 
 
-def draw_chart(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Drawn:
-    """The chart on white, with its title and legend."""
-    import matplotlib
+class Curve(NamedTuple):
+    """What a chart draws of a group of runs."""
 
-    settings: Any = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": chart.name,
-        "text.parse_math": False,  # a dollar sign in a name is one
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "axes.edgecolor": SOFT,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "font.size": 9.5,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
-    svg, pdf = io.BytesIO(), io.BytesIO()
-    with matplotlib.rc_context(settings):
-        figure = figure_of(chart, groups, smooth)
-        figure.savefig(svg, format="svg", metadata={"Date": None})
-        figure.set_layout_engine("none")  # what the first file found is the second's: finding it takes half the time
-        figure.savefig(pdf, format="pdf", metadata={"CreationDate": None})
-    return Drawn(chart.name, chart.section, chart.title, chart.unit, svg.getvalue(), pdf.getvalue())
+    group: int
+    shown: Line  # smoothed; low and high are those of the seeds, or of one run's interval
+    raw: Line | None  # the same without smoothing, where there is any
+    tails: Sequence[Mapping[int, float]]  # of seeds that go on after another has ended
 
 
-def figure_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Any:
-    """The chart as matplotlib's figure."""
-    from matplotlib.figure import Figure
-
-    legend = not chart.metric or len(groups) > 1 or len(groups[0].runs) > 1
-    named = min(len(groups), NAMED) if chart.metric else len(PARTS) + 1
-    height = 3.0 + (0.2 * named if chart.metric and legend else 0.3 * max(0, len(groups) - 4))
-    figure = Figure(figsize=(4.8, height), layout="constrained")
-    axes = figure.add_subplot()
-    if chart.metric:
-        draw_lines(axes, chart, groups, window(groups) if smooth is None else smooth)
-        axes.set_xlabel("step" if chart.against == "steps" else UNITS[chart.against])
-        axes.grid(axis="y", color=GRID, linewidth=0.7)
-        axes.margins(x=0.02)
-    else:
-        draw_times(axes, groups)
-    axes.set_axisbelow(True)
-    title = f"{chart.title}{f' ({chart.unit})' if chart.unit else ''}"
-    axes.set_title(_clipped(title, 60), loc="left", fontsize=9.5)
-    if legend:
-        handles, names = axes.get_legend_handles_labels()
-        where: Any = {"loc": "outside lower center", "ncols": 1 if chart.metric else 4}
-        figure.legend(handles[:named], [_clipped(name, 64) for name in names[:named]], fontsize=8, frameon=False, **where)
-    return figure
-
-
-def draw_lines(axes: Any, chart: Chart, groups: Sequence[Group], smooth: int) -> None:
-    """Lines with the band of the seeds, or of one run's interval; unsmoothed values faint behind; phases as dotted lines."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=7 if chart.against == "steps" else 4, integer=True))
+def curves_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> list[Curve]:
+    """The lines of a chart, smoothed over so many steps (None: `window`)."""
+    out = []
+    steps = (window(groups) if smooth is None else smooth) if chart.smooth else 0
     for index, group in enumerate(groups):
-        colour, dash = style(index)
-        curves = [own for run in group.runs if (own := series(run, chart.metric))]
-        if not curves:
+        own = [values for run in group.runs if (values := series(run, chart.metric))]
+        if not own:
             continue
-        steps = smooth if chart.smooth else 0
-        smooth_curves = [dict(zip(own, smoothed(list(own.values()), steps), strict=True)) for own in curves]
-        shown = line(smooth_curves)
-        label = group.label if len(group.runs) == 1 else f"{group.label}, {len(group.runs)} seeds"
-        mark = "o" if len(shown.steps) <= 12 else None
-        drawn = {"color": colour, "linestyle": dash}
-        at = axis(group, chart.against)
-        axes.plot(at(shown.steps), shown.mean, marker=mark, markersize=3, linewidth=1.6, label=label, **drawn)
-        if steps > 1:
-            raw = line(curves)
-            axes.plot(at(raw.steps), raw.mean, linewidth=0.8, alpha=0.35, **drawn)
-        for own in smooth_curves:  # what goes on after another seed has ended
-            rest = {step: value for step, value in own.items() if not shown.steps or step >= shown.steps[-1]}
-            axes.plot(at(list(rest)), list(rest.values()), linewidth=0.9, alpha=0.6, **drawn)
-        if len(curves) > 1:
-            axes.fill_between(at(shown.steps), shown.low, shown.high, color=colour, alpha=0.18, linewidth=0)
-        elif chart.low:
+        smooth_own = [dict(zip(values, smoothed(list(values.values()), steps), strict=True)) for values in own]
+        shown = line(smooth_own)
+        if len(own) == 1 and chart.low:
             low, high = series(group.runs[0], chart.low), series(group.runs[0], chart.high)
-            both = sorted(low.keys() & high.keys())
-            axes.fill_between(both, [low[s] for s in both], [high[s] for s in both], color=colour, alpha=0.18, linewidth=0)
-    if chart.against == "steps":
-        draw_switches(axes, groups)
+            sides = ([side.get(step, mean) for step, mean in zip(shown.steps, shown.mean, strict=True)] for side in (low, high))
+            shown = Line(shown.steps, shown.mean, *sides)
+        ended = shown.steps[-1] if shown.steps else 0
+        tails = [{step: value for step, value in values.items() if step >= ended} for values in smooth_own]
+        out.append(Curve(index, shown, line(own) if steps > 1 else None, [tail for tail in tails if len(tail) > 1]))
+    return out
+
+
+def limits(chart: Chart, low: float, high: float) -> tuple[float, float]:
+    """The vertical axis of values between `low` and `high`: at least `span`, and LEAST of the largest value, so that noise stays small.
+
+    >>> limits(Chart("", "", "", "", span=0.1), 0.98, 0.981)
+    (0.9305, 1.0305)
+    """
+    least = max(chart.span, LEAST * max(abs(low), abs(high)))
+    if high - low >= least:
+        return low, high
+    middle = (low + high) / 2
+    bottom = middle - least / 2
+    bottom = 0.0 if low >= 0 > bottom else bottom
+    return round(bottom, 12), round(bottom + least, 12)
 
 
 def axis(group: Group, against: str) -> Callable[[Sequence[int]], list[float]]:
@@ -264,43 +208,12 @@ def axis(group: Group, against: str) -> Callable[[Sequence[int]], list[float]]:
     return lambda steps: [math.fsum(own.get(step, 0.0) for own in spent) / len(spent) for step in steps]
 
 
-def draw_switches(axes: Any, groups: Sequence[Group]) -> None:
-    """A dotted line where a phase began; its name where it is of the only line, or there is room for it."""
-    marked = [(index, switch) for index, group in enumerate(groups) for switch in dict.fromkeys(phase_starts(group))]
-    for index, (step, name) in marked:
-        axes.axvline(step, color=style(index)[0], linewidth=1, linestyle=(0, (2, 2)), alpha=0.8)
-        if len(marked) <= 3:
-            axes.annotate(
-                name, (step, 1), xycoords=("data", "axes fraction"), xytext=(3, -2), textcoords="offset points", va="top", fontsize=8
-            )
-
-
 def phase_starts(group: Group) -> Iterator[tuple[int, str]]:
     """(last step before, name of the phase) of a group's runs."""
     for run in group.runs:
         for step, text in run.switches:
             match = re.match(r"phase .+? → (.+?) after step", text)
-            yield step, _clipped(match[1] if match else text, 24)
-
-
-def draw_times(axes: Any, groups: Sequence[Group]) -> None:
-    """A bar a group: mean seconds of the parts of a step."""
-    names = [group.label for group in groups]
-    total = [mean_of(group, "perf/step_s") for group in groups]
-    left = [0.0] * len(groups)
-    for index, (metric, name) in enumerate([*PARTS.items(), ("", "other")]):
-        widths = [mean_of(group, metric) if metric else max(0.0, t - at) for group, t, at in zip(groups, total, left, strict=True)]
-        axes.barh(range(len(groups)), widths, left=left, height=0.6, color=COLOURS[index] if metric else SOFT, label=name)
-        left = [at + width for at, width in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(groups)), [_clipped(text, 28) for text in names])
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds")
-    axes.set_ylim(len(groups) - 0.3, -0.7)
-
-
-def _clipped(text: str, length: int) -> str:
-    """A name that leaves room for the chart."""
-    return text if len(text) <= length else text[: length - 1] + "…"
+            yield step, cut_short(match[1] if match else text, 24)
 
 
 def mean_of(group: Group, metric: str) -> float:
@@ -309,6 +222,85 @@ def mean_of(group: Group, metric: str) -> float:
     return math.fsum(values) / len(values) if values else 0.0
 
 
-def style(index: int) -> tuple[str, Any]:
-    """Colour and dash of the n-th line."""
-    return COLOURS[index % len(COLOURS)], DASHES[index // len(COLOURS) % len(DASHES)]
+def cut_short(text: str, length: int) -> str:
+    """A name that leaves room for the chart."""
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+# ----------------------------------------------------------------------------------------------------- the page
+
+POINTS = 2000  # of a line on the page; of a longer one the extremes are kept
+BINS = ("0", "to ¼", "to ½", "to ¾", "below 1", "1")  # of solve rates
+
+
+def page_data(told: Sequence[Chart], groups: Sequence[Group], smooth: int | None) -> dict[str, Any]:
+    """What the page's script draws: {groups: […], charts: […]}."""
+    lines = [chart for chart in told if chart.metric and chart.against == "steps"]
+    return {"groups": [_group_data(group, groups) for group in groups], "charts": [_chart_data(chart, groups, smooth) for chart in lines]}
+
+
+def _group_data(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
+    """A line's name, phases, and what its runs had spent after each step, for the other horizontal axes."""
+    steps = sorted({row["step"] for run in group.runs for row in run.rows})
+    spent = {unit: _rounded(axis(group, unit)(steps)) for unit in ("tokens", "seconds") if _spent(groups, unit)}
+    label = group.label if len(group.runs) == 1 else f"{group.label}, {len(group.runs)} seeds"
+    return {"label": label, "phases": list(dict.fromkeys(phase_starts(group))), "steps": steps, "spent": spent}
+
+
+def _chart_data(chart: Chart, groups: Sequence[Group], smooth: int | None) -> dict[str, Any]:
+    own: dict[str, Any] = {"name": chart.name, "section": chart.section, "title": chart.title, "unit": chart.unit, "metric": chart.metric}
+    own |= {"span": chart.span, "healthy": chart.healthy}
+    return own | {"lines": [_curve_data(curve) for curve in curves_of(chart, groups, smooth)]}
+
+
+def _curve_data(curve: Curve) -> dict[str, Any]:
+    shown = curve.shown
+    kept = thinned(shown.mean)
+    out: dict[str, Any] = {"group": curve.group, "x": [shown.steps[i] for i in kept], "y": _rounded(shown.mean[i] for i in kept)}
+    if shown.low != shown.high:
+        out |= {"low": _rounded(shown.low[i] for i in kept), "high": _rounded(shown.high[i] for i in kept)}
+    if curve.raw:
+        kept = thinned(curve.raw.mean)
+        out["raw"] = {"x": [curve.raw.steps[i] for i in kept], "y": _rounded(curve.raw.mean[i] for i in kept)}
+    return out | {"tails": [{"x": list(tail), "y": _rounded(tail.values())} for tail in curve.tails]}
+
+
+def thinned(values: Sequence[float]) -> list[int]:
+    """Positions of at most POINTS of the values: the first, the last, and the least and the greatest of each stretch: no spike is lost."""
+    if len(values) <= POINTS:
+        return list(range(len(values)))
+    count = POINTS // 2 - 1
+    edges = [round(i * len(values) / count) for i in range(count + 1)]
+    ends = ((min(part, key=values.__getitem__), max(part, key=values.__getitem__)) for part in map(range, edges[:-1], edges[1:]))
+    return sorted({0, len(values) - 1, *(i for pair in ends for i in pair)})
+
+
+def _rounded(values: Iterable[float]) -> list[float]:
+    """Five digits are what a chart shows, and half the size."""
+    return [float(f"{value:.5g}") for value in values]
+
+
+def seconds_data(groups: Sequence[Group]) -> dict[str, Any]:
+    """Where a step's time goes: {names: [part], rows: [[seconds of each part] of each line]}."""
+    rows = []
+    for group in groups:
+        own = [mean_of(group, metric) for metric in PARTS]
+        rows.append(_rounded([*own, max(0.0, mean_of(group, "perf/step_s") - sum(own))]))
+    return {"names": [*PARTS.values(), "other"], "rows": rows}
+
+
+def solve_rates(solved: Sequence[tuple[int, float]]) -> tuple[list[float], list[float]]:
+    """Shares of the prompts in each of BINS, over the first and over the last fifth of the steps; nothing where nothing was played.
+
+    >>> solve_rates([(1, 0.0), (1, 0.5), (9, 1.0)])
+    ([0.5, 0.0, 0.5, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0, 1.0])
+    """
+    steps = sorted({step for step, _ in solved})
+    fifth = max(1, len(steps) // 5)
+    sides = ([rate for step, rate in solved if step in chosen] for chosen in (set(steps[:fifth]), set(steps[-fifth:])))
+    early, late = ([sum(_bin(rate) == i for rate in side) / max(1, len(side)) for i in range(len(BINS))] for side in sides)
+    return early, late
+
+
+def _bin(rate: float) -> int:
+    return 0 if rate <= 0 else 5 if rate >= 1 else min(4, 1 + math.ceil(rate * 4 - 1e-9) - 1)

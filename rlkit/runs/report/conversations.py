@@ -1,64 +1,163 @@
-"""Conversations for the page's viewer: a bounded choice of what runs have recorded, as plain data."""
+"""Conversations for the page's viewer: a list of all of them, and what was said in compressed pages that are opened when they are read."""
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import math
 import random
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from rlkit.episodes.record import load_rollouts
 from rlkit.errors import DataError
 from rlkit.runs.report.read import ReadRun, rollout_file
+from rlkit.system.files import finite
 from rlkit.system.shards import Part, recorded
 from rlkit.types import Rollout, Step
 
-STEPS = 60  # of a run that are shown
 HELD_OUT = {"test": "held_out/test", "validation": "held_out/validation", "held-out": "held_out"}  # kind → folder; the last in older runs
-TEXT = 20_000  # characters of one message
-TOTAL = 30_000_000  # characters of all conversations: what a browser opens at once
+TEXT = 100_000  # characters of one message
+PAGE = 400_000  # characters of a page, about; what the viewer opens at once
+TOTAL = 200_000_000  # bytes of all pages: the size of a file that browsers still open
+LEAST = 2  # conversations of a step that are shown where not all of them can be
+SNIPPET = 160  # characters of an answer in the list
 
 
-def collect(found: Sequence[ReadRun], limit: int) -> dict[str, Any]:
-    """{runs: [name], texts: [text of a prompt], rollouts: [entry]}; at most `limit` entries, the same number of each run.
+class Turn(NamedTuple):
+    """The n-th replies of a run's training episodes together."""
 
-    Of a run's steps at most STEPS are shown, spread evenly, first and last among them; of a step the best, the worst and a
-    random choice of the others; of test and validation problems all that were recorded.
+    replies: int = 0
+    tokens: int = 0
+    called: int = 0  # replies with a tool call
+    failed: int = 0  # of them, those with a call that failed or could not be read
+    ended: int = 0  # episodes whose last reply it was
+    scored: int = 0  # of them, those with a score
+    reward: float = 0.0  # the sum of these scores
+
+    def plus(self, other: Turn) -> Turn:
+        """Both together."""
+        return Turn._make(a + b for a, b in zip(self, other, strict=True))
+
+
+class Played(NamedTuple):
+    """What a run's training episodes came to, of the steps that the report reads."""
+
+    solved: list[tuple[int, float]]  # (step, share of a prompt's samples with a reward above 0), a prompt of a step each
+    turns: list[Turn]
+
+
+class Shown(NamedTuple):
+    """What the viewer is given."""
+
+    runs: list[str]
+    entries: list[dict[str, Any]]  # a line of the list each, with its page and its place there
+    pages: list[str]  # `compressed` {texts: [text of a prompt], said: [{expected, messages}]}
+    played: list[Played]  # of each run
+    notes: list[str]  # what was left out
+
+
+def collect(found: Sequence[ReadRun], limit: int) -> Shown:
+    """At most `limit` conversations, the same number of each run; all of them where there is room.
+
+    Else a run's steps are spread evenly, the first and the last among them, and of a step the best, the worst and a random choice of the
+    others are taken; of test and validation problems half of the room at most.
     """
-    prompts: dict[str, int] = {}
-    entries: list[dict[str, Any]] = []
+    shown = Shown([_name(run) for run in found], [], [], [], [])
     size = 0
     for index, run in enumerate(found):
-        for entry in of_run(run, limit // len(found), prompts):
-            size += entry.pop("size")
+        played, page, left = Played([], []), _Page(), 0
+        for step, kind, chosen, count in chosen_of(run, limit // len(found), played):
+            left += count - len(chosen)
+            for rollout in chosen:
+                page.add({"run": index, "kind": kind, "step": step, **entry_of(rollout)}, rollout)
+            if page.size > PAGE:
+                size, page = size + page.close(shown), _Page()
             if size > TOTAL:
-                warnings.warn(f"conversations beyond {TOTAL:,} characters are left out, from {run.folder} on", stacklevel=2)
-                return {"runs": names(found), "texts": list(prompts), "rollouts": entries}
-            entries.append({"run": index, **entry})
-    return {"runs": names(found), "texts": list(prompts), "rollouts": entries}
+                warnings.warn(f"conversations beyond {TOTAL:,} bytes are left out, from step {step} of {run.folder} on", stacklevel=2)
+                shown.played.append(played)
+                return shown
+        size += page.close(shown)
+        shown.played.append(played)
+        if left:
+            shown.notes.append(f"{left:,} more conversations are in {run.folder}; limit=NUMBER shows more of them (now {limit:,}).")
+    return shown
 
 
-def names(found: Sequence[ReadRun]) -> list[str]:
-    """A line for each run that tells it from the others."""
-    return [f"{run.name}{'' if run.seed is None else f', seed {run.seed}'} · {run.folder.name}" for run in found]
+class _Page:
+    """A page that is being filled."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, int] = {}
+        self.entries: list[dict[str, Any]] = []
+        self.said: list[dict[str, Any]] = []
+        self.size = 0
+
+    def add(self, entry: dict[str, Any], rollout: Rollout) -> None:
+        said = {"expected": trimmed(rollout.task.answer), "messages": messages(rollout, self.texts)}
+        self.entries.append(entry)
+        self.said.append(said)
+        self.size += len(json.dumps(said))
+
+    def close(self, shown: Shown) -> int:
+        """Adds the page to those that are shown; its bytes."""
+        if not self.said:
+            return 0
+        shown.entries.extend({**entry, "page": len(shown.pages), "at": at} for at, entry in enumerate(self.entries))
+        shown.pages.append(compressed({"texts": list(self.texts), "said": self.said}))
+        return len(shown.pages[-1])
 
 
-def of_run(run: ReadRun, limit: int, prompts: dict[str, int]) -> list[dict[str, Any]]:
-    """The entries of a run: those of test and validation problems first, since they are few, then of each step its share."""
+def compressed(data: Any) -> str:
+    """JSON, compressed, in base64: what no HTML parser sees an end in, and no search of the page's source a text."""
+    text = json.dumps(finite(data), allow_nan=False, separators=(",", ":"))
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+def _name(run: ReadRun) -> str:
+    """A line for a run that tells it from the others."""
+    return f"{run.name}{'' if run.seed is None else f', seed {run.seed}'} · {run.folder.name}"
+
+
+def chosen_of(run: ReadRun, limit: int, played: Played) -> Iterator[tuple[int, str, list[Rollout], int]]:
+    """(step, kind, the rollouts to show, how many there are) of a run; the training episodes that are read are added to `played`.
+
+    Those of test and validation problems come first, since they are few, then of each step its share.
+    """
     alone = rollout_file(run.folder)
     if alone is not None:
-        return step_entries(Part(alone), 0, "episodes", limit, prompts)
-    shown = {folder: _spread([*recorded(run.folder / folder).items()], STEPS) for folder in (*HELD_OUT.values(), "rollouts")}
-    held_out = [(*own, kind) for kind, folder in HELD_OUT.items() for own in shown[folder]]
-    out: list[dict[str, Any]] = []
-    for step, part, kind in held_out:
-        out += step_entries(part, step, kind, (limit // 2) // len(held_out), prompts)
-    for position, (step, part) in enumerate(shown["rollouts"]):
-        share = (limit - len(out)) // (len(shown["rollouts"]) - position)
-        out += step_entries(part, step, "training", share, prompts)
-    return out
+        rollouts = read(Part(alone))
+        count_played(played, 0, rollouts)
+        yield 0, "episodes", best_worst_random(rollouts, limit, seed=0), len(rollouts)
+        return
+    held_out = [(*own, kind) for kind, folder in HELD_OUT.items() for own in recorded(run.folder / folder).items()]
+    room = limit
+    for left, (step, part, kind) in zip(range(len(held_out), 0, -1), held_out, strict=True):
+        rollouts = read(part)
+        chosen = best_worst_random(rollouts, (room - limit // 2) // left, seed=step)
+        room -= len(chosen)
+        yield step, kind, chosen, len(rollouts)
+    steps = [*recorded(run.folder / "rollouts").items()]
+    spread = _spread(steps, max(1, room // LEAST))
+    skipped = (len(steps) - len(spread)) / max(1, len(spread))  # steps that are not read, each time
+    for left, (step, part) in zip(range(len(spread), 0, -1), spread, strict=True):
+        rollouts = read(part)
+        count_played(played, step, rollouts)
+        chosen = best_worst_random(rollouts, room // left, seed=step)
+        room -= len(chosen)
+        yield step, "training", chosen, round(len(rollouts) * (1 + skipped))
+
+
+def read(part: Part) -> list[Rollout]:
+    """The rollouts of a step; what cannot be read is warned of and left out."""
+    try:
+        return load_rollouts(part)
+    except (DataError, OSError) as error:
+        warnings.warn(f"left out: {error}", stacklevel=2)
+        return []
 
 
 def _spread(items: Sequence[Any], count: int) -> list[Any]:
@@ -72,16 +171,6 @@ def _spread(items: Sequence[Any], count: int) -> list[Any]:
     return [items[round(i * (len(items) - 1) / max(1, count - 1))] for i in range(count)]
 
 
-def step_entries(part: Part, step: int, kind: str, limit: int, prompts: dict[str, int]) -> list[dict[str, Any]]:
-    """Entries of the rollouts of a step; what cannot be read is warned of and left out."""
-    try:
-        rollouts = load_rollouts(part)
-    except (DataError, OSError) as error:
-        warnings.warn(f"left out: {error}", stacklevel=2)
-        return []
-    return [{"step": step, "kind": kind, **entry_of(r, prompts)} for r in best_worst_random(rollouts, limit, seed=step)]
-
-
 def best_worst_random(rollouts: Sequence[Rollout], limit: int, *, seed: int) -> list[Rollout]:
     """At most `limit`: best, worst, then others at random; in their own order."""
     if len(rollouts) <= limit:
@@ -93,29 +182,55 @@ def best_worst_random(rollouts: Sequence[Rollout], limit: int, *, seed: int) -> 
     return [rollouts[i] for i in sorted(picked)]
 
 
+def count_played(played: Played, step: int, rollouts: Sequence[Rollout]) -> None:
+    """Adds a step's episodes to the solve rates and the turns of a run."""
+    groups: dict[int, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        total = rollout.total_reward
+        if total is not None:
+            groups[rollout.group].append(total)
+        for i, reply in enumerate(rollout.steps):
+            bad = any(call.error for call in reply.tool_calls) or any(not result.ok for result in reply.tool_results)
+            last = reply is rollout.steps[-1]
+            ending = (1, int(total is not None), total or 0.0) if last else (0, 0, 0.0)
+            own = Turn(1, len(reply.response_ids), bool(reply.tool_calls), bad, *ending)
+            played.turns[i : i + 1] = [(played.turns[i] if i < len(played.turns) else Turn()).plus(own)]
+    played.solved.extend((step, sum(value > 0 for value in values) / len(values)) for values in groups.values())
+
+
 # ------------------------------------------------------------------------------------------------------ entries
 
 
-def entry_of(rollout: Rollout, prompts: dict[str, int]) -> dict[str, Any]:
-    """What the viewer shows of a rollout. `size` counts its characters."""
+def entry_of(rollout: Rollout) -> dict[str, Any]:
+    """What the list shows of a rollout, and filters and sorts by."""
     calls = [call for step in rollout.steps for call in step.tool_calls]
     results = [result for step in rollout.steps for result in step.tool_results]
-    said = messages(rollout, prompts)
     return {
         "problem": rollout.task.id,
         "group": rollout.group,
         "sample": rollout.sample,
         "reward": rollout.total_reward,
-        "rewards": {name: value for name, value in rollout.rewards.items() if len(rollout.rewards) > 1},
+        "rewards": dict(rollout.rewards) if len(rollout.rewards) > 1 else {},
         "status": rollout.status if rollout.status == "terminated" else f"truncated: {rollout.truncation}",
         "tokens": rollout.response_length,
+        "turns": len(rollout.steps),
         "versions": [*dict.fromkeys(version for step in rollout.steps for _, version in step.versions)],
         "calls": len(calls),
         "failed": sum(not result.ok for result in results),
-        "expected": trimmed(rollout.task.answer),
-        "messages": said,
-        "size": sum(len(json.dumps(message)) for message in said),
+        "answer": _answer(rollout)[:SNIPPET],
     }
+
+
+def _answer(rollout: Rollout) -> str:
+    """The last reply in a line."""
+    if not rollout.steps:
+        return "(no reply)"
+    last = rollout.steps[-1]
+    if last.content.strip():
+        return last.content
+    if last.tool_calls:
+        return f"→ {last.tool_calls[0].name}({json.dumps(dict(last.tool_calls[0].arguments), ensure_ascii=False)})"
+    return f"(thinking) {last.thinking}" if last.thinking else "(empty)"
 
 
 def messages(rollout: Rollout, prompts: dict[str, int]) -> list[dict[str, Any]]:
@@ -127,7 +242,7 @@ def messages(rollout: Rollout, prompts: dict[str, int]) -> list[dict[str, Any]]:
                 continue
             text = trimmed(str(message.get("content", "")))
             out.append({"role": message["role"], "prompt": prompts.setdefault(text, len(prompts))})
-        out.append(_reply(step))
+        out.append(_reply(step) | ({"turn": index + 1} if len(rollout.steps) > 1 else {}))
         out += [{"role": "tool", "name": r.name, "text": trimmed(r.content), "ok": r.ok} for r in step.tool_results]
     return out or [
         {"role": m["role"], "prompt": prompts.setdefault(trimmed(str(m.get("content", ""))), len(prompts))} for m in rollout.task.messages
@@ -139,7 +254,7 @@ def _reply(step: Step) -> dict[str, Any]:
     calls = [
         {"name": c.name, "arguments": trimmed(json.dumps(dict(c.arguments), ensure_ascii=False)), "error": c.error} for c in step.tool_calls
     ]
-    out: dict[str, Any] = {"role": "assistant", "text": trimmed(step.content), "why": step.finish_reason}
+    out: dict[str, Any] = {"role": "assistant", "text": trimmed(step.content), "why": step.finish_reason, "tokens": len(step.response_ids)}
     out |= {"thinking": trimmed(step.thinking), "closed": step.thinking_closed} if step.thinking or not step.thinking_closed else {}
     return out | ({"calls": calls} if calls else {}) | ({"reward": step.reward} if step.reward is not None else {})
 

@@ -4,70 +4,92 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import math
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
 
-from rlkit.runs.report.charts import SECTIONS, Drawn, phase_starts
+from rlkit.runs.report.charts import BINS, OTHER, SECTIONS, Chart, others, page_data, phase_starts, seconds_data, solve_rates
+from rlkit.runs.report.conversations import Shown, compressed
 from rlkit.runs.report.read import Group, ReadRun, differences, is_number
-from rlkit.runs.report.tables import HeldOutRow, WithInterval, symptoms
+from rlkit.runs.report.tables import HeldOutRow, WithInterval, before_after, reward_rows, symptoms
 from rlkit.runs.report.verdicts import UNITS, budgets, shared_figure, told, verdicts
-from rlkit.system.files import finite
 
+SCRIPTS = ("charts.js", "report.js")
+NOSCRIPT = "<noscript><p class=note>The charts need JavaScript; they are in the folder beside this file as SVG and PDF too.</p></noscript>"
+SOLVED = "<p class=note>How many of a step's problems have which share of samples with a reward above 0: pale over the first fifth of the "
+SOLVED += "steps, full over the last. Problems at 0 and at 1 teach nothing to a group algorithm.</p>"
 SHOWN = 80  # settings that differ
 
 
 def render(
     found: Sequence[ReadRun],
     groups: Sequence[Group],
-    drawn: Sequence[Drawn],
-    held_out: Sequence[HeldOutRow],
-    shown: dict[str, Any],
+    told: Sequence[Chart],
+    shown: Shown,
     notes: Sequence[str],
     beside: str,
+    smooth: int | None,
 ) -> str:
-    """The whole file. `beside` names the folder with pictures and numbers, `notes` what was left out."""
-    css, script = (files(__package__).joinpath(name).read_text() for name in ("report.css", "report.js"))
-    sources = f"img-src data:; style-src {source_hash(css)}; script-src {source_hash(script)}"
-    policy = f"default-src 'none'; {sources}; base-uri 'none'; form-action 'none'"
+    """The whole file. `beside` names the folder with pictures, "" where there are none; `notes` say what was left out."""
+    css, *scripts = (files(__package__).joinpath(name).read_text() for name in ("report.css", *SCRIPTS))
+    script = "".join(scripts)
+    policy = f"default-src 'none'; style-src {source_hash(css)}; script-src {source_hash(script)}; base-uri 'none'; form-action 'none'"
     title = f"rlkit report: {' · '.join(group.label for group in groups) or found[0].name}"
+    every = [*told, *others(groups, told)]
+    curves = [section(name, charts_of(name, every, groups)) for name in SECTIONS]
     sections = [
         section("Which is better", verdict_list(groups)),
-        section("Before and after", held_out_table(held_out) if held_out else ""),
+        section("Before and after", held_out_table(own) if (own := before_after(groups)) else ""),
         section("Health", health_list(groups)),
-        *(section(name, charts_of(name, drawn, groups)) for name in SECTIONS),
+        *curves,
+        section("Solve rates", '<div class=charts id="solved"></div>' + SOLVED if any(p.solved for p in shown.played) else ""),
+        section("Rewards", rewards_table(groups)),
+        section("Turns", turns_table(shown)),
         section("Runs", runs_table(found) + phases_list(groups)),
         section("Settings that differ", settings_table(groups)),
-        section("Conversations", files(__package__).joinpath("viewer.html").read_text() if shown["rollouts"] else "", wide=True),
+        section("Conversations", files(__package__).joinpath("viewer.html").read_text() if shown.entries else "", wide=True),
     ]
-    told = [(ident, name) for ident, name, text in sections if text]
-    links = "".join(f'<a href="#{ident}">{escape(name)}</a>' for ident, name in told)
-    warned = "".join(f"<p class=note>{escape(note)}</p>" for note in notes)
+    links = "".join(f'<a href="#{ident}">{escape(name)}</a>' for ident, name, text in sections if text)
+    drawn = page_data(every, groups, smooth) | {"seconds": seconds_data(groups), "beside": beside}
+    drawn |= {"bins": BINS, "solved": [solve_rates(played.solved) for played in shown.played], "runs": shown.runs}
+    drawn |= {"files": [chart.name for chart in told if beside]}
+    blocks = {"curves": drawn, "list": {"runs": shown.runs, "rollouts": shown.entries}}
+    data = {**{name: compressed(block) for name, block in blocks.items()}, **{f"page-{i}": text for i, text in enumerate(shown.pages)}}
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(title)}</title>\n'
         f"<style>{css}</style>\n</head>\n<body>\n"
         f"<header><h1>{escape(title)}</h1><button id=theme type=button>Light or dark</button></header>\n<nav>{links}</nav>\n"
-        f"<main>\n{warned}{''.join(text for *_, text in sections)}"
-        f"<footer>The charts as SVG and PDF are in the folder <code>{escape(beside)}/</code> beside this file; the numbers are in "
-        f"metrics.csv of each run.</footer>\n"
-        f"</main>\n"
-        f'<script type="application/json" id="data">{embedded(shown)}</script>\n<script>{script}</script>\n</body>\n</html>\n'
+        f"<main>\n{''.join(f'<p class=note>{escape(note)}</p>' for note in notes)}"
+        f"{_with_controls(sections, [ident for ident, _, text in curves if text])}<footer>{_footer(beside)}</footer>\n</main>\n"
+        + "".join(f'<script type="application/gzip" id="data-{name}">{text}</script>\n' for name, text in data.items())
+        + f"<script>{script}</script>\n</body>\n</html>\n"
     )
+
+
+def _with_controls(sections: Sequence[tuple[str, str, str]], curves: Sequence[str]) -> str:
+    """The sections in order; those of charts stand in one box with the controls that they share."""
+    controls = files(__package__).joinpath("controls.html").read_text()
+    out = []
+    for ident, _, text in sections:
+        opened = f'<div id="curve-box">{controls}' if curves and ident == curves[0] else ""
+        out.append(f"{opened}{text}{'</div>' if curves and ident == curves[-1] else ''}")
+    return "".join(out)
+
+
+def _footer(beside: str) -> str:
+    """Where the same can be found as files."""
+    pictures = f"The charts as SVG and PDF are in the folder <code>{escape(beside)}/</code> beside this file; " if beside else ""
+    said = f"{pictures}the numbers are in metrics.csv and the conversations in completions/ and rollouts/ of each run."
+    return said[0].upper() + said[1:]
 
 
 def source_hash(text: str) -> str:
     """A content policy's name of a script or style sheet."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def embedded(data: Any) -> str:
-    """JSON that no HTML parser sees an end in, whatever its texts hold: ASCII without `<`."""
-    return json.dumps(finite(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def section(name: str, text: str, *, wide: bool = False) -> tuple[str, str, str]:
@@ -144,9 +166,8 @@ def health_list(groups: Sequence[Group]) -> str:
     out = []
     for group, run in ((own, run) for own in groups for run in own.runs):
         steps, found, name = sum("reward/mean" in row for row in run.rows), symptoms(run), escape(run_name(group, run))
-        items = "".join(
-            f"<li><b>{escape(f.check)}</b>, on {len(f.steps)} of {steps} steps, first at {f.steps[0]}: {escape(f.text)}</li>" for f in found
-        )
+        where = [f", on {len(f.steps)} of {steps} steps, first at {f.steps[0]}" if f.steps else "" for f in found]
+        items = "".join(f"<li><b>{escape(f.check)}</b>{at}: {escape(f.text)}</li>" for f, at in zip(found, where, strict=True))
         if not steps:
             out.append(f"<li class=open>{name}: nothing to check, no step was finished</li>")
         elif found:
@@ -220,23 +241,60 @@ def setting(value: Any) -> str:
     return "–" if value is None else f"<code>{escape(str(value))}</code>"
 
 
+def rewards_table(groups: Sequence[Group]) -> str:
+    """Every component of the reward, at the start and at the end; nothing where the reward has one."""
+    rows = reward_rows(groups)
+    if all(not row.name for row in rows) or len({row.name for row in rows}) < 3:
+        return ""
+    cells = [
+        (
+            escape(row.line),
+            (escape(row.name) or "<b>reward</b>") + (" <span class=note>shadow</span>" if row.shadow else ""),
+            f"{row.first:.3f}",
+            f"{row.last:.3f}",
+            "" if math.isnan(row.explains) else f"{row.explains:.0%}",
+            ", ".join(f"{status} {share:.0%}" for status, share in row.statuses.items()),
+        )
+        for row in rows
+    ]
+    note = "Means over the first and the last tenth of the steps. Explains: the share of the reward's variance within groups that the "
+    note += "component alone explains. A shadow is scored and not trained on."
+    return html_table(("line", "reward", "start", "end", "explains", "scores at the end"), cells) + f"<p class=note>{note}</p>"
+
+
+def turns_table(shown: Shown) -> str:
+    """The n-th replies of training episodes together, over the steps read; nothing where every episode has one reply."""
+    rows = []
+    for name, played in zip(shown.runs, shown.played, strict=False):
+        if len(played.turns) < 2:
+            continue
+        for number, turn in enumerate(played.turns, 1):
+            share = {what: f"{count / turn.replies:.0%}" for what, count in turn._asdict().items() if what in ("called", "failed", "ended")}
+            mean = f"{turn.reward / turn.scored:.3f}" if turn.scored else ""
+            tokens = f"{turn.tokens / turn.replies:.1f}"
+            rows.append((escape(name), str(number), f"{turn.replies:,}", tokens, share["called"], share["failed"], share["ended"], mean))
+    columns = ("run", "turn", "replies", "tokens", "called a tool", "call failed", "ended here", "reward of those")
+    return f"<div class=tall tabindex=0>{html_table(columns, rows)}</div>" if rows else ""
+
+
 # ------------------------------------------------------------------------------------------------------- charts
 
 
-def charts_of(name: str, drawn: Sequence[Drawn], groups: Sequence[Group]) -> str:
-    """The charts of a section."""
-    own = [chart for chart in drawn if chart.section == name]
-    figures = "".join(
-        f'<figure><img alt="{escape(f"{c.title}, {c.unit}" if c.unit else c.title)}" '
-        f'src="data:image/svg+xml;base64,{base64.b64encode(c.svg).decode()}"></figure>'
-        for c in own
-    )
-    return f"<div class=charts>{figures}</div>{reading(groups) if name == SECTIONS[0] else ''}" if own else ""
+def charts_of(name: str, told: Sequence[Chart], groups: Sequence[Group]) -> str:
+    """The places of a section's charts, which the script draws."""
+    own = [chart for chart in told if chart.section == name and chart.against == "steps"]
+    if not own:
+        return ""
+    boxes = f'<div class=charts data-section="{escape(name)}"></div>'
+    if name == OTHER:
+        return f"<details><summary>{len(own)} more, metrics of your own among them</summary>{boxes}</details>"
+    return boxes + (NOSCRIPT + reading(groups) if name == SECTIONS[0] else "")
 
 
 def reading(groups: Sequence[Group]) -> str:
     """How to read the charts."""
     said = ["Lines are smoothed over a twelfth of the run unless smooth= says otherwise, with the unsmoothed values faint behind them."]
+    said.append("An axis has a least range, so noise stays small. A green band is where a figure needs no attention.")
     if any(len(group.runs) > 1 for group in groups):
         said.append(
             "A line of several seeds is their mean, its band the lowest and the highest of them; "

@@ -1,65 +1,78 @@
-"use strict";
-// The conversation viewer. What a model wrote is set by textContent and by nothing else.
-(() => {
+// The conversation viewer: a list of all of them, and pages that are opened when one is read. What a model wrote is set by textContent
+// and by nothing else.
+(async () => {
   const theme = document.getElementById("theme");
   const dark = () => document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   theme.addEventListener("click", () => { document.documentElement.dataset.theme = dark() === "dark" ? "light" : "dark"; });
 
-  const at = (id) => document.getElementById(id);
+  const at = (id) => document.getElementById(id), { make } = rlkit;
   if (!at("viewer")) return;
-  const data = JSON.parse(at("data").textContent);
+  const data = await rlkit.open("list");
   const all = data.rollouts;
-  const ROW = 58, MARGIN = 6, NEAR = 20;
-  let shown = [], chosen = -1, open = false, soon = 0;
+  const ROW = 58, MARGIN = 6, NEAR = 20, OPEN = 6, OTHERS = 80;
+  let shown = [], chosen = -1, open = false, soon = 0, beside = null;
 
-  // ---------------------------------------------------------------------------------------------------- building
+  // ------------------------------------------------------------------------------------------------------- pages
 
-  function make(tag, className, text) {
-    const element = document.createElement(tag);
-    if (className) element.className = className;
-    if (text !== undefined) element.textContent = text;
-    return element;
+  const pages = new Map();  // page → its texts and what was said, of the pages that were read last
+  async function page(number) {
+    if (!pages.has(number)) pages.set(number, rlkit.open(`page-${number}`));
+    const own = pages.get(number);
+    pages.delete(number);
+    pages.set(number, own);
+    if (pages.size > OPEN) pages.delete(pages.keys().next().value);
+    return own;
   }
-  const reward = (value) => value === null ? "not scored" : Number.isInteger(value) ? value.toFixed(1) : String(Math.round(value * 1000) / 1000);
-  const textOf = (message) => message.prompt === undefined ? message.text || "" : data.texts[message.prompt];
-  const replies = (entry) => entry.messages.filter((m) => m.role === "assistant");
-  function answer(entry) {
-    const own = replies(entry), last = own[own.length - 1];
-    if (!last) return "(no reply)";
-    return last.text || (last.calls ? `→ ${last.calls[0].name}(${last.calls[0].arguments})` : last.thinking ? `(thinking) ${last.thinking}` : "(empty)");
-  }
-  const question = (entry) => { const m = entry.messages.filter((x) => x.role === "user")[0]; return m ? textOf(m) : ""; };
+  const reward = (value) => value === null || value === undefined ? "not scored" : Number.isInteger(value) ? value.toFixed(1) : String(Math.round(value * 1000) / 1000);
+  const figure = (entry) => at("component").value === "" ? entry.reward : entry.rewards[at("component").value] ?? null;
+  const textOf = (message, texts) => message.prompt === undefined ? message.text || "" : texts[message.prompt];
 
   // --------------------------------------------------------------------------------------------------- filtering
 
-  const fields = ["search", "run", "kind", "step-low", "step-high", "reward-low", "reward-high", "status", "tools", "problem", "sort"];
-  const found = new Map();  // entry → its words, made when they are first searched
-  function words(entry) {
-    if (!found.has(entry)) {
-      const said = entry.messages.map((m) => [textOf(m), m.thinking || "", ...(m.calls || []).map((c) => `${c.name} ${c.arguments} ${c.error}`)].join(" "));
-      found.set(entry, [entry.problem, entry.expected, ...said].join("\n").toLowerCase());
+  const fields = ["search", "run", "kind", "step-low", "step-high", "component", "reward-low", "reward-high", "status", "tools", "problem", "sort"];
+  let sought = "", hits = null;  // the words that were searched for, and the entries that hold them; null: all do
+  // Reads every page for the words, a few at a time; an older search gives way to a newer one.
+  async function search(text) {
+    if (text === sought) return true;
+    sought = text;
+    hits = null;
+    if (!text) return true;
+    const found = new Set(), byPage = new Map();
+    all.forEach((entry) => { if (!byPage.has(entry.page)) byPage.set(entry.page, []); byPage.get(entry.page).push(entry); });
+    let read = 0;
+    for (const [number, entries] of byPage) {
+      const { texts, said } = pages.has(number) ? await page(number) : await rlkit.open(`page-${number}`);
+      if (sought !== text) return false;
+      for (const entry of entries) {
+        const own = said[entry.at];
+        const words = own.messages.map((m) => [textOf(m, texts), m.thinking || "", ...(m.calls || []).map((c) => `${c.name} ${c.arguments} ${c.error}`)].join(" "));
+        if ([entry.problem, own.expected, ...words].join("\n").toLowerCase().includes(text)) found.add(entry);
+      }
+      if (++read % 8 === 0) at("count").textContent = `searching, ${Math.round(100 * read / byPage.size)} %`;
     }
-    return found.get(entry);
+    hits = found;
+    return true;
   }
   function within(value, low, high) {
     if (low === "" && high === "") return true;
     return value !== null && (low === "" || value >= Number(low)) && (high === "" || value <= Number(high));
   }
-  function apply(keep) {
+  async function apply(keep) {
     const f = Object.fromEntries(fields.map((name) => [name, at(name).value]));
-    const text = f.search.trim().toLowerCase();
+    if (!await search(f.search.trim().toLowerCase())) return;
     const before = shown[chosen];
     shown = all.filter((e) =>
       (f.run === "" || e.run === Number(f.run)) && (f.kind === "" || e.kind === f.kind) && (f.status === "" || e.status === f.status)
       && (f.problem === "" || e.problem === f.problem) && within(e.step, f["step-low"], f["step-high"])
-      && within(e.reward, f["reward-low"], f["reward-high"])
+      && within(figure(e), f["reward-low"], f["reward-high"])
       && (f.tools === "" || (f.tools === "called" && e.calls > 0) || (f.tools === "failed" && e.failed > 0) || (f.tools === "none" && e.calls === 0))
-      && (text === "" || words(e).includes(text)));
+      && (hits === null || hits.has(e)));
     const key = f.sort.replace("-", ""), sign = f.sort.startsWith("-") ? -1 : 1;
-    const order = new Map(shown.map((e, i) => [e, i]));
+    const by = new Map(shown.map((e) => [e, key === "reward" ? figure(e) : e[key]])), order = new Map(shown.map((e, i) => [e, i]));
     shown.sort((a, b) => {
-      if ((a[key] === null) !== (b[key] === null)) return a[key] === null ? 1 : -1;  // what is not scored comes last
-      return sign * (a[key] - b[key]) || order.get(a) - order.get(b);
+      const x = by.get(a), y = by.get(b);
+      if ((x === null) !== (y === null)) return x === null ? 1 : -1;  // what is not scored comes last
+      return sign * (x - y) || order.get(a) - order.get(b);
     });
     at("count").textContent = `${shown.length.toLocaleString("en")} of ${all.length.toLocaleString("en")} conversations`;
     at("space").style.height = `${shown.length * ROW}px`;
@@ -89,8 +102,8 @@
     const mark = entry.failed ? " · call failed" : entry.calls ? ` · ${entry.calls} call${entry.calls > 1 ? "s" : ""}` : "";
     const cut = entry.status === "terminated" ? "" : ` · ${entry.status.replace("truncated: ", "cut: ")}`;
     top.append(make("span", "", `${entry.kind === "episodes" ? "episode" : `step ${entry.step}`}${["test", "validation", "held-out"].includes(entry.kind) ? ` · ${entry.kind}` : ""}${mark}${cut}`),
-      make("span", "reward", reward(entry.reward)));
-    out.append(top, make("p", "", answer(entry).replace(/\s+/g, " ").slice(0, 160)));
+      make("span", "reward", reward(figure(entry))));
+    out.append(top, make("p", "", entry.answer.replace(/\s+/g, " ")));
     out.addEventListener("click", () => { select(index, false); at("list").focus({ preventScroll: true }); });
     return out;
   }
@@ -104,44 +117,76 @@
     cancelAnimationFrame(soon);
     soon = requestAnimationFrame(detail);  // of many moves in one frame the last is drawn
   }
-  const show = (entry) => {
-    if (!shown.includes(entry)) { at("filters").reset(); apply(false); }
+  const show = async (entry) => {
+    if (!shown.includes(entry)) { at("filters").reset(); await apply(false); }
     select(shown.indexOf(entry), false);
   };
 
   // ------------------------------------------------------------------------------------------------ conversation
 
-  function detail() {
+  async function detail() {
     const box = at("detail");
     if (chosen < 0) { box.replaceChildren(make("p", "empty", "No conversation fits these filters.")); return; }
     const entry = shown[chosen];
-    const head = make("div", "head");
+    if (beside && beside.problem !== entry.problem) beside = null;
+    const both = beside ? [entry, beside] : [entry];
+    const opened = await Promise.all(both.map((own) => page(own.page)));
+    if (shown[chosen] !== entry) return;
+    const sides = both.map((own, i) => conversation(own, opened[i]));
+    const out = make("div", beside ? "sides" : "");
+    out.append(...sides);
+    box.classList.toggle("two", Boolean(beside));
+    box.replaceChildren(tools(entry, opened[0].said[entry.at]), out, story(entry));
+    box.scrollTop = 0;
+  }
+  function conversation(entry, { texts, said }) {
+    const out = make("div"), head = make("div", "head"), own = said[entry.at];
     head.append(make("b", "", entry.problem));
     if (data.runs.length > 1) head.append(make("span", "", data.runs[entry.run]));
     head.append(make("span", "", entry.kind === "episodes" ? "episode" : `step ${entry.step}, ${entry.kind}`), make("span", "", `sample ${entry.sample}`));
     head.append(make("b", "", `reward ${reward(entry.reward)}`));
     for (const [name, value] of Object.entries(entry.rewards)) head.append(make("span", "", `${name} ${reward(value)}`));
-    head.append(make("span", "", entry.status), make("span", "", `${entry.tokens} tokens`));
+    head.append(make("span", "", entry.status), make("span", "", `${entry.tokens} tokens${entry.turns > 1 ? ` in ${entry.turns} turns` : ""}`));
     if (entry.versions.length) head.append(make("span", "", `sampled after step ${entry.versions.join(", ")}`));
-    if (entry.expected) head.append(make("span", "", `expected: ${entry.expected.slice(0, 200)}`));
-    box.replaceChildren(head, tools(entry), ...entry.messages.map(message), story(entry));
-    box.scrollTop = 0;
+    if (own.expected) head.append(make("span", "", `expected: ${own.expected.slice(0, 200)}`));
+    out.append(head, ...own.messages.map((m) => message(m, texts)));
+    return out;
   }
-  function tools(entry) {
+  function tools(entry, own) {
     const out = make("div", "tools");
     const fold = make("button", "", open ? "Fold thinking" : "Unfold thinking");
     fold.type = "button"; fold.id = "fold";
-    fold.addEventListener("click", () => { thinking(); at("fold").focus(); });
-    if (replies(entry).some((m) => m.thinking !== undefined)) out.append(fold);
+    fold.addEventListener("click", async () => { await thinking(); at("fold")?.focus(); });
+    if (own.messages.some((m) => m.thinking !== undefined)) out.append(fold);
+    const others = rivals(entry);
+    if (!others.length) return out;
+    const pick = make("select"), label = make("label", "", "Beside it ");
+    pick.id = "beside";
+    pick.append(new Option("nothing", ""), ...others.map((e, i) => new Option(`${data.runs.length > 1 ? `${data.runs[e.run]}, ` : ""}${e.kind === "episodes" ? "" : `step ${e.step}, `}sample ${e.sample}: ${reward(e.reward)}`, String(i))));
+    pick.value = beside ? String(others.indexOf(beside)) : "";
+    pick.addEventListener("change", async () => { beside = pick.value === "" ? null : others[Number(pick.value)]; await detail(); at("beside")?.focus(); });
+    label.append(pick);
+    out.append(label);
     return out;
   }
-  function thinking() { open = !open; detail(); }
+  // Other conversations on the same problem, the most alike first: of other runs, at the nearest step, the same sample.
+  const everywhere = new Map();
+  for (const entry of all) { if (!everywhere.has(entry.problem)) everywhere.set(entry.problem, []); everywhere.get(entry.problem).push(entry); }
+  const rivals = (entry) => everywhere.get(entry.problem).filter((e) => e !== entry)
+    .map((e) => [e, (e.run === entry.run) * 1e9 + (e.kind !== entry.kind) * 1e8 + Math.abs(e.step - entry.step) * 1e3 + Math.abs(e.sample - entry.sample)])
+    .sort((a, b) => a[1] - b[1]).slice(0, OTHERS).map(([e]) => e);
+  function compare() {
+    if (chosen < 0) return;
+    beside = beside ? null : rivals(shown[chosen])[0] || null;
+    detail();
+  }
+  function thinking() { open = !open; return detail(); }
 
-  function message(m) {
+  function message(m, texts) {
     const out = make("div", `message ${m.role}${m.role === "tool" && !m.ok ? " failed" : ""}`);
     const role = make("div", "role");
-    role.append(make("span", "", m.role === "tool" ? `result of ${m.name}${m.ok ? "" : ", failed"}` : m.role));
-    if (m.role === "assistant") role.append(make("span", "", `${m.reward === undefined ? "" : `reward ${reward(m.reward)} · `}${m.why === "length" ? "cut off" : m.why}`));
+    role.append(make("span", "", m.turn ? `${m.role}, turn ${m.turn}` : m.role === "tool" ? `result of ${m.name}${m.ok ? "" : ", failed"}` : m.role));
+    if (m.role === "assistant") role.append(make("span", "", `${m.reward === undefined ? "" : `reward ${reward(m.reward)} · `}${m.tokens} token${m.tokens === 1 ? "" : "s"} · ${m.why === "length" ? "cut off" : m.why}`));
     out.append(role);
     if (m.thinking !== undefined) {
       const fold = make("details", "thinking");
@@ -149,7 +194,7 @@
       fold.append(make("summary", "", `thinking, ${m.thinking.length.toLocaleString("en")} characters${m.closed ? "" : ", never closed"}`), make("div", "text", m.thinking));
       out.append(fold);
     }
-    const text = textOf(m);
+    const text = textOf(m, texts);
     if (text) out.append(make("div", "text", text));
     for (const call of m.calls || []) {
       const own = make("div", "call");
@@ -180,7 +225,7 @@
     own.slice(first, first + 2 * NEAR).forEach((e) => {
       const line = make("tr", e === entry ? "here" : "");
       line.dataset.at = "1";
-      line.append(make("td", "", e.kind === "episodes" ? `sample ${e.sample}` : `step ${e.step}`), make("td", "", reward(e.reward)), make("td", "", answer(e).slice(0, 220)));
+      line.append(make("td", "", e.kind === "episodes" ? `sample ${e.sample}` : `step ${e.step}`), make("td", "", reward(figure(e))), make("td", "", e.answer));
       line.addEventListener("click", () => show(e));
       body.append(line);
     });
@@ -198,6 +243,9 @@
   // ---------------------------------------------------------------------------------------------------- controls
 
   function options(id, any, values) { at(id).replaceChildren(new Option(any, ""), ...values.map(([value, name]) => new Option(name, value))); }
+  const components = [...new Set(all.flatMap((e) => Object.keys(e.rewards)))];
+  options("component", "reward", components.map((name) => [name, name]));
+  document.querySelector("[data-for=component]").hidden = !components.length;
   options("run", "all", data.runs.map((name, i) => [String(i), name]));
   document.querySelector("[data-for=run]").hidden = data.runs.length < 2;
   options("kind", "all", [...new Set(all.map((e) => e.kind))].map((k) => [k, k]));
@@ -211,7 +259,8 @@
 
   let waiting = 0;
   const later = (work) => { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(work); };
-  at("filters").addEventListener("input", () => later(() => apply(true)));
+  let typed = 0;
+  at("filters").addEventListener("input", (event) => { clearTimeout(typed); typed = setTimeout(() => later(() => apply(true)), event.target.id === "search" ? 150 : 0); });
   at("filters").addEventListener("reset", () => setTimeout(() => apply(true)));
   at("filters").addEventListener("submit", (event) => event.preventDefault());
   at("list").addEventListener("scroll", () => requestAnimationFrame(rows), { passive: true });
@@ -222,14 +271,14 @@
   at("random").addEventListener("click", random);
 
   const move = (by) => { if (shown.length) select(Math.min(shown.length - 1, Math.max(0, chosen + by)), false); };
-  const page = () => Math.max(1, Math.floor(at("list").clientHeight / ROW) - 1);
-  const onList = { ArrowDown: () => move(1), ArrowUp: () => move(-1), PageDown: () => move(page()), PageUp: () => move(-page()),
+  const screen = () => Math.max(1, Math.floor(at("list").clientHeight / ROW) - 1);
+  const onList = { ArrowDown: () => move(1), ArrowUp: () => move(-1), PageDown: () => move(screen()), PageUp: () => move(-screen()),
     Home: () => move(-shown.length), End: () => move(shown.length), Enter: () => at("detail").focus() };
   at("list").addEventListener("keydown", (event) => {
     const work = event.ctrlKey || event.metaKey || event.altKey ? null : onList[event.key];
     if (work) { event.preventDefault(); work(); }
   });
-  const anywhere = { j: () => move(1), k: () => move(-1), n: () => along(1), p: () => along(-1), t: thinking, r: random,
+  const anywhere = { j: () => move(1), k: () => move(-1), n: () => along(1), p: () => along(-1), t: thinking, c: compare, r: random,
     "/": () => at("search").focus() };
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && at("conversations").contains(event.target)) { at("list").focus(); return; }

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from rlkit.episodes.summary import STATUSES
 from rlkit.runs.comparing import bounded_mean, paired
-from rlkit.runs.report.read import Group, ReadRun, is_number
+from rlkit.runs.report.read import Group, ReadRun, is_number, metrics_of, series
+from rlkit.runs.report.trends import TRENDS, shadows
 from rlkit.training.callbacks.pathologies import CHECKS, INTERVALS
 
 UNNAMED = "held-out"  # the split of figures that name none
@@ -129,6 +132,53 @@ def over_seeds(values: Sequence[float], *, bounded: bool, resolution: float = 0.
     return WithInterval(*paired([0.0] * len(known), known, resolution=resolution)[:3])
 
 
+# ------------------------------------------------------------------------------------------------------ rewards
+
+
+class RewardRow(NamedTuple):
+    """A component of a line's reward: means over a tenth of the steps at either end, and over the last tenth how its scores came about."""
+
+    line: str
+    name: str
+    shadow: bool  # scored, and not trained on
+    first: float
+    last: float
+    explains: float  # share of the reward's variance within groups
+    statuses: Mapping[str, float]  # status → share of the scores; shares of 0 are left out
+
+
+def reward_rows(groups: Iterable[Group]) -> list[RewardRow]:
+    """Every component of every line; the reward itself first."""
+    out = []
+    for group in groups:
+        names = [key.split("/")[1] for key in metrics_of(group.runs) if re.fullmatch(r"reward/[^/]+/mean", key)]
+        hidden = shadows(group.runs[0])
+        for name in ["", *names]:
+            prefix = f"reward/{name}/" if name else "reward/"
+            ends = [_ends(series(run, f"{prefix}mean")) for run in group.runs]
+            known = [end for end in ends if end is not None]
+            if not known:
+                continue
+            shares = {status: _mean_end(group, f"{prefix}{status}_frac") for status in STATUSES}
+            statuses = {status: share for status, share in shares.items() if share > 0}
+            first, last = (sum(end[i] for end in known) / len(known) for i in (0, 1))
+            out.append(RewardRow(group.label, name, name in hidden, first, last, _mean_end(group, f"{prefix}variance_share"), statuses))
+    return out
+
+
+def _ends(curve: Mapping[int, float]) -> tuple[float, float] | None:
+    """Means over the first and the last tenth of a curve, one value at least."""
+    values = [curve[step] for step in sorted(curve)]
+    count = max(1, len(values) // 10)
+    return (sum(values[:count]) / count, sum(values[-count:]) / count) if values else None
+
+
+def _mean_end(group: Group, metric: str) -> float:
+    """The mean over a line's runs at their ends; nan where it was not measured."""
+    known = [end[1] for run in group.runs if (end := _ends(series(run, metric))) is not None]
+    return sum(known) / len(known) if known else math.nan
+
+
 # ------------------------------------------------------------------------------------------------------- health
 
 
@@ -136,13 +186,13 @@ class Symptom(NamedTuple):
     """A known pathology of a run."""
 
     check: str  # in words
-    steps: Sequence[int]  # where it was seen
+    steps: Sequence[int]  # where it was seen; none where only the whole run shows it
     text: str  # what the check said first
 
 
 def symptoms(run: ReadRun) -> list[Symptom]:
-    """The known pathologies over all steps. A step whose row lacks what a check reads says nothing."""
-    out = []
+    """The known pathologies of the whole run and of its steps. A step whose row lacks what a check reads says nothing."""
+    out = [Symptom(check.__name__.replace("_", " "), (), text) for check in TRENDS if (text := check(run))]
     for check in CHECKS:
         found = []
         for row in run.rows:

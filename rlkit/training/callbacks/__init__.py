@@ -45,6 +45,19 @@ def rollouts(run: Path, /, *, every: int = 1) -> Any:
     return Rollouts(run / "rollouts", every=every)
 
 
+@ranges(every=(0, None), tables=(0, None))
+def completions(run: Path, /, *, every: int = 1, tables: int = 5) -> Any:
+    """Writes the rollouts of every `every`-th RL step as rows of a flat table to completions/ (Parquet; 0 writes none).
+
+    Args:
+      tables: RL steps between tables in the loggers that sort and filter them (wandb, trackio); the first and the last step always have
+        one. 0 gives them none.
+    """
+    from rlkit.training.callbacks.conversations import Completions
+
+    return Completions(run / "completions", every=every, tables=tables)
+
+
 def progress(run: Path, /) -> Any:
     """A progress bar on a terminal, one readable line per RL step otherwise."""
     from rlkit.training.callbacks.terminal import ProgressLines

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 
 from rlkit.episodes import append_step, transcript
-from rlkit.system.files import lenient, write_atomic
+from rlkit.episodes.completions import completion_row, table_columns, write_completions
+from rlkit.system.files import lenient, lose, write_atomic
 from rlkit.system.shards import stem
-from rlkit.training.loggers import log_text
-from rlkit.types import Rollout
+from rlkit.training.loggers import log_table, log_text
+from rlkit.types import Batch, Rollout
 
 TEXTS = 3  # conversations of a step in a logger
+WAITING = 20_000  # rows of the completions table that wait for a checkpoint
 
 
 class Samples(L.Callback):
@@ -50,6 +54,71 @@ class Rollouts(L.Callback):
         if self.every and module.rl_step % self.every == 0 and trainer.is_global_zero:
             with lenient(f"{self.folder.name}/ of step {module.rl_step}"):
                 append_step(self.folder, module.rl_step, module.rollouts)
+
+
+class Completions(L.Callback):
+    """Writes rollouts as rows of Parquet files, and shows loggers the table of a step.
+
+    Rows wait for the next checkpoint, so a file is written once and ends where a resumed run goes on; a run that is killed writes the
+    others again. Their steps are in rollouts/ in any case.
+    """
+
+    def __init__(self, folder: Path, *, every: int, tables: int):
+        self.folder, self.every, self.tables = folder, every, tables
+        self.rows: list[dict[str, Any]] = []
+        self.columns: dict[str, str] = {}
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        names = (name for x in module.learner.phases.values() for name in x.reward.terms)
+        self.columns = table_columns(dict.fromkeys(names))  # of all phases: all files have the same ones
+        if self.every and trainer.is_global_zero and importlib.util.find_spec("pyarrow") is None:
+            self.every = 0
+            lose(f"{self.folder.name}/ is", "pyarrow is not installed")
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        step = module.rl_step
+        kept = self.every and step % self.every == 0
+        shown = [logger for logger in trainer.loggers if hasattr(logger, "log_table")] if self.due(trainer, step) else []
+        if not (kept or shown) or not trainer.is_global_zero:
+            return
+        advantages = mean_advantages(module.batch, module.trained)
+        rows = [completion_row(r, step, advantages.get((r.group, r.sample))) for r in module.rollouts]
+        for logger in shown:
+            log_table(logger, "completions", list(self.columns), [[row.get(name) for name in self.columns] for row in rows], step)
+        self.rows += rows if kept else []
+        if len(self.rows) > WAITING:
+            self.flush()
+
+    def due(self, trainer: L.Trainer, step: int) -> bool:
+        """Whether loggers get the table of this step."""
+        return bool(self.tables) and (step == 1 or step % self.tables == 0 or trainer.should_stop)
+
+    def flush(self) -> None:
+        """Writes the rows that wait."""
+        rows, self.rows = self.rows, []
+        with lenient(f"{self.folder.name}/ of steps {rows[0]['step']} to {rows[-1]['step']}" if rows else self.folder.name):
+            write_completions(self.folder, rows, self.columns)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.flush()
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        self.flush()
+
+    def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
+        self.flush()
+
+
+def mean_advantages(batch: Batch, trained: Sequence[Rollout]) -> dict[tuple[int, int], float]:
+    """(group, sample) → mean advantage over a rollout's trained tokens, for the rollouts that have such tokens."""
+    assert batch.advantages is not None
+    mask = batch.response_mask
+    owners, values = batch.rollout_ids[:, None].expand_as(mask)[mask], batch.advantages[mask].double()
+    sums = values.new_zeros(2, len(trained))
+    sums[0].index_add_(0, owners, values)
+    sums[1].index_add_(0, owners, torch.ones_like(values))
+    means = zip(trained, *sums.tolist(), strict=True)
+    return {(r.group, r.sample): total / count for r, total, count in means if count}
 
 
 def best_and_worst(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:

@@ -12,6 +12,7 @@ from rlkit.distributed import ranks
 from rlkit.system import owner
 from rlkit.system.rows import append_row
 from rlkit.training.loggers import log_final, log_histogram, log_settings, log_text
+from rlkit.training.metrics import with_own
 from rlkit.training.schedules.paths import flat
 
 FINAL = (  # by which runs are compared
@@ -59,6 +60,7 @@ class MetricsFile(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         still_owned(self.path.parent)  # again: an evaluation may have taken long
+        module.metrics, module.logged = with_own(module.metrics, module.logged), {}
         if ranks.rank() == 0:
             append_row(self.path, module.rl_step, module.metrics)
         for logger in trainer.loggers:
@@ -70,6 +72,11 @@ class MetricsFile(L.Callback):
             log_text(logger, "schedule/switch", line, module.rl_step)
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        if late := with_own({}, module.logged):  # logged since the last row
+            if ranks.rank() == 0:
+                append_row(self.path, module.rl_step, late)
+            for logger in trainer.loggers:
+                logger.log_metrics(late, step=module.rl_step)
         figures = {name: value for name in FINAL if math.isfinite(value := module.metrics.get(name, math.nan))}
         for logger in trainer.loggers:
             log_final(logger, settings(module), figures, module.rl_step)
@@ -79,6 +86,9 @@ def _show(logger: Any, module: Any) -> None:
     """The numbers of a step's row, and histograms of rewards and advantages."""
     numbers = {k: v for k, v in module.metrics.items() if isinstance(v, int | float) and v == v}
     logger.log_metrics(numbers, step=module.rl_step)
+    for name, text in module.metrics.items():
+        if isinstance(text, str):
+            log_text(logger, name, text, module.rl_step)
     rewards = [total for r in module.rollouts if (total := r.total_reward) is not None]
     log_histogram(logger, "reward/histogram", rewards, module.rl_step)
     advantages = module.batch.advantages[module.batch.response_mask].float().cpu().tolist()

@@ -1,0 +1,103 @@
+"""What choosing problems saves: a pool where one problem in ten carries signal, and the tokens until 0.9 of these are solved.
+
+    python experiments/sampling/run.py [--seeds 0 1] [--only uniform variance] [--steps 120]
+
+Of the training problems nine in ten have an answer that no reply gives, so their groups teach nothing. The curve is greedy, on the others
+themselves: the question is how soon a pool is learned, and not how far it carries (a small pool is soon learned by heart). Every run is
+`rlkit train` on the embedded model until `evaluation.stop_at=0.9`. A row a run in results.csv; runs that it holds are not repeated.
+`tokens` counts what the policy has read and sampled in training until then. The ratio to the uniform sampler is paired by seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlkit.tasks import arithmetic
+from rlkit.types import Task
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from study import interval
+
+HERE, TARGET, ONE_IN = Path(__file__).parent, 0.9, 10
+UNREACHABLE = "98765432101"  # the answer of a problem that teaches nothing
+COMMON = (
+    "task._target_=run.pool", "trainer.threads=1", "logger=none", "callbacks.checkpoint.model=false", "callbacks.checkpoint.every=1000",
+    "evaluation.every=1", f"evaluation.stop_at={TARGET}", "batch.prompts=8", "schedule=constant",
+)  # fmt: skip
+SAMPLERS = ("uniform", "pools", "variance", "prioritised", "unsolved")
+
+
+def pool(*, split: str, seed: int, max_samples: int) -> Sequence[Task]:
+    """Word problems, of which all but one in ten have an answer that no reply gives; for validation the others again."""
+    rows = arithmetic(split="train" if split == "validation" else split, seed=seed, max_samples=max_samples)
+    if split != "train":
+        return [task._replace(id=f"{task.id}/{split}") for task in rows[::ONE_IN]]
+    return [task if i % ONE_IN == 0 else task._replace(answer=UNREACHABLE) for i, task in enumerate(rows)]
+
+
+def run(sampler: str, seed: int, given: argparse.Namespace) -> dict[str, str]:
+    """One run's row. Raises: CalledProcessError."""
+    own = [f"task/sampler={sampler}", f"seed={seed}", f"trainer.steps={given.steps}", f"task.max_samples={given.pool}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "rlkit", "train", *COMMON, *own, *given.set]
+        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, env=environment)
+        file = next(Path(folder).glob("outputs/*/*/summary.json"))
+        summary = json.loads(file.read_text())
+        rows = [json.loads(line) for line in (file.parent / "metrics.jsonl").read_text().splitlines()]
+    curve = {r["step"]: r["eval/accuracy"] for r in rows if "eval/accuracy" in r}
+    reached = any(accuracy >= TARGET for accuracy in curve.values())
+    found = {"sampler": sampler, "seed": seed, "reached": int(reached), "steps": summary["steps"], "tokens": summary["tokens"],
+             "curve": " ".join(f"{step}:{accuracy:.3f}" for step, accuracy in curve.items())}  # fmt: skip
+    return {key: str(value) for key, value in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
+    parser.add_argument("--only", nargs="+", default=list(SAMPLERS), choices=SAMPLERS)
+    parser.add_argument("--steps", type=int, default=160, help="at most")
+    parser.add_argument("--pool", type=int, default=160, help="training problems")
+    parser.add_argument("--set", nargs="*", default=[], help="further overrides")
+    parser.add_argument("--results", type=Path, default=HERE / "results.csv")
+    given = parser.parse_args()
+    rows = list(csv.DictReader(given.results.open())) if given.results.exists() else []
+    for seed in given.seeds:
+        for sampler in given.only:
+            if any((r["sampler"], r["seed"]) == (sampler, str(seed)) for r in rows):
+                continue
+            rows.append(run(sampler, seed, given))
+            with given.results.open("w", newline="") as file:
+                writer = csv.DictWriter(file, rows[0].keys())
+                writer.writeheader()
+                writer.writerows(rows)
+    print(table(rows))
+
+
+def table(rows: Sequence[dict[str, str]]) -> str:
+    """A line a sampler. The ratio is the geometric mean over seeds, with Student's 95 % interval of its logarithm."""
+    base = {r["seed"]: int(r["tokens"]) for r in rows if r["sampler"] == "uniform"}
+    lines = ["| sampler | reached 0.9 | steps | tokens | uniform's tokens / its own, 95 % |", "|---|---|---|---|---|"]
+    for sampler in dict.fromkeys(r["sampler"] for r in rows):
+        mine = [r for r in rows if r["sampler"] == sampler]
+        steps, tokens = (sum(int(r[key]) for r in mine) / len(mine) for key in ("steps", "tokens"))
+        logs = [math.log(base[r["seed"]] / int(r["tokens"])) for r in mine if r["seed"] in base]
+        mean, half = interval(logs) if len(logs) > 2 else (sum(logs) / max(len(logs), 1), math.nan)
+        ratio = (
+            f"{math.exp(mean):.2f} ({math.exp(mean - half):.2f} – {math.exp(mean + half):.2f})" if half == half else f"{math.exp(mean):.2f}"
+        )
+        lines.append(f"| {sampler} | {sum(int(r['reached']) for r in mine)} of {len(mine)} | {steps:.0f} | {tokens:,.0f} | {ratio} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Rollouts as a flat table: one row a rollout, one plain column a quantity, in Parquet files beside the full record.
+
+    completions/steps_000001-000005.parquet …      `datasets`, pandas and polars open them as they are:
+
+    load_dataset("parquet", data_files="outputs/NAME/TIME/completions/*.parquet", split="train")
+    pandas.read_parquet("outputs/NAME/TIME/completions")
+    polars.read_parquet("outputs/NAME/TIME/completions/*.parquet")
+
+A file is whole or not there and is never rewritten, so its steps are in its name. All files of a run have the same columns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlkit.errors import DataError
+from rlkit.system.files import atomic, put_aside, reason
+from rlkit.types import Message, Rollout
+
+if TYPE_CHECKING:
+    import pyarrow
+
+# Column → Parquet type. Between `reward` and `advantage` stands a column `reward_NAME` for each component of the reward.
+COLUMNS: dict[str, str] = {
+    "step": "int64", "group": "int64", "sample": "int64", "task_id": "string", "prompt": "string", "completion": "string",
+    "answer": "string", "reward": "float64", "advantage": "float64", "policy_version": "int64", "status": "string", "tokens": "int64",
+    "turns": "int64",
+}  # fmt: skip
+FILE = re.compile(r"steps_(\d+)-(\d+)\.parquet")
+
+
+def table_columns(rewards: Iterable[str]) -> dict[str, str]:
+    """Column → type of a table with these components of the reward."""
+    named = {f"reward_{name}": "float64" for name in rewards}
+    before = {name: COLUMNS[name] for name in list(COLUMNS)[: list(COLUMNS).index("advantage")]}
+    return before | named | COLUMNS
+
+
+def completion_row(rollout: Rollout, step: int | None, advantage: float | None = None) -> dict[str, Any]:
+    """A rollout as a row.
+
+    prompt           what the episode began with; messages of several roles are told apart by `role:` lines
+    completion       all that followed: the replies, thinking included, and between them what tools and the environment said
+    reward           what was trained on, rewards of steps included; null where it cannot be scored; `reward_NAME` likewise
+    advantage        mean over the rollout's trained tokens; null where nothing of it was trained on
+    policy_version   RL steps that the weights had done that sampled the first token
+    status           terminated, or why it was truncated
+    """
+    versions = [version for reply in rollout.steps for _, version in reply.versions]
+    first: Sequence[Message] = rollout.steps[0].prompt if rollout.steps else rollout.task.messages
+    plain = {
+        "step": step, "group": rollout.group, "sample": rollout.sample, "task_id": rollout.task.id, "prompt": _text(first),
+        "completion": _text(rollout.conversation[len(first) :]), "answer": rollout.task.answer, "reward": rollout.total_reward,
+        "advantage": advantage, "policy_version": versions[0] if versions else None,
+        "status": rollout.status if rollout.status == "terminated" else f"truncated: {rollout.truncation}",
+        "tokens": rollout.response_length, "turns": len(rollout.steps),
+    }  # fmt: skip
+    return plain | {f"reward_{name}": value for name, value in rollout.rewards.items()}
+
+
+def _text(messages: Sequence[Message]) -> str:
+    """Messages as one text; a single one is its own text alone."""
+    said = [_message(message) for message in messages]
+    if len(said) == 1:
+        return said[0]
+    return "\n\n".join(f"{message['role']}: {text}" for message, text in zip(messages, said, strict=True))
+
+
+def _message(message: Message) -> str:
+    thinking = f"<think>\n{text}\n</think>\n\n" if (text := message.get("reasoning_content")) else ""
+    called = (call["function"] for call in message.get("tool_calls", []))
+    calls = "".join(f"\n→ {call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})" for call in called)
+    return f"{thinking}{message.get('content') or ''}{calls}"
+
+
+def completions_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | None = None) -> pyarrow.Table:
+    """Rows of `completion_row` as a table, by default with all the columns that a row has. What UTF-8 has no place for is escaped."""
+    import pyarrow as pa
+
+    own = columns or table_columns(dict.fromkeys(key[7:] for row in rows for key in row if key.startswith("reward_")))
+    types = {"int64": pa.int64(), "float64": pa.float64(), "string": pa.string()}
+    data = {name: [row.get(name) for row in rows] for name in own}
+    texts = [name for name, kind in own.items() if kind == "string"]
+    data |= {name: [v and v.encode(errors="backslashreplace").decode() for v in data[name]] for name in texts}
+    return pa.table(data, schema=pa.schema([(name, types[kind]) for name, kind in own.items()]))
+
+
+def write_completions(folder: Path, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | None = None) -> None:
+    """A file of some steps' rows, whole or not there. Raises: OSError."""
+    if rows:
+        _write(folder, completions_table(rows, columns))
+
+
+def _write(folder: Path, table: pyarrow.Table) -> None:
+    import pyarrow.compute
+    import pyarrow.parquet
+
+    first, last = pyarrow.compute.min_max(table["step"]).as_py().values()
+    path = folder / f"steps_{first:06d}-{last:06d}.parquet"
+    hidden = path.with_name(f".{path.name}")  # what a kill leaves half written is read by nobody who opens the folder
+    with atomic(hidden) as file:
+        pyarrow.parquet.write_table(table, file, compression="zstd")
+    os.replace(hidden, path)
+
+
+def cut_completions(folder: Path, step: int) -> None:
+    """Moves the files with rows after an RL step, which a resumed run writes again, to NAME.discarded/, where nothing is overwritten.
+
+    Raises: DataError, with the rows in their place, where that fails.
+    """
+    target = folder.with_name(f"{folder.name}.discarded")
+    for path in sorted(folder.glob("steps_*.parquet")):
+        found = FILE.fullmatch(path.name)
+        if not found or int(found[2]) <= step:
+            continue
+        try:
+            target.mkdir(exist_ok=True)
+            if int(found[1]) <= step:  # it was written at another time than the checkpoint: its first rows stay, in a file of their own
+                _keep(path, step)
+            if (target / path.name).exists():
+                put_aside(target / path.name, ".earlier")
+            os.replace(path, target / path.name)
+        except OSError as error:
+            why = f"{target} cannot be written ({reason(error)}), so rows that the resumed run replaces would be lost"
+            raise DataError(why) from None
+
+
+def _keep(path: Path, step: int) -> None:
+    """Writes the rows of a file up to a step as a file beside it."""
+    import pyarrow.compute
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.read_table(path)
+    _write(path.parent, table.filter(pyarrow.compute.less_equal(table["step"], step)))

@@ -1,0 +1,247 @@
+"""Episodes of programs, which send whole conversations: what they extend by token ids, and where a new row begins.
+
+Every recorded reply knows the reply that it follows, so an episode is a forest and each path from a root to a leaf is one training
+row. A conversation that begins with a recorded one, its reply as sent included, continues by that one's ids. Any other conversation
+(rewritten, compacted, with other tools, of a sub-agent) is rendered, and begins a tree of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from rlkit.episodes.episode import cut_off
+from rlkit.episodes.replies import check_generation, read_reply
+from rlkit.errors import RequestRefused, TemplateError
+from rlkit.functional import mix
+from rlkit.gateway import reply_message
+from rlkit.models.chat import continuation, encode_prompt
+from rlkit.system.loops import awaited, closing
+from rlkit.types import Engine, Environment, Message, Messages, Policy, Rollout, SamplingParams, Step, Task, ToolResult
+
+Schemas = Sequence[Mapping[str, Any]]
+
+
+class Call(NamedTuple):
+    """A recorded reply."""
+
+    number: int  # in the order in which the replies were recorded
+    parent: Call | None  # the reply whose row it continues
+    after: int | None  # number of the last reply before it was asked for
+    step: Step  # with its whole context as prompt_ids
+
+    @property
+    def path(self) -> list[Call]:
+        """From the root to this one."""
+        return [*(self.parent.path if self.parent else ()), self]
+
+
+class Conversations:
+    """The replies of one program's episode.
+
+    Args:
+      params, seed: of the episode; a reply's own seed is mix(seed, replies before it on its path), so it does not depend on the order
+        in which requests arrive. The k-th reply to one context, for k > 0, has mix(seed, replies before it, k).
+      keys: gives a new key for the engine.
+      ready: awaited before the first reply.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        environment: Environment,
+        engine: Engine,
+        params: SamplingParams,
+        task: Task,
+        *,
+        seed: int,
+        keys: Iterator[int],
+        ready: Callable[[], Awaitable[None]],
+    ):
+        self.policy, self.environment, self.engine, self.params, self.task = policy, environment, engine, params, task
+        self.seed, self.keys, self.ready = seed, keys, ready
+        self.calls: list[Call] = []
+        self.known: dict[bytes, list[Call]] = {}  # digest of a conversation with its reply → the replies that end it
+        self.drawn: Counter[tuple[int, ...]] = Counter()  # context → replies to it
+        self.asked, self.refused = 0, ""  # requests; the limit that the last one met
+        self.resting: int | None = None  # the key that no reply is sampled under
+        self.sampling: set[int] = set()
+        self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    async def ask(self, messages: Messages, tools: Schemas = (), limit: int | None = None) -> Step:
+        """See `rlkit.types.Ask`."""
+        if self.asked >= self.environment.max_steps:
+            self.refused = "steps"
+            raise RequestRefused(f"the episode has had its {self.environment.max_steps} replies (environment.max_turns)")
+        self.asked += 1
+        digests = self._digests(messages, tools)
+        parent = self._continued(messages, digests)
+        new = self._named(messages[len(messages) - self._new(messages) :], parent) if parent else list(messages)
+        try:
+            ids = self._context(parent, new, tools)
+        except TemplateError as error:
+            raise RequestRefused(str(error)) from error
+        if len(ids) >= self.policy.context_length:
+            self.asked, self.refused = self.asked - 1, "context"
+            raise RequestRefused(
+                f"context_length_exceeded: the conversation has {len(ids)} tokens, and the context is {self.policy.context_length}"
+            )
+        after = len(self.calls) - 1 if self.calls else None
+        step = await self._sampled(parent, new, ids, limit)
+        self.refused = ""
+        call = Call(len(self.calls), parent, after, step)
+        self.calls.append(call)
+        said = self._digest(digests[-1], reply_message(step, step.content))
+        self.known.setdefault(said, []).append(call)
+        return step
+
+    async def _sampled(self, parent: Call | None, new: list[Message], ids: tuple[int, ...], limit: int | None) -> Step:
+        """The reply to a context as a step."""
+        depth, twin = len(parent.path) if parent else 0, self.drawn[ids]
+        self.drawn[ids] += 1
+        params = self.params if limit is None else self.params._replace(max_new_tokens=min(limit, self.params.max_new_tokens))
+        seed = mix(self.seed, depth, twin) if twin else mix(self.seed, depth)
+        key, self.resting = next(self.keys) if self.resting is None else self.resting, None
+        self.sampling.add(key)
+        try:
+            await self.ready()
+            reply = await awaited(self.engine.generate(key, ids, seed, params))
+            check_generation(self.engine, reply)
+        except Exception as error:
+            if not self.failure.done():
+                self.failure.set_result(error)
+            raise
+        finally:
+            self.sampling.discard(key)
+            # An engine that decodes by rounds waits for the key that was answered last, so the episode keeps one, which its next
+            # request will have, and none while others are still being sampled.
+            if self.sampling or self.resting is not None:
+                self.engine.release(key)
+            else:
+                self.resting = key
+        before = Rollout(self.task, tuple(c.step for c in parent.path) if parent else ())
+        return read_reply(self.policy, self.environment, before, new, ids, reply)
+
+    def _context(self, parent: Call | None, new: list[Message], tools: Schemas) -> tuple[int, ...]:
+        """The ids of a conversation: those of the row that it continues and what follows them, or rendered as a whole."""
+        renderer = self.policy.renderer
+        if parent is None:
+            return tuple(encode_prompt(renderer, new, tools))
+        said = parent.step.response_ids
+        cut = parent.step.finish_reason == "length"
+        return parent.step.prompt_ids + said + tuple(continuation(renderer, new, said[-1], cut=cut))
+
+    def _new(self, messages: Messages) -> int:
+        """How many messages follow the last reply."""
+        return next((i for i, m in enumerate(reversed(messages)) if m["role"] == "assistant"), len(messages))
+
+    def _continued(self, messages: Messages, digests: list[bytes]) -> Call | None:
+        """The recorded reply that all messages but those after the last reply are the conversation of."""
+        new = self._new(messages)
+        if not 0 < new < len(messages):
+            return None
+        found = self.known.get(digests[len(messages) - new], [])
+        continued = {call.parent.number for call in self.calls if call.parent}
+        return next((call for call in reversed(found) if call.number not in continued), found[-1] if found else None)
+
+    def _named(self, messages: Messages, parent: Call) -> list[Message]:
+        """Results of tools with the names of their calls, as an environment of rlkit writes them."""
+        names = {call.id: call.name for call in parent.step.tool_calls}
+        return [
+            {"role": "tool", "tool_call_id": m["tool_call_id"], "name": names.get(m["tool_call_id"], ""), "content": m["content"]}
+            if m["role"] == "tool"
+            else m
+            for m in messages
+        ]
+
+    def _digests(self, messages: Messages, tools: Schemas) -> list[bytes]:
+        """One digest for each number of first messages."""
+        out = [hashlib.sha256(json.dumps(list(tools), sort_keys=True).encode()).digest()]
+        for message in messages:
+            out.append(self._digest(out[-1], message))
+        return out
+
+    def _digest(self, before: bytes, message: Message) -> bytes:
+        """Of a conversation with one more message. White space in a call's arguments and the order of its keys make no difference."""
+        calls = [call["function"] for call in message.get("tool_calls") or ()]
+        thinking = message.get("reasoning_content", "") if self.environment.strict_thinking else ""
+        said = [message["role"], message.get("content", ""), thinking, calls, message.get("tool_call_id", "")]
+        return hashlib.sha256(before + json.dumps(said, sort_keys=True).encode()).digest()
+
+    def release(self) -> None:
+        """The engine forgets the episode."""
+        for key in [*self.sampling, *(() if self.resting is None else (self.resting,))]:
+            self.engine.release(key)
+        self.resting = None
+
+    def rollout(self) -> Rollout:
+        """The replies as one rollout, path after path, so that a reply stands behind the one that it continues where that can be.
+
+        What was said last stands last. `metadata["rows"]` tells where a row begins: at which step, from which one, and whether it forks
+        off (`fork`: the context it shares is not trained twice) or begins with a context of its own (`new`; then `from` is the reply
+        before it in time).
+        """
+        children: dict[int | None, list[Call]] = {}
+        last: dict[int, int] = {}  # the newest reply of a subtree
+        for call in reversed(self.calls):
+            last[call.number] = max(last.get(call.number, 0), call.number)
+            if call.parent is not None:
+                last[call.parent.number] = max(last.get(call.parent.number, 0), last[call.number])
+            children.setdefault(None if call.parent is None else call.parent.number, []).append(call)
+        ordered: list[Call] = []
+        pending = sorted(children.get(None, []), key=lambda c: -last[c.number])
+        while pending:
+            ordered.append(pending.pop())
+            pending += sorted(children.get(ordered[-1].number, []), key=lambda c: -last[c.number])
+        place = {call.number: i for i, call in enumerate(ordered)}
+        rollout = Rollout(self.task, ())
+        begun: list[dict[str, Any]] = []
+        for i, call in enumerate(ordered):
+            rollout = rollout.add(_answered(call, children.get(call.number, [])))
+            if i and (call.parent is None or place[call.parent.number] != i - 1):
+                origin = call.after if call.parent is None else call.parent.number
+                begun.append({"step": i, "from": None if origin is None else place[origin], "why": "fork" if call.parent else "new"})
+        return rollout._replace(metadata={"rows": begun} if begun else {})
+
+
+def _answered(call: Call, children: list[Call]) -> Step:
+    """The step with the results of its calls, which the request behind it told. One that begins with `Error` is counted as a failure."""
+    ids = {c.id: c.name for c in call.step.tool_calls}
+    said = [m for m in (children[-1].step.prompt if children else ()) if m["role"] == "tool" and m["tool_call_id"] in ids]
+    results = [ToolResult(m["tool_call_id"], ids[m["tool_call_id"]], m["content"], not m["content"].startswith("Error")) for m in said]
+    return call.step._replace(tool_results=tuple(results))
+
+
+async def play_program(conversations: Conversations) -> Rollout:
+    """Run the program of an episode to its end.
+
+    Returns: the unscored rollout. `truncation` is that of the program (deadline, error), else "length" where its last reply was cut,
+      "steps" or "context" where its last request was refused for that.
+    Raises: what the engine raises.
+    """
+    environment, task = conversations.environment, conversations.task
+    assert environment.program is not None
+    work = asyncio.ensure_future(environment.program(task, conversations.ask))
+    try:
+        both: list[asyncio.Future[Any]] = [work, conversations.failure]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if conversations.failure.done():
+            raise conversations.failure.result()
+        ended = work.result()
+    finally:
+        work.cancel()
+        with closing(), suppress(asyncio.CancelledError, Exception):
+            await work
+        conversations.release()
+    rollout = conversations.rollout()
+    rollout = rollout._replace(metadata={**rollout.metadata, **ended.metadata})
+    if ended.reward is not None and rollout.steps:
+        rollout = rollout._replace(steps=(*rollout.steps[:-1], rollout.steps[-1]._replace(reward=ended.reward)))
+    cut = "length" if rollout.steps and rollout.steps[-1].finish_reason == "length" else ""
+    why = ended.truncation or conversations.refused or cut
+    return cut_off(rollout, why) if why else rollout

@@ -1,0 +1,211 @@
+"""Which problem is asked next, chosen by what its groups have scored so far.
+
+    state ── draw ──▶ problems of a step ── play, score ──▶ outcomes ── update ──▶ state
+
+The state is plain numbers and a table with a row for each problem, so it fits into a checkpoint, and a draw is a function of the state
+and the run's seed. The order of the epochs decides whose turn it is in a mixture; a sampler chooses among the problems of that part.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlkit.errors import ConfigError, DataError
+from rlkit.types import Rollout, Task, ranges
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Columns of the table: successes and failures (sums of rewards clipped to 0 … 1, and of what they lack of 1), the mean of the last group
+# (-1 before the first), and which draw of its part asked the problem last (0: none).
+SUCCESSES, FAILURES, LAST, ASKED = range(4)
+State = Mapping[str, Any]  # table [n, 4] float64; draws: part → draws so far; step: rows drawn since the last outcomes; asked: before them
+
+
+class TaskSampler(NamedTuple):
+    """How the next problem is chosen among the n of its part that the step has not drawn yet.
+
+    P(i) = (1 - explore) · w_i / Σ w + explore / n;  greedy: the largest w in place of w_i / Σ w, of equal ones the one asked longest ago
+
+    weigh     (rows of the table [n, 4]) → w ≥ 0 [n]; None: all problems in the order of the epochs, whatever they scored
+    retest    every so many draws of a part ask the problem that was asked longest ago; 0: none does
+    memory    the share of a problem's earlier successes and failures that counts beside a new group's
+    """
+
+    name: str
+    weigh: Callable[[Tensor], Tensor] | None = None
+    explore: float = 0.0
+    greedy: bool = False
+    retest: int = 0
+    memory: float = 1.0
+
+
+def uniform_sampler() -> TaskSampler:
+    """Every problem once an epoch, in an order that the seed fixes."""
+    return TaskSampler("uniform")
+
+
+@ranges(low=(0, 1), high=(0, 1), hard=(1e-9, None), normal=(1e-9, None), easy=(1e-9, None), unseen=(1e-9, None))
+def pool_sampler(
+    *, low: float = 0.25, high: float = 0.75, hard: float = 0.2, normal: float = 1.0, easy: float = 0.2, unseen: float = 1.0
+) -> TaskSampler:
+    """Pools by the pass rate p of a problem's last group: hard for p ≤ low, easy for p > high, normal between, unseen before the first.
+
+    Args: low, high: 0 … 1. hard, normal, easy, unseen: weight of each problem of the pool, > 0; a weight of 0 would freeze it for ever.
+    Source: prime-rl, curriculum/samplers/pool.py, with its defaults.
+    """
+    return TaskSampler("pools", partial(by_pool, low=low, high=high, hard=hard, normal=normal, easy=easy, unseen=unseen))
+
+
+def by_pool(rows: Tensor, *, low: float, high: float, hard: float, normal: float, easy: float, unseen: float) -> Tensor:
+    """Weights [n] of `pool_sampler`."""
+    last = rows[:, LAST]
+    out = last.new_full(last.shape, normal)
+    out[last <= low], out[last > high], out[last < 0] = hard, easy, unseen
+    return out
+
+
+@ranges(explore=(1e-9, 1), prior=(1e-9, None), memory=(0, 1))
+def variance_sampler(*, explore: float = 0.1, prior: float = 0.5, memory: float = 0.8) -> TaskSampler:
+    """In proportion to the expected variance of a reply's success: w = E[p(1-p)] = ab / ((a+b)(a+b+1)) for p ~ Beta(a, b).
+
+    a = prior + Σ memory^k · successes of the k-th last group, b likewise for failures. A prior of 1/2 gives an unseen problem 1/8, one
+    with four successes of eight 0.225, and one with none of eight 0.047.
+
+    Args: explore: share of uniform draws, > 0, so that every problem is visited. prior: > 0. memory: 0 … 1.
+    Source: the variance p(1-p) as the priority, arXiv:2601.02648; in its expectation by derivation.
+    """
+    return TaskSampler("variance", partial(by_variance, prior=prior), explore=explore, memory=memory)
+
+
+def by_variance(rows: Tensor, *, prior: float) -> Tensor:
+    """Weights [n] of `variance_sampler`."""
+    a, b = rows[:, SUCCESSES] + prior, rows[:, FAILURES] + prior
+    return a * b / ((a + b) * (a + b + 1))
+
+
+@ranges(retest=(1, None), unseen=(0, None), explore=(0, 1))
+def prioritised_sampler(*, retest: int = 8, unseen: float = 0.1, explore: float = 0.0) -> TaskSampler:
+    """The largest p(1-p) of the last group first, with retests of what is solved or too hard.
+
+    Args: retest: every so many draws ask the problem that was asked longest ago, so each of n problems is asked within n · retest
+      draws. unseen: of a problem without a group, in place of p(1-p); below 0.25, so that known signal goes first, and above 0, so that
+      unknown problems go before those that teach nothing. explore: share of uniform draws.
+    Source: the heap with periodic retests of arXiv:2601.02648.
+    """
+    return TaskSampler("prioritised", partial(by_last_variance, unseen=unseen), explore=explore, greedy=True, retest=retest)
+
+
+def by_last_variance(rows: Tensor, *, unseen: float) -> Tensor:
+    """p(1-p) of the last group [n], `unseen` before the first."""
+    p = rows[:, LAST]
+    return (p * (1 - p)).masked_fill(p < 0, unseen)
+
+
+@ranges(solved=(0, 1))
+def unsolved_sampler(*, solved: float = 0.9) -> TaskSampler:
+    """No positive resampling: a problem whose last group's mean reached `solved` is not asked again, unless all of its part have.
+
+    So not every problem is visited for ever, and one that the policy forgets stays out; `sampler/solved` is the share that is out.
+
+    Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786; its threshold is on the history, here on the last group as in TRL.
+    """
+    return TaskSampler("unsolved", partial(while_unsolved, solved=solved))
+
+
+def while_unsolved(rows: Tensor, *, solved: float) -> Tensor:
+    """1 for problems that are not solved, 0 for the others [n]."""
+    return (rows[:, LAST] < solved).to(rows.dtype)
+
+
+# ------------------------------------------------------------------------------------------------------ draw and update
+
+
+def choose_tasks(sampler: TaskSampler, tasks: Sequence[Task], parts: Sequence[str], state: State | None, *, seed: int) -> State:
+    """The state after one draw for each of `parts`; `step` then ends with the positions that were drawn.
+
+    Drawing for a and then for b equals drawing for a + b. A problem that stands several times in the tasks is one, at its first position.
+
+    Args: parts: whose turn it is, in order. state: None at the start of a run. seed: the run's.
+    Raises: DataError where the tasks are not those of the state; ConfigError where the weights are no numbers of at least 0.
+    """
+    import torch
+
+    if state is None:
+        table = torch.zeros(len(tasks), 4, dtype=torch.float64)
+        table[:, LAST] = -1.0
+        state = {"table": table, "draws": {}, "step": [], "asked": []}
+    if len(state["table"]) != len(tasks):
+        raise DataError(
+            f"task.sampler={sampler.name} knows {len(state['table'])} tasks, and there are {len(tasks)}; restore task.path, "
+            "task.max_samples and the data, or start a new run"
+        )
+    first: dict[tuple[str, str], int] = {}
+    for i, task in enumerate(tasks):
+        first.setdefault((task.part, task.id), i)
+    own = {part: torch.tensor([i for (of, _), i in first.items() if of == part]) for part in set(parts)}
+    table, draws, step = state["table"].clone(), dict(state["draws"]), list(state["step"])
+    for part in parts:
+        number = draws[part] = draws.get(part, 0) + 1
+        fresh = own[part][~torch.isin(own[part], torch.tensor(step, dtype=torch.int64))]
+        places = fresh if len(fresh) else own[part]
+        place = int(places[_place(sampler, table[places], number, random.Random(f"task sampler/{seed}/{part}/{number}"))])
+        table[place, ASKED] = number
+        step.append(place)
+    return {**state, "table": table, "draws": draws, "step": step}
+
+
+def _place(sampler: TaskSampler, rows: Tensor, number: int, source: random.Random) -> int:
+    """Which of the rows is drawn, as the `number`-th draw of its part."""
+    import torch
+
+    if sampler.retest and number % sampler.retest == 0:
+        return int(rows[:, ASKED].argmin())
+    shares = chances(sampler, rows).cumsum(0)
+    return min(int(torch.searchsorted(shares, source.random() * float(shares[-1]), right=True)), len(rows) - 1)
+
+
+def chances(sampler: TaskSampler, rows: Tensor) -> Tensor:
+    """P [n] of each problem in a draw that is no retest; they sum to 1. Raises: ConfigError where the weights are not what they must be."""
+    import torch
+
+    assert sampler.weigh is not None
+    weights = sampler.weigh(rows)
+    if weights.shape != rows.shape[:1] or not bool((weights.isfinite() & (weights >= 0)).all()):
+        raise ConfigError(f"task.sampler={sampler.name}: its weights must be a number of at least 0 for each of the {len(rows)} problems")
+    weights = weights.double() if weights.any() else torch.ones(len(rows), dtype=torch.float64)
+    if sampler.greedy:
+        best = (weights == weights.max()).nonzero()[:, 0]
+        weights = torch.zeros_like(weights).index_fill(0, best[rows[best, ASKED].argmin()], 1.0)
+    return (1 - sampler.explore) * weights / weights.sum() + sampler.explore / len(rows)
+
+
+def with_outcomes(sampler: TaskSampler, state: State, rollouts: Sequence[Rollout]) -> State:
+    """The state after the groups of a step are scored; the group of number k is that of the step's k-th draw.
+
+    A reward below 0 counts as 0 and one above 1 as 1. Rollouts that cannot be scored are left out.
+    """
+    table, scores = state["table"].clone(), dict[int, list[float]]()
+    for rollout in rollouts:
+        if rollout.total_reward is not None:
+            scores.setdefault(rollout.group, []).append(min(max(rollout.total_reward, 0.0), 1.0))
+    for k, own in scores.items():
+        row = table[state["step"][k]]
+        row[SUCCESSES] = sampler.memory * row[SUCCESSES] + sum(own)
+        row[FAILURES] = sampler.memory * row[FAILURES] + len(own) - sum(own)
+        row[LAST] = sum(own) / len(own)
+    return {**state, "table": table, "step": [], "asked": list(state["step"])}
+
+
+def sampler_metrics(state: State | None) -> dict[str, float]:
+    """sampler/seen: share of the rows that have been asked; mixed, solved: shares of these whose last group was between 0 and 1, or 0.9
+    and above. Rows that repeat another one's problem count as unseen. Nothing for the uniform sampler."""
+    if state is None:
+        return {}
+    last = state["table"][:, LAST]
+    seen = last[last >= 0]
+    shares = {"mixed": (seen > 0) & (seen < 1), "solved": seen >= 0.9}
+    return {"sampler/seen": len(seen) / len(last)} | {f"sampler/{name}": float(own.double().mean()) for name, own in shares.items()}

@@ -1,0 +1,115 @@
+"""Runs a program and ends it with all that it started, also where the process that asked for it was killed.
+
+    python -I -S -B _guard.py      standard input: a line of JSON {"command", "task"}, then nothing until the program has to end
+
+It takes over every orphan of the program (PR_SET_CHILD_SUBREAPER), so that a process which left its session is found too. Standard
+output is the program's. `exit STATUS` goes to standard error once no process is left; a signal is 128 + its number. No rlkit is imported.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import tempfile
+
+SUBREAPER, DEATH_SIGNAL = 36, 1  # of prctl, linux/prctl.h
+POLL_MS = 1000  # between two looks at whether the parent lives
+
+
+def prctl(option: int, value: int) -> None:
+    """Asks the kernel; elsewhere than on Linux nothing happens."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def launch(command: list[str], task: str) -> int:
+    """The program's process id. It cannot outlive this process, and reads the task on standard input."""
+    with tempfile.TemporaryFile() as given:
+        given.write(task.encode())
+        given.seek(0)
+        child = os.fork()
+        if child:
+            return child
+        try:
+            os.setsid()
+            prctl(DEATH_SIGNAL, signal.SIGKILL)
+            os.dup2(given.fileno(), 0)
+            os.dup2(1, 2)
+            os.closerange(3, 64)
+            os.execvp(command[0], command)
+        except OSError as error:
+            os.write(2, f"{command[0]} cannot be started: {error}\n".encode())
+        finally:
+            os._exit(127)
+
+
+def children() -> list[int]:
+    """Process ids of what this process has to end."""
+    own, found = str(os.getpid()), []
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc"):
+            with contextlib.suppress(OSError, IndexError):
+                if name.isdigit():
+                    with open(f"/proc/{name}/stat") as stat:
+                        if stat.read().rpartition(")")[2].split()[1] == own:
+                            found.append(int(name))
+    return found
+
+
+def end_all(main: int) -> None:
+    """Kills until no child is left: those of a child that dies become children of this process."""
+    while True:
+        for kill, process in ((os.killpg, main), *((os.kill, child) for child in children())):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(process, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        select.select([], [], [], 0.002)
+
+
+def wait(main: int) -> int:
+    """Until the program ends by itself, or is not wanted any more; its status as `os.waitpid` has it."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(write)
+    parent, poller = os.getppid(), select.poll()
+    for descriptor in (0, read):
+        poller.register(descriptor, select.POLLIN | select.POLLHUP)
+    while True:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == main:
+                    return ended[1]
+        ready = {descriptor for descriptor, _ in poller.poll(POLL_MS)}
+        if read in ready:
+            os.read(read, 4096)
+        if (0 in ready and not os.read(0, 4096)) or os.getppid() != parent:
+            return signal.SIGKILL
+
+
+def first_line() -> bytes:
+    """What stands before the newline; nothing is sent behind it."""
+    line = b""
+    while not line.endswith(b"\n") and (piece := os.read(0, 1 << 16)):
+        line += piece
+    return line
+
+
+def _main() -> None:
+    """See the head of this file."""
+    job = json.loads(first_line())
+    prctl(SUBREAPER, 1)
+    child = launch(job["command"], job["task"])
+    status = wait(child)
+    end_all(child)
+    code = os.waitstatus_to_exitcode(status)
+    os.write(2, f"exit {128 - code if code < 0 else code}\n".encode())
+
+
+_main()

@@ -1,0 +1,253 @@
+"""`environment=program`: somebody else's program plays the episode, and speaks to the policy through an endpoint on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import sys
+import threading
+import urllib.request
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from rlkit.environments import hermes
+from rlkit.errors import ConfigError, place
+from rlkit.sandbox.process import folder
+from rlkit.system.deadline import Countdown, DeadlinePassed
+from rlkit.system.loops import closing
+from rlkit.types import Ask, Ended, Environment, Task, ToolParser
+
+GUARD = Path(__file__).with_name("_guard.py")
+KEPT = 2000  # last bytes of a program's output, for the reason of a failure
+GRACE = 10.0  # seconds that the guard has to end a program and all that it started
+PASSED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT", "VIRTUAL_ENV")  # variables that every program gets
+SCORE = "reward.txt"  # in the program's folder
+Score = Literal["file", "exit"]
+
+
+class Client(NamedTuple):
+    """What a Python function plays its episode with: an address and a key for any client, and one plain request of its own."""
+
+    base_url: str  # ends in /v1
+    api_key: str
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **settings: Any) -> dict[str, Any]:
+        """The policy's message to a conversation, in the form of OpenAI's chat completions. Raises: OSError where it is refused."""
+        body = {"model": "policy", "messages": list(messages), "tools": list(tools), **settings}
+        headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
+        asked = urllib.request.Request(f"{self.base_url}/chat/completions", json.dumps(body).encode(), headers)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(asked) as reply:
+            return json.load(reply)["choices"][0]["message"]
+
+
+def program(
+    *,
+    command: Sequence[str] = (),
+    function: Callable[..., Any] | None = None,
+    max_turns: int = 8,
+    time_limit: float = 300.0,
+    output_kb: int = 1024,
+    score: Score | None = None,
+    dropped_thinking: Literal["new_row", "continue"] = "new_row",
+    variables: Mapping[str, str] | None = None,
+    parse_calls: ToolParser = hermes,
+) -> Environment:
+    """A program, or a Python function, plays each episode; all that it asks the policy is recorded and trained on.
+
+    A program has a process and a working folder of its own, the task as JSON ({"id", "messages"}) in `RLKIT_TASK` and on standard input,
+    and its endpoint in OPENAI_BASE_URL and OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. It has none of the run's other
+    variables but PATH and the language, and ends with its episode, with all that it started. It is not confined otherwise: it has the
+    rights of the run's user.
+
+    Args:
+      command: the program and its arguments; those that name a file are found from where the run was started.
+      function: (task, client) in the place of a command, plain or async; a plain one runs in a thread. A number that it returns is
+        added to the reward. An error that it raises ends its episode.
+      max_turns: replies of an episode, at least 1; further requests are refused, and the episode is truncated.
+      time_limit: seconds, > 0, of an episode, decoding not counted; then it is truncated by "deadline".
+      output_kb: that a program may print, at least 1; more ends it.
+      score: `exit`: an exit status of 0 gives the reward 1, any other 0. `file`: the number in reward.txt in the program's folder. Either
+        is added to the reward (reward `environment` is 0). None: nothing is added, and a status other than 0 is a failure.
+      dropped_thinking: a conversation that comes back without the thinking of a reply is another one, and begins a new row (new_row), or
+        it continues the row, in which the thinking stays (continue).
+      variables: further variables of the program.
+      parse_calls: reads the calls out of a reply's content.
+    Raises: ConfigError for no or two programs, one that is not there, a limit out of range, a parser that needs the tools' functions.
+    """
+    if bool(command) == (function is not None):
+        raise ConfigError("environment: set one of environment.command=[PROGRAM, …] and environment.function._target_=MODULE.NAME")
+    for key, limit in (("max_turns", max_turns), ("output_kb", output_kb)):
+        if limit < 1:
+            raise ConfigError(f"environment.{key} is {limit}; it must be at least 1")
+    if not time_limit > 0:
+        raise ConfigError(f"environment.time_limit is {time_limit}; it must be > 0 seconds")
+    if "tools" in inspect.signature(parse_calls).parameters:
+        raise ConfigError("environment.parse_calls needs the tools' functions, which the program has; choose hermes")
+    if function is not None:
+        play: Callable[..., Awaitable[Ended]] = partial(_called, function)
+    else:
+        play = partial(_executed, _found(command), output_kb << 10, score, dict(variables or {}))
+    return Environment(
+        parse_calls=parse_calls,
+        max_steps=max_turns,
+        program=partial(_played, play, time_limit),
+        strict_thinking=dropped_thinking == "new_row",
+    )
+
+
+def _found(command: Sequence[str]) -> list[str]:
+    """The command with the paths of its files made absolute; `python` is the one of this process."""
+    out = [str(Path(word).absolute()) if os.path.isfile(word) else str(word) for word in command]
+    return [sys.executable if out[0] == "python" else out[0], *out[1:]]
+
+
+async def _played(play: Callable[..., Awaitable[Ended]], time_limit: float, task: Task, ask: Ask) -> Ended:
+    """An episode with an endpoint of its own, within its time."""
+    from rlkit.gateway.server import opened_door
+
+    try:
+        async with Countdown(time_limit).running(), opened_door(ask) as (door, address):
+            ended = await play(task, door, address)
+            counts = {"retries": door.retries, "refused": door.refused}
+            return ended._replace(metadata={**ended.metadata, **{k: n for k, n in counts.items() if n}})
+    except DeadlinePassed:
+        return Ended("deadline", metadata={"error": f"the program ran for more than environment.time_limit={time_limit} s"})
+
+
+def task_text(task: Task) -> str:
+    """What a program is told of its task. The answer is not."""
+    return json.dumps({"id": task.id, "messages": list(task.messages)})
+
+
+# ---------------------------------------------------------------------------------------------------- a function
+
+
+async def _called(function: Callable[..., Any], task: Task, door: Any, address: str) -> Ended:
+    """A Python function plays the episode. A plain one has a thread of its own: a pool could be too small for all to begin."""
+    client = Client(f"{address}/v1", door.token)
+    loop, inner = asyncio.get_running_loop(), getattr(function, "func", function)
+    done: asyncio.Future[tuple[Any, Exception | None]] = loop.create_future()
+
+    def tell(value: Any, error: Exception | None) -> None:
+        if not done.done():
+            done.set_result((value, error))
+
+    def work() -> None:
+        said: tuple[Any, Exception | None] = (None, None)
+        try:
+            said = function(task, client), None
+        except (Exception, SystemExit) as error:
+            said = None, error if isinstance(error, Exception) else RuntimeError(f"it asked to exit with {error}")
+        with suppress(RuntimeError):  # the loop is closed: the episode is long over
+            loop.call_soon_threadsafe(tell, *said)
+
+    if inspect.iscoroutinefunction(inner):
+        try:
+            value, failed = await function(task, client), None
+        except Exception as error:
+            value, failed = None, error
+    else:
+        threading.Thread(target=work, daemon=True, name="rlkit-program").start()
+        value, failed = await done
+    if failed is not None:
+        return Ended("error", metadata={"error": f"environment.function raised {type(failed).__name__}: {failed} at {place(failed)}"})
+    if value is None:
+        return Ended()
+    if isinstance(value, bool | int | float) and math.isfinite(value):
+        return Ended(reward=float(value))
+    return Ended("error", metadata={"error": f"environment.function returned {value!r:.200}; give a number, or nothing"})
+
+
+# ------------------------------------------------------------------------------------------------------- a process
+
+
+async def _executed(
+    command: list[str], output: int, score: Score | None, variables: Mapping[str, str], task: Task, door: Any, address: str
+) -> Ended:
+    """A program plays the episode, in a folder that is removed afterwards."""
+    from rlkit.gateway.server import addresses
+
+    with folder() as where:
+        own = {name: os.environ[name] for name in PASSED if name in os.environ}
+        own |= {"HOME": where, "TMPDIR": where, "PYTHONUNBUFFERED": "1", "OPENAI_AGENTS_DISABLE_TRACING": "1", **addresses(door, address)}
+        text = task_text(task)
+        own |= {"RLKIT_TASK": text} if len(text) < 1 << 16 else {}
+        guard = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", "-B", str(GUARD), cwd=where, env={**own, **variables}, start_new_session=True,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            assert guard.stdin is not None
+            guard.stdin.write(json.dumps({"command": command, "task": text}).encode() + b"\n")
+            with suppress(ConnectionError):
+                await guard.stdin.drain()
+            printed, flooded = await _printed(guard, output)
+            if flooded:
+                return Ended("error", metadata={"error": f"the program printed more than environment.output_kb={output >> 10} kB"})
+            return _result(await _status(guard), printed, score, where)
+        finally:
+            with closing():
+                await _ended(guard)
+
+
+async def _printed(guard: asyncio.subprocess.Process, limit: int) -> tuple[str, bool]:
+    """The end of what the program prints until it has ended; and whether it was more than allowed."""
+    assert guard.stdout is not None
+    last, count = b"", 0
+    while chunk := await guard.stdout.read(1 << 16):
+        last, count = (last + chunk)[-KEPT:], count + len(chunk)
+        if count > limit:
+            return "", True
+    return last.decode(errors="replace").strip(), False
+
+
+async def _status(guard: asyncio.subprocess.Process) -> int:
+    """The exit status as the guard tells it; 137 where something killed the guard."""
+    assert guard.stderr is not None
+    said = (await guard.stderr.read(KEPT)).decode(errors="replace").split()
+    return int(said[1]) if len(said) == 2 and said[0] == "exit" and said[1].isdigit() else 137
+
+
+def _result(status: int, printed: str, score: Score | None, where: str) -> Ended:
+    """How the program left its episode."""
+    said = {"exit": status}
+    if score == "exit" and status < 126:
+        return Ended(reward=float(status == 0), metadata=said)
+    if status:
+        tail = f"; its last output: {printed[-500:]}" if printed else ""
+        return Ended("error", metadata=said | {"error": f"the program ended with exit status {status}{tail}"})
+    if score == "file":
+        try:
+            with open(os.path.join(where, SCORE), errors="replace") as file:
+                reward = float(file.read(64))
+        except (OSError, ValueError) as error:
+            return Ended("error", metadata=said | {"error": f"{SCORE} in the program's folder holds no number: {error}"})
+        if not math.isfinite(reward):
+            return Ended("error", metadata=said | {"error": f"{SCORE} in the program's folder holds {reward}"})
+        return Ended(reward=reward, metadata=said)
+    return Ended(metadata=said)
+
+
+async def _ended(guard: asyncio.subprocess.Process) -> None:
+    """The guard ends the program where it still runs, and then itself."""
+    assert guard.stdin is not None and guard.stdout is not None
+    guard.stdin.close()
+    try:
+        async with asyncio.timeout(GRACE):
+            while await guard.stdout.read(1 << 16):
+                pass
+            await guard.wait()
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            guard.kill()
+        await guard.wait()
+    transport = getattr(guard, "_transport", None)  # its pipes; else they are closed by the garbage collector, with a warning
+    if transport is not None:
+        transport.close()

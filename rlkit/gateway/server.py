@@ -1,0 +1,207 @@
+"""The endpoint on loopback: requests of programs come in, the policy's replies go out. One server an event loop, one token an episode.
+
+A token opens the conversation of its own episode and no other. What a client does wrong is answered with a status and a sentence, before
+its body is read where the token is wrong; a reply is recorded before its first byte is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from aiohttp import web
+
+from rlkit.errors import RequestRefused
+from rlkit.gateway.wire import WIRES, Asked, Reply, Wire, cut_at
+from rlkit.types import Ask, Step
+
+MAX_BODY = 4 << 20  # bytes of a request
+FINAL = {"x-should-retry": "false"}  # else clients ask again after 409 and 5xx
+
+
+class Door:
+    """An episode's place at the server.
+
+    Args:
+      ask: gives the reply to a conversation.
+    """
+
+    def __init__(self, ask: Ask):
+        self.ask, self.token = ask, f"rlkit-{secrets.token_hex(16)}"
+        self.open = True
+        self.replies: dict[bytes, asyncio.Task[Step]] = {}  # digest of a request → the last reply to it
+        self.numbers: dict[asyncio.Task[Step], int] = {}
+        self.retries = 0
+        self.refused = 0  # requests that got no reply
+        self.created = int(time.time())
+
+    def reply(self, request: Asked, digest: bytes, *, retry: bool) -> asyncio.Task[Step]:
+        """The reply, being sampled. That of a retried request is the one recorded, or still on its way; a client that leaves ends none.
+
+        A request without the mark of a retry is sampled again even where its body is known: a program may want several replies.
+        """
+        known = self.replies.get(digest)
+        if retry and known is not None and not (known.done() and (known.cancelled() or known.exception())):
+            self.retries += 1
+            return known
+        task = asyncio.ensure_future(self.ask(request.messages, request.tools, request.limit))
+        task.add_done_callback(lambda t: t.cancelled() or t.exception())  # its reader may be gone
+        self.numbers[task] = len(self.numbers)
+        self.replies[digest] = task
+        return task
+
+    async def close(self) -> None:
+        """The episode is over: what is still being sampled is given up, and what comes later is answered with 409."""
+        self.open = False
+        for task in self.numbers:
+            task.cancel()
+        if self.numbers:
+            await asyncio.wait(self.numbers)
+        self.replies.clear()
+        self.numbers.clear()
+
+
+class Endpoint:
+    """The endpoint of an event loop."""
+
+    def __init__(self) -> None:
+        self.doors: dict[str, Door] = {}
+        self.users = 0
+        self.runner: web.AppRunner | None = None
+        self.started: asyncio.Lock = asyncio.Lock()
+        self.port = 0
+
+    async def start(self, port: int = 0) -> None:
+        """Listen on loopback. Raises: OSError where the port is taken."""
+        async with self.started:
+            if self.runner is not None:
+                return
+            app = web.Application(client_max_size=MAX_BODY)
+            app.router.add_route("*", "/{path:.*}", self.handle)
+            runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.2)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", port, backlog=1024)
+            await site.start()
+            self.runner, self.port = runner, runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        """Close the socket and all connections."""
+        if self.runner is not None:
+            runner, self.runner = self.runner, None
+            await runner.cleanup()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """One request, answered whatever it is."""
+        path = request.path.rstrip("/")
+        wire = WIRES.get(path)
+        written = wire or WIRES["/v1/chat/completions"]
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip() or request.headers.get("x-api-key", "")
+        door = self.doors.get(given)
+        if door is None:
+            return refusal(written, 401, "the API key names no episode; a program finds its own in OPENAI_API_KEY or ANTHROPIC_API_KEY")
+        if not door.open:
+            return refusal(written, 409, "the episode is over")
+        if path == "/v1/models" and request.method == "GET":
+            return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "rlkit"}]})
+        if wire is None:
+            return refusal(written, 404, f"there is no {path[:100]!r} here; there are {', '.join(WIRES)}")
+        if request.method != "POST":
+            return refusal(wire, 405, f"{path} takes POST")
+        response = await self._answered(request, wire, door)
+        if response.status >= 400:
+            door.refused += 1
+        return response
+
+    async def _answered(self, request: web.Request, wire: Wire, door: Door) -> web.StreamResponse:
+        try:
+            raw = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            return refusal(wire, 413, f"a request has at most {MAX_BODY >> 20} MiB")
+        try:
+            body = json.loads(raw)
+            if not isinstance(body, dict):
+                raise ValueError("the body must be a JSON object")
+            asked = wire.read(body)
+        except (ValueError, RecursionError, TypeError, AttributeError) as error:
+            return refusal(wire, 400, str(error) or "the body cannot be read")
+        retry = request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
+        task = door.reply(asked, hashlib.sha256(request.path.encode() + b"\0" + raw).digest(), retry=retry)
+        number = door.numbers[task]
+        try:
+            step = await asyncio.shield(task)
+        except RequestRefused as error:
+            return refusal(wire, 400, str(error))
+        except asyncio.CancelledError:
+            if task.cancelled():
+                return refusal(wire, 409, "the episode is over")
+            raise
+        except Exception as error:
+            return refusal(wire, 500, f"no reply could be sampled: {type(error).__name__}: {error}")
+        reply = Reply(number, door.created, step, cut_at(step.content, asked.stop))
+        if not asked.stream:
+            return web.json_response(wire.write(reply))
+        return await _streamed(request, wire, reply, asked)
+
+
+async def _streamed(request: web.Request, wire: Wire, reply: Reply, asked: Asked) -> web.StreamResponse:
+    """The reply as server-sent events, chunked, so that a cut one is an error and not a shorter reply."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    response.enable_chunked_encoding()
+    await response.prepare(request)
+    for name, data in wire.events(reply, asked):
+        text = data if isinstance(data, str) else json.dumps(data)
+        await response.write((f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode())
+    await response.write_eof()
+    return response
+
+
+def refusal(wire: Wire, status: int, sentence: str) -> web.Response:
+    """A status and a sentence."""
+    headers = FINAL if status == 409 or status >= 500 else None
+    response = web.json_response(wire.error(status, sentence[:2000]), status=status, headers=headers)
+    if status in (401, 413):  # the body was not read
+        response.force_close()
+    return response
+
+
+SERVERS: WeakKeyDictionary[Any, Endpoint] = WeakKeyDictionary()  # event loop → its server
+
+
+@asynccontextmanager
+async def opened_door(ask: Ask, *, port: int = 0) -> AsyncIterator[tuple[Door, str]]:
+    """An episode's place at the server of this event loop, and the server's address, `http://127.0.0.1:PORT`.
+
+    The server starts with its first episode and stops with its last one.
+    """
+    server = SERVERS.setdefault(asyncio.get_running_loop(), Endpoint())
+    door = Door(ask)
+    server.users += 1
+    try:
+        await server.start(port)
+        server.doors[door.token] = door
+        yield door, f"http://127.0.0.1:{server.port}"
+    finally:
+        await door.close()
+        server.users -= 1
+        if not server.users:
+            server.doors.clear()
+            await server.stop()
+
+
+def addresses(door: Door, address: str) -> dict[str, str]:
+    """The variables in which clients look for their endpoint and their key."""
+    return {
+        "OPENAI_BASE_URL": f"{address}/v1",
+        "OPENAI_API_KEY": door.token,
+        "ANTHROPIC_BASE_URL": address,
+        "ANTHROPIC_API_KEY": door.token,
+        "NO_PROXY": "127.0.0.1,localhost",
+        "no_proxy": "127.0.0.1,localhost",
+    }

@@ -1,0 +1,410 @@
+"""Three protocols of chat endpoints, read into one request and written from one reply. Nothing here waits or samples.
+
+Every client parses leniently: a missing field becomes None and its program fails far away from the cause. So every field that the
+protocol names is written, and what would change the meaning of a request (n > 1, log-probs, a JSON format) is refused, not ignored.
+Sampling settings are the run's own: temperature, top_p, seed and penalties of a request change nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rlkit.types import Message, Step
+
+Body = Mapping[str, Any]
+Event = tuple[str, Any]  # (name of the event, its data); an empty name is not written
+
+
+class Asked(NamedTuple):
+    """What a program asks for: a whole conversation, and the tools that its prompt lists."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]]  # schemas as chat templates take them
+    limit: int | None = None  # tokens of the reply
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    usage: bool = False  # a stream ends with a count of tokens
+
+
+class Reply(NamedTuple):
+    """What is written: the step as recorded, and its names."""
+
+    number: int
+    created: int  # seconds since 1970
+    step: Step
+    content: str  # of the step, up to the first stop text
+
+    @property
+    def calls(self) -> list[tuple[str, str, str]]:
+        """(id, name, arguments as a JSON text) of each tool call. An unreadable call has the sentence that says why as its arguments."""
+        return [(c.id, c.name or "unreadable", c.error or json.dumps(dict(c.arguments))) for c in self.step.tool_calls]
+
+
+class Wire(NamedTuple):
+    """A protocol."""
+
+    read: Callable[[Body], Asked]  # raises ValueError with a sentence that names the field
+    write: Callable[[Reply], dict[str, Any]]
+    events: Callable[[Reply, Asked], Iterator[Event]]
+    error: Callable[[int, str], dict[str, Any]]  # (status, sentence) → body
+
+
+# ------------------------------------------------------------------------------------------------------- reading
+
+
+def _text(content: Any, where: str) -> str:
+    """The text of a content: a string, null, or a list of parts with a text each."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise ValueError(f"{where} must be a string, null or a list of parts")
+    for part in content:
+        if not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ValueError(f"{where} has a part of type {kind!r:.60}; the policy reads text alone")
+    return "".join(part["text"] for part in content)
+
+
+def _items(value: Any, where: str) -> list[Body]:
+    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+        raise ValueError(f"{where} must be a list of objects")
+    return value
+
+
+def _tool(name: Any, function: Body, parameters: str, where: str) -> dict[str, Any]:
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{where} has a tool without a name")
+    schema = {"name": name, "description": function.get("description") or "", "parameters": function.get(parameters) or {}}
+    return {"type": "function", "function": schema}
+
+
+def _arguments(text: Any) -> Any:
+    """The arguments of a call that comes back: an object, or the text where it is none."""
+    try:
+        value = json.loads(text) if isinstance(text, str) else text
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else str(text)
+
+
+def _call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    if not isinstance(name, str):
+        raise ValueError("a tool call has no name")
+    return {"id": str(id), "type": "function", "function": {"name": name, "arguments": _arguments(arguments)}}
+
+
+def _limit(body: Body, *names: str) -> int | None:
+    for name in names:
+        if (value := body.get(name)) is not None:
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1")
+            return value
+    return None
+
+
+def _stops(value: Any, where: str) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError(f"{where} must be a string or a list of strings")
+    return tuple(filter(None, stops))
+
+
+def _refuse_settings(body: Body) -> None:
+    """Raises: ValueError for a setting that would change what a reply is, and that is not supported."""
+    if body.get("n") not in (None, 1):
+        raise ValueError("n must be 1: ask once for each reply")
+    if body.get("logprobs") or body.get("top_logprobs"):
+        raise ValueError("logprobs are recorded by rlkit and are not given to the program")
+    shape = body.get("response_format") or (body.get("text") or {}).get("format") or {}
+    if isinstance(shape, Mapping) and shape.get("type", "text") != "text":
+        raise ValueError("response_format must be text: the policy is sampled without a grammar")
+    if isinstance(body.get("tool_choice"), Mapping) and body["tool_choice"].get("type") not in ("auto", "any", "none"):
+        raise ValueError("tool_choice cannot name a tool: the policy chooses")
+    if body.get("previous_response_id"):
+        raise ValueError("previous_response_id is not supported: send the whole conversation as input")
+
+
+def read_chat(body: Body) -> Asked:
+    """/v1/chat/completions. Raises: ValueError."""
+    _refuse_settings(body)
+    messages: list[Message] = []
+    for i, given in enumerate(_items(body.get("messages"), "messages")):
+        role = {"developer": "system"}.get(given.get("role", ""), given.get("role"))
+        if role not in ("system", "user", "assistant", "tool"):
+            raise ValueError(f"messages[{i}].role is {role!r:.60}; it must be system, developer, user, assistant or tool")
+        message: Message = {"role": role, "content": _text(given.get("content"), f"messages[{i}].content")}
+        if role == "assistant":
+            if thinking := _text(given.get("reasoning_content"), f"messages[{i}].reasoning_content"):
+                message["reasoning_content"] = thinking
+            calls = [c.get("function") or {} for c in _items(given.get("tool_calls") or [], f"messages[{i}].tool_calls")]
+            if calls:
+                ids = [c.get("id") for c in given["tool_calls"]]
+                message["tool_calls"] = [_call(id, c.get("name"), c.get("arguments")) for id, c in zip(ids, calls, strict=True)]
+        if role == "tool":
+            message["tool_call_id"] = str(given.get("tool_call_id"))
+        messages.append(message)
+    tools = []
+    for tool in _items(body.get("tools") or [], "tools"):
+        function = tool.get("function")
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError("tools has an entry without function.name")
+        tools.append(dict(tool))
+    usage = bool((body.get("stream_options") or {}).get("include_usage"))
+    limit = _limit(body, "max_completion_tokens", "max_tokens")
+    return _checked(Asked(messages, tools, limit, _stops(body.get("stop"), "stop"), bool(body.get("stream")), usage))
+
+
+def read_responses(body: Body) -> Asked:
+    """/v1/responses. Reasoning, text and calls that follow one another are one reply. Raises: ValueError."""
+    _refuse_settings(body)
+    given = body.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else _items(given, "input")
+    messages: list[Message] = []
+    if body.get("instructions"):
+        messages.append({"role": "system", "content": _text(body["instructions"], "instructions")})
+    opened = False  # whether the last message is a reply that may still grow
+    for i, item in enumerate(items):
+        kind, where = item.get("type", "message"), f"input[{i}]"
+        role = {"developer": "system"}.get(item.get("role", ""), item.get("role", ""))
+        grows = kind in ("function_call", "reasoning") or role == "assistant"
+        spoken = opened and bool(messages[-1]["content"] or messages[-1].get("tool_calls"))
+        if grows and (not opened or (spoken and kind != "function_call")):
+            messages.append({"role": "assistant", "content": ""})
+        opened = grows
+        if kind == "function_call":
+            messages[-1].setdefault("tool_calls", []).append(_call(item.get("call_id"), item.get("name"), item.get("arguments")))
+        elif kind == "function_call_output":
+            output = _text(item.get("output"), f"{where}.output")
+            messages.append({"role": "tool", "content": output, "tool_call_id": str(item.get("call_id"))})
+        elif kind == "reasoning":
+            messages[-1]["reasoning_content"] = _text(item.get("content"), f"{where}.content")
+        elif kind == "message" and role in ("system", "user", "assistant"):
+            text = _text(item.get("content"), f"{where}.content")
+            if role == "assistant":
+                messages[-1]["content"] = text
+            else:
+                messages.append({"role": role, "content": text})
+        else:
+            raise ValueError(f"{where} is of type {kind!r:.60} and role {role!r:.60}; text, function calls and their outputs are read")
+    tools = [_tool(t.get("name"), t, "parameters", "tools") for t in _items(body.get("tools") or [], "tools")]
+    return _checked(Asked(messages, tools, _limit(body, "max_output_tokens"), (), bool(body.get("stream"))))
+
+
+def read_messages(body: Body) -> Asked:
+    """/v1/messages. Results of tools, which come in a user's message, are messages of their own. Raises: ValueError."""
+    _refuse_settings(body)
+    messages: list[Message] = []
+    if body.get("system"):
+        messages.append({"role": "system", "content": _text(body["system"], "system")})
+    for i, given in enumerate(_items(body.get("messages"), "messages")):
+        role, content = given.get("role"), given.get("content")
+        if role not in ("user", "assistant"):
+            raise ValueError(f"messages[{i}].role is {role!r:.60}; it must be user or assistant")
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else _items(content, f"messages[{i}].content")
+        known = {"text", "tool_result", "tool_use", "thinking", "redacted_thinking"}
+        if strange := [b.get("type") for b in blocks if b.get("type") not in known]:
+            raise ValueError(f"messages[{i}].content has a block of type {strange[0]!r:.60}; the policy reads text alone")
+        of = {kind: [b for b in blocks if b.get("type") == kind] for kind in known}
+        for block in of["tool_result"]:
+            text = _text(block.get("content"), f"messages[{i}].content")
+            messages.append({"role": "tool", "content": text, "tool_call_id": str(block.get("tool_use_id"))})
+        text = _text(of["text"], f"messages[{i}].content")
+        if role == "assistant":
+            message: Message = {"role": role, "content": text}
+            if thinking := "".join(str(b.get("thinking", "")) for b in of["thinking"]):
+                message["reasoning_content"] = thinking
+            if of["tool_use"]:
+                message["tool_calls"] = [_call(b.get("id"), b.get("name"), b.get("input") or {}) for b in of["tool_use"]]
+            messages.append(message)
+        elif of["text"] or not of["tool_result"]:
+            messages.append({"role": role, "content": text})
+    tools = [_tool(t.get("name"), t, "input_schema", "tools") for t in _items(body.get("tools") or [], "tools")]
+    stops = _stops(body.get("stop_sequences"), "stop_sequences")
+    return _checked(Asked(messages, tools, _limit(body, "max_tokens"), stops, bool(body.get("stream"))))
+
+
+def _checked(request: Asked) -> Asked:
+    """Raises: ValueError for a conversation that the policy cannot answer."""
+    if not request.messages:
+        raise ValueError("there are no messages")
+    try:
+        json.dumps([request.messages, request.tools], ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("a text holds half of a surrogate pair, which no tokenizer reads") from None
+    return request
+
+
+# ------------------------------------------------------------------------------------------------------- writing
+
+
+def _usage(reply: Reply, before: str, after: str) -> dict[str, Any]:
+    read, said = reply.step.prompt_length, len(reply.step.response_ids)
+    return {before: read, after: said}
+
+
+def _chat_usage(reply: Reply) -> dict[str, Any]:
+    counts = _usage(reply, "prompt_tokens", "completion_tokens")
+    return counts | {"total_tokens": sum(counts.values())}
+
+
+def _finish(reply: Reply) -> str:
+    return "length" if reply.step.finish_reason == "length" else "tool_calls" if reply.step.tool_calls else "stop"
+
+
+def _named(reply: Reply, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{reply.number}", "object": kind, "created": reply.created, "model": "policy"}
+
+
+def write_chat(reply: Reply) -> dict[str, Any]:
+    """A chat.completion."""
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content or (None if reply.calls else ""), "refusal": None}
+    if reply.step.thinking:
+        message["reasoning_content"] = reply.step.thinking
+    if reply.calls:
+        message["tool_calls"] = [{"id": i, "type": "function", "function": {"name": n, "arguments": a}} for i, n, a in reply.calls]
+    choice = {"index": 0, "message": message, "finish_reason": _finish(reply), "logprobs": None}
+    return _named(reply, "chat.completion") | {"choices": [choice], "usage": _chat_usage(reply)}
+
+
+def chat_events(reply: Reply, request: Asked) -> Iterator[Event]:
+    """Chunks of a chat.completion: one for the role, one for each part of the reply, and the end."""
+
+    def chunk(delta: dict[str, Any], finish: str | None = None) -> Event:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+        return "", _named(reply, "chat.completion.chunk") | {"choices": [choice]}
+
+    yield chunk({"role": "assistant", "content": ""})
+    if reply.step.thinking:
+        yield chunk({"reasoning_content": reply.step.thinking})
+    if reply.content:
+        yield chunk({"content": reply.content})
+    for index, (id, name, arguments) in enumerate(reply.calls):
+        yield chunk({"tool_calls": [{"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}]})
+        yield chunk({"tool_calls": [{"index": index, "function": {"arguments": arguments}}]})
+    yield chunk({}, _finish(reply))
+    if request.usage:
+        yield "", _named(reply, "chat.completion.chunk") | {"choices": [], "usage": _chat_usage(reply)}
+    yield "", "[DONE]"
+
+
+def write_responses(reply: Reply) -> dict[str, Any]:
+    """A response with its output items."""
+    output: list[dict[str, Any]] = []
+    if reply.step.thinking:
+        parts: list[dict[str, Any]] = [{"type": "reasoning_text", "text": reply.step.thinking}]
+        output.append({"type": "reasoning", "id": f"rs_{reply.number}", "summary": [], "content": parts})
+    if reply.content or not reply.calls:
+        parts = [{"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}]
+        output.append({"type": "message", "id": f"msg_{reply.number}", "role": "assistant", "status": "completed", "content": parts})
+    for i, (id, name, arguments) in enumerate(reply.calls):
+        named = {"call_id": id, "name": name, "arguments": arguments, "status": "completed"}
+        output.append({"type": "function_call", "id": f"fc_{reply.number}_{i}", **named})
+    counts = _usage(reply, "input_tokens", "output_tokens")
+    counts |= {"total_tokens": sum(counts.values()), "input_tokens_details": {"cached_tokens": 0}}
+    cut = reply.step.finish_reason == "length"
+    return {
+        "id": f"resp_{reply.number}", "object": "response", "created_at": reply.created, "status": "incomplete" if cut else "completed",
+        "model": "policy", "output": output, "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None, "instructions": None, "metadata": {},
+        "usage": counts | {"output_tokens_details": {"reasoning_tokens": 0}},
+    }  # fmt: skip
+
+
+def responses_events(reply: Reply, request: Asked) -> Iterator[Event]:
+    """The events of a response, each with its number."""
+    whole = write_responses(reply)
+    begun: dict[str, Any] = {**whole, "status": "in_progress", "output": []}
+    events: list[tuple[str, dict[str, Any]]] = [("response.created", {"response": begun})]
+    for index, item in enumerate(whole["output"]):
+        at: dict[str, Any] = {"output_index": index}
+        empty: dict[str, Any] = {"content": []} if "content" in item else {"arguments": ""}
+        events.append(("response.output_item.added", at | {"item": {**item, **empty}}))
+        at = at | {"item_id": item["id"]}
+        if item["type"] == "function_call":
+            events.append(("response.function_call_arguments.delta", at | {"delta": item["arguments"]}))
+            events.append(("response.function_call_arguments.done", at | {"arguments": item["arguments"], "name": item["name"]}))
+        if item["type"] == "message":
+            part, at = item["content"][0], at | {"content_index": 0}
+            events.append(("response.content_part.added", at | {"part": {**part, "text": ""}}))
+            events.append(("response.output_text.delta", at | {"delta": part["text"], "logprobs": []}))
+            events.append(("response.output_text.done", at | {"text": part["text"], "logprobs": []}))
+            events.append(("response.content_part.done", at | {"part": part}))
+        events.append(("response.output_item.done", {"output_index": index, "item": item}))
+    events.append((f"response.{whole['status']}", {"response": whole}))
+    for number, (name, data) in enumerate(events):
+        yield name, {"type": name, "sequence_number": number, **data}
+
+
+def write_messages(reply: Reply) -> dict[str, Any]:
+    """A message of Anthropic's protocol. The input of an unreadable call is an object with the reason under `error`."""
+    blocks: list[dict[str, Any]] = []
+    if reply.step.thinking:
+        blocks.append({"type": "thinking", "thinking": reply.step.thinking, "signature": ""})
+    if reply.content or not reply.calls:
+        blocks.append({"type": "text", "text": reply.content})
+    for call, (id, name, _) in zip(reply.step.tool_calls, reply.calls, strict=True):
+        given = {"error": call.error} if call.error else dict(call.arguments)
+        blocks.append({"type": "tool_use", "id": id, "name": name, "input": given})
+    why = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}[_finish(reply)]
+    return {
+        "id": f"msg_{reply.number}", "type": "message", "role": "assistant", "model": "policy", "content": blocks, "stop_reason": why,
+        "stop_sequence": None, "usage": _usage(reply, "input_tokens", "output_tokens"),
+    }  # fmt: skip
+
+
+def messages_events(reply: Reply, request: Asked) -> Iterator[Event]:
+    """The events of a message: its head, each block opened, filled and closed, and the end."""
+    whole = write_messages(reply)
+    begun: dict[str, Any] = {**whole, "content": [], "stop_reason": None}
+    events: list[tuple[str, dict[str, Any]]] = [("message_start", {"message": begun})]
+    for index, block in enumerate(whole["content"]):
+        key = {"text": "text", "thinking": "thinking", "tool_use": "input"}[block["type"]]
+        events.append(("content_block_start", {"index": index, "content_block": {**block, key: {} if key == "input" else ""}}))
+        delta = (
+            {"type": "input_json_delta", "partial_json": json.dumps(block[key])}
+            if key == "input"
+            else {"type": f"{key}_delta", key: block[key]}
+        )
+        events.append(("content_block_delta", {"index": index, "delta": delta}))
+        events.append(("content_block_stop", {"index": index}))
+    end = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    events += [("message_delta", {"delta": end, "usage": whole["usage"]}), ("message_stop", {})]
+    yield from ((name, {"type": name, **data}) for name, data in events)
+
+
+def openai_error(status: int, sentence: str) -> dict[str, Any]:
+    """The body of a refusal, as OpenAI's clients read it."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": sentence, "type": kind, "param": None, "code": None}}
+
+
+def anthropic_error(status: int, sentence: str) -> dict[str, Any]:
+    """The same for Anthropic's."""
+    names = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+    kind = names.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": sentence}}
+
+
+WIRES = {
+    "/v1/chat/completions": Wire(read_chat, write_chat, chat_events, openai_error),
+    "/v1/responses": Wire(read_responses, write_responses, responses_events, openai_error),
+    "/v1/messages": Wire(read_messages, write_messages, messages_events, anthropic_error),
+}
+
+
+def cut_at(text: str, stops: Sequence[str]) -> str:
+    """The text up to the first of the stop texts."""
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    return text[: min(found)] if found else text
+
+
+def reply_message(step: Step, content: str) -> Message:
+    """A reply as the message that a client sends back which changed nothing. An unreadable call comes back with its reason."""
+    message: Message = {"role": "assistant", "content": content}
+    if step.thinking:
+        message["reasoning_content"] = step.thinking
+    if step.tool_calls:
+        message["tool_calls"] = [_call(c.id, c.name or "unreadable", c.error or dict(c.arguments)) for c in step.tool_calls]
+    return message

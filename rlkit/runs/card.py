@@ -1,0 +1,90 @@
+"""The model card of an exported policy: what it is, what it scores, how it was trained, and how to load and repeat it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlkit.runs import folder as runs
+from rlkit.training.schedules.paths import flat
+
+SHOWN: Mapping[str, str] = {  # row of the card → dotted key of the config
+    "algorithm": "algorithm.name", "task": "task._target_", "data": "task.path", "reward": "reward.name", "KL": "kl.name",
+    "KL coefficient": "kl.coef", "prompts a step": "batch.prompts", "samples a prompt": "batch.group_size",
+    "optimizer": "optimizer._target_", "learning rate": "optimizer.lr", "LoRA rank": "model.lora.rank",
+    "new tokens of a reply": "generation.max_new_tokens", "temperature": "generation.temperature", "seed": "seed",
+}  # fmt: skip
+HUB = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def model_card(run: Path, step: int, *, adapters: bool) -> str:
+    """Markdown with the header that model hubs read.
+
+    Figures are those of test problems, and of the run's last step alone: a policy of another step was not measured on them.
+
+    Args:
+      run: a run folder; what it does not say is left out. step: the RL step of the policy.
+      adapters: whether the folder holds adapters in PEFT's format instead of all weights.
+    """
+    settings, summary, start = flat(runs.read_config(run)), runs.read_summary(run) or {}, runs.read_start(run)
+    base, algorithm = str(settings.get("model.path", "")), str(settings.get("algorithm.name", "reinforcement learning"))
+    known = HUB.fullmatch(base) and not Path(base).exists()
+    tags = ["rlkit", "reinforcement-learning", re.sub(r"[^\w.-]", "-", algorithm)]
+    header = [f"base_model: {base}"] if known else []
+    header += [f"library_name: {'peft' if adapters else 'transformers'}", "pipeline_tag: text-generation", f"tags: [{', '.join(tags)}]"]
+    what = "Adapters for" if adapters else "A policy that started as"
+    parts = [
+        "---\n" + "\n".join(header) + "\n---",
+        f"# {settings.get('name', run.name)}, step {step}",
+        f"{what} `{base or 'a model'}`, trained for {step} RL steps with `{algorithm}` by rlkit.",
+        _results(summary, step),
+        "## How it was trained",
+        _table(("setting", "value"), [(row, f"`{value}`") for row, key in SHOWN.items() if (value := settings.get(key)) is not None]),
+        "## Load it",
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model = AutoModelForCausalLM.from_pretrained("FOLDER")\ntokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```',
+        "The weights are in float32, the precision in which they were trained. The chat template stands beside the tokenizer.",
+        _repeat(run, summary, start),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _results(summary: Mapping[str, Any], step: int) -> str:
+    """Test problems before and after; nothing where they were not played with this policy."""
+    before, after = summary.get("before") or {}, summary.get("after") or {}
+    if not (after and step == summary.get("steps")):
+        return "It was not measured on test problems."
+    rows = []
+    for name, interval in (("accuracy", "interval"), ("reward", "reward_interval")):
+        sides = [_figure(side, name, interval) for side in (before, after)]
+        rows += [(name, *sides)] if name == "accuracy" or sides[1] != _figure(after, "accuracy", "interval") else []
+    how = f"{after.get('n')} problems, sampled at temperature {after.get('temperature', 0):g}; in brackets 95 % intervals over problems."
+    return "## Results on test problems\n\n" + _table(("figure", "before", "after"), rows) + f"\n\n{how}"
+
+
+def _figure(side: Mapping[str, Any], name: str, interval: str) -> str:
+    value, bounds = side.get(name), side.get(interval)
+    if value is None:
+        return "not measured"
+    return f"{value:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds and None not in bounds else "")
+
+
+def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [columns, ("---",) * len(columns), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines)
+
+
+def _repeat(run: Path, summary: Mapping[str, Any], start: Mapping[str, Any]) -> str:
+    """The command, the versions and the costs."""
+    kept = (text for text in runs.saved_overrides(run) if not text.lstrip("+~").startswith("hydra"))  # those are places of one machine
+    overrides = " ".join(shlex.quote(text) for text in kept)
+    versions = ", ".join(f"{name} {version}" for name, version in (start.get("versions") or {}).items())
+    costs = [f"{summary['tokens']:,} tokens"] if isinstance(summary.get("tokens"), int) else []
+    costs += [f"{summary['wall_seconds'] / 60:.0f} minutes on {summary.get('device', 'one device')}"] if summary.get("wall_seconds") else []
+    said = [f"Commit {start['git']}."] if start.get("git") else []
+    said += [f"Versions: {versions}."] if versions else []
+    said += [f"It cost {', '.join(costs)}."] if costs else []
+    return "\n\n".join(["## Repeat it", f"```\nrlkit train {overrides}".rstrip() + "\n```", " ".join(said)])

@@ -1,0 +1,145 @@
+"""Charts as SVG and PDF for papers, drawn by matplotlib on white."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rlkit.runs.report.charts import PARTS, Chart, axis, curves_of, cut_short, limits, phase_starts, seconds_data
+from rlkit.runs.report.read import Group
+from rlkit.runs.report.verdicts import UNITS
+
+# Okabe and Ito's colours, which the colour-blind can tell apart.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5cc0", "#8a8a00")
+DASHES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)))  # once the colours are used up
+INK, SOFT, GRID = "#333333", "#777777", "#dddddd"
+HEALTHY = "#009e73"
+NAMED = 12  # lines that a legend names
+
+
+class Drawn(NamedTuple):
+    """A chart as the files beside the page have it."""
+
+    name: str
+    svg: bytes
+    pdf: bytes
+
+
+def has_matplotlib() -> bool:
+    """Whether charts can be drawn for papers; the page draws its own."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def draw_chart(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Drawn:
+    """The chart on white, with its title and legend."""
+    import matplotlib
+
+    settings: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": chart.name,
+        "text.parse_math": False,  # a dollar sign in a name is one
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "axes.edgecolor": SOFT,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "font.size": 9.5,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    svg, pdf = io.BytesIO(), io.BytesIO()
+    with matplotlib.rc_context(settings):
+        figure = figure_of(chart, groups, smooth)
+        figure.savefig(svg, format="svg", metadata={"Date": None})
+        figure.set_layout_engine("none")  # what the first file found is the second's: finding it takes half the time
+        figure.savefig(pdf, format="pdf", metadata={"CreationDate": None})
+    return Drawn(chart.name, svg.getvalue(), pdf.getvalue())
+
+
+def figure_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Any:
+    """The chart as matplotlib's figure."""
+    from matplotlib.figure import Figure
+
+    legend = not chart.metric or len(groups) > 1 or len(groups[0].runs) > 1
+    named = min(len(groups), NAMED) if chart.metric else len(PARTS) + 1
+    height = 3.0 + (0.2 * named if chart.metric and legend else 0.3 * max(0, len(groups) - 4))
+    figure = Figure(figsize=(4.8, height), layout="constrained")
+    axes = figure.add_subplot()
+    if chart.metric:
+        draw_lines(axes, chart, groups, smooth)
+        axes.set_xlabel("step" if chart.against == "steps" else UNITS[chart.against])
+        axes.grid(axis="y", color=GRID, linewidth=0.7)
+        axes.margins(x=0.02)
+    else:
+        draw_times(axes, groups)
+    axes.set_axisbelow(True)
+    title = f"{chart.title}{f' ({chart.unit})' if chart.unit else ''}"
+    axes.set_title(cut_short(title, 60), loc="left", fontsize=9.5)
+    if legend:
+        handles, names = axes.get_legend_handles_labels()
+        where: Any = {"loc": "outside lower center", "ncols": 1 if chart.metric else 4}
+        figure.legend(handles[:named], [cut_short(name, 64) for name in names[:named]], fontsize=8, frameon=False, **where)
+    return figure
+
+
+def draw_lines(axes: Any, chart: Chart, groups: Sequence[Group], smooth: int | None) -> None:
+    """Lines with the band of the seeds, or of one run's interval; unsmoothed values faint behind; phases as dotted lines."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7 if chart.against == "steps" else 4, integer=True))
+    for curve in curves_of(chart, groups, smooth):
+        group, shown = groups[curve.group], curve.shown
+        colour, dash = style(curve.group)
+        label = group.label if len(group.runs) == 1 else f"{group.label}, {len(group.runs)} seeds"
+        mark = "o" if len(shown.steps) <= 12 else None
+        drawn = {"color": colour, "linestyle": dash}
+        at = axis(group, chart.against)
+        axes.plot(at(shown.steps), shown.mean, marker=mark, markersize=3, linewidth=1.6, label=label, **drawn)
+        if curve.raw:
+            axes.plot(at(curve.raw.steps), curve.raw.mean, linewidth=0.8, alpha=0.35, **drawn)
+        for tail in curve.tails:
+            axes.plot(at(list(tail)), list(tail.values()), linewidth=0.9, alpha=0.6, **drawn)
+        if shown.low != shown.high:
+            axes.fill_between(at(shown.steps), shown.low, shown.high, color=colour, alpha=0.18, linewidth=0)
+    low, high = axes.dataLim.intervaly
+    if math.isfinite(low) and (own := limits(chart, low, high)) != (low, high):
+        axes.set_ylim(*own)
+    if chart.healthy:
+        bottom, top = axes.get_ylim()
+        axes.axhspan(*chart.healthy, color=HEALTHY, alpha=0.07, linewidth=0, zorder=0)
+        axes.set_ylim(bottom, top)
+    if chart.against == "steps":
+        draw_switches(axes, groups)
+
+
+def draw_switches(axes: Any, groups: Sequence[Group]) -> None:
+    """A dotted line where a phase began; its name where it is of the only line, or there is room for it."""
+    marked = [(index, switch) for index, group in enumerate(groups) for switch in dict.fromkeys(phase_starts(group))]
+    for index, (step, name) in marked:
+        axes.axvline(step, color=style(index)[0], linewidth=1, linestyle=(0, (2, 2)), alpha=0.8)
+        if len(marked) <= 3:
+            axes.annotate(
+                name, (step, 1), xycoords=("data", "axes fraction"), xytext=(3, -2), textcoords="offset points", va="top", fontsize=8
+            )
+
+
+def draw_times(axes: Any, groups: Sequence[Group]) -> None:
+    """A bar a group: mean seconds of the parts of a step."""
+    names, data = [group.label for group in groups], seconds_data(groups)
+    left = [0.0] * len(groups)
+    for index, name in enumerate(data["names"]):
+        widths = [row[index] for row in data["rows"]]
+        axes.barh(range(len(groups)), widths, left=left, height=0.6, color=COLOURS[index] if index < len(PARTS) else SOFT, label=name)
+        left = [at + width for at, width in zip(left, widths, strict=True)]
+    axes.set_yticks(range(len(groups)), [cut_short(text, 28) for text in names])
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    axes.set_ylim(len(groups) - 0.3, -0.7)
+
+
+def style(index: int) -> tuple[str, Any]:
+    """Colour and dash of the n-th line."""
+    return COLOURS[index % len(COLOURS)], DASHES[index // len(COLOURS) % len(DASHES)]

@@ -1,0 +1,133 @@
+"""What only a whole run shows: figures that drift together in a way that is known to end badly.
+
+Each check compares thirds of a run, and speaks where a change is beyond twice its standard error and large enough to matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean, variance
+from typing import NamedTuple
+
+from rlkit.runs.report.read import ReadRun, series
+
+FEWEST = 12  # RL steps below which a third says nothing
+
+
+class Thirds(NamedTuple):
+    """Means of a figure over the first, the middle and the last third of a run."""
+
+    first: float
+    middle: float
+    last: float
+    error: float  # standard error of a difference of two of them
+
+    def rose(self, since: float) -> bool:
+        """Whether the last third is above an earlier one by more than chance: two standard errors."""
+        return self.last - since > 2 * self.error
+
+    def fell(self, since: float) -> bool:
+        """The same downwards."""
+        return since - self.last > 2 * self.error
+
+
+def thirds(curve: Mapping[int, float]) -> Thirds | None:
+    """None where there are fewer than FEWEST values.
+
+    The error is of the values' differences from step to step, so that a trend within a third does not hide it:
+    σ² ≈ Var(x_t - x_{t-1}) / 2, error = √(2 σ² / n) with n values a third.
+    """
+    values = [curve[step] for step in sorted(curve)]
+    if len(values) < FEWEST:
+        return None
+    n = len(values) // 3
+    noise = variance([b - a for a, b in pairwise(values)]) / 2
+    return Thirds(fmean(values[:n]), fmean(values[n:-n]), fmean(values[-n:]), math.sqrt(2 * noise / n))
+
+
+def entropy_collapse(run: ReadRun) -> str | None:
+    """Entropy below a fifth of what it was, and most prompts are not solved by it."""
+    entropy, solved = thirds(series(run, "policy/entropy")), thirds(series(run, "group/frac_all_good"))
+    if entropy is None or not (entropy.last < entropy.first / 5 and entropy.fell(entropy.first)) or (solved and solved.last > 0.5):
+        return None
+    remedy = "raise algorithm.policy_loss.clip_high or algorithm.entropy_coef, or lower optimizer.lr"
+    return f"entropy fell from {entropy.first:.3g} to {entropy.last:.3g} nats a token before the problems were solved: {remedy}"
+
+
+def kl_growth(run: ReadRun) -> str | None:
+    """The policy still moves away, and the reward no longer rises with it."""
+    kl, reward = thirds(series(run, "kl/ref_k3") or series(run, "kl/start")), thirds(series(run, "reward/mean"))
+    if kl is None or reward is None or not (kl.last > 0.05 and kl.last > 2 * kl.middle and kl.rose(kl.middle)):
+        return None
+    if reward.rose(reward.middle):
+        return None
+    return (
+        f"KL grew from {kl.middle:.3g} to {kl.last:.3g} nats a token in the last third while the reward did not rise: stop earlier, raise "
+        "kl.coef, or lower optimizer.lr"
+    )
+
+
+def length_growth(run: ReadRun) -> str | None:
+    """Replies half as long again, for no more reward."""
+    length, reward = thirds(series(run, "len/mean")), thirds(series(run, "reward/mean"))
+    if length is None or reward is None or not (length.last > 1.5 * length.first and length.rose(length.first)):
+        return None
+    if reward.rose(reward.first):
+        return None
+    return (
+        f"episodes grew from {length.first:.0f} to {length.last:.0f} tokens while the reward did not rise: look for padding in the "
+        "conversations, or use algorithm/overlong=penalty or algorithm/aggregation=token_mean"
+    )
+
+
+def training_up_validation_down(run: ReadRun) -> str | None:
+    """The training reward rises, and the last fifth of the validations is below the best fifth by more than half an interval."""
+    curve, low, reward = series(run, "eval/accuracy"), series(run, "eval/accuracy_low"), thirds(series(run, "reward/mean"))
+    if reward is None or len(curve) < 3 or not low or not reward.rose(reward.first):
+        return None
+    steps, width = sorted(curve), max(1, len(curve) // 5)
+    means = [fmean(curve[step] for step in steps[i : i + width]) for i in range(len(steps) - width + 1)]
+    best = max(range(len(means)), key=means.__getitem__)
+    if means[best] - means[-1] <= fmean(curve[step] - low[step] for step in low if step in curve):
+        return None
+    return (
+        f"the training reward rose from {reward.first:.2f} to {reward.last:.2f} while validation accuracy fell from {means[best]:.3f} "
+        f"(about step {steps[best]}) to {means[-1]:.3f}: keep the best checkpoint (callbacks.checkpoint.best=eval/accuracy), or train on "
+        "more problems"
+    )
+
+
+def reward_hacking(run: ReadRun) -> str | None:
+    """The reward rises and a shadow reward, which nothing is trained on, falls."""
+    reward = thirds(series(run, "reward/mean"))
+    if reward is None or not reward.rose(reward.first):
+        return None
+    for name in shadows(run):
+        shadow = thirds(series(run, f"reward/{name}/mean"))
+        if shadow and shadow.fell(shadow.first) and shadow.first - shadow.last > 0.05 * abs(shadow.first):
+            return (
+                f"the reward rose from {reward.first:.2f} to {reward.last:.2f} while the shadow reward {name} fell from "
+                f"{shadow.first:.2f} to {shadow.last:.2f}: read the best conversations; the policy may be gaming the reward"
+            )
+    return None
+
+
+def shadows(run: ReadRun) -> list[str]:
+    """Terms of the reward that have no weight in any phase: they are scored and not trained on."""
+    weights: dict[str, list[object]] = {}
+    for key, value in run.settings.items():
+        before, found, rest = key.rpartition("reward.terms.")
+        if found and rest.endswith(".weight") and (not before or before.startswith("schedule.phases.")):
+            weights.setdefault(rest.removesuffix(".weight"), []).append(value)
+    return [name for name, values in weights.items() if not any(values)]
+
+
+TRENDS: Sequence[Callable[[ReadRun], str | None]] = (
+    entropy_collapse,
+    kl_growth,
+    length_growth,
+    training_up_validation_down,
+    reward_hacking,
+)

@@ -1,0 +1,60 @@
+"""What each metric means, as glossary.yaml beside this file has it: for the documentation, and for tests that miss none."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+
+class Entry(NamedTuple):
+    """What a reader has to know about one or several metrics."""
+
+    names: tuple[str, ...]  # words in capitals stand for any name
+    means: str
+    unit: str
+    usual: str  # the healthy range
+    act: str  # what to do outside of it
+
+
+class Section(NamedTuple):
+    """Metrics that are read together."""
+
+    title: str
+    computed: tuple[str, ...]  # the functions that compute them
+    entries: tuple[Entry, ...]
+
+
+@functools.cache
+def sections() -> tuple[Section, ...]:
+    """The whole glossary in the order of its file."""
+    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+    return tuple(
+        Section(part["title"], tuple(part["computed"]), tuple(_entry(names, said) for names, said in part["metrics"].items()))
+        for part in yaml.load(text, yaml.BaseLoader)  # all of it is text, a plain 0 too
+    )
+
+
+def _entry(names: str, said: dict[str, str]) -> Entry:
+    return Entry(tuple(names.split(", ")), **said)
+
+
+def meaning_of(metric: str) -> Entry | None:
+    """The entry of a metric, one with its very name before one with words in capitals.
+
+    >>> meaning_of("reward/format/mean").unit
+    'units of the term'
+    """
+    every = [entry for section in sections() for entry in section.entries]
+    exact = (entry for entry in every if metric in entry.names)
+    return next(exact, None) or next((entry for entry in every if any(_pattern(name).fullmatch(metric) for name in entry.names)), None)
+
+
+@functools.cache
+def _pattern(name: str) -> re.Pattern[str]:
+    """A name with words in capitals as an expression: NAME takes the rest of the name, any other word one level of it."""
+    parts = (".+" if p == "NAME" else "[^/]+" if p.isupper() else re.escape(p) for p in re.split(r"([A-Z]{4,})", name))
+    return re.compile("".join(parts))

@@ -1,0 +1,91 @@
+"""Groups that are learned from again (task.reuse): kept with the versions that sampled them, bounded in number and in age."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from statistics import pstdev
+from typing import NamedTuple
+
+import torch
+
+from rlkit.episodes.record import from_bytes, to_bytes
+from rlkit.errors import DataError
+from rlkit.training.experiment import Reuse
+from rlkit.types import Rollout, Task
+
+Group = tuple[Rollout, ...]
+
+
+class Reused(NamedTuple):
+    """What a step learns from, and what is kept behind it."""
+
+    trained: list[Rollout]
+    kept: tuple[Group, ...]
+    metrics: Mapping[str, float]
+
+
+def with_reused(reuse: Reuse, kept: Sequence[Group], trained: Sequence[Rollout], *, step: int, seed: int) -> Reused:
+    """The rollouts of a step, groups of equal rewards replaced by kept ones, and the groups that are kept for the steps to come.
+
+    A kept group is drawn in proportion to its score, Σ|r - mean| · std of its rewards, at most once a step, if its oldest token was
+    sampled by weights at most `reuse.staleness` RL steps old and it has as many rollouts. It takes the number of the group that it
+    replaces, and keeps its tokens' log-probs and versions. Then those of highest score are kept, new ones before old ones.
+
+    Args:
+      trained: scored rollouts of the step, group by group. step: RL steps done before this one. seed: the run's.
+    Returns: with metrics reuse/groups: groups that were learned from again; reuse/staleness: their mean age in RL steps, nan without
+      any; reuse/kept: groups that are kept. Nothing is changed where `reuse` is not active.
+    """
+    if not reuse.active:
+        return Reused(list(trained), (), {})
+    groups: dict[int, list[Rollout]] = {}
+    for rollout in trained:
+        groups.setdefault(rollout.group, []).append(rollout)
+    fresh = [tuple(own) for own in groups.values() if score_of(own) > 0]
+    pool, ages, out, source = [g for g in kept if age(g, step) <= reuse.staleness], list[int](), list[Rollout](), random.Random()
+    source.seed(f"task reuse/{seed}/{step}")
+    free = list(pool)
+    for number, own in groups.items():
+        fitting = [g for g in free if len(g) == len(own)] if score_of(own) == 0 else []
+        if fitting:
+            chosen = source.choices(fitting, [score_of(g) for g in fitting])[0]
+            free = [g for g in free if g is not chosen]
+            ages.append(age(chosen, step))
+            own = [r._replace(group=number) for r in chosen]
+        out += own
+    later = [g for g in (*fresh, *pool) if age(g, step + 1) <= reuse.staleness]
+    best = tuple(sorted(later, key=score_of, reverse=True)[: reuse.groups])
+    staleness = sum(ages) / len(ages) if ages else float("nan")
+    return Reused(out, best, {"reuse/groups": len(ages), "reuse/staleness": staleness, "reuse/kept": len(best)})
+
+
+def score_of(group: Sequence[Rollout]) -> float:
+    """Σ|r - mean| · std of the rewards of a group; 0 where they are all equal, or there are fewer than two."""
+    rewards = [r.total_reward for r in group if r.total_reward is not None]
+    if len(rewards) < 2 or min(rewards) == max(rewards):
+        return 0.0
+    mean = sum(rewards) / len(rewards)
+    return sum(abs(r - mean) for r in rewards) * pstdev(rewards)
+
+
+def age(group: Sequence[Rollout], step: int) -> int:
+    """RL steps between the oldest weights that sampled a token of the group, and a step. A reply without versions has no age."""
+    return max([0, *(step - version for r in group for reply in r.steps for _, version in reply.versions)])
+
+
+def packed_groups(kept: Sequence[Group]) -> list[torch.Tensor]:
+    """Kept groups for a checkpoint, without their tasks' rows."""
+    plain = [[r._replace(task=Task(r.task.id, (), part=r.task.part)) for r in group] for group in kept]
+    return [torch.frombuffer(bytearray(to_bytes(group)), dtype=torch.uint8) for group in plain]
+
+
+def restored_groups(saved: Sequence[torch.Tensor], tasks: Sequence[Task]) -> tuple[Group, ...]:
+    """The inverse. Raises DataError where a task is gone."""
+    rows = {(task.part, task.id): task for task in tasks} if saved else {}
+    groups = [from_bytes(data.numpy().tobytes()) for data in saved]
+    if gone := [r.task.id for group in groups for r in group if (r.task.part, r.task.id) not in rows]:
+        raise DataError(
+            f"task.reuse: a kept group is of the problem {gone[0]!r}, which the task no longer has; restore task.path and the data"
+        )
+    return tuple(tuple(r._replace(task=rows[r.task.part, r.task.id]) for r in group) for group in groups)

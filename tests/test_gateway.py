@@ -1,0 +1,377 @@
+"""Programs that play episodes: what is trained is what was sampled, whatever the program does with the conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from laws import each
+from rlkit.engines import Batched
+from rlkit.environments import calculator, execute, tool_schema, tool_use
+from rlkit.episodes import collect
+from rlkit.episodes._assemble import rows
+from rlkit.errors import ConfigError
+from rlkit.gateway import program, reply_message
+from rlkit.gateway.server import MAX_BODY
+from rlkit.gateway.wire import WIRES, Asked, Reply
+from rlkit.models.chat import encode_scaffold
+from rlkit.tasks import arithmetic
+from rlkit.types import Generation, Step, Task, ToolCall
+
+END = "<|im_end|>"
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3 + 4"}}\n</tool_call>'
+ASKED = ({"role": "user", "content": "How many?"},)
+
+
+def said_by(*texts: str):
+    """An engine that says the texts, one for each reply in the order of arrival, and then `more`."""
+    left = list(texts)
+
+    def complete(policy, prompts, seeds, params):
+        out = []
+        for seed in seeds:
+            ids = tuple(encode_scaffold(policy.renderer, (left.pop(0) if left else "more") + END))
+            out.append(Generation(ids, tuple(-((seed + i) % 7 + 1) / 8 for i in range(len(ids))), "stop"))
+        return out
+
+    return Batched(complete)
+
+
+def played(tiny, function, *texts: str, **settings):
+    (rollout,) = collect(tiny, [Task("t", ASKED)], engine=said_by(*texts), environment=program(function=function, **settings))
+    return rollout
+
+
+def row_steps(rollout) -> list[list[int]]:
+    """The steps whose sampled tokens each training row holds."""
+    return [sorted({s for s, on in zip(row.steps, row.sampled, strict=True) if on}) for row in rows(rollout)]
+
+
+def post(client, body, *, path="/chat/completions", headers=None, key=None):
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    sent = {"Authorization": f"Bearer {client.api_key if key is None else key}", **(headers or {})}
+    with urllib.request.urlopen(urllib.request.Request(client.base_url + path, data, sent)) as reply:
+        return reply.read()
+
+
+def status_of(client, body, **more) -> tuple[int, str]:
+    """Status and sentence of a request that is refused."""
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(client, body, **more)
+    with refused.value as error:
+        return error.code, json.loads(error.read())["error"]["message"]
+
+
+# ------------------------------------------------------------------------------------------------------ exactness
+
+
+def tool_user(task, client):
+    """What tool_use does, written against the endpoint."""
+    messages, tools = list(task.messages), [tool_schema(calculator)]
+    for _ in range(4):
+        reply = client.chat(messages, tools)
+        messages.append(reply)
+        if not reply.get("tool_calls"):
+            return
+        for call in reply["tool_calls"]:
+            name, text = call["function"]["name"], call["function"]["arguments"]
+            try:
+                made = ToolCall(call["id"], name, json.loads(text))
+            except ValueError:
+                made = ToolCall(call["id"], name, {}, error=text)
+            result = asyncio.run(execute(made, {"calculator": calculator}))
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result.content})
+
+
+def test_a_program_that_does_what_tool_use_does_gives_its_tokens(tiny):
+    tasks = arithmetic(split="test", seed=0, max_samples=4)
+    inside, outside = (
+        collect(tiny, tasks, environment=environment, group_size=2, seed=3, max_new_tokens=64)
+        for environment in (tool_use(tools={"calculator": calculator}), program(function=tool_user, max_turns=4))
+    )
+    assert any(len(r.steps) > 1 for r in inside)
+    for a, b in zip(inside, outside, strict=True):
+        assert [(s.prompt_ids, s.response_ids, s.kept, s.content, s.tool_calls) for s in a.steps] == [
+            (s.prompt_ids, s.response_ids, s.kept, s.content, s.tool_calls) for s in b.steps
+        ]
+        assert [p for s in a.steps for p in s.logprobs] == pytest.approx([p for s in b.steps for p in s.logprobs], abs=1e-5)
+        assert (a.status, a.truncation, a.group, a.sample) == (b.status, b.truncation, b.group, b.sample)
+
+
+def answered(reply, text="7"):
+    return {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": text}
+
+
+def test_what_extends_the_record_continues_its_row(tiny):
+    """Null contents, parts and other white space in the arguments are the same conversation."""
+
+    def play(task, client):
+        reply = client.chat(task.messages)
+        reply["tool_calls"][0]["function"]["arguments"] = '{ "expression" :"3 + 4"}'
+        client.chat([{"role": "user", "content": [{"type": "text", "text": "How many?"}]}, {**reply, "content": None}, answered(reply)])
+
+    rollout = played(tiny, play, CALL)
+    first, second = rollout.steps
+    assert row_steps(rollout) == [[0, 1]] and second.kept == first.prompt_length + len(first.response_ids)
+    assert [(r.name, r.content) for r in first.tool_results] == [("calculator", "7")] and "rows" not in rollout.metadata
+
+
+@each(
+    "change",
+    [
+        lambda messages: [messages[0], {**messages[1], "content": "a "}, *messages[2:]],  # white space
+        lambda messages: [{"role": "user", "content": "In short: a"}, messages[-1]],  # compaction
+        lambda messages: [{"role": "system", "content": "Be brief."}, *messages],
+        lambda messages: [messages[0], {**messages[1], "reasoning_content": ""}, *messages[2:]],  # dropped thinking
+    ],
+)
+def test_a_rewritten_history_begins_a_row_linked_to_the_reply_before(tiny, change):
+    def play(task, client):
+        messages = [*task.messages, client.chat(task.messages), {"role": "user", "content": "And?"}]
+        client.chat(change(messages))
+
+    rollout = played(tiny, play, "<think>b</think>a", "c")
+    assert row_steps(rollout) == [[0], [1]]
+    assert rollout.metadata["rows"] == [{"step": 1, "from": 0, "why": "new"}]
+    assert rollout.final_content == "c"
+
+
+def test_dropped_tool_calls_are_another_history(tiny):
+    def play(task, client):
+        reply = client.chat(task.messages)
+        client.chat([*task.messages, {"role": "assistant", "content": reply["content"]}, answered(reply)])
+
+    rollout = played(tiny, play, CALL)
+    assert row_steps(rollout) == [[0], [1]] and not rollout.steps[0].tool_results
+
+
+def test_thinking_that_a_client_drops_may_stay_in_the_row(tiny):
+    def play(task, client):
+        reply = client.chat(task.messages)
+        client.chat([*task.messages, {"role": "assistant", "content": reply["content"]}, {"role": "user", "content": "And?"}])
+
+    assert row_steps(played(tiny, play, "<think>b</think>a", dropped_thinking="continue")) == [[0, 1]]
+
+
+def test_forks_share_a_context_that_is_trained_once(tiny):
+    """Two continuations of one reply, one of them continued: its row is whole, and the other's context is masked."""
+
+    def play(task, client):
+        base = [*task.messages, client.chat(task.messages)]
+        client.chat([*base, {"role": "user", "content": "left"}])
+        right = [*base, {"role": "user", "content": "right"}]
+        client.chat([*right, client.chat(right), {"role": "user", "content": "on"}])
+
+    rollout = played(tiny, play, "a", "b", "c", "d")
+    assert row_steps(rollout) == [[0, 1], [2, 3]] and rollout.final_content == "d"
+    assert rollout.metadata["rows"] == [{"step": 2, "from": 0, "why": "fork"}]
+    assert rollout.context(2)[: len(rollout.context(0))] == rollout.context(0)
+    assert sum(sum(row.sampled) for row in rows(rollout)) == rollout.response_length
+
+
+def test_parallel_requests_are_samples_of_their_own(tiny):
+    def play(task, client):
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda _: client.chat(task.messages), range(4)))
+
+    rollout = played(tiny, play)
+    assert len(rows(rollout)) == 4 and len({s.logprobs for s in rollout.steps}) > 1
+
+
+def test_a_retry_is_answered_from_the_record(tiny):
+    def play(task, client):
+        body = {"messages": list(task.messages)}
+        first = post(client, body)
+        assert post(client, body, headers={"x-stainless-retry-count": "1"}) == first
+        assert post(client, body) != first  # not marked as a retry: another sample
+
+    rollout = played(tiny, play, "a", "b")
+    assert rollout.truncation == "" and len(rollout.steps) == 2 and rollout.metadata["retries"] == 1
+
+
+# ------------------------------------------------------------------------------------------------------ protocols
+
+REPLIES = {
+    "text": Step((), (1,), (2,), (0.0,), "stop", content="a b"),
+    "thinking": Step((), (1,), (2,), (0.0,), "stop", content="a", thinking="t"),
+    "calls": Step((), (1,), (2,), (0.0,), "tool", tool_calls=(ToolCall("call_0", "f", {"x": 1}), ToolCall("call_1", "g", {}))),
+    "both": Step((), (1,), (2,), (0.0,), "tool", content="so", thinking="t", tool_calls=(ToolCall("call_0", "f", {"x": 1}),)),
+}
+
+
+def sent_back(path: str, written: dict) -> dict:
+    """A request with what a client that changes nothing sends back."""
+    if path == "/v1/responses":
+        return {"input": [{"role": "user", "content": "q"}, *written["output"], {"role": "user", "content": "and"}]}
+    message = written["choices"][0]["message"] if "choices" in written else {"role": "assistant", "content": written["content"]}
+    return {"messages": [{"role": "user", "content": "q"}, message, {"role": "user", "content": "and"}]}
+
+
+@each("path", WIRES)
+@each("name", REPLIES)
+def test_a_reply_comes_back_as_it_was_sent(path, name):
+    wire, step = WIRES[path], REPLIES[name]
+    reply = Reply(0, 0, step, step.content)
+    messages = wire.read(json.loads(json.dumps(sent_back(path, wire.write(reply))))).messages
+    assert messages[1] == reply_message(step, step.content)
+    assert [m["role"] for m in messages] == ["user", "assistant", "user"]
+
+
+@each("path", WIRES)
+@each("name", REPLIES)
+def test_a_stream_holds_the_whole_reply(path, name):
+    step = REPLIES[name]
+    text = json.dumps([data for _, data in WIRES[path].events(Reply(0, 0, step, step.content), Asked([], [], usage=True))])
+    for part in (step.content, step.thinking, *(c.name for c in step.tool_calls)):
+        assert json.dumps(part)[1:-1] in text
+
+
+# ------------------------------------------------------------------------------------------------------ refusals
+
+
+@each(
+    "body, path, key, status",
+    [
+        (b"{", "/chat/completions", None, 400),
+        (b"[]", "/chat/completions", None, 400),
+        (b"\xff", "/responses", None, 400),
+        (b"[" * 100_000, "/chat/completions", None, 400),
+        ({"messages": []}, "/chat/completions", None, 400),
+        ({"messages": [{"role": "x", "content": "a"}]}, "/chat/completions", None, 400),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "/chat/completions", None, 400),
+        ({"messages": list(ASKED), "n": 2}, "/chat/completions", None, 400),
+        ({"messages": list(ASKED), "max_tokens": 0}, "/chat/completions", None, 400),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "/messages", None, 400),
+        ({"messages": list(ASKED)}, "/nothing", None, 404),
+        ({"messages": list(ASKED)}, "/chat/completions", "wrong", 401),
+        (b"x" * (MAX_BODY + 1), "/chat/completions", None, 413),
+        ({"messages": [{"role": "user", "content": "a" * 100_000}]}, "/chat/completions", None, 400),  # more than the context
+    ],
+)  # fmt: skip
+def test_a_wrong_request_is_refused_in_a_sentence_and_disturbs_no_other(tiny, body, path, key, status):
+    found = {}
+
+    def hostile(task, client):
+        if task.id == "good":
+            return float(client.chat(task.messages)["content"] == "more")
+        try:
+            found["is"] = status_of(client, body, path=path, key=key)
+        except (urllib.error.URLError, ConnectionError) as error:  # a body that is refused unread may end the connection
+            found["is"] = (413, str(error))
+        return 0.0
+
+    rollouts = collect(
+        tiny, [Task("good", ASKED), Task("bad", ASKED)], engine=said_by(), environment=program(function=hostile, max_turns=2)
+    )  # fmt: skip
+    assert found["is"][0] == status and len(found["is"][1]) > 5
+    assert rollouts[0].status == "terminated" and rollouts[0].steps[-1].reward == 1.0 and not rollouts[1].steps
+
+
+def test_an_episode_at_its_limit_of_replies_is_truncated(tiny):
+    def play(task, client):
+        client.chat(task.messages)
+        assert status_of(client, {"messages": list(task.messages)})[0] == 400
+
+    assert played(tiny, play, max_turns=1).truncation == "steps"
+
+
+@each("settings", [{}, {"command": ["a"], "function": print}, {"command": ["a"], "max_turns": 0}, {"command": ["a"], "time_limit": 0}])
+def test_settings_out_of_range_are_refused(settings):
+    with pytest.raises(ConfigError, match="environment"):
+        program(**settings)
+
+
+# ------------------------------------------------------------------------------------------------------ processes
+
+ASK = """
+import json, os, sys, urllib.request
+task = json.load(sys.stdin)
+body = json.dumps({"messages": task["messages"]}).encode()
+key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, key)
+said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+"""
+
+
+def process(tiny, tmp_path, code: str, **settings):
+    file = tmp_path / "agent.py"
+    file.write_text(ASK + code)
+    (rollout,) = collect(
+        tiny, [Task("t", ASKED)], engine=said_by("a"), environment=program(command=["python", str(file)], **settings)
+    )  # fmt: skip
+    return rollout
+
+
+@pytest.mark.parametrize(
+    "code, settings, truncation, reward",
+    [
+        ("open('reward.txt', 'w').write('0.5')", {"score": "file"}, "", 0.5),
+        ("open('reward.txt', 'w').write('nan')", {"score": "file"}, "error", None),
+        ("sys.exit(said != 'a')", {"score": "exit"}, "", 1.0),
+        ("raise ValueError('my fault')", {}, "error", None),
+        ("while True: print('x' * 1000)", {"output_kb": 8}, "error", None),
+        ("import time; time.sleep(600)", {"time_limit": 0.5}, "deadline", None),
+        ("os.kill(os.getppid(), 9)", {}, "error", None),
+    ],
+)
+def test_a_program_ends_its_own_episode_with_a_reason(tiny, tmp_path, code, settings, truncation, reward):
+    rollout = process(tiny, tmp_path, code, **settings)
+    assert rollout.truncation == truncation and rollout.steps[-1].reward == reward
+    assert not truncation or rollout.metadata["error"]
+    assert "my fault" not in code or "my fault" in rollout.metadata["error"]
+
+
+LEAVES = """
+child = os.fork()
+if not child:
+    os.setsid()
+    os.close(1); os.close(2)
+    if os.fork() == 0:
+        import time
+        time.sleep(600)
+    os._exit(0)
+"""
+
+
+def alive(marker: str) -> list[str]:
+    """Processes whose command line holds a text."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker.encode() in (entry / "cmdline").read_bytes() and int(entry.name) != os.getpid():
+                found.append(entry.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs Linux's /proc")
+def test_what_a_program_started_ends_with_it(tiny, tmp_path):
+    """Also a grandchild in a session of its own whose parent is gone."""
+    process(tiny, tmp_path, LEAVES)
+    assert alive(str(tmp_path / "agent.py")) == []
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs Linux's /proc")
+def test_a_program_ends_with_a_run_that_was_killed(tmp_path):
+    file = tmp_path / "agent.py"
+    file.write_text("import os, time\nprint('here', flush=True)\n" + LEAVES + "time.sleep(600)")
+    guard = Path(sys.modules["rlkit.gateway._program"].GUARD)
+    job = json.dumps({"command": [sys.executable, str(file)], "task": "{}"})
+    run = f"import subprocess, sys, time\nc = subprocess.Popen([sys.executable, {str(guard)!r}], stdin=-1, stdout=1)\n"
+    run += f"c.stdin.write({job!r}.encode() + b'\\n'); c.stdin.flush(); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", run], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as killed:
+        assert killed.stdout.readline() == b"here\n"
+        killed.send_signal(signal.SIGKILL)
+        killed.stdout.read()  # until no process has it open
+    assert alive(str(file)) == []

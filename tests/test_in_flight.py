@@ -1,0 +1,178 @@
+"""asynchrony=in_flight: weights change in the middle of episodes, at counted rounds, and a run repeats itself bit for bit."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import closing
+
+import pytest
+import torch
+
+from laws import cases
+from rlkit.config.compose import compose, experiment
+from rlkit.config.problems.rows import load_tasks
+from rlkit.errors import ConfigError
+from rlkit.system import rng
+from rlkit.training.flight import Flight, continued, next_groups, packed, restored
+from rlkit.training.in_flight import InFlight
+from rlkit.training.learner import Learner
+
+COMMON = [
+    "trainer.threads=1", "trainer.accelerator=cpu", "trainer.steps=5", "batch.prompts=2", "batch.group_size=4", "evaluation.n=0",
+    "generation.max_new_tokens=32", "optimizer.lr=1e-3", "logger=none", "task.max_samples=64", "seed=3",
+]  # fmt: skip
+TURNS = [
+    "task=guess_number", "model=tiny_guess", "environment=guess_number", "environment.max_turns=3", "task.high=20",
+    "generation.max_new_tokens=12", "asynchrony.switch_every=3",
+]  # fmt: skip
+SLOW = ["environment=tool_use", "environment._target_=overlap_parts.slowed", "+environment.seconds=0.01", "generation.admission_rounds=3"]
+KINDS = {
+    "one reply": [],
+    "turns": TURNS,
+    "slow sessions": SLOW,
+    "eager": ["generation.kernel=eager"],
+    "few slots": ["generation.engine.max_rows=5"],
+    "lora": ["model.lora.rank=2"],
+    "thinking budget": ["generation.max_thinking_tokens=6"],
+}  # fmt: skip
+
+
+def ahead(staleness=2, every=6):
+    return ["asynchrony=in_flight", f"asynchrony.staleness={staleness}", f"asynchrony.switch_every={every}"]
+
+
+def begun(*overrides):
+    x = experiment(compose([*COMMON, *overrides]))
+    torch.set_num_threads(1)
+    rng.seed(x.seed)
+    return x, load_tasks(x).train, Learner(x, x.model(device="cpu"), exact=True)
+
+
+def steps(learner, tasks, flight, process, count):
+    out = []
+    for _ in range(count):
+        groups, flight = next_groups(learner, tasks, flight, process)
+        row = learner.step(groups.sampled, groups.trained)
+        out.append((groups, {k: v for k, v in row.items() if not k.startswith(("perf/", "staleness/wait"))}, learner.batch))
+    return flight, out
+
+
+@functools.cache
+def trained(*overrides):
+    x, tasks, learner = begun(*overrides)
+    with closing(InFlight(x, tasks)) as process:
+        _, out = steps(learner, tasks, Flight(), process if x.asynchrony.mode == "in_flight" else None, 5)
+    return learner, out
+
+
+def replies(out):
+    """(step, group, sample, turn) → reply."""
+    return {(g.step, r.group, r.sample, i): reply for g, *_ in out for r in g.sampled for i, reply in enumerate(r.steps)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_repeats_itself(kind, same):
+    words = (*ahead(), *KINDS[kind])
+    (learner, out), (again, others) = trained(*words), trained.__wrapped__(*words)
+    assert same(learner.state_dict(), again.state_dict())
+    assert all(same(a, b) for (_, a, _), (_, b, _) in zip(out, others, strict=True))
+    mixed = [reply for reply in replies(out).values() if len(reply.versions) > 1]
+    assert mixed and any(row["staleness/mixed_frac"] > 0 for _, row, _ in out)
+    for _, row, _ in out:
+        shares = [row[f"staleness/age_{age}/share"] for age in range(3)]
+        assert sum(shares) == pytest.approx(1) and sum(i * share for i, share in enumerate(shares)) == pytest.approx(
+            row["staleness/steps_mean"]
+        )
+        divergence = sum(share * row[f"staleness/age_{age}/kl"] for age, share in enumerate(shares) if share)
+        assert divergence == pytest.approx(row["staleness/kl"], rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["one reply", "turns", "slow sessions"])
+def test_switches_between_episodes_alone_are_a_lag(kind):
+    """Tokens and versions are those of asynchrony=lag; log-probs up to the bits in which other neighbours round."""
+    _, lag = trained(*KINDS[kind][: 6 if kind == "turns" else None], "asynchrony=lag", "asynchrony.staleness=2")
+    _, own = trained(*ahead(), *KINDS[kind], "asynchrony.switch_every=1000000")
+    assert replies(own).keys() == replies(lag).keys()
+    for place, reply in replies(own).items():
+        other = replies(lag)[place]
+        assert (reply.response_ids, reply.versions) == (other.response_ids, other.versions)
+        assert reply.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+def test_tokens_on_a_cache_of_one_version_have_the_log_probs_of_its_weights():
+    """Scored anew by the trainer's forward with the weights of each version; the wrong version, and a mixed cache, are far off."""
+    _, tasks, learner = begun(*ahead(), "optimizer.lr=3e-3")
+    model, kept, flight, out = learner.policy.model, {}, Flight(), []
+    with closing(InFlight(learner.experiment, tasks)) as process:
+        for version in range(5):
+            kept[version] = {name: value.clone() for name, value in model.state_dict().items()}
+            flight, more = steps(learner, tasks, flight, process, 1)
+            out += more
+    gaps, wrong, mixed = [], [], []
+    for groups, *_ in out:
+        for rollout in groups.sampled:
+            reply = rollout.steps[0]
+            ends = [first for first, _ in reply.versions[1:]] + [len(reply.response_ids)]
+            ages = [groups.step - version for _, version in reply.versions]
+            assert reply.versions[0] == (0, groups.version) and ages == sorted(ages, reverse=True) and ages[-1] >= 0 and ages[0] <= 2
+            for (first, version), end in zip(reply.versions, ends, strict=True):
+                gap = distance(model, kept[version], rollout.context(0), reply, slice(first, end))
+                (mixed if first else gaps).append(gap)
+                if version < 4 and not first:
+                    wrong.append(distance(model, kept[version + 1], rollout.context(0), reply, slice(first, end)))
+    assert max(gaps) < 1e-5 and max(wrong) > 1e-3 and max(mixed) > 1e-3 and len(mixed) > 5
+
+
+@torch.no_grad()
+def distance(model, weights, context, reply, span):
+    """The largest difference of a span's recorded log-probs from those that these weights give."""
+    model.load_state_dict(weights)
+    logits = model(torch.tensor([[*context, *reply.response_ids]])).logits[0, len(context) - 1 : -1]
+    own = logits.log_softmax(-1).gather(1, torch.tensor(reply.response_ids)[:, None])[:, 0]
+    return float((own - torch.tensor(reply.logprobs))[span].abs().max())
+
+
+@pytest.mark.parametrize("kind", cases(KINDS, ["turns"]))
+def test_a_resumed_run_goes_on_bit_for_bit(kind, tmp_path, same):
+    """From the state between any two steps, written and read again, with another engine and other sessions."""
+    words = (*ahead(), *KINDS[kind])
+    whole, rows = trained(*words)
+    for stop in (1, 3) if kind == "turns" else (2,):
+        x, tasks, learner = begun(*words)
+        with closing(InFlight(x, tasks)) as process:
+            flight, _ = steps(learner, tasks, Flight(), process, stop)
+            assert flight.ahead and flight.suspended is not None
+            torch.save((learner.state_dict(), packed(flight, process)), tmp_path / "state")
+        state, still = torch.load(tmp_path / "state", weights_only=True)
+        x, tasks, learner = begun(*words)
+        learner.load_state_dict(state)
+        with closing(InFlight(x, tasks)) as process:
+            flight = continued(learner, restored(still, tasks, seed=3), process)
+            assert same(packed(flight, process), still)  # killed again before the first step
+            _, out = steps(learner, tasks, flight, process, 5 - stop)
+        assert same(learner.state_dict(), whole.state_dict())
+        assert [(r.response_ids, r.logprobs, r.versions) for r in replies(out).values()] == [
+            (r.response_ids, r.logprobs, r.versions) for r in replies(rows[stop:]).values()
+        ]
+        assert all(same(a, b) for (_, a, _), (_, b, _) in zip(out, rows[stop:], strict=True))
+
+
+REFUSED = {
+    "asynchrony.staleness=0": "no episode outlives its step",
+    "trainer=ddp": "rounds are counted in one process",
+    "generation=transformers": "the engine Transformers does not count rounds",
+    "generation.admission=free": "a clock decides who decodes with whom",
+    "algorithm=dapo": "algorithm.max_refills=",
+    "algorithm=remax": "plays greedy episodes",
+    "asynchrony.switch_every=0": "asynchrony.switch_every=0: must be at least 1",
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_what_cannot_be_sampled_so_is_refused(word):
+    words = [word, "trainer.devices=2"] if word == "trainer=ddp" else [word]
+    with pytest.raises(ConfigError) as error:
+        experiment(compose([*COMMON, *ahead(), *words]))
+    assert REFUSED[word] in str(error.value)
