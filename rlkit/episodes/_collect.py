@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import lru_cache, partial
 from itertools import count
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -101,15 +101,41 @@ async def other_player(path: str, policy: Policy, params: SamplingParams) -> Spe
     the policy's engine may be waiting for this one."""
     weights = next(policy.model.parameters())
     rival, engine = _loaded(path, str(weights.device))
-    await awaited(engine.load(rival, 0))
+    if getattr(engine, "decoder", None) is None:  # once: its weights stay, and episodes of other calls may be in play
+        await awaited(engine.load(rival, 0))
     return Speaker(rival, engine, params._replace(admission="free"), encoder(rival))
 
 
-@functools.lru_cache(maxsize=1)
+@lru_cache(maxsize=1)
 def _loaded(path: str, device: str) -> tuple[Policy, Engine]:
     rival = load_policy(path=path, device=device)
     rival.model.requires_grad_(False)
     return rival, Cached()
+
+
+Played = Coroutine[Any, Any, Rollout]
+
+
+def samples_of(
+    how: Environment, task: Task, size: int, seat: Callable[..., Seat], alone: Callable[[Seat], Played], against: Callable[[Seat], Played]
+) -> list[Played]:
+    """The episodes of a task's samples: each by itself, all at one table, or two at each; one that is left over plays `against`.
+
+    Args:
+      seat: (sample, table, player) → Seat. alone, against: Seat → the coroutine of an episode.
+    """
+    if how.table is None:
+        return [alone(seat(j)) for j in range(size)]
+    if not how.players:
+        shared = how.table(task, size)
+        return [alone(seat(j, shared, j)) for j in range(size)]
+    played: list[Played] = []
+    for j in range(0, size - 1, 2) if how.opponent is None else ():
+        first = seat(j, how.table(task, 2))
+        first.turns.players = 2
+        played += [alone(first), alone(first._replace(sample=j + 1, player=1))]
+    rest = [seat(j, how.table(task, 2)) for j in range(len(played), size)]
+    return played + [against(at._replace(player=(at.group + at.sample) % 2)) for at in rest]
 
 
 async def collected(
@@ -164,7 +190,7 @@ async def collected(
         return rollout._replace(steps=steps, group=at.group, sample=at.sample)
 
     async def episode(who: Speaker, how: Environment, at: Seat) -> Rollout:
-        if (at.group, at.sample) in over:
+        if (at.group, at.sample) in over and at.table is None:  # at a table, another may be waiting for this one's moves
             at.place.arrive()
             return over[at.group, at.sample]
         task, draws = at.task, mix(seed, step, at.group, at.sample)
@@ -207,23 +233,15 @@ async def collected(
             other = other._replace(turns=Turns(next(KEYS)), place=Start(waits=False).place())
         return (await together([episode(own, how, one), episode(rival, how, other)]))[0]
 
-    def group_of(task: Task, i: int) -> list[Coroutine[Any, Any, Rollout]]:
+    def group_of(task: Task, i: int) -> list[Played]:
         how = environment_of(environment, task)
 
         def seat(j: int, table: Any = None, player: int = 0) -> Seat:
             return Seat(task, i, j, Turns(next(KEYS)), start.place(), on_done or ignored, spent, table, player)
 
-        if how.table is None:
-            return [episode(own, how, seat(j)) for j in range(group_size)]
-        if not how.players:  # one that is done early must not hold up the decoding that it waits for
-            free, shared = own._replace(params=sampling._replace(admission="free")), how.table(task, group_size)
-            return [episode(free, how, seat(j, shared, j)) for j in range(group_size)]
-        pairs = [] if how.opponent is not None else [seat(j, how.table(task, 2)) for j in range(0, group_size - 1, 2)]
-        games = []
-        for one in pairs:
-            one.turns.players = 2
-            games += [episode(own, how, one), episode(own, how, one._replace(sample=one.sample + 1, player=1))]
-        return games + [against(how, seat(j, how.table(task, 2), (i + j) % 2)) for j in range(len(games), group_size)]
+        # An episode of a shared instance that is done early must not hold up the decoding that it waits for.
+        who = own if how.players else own._replace(params=sampling._replace(admission="free"))
+        return samples_of(how, task, group_size, seat, partial(episode, who, how), partial(against, how))
 
     with rng.kept():
         return await together([coroutine for i, task in enumerate(tasks, first) for coroutine in group_of(task, i)])
