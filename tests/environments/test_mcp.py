@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
+import select
 import subprocess
 import sys
-import time
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -128,29 +127,24 @@ def test_a_server_over_http_that_dies_does_so_to_nobody_else():
 
 @needs_mcp
 @pytest.mark.slow
-def test_no_server_outlives_a_trainer_that_is_killed():
+def test_no_server_outlives_a_trainer_that_is_killed(tmp_path):
     """One that is inside a call does not see that its standard input was closed."""
-    code = f"""
-from rlkit.environments import mcp
-from test_mcp import *
-print("go", flush=True)
-played(mcp(servers={{"mine": {COMMAND!r}}}), reply(("wait", {{"seconds": 600}})), reply())
-"""
+    os.mkfifo(tmp_path / "note")
+    server = {"command": COMMAND, "env": {"NOTE": str(tmp_path / "note")}}
+    code = f"from test_mcp import *\nplayed(mcp(servers={{'mine': {server!r}}}), reply(('wait', {{'seconds': 600}})), reply())"
     paths = os.pathsep.join([str(Path(__file__).parent), str(Path(SCRIPT).parent), *sys.path])
+    note = os.open(tmp_path / "note", os.O_RDONLY | os.O_NONBLOCK)
     with subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}) as trainer:
-        found = []
-        for _ in range(300):
-            found = subprocess.run(["pgrep", "-f", "-P", str(trainer.pid), SCRIPT], capture_output=True, text=True).stdout.split()
-            time.sleep(0.1)
-            if found and b"tool_server" in Path(f"/proc/{found[0]}/cmdline").read_bytes().partition(b"-S")[2]:
-                break
-        trainer.send_signal(signal.SIGKILL)
-    assert found
-    for _ in range(50):
-        if not any(Path(f"/proc/{pid}").exists() for pid in found):
-            return
-        time.sleep(0.1)
-    pytest.fail(f"still there: {found}")
+        try:
+            assert select.select([note], [], [], 60)[0], "the tool was not called"
+            child = os.pidfd_open(int(os.read(note, 20)))
+        finally:
+            trainer.kill()
+            os.close(note)
+    try:
+        assert select.select([child], [], [], 5)[0], "the server is still there"
+    finally:
+        os.close(child)
 
 
 @needs_mcp
