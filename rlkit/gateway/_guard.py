@@ -24,7 +24,7 @@ def prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def launch(command: list[str], task: str) -> int:
+def begin(command: list[str], task: str) -> int:
     """The program's process id. It cannot outlive this process, and reads the task on standard input."""
     with tempfile.TemporaryFile() as given:
         given.write(task.encode())
@@ -93,7 +93,7 @@ def wait(main: int) -> int:
             return signal.SIGKILL
 
 
-def first_line() -> bytes:
+def job_line() -> bytes:
     """What stands before the newline; nothing is sent behind it."""
     line = b""
     while not line.endswith(b"\n") and (piece := os.read(0, 1 << 16)):
@@ -103,9 +103,9 @@ def first_line() -> bytes:
 
 def _main() -> None:
     """See the head of this file."""
-    job = json.loads(first_line())
+    job = json.loads(job_line())
     prctl(SUBREAPER, 1)
-    child = launch(job["command"], job["task"])
+    child = begin(job["command"], job["task"])
     status = wait(child)
     end_all(child)
     code = os.waitstatus_to_exitcode(status)
