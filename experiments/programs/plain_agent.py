@@ -1,4 +1,4 @@
-"""A plain agent that knows nothing of rlkit: one question, a calculator, and the loop that everyone writes. Nothing but the standard library."""
+"""A plain agent that knows nothing of rlkit: one question, a calculator, a loop. Nothing but the standard library."""
 
 import json
 import os
