@@ -5,16 +5,18 @@ import os
 
 from openai import OpenAI
 
+# The embedded model has seen one tool, described in these words; other words are another prompt to it.
 TOOL = {
     "type": "function",
     "function": {
         "name": "calculator",
-        "description": "Evaluates an arithmetic expression.",
+        "description": "Evaluates arithmetic.",
         "parameters": {
             "type": "object",
-            "properties": {"expression": {"type": "string", "description": "Such as 3 * (4 + 5)."}},
+            "properties": {"expression": {"type": "string", "description": "The expression."}},
             "required": ["expression"],
         },
+        "return": {"type": "string"},
     },
 }
 

@@ -50,7 +50,7 @@ def left_over() -> dict[str, int]:
 
 def compare(a: list[Rollout], b: list[Rollout]) -> dict[str, float]:
     """What differs between the episodes that survive in both."""
-    pairs = [(x, y) for x, y in zip(a, b, strict=True) if not x.truncation == y.truncation == "error"]
+    pairs = [(x, y) for x, y in zip(a, b, strict=True) if "error" not in (x.truncation, y.truncation)]
     ids = sum([s.response_ids for s in x.steps] != [s.response_ids for s in y.steps] for x, y in pairs)
     worst = max(
         (abs(p - q) for x, y in pairs for s, t in zip(x.steps, y.steps, strict=True) for p, q in zip(s.logprobs, t.logprobs, strict=False)),
