@@ -55,6 +55,7 @@ CANNOT = {
     "resume=": "needs a run; tests/test_runs.py resumes such",
     "run=": "needs a run; tests/test_runs.py and test_export.py have one",
     "-m": "many processes; tests of sweeps run such",
+    "environment.command=": "processes for each episode; tests/test_gateway.py plays such",
     "rlkit report": "needs runs",
     "rlkit runs": "needs runs; tests/test_runs.py lists such",
     "teacher=path": "needs a user's model",
@@ -159,7 +160,7 @@ def test_every_command_shown_is_one_that_rlkit_takes(command):
         return
     name, *words = words_of(command)
     if name not in ("train", "check", "evaluate", "rollout", "agent"):
-        assert name in ("doctor", "export", "report", "replay", "compare", "plan", "bench", "runs", "metrics", "--help"), name
+        assert name in ("doctor", "export", "report", "replay", "compare", "plan", "bench", "runs", "metrics", "serve", "--help"), name
         return
     arguments = parse(words, texts=name == "agent")
     overrides = [o for o in drop(drop(arguments.overrides, "run"), "resume") if not o.startswith("check.") and o != "debug=true"]

@@ -23,7 +23,7 @@ from rlkit.system.deadline import Countdown, DeadlinePassed
 from rlkit.system.loops import closing
 from rlkit.types import Ask, Ended, Environment, Task, ToolParser
 
-GUARD = Path(__file__).with_name("_guard.py")
+GUARD = Path(__file__).with_name("_guard_child.py")
 KEPT = 2000  # last bytes of a program's output, for the reason of a failure
 GRACE = 10.0  # seconds that the guard has to end a program and all that it started
 PASSED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT", "VIRTUAL_ENV")  # variables that every program gets

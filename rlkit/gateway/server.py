@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 from aiohttp import web
 
 from rlkit.errors import RequestRefused
-from rlkit.gateway.wire import WIRES, Asked, Reply, Wire, cut_at
+from rlkit.gateway.wire import WIRES, ChatRequest, Reply, Wire, cut_at
 from rlkit.types import Ask, Step
 
 MAX_BODY = 4 << 20  # bytes of a request
@@ -42,7 +42,7 @@ class Door:
         self.refused = 0  # requests that got no reply
         self.created = int(time.time())
 
-    def reply(self, request: Asked, digest: bytes, *, retry: bool) -> asyncio.Task[Step]:
+    def reply(self, request: ChatRequest, digest: bytes, *, retry: bool) -> asyncio.Task[Step]:
         """The reply, being sampled. That of a retried request is the one recorded, or still on its way; a client that leaves ends none.
 
         A request without the mark of a retry is sampled again even where its body is known: a program may want several replies.
@@ -150,7 +150,7 @@ class Endpoint:
         return await _streamed(request, wire, reply, asked)
 
 
-async def _streamed(request: web.Request, wire: Wire, reply: Reply, asked: Asked) -> web.StreamResponse:
+async def _streamed(request: web.Request, wire: Wire, reply: Reply, asked: ChatRequest) -> web.StreamResponse:
     """The reply as server-sent events, chunked, so that a cut one is an error and not a shorter reply."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     response.enable_chunked_encoding()

@@ -17,7 +17,7 @@ Body = Mapping[str, Any]
 Event = tuple[str, Any]  # (name of the event, its data); an empty name is not written
 
 
-class Asked(NamedTuple):
+class ChatRequest(NamedTuple):
     """What a program asks for: a whole conversation, and the tools that its prompt lists."""
 
     messages: list[Message]
@@ -45,9 +45,9 @@ class Reply(NamedTuple):
 class Wire(NamedTuple):
     """A protocol."""
 
-    read: Callable[[Body], Asked]  # raises ValueError with a sentence that names the field
+    read: Callable[[Body], ChatRequest]  # raises ValueError with a sentence that names the field
     write: Callable[[Reply], dict[str, Any]]
-    events: Callable[[Reply, Asked], Iterator[Event]]
+    events: Callable[[Reply, ChatRequest], Iterator[Event]]
     error: Callable[[int, str], dict[str, Any]]  # (status, sentence) → body
 
 
@@ -126,7 +126,7 @@ def _refuse_settings(body: Body) -> None:
         raise ValueError("previous_response_id is not supported: send the whole conversation as input")
 
 
-def read_chat(body: Body) -> Asked:
+def read_chat(body: Body) -> ChatRequest:
     """/v1/chat/completions. Raises: ValueError."""
     _refuse_settings(body)
     messages: list[Message] = []
@@ -153,10 +153,10 @@ def read_chat(body: Body) -> Asked:
         tools.append(dict(tool))
     usage = bool((body.get("stream_options") or {}).get("include_usage"))
     limit = _limit(body, "max_completion_tokens", "max_tokens")
-    return _checked(Asked(messages, tools, limit, _stops(body.get("stop"), "stop"), bool(body.get("stream")), usage))
+    return _checked(ChatRequest(messages, tools, limit, _stops(body.get("stop"), "stop"), bool(body.get("stream")), usage))
 
 
-def read_responses(body: Body) -> Asked:
+def read_responses(body: Body) -> ChatRequest:
     """/v1/responses. Reasoning, text and calls that follow one another are one reply. Raises: ValueError."""
     _refuse_settings(body)
     given = body.get("input")
@@ -189,10 +189,10 @@ def read_responses(body: Body) -> Asked:
         else:
             raise ValueError(f"{where} is of type {kind!r:.60} and role {role!r:.60}; text, function calls and their outputs are read")
     tools = [_tool(t.get("name"), t, "parameters", "tools") for t in _items(body.get("tools") or [], "tools")]
-    return _checked(Asked(messages, tools, _limit(body, "max_output_tokens"), (), bool(body.get("stream"))))
+    return _checked(ChatRequest(messages, tools, _limit(body, "max_output_tokens"), (), bool(body.get("stream"))))
 
 
-def read_messages(body: Body) -> Asked:
+def read_messages(body: Body) -> ChatRequest:
     """/v1/messages. Results of tools, which come in a user's message, are messages of their own. Raises: ValueError."""
     _refuse_settings(body)
     messages: list[Message] = []
@@ -222,10 +222,10 @@ def read_messages(body: Body) -> Asked:
             messages.append({"role": role, "content": text})
     tools = [_tool(t.get("name"), t, "input_schema", "tools") for t in _items(body.get("tools") or [], "tools")]
     stops = _stops(body.get("stop_sequences"), "stop_sequences")
-    return _checked(Asked(messages, tools, _limit(body, "max_tokens"), stops, bool(body.get("stream"))))
+    return _checked(ChatRequest(messages, tools, _limit(body, "max_tokens"), stops, bool(body.get("stream"))))
 
 
-def _checked(request: Asked) -> Asked:
+def _checked(request: ChatRequest) -> ChatRequest:
     """Raises: ValueError for a conversation that the policy cannot answer."""
     if not request.messages:
         raise ValueError("there are no messages")
@@ -268,7 +268,7 @@ def write_chat(reply: Reply) -> dict[str, Any]:
     return _named(reply, "chat.completion") | {"choices": [choice], "usage": _chat_usage(reply)}
 
 
-def chat_events(reply: Reply, request: Asked) -> Iterator[Event]:
+def chat_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:
     """Chunks of a chat.completion: one for the role, one for each part of the reply, and the end."""
 
     def chunk(delta: dict[str, Any], finish: str | None = None) -> Event:
@@ -312,7 +312,7 @@ def write_responses(reply: Reply) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def responses_events(reply: Reply, request: Asked) -> Iterator[Event]:
+def responses_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:
     """The events of a response, each with its number."""
     whole = write_responses(reply)
     begun: dict[str, Any] = {**whole, "status": "in_progress", "output": []}
@@ -354,7 +354,7 @@ def write_messages(reply: Reply) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def messages_events(reply: Reply, request: Asked) -> Iterator[Event]:
+def messages_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:
     """The events of a message: its head, each block opened, filled and closed, and the end."""
     whole = write_messages(reply)
     begun: dict[str, Any] = {**whole, "content": [], "stop_reason": None}

@@ -1,6 +1,6 @@
 """Runs a program and ends it with all that it started, also where the process that asked for it was killed.
 
-    python -I -S -B _guard.py      standard input: a line of JSON {"command", "task"}, then nothing until the program has to end
+    python -I -S -B _guard_child.py      standard input: a line of JSON {"command", "task"}, then nothing until the program has to end
 
 It takes over every orphan of the program (PR_SET_CHILD_SUBREAPER), so that a process which left its session is found too. Standard
 output is the program's. `exit STATUS` goes to standard error once no process is left; a signal is 128 + its number. No rlkit is imported.
@@ -24,7 +24,7 @@ def prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def launch(command: list[str], task: str) -> int:
+def begin(command: list[str], task: str) -> int:
     """The program's process id. It cannot outlive this process, and reads the task on standard input."""
     with tempfile.TemporaryFile() as given:
         given.write(task.encode())
@@ -93,7 +93,7 @@ def wait(main: int) -> int:
             return signal.SIGKILL
 
 
-def first_line() -> bytes:
+def job_line() -> bytes:
     """What stands before the newline; nothing is sent behind it."""
     line = b""
     while not line.endswith(b"\n") and (piece := os.read(0, 1 << 16)):
@@ -103,13 +103,14 @@ def first_line() -> bytes:
 
 def _main() -> None:
     """See the head of this file."""
-    job = json.loads(first_line())
+    job = json.loads(job_line())
     prctl(SUBREAPER, 1)
-    child = launch(job["command"], job["task"])
+    child = begin(job["command"], job["task"])
     status = wait(child)
     end_all(child)
     code = os.waitstatus_to_exitcode(status)
     os.write(2, f"exit {128 - code if code < 0 else code}\n".encode())
 
 
-_main()
+if __name__ == "__main__":
+    _main()

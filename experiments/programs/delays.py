@@ -1,0 +1,81 @@
+"""Do delays and crashes of some programs change what the others say? 64 episodes of one RL step of fixed weights, three times.
+
+    python experiments/programs/delays.py [--episodes 64] [--delay 2.0] [--crashes 0.1]
+
+Each program waits between its requests for a time drawn from its task, and some crash on the way. Compared with the same episodes
+without delays: token ids of those that survive, and their log-probs. Then processes and sockets that are left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+from rlkit.environments import calculator, tool_schema
+from rlkit.episodes import collect
+from rlkit.gateway import Client, program
+from rlkit.models import load_policy
+from rlkit.tasks import arithmetic
+from rlkit.types import Environment, Rollout, Task
+
+
+def environment(delay: float, crashes: float) -> Environment:
+    """Programs that ask twice, `delay` seconds apart at most."""
+
+    def play(task: Task, client: Client) -> None:
+        rng = random.Random(task.id)
+        messages, tools = list(task.messages), [tool_schema(calculator)]
+        for turn in range(2):
+            waits, crash = rng.uniform(0, delay), rng.random() < crashes
+            time.sleep(waits)
+            if crash:
+                raise RuntimeError(f"crashed in turn {turn}")
+            reply = client.chat(messages, tools)
+            messages += [reply, {"role": "user", "content": "Are you sure?"}]
+
+    return program(function=play)
+
+
+def left_over() -> dict[str, int]:
+    """Children of this process and its open sockets (Linux)."""
+    children = [p for p in Path("/proc/self/task").glob("*/children") if p.read_text().strip()]
+    sockets = [fd for fd in Path("/proc/self/fd").iterdir() if os.path.exists(fd) and os.readlink(fd).startswith("socket:")]
+    return {"processes": len(children), "sockets": len(sockets)}
+
+
+def compare(a: list[Rollout], b: list[Rollout]) -> dict[str, float]:
+    """What differs between the episodes that survive in both."""
+    pairs = [(x, y) for x, y in zip(a, b, strict=True) if "error" not in (x.truncation, y.truncation)]
+    ids = sum([s.response_ids for s in x.steps] != [s.response_ids for s in y.steps] for x, y in pairs)
+    worst = max(
+        (abs(p - q) for x, y in pairs for s, t in zip(x.steps, y.steps, strict=True) for p, q in zip(s.logprobs, t.logprobs, strict=False)),
+        default=0.0,
+    )
+    return {"episodes": len(a), "survive": len(pairs), "other tokens": ids, "largest difference of a log-prob": worst}
+
+
+def study(episodes: int, delay: float, crashes: float) -> dict[str, dict[str, float]]:
+    """Delays alone, and delays with crashes, against neither."""
+    policy = load_policy(path="tiny")
+    tasks = arithmetic(split="test", seed=0, max_samples=episodes)
+    before = left_over()
+
+    def play(delay: float, crashes: float) -> list[Rollout]:
+        return collect(policy, tasks, environment=environment(delay, crashes), seed=1, max_new_tokens=32)
+
+    plain = play(0.0, 0.0)
+    found = {"delays": compare(play(delay, 0.0), plain), "delays and crashes": compare(play(delay, crashes), plain)}
+    return found | {"left over": {k: n - before[k] for k, n in left_over().items()}}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--episodes", type=int, default=64)
+    parser.add_argument("--delay", type=float, default=2.0)
+    parser.add_argument("--crashes", type=float, default=0.1)
+    json.dump(study(**vars(parser.parse_args())), sys.stdout, indent=1)
