@@ -3,8 +3,9 @@
     python experiments/sampling/run.py [--seeds 0 1] [--only uniform variance] [--steps 120]
 
 Of the training problems nine in ten have an answer that no reply gives, so their groups teach nothing. The curve is greedy, on the others
-themselves: the question is how soon a pool is learned, and not how far it carries (a small pool is soon learned by heart). Every run is `rlkit train` on the embedded model until `evaluation.stop_at=0.9`. A row a run in results.csv; runs that it holds are not
-repeated. `tokens` counts what the policy has read and sampled in training until then. The ratio to the uniform sampler is paired by seed.
+themselves: the question is how soon a pool is learned, and not how far it carries (a small pool is soon learned by heart). Every run is
+`rlkit train` on the embedded model until `evaluation.stop_at=0.9`. A row a run in results.csv; runs that it holds are not repeated.
+`tokens` counts what the policy has read and sampled in training until then. The ratio to the uniform sampler is paired by seed.
 """
 
 from __future__ import annotations
