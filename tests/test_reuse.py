@@ -6,7 +6,9 @@ import math
 
 import pytest
 
+import rlkit
 from rlkit.config.compose import compose, experiment
+from rlkit.episodes.samplers import variance_sampler
 from rlkit.errors import ConfigError, DataError
 from rlkit.training.experiment import Reuse
 from rlkit.training.reuse import age, packed_groups, restored_groups, score_of, with_reused
@@ -71,3 +73,13 @@ def test_what_has_nothing_to_use_again_is_refused():
     ):
         with pytest.raises(ConfigError, match=said):
             experiment(compose(words))
+
+
+def test_sampler_and_reuse_are_the_runs_whatever_gives_the_tasks():
+    """Python objects in place of options, tasks as a list, and a mixture, whose factory is no partial."""
+    own = [*TASKS[:1], TASKS[1]._replace(answer="4", reward="numeric")]
+    x = rlkit.experiment("task/reuse=replay", "evaluation.n=0", task=own, task__sampler=variance_sampler(explore=0.3))
+    assert (x.sampler.explore, x.reuse.groups, x.staleness, list(x.task(split="train"))) == (0.3, 64, 8, own)
+    assert x.overrides == () and x.config["task"]["sampler"]["explore"] == 0.3
+    mixed = experiment(compose(["task=mixture", "task/sampler=pools", "task.sampler.hard=0.5"]))
+    assert mixed.sampler.name == "pools" and mixed.sampler.weigh.keywords["hard"] == 0.5 and not mixed.reuse.active

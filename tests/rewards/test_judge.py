@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from rlkit.config.compose import compose
+from rlkit.config.compose import compose, experiment
+from rlkit.config.problems.rows import load_tasks
 from rlkit.errors import ConfigError
 from rlkit.rewards import Reward, RewardError, Term, by_task, judge, score
 from rlkit.rewards._judge import SPENT
@@ -156,6 +157,15 @@ def test_a_missing_address_is_refused_when_the_config_is_composed():
     ):
         with pytest.raises(ConfigError, match=said):
             score(replies("a"), asking("http://127.0.0.1:9", **settings))
+
+
+def test_a_judge_that_is_down_is_refused_before_a_model_is_loaded(tmp_path):
+    with serving([(503, "overloaded")] * 9) as http:
+        fn = "reward.terms.judge.fn"
+        words = [f"{fn}.address={http.url}", f"{fn}.model=m", f"{fn}.retries=0", f"{fn}.cache={tmp_path}"]
+        x = experiment(compose(["reward=judge", *words, "evaluation.n=0", "task.max_samples=8"]))
+        with pytest.raises(ConfigError, match=r"reward=judge: .*does not answer after 1 request\(s\): it answers 503"):
+            load_tasks(x)
 
 
 def test_a_plain_function_that_waits_runs_in_as_many_threads_as_it_asks_for():
