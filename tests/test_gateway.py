@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import signal
@@ -32,6 +33,7 @@ from rlkit.tasks import arithmetic
 from rlkit.types import Generation, Step, Task, ToolCall
 
 END = "<|im_end|>"
+EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments" / "programs"
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3 + 4"}}\n</tool_call>'
 ASKED = ({"role": "user", "content": "How many?"},)
 
@@ -391,3 +393,24 @@ def test_a_program_ends_with_a_run_that_was_killed(tmp_path):
         killed.send_signal(signal.SIGKILL)
         killed.stdout.read()  # until no process has it open
     assert alive(str(file)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain_agent", "agent"])
+def test_the_agents_of_the_experiment_play_to_an_answer(tiny, name):
+    if name == "agent":
+        pytest.importorskip("openai", reason="the extra `programs` is not installed")
+    environment = program(command=["python", str(EXPERIMENTS / f"{name}.py")])
+    rollouts = collect(tiny, arithmetic(split="test", seed=0, max_samples=8), environment=environment, max_new_tokens=64)
+    assert {r.truncation for r in rollouts} <= {"", "steps"} and any(len(r.steps) > 1 for r in rollouts)
+
+
+@pytest.mark.slow
+def test_delays_and_crashes_of_some_change_nothing_for_the_others():
+    spec = importlib.util.spec_from_file_location("delays", EXPERIMENTS / "delays.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = module.study(episodes=64, delay=0.05, crashes=0.1)
+    assert found.pop("left over") == {"processes": 0, "sockets": 0}
+    for figures in found.values():
+        assert figures["other tokens"] == 0 and figures["largest difference of a log-prob"] < 1e-5 and figures["survive"] > 32
