@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import queue
 import random
 import signal
 import threading
 import time
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
 import pytest
@@ -330,3 +331,13 @@ def test_a_sampler_that_dies_by_itself_ends_the_run_with_a_sentence(tmp_path, mo
         f"the sampling process was killed by SIGKILL; what it printed: {tmp_path}/run/sampler.log. "
         "The run can be resumed from its last checkpoint"
     )  # fmt: skip
+
+
+def test_a_message_that_cannot_be_read_ends_the_sampling_process(monkeypatch, capfd):
+    """It waited for the next one for ever, also where the trainer was long gone."""
+    ours, theirs = Pipe()
+    ours.send_bytes(b"no pickle")
+    ended = []
+    monkeypatch.setattr(overlap, "end_process", ended.append)
+    overlap._listen(theirs, queue.SimpleQueue(), os.getppid())
+    assert ended == [0] and "UnpicklingError" in capfd.readouterr().err

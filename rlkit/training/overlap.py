@@ -359,11 +359,15 @@ def _stop(number: int, _: Any) -> None:
 
 def _listen(link: Connection, requests: queue.SimpleQueue[Any], parent: int) -> None:
     """Takes messages as they come. Ends the process, whatever it does, once the trainer is gone."""
-    with suppress(EOFError, OSError):
-        while os.getppid() == parent:
-            if link.poll(1.0):
-                requests.put(link.recv())
-    end_process(0)
+    try:
+        with suppress(EOFError, OSError):
+            while os.getppid() == parent:
+                if link.poll(1.0):
+                    requests.put(link.recv())
+    except Exception:  # of a message that cannot be read: the log says which
+        traceback.print_exc()
+    finally:
+        end_process(0)
 
 
 def serve(begin: Callable[[], Setup], receive: Callable[[], Any], send: Callable[[bytes], Any], memory: int) -> None:
