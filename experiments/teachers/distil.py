@@ -59,7 +59,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--only", nargs="+", default=list(VARIANTS))
-    given, results = parser.parse_args(), HERE / "results.csv"
+    parser.add_argument("--results", type=Path, default=HERE / "results.csv")
+    given = parser.parse_args()
+    results = given.results
     rows = list(csv.DictReader(results.open())) if results.exists() else []
     for seed in given.seeds:
         done = {r["variant"] for r in rows if r["seed"] == str(seed)}
