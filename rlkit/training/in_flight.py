@@ -44,7 +44,7 @@ from rlkit.types import Generation, Policy, Rollout, SamplingParams, Task
 
 
 @dataclass
-class Part:
+class StepGroups:
     """The groups of a step, on their way."""
 
     request: Asked
@@ -70,7 +70,7 @@ class Part:
 class Joined:
     """The engine of the episodes of one part: the one that all share, and replies that it gave before the run was resumed."""
 
-    def __init__(self, flight: InFlight, part: Part):
+    def __init__(self, flight: InFlight, part: StepGroups):
         self.flight, self.part = flight, part
         self.busy_s = 0.0  # that of the shared engine counts
 
@@ -121,7 +121,7 @@ class InFlight:
     def __init__(self, x: Experiment, tasks: Sequence[Task]):
         self.x, self.tasks, self.runner = x, tasks, asyncio.Runner()
         self.policy: Policy | None = None
-        self.parts: dict[int, Part] = {}  # step → its groups
+        self.parts: dict[int, StepGroups] = {}  # step → its groups
         self.last = StreamState()  # behind the newest of them
         self.known: dict[int, Generation] = {}  # seed → reply, of episodes that are not over
         self.told: dict[int, int] = {}  # key → seed of the newest reply that the episode was given
@@ -156,7 +156,7 @@ class InFlight:
         before = self.last if request.before is None else request.before
         x = foreseen(self.x, request.progress, request.step)
         drawn, self.last = take(self.tasks, before, x.batch.prompts, seed=x.seed)
-        part = self.parts[request.step] = Part(request, x, drawn, before, self.last)
+        part = self.parts[request.step] = StepGroups(request, x, drawn, before, self.last)
         if self.saved and (data := self.saved["played"].get(request.step)) is not None:
             for rollout in from_bytes(data.numpy().tobytes()):
                 part.played[rollout.group, rollout.sample] = rollout._replace(task=drawn[rollout.group])
@@ -198,7 +198,7 @@ class InFlight:
 
     # ------------------------------------------------------------------------------------------------ sampling
 
-    async def _received(self, part: Part) -> list[Rollout]:
+    async def _received(self, part: StepGroups) -> list[Rollout]:
         for own in self.parts.values():
             own.task = own.task or asyncio.create_task(self._played(own))
             own.task.add_done_callback(lambda _: self.news.set())
@@ -214,7 +214,7 @@ class InFlight:
         self.engine.until, decoder.rounds = float("inf"), max(decoder.rounds, until)
         return rollouts
 
-    async def _played(self, part: Part) -> list[Rollout]:
+    async def _played(self, part: StepGroups) -> list[Rollout]:
         def done(rollout: Rollout) -> None:
             part.played[rollout.group, rollout.sample] = rollout
             for _, seed in zip(rollout.steps, part.seeds(rollout.group, rollout.sample), strict=False):
