@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
+import random
+import signal
+import time
 from contextlib import closing
 
 import pytest
@@ -106,7 +110,7 @@ def test_tokens_on_a_cache_of_one_version_have_the_log_probs_of_its_weights():
     _, tasks, learner = begun(*ahead(), "optimizer.lr=3e-3")
     model, kept, flight, out = learner.policy.model, {}, Flight(), []
     with closing(InFlight(learner.experiment, tasks)) as process:
-        for version in range(5):
+        for version in range(4):
             kept[version] = {name: value.clone() for name, value in model.state_dict().items()}
             flight, more = steps(learner, tasks, flight, process, 1)
             out += more
@@ -120,7 +124,7 @@ def test_tokens_on_a_cache_of_one_version_have_the_log_probs_of_its_weights():
             for (first, version), end in zip(reply.versions, ends, strict=True):
                 gap = distance(model, kept[version], rollout.context(0), reply, slice(first, end))
                 (mixed if first else gaps).append(gap)
-                if version < 4 and not first:
+                if version < 3 and not first:
                     wrong.append(distance(model, kept[version + 1], rollout.context(0), reply, slice(first, end)))
     assert max(gaps) < 1e-5 and max(wrong) > 1e-3 and max(mixed) > 1e-3 and len(mixed) > 5
 
@@ -176,3 +180,25 @@ def test_what_cannot_be_sampled_so_is_refused(word):
     with pytest.raises(ConfigError) as error:
         experiment(compose([*COMMON, *ahead(), *words]))
     assert REFUSED[word] in str(error.value)
+
+
+@pytest.mark.slow
+def test_kills_lose_and_repeat_nothing(tmp_path, monkeypatch, forked, same):
+    monkeypatch.chdir(tmp_path)
+    whole, run, log, draw = tmp_path / "whole", tmp_path / "run", tmp_path / "log.txt", random.Random("kills")
+    words = ["train", *COMMON, *ahead(), *KINDS["slow sessions"], "trainer.steps=18", "callbacks.checkpoint.every=2"]
+    child = forked([*words, f"hydra.run.dir={whole}"], log)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, log.read_text()[-3000:]
+    for kill in range(8):
+        child = forked(["train", f"resume={run}"] if run.exists() else [*words, f"hydra.run.dir={run}"], log)
+        rows = run / "metrics.jsonl"
+        while (rows.read_text().count('"reward/mean"') if rows.exists() else 0) < 2 * kill:
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), log.read_text()[-3000:]
+            time.sleep(0.01)
+        time.sleep(0.3 * draw.random())
+        number = signal.SIGTERM if kill == 5 else signal.SIGKILL  # the former saves what stood still before the step that it cuts short
+        os.kill(child, number)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (-number, 128 + number), log.read_text()[-3000:]
+    assert os.waitstatus_to_exitcode(os.waitpid(forked(["train", f"resume={run}"], log), 0)[1]) == 0, log.read_text()[-3000:]
+    a, b = (torch.load(f / "checkpoints" / "step_000018.ckpt", weights_only=True) for f in (whole, run))
+    assert same(a["state_dict"], b["state_dict"]) and same(a["optimizer_states"], b["optimizer_states"])
