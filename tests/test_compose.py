@@ -33,6 +33,7 @@ REQUIRED = {
     "environment=gymnasium": ["environment.make._target_=rlkit.sandbox.Sandbox"],  # any callable: nothing is played
     "environment=gymnasium_vector": ["environment.make._target_=rlkit.sandbox.Sandbox"],
     "environment=two_players": ["environment.make._target_=rlkit.sandbox.Sandbox"],
+    "environment=program": ["environment.command=[python]"],
     "environment=mcp": ["environment.servers={mine:[python]}"],
     "environment/parse_calls=hermes": ["environment=tool_use"],
     "environment/parse_calls=xml": ["environment=tool_use"],

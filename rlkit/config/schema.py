@@ -122,6 +122,8 @@ def _check_suggestions(given: Any, path: str) -> list[str]:
     for key, value in given.items():
         if key not in SUGGESTED:
             problems.append(f"{path}.{key}: nothing reads this.{nearest(key, SUGGESTED)} There are: {', '.join(SUGGESTED)}")
+        elif value == MISSING:
+            problems.append(f"{path}.{key}: has no value; set one, or leave the key out")
         elif not fits(value, SUGGESTED[key]):
             problems.append(f"{path}.{key}: {value!r} is not {describe(SUGGESTED[key])}")
         elif isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:

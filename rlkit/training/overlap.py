@@ -188,7 +188,7 @@ class SamplingProcess:
     def send(self, message: Any) -> None:
         """To the process. Raises EngineError where it is gone."""
         try:
-            self.connection.send(message)
+            self.connection.send_bytes(pickle.dumps(message))  # `send` would share the memory of tensors, which needs a common key
         except OSError:
             raise self.gone() from None
 
@@ -363,7 +363,7 @@ def _listen(link: Connection, requests: queue.SimpleQueue[Any], parent: int) -> 
         with suppress(EOFError, OSError):
             while os.getppid() == parent:
                 if link.poll(1.0):
-                    requests.put(link.recv())
+                    requests.put(pickle.loads(link.recv_bytes()))
     except Exception:  # of a message that cannot be read: the log says which
         traceback.print_exc()
     finally:
