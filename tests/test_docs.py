@@ -72,10 +72,10 @@ NEEDS = {  # what a shown command leaves to the reader
     "generation=vllm": ["generation.engine.addresses=[http://127.0.0.1:8000]"],
     "experiment=sft": ["task.path=rows.jsonl"],
     "task=conversations": ["task.path=rows.jsonl"],
-    **dict.fromkeys(
-        ("environment.score=file", "environment.score=exit", "environment.dropped_thinking=continue"),
-        ["environment=program", "environment.command=[python]"],
-    ),
+    **{
+        word: ["environment=program", "environment.command=[python]"]
+        for word in ("environment.score=file", "environment.score=exit", "environment.dropped_thinking=continue")
+    },
 }
 
 
