@@ -8,7 +8,8 @@ cd "$(dirname "$0")/.."
 folder=${1:?usage: tests/vllm_env.sh FOLDER}
 pins=$(mktemp)
 trap 'rm -f "$pins"' EXIT
-grep -vhiE '^(#|(numpy|setuptools)==)' constraints.txt > "$pins"
+own=$(grep -v '^#' tests/vllm_requirements.txt | sed 's/[=<> ;@].*//' | paste -sd '|')  # pinned there, perhaps in another version
+grep -vhiE "^(#|(numpy|setuptools|$own)==)" constraints.txt > "$pins"
 
 python3 -m venv "$folder"
 "$folder/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps -r "$pins" -r tests/vllm_requirements.txt -e .
