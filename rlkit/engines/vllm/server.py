@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -154,7 +155,9 @@ def start_server(model: Path, flags: Sequence[str], *, max_rows: int, devices: s
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # set where vLLM has run in this process
     environment |= {"CUDA_VISIBLE_DEVICES": devices} if devices is not None else {}
     server = "vllm.entrypoints.openai.api_server"  # `vllm serve` asks for the package vllm, which on a CPU has another name
-    command = [sys.executable, "-m", server, "--model", str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
+    kind = hashlib.sha256((model / "config.json").read_bytes()).hexdigest()[:12]  # two servers of one model have one name, in any folder
+    address = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", f"rlkit-{kind}"]
+    command = [sys.executable, "-m", server, "--model", str(model), *address, *flags]
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
