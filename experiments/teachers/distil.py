@@ -30,6 +30,7 @@ SAMPLED = "{_target_: rlkit.functional.sampled_divergence, _partial_: true}"
 VARIANTS = {
     "opd": ["algorithm=opd"],
     "opd, exact": ["algorithm=opd", EXACT],
+    "opd, exact, four updates": ["algorithm=opd", EXACT, "algorithm.minibatches=4"],  # a step
     "gkd": ["algorithm=gkd", "algorithm.minibatches=2"],
     "grpo + opd": ["algorithm=grpo", "kl=none", f"+algorithm.streams.reward={{{STREAM}}}",
                    f"+algorithm.streams.teacher={{{STREAM}, mask: sampled, loss: {SAMPLED}}}"],
