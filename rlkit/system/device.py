@@ -97,6 +97,7 @@ def quiet() -> None:
         ".*GPU available but not used.*",
         ".*isinstance.treespec, LeafSpec.*",
         ".*Checkpoint directory .* exists.*",
+        "The `srun` command is available.*",
     ):
         warnings.filterwarnings("ignore", message=message)
 
