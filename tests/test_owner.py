@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
 import shutil
 import signal
 import socket
@@ -363,7 +364,9 @@ def test_a_living_run_that_is_taken_over_ends_and_writes_nothing_more(tmp_path, 
         rlkit.training.update.surrogate = held
 
     child = forked(["train", *SMALL, "trainer.steps=3", f"hydra.run.dir={folder}"], log, hold)
-    assert at.read_text() == "here"
+    ready = os.open(at, os.O_RDONLY | os.O_NONBLOCK)  # a child that ends early must not leave this waiting for ever
+    assert select.select([ready], [], [], 300)[0], log.read_text()
+    os.close(ready)
     assert main(["train", f"resume={folder}"]) == 2
     assert f"process {child} on " in capsys.readouterr().err
     assert main(["train", f"resume={folder}", "takeover=true"]) == 0

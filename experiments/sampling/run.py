@@ -1,11 +1,12 @@
 """What choosing problems saves: a pool where one problem in ten carries signal, and the tokens until 0.9 of these are solved.
 
-    python experiments/sampling/run.py [--seeds 0 1] [--only uniform variance] [--steps 120]
+    python experiments/sampling/run.py [--seeds 0 1] [--only uniform variance] [--steps 800]
 
-Of the training problems nine in ten have an answer that no reply gives, so their groups teach nothing. The curve is greedy, on the others
-themselves: the question is how soon a pool is learned, and not how far it carries (a small pool is soon learned by heart). Every run is
-`rlkit train` on the embedded model until `evaluation.stop_at=0.9`. A row a run in results.csv; runs that it holds are not repeated.
-`tokens` counts what the policy has read and sampled in training until then. The ratio to the uniform sampler is paired by seed.
+The model of the bench (20,000 parameters, made on the spot, replies with a random letter of eight) is asked problems of two letters. One
+in ten has a right letter; the others have none, so their groups teach nothing. The curve is greedy, on the problems with signal
+themselves: the question is how soon a pool is learned, and not how far it carries. Every run is `rlkit train` until
+`evaluation.stop_at=0.9`. A row a run in results.csv; runs that it holds are not repeated. `tokens` counts what the policy has read and
+sampled in training until then. The ratio to the uniform sampler is paired by seed.
 """
 
 from __future__ import annotations
@@ -15,38 +16,39 @@ import csv
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlkit.tasks import arithmetic
-from rlkit.types import Task
+from rlkit.tasks.bench import LETTERS, Question, dealt
+from rlkit.types import Split, Task
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from study import interval
 
 HERE, TARGET, ONE_IN = Path(__file__).parent, 0.9, 10
-UNREACHABLE = "98765432101"  # the answer of a problem that teaches nothing
 COMMON = (
-    "task._target_=run.pool", "trainer.threads=1", "logger=none", "callbacks.checkpoint.model=false", "callbacks.checkpoint.every=1000",
-    "evaluation.every=1", f"evaluation.stop_at={TARGET}", "batch.prompts=8", "schedule=constant",
+    "experiment=bench/noisy", "task._target_=run.pool", "model.prompt=2", "evaluation.every=2", f"evaluation.stop_at={TARGET}",
+    "evaluation.curve_temperature=0",
 )  # fmt: skip
 SAMPLERS = ("uniform", "pools", "variance", "prioritised", "unsolved")
 
 
-def pool(*, split: str, seed: int, max_samples: int) -> Sequence[Task]:
-    """Word problems, of which all but one in ten have an answer that no reply gives; for validation the others again."""
-    rows = arithmetic(split="train" if split == "validation" else split, seed=seed, max_samples=max_samples)
-    if split != "train":
-        return [task._replace(id=f"{task.id}/{split}") for task in rows[::ONE_IN]]
-    return [task if i % ONE_IN == 0 else task._replace(answer=UNREACHABLE) for i, task in enumerate(rows)]
+def pool(*, split: Split, seed: int, max_samples: int, placebo: str = "none") -> Sequence[Task]:
+    """Problems of two letters, of which one in ten has a right reply; for validation and test those alone."""
+    rng = random.Random(f"pool of {seed}")
+    prompts = rng.sample([first + second for first in LETTERS[8:] for second in LETTERS[8:]], max_samples)
+    rows = [Question(prompt, [] if i % ONE_IN else [rng.choice(LETTERS[:8])]) for i, prompt in enumerate(prompts)]
+    rows = rows if split == "train" else rows[::ONE_IN]
+    return dealt("pool", rows, [LETTERS[:8]], split=split, seed=seed, max_samples=len(rows), placebo="none")
 
 
 def run(sampler: str, seed: int, given: argparse.Namespace) -> dict[str, str]:
     """One run's row. Raises: CalledProcessError."""
-    own = [f"task/sampler={sampler}", f"seed={seed}", f"trainer.steps={given.steps}", f"task.max_samples={given.pool}"]
+    own = [f"task/sampler={sampler}", f"seed={seed}", f"trainer.steps={given.steps}", f"task.max_samples={given.pool}", f"task.seed={seed}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "rlkit", "train", *COMMON, *own, *given.set]
@@ -65,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
     parser.add_argument("--only", nargs="+", default=list(SAMPLERS), choices=SAMPLERS)
-    parser.add_argument("--steps", type=int, default=200, help="at most")
+    parser.add_argument("--steps", type=int, default=800, help="at most")
     parser.add_argument("--pool", type=int, default=320, help="training problems")
     parser.add_argument("--set", nargs="*", default=[], help="further overrides")
     parser.add_argument("--results", type=Path, default=HERE / "results.csv")
