@@ -132,7 +132,7 @@ def shown() -> list[str]:
     for preset in PRESETS:
         comment = " ".join(line.lstrip("# ").rstrip() for line in preset.read_text().splitlines() if line.startswith("#"))
         found += [c.rstrip(";.") for c in re.findall(r"(rlkit train .*?)(?:;|$| \w+ the \w+)", comment)]
-    return sorted(dict.fromkeys(re.sub(r"\s+#.*", "", command).strip(" …") for command in found))
+    return sorted(dict.fromkeys(re.sub(r'\s+#.*| "\$@"$', "", command).strip(" …") for command in found))
 
 
 COMMANDS = shown()
