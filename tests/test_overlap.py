@@ -193,7 +193,7 @@ def test_every_version_has_its_place_in_memory(monkeypatch):
 
 REFUSED = {
     "ranks": (["trainer=ddp", "trainer.devices=2"], "there is one sampling process, and trainer=ddp has 2 ranks; choose asynchrony=lag"),
-    "vllm": (["generation=vllm", "generation.engine.addresses=[http://localhost:1]"], "vLLM would not give the same"),
+    "vllm": (["generation=vllm", "generation.engine.addresses=[start]"], "each would start a vLLM of its own"),
     "sft": (
         ["algorithm=sft", "batch.group_size=1", "kl=none", "reference=none", "asynchrony.staleness=0"], "algorithm=sft samples nothing",
     ),
