@@ -30,6 +30,9 @@ TURNS = [
     "generation.max_new_tokens=12", "asynchrony.switch_every=3",
 ]  # fmt: skip
 SLOW = ["environment=tool_use", "environment._target_=overlap_parts.slowed", "+environment.seconds=0.01", "generation.admission_rounds=3"]
+TALKS = [
+    "environment=dialogue", "environment.max_turns=3", "generation.max_new_tokens=48", "environment.prompt_fn._target_=overlap_parts.drawn",
+]  # fmt: skip
 KINDS = {
     "one reply": [],
     "turns": TURNS,
@@ -161,6 +164,41 @@ def test_a_resumed_run_goes_on_bit_for_bit(kind, tmp_path, same):
             (r.response_ids, r.logprobs, r.versions) for r in replies(rows[stop:]).values()
         ]
         assert all(same(a, b) for (_, a, _), (_, b, _) in zip(out, rows[stop:], strict=True))
+
+
+@pytest.mark.slow
+def test_the_round_of_a_switch_and_those_in_which_answers_are_due_are_kept(tmp_path, monkeypatch, same):
+    """Where every episode waits for a later round than the one in which the weights change, they change in that one all the same; and
+    a resumed run asks its episodes on in the rounds that were set before."""
+    words = [
+        *ahead(2, 3),
+        *TALKS,
+        "environment.prompt_fn._target_=overlap_parts.uneven",
+        "batch.prompts=1",
+        "batch.group_size=2",
+        "generation.admission_rounds=40",
+        "trainer.steps=3",
+    ]
+    decode, rounds = InFlight._decode, []
+
+    async def counted(self, enough):
+        await decode(self, enough)
+        rounds.append(self.decoder.rounds)
+
+    monkeypatch.setattr(InFlight, "_decode", counted)
+    x, tasks, learner = begun(*words)
+    with closing(InFlight(x, tasks)) as process:
+        flight, _ = steps(learner, tasks, Flight(), process, 1)
+        torch.save((learner.state_dict(), packed(flight, process)), tmp_path / "state")
+        late = [due for due in process.engine.due.values() if due > process.engine.decoder.rounds]
+        _, out = steps(learner, tasks, flight, process, 2)
+    assert late and [after - before for before, after in zip(rounds[:4:2], rounds[1:4:2], strict=True)] == [3, 3]
+    state, still = torch.load(tmp_path / "state", weights_only=True)
+    x, tasks, again = begun(*words)
+    again.load_state_dict(state)
+    with closing(InFlight(x, tasks)) as process:
+        _, others = steps(again, tasks, continued(again, restored(still, tasks, seed=3), process), process, 2)
+    assert rounds[6:] == rounds[2:6] and replies(others) == replies(out) and same(again.state_dict(), learner.state_dict())
 
 
 REFUSED = {
