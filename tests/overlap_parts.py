@@ -50,3 +50,15 @@ def killed(rollout, index):
     """Ends the sampling process; the checks before the first step play in the trainer."""
     if b"sampling_main" in Path("/proc/self/cmdline").read_bytes():
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def even(rollout):
+    """A reward that any reply may have: the share of its tokens that are even."""
+    ids = rollout.steps[-1].response_ids
+    return sum(token % 2 == 0 for token in ids) / max(1, len(ids))
+
+
+async def uneven(rollout, index):
+    """Of every fifth problem an episode is over after one reply."""
+    await asyncio.sleep(0.001)
+    return "2 + 2 = ?" if int(rollout.task.id.rpartition("/")[2]) % 5 else None

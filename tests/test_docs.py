@@ -132,7 +132,7 @@ def shown() -> list[str]:
     for preset in PRESETS:
         comment = " ".join(line.lstrip("# ").rstrip() for line in preset.read_text().splitlines() if line.startswith("#"))
         found += [c.rstrip(";.") for c in re.findall(r"(rlkit train .*?)(?:;|$| \w+ the \w+)", comment)]
-    return sorted(dict.fromkeys(re.sub(r"\s+#.*", "", command).strip(" …") for command in found))
+    return sorted(dict.fromkeys(re.sub(r'\s+#.*| "\$@"$', "", command).strip(" …") for command in found))
 
 
 COMMANDS = shown()
@@ -167,7 +167,11 @@ def test_every_command_shown_is_one_that_rlkit_takes(command):
         assert name in ("doctor", "export", "report", "replay", "compare", "plan", "bench", "runs", "metrics", "serve", "--help"), name
         return
     arguments = parse(words, texts=name == "agent")
-    overrides = [o for o in drop(drop(arguments.overrides, "run"), "resume") if not o.startswith("check.") and o != "debug=true"]
+    overrides = [
+        o
+        for o in drop(drop(arguments.overrides, "run"), "resume")
+        if not o.startswith(("check.", "trainer.requeue=")) and o != "debug=true"
+    ]
     jobs = expand(overrides) if arguments.multirun else [overrides]
     for job in jobs[:4]:
         composed = compose(job, entry={"check": "train"}.get(name, name))

@@ -30,6 +30,9 @@ TURNS = [
     "generation.max_new_tokens=12", "asynchrony.switch_every=3",
 ]  # fmt: skip
 SLOW = ["environment=tool_use", "environment._target_=overlap_parts.slowed", "+environment.seconds=0.01", "generation.admission_rounds=3"]
+TALKS = [
+    "environment=dialogue", "environment.max_turns=3", "generation.max_new_tokens=48", "environment.prompt_fn._target_=overlap_parts.drawn",
+]  # fmt: skip
 KINDS = {
     "one reply": [],
     "turns": TURNS,
@@ -39,6 +42,8 @@ KINDS = {
     "lora": ["model.lora.rank=2"],
     "thinking budget": ["generation.max_thinking_tokens=6"],
 }  # fmt: skip
+
+TWICE = ("one reply", "slow sessions")
 
 
 def ahead(staleness=2, every=6):
@@ -78,9 +83,11 @@ def replies(out):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_repeats_itself(kind, same):
     words = (*ahead(), *KINDS[kind])
-    (learner, out), (again, others) = trained(*words), trained.__wrapped__(*words)
-    assert same(learner.state_dict(), again.state_dict())
-    assert all(same(a, b) for (_, a, _), (_, b, _) in zip(out, others, strict=True))
+    learner, out = trained(*words)
+    if kind in TWICE:  # a run that is resumed repeats the rest of it, of every kind
+        again, others = trained.__wrapped__(*words)
+        assert same(learner.state_dict(), again.state_dict())
+        assert all(same(a, b) for (_, a, _), (_, b, _) in zip(out, others, strict=True))
     mixed = [reply for reply in replies(out).values() if len(reply.versions) > 1]
     assert mixed and any(row["staleness/mixed_frac"] > 0 for _, row, _ in out)
     for _, row, _ in out:
@@ -163,6 +170,41 @@ def test_a_resumed_run_goes_on_bit_for_bit(kind, tmp_path, same):
         assert all(same(a, b) for (_, a, _), (_, b, _) in zip(out, rows[stop:], strict=True))
 
 
+@pytest.mark.slow
+def test_the_round_of_a_switch_and_those_in_which_answers_are_due_are_kept(tmp_path, monkeypatch, same):
+    """Where every episode waits for a later round than the one in which the weights change, they change in that one all the same; and
+    a resumed run asks its episodes on in the rounds that were set before."""
+    words = [
+        *ahead(2, 3),
+        *TALKS,
+        "environment.prompt_fn._target_=overlap_parts.uneven",
+        "batch.prompts=1",
+        "batch.group_size=2",
+        "generation.admission_rounds=40",
+        "trainer.steps=3",
+    ]
+    decode, rounds = InFlight._decode, []
+
+    async def counted(self, enough):
+        await decode(self, enough)
+        rounds.append(self.decoder.rounds)
+
+    monkeypatch.setattr(InFlight, "_decode", counted)
+    x, tasks, learner = begun(*words)
+    with closing(InFlight(x, tasks)) as process:
+        flight, _ = steps(learner, tasks, Flight(), process, 1)
+        torch.save((learner.state_dict(), packed(flight, process)), tmp_path / "state")
+        late = [due for due in process.engine.due.values() if due > process.engine.decoder.rounds]
+        _, out = steps(learner, tasks, flight, process, 2)
+    assert late and [after - before for before, after in zip(rounds[:4:2], rounds[1:4:2], strict=True)] == [3, 3]
+    state, still = torch.load(tmp_path / "state", weights_only=True)
+    x, tasks, again = begun(*words)
+    again.load_state_dict(state)
+    with closing(InFlight(x, tasks)) as process:
+        _, others = steps(again, tasks, continued(again, restored(still, tasks, seed=3), process), process, 2)
+    assert rounds[6:] == rounds[2:6] and replies(others) == replies(out) and same(again.state_dict(), learner.state_dict())
+
+
 REFUSED = {
     "asynchrony.staleness=0": "no episode outlives its step",
     "trainer=ddp": "rounds are counted in one process",
@@ -184,21 +226,22 @@ def test_what_cannot_be_sampled_so_is_refused(word):
 
 @pytest.mark.slow
 def test_kills_lose_and_repeat_nothing(tmp_path, monkeypatch, forked, same):
+    """Four of them, one a SIGTERM; experiments/kills has twenty."""
     monkeypatch.chdir(tmp_path)
     whole, run, log, draw = tmp_path / "whole", tmp_path / "run", tmp_path / "log.txt", random.Random("kills")
-    words = ["train", *COMMON, *ahead(), *KINDS["slow sessions"], "trainer.steps=18", "callbacks.checkpoint.every=2"]
+    words = ["train", *COMMON, *ahead(), *KINDS["slow sessions"], "trainer.steps=10", "callbacks.checkpoint.every=2"]
     child = forked([*words, f"hydra.run.dir={whole}"], log)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, log.read_text()[-3000:]
-    for kill in range(8):
+    for kill in range(4):
         child = forked(["train", f"resume={run}"] if run.exists() else [*words, f"hydra.run.dir={run}"], log)
         rows = run / "metrics.jsonl"
         while (rows.read_text().count('"reward/mean"') if rows.exists() else 0) < 2 * kill:
             assert os.waitpid(child, os.WNOHANG) == (0, 0), log.read_text()[-3000:]
             time.sleep(0.01)
         time.sleep(0.3 * draw.random())
-        number = signal.SIGTERM if kill == 5 else signal.SIGKILL  # the former saves what stood still before the step that it cuts short
+        number = signal.SIGTERM if kill == 2 else signal.SIGKILL  # the former saves what stood still before the step that it cuts short
         os.kill(child, number)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (-number, 128 + number), log.read_text()[-3000:]
     assert os.waitstatus_to_exitcode(os.waitpid(forked(["train", f"resume={run}"], log), 0)[1]) == 0, log.read_text()[-3000:]
-    a, b = (torch.load(f / "checkpoints" / "step_000018.ckpt", weights_only=True) for f in (whole, run))
+    a, b = (torch.load(f / "checkpoints" / "step_000010.ckpt", weights_only=True) for f in (whole, run))
     assert same(a["state_dict"], b["state_dict"]) and same(a["optimizer_states"], b["optimizer_states"])

@@ -38,6 +38,7 @@ LAWS = {
     "delays": [*TURNS[:2], *WAITS, "task=arithmetic", "model=tiny"],
     "transformers": ["generation=transformers"],
 }  # fmt: skip
+ALONE = ("grpo", "draws", "delays")  # in a process of its own; the others save its start, and share nothing that they draw from
 
 
 class Thread:
@@ -106,13 +107,15 @@ def test_a_second_sampler_gives_the_same_run(in_a_thread, same):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("kind", LAWS)
-def test_overlap_is_lag_whoever_is_faster(kind, staleness, same):
+def test_overlap_is_lag_whoever_is_faster(kind, staleness, same, monkeypatch):
     """Weights, groups and rows, with random waits in the environment and between the trainer's steps; none is lag(0).
 
     So nothing is dropped and nothing overtakes, however long some episodes take.
     """
+    if kind not in ALONE:
+        monkeypatch.setattr(overlap.subprocess, "Popen", Thread)
 
     def between():
         time.sleep(0.2 * CLOCK.random())
@@ -122,7 +125,7 @@ def test_overlap_is_lag_whoever_is_faster(kind, staleness, same):
         *LAWS[kind], *mode("overlap", staleness), between=waits
     )  # fmt: skip
     assert same(one.state_dict(), ahead.state_dict()) and same(rows, others)
-    if not staleness:
+    if not staleness and kind not in KINDS:  # those are laws of asynchrony=lag
         assert same(trained(*LAWS[kind])[0].state_dict(), ahead.state_dict())
 
 
@@ -193,7 +196,7 @@ def test_every_version_has_its_place_in_memory(monkeypatch):
 
 REFUSED = {
     "ranks": (["trainer=ddp", "trainer.devices=2"], "there is one sampling process, and trainer=ddp has 2 ranks; choose asynchrony=lag"),
-    "vllm": (["generation=vllm", "generation.engine.addresses=[http://localhost:1]"], "vLLM would not give the same"),
+    "vllm": (["generation=vllm", "generation.engine.addresses=[start]"], "each would start a vLLM of its own"),
     "sft": (
         ["algorithm=sft", "batch.group_size=1", "kl=none", "reference=none", "asynchrony.staleness=0"], "algorithm=sft samples nothing",
     ),
@@ -280,14 +283,15 @@ def running(pid, lines, step, log):
 
 
 @pytest.mark.slow
-def test_twenty_kills_of_either_process_lose_and_repeat_nothing(tmp_path, monkeypatch, forked, same):
+def test_kills_of_either_process_lose_and_repeat_nothing(tmp_path, monkeypatch, forked, same):
+    """Five of them; experiments/kills has twenty."""
     monkeypatch.chdir(tmp_path)
     whole, run, log = tmp_path / "whole", tmp_path / "run", tmp_path / "log.txt"
-    words, draw = [*RUN, "trainer.steps=42"], random.Random("kills")
+    words, draw = [*RUN, "trainer.steps=12"], random.Random("kills")
     child = forked([*words, "asynchrony=lag", "asynchrony.staleness=2", f"hydra.run.dir={whole}"], log)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, log.read_text()[-3000:]
     words += ["asynchrony=overlap", "asynchrony.staleness=2"]
-    for kill in range(20):
+    for kill in range(5):
         who = draw.choice(["trainer", "sampler"])
         start = ["train", f"resume={run}"] if run.exists() else [*words, f"hydra.run.dir={run}"]
         child = forked(start, log)
@@ -299,7 +303,7 @@ def test_twenty_kills_of_either_process_lose_and_repeat_nothing(tmp_path, monkey
         assert gone(sampler), (kill, who)
     assert "the sampling process was killed by SIGKILL; what it printed" in log.read_text()
     assert os.waitstatus_to_exitcode(os.waitpid(forked(["train", f"resume={run}"], log), 0)[1]) == 0, log.read_text()[-3000:]
-    a, b = (torch.load(f / "checkpoints" / "step_000042.ckpt", weights_only=True) for f in (whole, run))
+    a, b = (torch.load(f / "checkpoints" / "step_000012.ckpt", weights_only=True) for f in (whole, run))
     assert same(a["state_dict"], b["state_dict"]) and same(a["optimizer_states"], b["optimizer_states"])
 
 

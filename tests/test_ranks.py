@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from safetensors.torch import load_file
 
 import ranks_worker
@@ -20,6 +21,7 @@ from rlkit.config.compose import compose, experiment
 from rlkit.distributed import launch, ranks
 from rlkit.errors import ConfigError
 from rlkit.models.load import load_policy
+from rlkit.system.device import quiet
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -105,6 +107,15 @@ def test_ranks_are_started_once():
     assert launch.started_outside({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, 2, 1)
     assert not launch.started_outside({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, 2, 1)
     assert not launch.started_outside({}, 2, 1)
+
+
+def test_a_run_where_a_cluster_is_entered_is_not_told_to_use_srun(tmp_path, monkeypatch):
+    """Lightning warns wherever the command is installed, and a warning is an error in these tests."""
+    (tmp_path / "srun").write_text("#!/bin/sh\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    quiet()
+    assert not SLURMEnvironment.detect()
 
 
 def test_a_sweep_runs_jobs_of_several_devices_on_one_machine_and_refuses_the_rest(monkeypatch):

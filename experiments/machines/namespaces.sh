@@ -5,6 +5,7 @@
 #     bash experiments/machines/namespaces.sh
 set -euo pipefail
 [ "$(id -u)" = 0 ] && ip netns list > /dev/null 2>&1 || { echo "namespaces.sh: needs root and the command ip (iproute2)" >&2; exit 2; }
+here=$(cd "$(dirname "$0")" && pwd)
 work=$(mktemp -d)
 clean() {
     for host in rl-a rl-b; do ip netns delete "$host" 2> /dev/null || true; done
@@ -30,14 +31,4 @@ for strategy in ddp fsdp; do
     done
     for pid in "${started[@]}"; do wait "$pid" || { tail -n 20 "$work/$strategy"-*.log >&2; exit 1; }; done
 done
-python - "$work" <<'PY'
-import json, sys
-from pathlib import Path
-
-rows = {name: [json.loads(line) for line in (Path(sys.argv[1]) / name / "metrics.jsonl").read_text().splitlines()] for name in ("one", "ddp", "fsdp")}
-print("| run | step | reward/mean | tokens/sampled | loss/policy | optim/grad_norm |\n|---|---|---|---|---|---|")
-for name, mine in rows.items():
-    for row in mine:
-        if "reward/mean" in row:
-            print(f"| {name} | {row['step']} | {row['reward/mean']:.6f} | {row['tokens/sampled']:.0f} | {row['loss/policy']:.6f} | {row['optim/grad_norm']:.6f} |")
-PY
+cd "$work" && python "$here/rows.py" one ddp fsdp

@@ -95,6 +95,7 @@ def quiet() -> None:
         ".*eval mode at the start of training.*",
         ".*`training_step` returned `None`.*",
         ".*GPU available but not used.*",
+        ".*`srun` command is available.*",  # where a cluster is entered; several nodes without srun are refused
         ".*isinstance.treespec, LeafSpec.*",
         ".*Checkpoint directory .* exists.*",
         "The `srun` command is available.*",

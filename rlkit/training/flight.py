@@ -57,6 +57,7 @@ class Asked(NamedTuple):
     before: StreamState | None  # None: behind the request before it
     settings: str
     kernel: str | None = None  # generation.kernel, as the trainer goes on with it
+    weights: str = ""  # a digest of those that are due to sample them, where a journal needs it
 
     @property
     def after(self) -> None:
@@ -167,10 +168,7 @@ def packed(flight: Flight, process: Ahead | None = None) -> dict[str, Any]:
         flight = flight._replace(ahead=process.arrived(flight.ahead))
     for groups in takewhile(lambda groups: isinstance(groups, Dispatched), flight.ahead):
         assert isinstance(groups, Dispatched)
-        rollouts, kept = [r._replace(task=Task(r.task.id, ())) for r in groups.sampled], {id(r) for r in groups.trained}
-        data = torch.frombuffer(bytearray(to_bytes(rollouts)), dtype=torch.uint8)  # of which a save knows the size
-        own = {"sampled": data, "trained": [i for i, r in enumerate(groups.sampled) if id(r) in kept]}
-        out.append(groups._asdict() | own | {"before": list(groups.before), "after": list(groups.after)})
+        out.append(sealed(groups))
     asked = [groups for groups in flight.ahead if isinstance(groups, Asked)]
     weights = {r.version: process.slots.saved(r.version) for r in asked if process and process.slots is not None} or dict(flight.weights)
     requests = [r._asdict() | {"progress": r.progress._asdict(), "before": None} for r in asked]
@@ -178,19 +176,27 @@ def packed(flight: Flight, process: Ahead | None = None) -> dict[str, Any]:
     return {"stream": list(flight.consumed), "flight": out, "requests": requests, "weights": weights} | still
 
 
+def sealed(groups: Dispatched) -> dict[str, Any]:
+    """Groups as plain values and tensors, without their tasks."""
+    rollouts, kept = [r._replace(task=Task(r.task.id, ())) for r in groups.sampled], {id(r) for r in groups.trained}
+    data = torch.frombuffer(bytearray(to_bytes(rollouts)), dtype=torch.uint8)  # of which a save knows the size
+    own = {"sampled": data, "trained": [i for i, r in enumerate(groups.sampled) if id(r) in kept]}
+    return groups._asdict() | own | {"before": list(groups.before), "after": list(groups.after)}
+
+
+def unsealed(own: Mapping[str, Any], tasks: Sequence[Task], *, seed: int) -> Dispatched:
+    """The inverse. Raises DataError where the tasks have changed."""
+    rollouts, before, after = from_bytes(own["sampled"].numpy().tobytes()), StreamState(*own["before"]), StreamState(*own["after"])
+    drawn = take_again(tasks, before, after, 1 + max(r.group for r in rollouts), seed=seed)
+    if any(r.task.id != drawn[r.group].id for r in rollouts):
+        raise DataError("the groups in flight are of problems that the task no longer has; restore task.path and the data, or start anew")
+    rollouts = [r._replace(task=drawn[r.group]) for r in rollouts]
+    return Dispatched(**{**own, "sampled": rollouts, "trained": [rollouts[i] for i in own["trained"]], "before": before, "after": after})
+
+
 def restored(saved: Mapping[str, Any], tasks: Sequence[Task], *, seed: int) -> Flight:
     """The inverse, of a checkpoint's state. Raises DataError where the tasks have changed."""
-    ahead = []
-    for own in saved.get("flight", ()):
-        rollouts, before, after = from_bytes(own["sampled"].numpy().tobytes()), StreamState(*own["before"]), StreamState(*own["after"])
-        drawn = take_again(tasks, before, after, 1 + max(r.group for r in rollouts), seed=seed)
-        if any(r.task.id != drawn[r.group].id for r in rollouts):
-            raise DataError(
-                "the groups in flight are of problems that the task no longer has; restore task.path and the data, or start anew"
-            )
-        rollouts = [r._replace(task=drawn[r.group]) for r in rollouts]
-        groups = own | {"sampled": rollouts, "trained": [rollouts[i] for i in own["trained"]], "before": before, "after": after}
-        ahead.append(Dispatched(**groups))
+    ahead = [unsealed(own, tasks, seed=seed) for own in saved.get("flight", ())]
     asked = [Asked(**r | {"progress": Progress(**r["progress"])}) for r in saved.get("requests", ())]
     return Flight(StreamState(*saved["stream"]), (*ahead, *asked), saved.get("weights", {}), saved.get("suspended"))
 

@@ -41,7 +41,9 @@ from rlkit.system.device import autocast, pick_device, quiet
 from rlkit.training.experiment import Experiment
 from rlkit.training.flight import Asked, Dispatched, Flight, dispatched
 from rlkit.training.in_flight import InFlight
+from rlkit.training.journal import Journal, digest
 from rlkit.training.metrics import Clock
+from rlkit.training.schedules import phases
 from rlkit.types import Policy, Task
 
 GRACE = 5.0  # seconds in which a process that was told to end may close its sessions
@@ -157,10 +159,14 @@ class SamplingProcess:
     Args:
       again: builds the experiment in the other process; a function that pickle can name, with its arguments.
       tasks: the prompts of the run. log: takes what the process prints; None: it prints where the trainer does.
+      journal: keeps what its engine would not sample again alike.
     """
 
-    def __init__(self, again: Callable[[], Experiment], tasks: Sequence[Task], *, log: Path | None = None):
-        self.log, self.waiting = log, 0  # requests without an answer
+    def __init__(self, again: Callable[[], Experiment], tasks: Sequence[Task], *, log: Path | None = None, journal: Journal | None = None):
+        self.log, self.journal = log, journal
+        self.requests: dict[int, Asked] = {}  # step → what has no answer yet
+        self.behind: StreamState | None = None  # the prompts behind the last request, where the journal has answered it
+        self.weights = ""  # a digest of the published ones, for the journal
         self.here: dict[int, tuple[Answer, float]] = {}  # step → groups that no one has taken yet, and the seconds to unpack them
         self.failure: BaseException | None = None  # why no more answers come
         self.slots: WeightSlots | None = None
@@ -213,6 +219,7 @@ class SamplingProcess:
                 f"asynchrony=overlap: no memory for {slots.count} versions of {slots.size / 2**20:,.0f} MiB ({error.strerror}); lower "
                 "asynchrony.staleness, or train adapters (model.lora.rank)"
             ) from error
+        self.weights = digest(policy.model) if self.journal else ""
         return time.perf_counter() - begun
 
     def slots_of(self, model: Any, staleness: int) -> WeightSlots:
@@ -224,8 +231,14 @@ class SamplingProcess:
 
     def ask(self, request: Asked) -> Asked:
         """Asks for the groups of a step. Answers come in the order of the requests."""
-        self.send(request)
-        self.waiting += 1
+        request = request._replace(weights=request.weights or self.weights, before=request.before or self.behind)
+        groups = self.journal.find(request) if self.journal else None
+        self.behind = groups.after if groups else None
+        if groups:
+            self.here[request.step] = Answer(groups, 0.0, 0.0, 0.0, [], None), 0.0
+        else:
+            self.send(request)
+            self.requests[request.step] = request
         return request
 
     def receive(self, request: Asked) -> Dispatched:
@@ -265,8 +278,10 @@ class SamplingProcess:
         """Waits for the next answer."""
         answer, seconds = self.answers.get()
         if isinstance(answer, Answer):
-            self.waiting -= 1
-            self.here[answer.groups.step] = answer, seconds
+            request = self.requests.pop(answer.groups.step)
+            if self.journal:
+                self.journal.keep(answer.groups, request.weights)
+            self.here[request.step] = answer, seconds
         else:
             self.failure = answer or self.gone()
 
@@ -274,7 +289,14 @@ class SamplingProcess:
         """What is in flight, with the groups that are there already in place of their requests. Never waits, and takes none away."""
         while not self.answers.empty() and self.failure is None:
             self._take()
+        if self.journal and ahead:
+            self.journal.checkpoint(ahead[0].step)
         return tuple(self.here[groups.step][0].groups if groups.step in self.here else groups for groups in ahead)
+
+    def idle(self) -> None:
+        """Waits until nothing is being sampled."""
+        while self.requests and self.failure is None:
+            self._take()
 
     def gone(self) -> EngineError:
         """Why there is no answer."""
@@ -289,7 +311,7 @@ class SamplingProcess:
         """The process has ended."""
         with suppress(OSError):
             self.connection.send(None)
-        if not self.waiting:  # it has nothing to do, and ends by itself
+        if not self.requests:  # it has nothing to do, and ends by itself
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(GRACE)
         self.process.terminate()
@@ -313,10 +335,12 @@ def _pickled(setup: Setup) -> bytes:
 
 @contextmanager
 def sampling_process(
-    x: Experiment, again: Callable[[], Experiment] | None, tasks: Sequence[Task], *, log: Path | None = None
+    x: Experiment, again: Callable[[], Experiment] | None, tasks: Sequence[Task], *, folder: Path | None = None
 ) -> Iterator[SamplingProcess | InFlight | None]:
     """What samples ahead: a second process with asynchrony=overlap, in this one with in_flight; None in other modes.
 
+    Args:
+      folder: of the run, for the process's log and journal.
     Raises: ConfigError where the process cannot be made.
     """
     if x.asynchrony.mode in ("none", "lag"):
@@ -331,11 +355,20 @@ def sampling_process(
             "asynchrony=overlap: a second process builds the experiment again from its config, which Python objects are not part of; name "
             "them by their import path (_target_), or choose asynchrony=lag"
         )
-    process = SamplingProcess(again, tasks, log=log)
+    engines = _shared(x)
+    journal = Journal(folder / "journal", tasks, x.seed) if folder and engines else None
+    process = SamplingProcess(again, tasks, log=folder / "sampler.log" if folder else None, journal=journal)
+    for engine in engines:
+        engine.lent = process.idle
     try:
         yield process
     finally:
         process.close()
+
+
+def _shared(x: Experiment) -> list[Any]:
+    """The engines that two processes use: servers, which hold one version at a time."""
+    return [engine for own in (x, *phases(x).values()) if hasattr(engine := own.generation.engine, "lent")]
 
 
 # --------------------------------------------------------------------------------------------- the sampling process
@@ -375,6 +408,8 @@ def serve(begin: Callable[[], Setup], receive: Callable[[], Any], send: Callable
     try:
         setup = begin()
         x = setup.again()
+        for engine in _shared(x):
+            engine.lent = lambda: None  # the trainer waits before it uses them
         policy, device = _policy(x)
         slots, loaded, last = None, None, StreamState()
         while True:

@@ -51,7 +51,7 @@ def train_in(
     from rlkit.training.overlap import sampling_process
 
     LOST.clear()
-    with sampling_process(x, again, tasks.train, log=folder / "sampler.log") as process:
+    with sampling_process(x, again, tasks.train, folder=folder) as process:
         return _train(x, tasks, folder, process, started=started, resume=resume, provenance=provenance)
 
 

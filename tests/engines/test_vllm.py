@@ -6,12 +6,10 @@ The same against vLLM itself: test_vllm_real.py.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 import threading
-from contextlib import ExitStack, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
@@ -27,8 +25,7 @@ from rlkit.episodes._collect import collect
 from rlkit.errors import ConfigError, EngineError
 from rlkit.models import LoRA, load_policy
 from rlkit.types import Environment, SamplingParams, Task
-
-EOS = 0
+from vllm_protocol import EOS, serving
 
 
 @pytest.fixture
@@ -286,55 +283,6 @@ def test_without_weights_nothing_is_sampled(fakes):
 
 
 # ------------------------------------------------------------------------------------------------------------ servers
-
-
-class Handler(BaseHTTPRequestHandler):
-    """`vllm serve` as far as the engine uses it: the completion is the prompt's last id + 1, and the end."""
-
-    def do_GET(self):
-        self.server.absences -= 1
-        models = [{"id": "rlkit-1", "parent": "base"}, {"id": self.server.model, "max_model_len": 100, "parent": None}]
-        self.answer({"data": models} if self.path == "/v1/models" else {})
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append((self.path, body))
-        if self.path == self.server.dies_at:
-            self.server.dies_at, self.server.absences = None, self.server.away
-        if self.path in self.server.missing:
-            self.answer({"error": "no such path"}, 404)
-        elif self.path == "/v1/completions":
-            if self.server.holds is not None and self.server.holds(self) == "drop":
-                return
-            ids = [body["prompt"][-1] + 1, EOS]
-            self.answer({"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": [-1.0, -2.0]}}]})
-        else:
-            self.answer("Success")
-
-    def answer(self, body, status=200):
-        if self.server.absences > 0:
-            return  # the connection closes without a word
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_): ...
-
-
-@contextmanager
-def serving():
-    """A server. `dies_at`: the path at which it goes away, for `away` looks at it; `holds`: what it does before a completion."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        http.model, http.asked, http.missing, http.dies_at, http.absences, http.away, http.holds = "base", [], set(), None, 0, 1 << 30, None
-        http.url = f"http://127.0.0.1:{http.server_address[1]}"
-        http.count = lambda path: [asked for asked, _ in http.asked].count(path)
-        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
-        thread.start()
-        yield http
-        http.shutdown()
-        thread.join()
 
 
 @pytest.fixture

@@ -44,10 +44,10 @@ def _second_process(x: Experiment) -> list[str]:
     said, problems = "asynchrony=overlap", []
     if (count := x.trainer.devices * x.trainer.nodes) > 1:
         problems.append(f"{said}: there is one sampling process, and trainer={x.trainer.strategy} has {count} ranks; choose asynchrony=lag")
-    if type(x.generation.engine).__module__.startswith("rlkit.engines.vllm"):
+    if any(getattr(phase.generation.engine, "addresses", None) in ([], ["start"]) for phase in phases(x).values()):
         problems.append(
-            f"{said}: groups in flight are sampled again when a run is resumed, and vLLM would not give the same ones; choose "
-            "generation=cached, or asynchrony=lag, whose checkpoints hold the groups"
+            f"{said}: two processes sample, and each would start a vLLM of its own; start `vllm serve` and name it in "
+            "generation.engine.addresses, or choose asynchrony=lag"
         )
     if any(phase.algorithm.episodes is not None for phase in phases(x).values()) and not x.asynchrony.staleness:
         problems.append(f"{said}: algorithm={x.algorithm.name} samples nothing; choose asynchrony=none")

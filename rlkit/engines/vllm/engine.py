@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -77,6 +77,7 @@ class VLLM:
         self.busy_s = 0.0
         self.running, self.since = 0, 0.0  # completions, and since when there are any
         self.told = False  # how answers join
+        self.lent: Callable[[], None] | None = None  # of servers that two processes use in turns: waits for the other one's end
 
     async def load(self, weights: Policy, version: int) -> None:
         """Sample from this policy's weights as they are now. What has not moved since the last load is not pushed again.
@@ -90,6 +91,9 @@ class VLLM:
             self.backend = None
         if self.backend is None:
             self.backend, self.model = self._started(weights), weights.model
+        if self.lent is not None and isinstance(self.backend, ServerPool):
+            self.lent()
+            self.backend.forget()
         await self.backend.load(weights, version)
 
     async def generate(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> Generation:

@@ -23,6 +23,7 @@ from rlkit.engines.vllm.weights import adapter_mark, base_mark, lora_rank, save_
 from rlkit.errors import EngineError
 from rlkit.types import Generation, Policy, SamplingParams
 
+PUSH = 600.0  # seconds that a server may take to read weights
 POLL = 0.5  # seconds between two looks at servers that are to come
 MOST_WAITS = 5  # for all servers, between two loads
 
@@ -71,6 +72,11 @@ class ServerPool:
 
     def release(self, key: int) -> None:
         return  # nothing is kept here
+
+    def forget(self) -> None:
+        """Others may have given the servers weights since."""
+        for server in self.servers:
+            server.has = None
 
     def close(self) -> None:
         for server in self.servers:
@@ -170,7 +176,13 @@ class ServerPool:
     async def _give(self, server: Server, folder: Path, due: Any, *, adapted: bool) -> None:
         losses, server.has = server.losses, None
         try:
-            await (server.push_adapter if adapted else server.push_weights)(folder)
+            async with asyncio.timeout(PUSH):
+                await (server.push_adapter if adapted else server.push_weights)(folder)
             server.has = due
+        except TimeoutError as error:
+            raise EngineError(
+                f"the vLLM server {server.url} has not taken the weights of version {self.version} in {PUSH:g} s; look into its log, and "
+                "whether it can read generation.engine.folder"
+            ) from error
         except Lost as error:
             self._lose(server, losses, error)
