@@ -29,7 +29,7 @@ from rlkit.training import streams
 from rlkit.training.callbacks.pathologies import length_inflation
 from rlkit.training.learner import Host, Learner
 from rlkit.training.selfcheck import check_teacher
-from rlkit.training.teachers import answer, context_teacher, ema_teacher, with_hint
+from rlkit.training.teachers import answer, context_teacher, ema_teacher, path_teacher, with_hint
 from rlkit.types import Rollout, Task
 
 COMMON = [
@@ -57,9 +57,9 @@ def played(tiny):
     return x, [r._replace(status="truncated" if i == 1 else "terminated") for i, r in enumerate(rewarded)]
 
 
-def gradients(x, rollouts, policy, *, micro=1 << 14, **own):
+def gradients(x, rollouts, policy, *, micro=1 << 14, of=None, **own):
     """The gradient of one update, flattened, and the step's metrics."""
-    x = x._replace(algorithm=x.algorithm._replace(streams=own), teacher=context_teacher(show="answer"))
+    x = x._replace(algorithm=x.algorithm._replace(streams=own), teacher=of or context_teacher(show="answer"))
     x = x._replace(trainer=x.trainer._replace(micro_batch_tokens=micro))
     policy, seen = policy._replace(model=copy.deepcopy(policy.model).double()), []
     learner = Learner(x, policy, exact=True, host=Host(optimizer_step=lambda _: None))
@@ -182,13 +182,38 @@ def test_rows_that_do_not_hold_what_a_stream_reads_are_refused(overrides, says):
         load_tasks(experiment(compose([*overrides, "task.max_samples=64", "evaluation.n=0"])))
 
 
-def test_a_teacher_of_another_vocabulary_is_refused_before_weights_are_read(tmp_path, tiny):
-    tiny.model.config.save_pretrained(tmp_path)
-    tokenizer = copy.deepcopy(tiny.renderer.tokenizer)
-    tokenizer.add_tokens(["another"])
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"teacher\.path=.*another vocabulary"):
-        check_teacher(experiment(compose(["algorithm=opd", "teacher=path", f"teacher.path={tmp_path}"])))
+def reordered(policy, folder):
+    """Saves the model with its tokens in another order, one more token among those added, and rows of padding behind."""
+    tokenizer, drawn = policy.renderer.tokenizer, torch.Generator().manual_seed(5)
+    tokenizer.save_pretrained(folder)
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    plain = len(spec["model"]["vocab"])
+    order = torch.cat([torch.randperm(plain, generator=drawn), plain + torch.randperm(769 - plain, generator=drawn)]).tolist()
+    spec["model"]["vocab"] = {token: order[i] for token, i in spec["model"]["vocab"].items()}
+    added = [*spec["added_tokens"], {**spec["added_tokens"][-1], "id": 768, "content": "<more>"}]
+    spec["added_tokens"] = sorted(({**token, "id": order[token["id"]]} for token in added), key=lambda token: token["id"])
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    model = copy.deepcopy(policy.model)
+    model.resize_token_embeddings(776, mean_resizing=False)
+    with torch.no_grad():
+        weight = model.get_input_embeddings().weight
+        weight[order] = weight[:769].clone()
+    model.save_pretrained(folder)
+
+
+def test_a_teacher_whose_tokens_have_another_order_gives_the_same_gradients(played, tiny, tmp_path):
+    """The tiny model with weights that have moved, as it is and in another order with rows between: equal bits, tied head and all."""
+    x, rollouts = played
+    moved = tiny._replace(model=copy.deepcopy(tiny.model))
+    with torch.no_grad():
+        for weight in moved.model.parameters():
+            weight.mul_(1.01)
+    moved.model.save_pretrained(tmp_path / "plain")
+    tiny.renderer.tokenizer.save_pretrained(tmp_path / "plain")
+    reordered(moved, tmp_path / "other")
+    check_teacher(experiment(compose(["algorithm=opd", "teacher=path", f"teacher.path={tmp_path / 'other'}"])))
+    plain, other = (gradients(x, rollouts, tiny, of=path_teacher(path=str(tmp_path / name)), teacher=KL)[0] for name in ("plain", "other"))
+    assert plain.norm() > 0 and torch.equal(plain, other)
 
 
 def test_a_loop_is_told_from_prose_and_the_alarm_fires_on_it():

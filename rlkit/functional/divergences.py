@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -96,15 +97,18 @@ def jensen_shannon(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor, *, be
     return (value + (1 - beta) * own * (q - q.detach())).sum(-1)
 
 
-def top_k_divergence(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor, *, k: int = 32) -> Tensor:
-    """KL(π‖T): exact on the student's k likeliest tokens S, sampled on the rest. Unbiased for every k.
+def top_k_divergence(
+    logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor, *, k: int = 32, chosen_by: Literal["student", "teacher"] = "student"
+) -> Tensor:
+    """KL(π‖T): exact on the k likeliest tokens S of one of the two, sampled on the rest. Unbiased for every k and S.
 
     Σ_S q_v ℓ_v + 1[a ∉ S] ratio · ℓ_a; gradient Σ_S q_v sg(ℓ_v) ∇log q_v + 1[a ∉ S] ratio · sg(ℓ_a) ∇log q_a. S is chosen before the draw,
     so the expectation under π is the whole sum. Cutting off the rest instead would drive mass out of S.
 
-    Args: logq, logp, ids, ratio as in `sampled_divergence`; k: ≥ 1, more than V is V.
+    Args: logq, logp, ids, ratio as in `sampled_divergence`; k: ≥ 1, more than V is V; chosen_by: whose tokens S are: a teacher behind
+      a server names its own alone.
     Returns: [m] in nats, of either sign.
-    Raises: ValueError naming k.
+    Raises: ValueError naming k or chosen_by.
     Source: the control variate of conditioning on S, by derivation; the truncated form is in arXiv:2605.11182.
 
     >>> q, p = torch.tensor([[0.6, 0.4]]).log(), torch.tensor([[0.9, 0.1]]).log()
@@ -112,7 +116,8 @@ def top_k_divergence(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor, *, 
     [-0.2433, 1.143]
     """
     require(k >= 1, "k", k, "≥ 1")
-    chosen = logq.detach().topk(min(k, logq.shape[-1])).indices
+    require(chosen_by in ("student", "teacher"), "chosen_by", chosen_by, "student or teacher")
+    chosen = (logq.detach() if chosen_by == "student" else logp).topk(min(k, logq.shape[-1])).indices
     q = logq.gather(-1, chosen).exp()
     gap = (logq.gather(-1, chosen) - logp.gather(-1, chosen)).detach().clamp(-BOUND, BOUND)
     outside = (chosen != ids[:, None]).all(-1)

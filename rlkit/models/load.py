@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -125,30 +126,80 @@ def pretrained_model(path: str, *, dtype: torch.dtype | str, attention: str = "s
         )
 
 
-def check_vocabulary(path: str, teacher: str, *, teacher_revision: str | None = None, key: str = "reference.path", **hub: Any) -> None:
-    """Another model may be compared with this one, token by token: its tokenizer is the same, and it has a row for each of its ids.
+def check_vocabulary(
+    path: str, teacher: str, *, teacher_revision: str | None = None, key: str = "reference.path", rows: int = 0, **hub: Any
+) -> list[int] | None:
+    """Another model may be compared with this one, token by token: each token of this one is one of its own, in whatever order.
 
-    Looks at tokenizers and configs alone, so that a wrong teacher is found before any weights are loaded. Rows of padding behind the
-    vocabulary may differ.
+    Looks at tokenizers and configs alone, so that a wrong teacher is found before any weights are loaded. The same token is the same
+    bytes, since merges and decoder have to be the same too. Rows of padding behind the vocabulary may differ.
 
     Args:
-      path, hub: of the policy, as in `load_policy`. teacher, teacher_revision: of the other model.
-    Raises: ConfigError naming the `key`.
+      path, hub: of the policy, as in `load_policy`. teacher, teacher_revision: of the other model. rows: of the policy's head.
+    Returns: None where equal ids mean equal tokens; else the other model's row for each id of the policy, for `take_rows`. Rows of the
+      policy without a token are given those that the other has without one, as far as there are any.
+    Raises: ConfigError naming the `key` and the first token that the other model has not.
     """
-    own = pretrained_tokenizer(path, **hub).get_vocab()
+    tokenizer = pretrained_tokenizer(path, **hub)
     try:
-        theirs = pretrained_tokenizer(teacher, revision=teacher_revision).get_vocab()
-        rows = getattr(pretrained_config(teacher, revision=teacher_revision).get_text_config(), "vocab_size", None)
+        other = pretrained_tokenizer(teacher, revision=teacher_revision)
+        size = getattr(pretrained_config(teacher, revision=teacher_revision).get_text_config(), "vocab_size", None)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", f"{key}=", 1)) from error
-    if own != theirs:
-        odd = sorted(own.items() ^ theirs.items(), key=lambda entry: entry[1])[0]
+    own, theirs = tokenizer.get_vocab(), other.get_vocab()
+    used = own.values() if own == theirs else [theirs[token] for token in own.keys() & theirs.keys()]
+    if own != theirs and (odd := _odd_token(tokenizer, other)):
         raise ConfigError(
-            f"{key}={teacher}: has another vocabulary than model.path={path} ({len(theirs)} tokens and {len(own)}; the first that "
-            f"differs is {odd[0]!r}, id {odd[1]}), so its ids mean something else; choose a model with the same tokenizer"
+            f"{key}={teacher}: has another vocabulary than model.path={path} ({len(theirs)} tokens and {len(own)}; {odd}), so its tokens "
+            "mean something else; choose a model with the same tokenizer"
         )
-    if rows is not None and rows <= max(own.values()):
-        raise ConfigError(f"{key}={teacher}: has {rows} rows for ids up to {max(own.values())}; choose a model with all of them")
+    if size is not None and size <= max(used):
+        raise ConfigError(f"{key}={teacher}: has {size} rows for ids up to {max(used)}; choose a model with all of them")
+    if own == theirs:
+        return None
+    tokens = {i: token for token, i in own.items()}
+    spare = iter(sorted({*range(size or 0)} - {*theirs.values()}))
+    found = [theirs[tokens[i]] if i in tokens else next(spare, None) for i in range(max(rows, *(i + 1 for i in tokens)))]
+    cut = found.index(None) if None in found else len(found)
+    if cut <= max(tokens):
+        raise ConfigError(f"{key}={teacher}: has no row for id {cut} of model.path={path}, which has no token; choose another model")
+    return [row for row in found[:cut] if row is not None]
+
+
+def _odd_token(own: Any, other: Any) -> str:
+    """The first token that the other tokenizer has not, or has by other rules; "" where there is none."""
+    added, others = own.get_added_vocab(), other.get_added_vocab()
+    theirs = other.get_vocab()
+    for token, i in sorted(own.get_vocab().items(), key=lambda entry: entry[1]):
+        if token not in theirs or (token in added) != (token in others):
+            return f"the first that differs is {token!r}, id {i}"
+    return "" if _rules(own) == _rules(other) else "their merges or decoders differ"
+
+
+def _rules(tokenizer: Any) -> Any:
+    """How a tokenizer cuts text and writes it again, without the ids."""
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        return tokenizer  # nothing to compare: equal to itself alone
+    spec = json.loads(tokenizer.backend_tokenizer.to_str())
+    parts = {key: value for key, value in spec["model"].items() if key != "vocab"}
+    return parts, spec["normalizer"], spec["pre_tokenizer"], spec["decoder"]
+
+
+def take_rows(model: Any, ids: Sequence[int]) -> None:
+    """Gives a causal LM another vocabulary, in place: row i of embedding and head is what row ids[i] was.
+
+    Raises: ConfigError where the model reads ids elsewhere too.
+    """
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    size, moved = ends[0].weight.shape[0], dict[Tensor, nn.Parameter]()
+    if any(isinstance(m, nn.Embedding) and m not in ends and m.num_embeddings == size for m in model.modules()):
+        raise ConfigError("it has further embeddings of the vocabulary, which cannot be reordered; choose a teacher with the same ids")
+    for layer in ends:
+        for name, old in list(layer.named_parameters(recurse=False)):
+            moved.setdefault(old, nn.Parameter(old.detach()[list(ids)], requires_grad=old.requires_grad))  # a tied head stays tied
+            setattr(layer, name, moved[old])
+    ends[0].padding_idx, ends[0].num_embeddings, ends[1].out_features = None, len(ids), len(ids)
+    model.config.get_text_config().vocab_size = len(ids)
 
 
 def check_weights(model: Any, path: str, key: str = "model.path") -> None:

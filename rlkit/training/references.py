@@ -53,7 +53,7 @@ def frozen(*, path: str | None = None, revision: str | None = None, key: str = "
     state is that of a reference that could move (a second adapter under LoRA) and is checkpointed.
 
     Args:
-      path: another model with the same vocabulary, a local folder or a hub id; loaded anew on resume. None: the policy itself.
+      path: another model with the same tokens, in any order: a folder or a hub id; loaded anew on resume. None: the policy itself.
       revision: of a hub id. key: where the path stands in the config, for messages.
     Raises: ConfigError, when the reference is made, where the model cannot be loaded or has another vocabulary.
     """
@@ -309,20 +309,23 @@ def _freeze(policy: nn.Module, *, step: int = 0) -> nn.Module | Moving | None:
 
 @assumes("same_vocabulary")
 def _load_teacher(policy: Any, *, path: str, revision: str | None, key: str, **_: Any) -> nn.Module:
-    """Another model on the policy's device and in its precision. The two must mean the same by an id."""
+    """Another model on the policy's device and in its precision. Its ids become the policy's."""
     from rlkit.errors import ConfigError
     from rlkit.models import check_vocabulary, pretrained_model
-    from rlkit.models.load import check_weights
+    from rlkit.models.load import check_weights, take_rows
 
     own = policy.get_base_model() if hasattr(policy, "disable_adapter") else policy
     weight = own.get_output_embeddings().weight
+    rows = None
     if own.name_or_path:
-        check_vocabulary(own.name_or_path, path, teacher_revision=revision, key=key)
+        rows = check_vocabulary(own.name_or_path, path, teacher_revision=revision, key=key, rows=len(weight))
     try:
         teacher = pretrained_model(path, dtype=weight.dtype, revision=revision)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", f"{key}=", 1)) from error
     check_weights(teacher, path, key)
+    if rows is not None:
+        take_rows(teacher, rows)
     return teacher.to(weight.device).requires_grad_(False).eval()
 
 

@@ -22,6 +22,7 @@ from rlkit.models.chat import Renderer, encode_text
 from rlkit.models.head import trunk_and_head
 from rlkit.models.log_probs import CHUNK_LOGITS, forward_logprobs, states
 from rlkit.models.packing import Packed, pack
+from rlkit.training.served import ServedTeacher, named_tokens
 from rlkit.training.teachers import shown_prompts
 from rlkit.types import Batch, Rollout
 
@@ -150,15 +151,7 @@ def nll(learner: Learner, packed: Packed) -> Tensor:
 
 def divergences(learner: Learner, given: Pass, batch: Batch, packed: Packed) -> Tensor:
     """The divergence at each of the pass's tokens [M]: the teacher reads the same reply, behind its own prompt if it has one."""
-    mask = batch.response_mask
-    theirs = packed if given.shown is None else pack(*as_shown(batch, given.shown))
-    if not torch.equal(theirs.targets[theirs.inverse], packed.targets[packed.inverse]):
-        raise RuntimeError("the teacher does not read the tokens that the policy sampled; this is a bug in rlkit.training.streams")
-    with learner.teacher_model(given.teacher) as model, torch.no_grad():
-        read = learner.host.forward(model, states, theirs)[theirs.inverse]
-        head = trunk_and_head(model)[1]
-        if learner.x.teacher.models[given.teacher].name == "live":  # its head is the policy's, and the policy's is trained
-            read = read.detach()
+    mask, (read, head) = batch.response_mask, teacher_states(learner, given, batch, packed)
     before = batch.logprobs_old if batch.old_share is None else batch.logprobs_sampler  # then no correction either: the ratio is π / μ
     old = None if before is None else before[mask]
     factor = None if batch.scale is None else batch.scale[mask]
@@ -167,10 +160,24 @@ def divergences(learner: Learner, given: Pass, batch: Batch, packed: Packed) -> 
     )
 
 
+def teacher_states(learner: Learner, given: Pass, batch: Batch, packed: Packed) -> tuple[Tensor, Any]:
+    """The teacher's last states at the pass's tokens [M, H] and its head; of a served one what the servers name, as if they were these."""
+    rows = (batch.ids, batch.response_mask) if given.shown is None else as_shown(batch, given.shown)
+    with learner.teacher_model(given.teacher) as model, torch.no_grad():
+        if isinstance(model, ServedTeacher):
+            columns = trunk_and_head(learner.model)[1].weight.shape[0]
+            return model.read(*rows, k=named_tokens(given.stream.loss) or 0, columns=columns)
+        theirs = packed if given.shown is None else pack(*rows)
+        if not torch.equal(theirs.targets[theirs.inverse], packed.targets[packed.inverse]):
+            raise RuntimeError("the teacher does not read the tokens that the policy sampled; this is a bug in rlkit.training.streams")
+        read = learner.host.forward(model, states, theirs)[theirs.inverse]  # without gradient: a live teacher's head is the policy's
+        return read.detach(), trunk_and_head(model)[1]
+
+
 def token_divergences(model: nn.Module, packed: Packed, teacher: tuple[Tensor, Any], old: Any, factor: Any, **settings: Any) -> Tensor:
     """The divergence at the sampled tokens of packed rows [M], in the order of the response mask."""
     hidden, head = states(model, packed)[packed.inverse], trunk_and_head(model)[1]
-    size = max(1, CHUNK_LOGITS // (head.weight.shape[0] + teacher[1].weight.shape[0]))
+    size = max(1, CHUNK_LOGITS // (head.weight.shape[0] + getattr(teacher[1], "weight", head.weight).shape[0]))
     return chunked_divergence((hidden, head), teacher, packed.targets[packed.inverse], old, factor, chunk_size=size, **settings)
 
 

@@ -13,6 +13,7 @@ from rlkit.environments import environment_of
 from rlkit.episodes.episode import opening
 from rlkit.models.chat import encode_prompt
 from rlkit.training.references import ema, frozen, live
+from rlkit.training.served import served
 from rlkit.types import Message, Policy, Reference, Rollout
 
 Show = Callable[[Rollout, Sequence[Rollout]], "str | None"]  # (rollout, its group) → what is added to the prompt; None: no token counts
@@ -53,6 +54,26 @@ def start_teacher() -> Teacher:
 def ema_teacher(*, decay: float) -> Teacher:
     """A moving average of the policy: teacher ← decay · teacher + (1 - decay) · policy after every RL step. decay: in [0, 1)."""
     return Teacher("ema", {"": ema(decay=decay)})
+
+
+def vllm_teacher(*, addresses: Sequence[str], model: str | None = None, max_rows: int = 64) -> Teacher:
+    """Another model with the policy's vocabulary, behind `vllm serve`; nothing of it is loaded here.
+
+    A server gives the log-probs of single tokens, at temperature 1. So the divergence is `sampled_divergence`, or `top_k_divergence`
+    with chosen_by=teacher, and generation.temperature is 1. Log-probs are normalised over all rows of the served model.
+
+    Args:
+      addresses: of the servers; rows are dealt to them in turn, and one that no longer answers is passed over.
+      model: the name that they serve it under, checked at the start; None takes what they serve.
+      max_rows: requests at once to each server, > 0.
+    Raises: ValueError without a proper address.
+    """
+    given = [addresses] if isinstance(addresses, str) else list(addresses)
+    if not given or max_rows < 1 or not all(address.startswith(("http://", "https://")) for address in given):
+        raise ValueError(
+            f"addresses={given}, max_rows={max_rows}: give running servers as teacher.addresses=[http://HOST:8000], and rows > 0"
+        )
+    return Teacher("vllm", {"": served(given, model=model, max_rows=max_rows)})
 
 
 def context_teacher(

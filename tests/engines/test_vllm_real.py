@@ -19,6 +19,7 @@ from rlkit.episodes import assemble, collect
 from rlkit.errors import EngineError
 from rlkit.functional import mix
 from rlkit.models import LoRA, encode_prompt, forward_logprobs, load_policy, pack
+from rlkit.training.served import ServedTeacher
 from rlkit.types import SamplingParams
 
 pytestmark = [
@@ -198,6 +199,25 @@ def test_servers_get_adapters_and_weights_and_are_missed(contexts, capfd):
         agree(started[0], adapted, contexts)
     for engine in started:
         engine.backend.close()
+
+
+def test_a_served_teacher_names_the_tokens_that_the_model_itself_names(policy, contexts):
+    """Log-probs of a row's tokens and of the three likeliest at each, and the check of the vocabulary, by a server that rlkit starts."""
+    engine = VLLM(addresses=["start"], max_rows=16, restart_wait=600.0, arguments={"kv_cache_memory_bytes": 1 << 28})
+    agree(engine, policy, contexts)
+    served = ServedTeacher([engine.backend.servers[0].url])
+    served.check("tiny")
+    ids = torch.tensor([context[:18] for context in contexts])
+    mask = (torch.arange(18) >= 5).expand(len(ids), -1)
+    read, logits = served.read(ids, mask, k=3, columns=768)
+    named = read[:, :4].long()
+    with torch.no_grad():
+        wanted = policy.model(ids).logits[:, 4:-1].log_softmax(-1).flatten(0, 1)
+    torch.testing.assert_close(logits(read).gather(1, named), wanted.gather(1, named), rtol=0, atol=ROUNDING)
+    assert torch.equal(named[:, 0], ids[mask]) and all(
+        set(a) >= set(b) for a, b in zip(named.tolist(), wanted.topk(3)[1].tolist(), strict=True)
+    )
+    engine.backend.close()
 
 
 def test_a_training_run_learns_nothing_wrong(tmp_path):

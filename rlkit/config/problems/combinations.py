@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from rlkit.errors import nearest
+from rlkit.errors import nearest, written
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
     from rlkit.algorithm import Algorithm
@@ -203,6 +203,8 @@ def _check_streams(x: Experiment) -> list[str]:
         problems.append(
             "algorithm.streams.teacher needs a teacher, but teacher=none; choose teacher=path teacher.path=FOLDER, or teacher=context"
         )
+    if "teacher" in a.streams and x.teacher.name == "vllm":
+        problems += _check_served(x, a.streams["teacher"].loss)
     if a.streams.keys() - {"reward"} and a.max_refills:
         problems.append(
             f"algorithm.max_refills={a.max_refills}: prompts that are replaced would be lost to the streams beside the reward; set it to 0"
@@ -213,6 +215,25 @@ def _check_streams(x: Experiment) -> list[str]:
         problems.append(
             f"teacher={x.teacher.name} reference={x.reference.name}: under LoRA there is one second adapter, and both need it; choose "
             "reference=frozen, or teacher=start"
+        )
+    return problems
+
+
+def _check_served(x: Experiment, loss: Any) -> list[str]:
+    """What a server can give a divergence: log-probs of single tokens, at temperature 1."""
+    from rlkit.training.served import named_tokens
+
+    problems = []
+    if loss is not None and named_tokens(loss) is None:
+        problems.append(
+            f"algorithm.streams.teacher.loss={written(loss)}: it compares whole distributions, and teacher=vllm names only the "
+            "sampled token and the teacher's likeliest ones; choose rlkit.functional.sampled_divergence (algorithm=opd), "
+            "rlkit.functional.top_k_divergence with chosen_by: teacher, or teacher=path"
+        )
+    if x.generation.temperature not in (0, 1):
+        problems.append(
+            f"generation.temperature={x.generation.temperature}: teacher=vllm gives log-probs at temperature 1; set it to 1, or choose "
+            "teacher=path"
         )
     return problems
 

@@ -93,6 +93,22 @@ class Server:
             choice = json.loads(await self.ask("/v1/completions", body))["choices"][0]
         return generation(policy, choice["token_ids"], choice["logprobs"]["token_logprobs"])
 
+    async def score(self, ids: Sequence[int], k: int) -> list[Any]:
+        """The log-probs of a row's tokens at temperature 1, and of the k likeliest: position → {id: {logprob}}, None at the first.
+
+        Raises: Lost; EngineError where the server refuses or the row is too long for it.
+        """
+        if len(ids) >= self.max_length:  # it samples one token more
+            raise EngineError(f"{self.url}: a row has {len(ids)} of its {self.max_length} tokens; raise its --max-model-len")
+        body = {"model": self.name, "prompt": list(ids), "prompt_logprobs": k, "max_tokens": 1, "temperature": 0.0}
+        async with self.slots():
+            hint = f"start it with --max-logprobs {k} or more" if k > 20 else ""  # its own default is 20
+            return list(json.loads(await self.ask("/v1/completions", body, hint=hint))["choices"][0]["prompt_logprobs"])
+
+    async def text_of(self, ids: Sequence[int]) -> str:
+        """What its tokenizer makes of ids. Raises: as `ask`."""
+        return str(json.loads(await self.ask("/detokenize", {"model": self.name, "tokens": list(ids)}))["prompt"])
+
     def slots(self) -> asyncio.Semaphore:
         """As many as requests at once. A semaphore belongs to one event loop, and a collect may run in a loop of its own."""
         if self.loop is not asyncio.get_running_loop():

@@ -1,0 +1,139 @@
+"""A teacher behind `vllm serve`: the log-probs of the sampled tokens, and of its likeliest ones, over HTTP.
+
+    rows of ids ──▶ /v1/completions, prompt_logprobs=k ──▶ k + 1 named tokens at each position ──▶ logits [m, V]
+
+The tokens that the server does not name share the rest of its probability evenly, so that the logits are a distribution. A divergence
+that reads only named tokens is exact; all others are refused before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlkit.engines.vllm.server import Lost, Server
+from rlkit.errors import ConfigError, EngineError
+from rlkit.functional import sampled_divergence, top_k_divergence
+from rlkit.models.load import pretrained_tokenizer
+from rlkit.system.loops import run, together
+from rlkit.types import Reference
+
+TINY = 1e-12  # probability that is left for the tokens without a name, at least
+
+
+def named_tokens(loss: Any) -> int | None:
+    """How many of the teacher's likeliest tokens a divergence reads beside the sampled one; None if it reads the whole distribution."""
+    function, given = getattr(loss, "func", loss), getattr(loss, "keywords", {})
+    if function is top_k_divergence and given.get("chosen_by") == "teacher":
+        return int(given.get("k", 32))
+    return 0 if function is sampled_divergence else None
+
+
+class ServedTeacher:
+    """A model behind one or several `vllm serve`, to which rows are dealt in turn.
+
+    Args:
+      addresses: of the servers, all of the same model. max_rows: requests at once to each, > 0.
+      model: the name under which they serve it; None takes what they serve.
+    """
+
+    def __init__(self, addresses: Sequence[str], *, model: str | None = None, max_rows: int = 64):
+        self.servers, self.model, self.checked = [Server(url, max_rows=max_rows) for url in addresses], model, False
+
+    def check(self, path: str, **hub: Any) -> None:
+        """Every server answers, serves the model, and gives each id of the policy's tokenizer the same text. Raises: ConfigError."""
+        if not self.checked:
+            tokenizer = pretrained_tokenizer(path, **hub)
+            run(together(self._check(server, tokenizer, path) for server in self.servers))
+            self.checked = True
+
+    async def _check(self, server: Server, tokenizer: Any, path: str) -> None:
+        try:
+            await server.meet()
+            if self.model not in (None, server.name):
+                raise ConfigError(f"teacher.model={self.model}: {server.url} serves {server.name}; name that, or another address")
+            ids = sorted(tokenizer.get_vocab().values())
+            if await _differs(server, tokenizer, ids):
+                same, odd = 0, len(ids)  # the shortest prefix that differs lies in (same, odd]
+                while odd - same > 1:
+                    middle = (same + odd) // 2
+                    same, odd = (same, middle) if await _differs(server, tokenizer, ids[:middle]) else (middle, odd)
+                raise ConfigError(
+                    f"teacher.addresses: {server.url} serves {server.name}, which has another vocabulary than model.path={path} (the first "
+                    f"token that differs is {tokenizer.convert_ids_to_tokens(ids[odd - 1])!r}, id {ids[odd - 1]}); serve a model with the "
+                    "same tokenizer"
+                )
+        except Lost as error:
+            raise ConfigError(f"teacher.addresses: {server.url} does not answer ({error}); start it with `vllm serve MODEL`") from error
+        except (EngineError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(f"teacher.addresses: {server.url} cannot be a teacher: {error}; start it with `vllm serve MODEL`") from error
+
+    def read(self, ids: Tensor, mask: Tensor, *, k: int, columns: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """What the servers say of the sampled tokens, as the last states and the head of a model.
+
+        Args:
+          ids: [B, T] int64. mask: [B, T] bool, M of them. k: of the likeliest tokens, ≥ 0. columns: V of the policy.
+        Returns: [M, 2k + 3] float32 in the order of the mask, and the function from rows of it to log-probs [m, V].
+        Raises: EngineError where no server answers, one refuses, or a row is too long for it.
+        """
+        rows = [(i, own.nonzero().flatten().tolist()) for i, own in enumerate(mask.cpu()) if own.any()]
+        asked = ((n, ids[i, : at[-1] + 1].tolist(), k) for n, (i, at) in enumerate(rows))
+        found = run(together(self._score(*row) for row in asked))
+        table = [_entry(said[t], k, columns) for (_, at), said in zip(rows, found, strict=True) for t in at]
+        return torch.tensor(table, dtype=torch.float32, device=ids.device), functools.partial(_logits, columns=columns)
+
+    async def _score(self, row: int, ids: list[int], k: int) -> list[Any]:
+        """A row's log-probs from its own server, or from the next one that answers."""
+        why = ""
+        for turn in range(len(self.servers)):
+            server = self.servers[(row + turn) % len(self.servers)]
+            try:
+                return await server.score(ids, k)
+            except Lost as error:
+                why = f"{server.url} does not answer ({error})"
+        raise EngineError(f"teacher.addresses: {why}, nor does another; start it again and go on with `rlkit train resume=RUN`")
+
+
+async def _differs(server: Server, tokenizer: Any, ids: list[int]) -> bool:
+    return await server.text_of(ids) != tokenizer.decode(ids)
+
+
+def _entry(said: Mapping[str, Mapping[str, float]], k: int, columns: int) -> list[float]:
+    """One position: k + 1 ids, their log-probs, and that of each other token. Fewer ids are filled up with the first."""
+    named = [(float(token), max(entry["logprob"], math.log(TINY))) for token, entry in said.items()]
+    left = max(1 - math.fsum(math.exp(logp) for _, logp in named), TINY)
+    other = math.log(left / max(1, columns - len(named)))
+    named += named[:1] * (k + 1 - len(named))
+    return [*(token for token, _ in named), *(logp for _, logp in named), other]
+
+
+def _logits(table: Tensor, *, columns: int) -> Tensor:
+    named = table.shape[-1] // 2
+    return table[:, -1:].expand(-1, columns).scatter(1, table[:, :named].long(), table[:, named:-1])
+
+
+def served(addresses: Sequence[str], *, model: str | None = None, max_rows: int = 64) -> Reference:
+    """A model that only a server has: its `model` gives a `ServedTeacher`, which streams ask in place of a forward pass."""
+    teacher = ServedTeacher(addresses, model=model, max_rows=max_rows)
+    init = functools.partial(_meet, served=teacher)
+    return Reference("vllm", init, lambda state, policy, **_: state, functools.partial(_itself, teacher), lambda state: {}, _nothing)
+
+
+def _meet(policy: Any, *, served: ServedTeacher, **_: Any) -> None:
+    own = policy.get_base_model() if hasattr(policy, "disable_adapter") else policy
+    served.check(own.name_or_path or "tiny")
+
+
+@contextmanager
+def _itself(teacher: ServedTeacher, state: None, policy: nn.Module) -> Iterator[ServedTeacher]:
+    yield teacher
+
+
+def _nothing(state: None, policy: nn.Module, saved: Mapping[str, Any]) -> None:
+    return None
