@@ -95,6 +95,7 @@ def quiet() -> None:
         ".*eval mode at the start of training.*",
         ".*`training_step` returned `None`.*",
         ".*GPU available but not used.*",
+        ".*`srun` command is available.*",
         ".*isinstance.treespec, LeafSpec.*",
         ".*Checkpoint directory .* exists.*",
     ):
