@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from laws import each
+from rlkit.commands.train import closing_lines
 from rlkit.runs.report.read import ReadRun, group_runs, read_run
 from rlkit.runs.report.tables import reward_rows, symptoms
-from rlkit.commands.train import closing_lines
 from rlkit.runs.report.trends import TRENDS, shadows, thirds
 
 STEPS = 60
@@ -84,7 +84,7 @@ def test_rewards_are_told_at_the_start_and_at_the_end(make_run):
 
 def test_the_end_of_a_run_says_what_drifted(tmp_path):
     """Only the report did, which is read by those who suspect something."""
-    rows = [dict(row) | {"stop_reason/error": 0.25 if row["step"] in (3, 5) else 0.0} for row in run(HEALTHY | SICK["entropy_collapse"]).rows]
+    rows = [{**row, "stop_reason/error": 0.25 * (row["step"] in (3, 5))} for row in run(HEALTHY | SICK["entropy_collapse"]).rows]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     said = closing_lines({"ended": "finished", "steps": len(rows), "wall_seconds": 1.0, "tokens": 1}, tmp_path).splitlines()
     warnings = [line for line in said if line.startswith("warning: ")]
