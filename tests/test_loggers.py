@@ -156,9 +156,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "x"
     words = ["+callbacks.mine={_target_: own_metrics_parts.own, _partial_: true}", "algorithm.policy_loss._target_=own_metrics_parts.loss"]
     words += ["~algorithm.policy_loss.clip_low", "~algorithm.policy_loss.clip_high"]
-    words += [
-        "+reward.terms.brief={_target_: rlkit.rewards.Term, weight: 0.0, fn: {_target_: own_metrics_parts.few_words, _partial_: true}}"
-    ]
+    term = "terms.brief={_target_: rlkit.rewards.Term, weight: 0.0, fn: {_target_: own_metrics_parts.few_words, _partial_: true}}"
+    words += [f"+reward.{term}", f"+evaluation.reward.{term}"]
     words += ["debug=fast", "evaluation.n=2", "trainer.accelerator=cpu", "generation.max_new_tokens=32", "task.max_samples=32"]
     assert main(["train", *words, "batch.group_size=4", f"hydra.run.dir={folder}"]) == 0
     return folder
@@ -175,6 +174,7 @@ def events(folder):
 
 
 OWN = {"mine/half": 0.5, "mine/direct": 3.0, "mine/step": None, "mine/late": 7.0, "policy_loss/above": None, "reward/brief/words": None}
+OWN |= {"test/reward/brief/words": None, "test/reward/brief/mean": None}  # of held-out problems too
 
 
 def test_metrics_of_ones_own_reach_the_rows_and_the_loggers(folder, events):

@@ -194,6 +194,7 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
     why = summary.get("why", "")
     lines.append(f"{summary['ended']} after {summary['steps']} steps, {summary['wall_seconds']:.0f} s, {summary['tokens']:,} tokens")
     lines += [why] if why else []
+    lines += [f"warning: {text}" for text in doubts(folder)]
     if LOST:
         named = [f"{what} ({why})" for what, why in LOST.items()]
         lines.append(f"not written: {'; '.join(named[:SHOWN])}" + (f"; and {len(named) - SHOWN} more" if len(named) > SHOWN else ""))
@@ -210,6 +211,20 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
         f"  resume         rlkit train resume={where}{longer}" if saved else "  (nothing to resume: it ended before its first checkpoint)",
     ]
     return "\n".join(lines)
+
+
+def doubts(folder: Path) -> list[str]:
+    """What drifted over the whole run in a way that is known to end badly, and how many steps had episodes that their environment
+    failed in: what no step's own warning can say."""
+    from rlkit.runs.report.read import read_run
+    from rlkit.runs.report.tables import symptoms
+
+    try:
+        found = symptoms(read_run(folder))
+    except OSError:  # a disk that fails is named elsewhere
+        return []
+    drifted = [f.text for f in found if not f.steps]
+    return drifted + [f"{f.text} (step {f.steps[0]}, the first of {len(f.steps)})" for f in found if f.check == "environment failures"]
 
 
 def join_ranks(settings: TrainerSettings) -> None:

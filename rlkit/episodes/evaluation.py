@@ -9,7 +9,7 @@ from typing import Any
 
 from rlkit.distributed import ranks
 from rlkit.episodes._collect import collect
-from rlkit.episodes.summary import by_part, failures
+from rlkit.episodes.summary import by_part, failures, measured_by_reward
 from rlkit.functional.statistics import mean_interval, pass_at_k, wilson
 from rlkit.rewards import Reward, score, score_spread
 from rlkit.types import Environment, Policy, Rollout, Task
@@ -76,11 +76,16 @@ def _with_parts(rollouts: Sequence[Rollout], measure: Callable[[Sequence[Rollout
 
 
 def accuracy(rollouts: Sequence[Rollout], *, temperature: float = 0.0) -> dict[str, Any]:
-    """Share of right rollouts and its Wilson interval, n, mean reward of what could be scored and its interval over tasks; both 95 %."""
+    """Share of right rollouts and its Wilson interval, n, mean reward of what could be scored and its interval over tasks; both 95 %.
+    Under `metrics`, where there are any, the means of what the reward's functions measured themselves."""
     right = sum(map(is_correct, rollouts))
     mean, low, high = _mean_interval(_totals(rollouts))
     result = {"accuracy": right / len(rollouts), "interval": list(wilson(right, len(rollouts))), "n": len(rollouts)}
-    return result | {"reward": mean, "reward_interval": [low, high], "temperature": temperature}
+    result |= {"reward": mean, "reward_interval": [low, high], "temperature": temperature}
+    columns = {name: [value for r in rollouts if (value := r.rewards[name]) is not None] for name in rollouts[0].rewards}
+    terms = {f"reward/{name}/mean": math.fsum(own) / len(own) for name, own in columns.items() if own and len(columns) > 1}
+    own = terms | measured_by_reward(rollouts)
+    return result | ({"metrics": own} if own else {})
 
 
 def curves(rollouts: Sequence[Rollout], *, samples: int, k: Sequence[int]) -> dict[str, Any]:

@@ -79,7 +79,6 @@ def _summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
     ended = [r for r in rollouts if r.status == "terminated"]
     solved = [r.response_length for r in rollouts if r.total_reward is not None and r.total_reward > 0]
     unsolved = [r.response_length for r in rollouts if r.total_reward is not None and r.total_reward <= 0]
-    measured = [r.metadata.get("aggregator", {}) for r in rollouts]
     calls = [[call for step in r.steps for call in step.tool_calls] for r in rollouts]
     results = [[result for step in r.steps for result in step.tool_results] for r in rollouts]
     return {
@@ -87,7 +86,7 @@ def _summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "reward/std": pstdev(scores) if scores else NAN,
         "reward/unscored_frac": 1 - len(scores) / len(rollouts),
         **_components(rollouts),
-        **{f"aggregator/{name}": _mean([m[name] for m in measured if name in m]) for name in dict.fromkeys(n for m in measured for n in m)},
+        **measured_by_reward(rollouts),
         **_groups(rollouts),
         "len/mean": _mean(lengths),
         "len/min": min(lengths),
@@ -146,10 +145,18 @@ def _components(rollouts: Sequence[Rollout]) -> dict[str, float]:
         out[f"reward/{name}/variance_share"] = _variance_share(rollouts, name)
         for status in STATUSES:
             out[f"reward/{name}/{status}_frac"] = _share(r.statuses.get(name) == status for r in rollouts)
-        noted = [r.metadata.get("reward_metrics", {}).get(name, {}) for r in rollouts]
-        for metric in dict.fromkeys(metric for own in noted for metric in own):
-            out[f"reward/{name}/{metric}"] = _mean([own[metric] for own in noted if metric in own])
     return out
+
+
+def measured_by_reward(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """What the reward's functions measured beside their scores, as reward/TERM/METRIC and aggregator/METRIC: means over the rollouts
+    that they measured it on."""
+    given = []
+    for r in rollouts:
+        parts = {f"reward/{term}": own for term, own in r.metadata.get("reward_metrics", {}).items()}
+        parts["aggregator"] = r.metadata.get("aggregator", {})
+        given.append({f"{part}/{metric}": value for part, own in parts.items() for metric, value in own.items()})
+    return {name: _mean([own[name] for own in given if name in own]) for name in dict.fromkeys(name for own in given for name in own)}
 
 
 def _variance_share(rollouts: Sequence[Rollout], name: str) -> float:

@@ -98,7 +98,6 @@ def quiet() -> None:
         ".*`srun` command is available.*",  # where a cluster is entered; several nodes without srun are refused
         ".*isinstance.treespec, LeafSpec.*",
         ".*Checkpoint directory .* exists.*",
-        "The `srun` command is available.*",
     ):
         warnings.filterwarnings("ignore", message=message)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from laws import each
+from rlkit.commands.train import closing_lines
 from rlkit.runs.report.read import ReadRun, group_runs, read_run
 from rlkit.runs.report.tables import reward_rows, symptoms
 from rlkit.runs.report.trends import TRENDS, shadows, thirds
@@ -78,3 +80,15 @@ def test_rewards_are_told_at_the_start_and_at_the_end(make_run):
     assert (whole.name, task.name, format_.name) == ("", "task", "format")
     assert (whole.first, whole.last) == pytest.approx((0.1, 0.4)) and math.isnan(task.explains)
     assert format_.statuses == {"ok": 0.75, "wrong": 0.25} and format_.explains == pytest.approx(0.3)
+
+
+def test_the_end_of_a_run_says_what_drifted(tmp_path):
+    """Only the report did, which is read by those who suspect something."""
+    rows = [{**row, "stop_reason/error": 0.25 * (row["step"] in (3, 5))} for row in run(HEALTHY | SICK["entropy_collapse"]).rows]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    said = closing_lines({"ended": "finished", "steps": len(rows), "wall_seconds": 1.0, "tokens": 1}, tmp_path).splitlines()
+    warnings = [line for line in said if line.startswith("warning: ")]
+    assert len(warnings) == 2 and "entropy fell" in warnings[0]
+    assert warnings[1].startswith("warning: the environment failed in 25% of the episodes") and "(step 3, the first of 2)" in warnings[1]
+    (tmp_path / "metrics.jsonl").unlink()
+    assert "warning" not in "\n".join(closing_lines({"ended": "finished", "steps": 0, "wall_seconds": 1.0, "tokens": 1}, tmp_path))

@@ -92,12 +92,14 @@ def in_time(settings: Evaluation, name: str) -> AbstractContextManager[None]:
 
 
 def result_row(result: Mapping[str, Any], prefix: str) -> dict[str, float]:
-    """A result as metrics with a prefix such as `eval/`, and that of each part of a mixture as `eval/part/NAME/*`."""
+    """A result as metrics with a prefix such as `eval/`, and that of each part of a mixture as `eval/part/NAME/*`. What the
+    reward's functions measured themselves is `eval/reward/TERM/METRIC` and `eval/aggregator/METRIC`."""
     rows = {prefix: result} | {f"{prefix}part/{part}/": own for part, own in result.get("parts", {}).items()}
     out: dict[str, float] = {}
     for path, own in rows.items():
         for name, interval in INTERVALS.items():
             low, high = own[interval]
             out |= {path + name: own[name], f"{path}{name}_low": low, f"{path}{name}_high": high}
+        out |= {path + name: value for name, value in own.get("metrics", {}).items()}
         out |= {f"{path}n": own["n"]} if own is not result else {}
     return out
