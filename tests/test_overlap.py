@@ -38,7 +38,7 @@ LAWS = {
     "delays": [*TURNS[:2], *WAITS, "task=arithmetic", "model=tiny"],
     "transformers": ["generation=transformers"],
 }  # fmt: skip
-ALONE = ("grpo", "draws", "delays")  # in a process of its own; the others save its start, and share nothing that they draw from
+ALONE = ("grpo", "draws", "delays", "lora", "transformers")  # in a process of their own; the others save its start
 
 
 class Thread:
