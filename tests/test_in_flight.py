@@ -226,22 +226,24 @@ def test_what_cannot_be_sampled_so_is_refused(word):
 
 @pytest.mark.slow
 def test_kills_lose_and_repeat_nothing(tmp_path, monkeypatch, forked, same):
-    """Four of them, one a SIGTERM; experiments/kills has twenty."""
+    """Four of them, one a SIGTERM; RLKIT_KILLS=20 in the environment for twenty."""
+    kills = int(os.environ.get("RLKIT_KILLS", "4"))
     monkeypatch.chdir(tmp_path)
     whole, run, log, draw = tmp_path / "whole", tmp_path / "run", tmp_path / "log.txt", random.Random("kills")
-    words = ["train", *COMMON, *ahead(), *KINDS["slow sessions"], "trainer.steps=10", "callbacks.checkpoint.every=2"]
+    words = ["train", *COMMON, *ahead(), *KINDS["slow sessions"], f"trainer.steps={2 * kills + 2}", "callbacks.checkpoint.every=2"]
     child = forked([*words, f"hydra.run.dir={whole}"], log)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, log.read_text()[-3000:]
-    for kill in range(4):
+    for kill in range(kills):
         child = forked(["train", f"resume={run}"] if run.exists() else [*words, f"hydra.run.dir={run}"], log)
         rows = run / "metrics.jsonl"
         while (rows.read_text().count('"reward/mean"') if rows.exists() else 0) < 2 * kill:
             assert os.waitpid(child, os.WNOHANG) == (0, 0), log.read_text()[-3000:]
             time.sleep(0.01)
         time.sleep(0.3 * draw.random())
-        number = signal.SIGTERM if kill == 2 else signal.SIGKILL  # the former saves what stood still before the step that it cuts short
+        # SIGTERM saves what stood still before the step that it cuts short.
+        number = signal.SIGTERM if kill == kills // 2 else signal.SIGKILL
         os.kill(child, number)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (-number, 128 + number), log.read_text()[-3000:]
     assert os.waitstatus_to_exitcode(os.waitpid(forked(["train", f"resume={run}"], log), 0)[1]) == 0, log.read_text()[-3000:]
-    a, b = (torch.load(f / "checkpoints" / "step_000010.ckpt", weights_only=True) for f in (whole, run))
+    a, b = (torch.load(f / "checkpoints" / f"step_{2 * kills + 2:06d}.ckpt", weights_only=True) for f in (whole, run))
     assert same(a["state_dict"], b["state_dict"]) and same(a["optimizer_states"], b["optimizer_states"])
