@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import random
 import re
 
@@ -82,6 +83,37 @@ def test_streams_add_up_however_they_are_split(played, tiny):
     assert (split - both).norm() < 1e-5 * size  # norms and rotations of the model are in float32
     off, _ = gradients(x, rollouts, tiny, reward=Stream(), teacher=KL._replace(coef=0.0))
     assert torch.equal(off, plain)
+
+
+@pytest.mark.slow
+def test_streams_add_up_on_two_ranks_of_uneven_tokens(played, tiny, tmp_path, forked):
+    """Three rollouts on one rank and two on the other, each in micro-batches; a teacher of one part leaves a rank without tokens."""
+    x, rollouts = played
+    mixed = [r._replace(task=r.task._replace(part="ab"[r.group])) for r in rollouts[:5]]
+    own = {
+        "reward": {"reward": Stream()},
+        "teacher": {"teacher": KL},
+        "both": {"reward": Stream(), "teacher": KL},
+        "part": {"teacher": KL._replace(parts=["b"])},
+        "both_part": {"reward": Stream(), "teacher": KL._replace(parts=["b"])},
+    }
+
+    def compute(rank):
+        store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        found = {name: gradients(x, mixed, tiny, micro=200, **given)[0] for name, given in own.items()}
+        torch.save(found, tmp_path / f"{rank}.pt")
+
+    children = [forked(rank, tmp_path / f"{rank}.log", call=compute) for rank in range(2)]
+    ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert ended == [0, 0], [(tmp_path / f"{rank}.log").read_text()[-2000:] for rank in range(2)]
+    one, two = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    for name, given in own.items():
+        alone, _ = gradients(x, mixed, tiny, **given)
+        assert alone.norm() > 0 and torch.equal(one[name], two[name])
+        assert (one[name] - alone).norm() < 1e-5 * alone.norm()  # norms and rotations of the model are in float32
+    for teacher, both in (("teacher", "both"), ("part", "both_part")):
+        assert (one[both] - one["reward"] - one[teacher]).norm() < 1e-6 * one[both].norm()
 
 
 def test_the_teacher_reads_the_sampled_tokens_behind_its_own_prompt(played, tiny):
