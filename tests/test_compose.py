@@ -39,6 +39,7 @@ REQUIRED = {
     "environment/parse_calls=xml": ["environment=tool_use"],
     "generation=vllm": ["generation.engine.addresses=[http://localhost:8000]"],  # vLLM in this process is not installed everywhere
     "teacher=path": ["teacher.path=any"],
+    "teacher=vllm": ["teacher.addresses=[http://127.0.0.1:8000]"],
     "reward=judge": ["reward.terms.judge.fn.address=http://localhost:8000/v1", "reward.terms.judge.fn.model=any"],
     "generation=notebook": ["generation.top_p=1", "generation.top_k=0"],  # training refuses a cut distribution
 }

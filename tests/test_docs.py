@@ -59,6 +59,7 @@ CANNOT = {
     "rlkit report": "needs runs",
     "rlkit runs": "needs runs; tests/test_runs.py lists such",
     "teacher=path": "needs a user's model",
+    "teacher=vllm": "needs servers; tests/test_served_teacher.py has some",
     "--cfg": "no run; tests/test_first_week.py prints configs",
     "--info": "no run; tests/test_first_week.py prints options",
     "rlkit compare": "needs runs",

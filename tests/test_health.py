@@ -141,6 +141,7 @@ def test_equal_groups_name_the_direction():
     ill = HEALTHY | ILL["all_rewards_equal"][0]
     assert "easier" in spoken(ill | {"group/frac_all_bad": 0.9})["all_rewards_equal"]
     assert "harder" in spoken(ill | {"group/frac_all_bad": 0.0})["all_rewards_equal"]
+    assert "all_rewards_equal" not in spoken(ill | {"streams/teacher": 0.2})  # there is something else to learn from
 
 
 def test_a_second_illness_is_said_while_the_first_lasts():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import random
 import re
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from laws import cases
 from rlkit import collect
@@ -18,18 +20,19 @@ from rlkit.commands import check
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
 from rlkit.environments import environment_of
-from rlkit.episodes.demonstrate import demonstrated
+from rlkit.episodes.demonstrate import demonstrated, demonstrations
 from rlkit.episodes.episode import opening
 from rlkit.episodes.summary import loops
 from rlkit.errors import ConfigError, DataError
 from rlkit.functional import kl_student_teacher, no_correction, sampled_divergence
 from rlkit.models.chat import encode_prompt
+from rlkit.models.packing import allow_packing
 from rlkit.system import rng
 from rlkit.training import streams
 from rlkit.training.callbacks.pathologies import length_inflation
 from rlkit.training.learner import Host, Learner
 from rlkit.training.selfcheck import check_teacher
-from rlkit.training.teachers import answer, context_teacher, ema_teacher, path_teacher, with_hint
+from rlkit.training.teachers import answer, context_teacher, demonstration, ema_teacher, path_teacher, sibling, with_hint
 from rlkit.types import Rollout, Task
 
 COMMON = [
@@ -84,6 +87,37 @@ def test_streams_add_up_however_they_are_split(played, tiny):
     assert torch.equal(off, plain)
 
 
+@pytest.mark.slow
+def test_streams_add_up_on_two_ranks_of_uneven_tokens(played, tiny, tmp_path, forked):
+    """Three rollouts on one rank and two on the other, each in micro-batches; a teacher of one part leaves a rank without tokens."""
+    x, rollouts = played
+    mixed = [r._replace(task=r.task._replace(part="ab"[r.group])) for r in rollouts[:5]]
+    own = {
+        "reward": {"reward": Stream()},
+        "teacher": {"teacher": KL},
+        "both": {"reward": Stream(), "teacher": KL},
+        "part": {"teacher": KL._replace(parts=["b"])},
+        "both_part": {"reward": Stream(), "teacher": KL._replace(parts=["b"])},
+    }
+
+    def compute(rank):
+        store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        found = {name: gradients(x, mixed, tiny, micro=200, **given)[0] for name, given in own.items()}
+        torch.save(found, tmp_path / f"{rank}.pt")
+
+    children = [forked(rank, tmp_path / f"{rank}.log", call=compute) for rank in range(2)]
+    ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert ended == [0, 0], [(tmp_path / f"{rank}.log").read_text()[-2000:] for rank in range(2)]
+    one, two = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    for name, given in own.items():
+        alone, _ = gradients(x, mixed, tiny, **given)
+        assert alone.norm() > 0 and torch.equal(one[name], two[name])
+        assert (one[name] - alone).norm() < 1e-5 * alone.norm()  # norms and rotations of the model are in float32
+    for teacher, both in (("teacher", "both"), ("part", "both_part")):
+        assert (one[both] - one["reward"] - one[teacher]).norm() < 1e-6 * one[both].norm()
+
+
 def test_the_teacher_reads_the_sampled_tokens_behind_its_own_prompt(played, tiny):
     """The loss is the divergence of two plain forward passes; an off-by-one would compare other tokens."""
     x, rollouts = played
@@ -135,6 +169,68 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(played, tiny):
     policy = tiny._replace(model=copy.deepcopy(tiny.model).double())
     metrics = Learner(x, policy, exact=True, host=Host(optimizer_step=lambda _: None)).step(rollouts)
     assert metrics["streams/teacher"] == 0 and metrics["optim/grad_norm"] == 0
+
+
+def kl(a, b):
+    return (a * (a / b).log()).sum(-1)
+
+
+DIVERGENCES = {"sdft": lambda q, p: kl(p, q), **dict.fromkeys(("sdpo", "opsd"), lambda q, p: (kl(p, (p + q) / 2) + kl(q, (p + q) / 2)) / 2)}
+SHOWS = {"sdft": demonstration, "sdpo": sibling, "opsd": answer}
+
+
+@pytest.mark.parametrize("name", cases((*SHOWS, "echo", "rl_sft"), ("sdpo",)))
+def test_the_gradient_of_a_preset_is_that_of_its_definition_over_the_whole_vocabulary(name, played, tiny):
+    """A model that is float64 throughout, row by row through its own forward: every token's distributions, enumerated."""
+    _, rollouts = played
+    with rng.drawn_from(1):
+        config = GPT2Config(vocab_size=768, n_embd=8, n_layer=1, n_head=2, n_positions=512, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+        model = GPT2LMHeadModel(config).double().eval()
+        for weight in model.parameters():
+            weight.data.mul_(8)  # far from uniform
+    allow_packing(model)
+    shown = ["teacher=context"] if name in SHOWS else []
+    x = experiment(compose(["task=arithmetic", *COMMON, f"algorithm={name}", *shown]))
+    talk = ({"role": "user", "content": "Add."}, {"role": "assistant", "content": "It is 42."})
+    rollouts = [r._replace(task=r.task._replace(metadata={**r.task.metadata, "messages": talk})) for r in rollouts]
+    if name == "echo":
+        steps = demonstrated(tiny, TALK)
+        steps = tuple(s._replace(logprobs=(-1.0,) * len(s.response_ids)) for s in steps)
+        rollouts = [Rollout(Task("row/0", TALK[:1]), steps, reward=1.0, rewards={"task": 1.0}, group=0, sample=i) for i in range(2)]
+        x = x._replace(batch=x.batch._replace(prompts=1, group_size=2))
+    if name == "rl_sft":
+        rollouts = [r._replace(reward=1.0, rewards={"task": 1.0}) for r in rollouts]  # equal: the reward teaches nothing
+    learner = Learner(x, tiny._replace(model=model), exact=True, host=Host(optimizer_step=lambda _: None))
+    learner.step(rollouts)
+    found = torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    def read(prompt, reply):
+        return model(torch.tensor([[*prompt, *reply]])).logits[0, len(prompt) - 1 : -1].softmax(-1)
+
+    values, coef = [], 1.0
+    if name in SHOWS:
+        for own in rollouts:
+            group, step = [r for r in rollouts if r.group == own.group], own.steps[0]
+            if (said := SHOWS[name](own, group)) is None:
+                continue
+            schemas = opening(own.task, environment_of(x.environment, own.task)).schemas
+            asked = encode_prompt(tiny.renderer, with_hint(step.prompt, said), schemas)
+            values.append(DIVERGENCES[name](read(step.prompt_ids, step.response_ids), read(asked, step.response_ids).detach()))
+        assert values
+    elif name == "echo":
+        batch, coef = learner.assembled(rollouts), 0.1
+        for row, mask in zip(batch.ids, streams.observed(batch, rollouts, tiny.renderer), strict=True):
+            values.append(-read(row[:1].tolist(), row[1:].tolist())[range(len(row) - 1), row[1:]].log()[mask[1:]])
+    else:
+        coef = 0.1
+        for own in demonstrations(tiny, [r.task for r in rollouts[::3]], x.environment):
+            prompt, reply = own.steps[-1].prompt_ids, own.steps[-1].response_ids
+            values.append(-read(prompt, reply)[range(len(reply)), list(reply)].log())
+    model.zero_grad()
+    tokens = torch.cat(values)
+    (coef * tokens.sum() * float(torch.tensor(1.0) / len(tokens))).backward()  # the weight of a token is a number in float32
+    wanted = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert wanted.norm() > 1e-3 and (found - wanted).abs().max() < 1e-10 * max(1.0, float(wanted.abs().max()))
 
 
 def test_observations_are_what_tools_said_and_nothing_else(played, tiny):

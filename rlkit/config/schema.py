@@ -173,7 +173,9 @@ def _bare_function(node: Mapping[str, Any], hint: Any, where: str) -> list[str]:
 def _public_name(part: type) -> str:
     """A class as a config names it: by its package, if that has it, else by its module."""
     package = part.__module__.rpartition(".")[0]
-    home = package if getattr(sys.modules.get(package), part.__name__, None) is part else part.__module__
+    module = sys.modules.get(package)
+    listed = part.__name__ in getattr(module, "__all__", vars(module or object))  # an old name that still works is not listed
+    home = package if listed and getattr(module, part.__name__, None) is part else part.__module__
     return f"{home}.{part.__name__}"
 
 

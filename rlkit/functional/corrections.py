@@ -269,7 +269,8 @@ def second_moment_mask(logprobs_old: Tensor, logprobs_sampler: Tensor, response_
       logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
       response_mask: [B, T] bool, of the whole update batch.
       bound: > 0, in nats². Tokens are taken from the tail of the batch alone: with small log-ratios from none.
-    Returns: [B, T] of 0 and 1, float32 or float64, a constant; 1 under the mask, and where both agree.
+    Returns: [B, T] of 0 and 1, float32 or float64, a constant; 1 under the mask, and where both agree. Where every log² ρ reaches the
+      bound all tokens go: scale/zero_frac is 1, and the reward moves nothing in this update.
     Raises: ValueError naming the bound.
     Source: M2PO, arXiv:2510.01161, with 0.04. AReaL too compares the old policy with the sampler, but in each micro-batch, and it
       keeps at least one token.

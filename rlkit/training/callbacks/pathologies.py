@@ -13,7 +13,8 @@ def all_rewards_equal(row: Row) -> str | None:
     """No group has rewards that differ, and nothing else makes an advantage of them: nothing learned from rewards."""
     compared = row["reward/std"] > 0 and row["adv/abs_mean"] > 0  # with a critic or the batch; groups of one are always equal
     demonstrated = "reward/demonstration/mean" in row  # nothing is sampled, and all of it is to be learned
-    if row["group/frac_zero_std"] < 1 or compared or demonstrated:
+    followed = any(name.startswith("streams/") for name in row)  # a teacher, or given tokens
+    if row["group/frac_zero_std"] < 1 or compared or demonstrated or followed:
         return None
     bad = row["group/frac_all_bad"] > 0.5
     remedy = "choose easier problems (task), or warm the model up (experiment=sft)" if bad else "choose harder problems (task)"
