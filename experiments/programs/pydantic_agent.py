@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 
 from pydantic_ai import Agent, ModelRetry, Tool
 from pydantic_ai.exceptions import AgentRunError
@@ -34,10 +35,8 @@ def main() -> None:
     profile = OpenAIModelProfile(json_schema_transformer=None, openai_supports_strict_tool_definition=False)
     model = OpenAIChatModel("policy", profile=profile)  # OPENAI_BASE_URL and OPENAI_API_KEY
     agent = Agent(model, instructions=said["system"] or None, tools=[tool], retries=4)
-    try:
+    with suppress(AgentRunError):  # no answer within the limit: the reward says so
         agent.run_sync(said["user"], usage_limits=UsageLimits(request_limit=4))
-    except AgentRunError:  # no answer within the limit: the reward says so
-        pass
 
 
 main()
