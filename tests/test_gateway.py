@@ -6,7 +6,9 @@ import asyncio
 import importlib.util
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -282,6 +284,69 @@ def test_a_wrong_request_is_refused_in_a_sentence_and_disturbs_no_other(tiny, bo
     assert rollouts[0].status == "terminated" and rollouts[0].steps[-1].reward == 1.0 and not rollouts[1].steps
 
 
+def malformed(rng: random.Random):
+    """A path and a body of it with something wrong in a random place, or bytes that are no JSON."""
+    path, key = rng.choice([("/chat/completions", "messages"), ("/responses", "input"), ("/messages", "messages")])
+    wrong = [None, 7, -1.5, "", True, "text", [], {}, [[]], [None], {"type": []}, [{"type": {}}], [{"role": []}], "\ud800", float("nan")]
+    message = {"role": "user", "content": "a"}
+    body = {key: [message], "tools": [{"type": "function", "name": "f", "function": {"name": "f"}}]}
+    kind = rng.randrange(5)
+    if kind == 0:
+        raw = json.dumps(body).encode()
+        return path, raw[: rng.randrange(len(raw))] + rng.randbytes(rng.randrange(4))
+    if kind == 1:
+        return path, {**body, key: rng.choice([w for w in wrong if not isinstance(w, str) or key == "messages"])}
+    if kind == 2:
+        return path, {**body, key: [message | {rng.choice(["role", "content"]): rng.choice([7, True, {}, [[]], [None], [{"type": {}}]])}]}
+    if kind == 3:
+        return path, {**body, "tools": [{"function": rng.choice(wrong), "name": rng.choice([None, 7, [], {}])}]}
+    setting = rng.choice([("n", 2), ("logprobs", True), ("previous_response_id", "a"), ("response_format", {"type": "json_object"})])
+    return path, {**body, setting[0]: setting[1]}
+
+
+def test_five_hundred_malformed_requests_are_refused_and_change_no_other_episode(tiny):
+    found = []
+
+    def play(task, client):
+        if task.id == "good":
+            said = [client.chat(task.messages)]
+            client.chat([*task.messages, *said, {"role": "user", "content": "And?"}])
+        elif task.id == "hostile":
+            rng = random.Random(0)
+            found.extend((path, body, *status_of(client, body, path=path)) for path, body in (malformed(rng) for _ in range(500)))
+
+    tokens = []
+    for name in ("idle", "hostile"):
+        good, bad = collect(tiny, [Task("good", ASKED), Task(name, ASKED)], engine=said_by(), environment=program(function=play))
+        tokens.append([(s.prompt_ids, s.response_ids, s.logprobs) for s in good.steps])
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 2 and not bad.steps and bad.metadata.get("refused") == 500, bad.metadata
+    assert [f for f in found if f[2] != 400 or len(f[3]) < 5] == []
+
+
+def raw_request(client, head: str, body: bytes = b"") -> bytes:
+    """What comes back to a request that is written by hand and left open."""
+    host, port = client.base_url.split("/")[2].split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as line:
+        line.sendall(f"POST /v1/messages HTTP/1.1\r\nHost: a\r\nx-api-key: {client.api_key}\r\n{head}\r\n\r\n".encode() + body)
+        return line.recv(65536)
+
+
+@each(
+    "head, body, status",
+    [
+        (f"Content-Length: {50 << 20}", b"{", b"413"),  # by its length, unread
+        ("Transfer-Encoding: chunked", b"%x\r\n" % (MAX_BODY + 1) + b"a" * (MAX_BODY + 1) + b"\r\n", b"413"),  # by counting
+        ("Content-Length: 100", b"{", b"408"),  # a slow writer
+        ("Content-Length: 4\r\nContent-Encoding: gzip", b"abcd", b"400"),
+    ],
+)  # fmt: skip
+def test_bodies_that_are_too_large_too_slow_or_no_text_are_refused(tiny, monkeypatch, head, body, status):
+    monkeypatch.setattr("rlkit.gateway.server.BODY_SECONDS", 0.2)
+    found = []
+    played(tiny, lambda task, client: found.append(raw_request(client, head, body)))
+    assert found and found[0].split()[1] == status and b'"message"' in found[0]
+
+
 def test_an_episode_at_its_limit_of_replies_is_truncated(tiny):
     def play(task, client):
         client.chat(task.messages)
@@ -307,6 +372,30 @@ def test_rlkit_serve_answers_one_conversation_after_another(tiny):
 
     first, second = asyncio.run(serve())
     assert first["role"] == second["role"] == "assistant"
+
+
+@pytest.mark.slow
+def test_rlkit_serve_of_a_run_answers_a_client_and_ends_in_one_line(tmp_path):
+    start = [sys.executable, "-m", "rlkit"]
+    small = ["trainer.steps=1", "evaluation.n=2", "batch.prompts=1", "batch.group_size=2", "generation.max_new_tokens=8", "logger=none"]
+    subprocess.run([*start, "train", *small], cwd=tmp_path, check=True, capture_output=True)
+    (run,) = tmp_path.glob("outputs/*/*")
+    words = [*start, "serve", f"run={run}", "port=0", "generation.max_new_tokens=4"]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serve:
+        try:
+            said = iter(serve.stdout.readline, "")
+            heads = {}
+            for line in said:
+                if line.startswith("#"):
+                    break
+                name, _, value = line.removeprefix("export ").strip().partition("=")
+                heads[name] = value
+            reply = Client(heads["OPENAI_BASE_URL"], heads["OPENAI_API_KEY"]).chat(ASKED)
+            serve.send_signal(signal.SIGINT)
+            last = serve.communicate(timeout=60)[1]
+        finally:
+            serve.kill()
+    assert reply["role"] == "assistant" and serve.returncode == 130 and len(last.strip().splitlines()) == 1, last
 
 
 # ------------------------------------------------------------------------------------------------------ processes
@@ -338,6 +427,7 @@ def process(tiny, tmp_path, code: str, **settings):
         ("sys.exit(said != 'a')", {"score": "exit"}, "", 1.0),
         ("raise ValueError('my fault')", {}, "error", None),
         ("while True: print('x' * 1000)", {"output_kb": 8}, "error", None),
+        ("bytearray(1 << 30)", {"memory_mb": 512}, "error", None),
         ("import time; time.sleep(600)", {"time_limit": 0.5}, "deadline", None),
         ("os.kill(os.getppid(), 9)", {}, "error", None),
     ],

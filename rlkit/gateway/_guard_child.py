@@ -1,6 +1,6 @@
 """Runs a program and ends it with all that it started, also where the process that asked for it was killed.
 
-    python -I -S -B _guard_child.py      standard input: a line of JSON {"command", "task"}, then nothing until the program has to end
+    python -I -S -B _guard_child.py      standard input: a line of JSON {"command", "task", "memory_mb"}, then nothing until its end
 
 It takes over every orphan of the program (PR_SET_CHILD_SUBREAPER), so that a process which left its session is found too. Standard
 output is the program's. `exit STATUS` goes to standard error once no process is left; a signal is 128 + its number. No rlkit is imported.
@@ -24,7 +24,7 @@ def prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def begin(command: list[str], task: str) -> int:
+def begin(command: list[str], task: str, memory_mb: int | None) -> int:
     """The program's process id. It cannot outlive this process, and reads the task on standard input."""
     with tempfile.TemporaryFile() as given:
         given.write(task.encode())
@@ -38,6 +38,10 @@ def begin(command: list[str], task: str) -> int:
             os.dup2(given.fileno(), 0)
             os.dup2(1, 2)
             os.closerange(3, 64)
+            if memory_mb:
+                import resource
+
+                resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
             os.execvp(command[0], command)
         except OSError as error:
             os.write(2, f"{command[0]} cannot be started: {error}\n".encode())
@@ -105,7 +109,7 @@ def _main() -> None:
     """See the head of this file."""
     job = json.loads(job_line())
     prctl(SUBREAPER, 1)
-    child = begin(job["command"], job["task"])
+    child = begin(job["command"], job["task"], job["memory_mb"])
     status = wait(child)
     end_all(child)
     code = os.waitstatus_to_exitcode(status)

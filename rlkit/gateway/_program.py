@@ -54,6 +54,7 @@ def program(
     max_turns: int = 8,
     time_limit: float = 300.0,
     output_kb: int = 1024,
+    memory_mb: int | None = None,
     score: Score | None = None,
     dropped_thinking: Literal["new_row", "continue"] = "new_row",
     variables: Mapping[str, str] | None = None,
@@ -73,6 +74,7 @@ def program(
       max_turns: replies of an episode, at least 1; further requests are refused, and the episode is truncated.
       time_limit: seconds, > 0, of an episode, decoding not counted; then it is truncated by "deadline".
       output_kb: that a program may print, at least 1; more ends it.
+      memory_mb: address space of each process of the program, at least 1; one that asks for more is refused it. None: no limit.
       score: `exit`: an exit status of 0 gives the reward 1, any other 0. `file`: the number in reward.txt in the program's folder. Either
         is added to the reward (reward `environment` is 0). None: nothing is added, and a status other than 0 is a failure.
       dropped_thinking: a conversation that comes back without the thinking of a reply is another one, and begins a new row (new_row), or
@@ -83,8 +85,8 @@ def program(
     """
     if bool(command) == (function is not None):
         raise ConfigError("environment: set one of environment.command=[PROGRAM, …] and environment.function._target_=MODULE.NAME")
-    for key, limit in (("max_turns", max_turns), ("output_kb", output_kb)):
-        if limit < 1:
+    for key, limit in (("max_turns", max_turns), ("output_kb", output_kb), ("memory_mb", memory_mb)):
+        if limit is not None and limit < 1:
             raise ConfigError(f"environment.{key} is {limit}; it must be at least 1")
     if not time_limit > 0:
         raise ConfigError(f"environment.time_limit is {time_limit}; it must be > 0 seconds")
@@ -93,7 +95,7 @@ def program(
     if function is not None:
         play: Callable[..., Awaitable[Ended]] = partial(_called, function)
     else:
-        play = partial(_executed, _found(command), output_kb << 10, score, dict(variables or {}))
+        play = partial(_executed, _found(command), output_kb << 10, memory_mb, score, dict(variables or {}))
     return Environment(
         parse_calls=parse_calls,
         max_steps=max_turns,
@@ -169,7 +171,14 @@ async def _called(function: Callable[..., Any], task: Task, door: Any, address: 
 
 
 async def _executed(
-    command: list[str], output: int, score: Score | None, variables: Mapping[str, str], task: Task, door: Any, address: str
+    command: list[str],
+    output: int,
+    memory_mb: int | None,
+    score: Score | None,
+    variables: Mapping[str, str],
+    task: Task,
+    door: Any,
+    address: str,
 ) -> Ended:
     """A program plays the episode, in a folder that is removed afterwards."""
     from rlkit.gateway.server import addresses
@@ -185,7 +194,7 @@ async def _executed(
         )  # fmt: skip
         try:
             assert guard.stdin is not None
-            guard.stdin.write(json.dumps({"command": command, "task": text}).encode() + b"\n")
+            guard.stdin.write(json.dumps({"command": command, "task": text, "memory_mb": memory_mb}).encode() + b"\n")
             with suppress(ConnectionError):
                 await guard.stdin.drain()
             printed, flooded = await _printed(guard, output)

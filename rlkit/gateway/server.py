@@ -23,6 +23,7 @@ from rlkit.gateway.wire import WIRES, ChatRequest, Reply, Wire, cut_at
 from rlkit.types import Ask, Step
 
 MAX_BODY = 4 << 20  # bytes of a request
+BODY_SECONDS = 30.0  # until a request must be there, counted from its head
 FINAL = {"x-should-retry": "false"}  # else clients ask again after 409 and 5xx
 
 
@@ -121,9 +122,16 @@ class Endpoint:
 
     async def _answered(self, request: web.Request, wire: Wire, door: Door) -> web.StreamResponse:
         try:
-            raw = await request.read()
+            if (request.content_length or 0) > MAX_BODY:  # not read at all; one without a length is counted as it comes
+                raise web.HTTPRequestEntityTooLarge(MAX_BODY, request.content_length or 0)
+            async with asyncio.timeout(BODY_SECONDS):
+                raw = await request.read()
         except web.HTTPRequestEntityTooLarge:
             return refusal(wire, 413, f"a request has at most {MAX_BODY >> 20} MiB")
+        except TimeoutError:
+            return refusal(wire, 408, f"the body did not arrive within {BODY_SECONDS:g} s")
+        except web.RequestPayloadError as error:
+            return refusal(wire, 400, f"the body cannot be decoded: {error}")
         try:
             body = json.loads(raw)
             if not isinstance(body, dict):
@@ -166,7 +174,7 @@ def refusal(wire: Wire, status: int, sentence: str) -> web.Response:
     """A status and a sentence."""
     headers = FINAL if status == 409 or status >= 500 else None
     response = web.json_response(wire.error(status, sentence[:2000]), status=status, headers=headers)
-    if status in (401, 413):  # the body was not read
+    if status in (401, 408, 409, 413):  # the body was not read
         response.force_close()
     return response
 

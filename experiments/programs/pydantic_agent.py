@@ -1,0 +1,42 @@
+"""An agent of pydantic-ai that knows nothing of rlkit: one question and a calculator. Needs `pydantic-ai-slim[openai]`."""
+
+import json
+import os
+from contextlib import suppress
+
+from pydantic_ai import Agent, ModelRetry, Tool
+from pydantic_ai.exceptions import AgentRunError
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.profiles.openai import OpenAIModelProfile
+from pydantic_ai.usage import UsageLimits
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"expression": {"type": "string", "description": "The expression."}},
+    "required": ["expression"],
+}
+
+
+def calculate(expression: str = "") -> str:
+    """The value of an expression of digits and operators."""
+    if not set(expression) <= set("0123456789+-*/(). ") or len(expression) > 100 or "**" in expression:
+        raise ModelRetry("Error: digits, + - * / and brackets only")
+    try:
+        return f"{eval(expression):g}"  # digits and operators alone
+    except Exception as error:
+        raise ModelRetry(f"Error: {error}") from error
+
+
+def main() -> None:
+    messages = json.loads(os.environ["RLKIT_TASK"])["messages"]
+    said = {role: "\n".join(m["content"] for m in messages if m["role"] == role) for role in ("system", "user")}
+    tool = Tool.from_schema(calculate, name="calculator", description="Evaluates arithmetic.", json_schema=SCHEMA)
+    # The embedded model knows a schema as it is written above; the library would add `strict` and `additionalProperties`.
+    profile = OpenAIModelProfile(json_schema_transformer=None, openai_supports_strict_tool_definition=False)
+    model = OpenAIChatModel("policy", profile=profile)  # OPENAI_BASE_URL and OPENAI_API_KEY
+    agent = Agent(model, instructions=said["system"] or None, tools=[tool], retries=4)
+    with suppress(AgentRunError):  # no answer within the limit: the reward says so
+        agent.run_sync(said["user"], usage_limits=UsageLimits(request_limit=4))
+
+
+main()
