@@ -85,7 +85,7 @@ READ = {
     "polars": 'import polars; print(polars.read_parquet("RUN/completions/*.parquet").group_by("step").agg(polars.col("reward").mean()))',
     "datasets": 'import datasets as d; print(d.load_dataset("parquet", data_files="RUN/completions/*.parquet", split="train"))',
     "the full record": 'import datasets; print(datasets.load_dataset("json", data_files="RUN/rollouts/*", split="train"))',
-    "rlkit": 'import rlkit; print(rlkit.load_rollouts("RUN/rollouts", step=1)[0])',
+    "rlkit": 'from rlkit.episodes import load_rollouts; print(load_rollouts("RUN/rollouts", step=1)[0])',
 }
 LOOP = """import rlkit
 
@@ -152,9 +152,9 @@ class Terminal:
             self.write(f"(writes {name[2:]}, as {page.name} shows it)")
 
     def newest(self, place: str = "outputs/grpo") -> str:
-        """The newest run below a folder."""
-        found = sorted((self.folder / place).glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
-        return str(found[-1].parent.relative_to(self.folder)) if found else f"{place}/none"
+        """The newest run below a folder that has finished."""
+        found = [f for f in (self.folder / place).glob("*/summary.json") if '"ended": "finished"' in f.read_text()]
+        return str(max(found, key=lambda f: f.stat().st_mtime).parent.relative_to(self.folder)) if found else f"{place}/none"
 
 
 def first_run(t: Terminal) -> None:
@@ -222,8 +222,9 @@ def mistakes(t: Terminal) -> None:
         "bad_tool.py",
         'def weigh(item: str) -> str:\n    """Weighs an item.\n\n    Args:\n        item: Its name.\n    """\n    return 1 / 0\n',
     )
-    tool = "environment=tool_use 'environment.tools=[{_target_: bad_tool.weigh, _partial_: true}]'"
-    t.type(f"rlkit train {tool} --config small.yaml", "finished|bad_tool")
+    tool = "{_target_: bad_tool.weigh, _partial_: true}"
+    t.type(f"rlkit train environment=tool_use 'environment.tools=[{tool}]'", "environment.tools.NAME=VALUE", status=2)
+    t.type(f"rlkit train environment=tool_use '+environment.tools.weigh={tool}' --config small.yaml", "finished")
     t.file(
         "bad_game.py",
         "class Game:\n    def reset(self, *, seed=None):\n        return '?', {}\n\n    def step(self, action):\n        return 1 / 0\n",
@@ -239,17 +240,18 @@ def disks(t: Terminal) -> None:
         t.write("(left out: this machine lets no user mount a disk of his own)")
         return
     (t.folder / "disk").mkdir()
-    for options, says, status in (("size=200k", "not written: .*No space left", 1), ("ro", "cannot be written .*[Rr]ead-only", 2)):
+    for options, says, status in (("size=200k", "could not be written .*No space left", 1), ("ro", "cannot be written .*[Rr]ead-only", 2)):
         run = "rlkit train --config small.yaml hydra.run.dir=disk/run"
         t.type(f"unshare -rm sh -c 'mount -t tmpfs -o {options} none disk && {run}'", says, status=status)
     t.type("touch taken && rlkit train --config small.yaml hydra.run.dir=taken", "cannot be written", status=2)
 
 
-def data(t: Terminal) -> None:
+def data(t: Terminal, *, fresh: bool) -> None:
     """What a run wrote, opened with the usual tools; runs listed, compared, exported, reported, continued."""
     t.chapter("Day 4: rollouts as data")
     run = t.newest()
-    t.type("pip install -q pandas polars 2>/dev/null; python -c 'import pandas, polars, datasets'")
+    if fresh:
+        t.type("pip install -q pandas polars 2>/dev/null && python -c 'import pandas, polars, datasets'")
     for code in READ.values():
         t.type(f"python -c '{code.replace('RUN', run)}'", "reward|answer|step")
     t.chapter("Day 5: runs, sweeps, a comparison, the report, the model")
@@ -304,7 +306,7 @@ def main() -> int:
     own_parts(t, clone)
     mistakes(t)
     disks(t)
-    data(t)
+    data(t, fresh=given.venv is None)
     t.chapter(f"The end, after {(time.monotonic() - started) / 60:.0f} minutes; {len(t.failed)} outcomes are not what they should be")
     for line in t.failed:
         t.write(f"- {line}")

@@ -191,7 +191,11 @@ def _load(entry: str, search: Sequence[str], overrides: Sequence[str]) -> tuple[
         if path and "." not in path:  # a whole group: adding it, as Hydra proposes, would not help
             raise ConfigError(f"{path}: rlkit {entry} has no such group") from error
         if str(error).startswith("Error merging override"):
-            raise ConfigError(f"'{text}' cannot be read: {one_sentence(error.__cause__ or error)}") from error
+            text, said = text.lstrip("+"), one_sentence(error.__cause__ or error)
+            key = text.partition("=")[0]
+            if "Cannot merge DictConfig with ListConfig" in said:
+                said = f"{key} holds values by name and takes no list; set {key}.NAME=VALUE"
+            raise ConfigError(f"'{text}' cannot be read: {said}") from error
         raise ConfigError(one_sentence(error)) from error
     own = [text for text in accepted if not text.startswith("hydra")]
     full.hydra.overrides.task, full.hydra.job.override_dirname = own, ",".join(sorted(own))
