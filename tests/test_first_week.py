@@ -14,6 +14,7 @@ from rlkit.config.hints import PEERS, meant
 from rlkit.config.schema import resolve
 from rlkit.environments import by_task, single_turn
 from rlkit.errors import ConfigError
+from rlkit.rewards import Reward, Term, score
 from rlkit.system.loops import run
 from rlkit.training.callbacks.terminal import COLUMNS, step_line
 from rlkit.types import Environment, Task
@@ -27,6 +28,16 @@ PRESETS = {
     "indented": ("# @package _global_\nalgorithm:\n   epochs: 2\n  minibatches: 3\n", r"indented\.yaml:4: this is not YAML"),
     "unpackaged": ("algorithm:\n  epochs: 2\n", r"experiment: this preset sets algorithm under 'experiment'; write '# @package _global_'"),
     "dangling": ("# @package _global_\nalgorithm:\n  epochs: ${nope}\n", r"algorithm\.epochs: \$\{nope\} cannot be resolved"),
+    "misnamed": (
+        "# @package _global_\ndefaults:\n- override /algorithm: drgrpo\n",
+        r"algorithm=drgrpo, which a defaults .* mean 'dr_grpo'",
+    ),
+}
+PLAIN = {  # override → what is said instead of the words of OmegaConf, ANTLR or difflib
+    "model.suggests=3": r"^model\.suggests: holds values by name; .* model\.suggests\.NAME=VALUE$",
+    "reward=[numeric": r"^'reward=\[numeric' cannot be read: .*; close each bracket and quote",
+    "environment.tools=[{_target_: math.sqrt}]": r"^'environment\.tools=.*set environment\.tools\.NAME=VALUE$",
+    "reward.terms.task.fn._target_=math.sqrt": r"takes no 'rewards'\. It takes: nothing; .* out with ~reward\.terms\.task\.fn\.rewards",
 }
 MEANINGS = {
     "lr": "optimizer.lr", "group_size": "batch.group_size", "beta": "kl.coef", "num_generations": "batch.group_size",
@@ -49,6 +60,20 @@ def test_a_preset_that_cannot_be_read_names_its_place(name, tmp_path):
     (tmp_path / "experiment" / f"{name}.yaml").write_text(PRESETS[name][0])
     with pytest.raises(ConfigError, match=PRESETS[name][1]):
         compose([f"experiment={name}"], config_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("given", PLAIN)
+def test_what_does_not_fit_is_said_in_plain_words(given):
+    with pytest.raises(ConfigError, match=PLAIN[given]):
+        compose(["environment=tool_use", given])
+
+
+def test_a_reward_that_cannot_be_called_with_a_rollout_names_its_place():
+    """The place of the TypeError was in rlkit."""
+    with pytest.raises(
+        ConfigError, match=r"'mine': .* alone, which it does not fit: too many positional arguments \(.*test_first_week\.py:\d+\)"
+    ):
+        score([], Reward("mine", {"mine": Term(1.0, lambda: 1.0)}))
 
 
 def test_a_reference_that_fails_names_its_key():

@@ -61,6 +61,15 @@ def test_every_metric_that_the_code_names_has_an_entry():
     assert not lost, MISSING
 
 
+@pytest.mark.parametrize("page", ["no_rise.md", "curves.md"])
+def test_pages_that_start_from_metrics_name_ones_that_exist(page):
+    """`rlkit metrics NAME` answers for each; what is a key of the config is written with a dot, and an option with "="."""
+    said = re.findall(r"`([a-z_]+/[\w/*@]+|[a-z_]+_frac)`", (ROOT / "docs" / page).read_text())
+    assert len(said) > 10
+    names = [name for entry in ENTRIES for name in entry.names]
+    assert not [n for n in said if not (known(n) if n[-1] != "*" else any(k.startswith(n[:-1]) for k in names))]
+
+
 def test_no_entry_outlives_its_metric():
     """Its section's functions stand in files that have its last word; a part's own metrics have the names of the parts."""
     for section in sections():

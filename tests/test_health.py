@@ -28,6 +28,8 @@ HEALTHY = {
     "ratio/first_mean": 1.009,
     "mismatch/logp_abs_mean": 0.05,
     "optim/skipped_nonfinite": 0,
+    "optim/grad_norm": 0.4,
+    "optim/updates": 2,
     "stop_reason/length": 0.6,
     "stop_reason/context": 0.1,
     "stop_reason/steps": 0.2,
@@ -46,6 +48,7 @@ ILL = {  # check → (what makes it speak, words of the message)
     "environment_failures": ({"stop_reason/error": 0.25}, ["25%", "environment", "not scored"]),
     "ratio_off": ({"ratio/first_mean": 1.02}, ["1.020", "not 1"]),
     "sampler_off": ({"mismatch/logp_abs_mean": 0.06}, ["0.060 nats"]),
+    "no_gradient": ({"optim/grad_norm": 0.0}, ["exactly 0", "adv/abs_mean"]),
     "update_skipped": ({"optim/skipped_nonfinite": 2}, ["2 update(s) skipped"]),
     "waits_for_cores": ({"perf/update_s": 2.1}, ["2.1 s", "0.9 s", "other processes"]),
 }
@@ -92,6 +95,12 @@ def test_one_illness_makes_one_check_speak(name):
 
 def test_a_ratio_below_one_counts_too():
     assert "ratio_off" in spoken(HEALTHY | {"ratio/first_mean": 0.98})
+
+
+def test_a_teacher_that_equals_the_policy_is_named():
+    """algorithm=opd teacher=ema moved no weight in any step, and no line said so."""
+    taught = HEALTHY | {"len/truncated_frac": 0.0, "optim/grad_norm": 0.0, "streams/teacher": 0.0}
+    assert list(spoken(taught)) == ["no_gradient"] and "the teacher equals the policy" in spoken(taught)["no_gradient"]
 
 
 @pytest.mark.parametrize("key", ["ratio/first_mean", "mismatch/logp_abs_mean", "reward/mean"])

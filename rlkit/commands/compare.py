@@ -35,7 +35,7 @@ def lines_of(arguments: Arguments, name: str) -> tuple[list[Group], dict[str, st
     others = [text for text in arguments.overrides if text.partition("=")[0] not in given]  # folders of a sweep have a = in their names
     if unknown := [text for text in others if not Path(text).exists()]:
         raise ConfigError(f"'{unknown[0]}': rlkit {name} takes run folders and {', '.join(f'{key}=' for key in SETTINGS)}")
-    groups = group_runs([read_run(folder) for folder in find_runs([*arguments.texts, *others])])
+    groups = group_runs([read_run(folder) for folder in find_runs([*arguments.texts, *others], "compare")])
     if len(groups) < 2:
         said = "one line of runs" if groups else "no run with finished steps"
         raise ConfigError(f"rlkit {name} needs folders of two kinds of runs, such as rlkit {name} outputs/grpo outputs/dapo; found {said}")

@@ -196,8 +196,9 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
     lines += [why] if why else []
     lines += [f"warning: {text}" for text in doubts(folder)]
     if LOST:
-        named = [f"{what} ({why})" for what, why in LOST.items()]
-        lines.append(f"not written: {'; '.join(named[:SHOWN])}" + (f"; and {len(named) - SHOWN} more" if len(named) > SHOWN else ""))
+        named = [f"{what} ({why})" for what, why in LOST.items() if f"{what} could not be written" not in summary["ended"]]
+        more = f"; and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
+        lines += [f"not written: {'; '.join(named[:SHOWN])}{more}"] if named else []
     longer = f" trainer.steps={2 * summary['steps']}" if summary["ended"] == "finished" else ""
     longer = f" evaluation.stop_at=null{longer}" if longer and why else longer
     drawn = (folder / "tensorboard").is_dir()

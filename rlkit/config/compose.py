@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -179,6 +179,10 @@ def _load(entry: str, search: Sequence[str], overrides: Sequence[str]) -> tuple[
     except yaml.MarkedYAMLError as error:
         raise ConfigError(not_yaml(error, "an option")) from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:
+        if absent := re.match(r"(?:In '[^']*': )?Could not find '([\w/]+)/([^/']+)'", str(error)):
+            group, name = absent.groups()
+            where = "" if f"{group}={name}" in overrides else ", which a defaults list names"
+            raise ConfigError(no_such_option(f"{group}={name}{where}", name, group, _group_options(group, search))) from error
         absent = re.match(r"Could not override '([\w.]+)'", str(error))
         path = absent[1] if absent else ""
         if path.startswith("hydra."):
@@ -187,7 +191,11 @@ def _load(entry: str, search: Sequence[str], overrides: Sequence[str]) -> tuple[
         if path and "." not in path:  # a whole group: adding it, as Hydra proposes, would not help
             raise ConfigError(f"{path}: rlkit {entry} has no such group") from error
         if str(error).startswith("Error merging override"):
-            raise ConfigError(f"'{text}' cannot be read: {one_sentence(error.__cause__ or error)}") from error
+            text, said = text.lstrip("+"), one_sentence(error.__cause__ or error)
+            key = text.partition("=")[0]
+            if "Cannot merge DictConfig with ListConfig" in said:
+                said = f"{key} holds values by name and takes no list; set {key}.NAME=VALUE"
+            raise ConfigError(f"'{text}' cannot be read: {said}") from error
         raise ConfigError(one_sentence(error)) from error
     own = [text for text in accepted if not text.startswith("hydra")]
     full.hydra.overrides.task, full.hydra.job.override_dirname = own, ",".join(sorted(own))
@@ -222,6 +230,9 @@ def _plain(full: DictConfig) -> dict[str, Any]:
         return renamed({str(key): plain(key) for key in full if key != "hydra"})
     except (OmegaConfBaseException, ValueError) as error:
         key, written = _unresolved(full)
+        if "node `suggests` is not a container" in str(error):
+            group = written.strip("${}").partition(".suggests")[0] or key.partition(".")[0]
+            raise ConfigError(f"{group}.suggests: holds values by name; set one of them, as in {group}.suggests.NAME=VALUE") from error
         raise ConfigError(f"{key}: {written} cannot be resolved: {one_sentence(error)}" if key else one_sentence(error)) from error
 
 
@@ -302,7 +313,14 @@ def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[l
         try:
             override, text = parse_override(parser, given)
         except HydraException as error:
-            problems.append(f"'{given}' cannot be read: {one_sentence(error)}")
+            said = (
+                one_sentence(error)
+                .partition(" See https://hydra.cc")[0]
+                .replace("no viable alternative at input", "no sense from here on:")
+            )
+            problems.append(
+                f"'{given}' cannot be read: {said}; close each bracket and quote, and quote the whole: 'reward=[numeric,format]'"
+            )
             continue
         group = override.key_or_group
         options = _group_options(group)
@@ -316,11 +334,15 @@ def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[l
         if override.is_sweep_override():
             problems.append(f"{text}: several values are a sweep; run it with -m")
         elif unknown and not elsewhere:
-            hint = nearest(str(unknown[0]), options)
-            problems.append(f"{text}: no such option.{hint} Options of {group}: {', '.join(sorted(options))}")
+            problems.append(no_such_option(text, str(unknown[0]), group, options))
         else:
             accepted.append(text)
     return problems, accepted
+
+
+def no_such_option(text: str, name: str, group: str, options: Iterable[str]) -> str:
+    """What is said of an option that is not there."""
+    return f"{text}: no such option.{nearest(name, options)} Options of {group}: {', '.join(sorted(options))}"
 
 
 def parse_override(parser: Any, text: str) -> tuple[Any, str]:

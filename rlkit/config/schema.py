@@ -107,7 +107,10 @@ def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str, 
             problems += _check_value(node[key], hints.get(key, Any), where, leaves)
         elif not takes_any:
             label = f"'{node['_target_']}'" if path else "a run"
-            problems.append(f"{where}: {label} takes no '{key}'.{meant(where, named, leaves)} It takes: {', '.join(named)}")
+            own = path and not str(node["_target_"]).startswith("rlkit.")  # put in place of a part that had such a key
+            away = f"; where the option behind it sets '{key}', take it out with ~{where}" if own else ""
+            hint = nearest(key, named) if own else meant(where, named, leaves)
+            problems.append(f"{where}: {label} takes no '{key}'.{hint} It takes: {', '.join(named) or 'nothing'}{away}")
     for name, p in named.items():
         if p.default is p.empty and name not in keys and not node.get("_args_") and not (partial and name in GIVEN_LATER):
             problems.append(f"{_join(path, name)}: '{node['_target_']}' needs a value here")
@@ -211,8 +214,9 @@ def describe(hint: Any) -> str:
         if typing.get_origin(option) is Literal:
             words.append("one of " + ", ".join(map(str, typing.get_args(option))))
         else:
-            words.append(names.get(option, "a part (a mapping with a _target_); choose an option of the group"))
-    return " or ".join(dict.fromkeys(words))
+            words.append(names.get(option, "a part (a mapping with a _target_)"))
+    said = " or ".join(dict.fromkeys(words))
+    return said + "; choose an option of the group" * said.startswith("a part")
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:

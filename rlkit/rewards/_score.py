@@ -159,6 +159,21 @@ def _require(reward: Reward) -> None:
             raise ConfigError(f"reward term {name!r}: threads must be at least 1, not {term.threads}")
         if term.timeout is not None and not term.timeout > 0:
             raise ConfigError(f"reward term {name!r}: timeout must be > 0 seconds, or null for no limit, not {term.timeout}")
+        if wrong := _uncallable(term.fn):
+            what = "the list of rollouts" if term.batched or is_batched(term.fn) else "a rollout"
+            raise ConfigError(f"reward term {name!r}: {written(term.fn)} is called with {what} alone, which it does not fit: {wrong}")
+
+
+def _uncallable(fn: Callable[..., Any]) -> str:
+    """Why a function cannot be called with one argument, and where it stands; "" where it can, or has no signature."""
+    try:
+        inspect.signature(fn).bind(None)
+    except TypeError as error:
+        code = getattr(inspect.unwrap(getattr(fn, "func", fn)), "__code__", None)
+        return str(error) + (f" ({code.co_filename}:{code.co_firstlineno})" if code else "")
+    except ValueError:
+        pass
+    return ""
 
 
 # ----------------------------------------------------------------------------------------------------------- a term

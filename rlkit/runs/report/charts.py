@@ -99,7 +99,7 @@ def _spent(groups: Sequence[Group], unit: str) -> bool:
 
 
 def dynamic(found: Sequence[str]) -> Iterator[Chart]:
-    """Charts of what a run's own config names: components of the reward, parts of a mixture, scheduled numbers."""
+    """Charts of what a run's own config names: components of the reward, parts of a mixture, streams, scheduled numbers."""
     for number, metric in enumerate(found):
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", metric.replace("/", "."))
         name = name if len(name) <= LONGEST else f"{name[:LONGEST]}_{number}"  # of a file
@@ -107,6 +107,8 @@ def dynamic(found: Sequence[str]) -> Iterator[Chart]:
             yield Chart(name, COMPONENTS, match[1], metric, "mean score")
         elif match := re.fullmatch(r"part/(.+)/reward/mean", metric):
             yield Chart(name, COMPONENTS, f"Reward of {match[1]}", metric, "mean of the part's rollouts")
+        elif match := re.fullmatch(r"streams/(.+)", metric):
+            yield Chart(name, POLICY, f"Loss of the stream {match[1]}", metric, "nats per token", span=0.01)
         elif metric.startswith("schedule/") and metric != "schedule/phase":
             yield Chart(name, SCHEDULE, metric.removeprefix("schedule/"), metric, "", False, span=0.0)
 

@@ -40,15 +40,16 @@ class Group(NamedTuple):
     runs: Sequence[ReadRun]
 
 
-def find_runs(paths: Iterable[Path | str]) -> list[Path]:
-    """Folders of runs and of `rlkit rollout`: those named, and those below a folder that is none itself. Raises ConfigError."""
+def find_runs(paths: Iterable[Path | str], command: str = "report") -> list[Path]:
+    """Folders of runs and of `rlkit rollout`: those named, and those below a folder that is none itself. Raises ConfigError, which
+    names the command."""
     found: list[Path] = []
     for text in paths:
         path = Path(text).expanduser()
         own = [path] if is_source(path) else sorted(f for f in folders(path) if is_source(f))
         if not own:
-            runs.find_run(str(text), "report")  # names the newest run, where there is one
-            raise ConfigError(f"report: {text} holds no run")
+            runs.find_run(str(text), command)  # names the newest run, where there is one
+            raise ConfigError(f"{command}: {text} holds no run")
         found += own
     return list(dict.fromkeys(found))
 

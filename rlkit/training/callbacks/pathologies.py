@@ -92,6 +92,19 @@ def environment_failures(row: Row) -> str | None:
     return f"the environment failed in {share:.0%} of the episodes, which are not scored" if share else None
 
 
+def no_gradient(row: Row) -> str | None:
+    """Updates were made and moved nothing, for a reason that the rewards do not tell."""
+    if row["optim/grad_norm"] != 0 or not row["optim/updates"] or all_rewards_equal(row):
+        return None
+    taught = "streams/teacher" in row and row["streams/teacher"] == 0
+    why = (
+        "the teacher equals the policy; choose another one (teacher), or keep a reward (algorithm.streams.reward)"
+        if taught
+        else ("look at loss/total, adv/abs_mean and the weights of your own parts")
+    )
+    return f"the gradient is exactly 0, so no weight moves: {why}"
+
+
 def update_skipped(row: Row) -> str | None:
     """A gradient was not finite."""
     count = row["optim/skipped_nonfinite"]
@@ -121,6 +134,7 @@ CHECKS: tuple[Callable[[Row], str | None], ...] = (
     environment_failures,
     ratio_off,
     sampler_off,
+    no_gradient,
     update_skipped,
     waits_for_cores,
 )
