@@ -475,9 +475,9 @@ def test_a_program_ends_with_a_run_that_was_killed(tmp_path):
     file = tmp_path / "agent.py"
     file.write_text("import os, time\nprint('here', flush=True)\n" + LEAVES + "time.sleep(600)")
     guard = Path(sys.modules["rlkit.gateway._program"].GUARD)
-    job = json.dumps({"command": [sys.executable, str(file)], "task": "{}"})
-    run = f"import subprocess, sys, time\nc = subprocess.Popen([sys.executable, {str(guard)!r}], stdin=-1, stdout=1)\n"
-    run += f"c.stdin.write({job!r}.encode() + b'\\n'); c.stdin.flush(); time.sleep(600)"
+    job = json.dumps({"command": [sys.executable, str(file)], "task": "{}", "memory_mb": None})
+    run = f"import subprocess, sys\nc = subprocess.Popen([sys.executable, {str(guard)!r}], stdin=-1, stdout=1)\n"
+    run += f"c.stdin.write({job!r}.encode() + b'\\n'); c.stdin.flush(); c.wait()"
     with subprocess.Popen([sys.executable, "-c", run], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as killed:
         assert killed.stdout.readline() == b"here\n"
         killed.send_signal(signal.SIGKILL)

@@ -205,7 +205,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", cases(REFUSED, ["ranks", "vllm"]))
-def test_what_a_second_process_cannot_sample_is_refused(case):
+def test_what_a_second_process_cannot_sample_is_refused(case, monkeypatch):
+    monkeypatch.setattr("rlkit.engines.vllm.engine.find_spec", lambda name: True)  # as if vLLM were installed
     words, said = REFUSED[case]
     with pytest.raises(ConfigError) as error:
         experiment(compose([*COMMON, "asynchrony=overlap", *words]))
