@@ -95,6 +95,7 @@ def test_the_verifier_errs_as_often_as_it_says_and_for_all_arms_alike():
     assert all(task.metadata.get("flip", 0.0) == 0 for task in rows("noisy")[1])
 
 
+@pytest.mark.slow
 def test_the_start_draws_replies_of_the_form_uniformly():
     """Mass of all well-formed replies above 0.97, none more than twice or less than half as likely as another; fixed by the seed."""
     policy = fresh_policy(replies=["abcd", "xy"], symbols=LETTERS)

@@ -304,6 +304,7 @@ def malformed(rng: random.Random):
     return path, {**body, setting[0]: setting[1]}
 
 
+@pytest.mark.slow
 def test_five_hundred_malformed_requests_are_refused_and_change_no_other_episode(tiny):
     found = []
 

@@ -63,6 +63,7 @@ def server():
         yield http
 
 
+@pytest.mark.slow
 def test_a_journal_repeats_a_run_that_no_server_would_repeat(server, in_a_thread, tmp_path, same):  # noqa: F811
     """Killed after step 3, with a checkpoint of step 1, of which nothing had arrived: what was learned from is learned from again."""
     first = Run(server, tmp_path).steps(1)
