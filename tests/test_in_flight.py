@@ -205,6 +205,32 @@ def test_the_round_of_a_switch_and_those_in_which_answers_are_due_are_kept(tmp_p
     assert rounds[6:] == rounds[2:6] and replies(others) == replies(out) and same(again.state_dict(), learner.state_dict())
 
 
+@pytest.mark.slow
+def test_an_episode_that_is_over_counts_until_its_slot_is_free_after_a_resume_too(tmp_path, same):
+    """Its slot is given up in the round in which the answer that ended it is due, and its step is not complete before that."""
+    words = [*ahead(), *SLOW, "trainer.steps=42"]
+    x, tasks, whole = begun(*words)
+    with closing(InFlight(x, tasks)) as process:
+        flight = Flight()
+        for step in range(1, 20):  # to a state with an episode of the next step whose slot is the last to become free
+            flight, _ = steps(whole, tasks, flight, process, 1)
+            engine, following = process.engine, process.parts[step]
+            if engine.over and not engine.holds(following.keys - engine.over) and engine.holds(following.keys):
+                break
+        assert engine.over
+        torch.save((whole.state_dict(), packed(flight, process)), tmp_path / "state")
+        _, out = steps(whole, tasks, flight, process, 2)
+    state, still = torch.load(tmp_path / "state", weights_only=True)
+    x, tasks, learner = begun(*words)
+    learner.load_state_dict(state)
+    with closing(InFlight(x, tasks)) as process:
+        flight = continued(learner, restored(still, tasks, seed=3), process)
+        assert same(packed(flight, process), still)
+        _, others = steps(learner, tasks, flight, process, 2)
+    assert [row["staleness/rounds"] for _, row, _ in others] == [row["staleness/rounds"] for _, row, _ in out]
+    assert same(learner.state_dict(), whole.state_dict())
+
+
 REFUSED = {
     "asynchrony.staleness=0": "no episode outlives its step",
     "trainer=ddp": "rounds are counted in one process",

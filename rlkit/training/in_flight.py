@@ -128,6 +128,7 @@ class InFlight:
         self.rows: dict[int, Row] = {}  # after a resume, seed → a slot whose episode has not come back yet
         self.due: dict[int, float] = {}  # after a resume, seed → the round in which what follows that reply is due
         self.asked: set[int] = set()  # after a resume, seeds of the completions that have still to be asked for again
+        self.leaving: dict[int, set[int]] = {}  # after a resume, step → keys of its episodes that are over and whose slots are not free yet
         self.saved: Mapping[str, Any] | None = None  # what a resumed run begins with
         self.sessions: list[float] = []  # seconds that each episode spent in its session since the last groups
         self.figures: dict[str, float] = {}
@@ -205,7 +206,7 @@ class InFlight:
         while not (self._failed() or (all(own.here for own in self.parts.values()) and not self.asked and not self.due)):
             self.news.clear()
             await self.news.wait()
-        await self._decode(lambda: not self.engine.holds(part.keys))
+        await self._decode(lambda: not self.engine.holds(self._keys(part)))
         assert part.task is not None
         rollouts = await part.task
         decoder = self.decoder
@@ -227,6 +228,10 @@ class InFlight:
             step=request.step, version=request.version, on_done=done, spent=self._spent, over=dict(part.played), **x.generation.params,
         )  # fmt: skip
 
+    def _keys(self, part: StepGroups) -> set[int]:
+        """Of the episodes of a step, those from before a resume among them."""
+        return part.keys | self.leaving.get(part.request.step, set())
+
     def _spent(self, seconds: float) -> None:
         self.sessions.append(seconds)
 
@@ -247,7 +252,7 @@ class InFlight:
         running = {key: request.seed for key, request in (engine.running | engine.waiting).items() if key not in engine.due}
         plain = {
             "decoder": slots["plain"], "asked": [*running.values()], "known": [*self.known.items()],
-            "due": [(self.told[key], due) for key, due in engine.due.items()], "over": [self.told[key] for key in engine.over],
+            "due": [(self.told[key], due) for key, due in engine.due.items()], "over": [(step, self.told[key]) for step, part in self.parts.items() for key in engine.over & self._keys(part)],
         }  # fmt: skip
         played = {step: _bytes(to_bytes([_untold(r) for r in part.played.values()])) for step, part in self.parts.items() if part.played}
         self.told = {key: seed for key, seed in self.told.items() if key in engine.due or key in engine.running or key in engine.waiting}
@@ -267,9 +272,10 @@ class InFlight:
         self.known = {seed: _generation(*own) for seed, own in plain["known"]}
         self.asked, self.due = set(plain["asked"]), dict(plain["due"])
         unfinished = {*self.known, *self.asked}
-        for number, seed in enumerate(plain["over"]):  # an episode that is over, whose slot is free from a round to come on
+        for number, (step, seed) in enumerate(plain["over"]):  # an episode that is over, whose slot is free from a round to come on
             if seed not in unfinished:
                 key = -2 - number
+                self.leaving.setdefault(step, set()).add(key)
                 self.engine.due[key], self.told[key] = self.due.pop(seed), seed
                 self.engine.over.add(key)
                 if seed in self.rows:
