@@ -252,7 +252,8 @@ class InFlight:
         running = {key: request.seed for key, request in (engine.running | engine.waiting).items() if key not in engine.due}
         plain = {
             "decoder": slots["plain"], "asked": [*running.values()], "known": [*self.known.items()],
-            "due": [(self.told[key], due) for key, due in engine.due.items()], "over": [(step, self.told[key]) for step, part in self.parts.items() for key in engine.over & self._keys(part)],
+            "due": [(self.told[key], due) for key, due in engine.due.items()],
+            "over": [(step, self.told[key]) for step, part in self.parts.items() for key in engine.over & self._keys(part)],
         }  # fmt: skip
         played = {step: _bytes(to_bytes([_untold(r) for r in part.played.values()])) for step, part in self.parts.items() if part.played}
         self.told = {key: seed for key, seed in self.told.items() if key in engine.due or key in engine.running or key in engine.waiting}
