@@ -72,6 +72,8 @@ NEEDS = {  # what a shown command leaves to the reader
     "task=verifiers": ["task.id=any"],
     "generation=vllm": ["generation.engine.addresses=[http://127.0.0.1:8000]"],
     "experiment=sft": ["task.path=rows.jsonl"],
+    "teacher.model=NAME": ["algorithm=opd", "teacher=vllm", "teacher.addresses=[http://127.0.0.1:8000]"],
+    "hydra.launcher.gpus_per_node=null": ["experiment=sweep_slurm"],
     "task=conversations": ["task.path=rows.jsonl"],
     **{
         word: ["environment=program", "environment.command=[python]"]
