@@ -71,9 +71,11 @@ def serving(policy):
         http.url = f"http://127.0.0.1:{http.server_address[1]}"
         thread = threading.Thread(target=http.serve_forever, args=(0.01,))
         thread.start()
-        yield http
-        http.shutdown()
-        thread.join()
+        try:
+            yield http
+        finally:
+            http.shutdown()
+            thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -128,10 +130,30 @@ def test_every_token_and_the_weights_after_two_steps_are_those_of_the_teacher_in
     assert 0 < (after[0] - after[1]).norm() < 1e-4 * (after[0] - start).norm()
 
 
+def test_each_part_of_a_mixture_is_scored_by_its_own_servers(played, teacher, tiny):
+    """The step of two teachers that are served is that of the same two in process; each server is asked about its own part alone."""
+    x, rollouts = played
+    folder, behind = teacher
+    mixed = [r._replace(task=r.task._replace(part=("one", "two")[i >= 3])) for i, r in enumerate(rollouts)]
+    after = []
+    with serving(behind) as one, serving(tiny) as two:
+        served = vllm_teacher(parts={"one": [one.url], "two": [two.url]})
+        for own in (path_teacher(paths={"one": str(folder), "two": "tiny"}), served):
+            learner = learner_of(x._replace(optimizer=partial(torch.optim.SGD, lr=0.01)), tiny, own, sampled_divergence)
+            learner.step(mixed)
+            after.append(flat(learner.model))
+        prompts = [[list(r.steps[0].prompt_ids) for r in own] for own in (rollouts[:3], rollouts[3:])]
+        for http, own in ((one, prompts[0]), (two, prompts[1])):
+            assert len(http.asked) == 3 and all(ids[: len(own[0])] == own[0] for ids in http.asked)
+    moved = (after[0] - flat(tiny.model)).norm()
+    assert 0 < (after[0] - after[1]).norm() < 1e-4 * moved
+
+
 @pytest.mark.parametrize(
     "overrides, says",
     [
         (["teacher.addresses=[]"], "teacher.addresses=[http://HOST:8000]"),
+        (["+teacher.parts.one=[http://127.0.0.1:9]"], "of each part of a mixture as +teacher.parts.PART"),
         (["algorithm=gkd"], "compares whole distributions"),
         (["generation.temperature=0.7"], "generation.temperature=0.7: teacher=vllm gives log-probs at temperature 1"),
     ],

@@ -1,9 +1,10 @@
 """Distils a trained policy into the start: how far a third of GRPO's steps goes, on several seeds.
 
-    python experiments/teachers/distil.py [--seeds 0 1 2] [--steps 6] [--only opd "opd, exact"]
+    python experiments/teachers/distil.py [--seeds 0 1 2] [--steps 6] [--only opd "opd, exact"] [--teacher-steps 60]
 
 For every seed: `rlkit train` with the defaults (GRPO, 20 steps on the embedded model) makes the teacher, and then every variant starts
 again from model=tiny with `teacher=path`, without a reward in its loss. A row a run in results.csv; runs that it holds are not repeated.
+`--teacher-steps`: GRPO goes on for that many steps before it teaches; its row and those of its students say so in their names.
 Accuracies are greedy. `target`: the first step whose validation accuracy is at least 0.97.
 """
 
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from study import interval
 
 HERE, TARGET, STEPS = Path(__file__).parent, 0.97, 6  # a third of GRPO's 20 steps
+GRPO_STEPS = 20  # of the default run
 COMMON = ("trainer.threads=1", "evaluation.every=1", "logger=none", "callbacks.checkpoint.model=false")
 EXACT = "algorithm.streams.teacher.loss._target_=rlkit.functional.kl_student_teacher"
 STREAM = "_target_: rlkit.algorithm.Stream"
@@ -60,18 +62,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--only", nargs="+", default=list(VARIANTS))
+    parser.add_argument("--teacher-steps", type=int, default=GRPO_STEPS)
     parser.add_argument("--results", type=Path, default=HERE / "results.csv")
     given = parser.parse_args()
     results = given.results
+    taught = "" if given.teacher_steps == GRPO_STEPS else f", teacher of {given.teacher_steps} steps"
+    teacher_name = f"grpo, {given.teacher_steps} steps" if taught else "grpo"
     rows = list(csv.DictReader(results.open())) if results.exists() else []
     for seed in given.seeds:
         done = {r["variant"] for r in rows if r["seed"] == str(seed)}
-        if not {"grpo", *given.only} - done:
+        if not {teacher_name, *(name + taught for name in given.only)} - done:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            teacher = trained([*COMMON[:-1], f"seed={seed}", "name=teacher"], Path(folder))
-            new = [] if "grpo" in done else [row("grpo", seed, teacher)]
-            for variant in [name for name in given.only if name not in done]:
+            teacher = trained([*COMMON[:-1], f"trainer.steps={given.teacher_steps}", f"seed={seed}", "name=teacher"], Path(folder))
+            new = [] if teacher_name in done else [row(teacher_name, seed, teacher)]
+            for variant in [name for name in given.only if name + taught not in done]:
                 own = [
                     *VARIANTS[variant],
                     "teacher=path",
@@ -79,7 +84,7 @@ def main() -> None:
                     f"trainer.steps={given.steps}",
                     f"seed={seed}",
                 ]
-                new.append(row(variant, seed, trained([*COMMON, *own, "name=student"], Path(folder))))
+                new.append(row(variant + taught, seed, trained([*COMMON, *own, "name=student"], Path(folder))))
         rows += new
         with results.open("w", newline="") as file:
             writer = csv.DictWriter(file, rows[0].keys())

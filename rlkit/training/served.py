@@ -41,10 +41,12 @@ class ServedTeacher:
     Args:
       addresses: of the servers, all of the same model. max_rows: requests at once to each, > 0.
       model: the name under which they serve it; None takes what they serve.
+      key: the option that named them, for messages.
     """
 
-    def __init__(self, addresses: Sequence[str], *, model: str | None = None, max_rows: int = 64):
+    def __init__(self, addresses: Sequence[str], *, model: str | None = None, max_rows: int = 64, key: str = "teacher.addresses"):
         self.servers, self.model, self.checked = [Server(url, max_rows=max_rows) for url in addresses], model, False
+        self.key = key
 
     def check(self, path: str, **hub: Any) -> None:
         """Every server answers, serves the model, and gives each id of the policy's tokenizer the same text. Raises: ConfigError."""
@@ -65,14 +67,14 @@ class ServedTeacher:
                     middle = (same + odd) // 2
                     same, odd = (same, middle) if await _differs(server, tokenizer, ids[:middle]) else (middle, odd)
                 raise ConfigError(
-                    f"teacher.addresses: {server.url} serves {server.name}, which has another vocabulary than model.path={path} (the first "
+                    f"{self.key}: {server.url} serves {server.name}, which has another vocabulary than model.path={path} (the first "
                     f"token that differs is {tokenizer.convert_ids_to_tokens(ids[odd - 1])!r}, id {ids[odd - 1]}); serve a model with the "
                     "same tokenizer"
                 )
         except Lost as error:
-            raise ConfigError(f"teacher.addresses: {server.url} does not answer ({error}); start it with `vllm serve MODEL`") from error
+            raise ConfigError(f"{self.key}: {server.url} does not answer ({error}); start it with `vllm serve MODEL`") from error
         except (EngineError, LookupError, TypeError, ValueError) as error:
-            raise ConfigError(f"teacher.addresses: {server.url} cannot be a teacher: {error}; start it with `vllm serve MODEL`") from error
+            raise ConfigError(f"{self.key}: {server.url} cannot be a teacher: {error}; start it with `vllm serve MODEL`") from error
 
     def read(self, ids: Tensor, mask: Tensor, *, k: int, columns: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """What the servers say of the sampled tokens, as the last states and the head of a model.
@@ -97,7 +99,7 @@ class ServedTeacher:
                 return await server.score(ids, k)
             except Lost as error:
                 why = f"{server.url} does not answer ({error})"
-        raise EngineError(f"teacher.addresses: {why}, nor does another; start it again and go on with `rlkit train resume=RUN`")
+        raise EngineError(f"{self.key}: {why}, nor does another; start it again and go on with `rlkit train resume=RUN`")
 
 
 async def _differs(server: Server, tokenizer: Any, ids: list[int]) -> bool:
@@ -118,9 +120,9 @@ def _logits(table: Tensor, *, columns: int) -> Tensor:
     return table[:, -1:].expand(-1, columns).scatter(1, table[:, :named].long(), table[:, named:-1])
 
 
-def served(addresses: Sequence[str], *, model: str | None = None, max_rows: int = 64) -> Reference:
+def served(addresses: Sequence[str], *, model: str | None = None, max_rows: int = 64, key: str = "teacher.addresses") -> Reference:
     """A model that only a server has: its `model` gives a `ServedTeacher`, which streams ask in place of a forward pass."""
-    teacher = ServedTeacher(addresses, model=model, max_rows=max_rows)
+    teacher = ServedTeacher(addresses, model=model, max_rows=max_rows, key=key)
     init = functools.partial(_meet, served=teacher)
     return Reference("vllm", init, lambda state, policy, **_: state, functools.partial(_itself, teacher), lambda state: {}, _nothing)
 

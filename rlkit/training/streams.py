@@ -95,7 +95,9 @@ def teacher_passes(learner: Learner, stream: Stream, minibatch: Batch) -> Iterat
     for whole_pass in weighed(Pass("teacher", stream, batch, shown=shown)):
         parts = [learner.trained[i].task.part for i in batch.rollout_ids.tolist()]
         if "" not in teacher.models and (odd := {part for part in parts if stream.of(part)} - set(teacher.models)):
-            raise DataError(f"teacher.paths: there is no teacher for the part {min(odd)!r}; there are: {', '.join(teacher.models)}")
+            raise DataError(
+                f"teacher={teacher.name}: there is no teacher for the part {min(odd)!r}; there are: {', '.join(teacher.models)}"
+            )
         for key in teacher.models:
             own = torch.tensor([not key or key == name for name in parts], device=batch.ids.device)
             mine = whole_pass.batch._replace(response_mask=batch.response_mask & own[:, None])

@@ -56,24 +56,34 @@ def ema_teacher(*, decay: float) -> Teacher:
     return Teacher("ema", {"": ema(decay=decay)})
 
 
-def vllm_teacher(*, addresses: Sequence[str], model: str | None = None, max_rows: int = 64) -> Teacher:
-    """Another model with the policy's vocabulary, behind `vllm serve`; nothing of it is loaded here.
+def vllm_teacher(
+    *,
+    addresses: Sequence[str] = (),
+    parts: Mapping[str, Sequence[str]] | None = None,
+    model: str | None = None,
+    max_rows: int = 64,
+) -> Teacher:
+    """Other models with the policy's vocabulary, behind `vllm serve`; nothing of them is loaded here.
 
     A server gives the log-probs of single tokens, at temperature 1. So the divergence is `sampled_divergence`, or `top_k_divergence`
     with chosen_by=teacher, and generation.temperature is 1. Log-probs are normalised over all rows of the served model.
 
     Args:
       addresses: of the servers; rows are dealt to them in turn, and one that no longer answers is passed over.
+      parts: part of a mixture → addresses of its own teacher's servers; then `addresses` is empty.
       model: the name that they serve it under, checked at the start; None takes what they serve.
       max_rows: requests at once to each server, > 0.
     Raises: ValueError without a proper address.
     """
-    given = [addresses] if isinstance(addresses, str) else list(addresses)
-    if not given or max_rows < 1 or not all(address.startswith(("http://", "https://")) for address in given):
+    given = {part: [own] if isinstance(own, str) else list(own) for part, own in (parts or {"": addresses}).items()}
+    fine = all(own and all(address.startswith(("http://", "https://")) for address in own) for own in given.values())
+    if max_rows < 1 or not fine or (parts and addresses):
         raise ValueError(
-            f"addresses={given}, max_rows={max_rows}: give running servers as teacher.addresses=[http://HOST:8000], and rows > 0"
+            f"addresses={list(addresses)}, parts={dict(parts or {})}, max_rows={max_rows}: give running servers as "
+            "teacher.addresses=[http://HOST:8000], or of each part of a mixture as +teacher.parts.PART=[http://HOST:8000], and rows > 0"
         )
-    return Teacher("vllm", {"": served(given, model=model, max_rows=max_rows)})
+    keys = {part: f"teacher.parts.{part}" if part else "teacher.addresses" for part in given}
+    return Teacher("vllm", {part: served(own, model=model, max_rows=max_rows, key=keys[part]) for part, own in given.items()})
 
 
 def context_teacher(

@@ -107,9 +107,10 @@ def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
         return
     tasks = [task for task in tasks if streams["teacher"].of(task.part)]
     if "" not in teacher.models and (task := next((task for task in tasks if task.part not in teacher.models), None)):
+        key, value = ("parts", "[http://HOST:8000]") if teacher.name == "vllm" else ("paths", "FOLDER")
         raise DataError(
-            f"row {task.id}: its part {task.part!r} has no teacher; teacher.paths has those of {', '.join(teacher.models)}, so set "
-            f"+teacher.paths.{task.part or 'PART'}=FOLDER"
+            f"row {task.id}: its part {task.part!r} has no teacher; teacher.{key} has those of {', '.join(teacher.models)}, so set "
+            f"+teacher.{key}.{task.part or 'PART'}={value}"
         )
     reads = {demonstration.__name__: "a conversation", answer.__name__: "an answer"}.get(getattr(teacher.show, "__name__", ""))
     if reads and teacher.show and not any(teacher.show(Rollout(task, ()), ()) for task in tasks):
