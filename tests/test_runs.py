@@ -269,8 +269,11 @@ def test_runs_are_listed_newest_first_and_filtered_by_settings(three_runs, tmp_p
     assert main(["runs", "kl=none", "limit=x"]) == 2
 
 
-def test_two_runs_are_compared_setting_by_setting(three_runs, capsys):
-    assert main(["runs", "diff", *map(str, three_runs[:2])]) == 0
+@pytest.mark.parametrize("names", [("run0", "run1"), ("algorithm=grpo,epochs=1", "lr=1e-3")], ids=["plain", "of a sweep"])
+def test_two_runs_are_compared_setting_by_setting(names, three_runs, capsys):
+    """A folder that a sweep named after its overrides is a folder, and no override."""
+    folders = [run.rename(run.with_name(name)) for run, name in zip(three_runs, names, strict=False)]
+    assert main(["runs", "diff", *map(str, folders)]) == 0
     said = capsys.readouterr().out
     assert re.search(r"optimizer\.lr +0\.0003 +0\.001\n", said) and re.search(r"test accuracy, after +0\.500 +0\.750\n", said)
     assert "seed" not in said.partition("whether")[0] and "12,345" in said

@@ -249,6 +249,7 @@ def disks(t: Terminal) -> None:
 def data(t: Terminal, *, fresh: bool) -> None:
     """What a run wrote, opened with the usual tools; runs listed, compared, exported, reported, continued."""
     t.chapter("Day 4: rollouts as data")
+    t.type("rlkit train --config small.yaml", "finished", shown=3)
     run = t.newest()
     if fresh:
         t.type("pip install -q pandas polars 2>/dev/null && python -c 'import pandas, polars, datasets'")
@@ -261,7 +262,7 @@ def data(t: Terminal, *, fresh: bool) -> None:
     t.type("rlkit runs algorithm=sapo", "no run with algorithm=sapo")
     jobs = sorted(str(f.parent.relative_to(t.folder)) for f in (t.folder / "outputs/sweep").glob("*/config.yaml"))
     t.type(f"rlkit runs diff {jobs[0]} {jobs[-1]}", "algorithm", "test accuracy, after")
-    t.type("rlkit compare outputs/sweep", "no difference can be claimed")
+    t.type("rlkit compare outputs/sweep/*", "no difference can be claimed")
     t.type(f"rlkit export run={run} merge=true", "written|export")
     card = next(iter(sorted(t.folder.rglob("README.md"))), t.folder / "README.md")
     t.type(f"head -30 {card.relative_to(t.folder)}", "rlkit", shown=30)

@@ -1,12 +1,15 @@
 """What choosing problems saves: a pool where one problem in ten carries signal, and the tokens until 0.9 of these are solved.
 
-    python experiments/sampling/run.py [--seeds 0 1] [--only uniform variance] [--steps 800]
+    python experiments/sampling/run.py [--seeds 0 1] [--only uniform variance] [--steps 800] [--known]
 
 The model of the bench (20,000 parameters, made on the spot, replies with a random letter of eight) is asked problems of two letters. One
 in ten has a right letter; the others have none, so their groups teach nothing. The curve is greedy, on the problems with signal
 themselves: the question is how soon a pool is learned, and not how far it carries. Every run is `rlkit train` until
 `evaluation.stop_at=0.9`. A row a run in results.csv; runs that it holds are not repeated. `tokens` counts what the policy has read and
 sampled in training until then. The ratio to the uniform sampler is paired by seed.
+
+`--known`: every problem has a right letter, and the policy starts with those of nine in ten (taught by imitation, before the run), while
+it replies at random to the rest. So what carries signal is what is not known yet, and the policy already reads its prompts.
 """
 
 from __future__ import annotations
@@ -22,9 +25,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from rlkit.models.fresh import as_tensors, fresh_policy
 from rlkit.tasks.bench import LETTERS, Question, dealt
-from rlkit.types import Split, Task
+from rlkit.types import Policy, Split, Task
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from study import interval
@@ -34,6 +41,8 @@ COMMON = (
     "experiment=bench/noisy", "task._target_=run.pool", "model.prompt=2", "evaluation.every=2", f"evaluation.stop_at={TARGET}",
     "evaluation.curve_temperature=0",
 )  # fmt: skip
+KNOWN = ("task._target_=run.known_pool", "model._target_=run.knowing", "+model.pool=${task.max_samples}")
+LESSONS, RATE = 800, 1e-2  # steps of AdamW that teach what is known, of 128 problems each
 SAMPLERS = ("uniform", "pools", "variance", "prioritised", "unsolved")
 
 
@@ -46,12 +55,47 @@ def pool(*, split: Split, seed: int, max_samples: int, placebo: str = "none") ->
     return dealt("pool", rows, [LETTERS[:8]], split=split, seed=seed, max_samples=len(rows), placebo="none")
 
 
+def known_pool(*, split: Split, seed: int, max_samples: int, placebo: str = "none") -> Sequence[Task]:
+    """The same prompts; every one has a right reply, and the start policy knows nine in ten of them."""
+    rows = _questions(seed, max_samples)
+    rows = rows if split == "train" else rows[::ONE_IN]
+    return dealt("pool", rows, [LETTERS[:8]], split=split, seed=seed, max_samples=len(rows), placebo="none")
+
+
+def _questions(seed: int, count: int) -> list[Question]:
+    rng = random.Random(f"known pool of {seed}")
+    prompts = rng.sample([first + second for first in LETTERS[8:] for second in LETTERS[8:]], count)
+    return [Question(prompt, [rng.choice(LETTERS[:8])]) for prompt in prompts]
+
+
+def knowing(*, pool: int, seed: int = 0, device: torch.device | str = "cpu", **options: Any) -> Policy:
+    """The bench's fresh policy, taught the right letter of nine problems in ten of a pool and any letter for the rest."""
+    policy = fresh_policy(seed=seed, **options)
+    questions = _questions(seed, pool)
+    model, rng = policy.model, random.Random(f"lessons of {seed}")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
+    for step in range(LESSONS):
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * (1 - step / LESSONS)
+        texts = []
+        for i in rng.choices(range(pool), k=128):
+            letter = questions[i].right[0] if i % ONE_IN else rng.choice(LETTERS[:8])
+            texts.append(f"<u>{questions[i].prompt}<end><a>{letter}<end>")
+        ids, targets = as_tensors([policy.renderer.tokenizer.encode(text, add_special_tokens=False) for text in texts])
+        loss = torch.nn.functional.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), targets.flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.zero_grad(set_to_none=True)
+    return policy._replace(model=model.to(device))
+
+
 def run(sampler: str, seed: int, given: argparse.Namespace) -> dict[str, str]:
     """One run's row. Raises: CalledProcessError."""
     own = [f"task/sampler={sampler}", f"seed={seed}", f"trainer.steps={given.steps}", f"task.max_samples={given.pool}", f"task.seed={seed}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "rlkit", "train", *COMMON, *own, *given.set]
+        command = [sys.executable, "-m", "rlkit", "train", *COMMON, *own, *(KNOWN if given.known else ()), *given.set]
         subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, env=environment)
         file = next(Path(folder).glob("outputs/*/*/summary.json"))
         summary = json.loads(file.read_text())
@@ -69,6 +113,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(SAMPLERS), choices=SAMPLERS)
     parser.add_argument("--steps", type=int, default=800, help="at most")
     parser.add_argument("--pool", type=int, default=320, help="training problems")
+    parser.add_argument("--known", action="store_true", help="a pool of which nine problems in ten are known at the start")
     parser.add_argument("--set", nargs="*", default=[], help="further overrides")
     parser.add_argument("--results", type=Path, default=HERE / "results.csv")
     given = parser.parse_args()

@@ -29,7 +29,7 @@ class Arguments(NamedTuple):
 
 
 def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
-    """Flags and overrides; with `texts` also words that are neither. Raises ConfigError for a flag that does not exist."""
+    """Flags and overrides; with `texts` also words that are neither, and names of files and folders that there are. Raises ConfigError for a flag that does not exist."""
     arguments, file, name = Arguments([], words=tuple(words)), list[str](), ""
     rest = iter(words)
     for word in rest:
@@ -54,7 +54,8 @@ def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
             arguments = arguments._replace(shown="info")
         elif word == "--resolve":
             arguments = arguments._replace(resolved=True)
-        elif texts and (" " in word.partition("=")[0].strip() or not re.match(r"[-~]|[^=]+=", word)):
+        elif texts and (Path(word).exists() or " " in word.partition("=")[0].strip() or not re.match(r"[-~]|[^=]+=", word)):
+            # Folders of a sweep have a = in their names.
             arguments = arguments._replace(texts=(*arguments.texts, word))
         elif word.startswith("-"):
             raise ConfigError(_no_flag(word, next(rest, "VALUE")))

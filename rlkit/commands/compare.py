@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rlkit.commands.arguments import Arguments, option
 from rlkit.errors import ConfigError
@@ -32,10 +31,9 @@ def command(arguments: Arguments) -> int:
 def lines_of(arguments: Arguments, name: str) -> tuple[list[Group], dict[str, str]]:
     """The lines of the folders that a command names, and its settings. Raises ConfigError where that is fewer than two lines."""
     given = {key: value for key in SETTINGS if (value := option(arguments.overrides, key)) is not None}
-    others = [text for text in arguments.overrides if text.partition("=")[0] not in given]  # folders of a sweep have a = in their names
-    if unknown := [text for text in others if not Path(text).exists()]:
+    if unknown := [text for text in arguments.overrides if text.partition("=")[0] not in given]:
         raise ConfigError(f"'{unknown[0]}': rlkit {name} takes run folders and {', '.join(f'{key}=' for key in SETTINGS)}")
-    groups = group_runs([read_run(folder) for folder in find_runs([*arguments.texts, *others], "compare")])
+    groups = group_runs([read_run(folder) for folder in find_runs(arguments.texts, "compare")])
     if len(groups) < 2:
         said = "one line of runs" if groups else "no run with finished steps"
         raise ConfigError(f"rlkit {name} needs folders of two kinds of runs, such as rlkit {name} outputs/grpo outputs/dapo; found {said}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from rlkit.commands.arguments import Arguments, option
 from rlkit.errors import ConfigError
 
@@ -11,16 +9,14 @@ from rlkit.errors import ConfigError
 def command(arguments: Arguments) -> int:
     """Runs as one HTML page: RUN…, and out=FILE, smooth=STEPS, limit=CONVERSATIONS."""
     given = {key: value for key in ("out", "smooth", "limit") if (value := option(arguments.overrides, key)) is not None}
-    others = [text for text in arguments.overrides if text.partition("=")[0] not in given]
-    if unknown := [text for text in others if not Path(text).exists()]:
+    if unknown := [text for text in arguments.overrides if text.partition("=")[0] not in given]:
         raise ConfigError(f"'{unknown[0]}': rlkit report takes folders, out=FILE.html, smooth=STEPS and limit=CONVERSATIONS")
-    folders = [*arguments.texts, *others]  # those of a sweep's jobs have a = in their names
-    if not folders:
+    if not arguments.texts:
         raise ConfigError("rlkit report needs at least one run folder, or a folder with runs below it: rlkit report outputs/grpo/*")
     if wrong := [key for key in ("smooth", "limit") if not given.get(key, "0").isdigit()]:
         raise ConfigError(f"{wrong[0]}={given[wrong[0]]}: give a whole number, 0 or more")
     from rlkit.runs.report import write_report
 
     counts = {key: int(given[key]) for key in ("smooth", "limit") if key in given}
-    print(write_report(folders, given.get("out"), **counts))
+    print(write_report(arguments.texts, given.get("out"), **counts))
     return 0

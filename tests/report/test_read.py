@@ -13,6 +13,18 @@ def test_runs_below_a_folder_are_found_and_hydras_own_config_is_none(make_run, t
     assert find_runs([tmp_path / "runs"]) == [a, b] == find_runs([a, b, a])
 
 
+def test_what_a_sweep_writes_beside_its_runs_is_passed_over(make_run, tmp_path):
+    """`rlkit report outputs/sweep/*` names it too."""
+    run = make_run("sweep/lr=1,seed=0")
+    (run.parent / "comparison.csv").write_text("")
+    (run.parent / "jobs").mkdir()
+    assert find_runs(sorted(run.parent.iterdir())) == [run]
+    with pytest.raises(ConfigError, match=r"absent"):
+        find_runs([run, run.parent / "absent"])
+    with pytest.raises(ConfigError, match=r"jobs"):
+        find_runs([run.parent / "jobs"])
+
+
 def test_a_folder_without_runs_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no run folder"):
         find_runs([tmp_path])

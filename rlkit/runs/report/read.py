@@ -41,16 +41,20 @@ class Group(NamedTuple):
 
 
 def find_runs(paths: Iterable[Path | str], command: str = "report") -> list[Path]:
-    """Folders of runs and of `rlkit rollout`: those named, and those below a folder that is none itself. Raises ConfigError, which
-    names the command."""
-    found: list[Path] = []
-    for text in paths:
-        path = Path(text).expanduser()
+    """Folders of runs and of `rlkit rollout`: those named, and those below a folder that is none itself.
+
+    What else a sweep writes beside its runs is passed over, since `outputs/sweep/*` names it too. Raises ConfigError, which names the
+    command.
+    """
+    found, without = list[Path](), list[Path]()
+    for path in (Path(text).expanduser() for text in paths):
         own = [path] if is_source(path) else sorted(f for f in folders(path) if is_source(f))
-        if not own:
-            runs.find_run(str(text), command)  # names the newest run, where there is one
-            raise ConfigError(f"{command}: {text} holds no run")
         found += own
+        without += [] if own else [path]
+    beside = {path.parent for path in found}
+    if odd := [path for path in without if path.parent not in beside or not path.exists()]:
+        runs.find_run(str(odd[0]), command)  # names the newest run, where there is one
+        raise ConfigError(f"{command}: {odd[0]} holds no run")
     return list(dict.fromkeys(found))
 
 
