@@ -29,7 +29,10 @@ class Arguments(NamedTuple):
 
 
 def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
-    """Flags and overrides; with `texts` also words that are neither, and names of files and folders that there are. Raises ConfigError for a flag that does not exist."""
+    """Flags and overrides; with `texts` also words that are neither, and names of files and folders that there are.
+
+    Raises ConfigError for a flag that does not exist.
+    """
     arguments, file, name = Arguments([], words=tuple(words)), list[str](), ""
     rest = iter(words)
     for word in rest:
