@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from datetime import datetime
 from pathlib import Path
 
@@ -261,7 +262,8 @@ def test_runs_are_listed_newest_first_and_filtered_by_settings(three_runs, tmp_p
         assert main(["runs", *words]) == 0
         return [found[0] for line in capsys.readouterr().out.splitlines() if (found := re.findall(r"run\d", line))]
 
-    assert names() == ["run2", "run1", "run0"]
+    shutil.copytree(three_runs[2], three_runs[2] / "debug" / "step_000001")
+    assert names() == ["run2", "run1", "run0"], "a debug bundle is no run of its own"
     assert names("kl=none") == ["run1", "run0"], "an option, as it was given"
     assert names("optimizer.lr=0.001") == ["run1"], "1e-3 is the same number"
     assert names("optimizer.lr=3e-4", "seed=2") == ["run2"]

@@ -43,6 +43,7 @@ def command(arguments: Arguments) -> int:
 def run_table(places: Sequence[Path], wanted: Sequence[str], limit: int) -> list[str]:
     """A table: a run a line, newest first; what it ended with, its test accuracy, and the overrides that made it."""
     folders = {path.parent for place in places for path in place.rglob("config.yaml") if path.parent.name != ".hydra"}
+    folders = {folder for folder in folders if folders.isdisjoint(folder.parents)}  # no debug bundle inside a run
     found = sorted((f for f in folders if _passes(f, wanted)), key=lambda f: (f / "config.yaml").stat().st_mtime, reverse=True)
     if not found:
         asked = f" with {' '.join(wanted)}" if wanted else ""

@@ -108,5 +108,7 @@ def _totals(rollouts: Sequence[Rollout]) -> list[float]:
 
 
 def _mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """As `mean_interval`; nan without values."""
+    """As `mean_interval`; of zeros and ones Wilson's interval, which stays within 0 and 1; nan without values."""
+    if values and all(value in (0.0, 1.0) for value in values):
+        return sum(values) / len(values), *wilson(round(sum(values)), len(values))
     return mean_interval(values) if values else (math.nan, math.nan, math.nan)

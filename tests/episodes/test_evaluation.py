@@ -9,7 +9,7 @@ import pytest
 
 from rlkit.engines import Batched
 from rlkit.environments import single_turn
-from rlkit.episodes.evaluation import greedy_accuracy, is_correct, sampled_accuracy
+from rlkit.episodes.evaluation import accuracy, greedy_accuracy, is_correct, sampled_accuracy
 from rlkit.functional.statistics import wilson
 from rlkit.models import decode
 from rlkit.models.chat import encode_scaffold
@@ -48,10 +48,17 @@ def collecting(**more):
 def test_greedy_counts_full_marks_over_all_tasks(tiny):
     engine, settings = collecting()
     result, rollouts = greedy_accuracy(tiny, TASKS, **settings)
-    assert list(result.pop("reward_interval")) == pytest.approx([0.75 - 0.49, 0.75 + 0.49], abs=1e-4)  # 1.96 · 0.5 / √4
+    assert list(result.pop("reward_interval")) == list(wilson(3, 4)), "rewards of 0 and 1 have an interval within 0 and 1"
     assert result == {"accuracy": 3 / 4, "interval": list(wilson(3, 4)), "n": 4, "reward": 3 / 4, "temperature": 0.0}
     assert [r.reward for r in rollouts] == [1.0, 1.0, 1.0, 0.0] and [r.task.id for r in rollouts] == [t.id for t in TASKS]
     assert engine.settings == [(0.0, 5)]
+
+
+def test_graded_rewards_have_the_interval_of_a_mean():
+    rollouts = [Rollout(TASKS[0], (), reward=r, rewards={"task": r}) for r in (0.0, 0.5, 0.5, 2.0)]
+    result = accuracy(rollouts)
+    half = 1.959964 * math.sqrt(0.75 / 4)  # the sample variance of the four is 0.75
+    assert (result["reward"], *result["reward_interval"]) == pytest.approx((0.75, 0.75 - half, 0.75 + half), abs=1e-6)
 
 
 def test_what_cannot_be_scored_counts_against_accuracy_but_not_in_the_mean_reward(tiny):
