@@ -41,8 +41,10 @@ COMMON = (
     "experiment=bench/noisy", "task._target_=run.pool", "model.prompt=2", "evaluation.every=2", f"evaluation.stop_at={TARGET}",
     "evaluation.curve_temperature=0",
 )  # fmt: skip
-KNOWN = ("task._target_=run.known_pool", "model._target_=run.knowing", "+model.pool=${task.max_samples}")
+SAMPLED = 512  # replies, so that the standard error of an accuracy is at most 0.022
+KNOWN = ("evaluation.curve_temperature=1", "task._target_=run.known_pool", "model._target_=run.knowing", "+model.pool=${task.max_samples}")
 LESSONS, RATE = 800, 1e-2  # steps of AdamW that teach what is known, of 128 problems each
+SOME = 0.2  # of the lessons on a problem with signal name its right letter; the others any of eight
 SAMPLERS = ("uniform", "pools", "variance", "prioritised", "unsolved")
 
 
@@ -58,8 +60,8 @@ def pool(*, split: Split, seed: int, max_samples: int, placebo: str = "none") ->
 def known_pool(*, split: Split, seed: int, max_samples: int, placebo: str = "none") -> Sequence[Task]:
     """The same prompts; every one has a right reply, and the start policy knows nine in ten of them."""
     rows = _questions(seed, max_samples)
-    rows = rows if split == "train" else rows[::ONE_IN]
-    return dealt("pool", rows, [LETTERS[:8]], split=split, seed=seed, max_samples=len(rows), placebo="none")
+    rows, count = (rows, len(rows)) if split == "train" else (rows[::ONE_IN], SAMPLED)
+    return dealt("pool", rows, [LETTERS[:8]], split=split, seed=seed, max_samples=count, placebo="none")
 
 
 def _questions(seed: int, count: int) -> list[Question]:
@@ -79,7 +81,7 @@ def knowing(*, pool: int, seed: int = 0, device: torch.device | str = "cpu", **o
             group["lr"] = RATE * (1 - step / LESSONS)
         texts = []
         for i in rng.choices(range(pool), k=128):
-            letter = questions[i].right[0] if i % ONE_IN else rng.choice(LETTERS[:8])
+            letter = questions[i].right[0] if i % ONE_IN or rng.random() < SOME else rng.choice(LETTERS[:8])
             texts.append(f"<u>{questions[i].prompt}<end><a>{letter}<end>")
         ids, targets = as_tensors([policy.renderer.tokenizer.encode(text, add_special_tokens=False) for text in texts])
         loss = torch.nn.functional.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), targets.flatten(), ignore_index=-100)

@@ -220,6 +220,29 @@ def test_a_served_teacher_names_the_tokens_that_the_model_itself_names(policy, c
     engine.backend.close()
 
 
+def test_a_run_with_a_served_teacher_learns_what_one_with_the_same_teacher_in_process_learns(policy, contexts, tmp_path):
+    """Two whole commands of two steps; the policy is another model than the teacher, so that there is something to learn."""
+    engine = VLLM(addresses=["start"], max_rows=16, restart_wait=600.0, arguments={"kv_cache_memory_bytes": 1 << 28})
+    agree(engine, policy, contexts)  # the server is up
+    pupil = load_policy(path="tiny")
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in pupil.model.parameters():
+            weight.add_(0.05 * torch.randn_like(weight))
+    pupil.model.save_pretrained(tmp_path / "pupil")
+    pupil.renderer.tokenizer.save_pretrained(tmp_path / "pupil")
+    losses = []
+    for own in (["teacher=path", "teacher.path=tiny"], ["teacher=vllm", f"teacher.addresses=[{engine.backend.servers[0].url}]"]):
+        words = ["algorithm=opd", "debug=fast", f"model.path={tmp_path / 'pupil'}", f"hydra.run.dir={tmp_path / own[0]}", *own]
+        done = subprocess.run([sys.executable, "-m", "rlkit", "train", *words], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+        rows = map(json.loads, (tmp_path / own[0] / "metrics.jsonl").read_text().splitlines())
+        losses.append([row["streams/teacher"] for row in rows if "streams/teacher" in row])
+    engine.backend.close()
+    assert len(losses[0]) == len(losses[1]) == 2 and min(map(abs, losses[0])) > 10 * ROUNDING
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=0, atol=10 * ROUNDING)
+
+
 def test_a_training_run_learns_nothing_wrong(tmp_path):
     """The whole command: start-up equality, steps, evaluation; the gap between sampler and trainer is rounding, and logged."""
     command = [sys.executable, "-m", "rlkit", "train", "debug=fast", "generation=vllm", "algorithm/correction=token_truncate"]
