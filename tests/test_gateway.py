@@ -501,7 +501,7 @@ def test_delays_and_crashes_of_some_change_nothing_for_the_others():
     spec = importlib.util.spec_from_file_location("delays", EXPERIMENTS / "delays.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found = module.study(episodes=64, delay=0.05, crashes=0.1)
+    found = module.study(episodes=16, delay=0.05, crashes=0.1)
     assert found.pop("left over") == {"processes": 0, "sockets": 0}
     for figures in found.values():
-        assert figures["other tokens"] == 0 and figures["largest difference of a log-prob"] < 1e-5 and figures["survive"] > 32
+        assert figures["other tokens"] == 0 and figures["largest difference of a log-prob"] < 1e-5 and figures["survive"] > 8
