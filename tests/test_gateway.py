@@ -28,7 +28,7 @@ from rlkit.episodes import collect
 from rlkit.episodes._assemble import rows
 from rlkit.errors import ConfigError
 from rlkit.gateway import Client, program, reply_message
-from rlkit.gateway.server import MAX_BODY
+from rlkit.gateway.server import MAX_BODY, Endpoint, opened_door
 from rlkit.gateway.wire import WIRES, ChatRequest, Reply
 from rlkit.models.chat import encode_scaffold
 from rlkit.tasks import arithmetic
@@ -346,6 +346,68 @@ def test_bodies_that_are_too_large_too_slow_or_no_text_are_refused(tiny, monkeyp
     found = []
     played(tiny, lambda task, client: found.append(raw_request(client, head, body)))
     assert found and found[0].split()[1] == status and b'"message"' in found[0]
+
+
+def test_a_connection_that_does_not_finish_its_head_is_closed(tiny, monkeypatch):
+    monkeypatch.setattr("rlkit.gateway.server.IDLE_SECONDS", 0.2)
+    found = []
+
+    def play(task, client):
+        host, port = client.base_url.split("/")[2].split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as line:
+            line.sendall(b"POST /v1/messages HTTP/1.1\r\nHost: a")
+            found.append(line.recv(100))
+
+    played(tiny, play)
+    assert found == [b""]
+
+
+def open_sockets() -> int:
+    return sum(os.path.exists(fd) and os.readlink(fd).startswith("socket:") for fd in Path("/proc/self/fd").iterdir())
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs Linux's /proc")
+@each("stream", [False, True])
+@each("seconds", [0.2, 600.0])
+def test_an_answer_that_is_not_read_is_cut_off_and_leaves_nothing(monkeypatch, stream, seconds):
+    """After its time, or with the server. A request beside it is answered meanwhile."""
+    monkeypatch.setattr("rlkit.gateway.server.ANSWER_SECONDS", seconds)
+    handle, over, whole = Endpoint.handle, [], 16 << 20  # characters: more than the kernel's buffers hold
+
+    async def told(self, request):
+        response = await handle(self, request)
+        if "x-long" in request.headers:
+            over[0].set()
+        return response
+
+    monkeypatch.setattr(Endpoint, "handle", told)
+
+    async def answer(messages, tools=(), limit=None):
+        return Step((), (1,), (2,), (0.0,), "stop", content="a" * (whole if messages[0]["content"] == "long" else 1))
+
+    async def asked(door, address: str, said: str):
+        reader, writer = await asyncio.open_connection(*address.removeprefix("http://").split(":"))
+        body = json.dumps({"messages": [{"role": "user", "content": said}], "stream": stream})
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nx-api-key: {door.token}\r\nx-{said}: 1\r\nContent-Length: {len(body)}"
+        writer.write(f"{head}\r\n\r\n{body}".encode())
+        return reader, writer
+
+    async def main():
+        before = open_sockets()
+        over.append(asyncio.Event())
+        async with opened_door(answer) as (door, address):
+            slow, line = await asked(door, address, "long")
+            quick, beside = await asked(door, address, "short")
+            assert b"200 OK" in await quick.readline()
+            beside.close()
+            await beside.wait_closed()
+            if seconds < 1:
+                await asyncio.wait_for(over[0].wait(), 20)
+        assert open_sockets() == before + 1  # the client's
+        assert len(await slow.read()) < whole
+        line.close()
+
+    asyncio.run(main())
 
 
 def test_an_episode_at_its_limit_of_replies_is_truncated(tiny):
