@@ -243,6 +243,17 @@ def test_a_stream_holds_the_whole_reply(path, name):
         assert json.dumps(part)[1:-1] in text
 
 
+def test_a_function_of_responses_is_the_tool_that_rlkit_writes():
+    function = tool_schema(calculator)["function"]
+    sent = {
+        "type": "function",
+        **{key: function[key] for key in ("name", "description", "parameters")},
+        "output_schema": function["return"],
+    }
+    asked = WIRES["/v1/responses"].read({"input": "How many?", "tools": [sent]})
+    assert json.dumps(asked.tools) == json.dumps([tool_schema(calculator)])  # in this order, as the prompt has it
+
+
 # ------------------------------------------------------------------------------------------------------ refusals
 
 
@@ -549,10 +560,9 @@ def test_a_program_ends_with_a_run_that_was_killed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain_agent", "agent"])
-def test_the_agents_of_the_experiment_play_to_an_answer(tiny, name):
-    if name == "agent":
-        pytest.importorskip("openai", reason="the extra `programs` is not installed")
+@pytest.mark.parametrize("name, package", [("plain_agent", "json"), ("agent", "openai"), ("mcp_agent", "mcp")])
+def test_the_agents_of_the_experiment_play_to_an_answer(tiny, name, package):
+    pytest.importorskip(package, reason="the extras `programs` and `mcp` are not installed")
     environment = program(command=["python", str(EXPERIMENTS / f"{name}.py")])
     rollouts = collect(tiny, arithmetic(split="test", seed=0, max_samples=8), environment=environment, max_new_tokens=64)
     assert {r.truncation for r in rollouts} <= {"", "steps"} and any(len(r.steps) > 1 for r in rollouts)
