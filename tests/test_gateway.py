@@ -28,6 +28,7 @@ from rlkit.episodes import collect
 from rlkit.episodes._assemble import rows
 from rlkit.errors import ConfigError
 from rlkit.gateway import Client, program, reply_message
+from rlkit.gateway._program import LANDLOCK, landlock_version
 from rlkit.gateway.server import MAX_BODY, Endpoint, opened_door
 from rlkit.gateway.wire import WIRES, ChatRequest, Reply
 from rlkit.models.chat import encode_scaffold
@@ -429,8 +430,20 @@ def test_an_episode_at_its_limit_of_replies_is_truncated(tiny):
     assert played(tiny, play, max_turns=1).truncation == "steps"
 
 
-@each("settings", [{}, {"command": ["a"], "function": print}, {"command": ["a"], "max_turns": 0}, {"command": ["a"], "time_limit": 0}])
-def test_settings_out_of_range_are_refused(settings):
+@each(
+    "settings",
+    [
+        {},
+        {"command": ["a"], "function": print},
+        {"command": ["a"], "max_turns": 0},
+        {"command": ["a"], "time_limit": 0},
+        {"function": print, "confined": True},
+        {"command": ["a"], "confined": True},  # on a machine without Landlock
+        {"command": ["a"], "readable": ["no/such/folder"]},
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, monkeypatch):
+    monkeypatch.setattr("rlkit.gateway._program.landlock_version", lambda: 0)
     with pytest.raises(ConfigError, match="environment"):
         program(**settings)
 
@@ -511,6 +524,62 @@ def test_a_program_ends_its_own_episode_with_a_reason(tiny, tmp_path, code, sett
     assert rollout.truncation == truncation and rollout.steps[-1].reward == reward
     assert not truncation or rollout.metadata["error"]
     assert "my fault" not in code or "my fault" in rollout.metadata["error"]
+
+
+OUTSIDE = """
+import socket, subprocess
+def attempt(name, what):
+    try:
+        what()
+        through.append(name)
+    except (OSError, subprocess.SubprocessError):
+        pass
+def connect(kind, to, family=socket.AF_INET, protocol=0):
+    with socket.socket(family, kind, protocol) as line:
+        line.connect(to)
+port, by_datagram, pid, folder = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+secret, through = folder + "/secret", []
+def early():
+    with socket.socket() as line:
+        line.sendto(b"a", 0x20000000, ("127.0.0.1", port))
+attempt("read", lambda: open(secret).read())
+attempt("write", lambda: open(secret, "a"))
+attempt("shell", lambda: subprocess.check_output(["/bin/sh", "-c", "cat " + secret], stderr=-1) or 1)
+attempt("tcp", lambda: connect(socket.SOCK_STREAM, ("127.0.0.1", port)))
+attempt("mptcp", lambda: connect(socket.SOCK_STREAM, ("127.0.0.1", port), protocol=262))
+attempt("fast open", early)
+attempt("udp", lambda: connect(socket.SOCK_DGRAM, ("127.0.0.1", by_datagram)))
+attempt("unix", lambda: connect(socket.SOCK_STREAM, folder + "/line", socket.AF_UNIX))
+attempt("listen", lambda: socket.socket().listen())
+attempt("kill", lambda: os.kill(pid, 0))
+attempt("environment", lambda: open(f"/proc/{pid}/environ").read())
+attempt("limits", lambda: __import__("resource").prlimit(pid, 7))
+os.makedirs("a/b")
+open("a/b/c", "w").write("mine")
+said = subprocess.check_output(["/bin/sh", "-c", "cat a/b/c"], text=True)
+sys.exit(f"{through} {said}")
+"""
+
+
+@pytest.mark.skipif(landlock_version() < LANDLOCK, reason="needs Linux 6.12")
+@each("confined", [True, False])
+def test_a_confined_program_reaches_its_endpoint_and_nothing_else(tiny, tmp_path, confined):
+    (tmp_path / "secret").write_text("s")
+    (tmp_path / "agent.py").write_text(ASK + OUTSIDE)
+    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp, socket.socket(socket.AF_UNIX) as unix:
+        udp.bind(("127.0.0.1", 0))
+        (tmp_path / "line").unlink(missing_ok=True)
+        unix.bind(str(tmp_path / "line"))
+        unix.listen()
+        ports = [str(line.getsockname()[1]) for line in (tcp, udp)]
+        command = ["python", str(tmp_path / "agent.py"), *ports, str(os.getpid()), str(tmp_path)]  # a folder that is named opens nothing
+        environment = program(command=command, confined=confined)
+        (rollout,) = collect(tiny, [Task("t", ASKED)], engine=said_by("a"), environment=environment)
+    every = ["read", "write", "shell", "tcp", "mptcp", "fast", "udp", "unix", "listen", "kill", "environment", "limits"]
+    last = rollout.metadata["error"].splitlines()[-1]
+    assert len(rollout.steps) == 1 and last.endswith("mine"), last
+    found = [name for name in every if f"'{name}" in last]
+    assert found == ([] if confined else every), last
 
 
 LEAVES = """
