@@ -521,7 +521,8 @@ def process(tiny, tmp_path, code: str, **settings):
 )
 def test_a_program_ends_its_own_episode_with_a_reason(tiny, tmp_path, code, settings, truncation, reward):
     rollout = process(tiny, tmp_path, code, **settings)
-    assert rollout.truncation == truncation and rollout.steps[-1].reward == reward
+    given = rollout.steps[-1].reward if rollout.steps else None  # on a loaded machine the time may be up before the first reply
+    assert rollout.truncation == truncation and given == reward
     assert not truncation or rollout.metadata["error"]
     assert "my fault" not in code or "my fault" in rollout.metadata["error"]
 
