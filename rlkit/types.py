@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypedDict, TypeVar
 
 if TYPE_CHECKING:  # this page costs nothing to import
@@ -652,6 +653,9 @@ class Environment(NamedTuple):
     # (task, ask) → Ended, async: a program that asks for its replies itself, in the place of a session (rlkit.gateway.program)
     program: Callable[[Task, Ask], Awaitable[Ended]] | None = None
     strict_thinking: bool = True  # of a program: a reply that comes back without its thinking is another history
+    # A context manager around each episode, from before its session is opened. It may wait until others are over; then it calls what it is
+    # given first, so that no other episode waits for this one's first reply (rlkit.system.loops.AtMost).
+    at_once: Callable[[Callable[[], None]], AbstractAsyncContextManager[None]] | None = None
 
 
 class Engine(Protocol):

@@ -2,50 +2,44 @@
 
     python experiments/programs/delays.py [--episodes 64] [--delay 2.0] [--crashes 0.1]
 
-Each program waits between its requests for a time drawn from its task, and some crash on the way. Compared with the same episodes
-without delays: token ids of those that survive, and their log-probs. Then processes and sockets that are left.
+Each program is a process, waiting_agent.py. It waits before its requests for a time drawn from its task, and some crash on the way.
+Compared with the same episodes without delays: token ids of those that survive, and their log-probs. Then processes and sockets that
+are left.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import random
 import sys
-import time
 from pathlib import Path
 
 from rlkit.environments import calculator, tool_schema
 from rlkit.episodes import collect
-from rlkit.gateway import Client, program
+from rlkit.gateway import program
 from rlkit.models import load_policy
 from rlkit.tasks import arithmetic
-from rlkit.types import Environment, Rollout, Task
+from rlkit.types import Environment, Rollout
+
+AGENT = str(Path(__file__).with_name("waiting_agent.py").resolve())
 
 
 def environment(delay: float, crashes: float) -> Environment:
     """Programs that ask twice, `delay` seconds apart at most."""
-
-    def play(task: Task, client: Client) -> None:
-        rng = random.Random(task.id)
-        messages, tools = list(task.messages), [tool_schema(calculator)]
-        for turn in range(2):
-            waits, crash = rng.uniform(0, delay), rng.random() < crashes
-            time.sleep(waits)
-            if crash:
-                raise RuntimeError(f"crashed in turn {turn}")
-            reply = client.chat(messages, tools)
-            messages += [reply, {"role": "user", "content": "Are you sure?"}]
-
-    return program(function=play)
+    tool = json.dumps(tool_schema(calculator))
+    return program(command=["python", AGENT], variables={"DELAY": str(delay), "CRASHES": str(crashes), "TOOL": tool})
 
 
 def left_over() -> dict[str, int]:
-    """Children of this process and its open sockets (Linux)."""
-    children = [p for p in Path("/proc/self/task").glob("*/children") if p.read_text().strip()]
+    """Processes that this one or its programs have started, and its open sockets (Linux)."""
+    found = [child for task in Path("/proc/self/task").glob("*/children") for child in task.read_text().split()]
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found += [entry.name] * (AGENT.encode() in (entry / "cmdline").read_bytes())
     sockets = [fd for fd in Path("/proc/self/fd").iterdir() if os.path.exists(fd) and os.readlink(fd).startswith("socket:")]
-    return {"processes": len(children), "sockets": len(sockets)}
+    return {"processes": len(found), "sockets": len(sockets)}
 
 
 def compare(a: list[Rollout], b: list[Rollout]) -> dict[str, float]:

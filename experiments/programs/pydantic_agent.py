@@ -7,13 +7,17 @@ from contextlib import suppress
 from pydantic_ai import Agent, ModelRetry, Tool
 from pydantic_ai.exceptions import AgentRunError
 from pydantic_ai.models.openai import OpenAIChatModel
-from pydantic_ai.profiles.openai import OpenAIModelProfile
 from pydantic_ai.usage import UsageLimits
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"expression": {"type": "string", "description": "The expression."}},
-    "required": ["expression"],
+# The embedded model has seen one tool, described in these words; other words are another prompt to it.
+WORDS = {
+    "name": "calculator",
+    "description": "Evaluates arithmetic.",
+    "parameters": {
+        "type": "object",
+        "properties": {"expression": {"type": "string", "description": "The expression."}},
+        "required": ["expression"],
+    },
 }
 
 
@@ -30,10 +34,10 @@ def calculate(expression: str = "") -> str:
 def main() -> None:
     messages = json.loads(os.environ["RLKIT_TASK"])["messages"]
     said = {role: "\n".join(m["content"] for m in messages if m["role"] == role) for role in ("system", "user")}
-    tool = Tool.from_schema(calculate, name="calculator", description="Evaluates arithmetic.", json_schema=SCHEMA)
-    # The embedded model knows a schema as it is written above; the library would add `strict` and `additionalProperties`.
-    profile = OpenAIModelProfile(json_schema_transformer=None, openai_supports_strict_tool_definition=False)
-    model = OpenAIChatModel("policy", profile=profile)  # OPENAI_BASE_URL and OPENAI_API_KEY
+    tool = Tool.from_schema(calculate, name=WORDS["name"], description=WORDS["description"], json_schema=WORDS["parameters"])
+    # The library has no field for the schema of a result in this protocol, and adds others. So the tools of a request are written here.
+    written = [{"type": "function", "function": {**WORDS, "return": {"type": "string"}}}]
+    model = OpenAIChatModel("policy", settings={"extra_body": {"tools": written}})  # OPENAI_BASE_URL and OPENAI_API_KEY
     agent = Agent(model, instructions=said["system"] or None, tools=[tool], retries=4)
     with suppress(AgentRunError):  # no answer within the limit: the reward says so
         agent.run_sync(said["user"], usage_limits=UsageLimits(request_limit=4))

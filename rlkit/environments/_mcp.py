@@ -15,6 +15,7 @@ from rlkit.environments.session import FunctionSession
 from rlkit.environments.tool_parsers import hermes
 from rlkit.environments.tools import MAX_CHARS, TIMEOUT
 from rlkit.errors import ConfigError
+from rlkit.system.loops import AtMost
 from rlkit.types import Environment, Messages, Rollout, Task, Tool, ToolParser
 
 EPISODES = count()
@@ -33,6 +34,7 @@ def mcp(
     timeout: float | None = TIMEOUT,
     start_timeout: float = 60.0,
     deadline: float | None = None,
+    max_servers: int | None = None,
 ) -> Environment:
     """`tool_use` with the tools of MCP servers. Needs the package `mcp`.
 
@@ -49,6 +51,8 @@ def mcp(
         names of those that are used. A process inherits HOME, LOGNAME, PATH, SHELL, TERM and USER only, beside its `env`.
       timeout: seconds of a call, > 0, its server's start not counted; None: no limit.
       start_timeout: seconds until a server that was started has to answer, > 0.
+      max_servers: processes of servers alive at the same time, at least one for each server that is not shared; None: no limit. An
+        episode that would need more begins when another is over. The last bits of its log-probs then depend on when that was.
       The rest is as for `tool_use`.
     Raises: ConfigError for a server that is none, or a limit out of range; from the first episode, where the package is missing, a
       server's tools cannot be listed, or two tools have one name.
@@ -57,6 +61,13 @@ def mcp(
         raise ConfigError("environment.servers is empty; name one: environment.servers={mine:[python,my_server.py]}")
     check_seconds(timeout=timeout, start_timeout=start_timeout)
     pool = Pool({name: read_server(name, given) for name, given in servers.items()}, start_timeout)
+    needs = sum(not server.shared for server in pool.servers.values())  # processes of an episode
+    if max_servers is not None and max_servers < max(needs, 1):
+        raise ConfigError(
+            f"environment.max_servers is {max_servers}; an episode needs {max(needs, 1)}, one for each server that is not shared"
+        )
+    # Taken before the session, never inside it: with counted rounds the decoder waits for an episode that is in the middle of an answer.
+    slots = AtMost(max_servers // needs) if max_servers and needs else None
     known: dict[str, Tool] = {}  # filled when the tools are listed, which is before any call is parsed
     base = calling(
         lambda task: known, known, parse_calls, overflow=overflow, system_prompt=system_prompt, max_turns=max_turns, max_calls=max_calls,
@@ -74,7 +85,7 @@ def mcp(
         finally:
             await elsewhere(pool.leave(opened.episode))
 
-    return base._replace(first_prompt=None, tools=None, session=session)
+    return base._replace(first_prompt=None, tools=None, session=session, at_once=None if slots is None else slots.held)
 
 
 class ServedSession(FunctionSession):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import nullcontext
 from functools import lru_cache, partial
 from itertools import count
 from types import MappingProxyType
@@ -210,10 +211,11 @@ async def collected(
                 held.pop().turns.leave(who.engine)
 
         try:
-            if how.program is not None:
-                rollout = await programmed(how, at)
-            else:
-                rollout = await play(task, how, say, group=at.group, sample=at.sample, seed=draws, said=release, spent=at.spent)
+            async with nullcontext() if how.at_once is None else how.at_once(at.place.arrive):
+                if how.program is not None:
+                    rollout = await programmed(how, at)
+                else:
+                    rollout = await play(task, how, say, group=at.group, sample=at.sample, seed=draws, said=release, spent=at.spent)
         finally:
             release()
             at.place.arrive()

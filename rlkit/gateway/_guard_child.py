@@ -1,6 +1,6 @@
 """Runs a program and ends it with all that it started, also where the process that asked for it was killed.
 
-    python -I -S -B _guard_child.py      standard input: a line of JSON {"command", "task", "memory_mb"}, then nothing until its end
+    python -I -S -B _guard_child.py      standard input: a line of JSON, what `begin` takes, then nothing until its end
 
 It takes over every orphan of the program (PR_SET_CHILD_SUBREAPER), so that a process which left its session is found too. Standard
 output is the program's. `exit STATUS` goes to standard error once no process is left; a signal is 128 + its number. No rlkit is imported.
@@ -24,8 +24,11 @@ def prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def begin(command: list[str], task: str, memory_mb: int | None) -> int:
-    """The program's process id. It cannot outlive this process, and reads the task on standard input."""
+def begin(command: list[str], task: str, memory_mb: int | None, confine: dict | None = None) -> int:
+    """The program's process id. It cannot outlive this process, and reads the task on standard input.
+
+    `confine`: "by", the path of rlkit/sandbox/_child.py, and what its `confine_program` takes; None: it has the user's rights.
+    """
     with tempfile.TemporaryFile() as given:
         given.write(task.encode())
         given.seek(0)
@@ -42,8 +45,13 @@ def begin(command: list[str], task: str, memory_mb: int | None) -> int:
                 import resource
 
                 resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+            if confine:
+                limits: dict = {"__name__": "limits"}
+                with open(confine["by"]) as file:
+                    exec(compile(file.read(), confine["by"], "exec"), limits)
+                limits["confine_program"](confine["readable"], confine["port"])
             os.execvp(command[0], command)
-        except OSError as error:
+        except Exception as error:
             os.write(2, f"{command[0]} cannot be started: {error}\n".encode())
         finally:
             os._exit(127)
@@ -109,7 +117,7 @@ def _main() -> None:
     """See the head of this file."""
     job = json.loads(job_line())
     prctl(SUBREAPER, 1)
-    child = begin(job["command"], job["task"], job["memory_mb"])
+    child = begin(job["command"], job["task"], job["memory_mb"], job.get("confine"))
     status = wait(child)
     end_all(child)
     code = os.waitstatus_to_exitcode(status)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import inspect
 import json
 import math
 import os
+import shutil
 import sys
 import threading
 import urllib.request
@@ -18,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from rlkit.environments import hermes
 from rlkit.errors import ConfigError, place
-from rlkit.sandbox.process import folder
+from rlkit.sandbox.process import CHILD, folder
 from rlkit.system.deadline import Countdown, DeadlinePassed
 from rlkit.system.loops import closing
 from rlkit.types import Ask, Ended, Environment, Task, ToolParser
@@ -27,6 +29,12 @@ GUARD = Path(__file__).with_name("_guard_child.py")
 KEPT = 2000  # last bytes of a program's output, for the reason of a failure
 GRACE = 10.0  # seconds that the guard has to end a program and all that it started
 PASSED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT", "VIRTUAL_ENV")  # variables that every program gets
+LANDLOCK = 6  # the version that bars TCP, abstract sockets and signals
+# What a confined program reads and runs: programs and libraries, and what the C library and TLS look at
+SYSTEM = (
+    "/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/ssl", "/etc/hosts", "/etc/nsswitch.conf", "/etc/passwd",
+    "/etc/group", "/etc/localtime", "/etc/os-release", "/etc/mime.types",
+)  # fmt: skip
 SCORE = "reward.txt"  # in the program's folder
 Score = Literal["file", "exit"]
 
@@ -58,14 +66,16 @@ def program(
     score: Score | None = None,
     dropped_thinking: Literal["new_row", "continue"] = "new_row",
     variables: Mapping[str, str] | None = None,
+    confined: bool = False,
+    readable: Sequence[str] = (),
     parse_calls: ToolParser = hermes,
 ) -> Environment:
     """A program, or a Python function, plays each episode; all that it asks the policy is recorded and trained on.
 
     A program has a process and a working folder of its own, the task as JSON ({"id", "messages"}) in `RLKIT_TASK` and on standard input,
     and its endpoint in OPENAI_BASE_URL and OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. It has none of the run's other
-    variables but PATH and the language, and ends with its episode, with all that it started. It is not confined otherwise: it has the
-    rights of the run's user.
+    variables but PATH and the language, and ends with its episode, with all that it started. It is not confined otherwise, unless
+    `confined`: it has the rights of the run's user.
 
     Args:
       command: the program and its arguments; those that name a file are found from where the run was started.
@@ -80,6 +90,10 @@ def program(
       dropped_thinking: a conversation that comes back without the thinking of a reply is another one, and begins a new row (new_row), or
         it continues the row, in which the thinking stays (continue).
       variables: further variables of the program.
+      confined: the program, and what it starts, writes its own folder and nothing else, reads the system's programs and libraries,
+        Python, the files of its command, the folders of PYTHONPATH in `variables` and `readable`, connects to the port of its endpoint
+        over TCP and has no other network, and signals nothing outside. Needs Landlock in version 6 (Linux 6.12) and seccomp.
+      readable: further files and folders that a confined program reads and runs.
       parse_calls: reads the calls out of a reply's content.
     Raises: ConfigError for no or two programs, one that is not there, a limit out of range, a parser that needs the tools' functions.
     """
@@ -90,12 +104,23 @@ def program(
             raise ConfigError(f"environment.{key} is {limit}; it must be at least 1")
     if not time_limit > 0:
         raise ConfigError(f"environment.time_limit is {time_limit}; it must be > 0 seconds")
+    if confined and function is not None:
+        raise ConfigError("environment.confined: a function runs in this process and cannot be confined; give environment.command")
+    if confined and (version := landlock_version()) < LANDLOCK:
+        raise ConfigError(
+            f"environment.confined needs Landlock in version {LANDLOCK} (Linux 6.12) on x86-64 or aarch64, and this machine has "
+            f"{version or 'none'}; set it to false for programs that you trust"
+        )
+    if lost := [path for path in readable if not os.path.exists(path)]:
+        raise ConfigError(f"environment.readable: there is no {lost[0]!r}")
     if "tools" in inspect.signature(parse_calls).parameters:
         raise ConfigError("environment.parse_calls needs the tools' functions, which the program has; choose hermes")
     if function is not None:
         play: Callable[..., Awaitable[Ended]] = partial(_called, function)
     else:
-        play = partial(_executed, _found(command), output_kb << 10, memory_mb, score, dict(variables or {}))
+        words, own = _found(command), dict(variables or {})
+        paths = _readable(words, own.get("PYTHONPATH", ""), readable) if confined else None
+        play = partial(_executed, words, output_kb << 10, memory_mb, paths, score, own)
     return Environment(
         parse_calls=parse_calls,
         max_steps=max_turns,
@@ -108,6 +133,21 @@ def _found(command: Sequence[str]) -> list[str]:
     """The command with the paths of its files made absolute; `python` is the one of this process."""
     out = [str(Path(word).absolute()) if os.path.isfile(word) else str(word) for word in command]
     return [sys.executable if out[0] == "python" else out[0], *out[1:]]
+
+
+def landlock_version() -> int:
+    """Of Landlock on this machine; 0 where there is none, or no filter of system calls for it."""
+    if sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"):
+        return 0
+    return max(0, ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1))
+
+
+def _readable(command: Sequence[str], python_path: str, more: Sequence[str]) -> list[str]:
+    """What a confined program reads and runs, beside its own folder."""
+    started = [shutil.which(command[0]) or command[0], *command[1:]]
+    files = [os.path.realpath(word) for word in started if os.path.isfile(word)]
+    folders = [path for path in python_path.split(os.pathsep) if path]
+    return [*SYSTEM, sys.prefix, sys.base_prefix, *files, *(os.path.abspath(path) for path in (*folders, *more))]
 
 
 async def _played(play: Callable[..., Awaitable[Ended]], time_limit: float, task: Task, ask: Ask) -> Ended:
@@ -174,6 +214,7 @@ async def _executed(
     command: list[str],
     output: int,
     memory_mb: int | None,
+    readable: Sequence[str] | None,
     score: Score | None,
     variables: Mapping[str, str],
     task: Task,
@@ -194,7 +235,9 @@ async def _executed(
         )  # fmt: skip
         try:
             assert guard.stdin is not None
-            guard.stdin.write(json.dumps({"command": command, "task": text, "memory_mb": memory_mb}).encode() + b"\n")
+            confine = None if readable is None else {"by": str(CHILD), "readable": readable, "port": int(address.rpartition(":")[2])}
+            job = {"command": command, "task": text, "memory_mb": memory_mb, "confine": confine}
+            guard.stdin.write(json.dumps(job).encode() + b"\n")
             with suppress(ConnectionError):
                 await guard.stdin.drain()
             printed, flooded = await _printed(guard, output)

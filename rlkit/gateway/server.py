@@ -24,6 +24,8 @@ from rlkit.types import Ask, Step
 
 MAX_BODY = 4 << 20  # bytes of a request
 BODY_SECONDS = 30.0  # until a request must be there, counted from its head
+IDLE_SECONDS = 75.0  # until a connection has sent the next request's head
+ANSWER_SECONDS = 60.0  # until an answer is in the kernel's buffers, which hold at least 100 kB
 FINAL = {"x-should-retry": "false"}  # else clients ask again after 409 and 5xx
 
 
@@ -86,20 +88,39 @@ class Endpoint:
                 return
             app = web.Application(client_max_size=MAX_BODY)
             app.router.add_route("*", "/{path:.*}", self.handle)
-            runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.2)
+            runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.2, keepalive_timeout=IDLE_SECONDS)
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", port, backlog=1024)
             await site.start()
             self.runner, self.port = runner, runner.addresses[0][1]
 
     async def stop(self) -> None:
-        """Close the socket and all connections."""
+        """Close the socket and all connections, also those whose answer is not read."""
         if self.runner is not None:
             runner, self.runner = self.runner, None
+            lines = [c.transport for c in runner.server.connections] if runner.server else []
             await runner.cleanup()
+            for line in lines:
+                if line is not None:
+                    line.abort()
+            await asyncio.sleep(0)  # in which the loop closes them
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        """One request, answered whatever it is."""
+    async def handle(self, request: web.Request) -> web.Response:
+        """One request, answered whatever it is. A client that does not read its answer in time loses the connection."""
+        response = await self._response(request)
+        if (line := request.transport) is not None:
+            line.set_write_buffer_limits(0)  # so that a write ends when the kernel has all of it
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    await response.prepare(request)
+                    await response.write_eof()
+            except TimeoutError:
+                line.abort()
+            except ConnectionError:
+                pass  # the client has left
+        return response
+
+    async def _response(self, request: web.Request) -> web.Response:
         path = request.path.rstrip("/")
         wire = WIRES.get(path)
         written = wire or WIRES["/v1/chat/completions"]
@@ -120,7 +141,7 @@ class Endpoint:
             door.refused += 1
         return response
 
-    async def _answered(self, request: web.Request, wire: Wire, door: Door) -> web.StreamResponse:
+    async def _answered(self, request: web.Request, wire: Wire, door: Door) -> web.Response:
         try:
             if (request.content_length or 0) > MAX_BODY:  # not read at all; one without a length is counted as it comes
                 raise web.HTTPRequestEntityTooLarge(MAX_BODY, request.content_length or 0)
@@ -155,18 +176,17 @@ class Endpoint:
         reply = Reply(number, door.created, step, cut_at(step.content, asked.stop))
         if not asked.stream:
             return web.json_response(wire.write(reply))
-        return await _streamed(request, wire, reply, asked)
+        return streamed(wire, reply, asked)
 
 
-async def _streamed(request: web.Request, wire: Wire, reply: Reply, asked: ChatRequest) -> web.StreamResponse:
+def streamed(wire: Wire, reply: Reply, asked: ChatRequest) -> web.Response:
     """The reply as server-sent events, chunked, so that a cut one is an error and not a shorter reply."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    response.enable_chunked_encoding()
-    await response.prepare(request)
+    text = ""
     for name, data in wire.events(reply, asked):
-        text = data if isinstance(data, str) else json.dumps(data)
-        await response.write((f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode())
-    await response.write_eof()
+        text += f"event: {name}\n" if name else ""
+        text += f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n"
+    response = web.Response(body=text.encode(), headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    response.enable_chunked_encoding()
     return response
 
 

@@ -77,7 +77,8 @@ def _tool(name: Any, function: Body, parameters: str, where: str) -> dict[str, A
     if not isinstance(name, str) or not name:
         raise ValueError(f"{where} has a tool without a name")
     schema = {"name": name, "description": function.get("description") or "", "parameters": function.get(parameters) or {}}
-    return {"type": "function", "function": schema}
+    result = {"return": function["output_schema"]} if function.get("output_schema") else {}  # of /v1/responses
+    return {"type": "function", "function": schema | result}
 
 
 def _arguments(text: Any) -> Any:

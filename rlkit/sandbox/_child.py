@@ -140,12 +140,10 @@ def bpf(machine: str) -> list[Instruction]:
     return [*program, (GIVE, 0, 0, EPERM)]
 
 
-def seccomp(libc: Any) -> None:
+def seccomp(libc: Any, instructions: list[Instruction]) -> None:
     """Puts the filter on this process and all its threads, for good."""
     import ctypes
-    import os
 
-    instructions = bpf(os.uname().machine)  # KeyError on another machine: the level says so
     code = b"".join(
         c.to_bytes(2, sys.byteorder) + bytes((t, f)) + k.to_bytes(4, sys.byteorder) for c, t, f, k in instructions
     )  # struct sock_filter
@@ -157,10 +155,10 @@ def seccomp(libc: Any) -> None:
     checked(libc.prctl(22, 2, ctypes.byref(Program(len(instructions), ctypes.addressof(buffer))), 0, 0), "seccomp")
 
 
-def landlock(libc: Any, readable: list[str], newest: int | None) -> None:
-    """Only `readable` can be read, only the current folder written; later versions also bar TCP and signals.
+def landlock(libc: Any, paths: list[tuple[str, int]], newest: int | None = None, port: int | None = None) -> None:
+    """Only what is beneath these paths can be reached, each with its rights; later versions also bar TCP and signals.
 
-    `newest` caps the version (ABI) that is used, as on an older kernel.
+    `newest` caps the version (ABI) that is used, as on an older kernel. `port` can be connected to.
     """
     import ctypes
     import os
@@ -171,8 +169,7 @@ def landlock(libc: Any, readable: list[str], newest: int | None) -> None:
     words = (files, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
     attributes = b"".join(w.to_bytes(8, sys.byteorder) for w in words)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     rules = checked(libc.syscall(444, attributes, ctypes.c_size_t(len(attributes)), 0), "landlock_create_ruleset")
-    allowed = [(path, READ) for path in readable] + [(".", CWD), ("/dev/null", 0x6), ("/dev/urandom", 0x4), ("/dev/zero", 0x4)]
-    for path, rights in allowed:
+    for path, rights in [*paths, ("/dev/null", 0x6), ("/dev/urandom", 0x4), ("/dev/zero", 0x4)]:
         try:
             beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -182,6 +179,8 @@ def landlock(libc: Any, readable: list[str], newest: int | None) -> None:
         rule = rights.to_bytes(8, sys.byteorder) + beneath.to_bytes(4, sys.byteorder)
         checked(libc.syscall(445, rules, 1, rule, 0), f"landlock_add_rule {path}")
         os.close(beneath)
+    if port is not None:
+        checked(libc.syscall(445, rules, 2, (2).to_bytes(8, sys.byteorder) + port.to_bytes(8, sys.byteorder), 0), "landlock_add_rule TCP")
     checked(libc.syscall(446, rules, 0), "landlock_restrict_self")
     os.close(rules)
 
@@ -226,6 +225,7 @@ def confine(job: Mapping[str, Any]) -> None:
     features = job["features"]
     if sys.platform.startswith("linux"):
         import ctypes
+        import os
 
         libc = ctypes.CDLL(None, use_errno=True)
         if "namespaces" in features:
@@ -234,15 +234,77 @@ def confine(job: Mapping[str, Any]) -> None:
         rlimits(job)
         if "landlock" in features:
             # The import of ctypes has listed the standard library's folder for the import system, and it cannot be listed after this.
-            landlock(libc, job["readable"], job["landlock_abi"])
-        header, none = (0x20080522).to_bytes(4, sys.byteorder) + bytes(4), bytes(24)
-        checked(libc.capset(header, none), "capset")  # root inside a container has no power left
+            landlock(libc, [*((path, READ) for path in job["readable"]), (".", CWD)], job["landlock_abi"])
+        powerless(libc)
         checked(libc.prctl(1, 9, 0, 0, 0), "parent death signal")
         checked(libc.prctl(4, 0, 0, 0, 0), "not dumpable")
         if "seccomp" in features:
-            seccomp(libc)
+            seccomp(libc, bpf(os.uname().machine))  # KeyError on another machine: the level says so
     else:
         rlimits(job)
+
+
+def powerless(libc: Any) -> None:
+    """Root inside a container has no power left."""
+    checked(libc.capset((0x20080522).to_bytes(4, sys.byteorder) + bytes(4), bytes(24)), "capset")
+
+
+# ------------------------------------------------------------------------------------------------------- whole programs
+
+# Landlock's version 6 keeps a program of another's (rlkit.gateway) to its files, to one TCP port, and to signals of its own. This filter
+# closes what goes past it: sockets that are not TCP (MPTCP and UDP are, and unix sockets by path), data in a TCP handshake, a port by
+# `listen` alone, io_uring, and other processes' memory, limits and priorities. The rest is allowed.
+RUN, OWN = 0x1 | 0x4 | 0x8, 0x77BF  # Landlock: execute and read; all but the making of devices
+FORBIDDEN = {
+    "listen": (50, 201), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+    "process_madvise": (440, 440), "pidfd_getfd": (438, 438), "io_uring_setup": (425, 425), "bpf": (321, 280),
+    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "open_tree": (428, 428), "move_mount": (429, 429),
+    "fsopen": (430, 430), "unshare": (272, 97), "setns": (308, 268), "init_module": (175, 105), "finit_module": (313, 273),
+    "kexec_load": (246, 104), "open_by_handle_at": (304, 265), "shmat": (30, 196), "setpriority": (141, 140), "ioprio_set": (251, 30),
+    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274), "sched_setaffinity": (203, 122),
+    "migrate_pages": (256, 238), "move_pages": (279, 239),
+}  # fmt: skip
+NEW_NAMESPACE, FASTOPEN = 0x7E020000, 0x20000000
+
+
+def bpf_of_programs(machine: str) -> list[Instruction]:
+    """The filter of a whole program, see above."""
+    column, audit, clone, _, prlimit, _ = MACHINES[machine]
+    program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
+    if machine == "x86_64":
+        program += [(ABOVE, 0, 1, 0x40000000), (GIVE, 0, 0, KILL)]
+    for pair in FORBIDDEN.values():
+        program += only(pair[column], [])
+    program += [(EQUAL, 0, 1, 435), (GIVE, 0, 0, ENOSYS)]  # clone3: the C library falls back on clone
+    tcp = [
+        argument(0), (EQUAL, 1, 0, 2), (EQUAL, 0, 7, 10),  # IPv4 or IPv6
+        argument(1), (AND, 0, 0, 0xF), (EQUAL, 0, 4, 1),  # a stream
+        argument(2), (EQUAL, 1, 0, 0), (EQUAL, 0, 1, 6), (GIVE, 0, 0, ALLOW),  # TCP
+    ]  # fmt: skip
+    program += only((41, 198)[column], tcp)
+    program += only(prlimit, [argument(0), (EQUAL, 0, 1, 0), (GIVE, 0, 0, ALLOW)])  # of oneself
+    flags = (
+        (clone, 0, NEW_NAMESPACE),
+        ((44, 206)[column], 3, FASTOPEN),
+        ((46, 211)[column], 2, FASTOPEN),
+        ((307, 269)[column], 3, FASTOPEN),
+    )
+    for number, index, bits in flags:
+        program += only(number, [argument(index), (BITS, 1, 0, bits), (GIVE, 0, 0, ALLOW)])
+    return [*program, (GIVE, 0, 0, ALLOW)]
+
+
+def confine_program(readable: list[str], port: int) -> None:
+    """This process, and the program that it becomes, reads and runs `readable`, writes its folder and connects to `port`, no more."""
+    import ctypes
+    import os
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    checked(libc.prctl(38, 1, 0, 0, 0), "no_new_privs")
+    landlock(libc, [*((path, RUN) for path in readable), (".", OWN)], port=port)
+    powerless(libc)
+    seccomp(libc, bpf_of_programs(os.uname().machine))
 
 
 # ------------------------------------------------------------------------------------------------------- values

@@ -15,14 +15,17 @@ from pathlib import Path
 import pytest
 
 from laws import each
+from rlkit.engines import Batched
 from rlkit.environments import calculator, mcp, tool_schema
 from rlkit.environments._mcp import plain_schema, signature_of
 from rlkit.environments.servers import read_server
+from rlkit.episodes._collect import collected
 from rlkit.episodes.episode import opening, play
 from rlkit.errors import ConfigError
+from rlkit.models.chat import encode_prompt, encode_scaffold
 from rlkit.rewards import Reward, Term, numeric, score
 from rlkit.system.loops import run
-from rlkit.types import Rollout, Step, Task, ToolCall
+from rlkit.types import Generation, Rollout, Step, Task, ToolCall
 
 SCRIPT = str(Path(__file__).resolve().parents[1] / "tool_server.py")
 COMMAND = [sys.executable, "-S", SCRIPT]
@@ -83,6 +86,24 @@ def test_a_server_finds_its_episodes_task(private):
     [rollout] = played(long, reply("task"), reply())
     assert results(rollout) == ['{"id": "t/0", "metadata": {"seed": 3}}']
     assert [s["function"]["name"] for s in opening(TASK, long).schemas] == ["task"]
+
+
+@needs_mcp
+@each("max_servers", [1, 2])
+def test_no_more_servers_are_alive_than_allowed_and_every_episode_is_played(tiny, max_servers):
+    """Under counted rounds, where an episode that waited for a server inside its answer would hold up the one that has it."""
+    alive = []
+
+    def complete(policy, prompts, seeds, params):
+        alive.append(len(children()))
+        texts = ['<tool_call>\n{"name": "count", "arguments": {}}\n</tool_call>' if len(p) < longest else "1" for p in prompts]
+        ids = [tuple(encode_scaffold(policy.renderer, text + "<|im_end|>")) for text in texts]
+        return [Generation(reply, (0.0,) * len(reply), "stop") for reply in ids]
+
+    environment = mcp(servers={"mine": COMMAND}, max_servers=max_servers)
+    longest = 1 + len(encode_prompt(tiny.renderer, TASK.messages, opening(TASK, environment).schemas))
+    rollouts = run(asyncio.wait_for(collected(tiny, [TASK] * 5, environment, engine=Batched(complete)), 60))
+    assert [results(r) for r in rollouts] == [["1"]] * 5 and max(alive) == max_servers
 
 
 @needs_mcp
@@ -160,6 +181,12 @@ def test_servers_that_cannot_be_used_are_refused_with_their_name(servers, said):
     with pytest.raises(ConfigError, match=said) as error:
         opening(TASK, mcp(servers=servers))
     assert "environment.servers." in str(error.value)
+
+
+@each("max_servers", [0, 1])
+def test_fewer_servers_than_an_episode_needs_are_refused(max_servers):
+    with pytest.raises(ConfigError, match=f"max_servers is {max_servers}; an episode needs 2"):
+        mcp(servers={"mine": COMMAND, "yours": COMMAND, "far": "http://127.0.0.1:1/mcp"}, max_servers=max_servers)
 
 
 def test_without_the_package_a_sentence_says_what_to_install(monkeypatch):

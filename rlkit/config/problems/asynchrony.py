@@ -75,6 +75,11 @@ def _in_flight(x: Experiment) -> list[str]:
         problems.append(f"{said}: of a game of two one player's episode may be over while the other's is half-way; choose asynchrony=lag")
     if getattr(x.environment, "program", None) is not None:
         problems.append(f"{said}: a program that is half-way cannot be saved and continued; choose asynchrony=lag")
+    if getattr(x.environment, "at_once", None) is not None:
+        problems.append(
+            f"{said}: all episodes of a step begin together, and environment.max_servers holds some back; set it to null, or "
+            "choose asynchrony=lag"
+        )
     for name, phase in phases(x).items():
         where = f"schedule.phases.{name}: " if name else ""
         if phase.algorithm.max_refills:
