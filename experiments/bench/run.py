@@ -3,8 +3,8 @@
     python experiments/bench/run.py [--seeds 0 1 … 9] [--tasks chain proxy] [--jobs 2] [--placebo] [--folder outputs/pairs]
 
 pairs.yaml names, for each task, two arms; the second is expected to be better. Runs that are finished are not repeated. A row a run in
-results.csv, and one table in pairs.md: the difference of the scores (1 - regret) within seeds, and the false-discovery rate over
-all tasks.
+results.csv, and a table for every ten seeds in pairs.md: the differences of the scores (1 - regret) within seeds, and the
+false-discovery rate over all pairs and placebos.
 """
 
 from __future__ import annotations
@@ -40,30 +40,44 @@ def merged(path: Path, new: Sequence[bench.Row]) -> list[bench.Row]:
     return [by_name[key] for key in sorted(by_name, key=lambda key: (key[0], key[1], int(key[2])))]
 
 
+def comparisons(task: str, rows: Sequence[bench.Row]) -> list[tuple[str, str]]:
+    """What is compared on a task: the pair that it was built for, and each of its arms with each placebo that was run."""
+    first, second = yaml.safe_load((HERE / "pairs.yaml").read_text())[task]
+    there = {row["arm"] for row in rows if row["task"] == task}
+    return [(first, second), *((placebo, arm) for arm in (first, second) for placebo in bench.PLACEBOS if placebo in there)]
+
+
 def table(rows: Sequence[bench.Row]) -> str:
-    """A line a task: the scores of both arms and of the placebos, their difference, and whether it is a claim."""
-    named = yaml.safe_load((HERE / "pairs.yaml").read_text())
+    """A line a comparison: both scores, their difference within seeds, and whether it is a claim over all lines of the table."""
     lines, tests = [], []
-    for task, own in named.items():
-        scores = {
-            arm: {int(row["seed"]): 1 - float(row["regret"]) for row in rows if row["task"] == task and row["arm"] == arm}
-            for arm in [*own, *bench.PLACEBOS]
-        }
-        first, second = own
-        seeds = sorted(scores[first].keys() & scores[second].keys())
-        if len(seeds) < FEWEST:
-            continue
-        d = paired([scores[first][seed] for seed in seeds], [scores[second][seed] for seed in seeds])
-        means = [f"{fmean(scores[arm].values()):.3f}" if scores[arm] else "–" for arm in scores]
-        tests.append(d.p)
-        lines.append((task, first, second, means, d, len(seeds)))
+    for task in dict.fromkeys(row["task"] for row in rows):
+        for lower, higher in comparisons(task, rows):
+            of_lower, of_higher = (
+                {int(row["seed"]): 1 - float(row["regret"]) for row in rows if (row["task"], row["arm"]) == (task, arm)}
+                for arm in (lower, higher)
+            )
+            seeds = sorted(of_lower.keys() & of_higher.keys())
+            if len(seeds) < FEWEST:
+                continue
+            d = paired([of_lower[seed] for seed in seeds], [of_higher[seed] for seed in seeds])
+            tests.append(d.p)
+            lines.append((task, lower, higher, fmean(of_lower[s] for s in seeds), fmean(of_higher[s] for s in seeds), d))
     out = []
-    for (task, first, second, means, d, n), q in zip(lines, false_discovery(tests), strict=True):
-        says = f"q = {q:.4f}" if q <= ALPHA else f"no claim; these {n} seeds see {detectable(d.spread, n):.2f}"
-        cells = [task, first, second, *means, str(n), f"{d.mean:+.3f} ({d.low:+.3f} to {d.high:+.3f})", says]
-        out.append(cells)
-    columns = ["task", "first", "second", "first", "second", *bench.PLACEBOS, "seeds", "second - first, 95 %", "false-discovery rate"]
-    return bench.markdown(columns, out)
+    for (task, lower, higher, one, other, d), q in zip(lines, false_discovery(tests), strict=True):
+        says = f"q = {q:.4f}" if q <= ALPHA else f"no claim; these {d.n} seeds see {detectable(d.spread, d.n):.2f}"
+        out.append([task, lower, higher, f"{one:.3f}", f"{other:.3f}", f"{d.mean:+.3f} ({d.low:+.3f} to {d.high:+.3f})", says])
+    return bench.markdown(["task", "A", "B", "score of A", "score of B", "B - A, 95 %", "false-discovery rate"], out)
+
+
+def page(rows: Sequence[bench.Row]) -> str:
+    """A table for every ten seeds: the first ten make a claim, the next ten confirm it or do not."""
+    tens = sorted({int(row["seed"]) // 10 for row in rows})
+    parts = []
+    for ten in tens:
+        own = [row for row in rows if int(row["seed"]) // 10 == ten]
+        seeds = sorted({int(row["seed"]) for row in own})
+        parts.append(f"Seeds {seeds[0]} to {seeds[-1]}:\n\n{table(own)}")
+    return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:
@@ -78,7 +92,7 @@ def main() -> None:
     for task in given.tasks:
         rows = merged(path, rows_of(task, given.folder, given.seeds, given.jobs, given.placebo))
         bench.write_rows(path, rows)
-    (HERE / "pairs.md").write_text(table(merged(path, [])) + "\n")
+    (HERE / "pairs.md").write_text(page(merged(path, [])))
     print((HERE / "pairs.md").read_text())
 
 
