@@ -14,7 +14,7 @@ from rlkit.commands.cli import main
 from rlkit.config.compose import compose, conf_dir
 from rlkit.config.schema import build
 from rlkit.models.chat import encode_prompt
-from rlkit.models.fresh import fresh_policy
+from rlkit.models.fresh import Opinions, fresh_policy
 from rlkit.rewards import listed
 from rlkit.runs import bench
 from rlkit.tasks.bench import LETTERS, Chain, Value, mean_value
@@ -107,6 +107,34 @@ def test_the_start_draws_replies_of_the_form_uniformly():
     mass = [logits[i, len(prompt) - 1 + torch.arange(3), torch.tensor(own)].sum().exp().item() for i, own in enumerate(tokens)]
     assert sum(mass) > 0.97 and max(mass) < 2 * min(mass)
     assert policy.renderer.tokenizer.decode(tokens[0][:2]) == "ax"
+
+
+def test_opinions_have_the_strength_that_they_say():
+    """Log-odds of standard deviation `strength`, for one prompt as for two; none without strength; fixed by seed, prompt and place."""
+    own = Opinions(0, 1.5)
+    for prompts in (["a"], ["a", "b"]):
+        drawn = np.log([own.weights(prompts, place, "abcdefgh") for place in range(500)])
+        assert drawn.std() == pytest.approx(1.5, abs=0.08) and drawn.mean() == pytest.approx(0.0, abs=0.08)
+    assert Opinions(0, 0.0).weights(["a", "b"], 0, "abc") == [1.0, 1.0, 1.0]
+    one, again, *others = (Opinions(*which).weights(*asked) for which, asked in [
+        ((0, 1.0), (["a"], 0, "abc")), ((0, 1.0), (["a"], 0, "abc")), ((1, 1.0), (["a"], 0, "abc")), ((0, 1.0), (["b"], 0, "abc")),
+        ((0, 1.0), (["a"], 1, "abc")),
+    ])  # fmt: skip
+    assert one == again and one not in others
+
+
+@pytest.mark.slow
+def test_a_start_with_opinions_reads_its_prompt():
+    """What it replies is within 0.2 of the opinion on the prompt, in total variation, and nearer to it than to that on any other prompt."""
+    policy = fresh_policy(replies=["abcdefgh"], symbols="ijkl", prompt=1, opinions=1.0, init_std=0.18)
+    letters = policy.renderer.tokenizer.encode("abcdefgh", add_special_tokens=False)
+    meant = np.array([Opinions(0, 1.0).weights([prompt], 0, "abcdefgh") for prompt in "ijkl"])
+    for i, prompt in enumerate("ijkl"):
+        ids = encode_prompt(policy.renderer, [{"role": "user", "content": prompt}])
+        with torch.no_grad():
+            got = policy.model(input_ids=torch.tensor([ids])).logits[0, -1].softmax(-1)[letters].numpy()
+        away = abs(got - meant / meant.sum(1, keepdims=True)).sum(1) / 2
+        assert away.argmin() == i and away[i] < 0.2
 
 
 # ------------------------------------------------------------------------------------------------------ the page
