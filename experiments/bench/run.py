@@ -1,6 +1,9 @@
 """Does every task of the bench tell apart the pair that it was built for? Ten seeds, and two placebo arms beside each pair.
 
     python experiments/bench/run.py [--seeds 0 1 … 9] [--tasks chain proxy] [--jobs 2] [--placebo] [--folder outputs/pairs]
+    python experiments/bench/run.py --seeds 100 101 102 --also model.opinions=1 model.init_std=0.18 --to outputs/pilot
+
+The second form is a pilot: `--also` goes to every run, and the rows and the page are written elsewhere.
 
 pairs.yaml names, for each task, two arms; the second is expected to be better. Runs that are finished are not repeated. A row a run in
 results.csv, and a table for every ten seeds in pairs.md: the differences of the scores (1 - regret) within seeds, and the
@@ -23,11 +26,11 @@ from rlkit.runs.comparing import ALPHA, FEWEST, detectable, false_discovery, pai
 HERE = Path(__file__).parent
 
 
-def rows_of(task: str, folder: Path, seeds: Sequence[int], jobs: int, placebo: bool) -> list[bench.Row]:
+def rows_of(task: str, folder: Path, seeds: Sequence[int], jobs: int, placebo: bool, also: Sequence[str]) -> list[bench.Row]:
     """The rows of one task's arms, run where they are missing."""
     own = yaml.safe_load((HERE / "pairs.yaml").read_text())[task]
     arms = dict(own) | (bench.PLACEBOS if placebo else {})
-    cells = bench.matrix(folder, [task], arms, seeds, [])
+    cells = bench.matrix(folder, [task], arms, seeds, also)
     for where, why in bench.run_all(cells, jobs=jobs, config_dir=None, tell=lambda line: print(line, flush=True)).items():
         print(f"failed: {where}: {why}", flush=True)
     return [row for cell in cells if (row := bench.read_row(cell))]
@@ -87,13 +90,19 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--placebo", action="store_true", help="runs the placebo arms, too")
     parser.add_argument("--folder", type=Path, default=Path("outputs/pairs"), help="of the runs")
+    parser.add_argument("--also", nargs="+", default=[], help="overrides of every run")
+    parser.add_argument("--to", type=Path, help="folder of the runs, the rows and the page of a pilot")
     given = parser.parse_args()
-    path = HERE / "results.csv"
+    if given.also and not given.to:
+        parser.error("--also changes what is measured: give --to, so that its rows do not replace those that are committed")
+    folder, out = given.to or given.folder, given.to or HERE
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "results.csv"
     for task in given.tasks:
-        rows = merged(path, rows_of(task, given.folder, given.seeds, given.jobs, given.placebo))
+        rows = merged(path, rows_of(task, folder, given.seeds, given.jobs, given.placebo, given.also))
         bench.write_rows(path, rows)
-    (HERE / "pairs.md").write_text(page(merged(path, [])))
-    print((HERE / "pairs.md").read_text())
+    (out / "pairs.md").write_text(page(merged(path, [])))
+    print((out / "pairs.md").read_text())
 
 
 if __name__ == "__main__":
