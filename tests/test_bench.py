@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import random
 
@@ -190,20 +191,19 @@ def test_what_cannot_run_is_refused_before_anything_does(words, expected, capsys
 
 @pytest.mark.slow
 def test_a_matrix_runs_and_goes_on_where_it_was(tmp_path, capsys):
-    """Two steps of two arms on two seeds; done again it runs nothing; with a third seed only that."""
-    words = [
-        "bench",
-        "algorithms=grpo",
-        "tasks=noisy",
-        f"folder={tmp_path}",
-        "jobs=1",
-        "trainer.steps=2",
-        "evaluation.n=16",
-        "model.steps=5",
-    ]
-    words.append("placebo=false")
-    assert main([*words, "seeds=1"]) == 0 and "1 runs, 0 of them done earlier" in capsys.readouterr().out
+    """Two steps of two algorithms on one seed, then on two: what is done is not run again, and the page has a row for every arm."""
+    words = ["bench", "algorithms=grpo,rloo", "tasks=noisy", "placebo=false", f"folder={tmp_path}", "jobs=1"]
+    words += ["trainer.steps=2", "evaluation.n=16", "model.steps=5"]
+    assert main([*words, "seeds=1"]) == 0 and "2 runs, 0 of them done earlier" in capsys.readouterr().out
     before = (tmp_path / "noisy" / "grpo" / "0" / "metrics.jsonl").read_bytes()
-    assert main([*words, "seeds=2"]) == 0 and "2 runs, 1 of them done earlier" in capsys.readouterr().out
+    assert main([*words, "seeds=2"]) == 0 and "4 runs, 2 of them done earlier" in capsys.readouterr().out
     assert (tmp_path / "noisy" / "grpo" / "0" / "metrics.jsonl").read_bytes() == before
-    assert "noisy" in (tmp_path / "README.md").read_text() and len((tmp_path / "results.csv").read_text().splitlines()) == 3
+    rows = list(csv.DictReader((tmp_path / "results.csv").read_text().splitlines()))
+    assert [(row["arm"], row["seed"]) for row in rows] == [("grpo", "0"), ("rloo", "0"), ("grpo", "1"), ("rloo", "1")]
+    lines = (tmp_path / "README.md").read_text().splitlines()
+    mean = {arm: sum(1 - float(row["regret"]) for row in rows if row["arm"] == arm) / 2 for arm in ("grpo", "rloo")}
+    for arm, value in mean.items():
+        by_task, over_tasks = (line for line in lines if line.startswith(f"| {arm} |"))
+        spent = next(line for line in lines if line.startswith(f"| noisy | {arm} |"))
+        assert by_task.startswith(f"| {arm} | {value:.3f} #") and f"| {value:.3f} (" in over_tasks
+        assert spent.startswith(f"| noisy | {arm} | 4 | 256 |")  # two updates a step for all
