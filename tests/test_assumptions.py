@@ -76,7 +76,7 @@ def test_every_shipped_part_that_changes_or_gives_rewards_declares_it():
             terms = [term["fn"]["_target_"] for term in node.get("terms", {}).values()]
             yield from map(resolve, terms or [node["_target_"]])
 
-    own = {rewards.environment, rewards.verifiers, rewards.by_task}
+    own = {rewards.environment, rewards.verifiers, rewards.reasoning_gym, rewards.by_task}
     assert {part for part in targets("reward") if declarations(part, "gives") is None} <= own
     assert all(declarations(part, "keeps") is not None for part in [*targets("reward/aggregator"), *targets("algorithm/overlong")])
     assert declarations(functional.max_rl, "assumes") == {"non_negative_rewards"}

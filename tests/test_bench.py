@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import random
 
@@ -14,7 +15,7 @@ from rlkit.commands.cli import main
 from rlkit.config.compose import compose, conf_dir
 from rlkit.config.schema import build
 from rlkit.models.chat import encode_prompt
-from rlkit.models.fresh import fresh_policy
+from rlkit.models.fresh import Opinions, fresh_policy
 from rlkit.rewards import listed
 from rlkit.runs import bench
 from rlkit.tasks.bench import LETTERS, Chain, Value, mean_value
@@ -109,6 +110,34 @@ def test_the_start_draws_replies_of_the_form_uniformly():
     assert policy.renderer.tokenizer.decode(tokens[0][:2]) == "ax"
 
 
+def test_opinions_have_the_strength_that_they_say():
+    """Log-odds of standard deviation `strength`, for one prompt as for two; none without strength; fixed by seed, prompt and place."""
+    own = Opinions(0, 1.5)
+    for prompts in (["a"], ["a", "b"]):
+        drawn = np.log([own.weights(prompts, place, "abcdefgh") for place in range(500)])
+        assert drawn.std() == pytest.approx(1.5, abs=0.08) and drawn.mean() == pytest.approx(0.0, abs=0.08)
+    assert Opinions(0, 0.0).weights(["a", "b"], 0, "abc") == [1.0, 1.0, 1.0]
+    one, again, *others = (Opinions(*which).weights(*asked) for which, asked in [
+        ((0, 1.0), (["a"], 0, "abc")), ((0, 1.0), (["a"], 0, "abc")), ((1, 1.0), (["a"], 0, "abc")), ((0, 1.0), (["b"], 0, "abc")),
+        ((0, 1.0), (["a"], 1, "abc")),
+    ])  # fmt: skip
+    assert one == again and one not in others
+
+
+@pytest.mark.slow
+def test_a_start_with_opinions_reads_its_prompt():
+    """What it replies is within 0.2 of the opinion on the prompt, in total variation, and nearer to it than to that on any other prompt."""
+    policy = fresh_policy(replies=["abcdefgh"], symbols="ijkl", prompt=1, opinions=1.0, init_std=0.18)
+    letters = policy.renderer.tokenizer.encode("abcdefgh", add_special_tokens=False)
+    meant = np.array([Opinions(0, 1.0).weights([prompt], 0, "abcdefgh") for prompt in "ijkl"])
+    for i, prompt in enumerate("ijkl"):
+        ids = encode_prompt(policy.renderer, [{"role": "user", "content": prompt}])
+        with torch.no_grad():
+            got = policy.model(input_ids=torch.tensor([ids])).logits[0, -1].softmax(-1)[letters].numpy()
+        away = abs(got - meant / meant.sum(1, keepdims=True)).sum(1) / 2
+        assert away.argmin() == i and away[i] < 0.2
+
+
 # ------------------------------------------------------------------------------------------------------ the page
 
 
@@ -162,20 +191,19 @@ def test_what_cannot_run_is_refused_before_anything_does(words, expected, capsys
 
 @pytest.mark.slow
 def test_a_matrix_runs_and_goes_on_where_it_was(tmp_path, capsys):
-    """Two steps of two arms on two seeds; done again it runs nothing; with a third seed only that."""
-    words = [
-        "bench",
-        "algorithms=grpo",
-        "tasks=noisy",
-        f"folder={tmp_path}",
-        "jobs=1",
-        "trainer.steps=2",
-        "evaluation.n=16",
-        "model.steps=5",
-    ]
-    words.append("placebo=false")
-    assert main([*words, "seeds=1"]) == 0 and "1 runs, 0 of them done earlier" in capsys.readouterr().out
+    """Two steps of two algorithms on one seed, then on two: what is done is not run again, and the page has a row for every arm."""
+    words = ["bench", "algorithms=grpo,rloo", "tasks=noisy", "placebo=false", f"folder={tmp_path}", "jobs=1"]
+    words += ["trainer.steps=2", "evaluation.n=16", "model.steps=5"]
+    assert main([*words, "seeds=1"]) == 0 and "2 runs, 0 of them done earlier" in capsys.readouterr().out
     before = (tmp_path / "noisy" / "grpo" / "0" / "metrics.jsonl").read_bytes()
-    assert main([*words, "seeds=2"]) == 0 and "2 runs, 1 of them done earlier" in capsys.readouterr().out
+    assert main([*words, "seeds=2"]) == 0 and "4 runs, 2 of them done earlier" in capsys.readouterr().out
     assert (tmp_path / "noisy" / "grpo" / "0" / "metrics.jsonl").read_bytes() == before
-    assert "noisy" in (tmp_path / "README.md").read_text() and len((tmp_path / "results.csv").read_text().splitlines()) == 3
+    rows = list(csv.DictReader((tmp_path / "results.csv").read_text().splitlines()))
+    assert [(row["arm"], row["seed"]) for row in rows] == [("grpo", "0"), ("rloo", "0"), ("grpo", "1"), ("rloo", "1")]
+    lines = (tmp_path / "README.md").read_text().splitlines()
+    mean = {arm: sum(1 - float(row["regret"]) for row in rows if row["arm"] == arm) / 2 for arm in ("grpo", "rloo")}
+    for arm, value in mean.items():
+        by_task, over_tasks = (line for line in lines if line.startswith(f"| {arm} |"))
+        spent = next(line for line in lines if line.startswith(f"| noisy | {arm} |"))
+        assert by_task.startswith(f"| {arm} | {value:.3f} #") and f"| {value:.3f} (" in over_tasks
+        assert spent.startswith(f"| noisy | {arm} | 4 | 256 |")  # two updates a step for all

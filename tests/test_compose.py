@@ -28,6 +28,7 @@ REQUIRED = {
     "reference=none": ["kl=none"],
     "model=pretrained": ["model.path=any"],
     "task=verifiers": ["task.id=any"],
+    "task=reasoning_gym": ["task.dataset=countdown"],
     "task=conversations": ["task.path=rows.jsonl"],
     "experiment=sft": ["task.path=rows.jsonl"],
     "environment=gymnasium": ["environment.make._target_=rlkit.sandbox.Sandbox"],  # any callable: nothing is played

@@ -48,6 +48,7 @@ CANNOT = {
     "task=jsonl": "needs a user's rows",
     "task.path=": "needs a user's rows",
     "task=verifiers": "needs the extra",
+    "task=reasoning_gym": "needs the extra",
     "--config-dir": "needs a user's folder; tests/test_extension.py runs such",
     "reward=judge": "needs a server; tests/rewards/test_judge.py has one",
     "my_": "needs a user's module; tests/test_extension.py runs such",
@@ -70,6 +71,7 @@ CANNOT = {
 NEEDS = {  # what a shown command leaves to the reader
     "task=jsonl": ["task.path=rows.jsonl"],
     "task=verifiers": ["task.id=any"],
+    "task=reasoning_gym": ["task.dataset=countdown"],
     "generation=vllm": ["generation.engine.addresses=[http://127.0.0.1:8000]"],
     "experiment=sft": ["task.path=rows.jsonl"],
     "teacher.model=NAME": ["algorithm=opd", "teacher=vllm", "teacher.addresses=[http://127.0.0.1:8000]"],

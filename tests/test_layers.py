@@ -250,6 +250,7 @@ NAMED_TWICE = {
     "by_task": "options of the same name: a reward and an environment",
     "guess_number": "options of the same name: a task and an environment",
     "verifiers": "options of the same name: a task and a reward",
+    "reasoning_gym": "options of the same name: a task and a reward",
     "none": "options of the same name: a reader of calls and a reference",
     "episodes": "a task and what the notebooks call so",
     "experiment": "from overrides and keywords; of a composed config",

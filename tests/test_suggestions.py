@@ -25,6 +25,7 @@ GIVEN = {  # what an option leaves to the user
     "task=jsonl": ["task.path=rows.jsonl"],
     "task=conversations": ["task.path=rows.jsonl"],
     "task=verifiers": ["task.id=any"],
+    "task=reasoning_gym": ["task.dataset=countdown"],
 }
 OF_TINY = {"optimizer.lr": 3e-4, "generation.max_new_tokens": 64, "trainer.steps": 20, "trainer.micro_batch_tokens": 16384}
 

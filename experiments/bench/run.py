@@ -1,10 +1,13 @@
 """Does every task of the bench tell apart the pair that it was built for? Ten seeds, and two placebo arms beside each pair.
 
     python experiments/bench/run.py [--seeds 0 1 … 9] [--tasks chain proxy] [--jobs 2] [--placebo] [--folder outputs/pairs]
+    python experiments/bench/run.py --seeds 100 101 102 --also model.opinions=1 model.init_std=0.18 --to outputs/pilot
+
+The second form is a pilot: `--also` goes to every run, and the rows and the page are written elsewhere.
 
 pairs.yaml names, for each task, two arms; the second is expected to be better. Runs that are finished are not repeated. A row a run in
-results.csv, and one table in pairs.md: the difference of the scores (1 - regret) within seeds, and the false-discovery rate over
-all tasks.
+results.csv, and a table for every ten seeds in pairs.md: the differences of the scores (1 - regret) within seeds, and the
+false-discovery rate over all pairs and placebos.
 """
 
 from __future__ import annotations
@@ -23,11 +26,11 @@ from rlkit.runs.comparing import ALPHA, FEWEST, detectable, false_discovery, pai
 HERE = Path(__file__).parent
 
 
-def rows_of(task: str, folder: Path, seeds: Sequence[int], jobs: int, placebo: bool) -> list[bench.Row]:
+def rows_of(task: str, folder: Path, seeds: Sequence[int], jobs: int, placebo: bool, also: Sequence[str]) -> list[bench.Row]:
     """The rows of one task's arms, run where they are missing."""
     own = yaml.safe_load((HERE / "pairs.yaml").read_text())[task]
     arms = dict(own) | (bench.PLACEBOS if placebo else {})
-    cells = bench.matrix(folder, [task], arms, seeds, [])
+    cells = bench.matrix(folder, [task], arms, seeds, also)
     for where, why in bench.run_all(cells, jobs=jobs, config_dir=None, tell=lambda line: print(line, flush=True)).items():
         print(f"failed: {where}: {why}", flush=True)
     return [row for cell in cells if (row := bench.read_row(cell))]
@@ -40,30 +43,44 @@ def merged(path: Path, new: Sequence[bench.Row]) -> list[bench.Row]:
     return [by_name[key] for key in sorted(by_name, key=lambda key: (key[0], key[1], int(key[2])))]
 
 
+def comparisons(task: str, rows: Sequence[bench.Row]) -> list[tuple[str, str]]:
+    """What is compared on a task: the pair that it was built for, and each of its arms with each placebo that was run."""
+    first, second = yaml.safe_load((HERE / "pairs.yaml").read_text())[task]
+    there = {row["arm"] for row in rows if row["task"] == task}
+    return [(first, second), *((placebo, arm) for arm in (first, second) for placebo in bench.PLACEBOS if placebo in there)]
+
+
 def table(rows: Sequence[bench.Row]) -> str:
-    """A line a task: the scores of both arms and of the placebos, their difference, and whether it is a claim."""
-    named = yaml.safe_load((HERE / "pairs.yaml").read_text())
+    """A line a comparison: both scores, their difference within seeds, and whether it is a claim over all lines of the table."""
     lines, tests = [], []
-    for task, own in named.items():
-        scores = {
-            arm: {int(row["seed"]): 1 - float(row["regret"]) for row in rows if row["task"] == task and row["arm"] == arm}
-            for arm in [*own, *bench.PLACEBOS]
-        }
-        first, second = own
-        seeds = sorted(scores[first].keys() & scores[second].keys())
-        if len(seeds) < FEWEST:
-            continue
-        d = paired([scores[first][seed] for seed in seeds], [scores[second][seed] for seed in seeds])
-        means = [f"{fmean(scores[arm].values()):.3f}" if scores[arm] else "–" for arm in scores]
-        tests.append(d.p)
-        lines.append((task, first, second, means, d, len(seeds)))
+    for task in dict.fromkeys(row["task"] for row in rows):
+        for lower, higher in comparisons(task, rows):
+            of_lower, of_higher = (
+                {int(row["seed"]): 1 - float(row["regret"]) for row in rows if (row["task"], row["arm"]) == (task, arm)}
+                for arm in (lower, higher)
+            )
+            seeds = sorted(of_lower.keys() & of_higher.keys())
+            if len(seeds) < FEWEST:
+                continue
+            d = paired([of_lower[seed] for seed in seeds], [of_higher[seed] for seed in seeds])
+            tests.append(d.p)
+            lines.append((task, lower, higher, fmean(of_lower[s] for s in seeds), fmean(of_higher[s] for s in seeds), d))
     out = []
-    for (task, first, second, means, d, n), q in zip(lines, false_discovery(tests), strict=True):
-        says = f"q = {q:.4f}" if q <= ALPHA else f"no claim; these {n} seeds see {detectable(d.spread, n):.2f}"
-        cells = [task, first, second, *means, str(n), f"{d.mean:+.3f} ({d.low:+.3f} to {d.high:+.3f})", says]
-        out.append(cells)
-    columns = ["task", "first", "second", "first", "second", *bench.PLACEBOS, "seeds", "second - first, 95 %", "false-discovery rate"]
-    return bench.markdown(columns, out)
+    for (task, lower, higher, one, other, d), q in zip(lines, false_discovery(tests), strict=True):
+        says = f"q = {q:.4f}" if q <= ALPHA else f"no claim; these {d.n} seeds see {detectable(d.spread, d.n):.2f}"
+        out.append([task, lower, higher, f"{one:.3f}", f"{other:.3f}", f"{d.mean:+.3f} ({d.low:+.3f} to {d.high:+.3f})", says])
+    return bench.markdown(["task", "A", "B", "score of A", "score of B", "B - A, 95 %", "false-discovery rate"], out)
+
+
+def page(rows: Sequence[bench.Row]) -> str:
+    """A table for every ten seeds: the first ten make a claim, the next ten confirm it or do not."""
+    tens = sorted({int(row["seed"]) // 10 for row in rows})
+    parts = []
+    for ten in tens:
+        own = [row for row in rows if int(row["seed"]) // 10 == ten]
+        seeds = sorted({int(row["seed"]) for row in own})
+        parts.append(f"Seeds {seeds[0]} to {seeds[-1]}:\n\n{table(own)}")
+    return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:
@@ -73,13 +90,19 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--placebo", action="store_true", help="runs the placebo arms, too")
     parser.add_argument("--folder", type=Path, default=Path("outputs/pairs"), help="of the runs")
+    parser.add_argument("--also", nargs="+", default=[], help="overrides of every run")
+    parser.add_argument("--to", type=Path, help="folder of the runs, the rows and the page of a pilot")
     given = parser.parse_args()
-    path = HERE / "results.csv"
+    if given.also and not given.to:
+        parser.error("--also changes what is measured: give --to, so that its rows do not replace those that are committed")
+    folder, out = given.to or given.folder, given.to or HERE
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "results.csv"
     for task in given.tasks:
-        rows = merged(path, rows_of(task, given.folder, given.seeds, given.jobs, given.placebo))
+        rows = merged(path, rows_of(task, folder, given.seeds, given.jobs, given.placebo, given.also))
         bench.write_rows(path, rows)
-    (HERE / "pairs.md").write_text(table(merged(path, [])) + "\n")
-    print((HERE / "pairs.md").read_text())
+    (out / "pairs.md").write_text(page(merged(path, [])))
+    print((out / "pairs.md").read_text())
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -18,44 +19,54 @@ CONTROL = ("<pad>", "<end>", "<u>", "<a>")
 CONTEXT = 256  # tokens
 
 
-@ranges(width=(8, None), layers=(1, None), turns=(1, None), steps=(0, None), rate=(0, None))
+@ranges(width=(8, None), layers=(1, None), turns=(1, None), opinions=(0, None), init_std=(0, None), steps=(0, None), rate=(0, None))
 def fresh_policy(
     *,
     replies: Sequence[str],
     symbols: str = "",
     turns: int = 1,
     prompt: int = 2,
+    opinions: float = 0.0,
     width: int = 32,
     layers: int = 2,
+    init_std: float = 0.02,
     steps: int = 150,
     rate: float = 1e-2,
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Policy:
-    """A Qwen3 of a few thousand parameters whose vocabulary is single characters, taught a uniform choice among well-formed replies.
+    """A Qwen3 of a few thousand parameters whose vocabulary is single characters, taught to draw well-formed replies at random.
 
-    The lessons are conversations of random prompts and random replies, so the policy knows the form and nothing about what is right: the
-    chance of each reply is nearly that of a uniform draw, whatever the prompt.
+    The lessons are conversations of random prompts and random replies, so the policy knows the form and nothing about what is right.
+    Without opinions the chance of each reply is nearly that of a uniform draw, whatever the prompt. Such a policy has never used its
+    prompt, and training makes it give one reply to all problems before it tells them apart.
+
+    With opinions, each prompt has a distribution of its own, p ∝ exp(opinions · z), with a standard normal z for each place and character
+    that has nothing to do with what is right.
 
     Args:
       replies: the characters that may stand at each place of a reply, such as ["0123456789", "+-", "0123456789"]. A place that ends in
         "*" is repeated, with one half as the chance of each further repetition, and may be absent.
       symbols: characters of prompts, beside those of replies.
       turns, prompt: the longest conversation of the lessons, and the longest prompt in it, in characters.
+      opinions: standard deviation of the log-odds of characters between prompts. From the second turn on, the first prompt and the latest
+        one count half each.
       width, layers: of the model; a width is a multiple of 8.
+      init_std: standard deviation of the weights as drawn. 0.02 is Qwen3's, for widths above 1,000; 1/√width keeps the size of activations
+        and lets the policy tell prompts apart from the first steps on.
       steps, rate: of AdamW on 64 conversations each; 0 leaves the weights as drawn.
       seed: of weights and lessons.
     """
     alphabet = sorted({*symbols, *(c for place in replies for c in place.removesuffix("*"))})
-    tokenizer = character_tokenizer(alphabet)
+    tokenizer, own = character_tokenizer(alphabet), Opinions(seed, opinions)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = small_model(len(CONTROL) + len(alphabet), width=width, layers=layers)
+        model = small_model(len(CONTROL) + len(alphabet), width=width, layers=layers, init_std=init_std)
         rng, optimizer = random.Random(f"fresh {seed}"), torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
         for step in range(steps):
             for group in optimizer.param_groups:
                 group["lr"] = rate * (1 - step / steps)
-            texts = [lesson(rng, replies, alphabet, turns=turns, prompt=prompt) for _ in range(64)]
+            texts = [lesson(rng, replies, alphabet, turns=turns, prompt=prompt, opinions=own) for _ in range(64)]
             ids, targets = as_tensors([tokenizer.encode(text, add_special_tokens=False) for text in texts])
             loss = torch.nn.functional.cross_entropy(
                 model(input_ids=ids).logits[:, :-1].flatten(0, 1), targets.flatten(), ignore_index=-100
@@ -84,38 +95,62 @@ def character_tokenizer(alphabet: Sequence[str]) -> Any:
     return tokenizer
 
 
-def small_model(vocabulary: int, *, width: int, layers: int) -> Any:
+def small_model(vocabulary: int, *, width: int, layers: int, init_std: float) -> Any:
     """Random weights, from torch's generator."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
         vocab_size=vocabulary, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, num_attention_heads=2,
         num_key_value_heads=2, head_dim=width // 2, max_position_embeddings=CONTEXT, tie_word_embeddings=False, attention_dropout=0.0,
-        pad_token_id=0, bos_token_id=None, eos_token_id=1,
+        initializer_range=init_std, pad_token_id=0, bos_token_id=None, eos_token_id=1,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config)
     model.generation_config.eos_token_id = 1
     return model
 
 
-def lesson(rng: random.Random, replies: Sequence[str], alphabet: Sequence[str], *, turns: int, prompt: int) -> str:
+class Opinions:
+    """What a fresh policy prefers: for each prompt and place of a reply, the log-odds of the characters that may stand there."""
+
+    def __init__(self, seed: int, strength: float):
+        self.seed, self.strength = seed, strength
+        self.known: dict[tuple[str, int, str], list[float]] = {}
+
+    def weights(self, prompts: Sequence[str], place: int, characters: str) -> list[float]:
+        """One weight a character: exp(strength · z), z the sum over prompts / √(their number)."""
+        drawn = [self.drawn(text, place, characters) for text in prompts]
+        return [math.exp(self.strength * sum(own) / math.sqrt(len(own))) for own in zip(*drawn, strict=True)]
+
+    def drawn(self, prompt: str, place: int, characters: str) -> list[float]:
+        """Standard normal numbers that depend on the seed and the arguments only."""
+        key = (prompt, place, characters)
+        if key not in self.known:
+            rng = random.Random(f"opinion {self.seed} {key}")
+            self.known[key] = [rng.gauss(0.0, 1.0) for _ in characters]
+        return self.known[key]
+
+
+def lesson(rng: random.Random, replies: Sequence[str], alphabet: Sequence[str], *, turns: int, prompt: int, opinions: Opinions) -> str:
     """A conversation of random prompts and random well-formed replies, as the template writes it."""
-    out = ""
+    out, first = "", ""
     for _ in range(rng.randint(1, turns)):
-        out += f"<u>{''.join(rng.choices(alphabet, k=rng.randint(1, prompt)))}<end><a>{random_reply(rng, replies)}<end>"
+        asked = "".join(rng.choices(alphabet, k=rng.randint(1, prompt)))
+        prompts = [first, asked] if first else [asked]
+        first = first or asked
+        out += f"<u>{asked}<end><a>{random_reply(rng, replies, prompts, opinions)}<end>"
     return out
 
 
-def random_reply(rng: random.Random, replies: Sequence[str]) -> str:
-    """One reply of the form."""
+def random_reply(rng: random.Random, replies: Sequence[str], prompts: Sequence[str], opinions: Opinions) -> str:
+    """One reply of the form, to the first prompt and the latest one."""
     out = ""
-    for place in replies:
-        count = 1
+    for i, place in enumerate(replies):
+        characters, count = place.removesuffix("*"), 1
         if place.endswith("*"):
             count = 0
             while rng.random() < 0.5:
                 count += 1
-        out += "".join(rng.choices(place.removesuffix("*"), k=count))
+        out += "".join(rng.choices(characters, opinions.weights(prompts, i, characters), k=count))
     return out
 
 
