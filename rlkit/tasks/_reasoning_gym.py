@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,6 +67,7 @@ class Entries:
 
     def __init__(self, dataset: Any):
         self.dataset, self.kept = dataset, dict[int, Any]()
+        self.evaluates = bool(re.search(r"\b(?:eval|exec|parse_expr)\(", inspect.getsource(type(dataset).score_answer)))  # the reply
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         if number not in self.kept:
@@ -85,6 +88,8 @@ def _generated(dataset: str, options: str) -> Entries:
         raise ConfigError(f"task=reasoning_gym needs the package: {install('reasoning_gym')} ({error})") from error
     if dataset not in DATASETS:
         raise ConfigError(f"task.dataset={dataset}: reasoning-gym has no such data set.{nearest(dataset, DATASETS)}")
+    if dataset == "composite":
+        raise ConfigError("task.dataset=composite: name its data sets one by one, as parts of task=mixture")
     try:
         return Entries(package.create_dataset(dataset, **json.loads(options)))
     except Exception as error:  # a wrong name or value; its config checks them with assertions, too

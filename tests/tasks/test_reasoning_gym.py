@@ -11,7 +11,7 @@ import pytest
 from rlkit.errors import ConfigError
 from rlkit.rewards import reasoning_gym as score
 from rlkit.tasks import reasoning_gym
-from rlkit.tasks._reasoning_gym import _generated
+from rlkit.tasks._reasoning_gym import Entries, _generated
 from rlkit.types import Rollout, Step
 
 
@@ -34,6 +34,13 @@ class Doubles:
         return 1.0 if answer == entry["answer"] else 0.5 * answer.isdigit()
 
 
+class Evaluated(Doubles):
+    """Evaluates the reply, as some data sets of the package do."""
+
+    def score_answer(self, answer, entry):
+        return 1.0 if isinstance(eval(answer, {"x": 3, "sin": lambda v: v}), (int, float, list)) else 0.5
+
+
 @pytest.fixture(autouse=True)
 def fresh():
     _generated.cache_clear()
@@ -44,7 +51,7 @@ def fresh():
 @pytest.fixture
 def stub(monkeypatch):
     package, factory = types.ModuleType("reasoning_gym"), types.ModuleType("reasoning_gym.factory")
-    factory.DATASETS = {"doubles": (Doubles, None)}
+    factory.DATASETS = {"doubles": (Doubles, None), "evaluated": (Evaluated, None)}
     package.create_dataset = lambda name, **options: factory.DATASETS[name][0](**options)
     package.factory = factory
     monkeypatch.setitem(sys.modules, "reasoning_gym", package)
@@ -69,6 +76,23 @@ def test_rows_are_scored_by_the_package_from_what_a_file_keeps(stub):
     assert score(replied(task, right, "length")) == 0.0
     with pytest.raises(ConfigError, match="use task=reasoning_gym"):
         score(replied(task._replace(metadata={}), right))
+
+
+@pytest.mark.parametrize("text", ["3 + 4*(5 - 1)", "[1, 2]", "2*x**2 + sin(2*x)", "(x + 1)**(3/2)", "-1.5"])
+def test_an_expression_is_evaluated(text, stub):
+    assert score(replied(made(dataset="evaluated")[0], text)) == 1.0
+
+
+HOSTILE = (
+    "__import__('os').getpid()", "open('/etc/passwd').read()", "x.real", "x. real", "(lambda: 1)()", "[i for i in (1, 2)]", "print(1)",
+    "9**9**9", "(((9)**99)**99)**99", "'a'*1000000", "[0]*1000000", "3*[0]", "(print)(1)", "x:=1", "1+" * 300 + "1", "exit ()",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_what_is_more_than_an_expression_scores_0_and_is_not_evaluated(text, stub, monkeypatch):
+    monkeypatch.setattr(Entries, "score", lambda *given: pytest.fail(f"evaluated {given[1]!r}"))
+    assert score(replied(made(dataset="evaluated")[0], text)) == 0.0
 
 
 def test_the_splits_share_no_problem_and_leave_none_out(stub):
