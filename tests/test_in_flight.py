@@ -239,14 +239,15 @@ REFUSED = {
     "algorithm=dapo": "algorithm.max_refills=",
     "algorithm=remax": "plays greedy episodes",
     "asynchrony.switch_every=0": "asynchrony.switch_every=0: must be at least 1",
+    "environment=mcp": "environment.max_servers holds some back",
 }
+MORE = {"trainer=ddp": ["trainer.devices=2"], "environment=mcp": ["environment.servers={one:[python,one.py]}", "environment.max_servers=2"]}
 
 
 @pytest.mark.parametrize("word", REFUSED)
 def test_what_cannot_be_sampled_so_is_refused(word):
-    words = [word, "trainer.devices=2"] if word == "trainer=ddp" else [word]
     with pytest.raises(ConfigError) as error:
-        experiment(compose([*COMMON, *ahead(), *words]))
+        experiment(compose([*COMMON, *ahead(), word, *MORE.get(word, [])]))
     assert REFUSED[word] in str(error.value)
 
 
