@@ -1,6 +1,6 @@
 """Do programs that know nothing of rlkit train? One run of each agent beside this file, on two cores, without a network.
 
-    pip install "rlkit-lm[programs]" anthropic "pydantic-ai-slim[openai]" mcp
+    pip install -c constraints.txt -e '.[programs]' anthropic "pydantic-ai-slim[openai]" mcp
     python experiments/programs/run.py [--agents agent mcp_agent pydantic_agent] [--seeds 0] [--steps 8] [--n 32] [--prompts 8]
 
 Writes results.csv beside itself: greedy test accuracy before and after, and the versions of the clients. Rows of other agents and seeds
