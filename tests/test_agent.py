@@ -271,3 +271,10 @@ def test_a_question_is_answered_by_a_run(tmp_path, monkeypatch, capsys):
 def test_wrong_command_lines(words, expected, capsys):
     assert main(["agent", *words]) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_a_question_may_be_longer_than_the_name_of_a_file():
+    """A word is looked up as a folder first; the file system raises on a name of more than 255 bytes."""
+    question = "How many apples? " * 40
+    parsed = parse([question, "tools=[calculator]"], texts=True)
+    assert (parsed.texts, parsed.overrides) == ((question,), ["tools=[calculator]"])

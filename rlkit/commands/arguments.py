@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -57,8 +58,8 @@ def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
             arguments = arguments._replace(shown="info")
         elif word == "--resolve":
             arguments = arguments._replace(resolved=True)
-        elif texts and (Path(word).exists() or " " in word.partition("=")[0].strip() or not re.match(r"[-~]|[^=]+=", word)):
-            # Folders of a sweep have a = in their names.
+        elif texts and (os.path.exists(word) or " " in word.partition("=")[0].strip() or not re.match(r"[-~]|[^=]+=", word)):
+            # Folders of a sweep have a = in their names. A question may be longer than a file's name, which Path.exists raises on.
             arguments = arguments._replace(texts=(*arguments.texts, word))
         elif word.startswith("-"):
             raise ConfigError(_no_flag(word, next(rest, "VALUE")))
