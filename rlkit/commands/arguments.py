@@ -30,10 +30,7 @@ class Arguments(NamedTuple):
 
 
 def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
-    """Flags and overrides; with `texts` also words that are neither, and names of files and folders that there are.
-
-    Raises ConfigError for a flag that does not exist.
-    """
+    """Flags and overrides; with `texts` also other words, and names of files that are there. Raises ConfigError for an unknown flag."""
     arguments, file, name = Arguments([], words=tuple(words)), list[str](), ""
     rest = iter(words)
     for word in rest:

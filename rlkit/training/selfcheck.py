@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlkit.environments import environment_of
-from rlkit.episodes import assemble, collect
+from rlkit.episodes import assemble, collect, failures
 from rlkit.episodes.episode import opening
 from rlkit.errors import DataError, SelfCheckError
 from rlkit.functional import token_log_probs
@@ -81,7 +81,7 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
 
     They are the engine that sampled, the trainer's `forward_logprobs`, and the model's own forward, whichever engine it is: an engine that
     shares a mistake with the trainer would agree with it.
-    Raises: TemplateError, DataError, SelfCheckError.
+    Raises: TemplateError, DataError, SelfCheckError, and EnvironmentFailed where the environment gave the policy nothing to say.
     """
     few = [*tasks[:2], *first_rows(tasks, 1)[2:]]
     check_contexts(policy, tasks, x.environment)
@@ -90,6 +90,8 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
         policy, few, engine=x.generation.engine, environment=x.environment, group_size=2, seed=x.seed,
         **x.generation._replace(temperature=temperature, max_new_tokens=min(x.generation.max_new_tokens, 32)).params,
     )  # fmt: skip
+    if not any(rollout.steps for rollout in rollouts):
+        raise DataError(failures(rollouts) or f"row {few[0].id}: its episode ended before the policy was asked anything")
     device = next(policy.model.parameters()).device
     batch = assemble(rollouts, pad_token_id=policy.pad_token_id, device=device)
     mask, sampled = batch.response_mask, sum(r.response_length for r in rollouts)
