@@ -208,20 +208,29 @@ def test_the_round_of_a_switch_and_those_in_which_answers_are_due_are_kept(tmp_p
 @pytest.mark.slow
 def test_an_episode_that_is_over_counts_until_its_slot_is_free_after_a_resume_too(tmp_path, same):
     """Its slot is given up in the round in which the answer that ended it is due, and its step is not complete before that."""
-    words = [*ahead(), *SLOW, "trainer.steps=42"]
+    # Every reply is one token, since every token ends it, and is answered 10 rounds later. Step 0's second and last answer is due in round
+    # 22 and the weights change 6 rounds on, in 28; step 1's third and last reply ended in 23, and its slot is free in 33. Step 2 decodes
+    # in every round, so that the answers arrive.
+    words = [
+        *ahead(),
+        "environment=dialogue",
+        "environment.max_turns=40",
+        "environment.prompt_fn._target_=overlap_parts.again",
+        "batch.prompts=1",
+        "batch.group_size=2",
+        "generation.admission_rounds=10",
+    ]
     x, tasks, whole = begun(*words)
+    whole.policy = whole.policy._replace(eos_token_ids=tuple(range(whole.policy.model.config.vocab_size)))
     with closing(InFlight(x, tasks)) as process:
-        flight = Flight()
-        for step in range(1, 20):  # to a state with an episode of the next step whose slot is the last to become free
-            flight, _ = steps(whole, tasks, flight, process, 1)
-            engine, following = process.engine, process.parts[step]
-            if engine.over and not engine.holds(following.keys - engine.over) and engine.holds(following.keys):
-                break
-        assert engine.over
+        flight, _ = steps(whole, tasks, Flight(), process, 1)
+        engine, following = process.engine, process.parts[1]
+        assert len(engine.over) == len(following.played) == 2 and engine.holds(following.keys)
         torch.save((whole.state_dict(), packed(flight, process)), tmp_path / "state")
         _, out = steps(whole, tasks, flight, process, 2)
     state, still = torch.load(tmp_path / "state", weights_only=True)
     x, tasks, learner = begun(*words)
+    learner.policy = whole.policy._replace(model=learner.policy.model)
     learner.load_state_dict(state)
     with closing(InFlight(x, tasks)) as process:
         flight = continued(learner, restored(still, tasks, seed=3), process)
