@@ -47,7 +47,7 @@ def test_the_value_of_a_task_is_what_enumeration_says(name):
 
 def test_needles_are_hidden_as_deep_as_they_say():
     _, tasks = rows("needle")
-    assert sorted({len(task.metadata["right"]) / 1024 for task in tasks}) == [2.0**-k for k in range(10, 4, -1)]
+    assert sorted({len(task.metadata["right"]) / 256 for task in tasks}) == [1 / 64, 1 / 32, 1 / 16]
 
 
 def played(game, number, act):

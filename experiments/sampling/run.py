@@ -39,7 +39,7 @@ from study import interval
 HERE, TARGET, ONE_IN = Path(__file__).parent, 0.9, 10
 COMMON = (
     "experiment=bench/noisy", "task._target_=run.pool", "model.prompt=2", "evaluation.every=2", f"evaluation.stop_at={TARGET}",
-    "evaluation.curve_temperature=0",
+    "evaluation.curve_temperature=0", "model.opinions=0", "model.init_std=0.02", "optimizer.lr=3e-3",
 )  # fmt: skip
 SAMPLED = 512  # replies, so that the standard error of an accuracy is at most 0.022
 KNOWN = ("evaluation.curve_temperature=1", "task._target_=run.known_pool", "model._target_=run.knowing", "+model.pool=${task.max_samples}")

@@ -40,6 +40,7 @@ class Question(NamedTuple):
     prompt: str
     right: Sequence[str]
     flip: float = 0.0  # chance that the verifier errs in training
+    pay: float = 1.0  # of a right reply in training
 
 
 def dealt(
@@ -57,7 +58,7 @@ def dealt(
         own: dict[str, Any] = {"right": list(row.right), "value": [sum(earned) / len(earned), max(earned)]}
         if split == "train":
             changed: dict[str, dict[str, Any]] = {"coin": {"flip": 0.5}, "format": {"any": True}}
-            own |= changed.get(placebo, {"flip": row.flip})
+            own |= changed.get(placebo, {"flip": row.flip, "pay": row.pay})
         messages = ({"role": "user", "content": row.prompt},)
         tasks.append(Task(name, messages, reward="listed", environment="single_turn", metadata=own))  # type: ignore[arg-type]
     return in_turn(tasks, split, seed, max_samples)
@@ -88,21 +89,32 @@ def mean_value(tasks: Sequence[Task]) -> Value:
 # ------------------------------------------------------------------------------------------------------ one reply
 
 
-def needle(*, split: Split = "train", seed: int = 0, max_samples: int = 4096, placebo: Placebo = "none", problems: int = 12) -> list[Task]:
-    """Exploration: two symbols are to be found, of which a random reply finds those of problem i with chance 1/32, 1/64 … 1/1024.
+def needle(
+    *, split: Split = "train", seed: int = 0, max_samples: int = 4096, placebo: Placebo = "none", problems: int = 12, letters: int = 16,
+    depths: int = 3,
+) -> list[Task]:  # fmt: skip
+    """Exploration: two symbols are to be found. A random reply finds those of problem i with chance 1/letters, half of that, a quarter, …
 
     Args:
-      problems: how many, at most 32; the chances repeat every six.
+      problems: how many, at most 32. letters: that a reply may have at each place, a power of 2 up to 32.
+      depths: chances that there are; they repeat every so many problems.
     """
     rng, rows = random.Random(f"needle of {seed}"), []
     for i in range(problems):
-        first, others = rng.choice(LETTERS), rng.sample(LETTERS, 32 >> (i % 6))
+        first, others = rng.choice(LETTERS[:letters]), rng.sample(LETTERS[:letters], max(1, letters >> (i % depths)))
         rows.append(Question(LETTERS[i], [first + second for second in others]))
-    return dealt("needle", rows, [LETTERS, LETTERS], split=split, seed=seed, max_samples=max_samples, placebo=placebo)
+    return dealt("needle", rows, [LETTERS[:letters]] * 2, split=split, seed=seed, max_samples=max_samples, placebo=placebo)
+
+
+def scales(*, split: Split = "train", seed: int = 0, max_samples: int = 4096, placebo: Placebo = "none", problems: int = 16) -> list[Task]:
+    """Normalisation: one of eight letters is right, and pays 1, 10, 100 or 1000 in training, by problem; in evaluations it pays 1."""
+    rng = random.Random(f"scales of {seed}")
+    rows = [Question(LETTERS[i], [rng.choice(LETTERS[:8])], pay=10.0 ** (i % 4)) for i in range(problems)]
+    return dealt("scales", rows, [LETTERS[:8]], split=split, seed=seed, max_samples=max_samples, placebo=placebo)
 
 
 def noisy(*, split: Split = "train", seed: int = 0, max_samples: int = 4096, placebo: Placebo = "none", problems: int = 16) -> list[Task]:
-    """Normalisation: one of eight letters is right, and the verifier of training errs with a chance of 0, 0.15, 0.3 or 0.45 by problem."""
+    """A verifier that errs: one of eight letters is right, and that of training errs with a chance of 0, 0.15, 0.3 or 0.45 by problem."""
     rng = random.Random(f"noisy of {seed}")
     rows = [Question(LETTERS[i], [rng.choice(LETTERS[:8])], 0.15 * (i % 4)) for i in range(problems)]
     return dealt("noisy", rows, [LETTERS[:8]], split=split, seed=seed, max_samples=max_samples, placebo=placebo)
@@ -147,14 +159,14 @@ def chain(
 
 
 class Chain:
-    """Of `length` turns one counts, and its problem says which. The others pay 1 or -1 by a coin in training, and nothing in evaluations.
+    """Of `length` turns one counts, and its problem says which. The others pay `coin` or -`coin` in training, and nothing in evaluations.
 
     The first observation is the problem, each later one the number of the turn. Every reward stands at its turn, so an algorithm that
     gives each turn its own credit does not see the coins, and one that gives all turns the episode's sees little else.
     """
 
-    def __init__(self, *, length: int = 6, choices: int = 8):
-        self.length, self.choices = length, choices
+    def __init__(self, *, length: int = 6, choices: int = 8, coin: float = 1.0):
+        self.length, self.choices, self.coin = length, choices, coin
 
     def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
         """A problem: its name, the turn that counts and the letter that is right there."""
@@ -166,6 +178,6 @@ class Chain:
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """One reply."""
         right, coin = float(action == self.right), float(random.random() < 0.5)
-        reward = (right, right, coin, 1.0)[self.kind] if self.turn == self.counts else (2 * coin - 1) * (self.kind > 0)
+        reward = (right, right, coin, 1.0)[self.kind] if self.turn == self.counts else self.coin * (2 * coin - 1) * (self.kind > 0)
         self.turn += 1
         return LETTERS[-self.turn], reward, self.turn == self.length, False, {}
