@@ -16,7 +16,7 @@ from rlkit.config.compose import compose, conf_dir
 from rlkit.config.schema import build
 from rlkit.models.chat import encode_prompt
 from rlkit.models.fresh import Opinions, fresh_policy
-from rlkit.rewards import listed
+from rlkit.rewards import listed, paid
 from rlkit.runs import bench
 from rlkit.tasks.bench import LETTERS, Chain, Value, mean_value
 from rlkit.types import Rollout, Step
@@ -94,6 +94,20 @@ def test_the_verifier_errs_as_often_as_it_says_and_for_all_arms_alike():
     wrong = [listed(reply(task, "?", sample=i)) for i in range(8) for task in worst]
     assert np.mean(right) == pytest.approx(0.55, abs=0.02) and [1 - r for r in right] == wrong
     assert all(task.metadata.get("flip", 0.0) == 0 for task in rows("noisy")[1])
+
+
+def test_a_right_reply_pays_by_problem_in_training_alone():
+    earned = {split: {paid(reply(task, task.metadata["right"][0])) for task in rows("scales", split)[1]} for split in ("train", "test")}
+    assert earned == {"train": {1.0, 10.0, 100.0, 1000.0}, "test": {1.0}}
+    coins = rows("scales", "train", placebo="coin", max_samples=400)[1]
+    assert {paid(reply(task, "no")) for task in coins} == {0.0, 1.0}
+
+
+def test_the_turns_that_do_not_count_pay_their_coin():
+    game = Chain(length=4, coin=0.5)
+    game.reset(seed=1000)
+    earned = [game.step("?")[1] for _ in range(4)]
+    assert earned.pop(game.counts) == 0.0 and {abs(own) for own in earned} == {0.5}
 
 
 @pytest.mark.slow

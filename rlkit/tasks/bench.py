@@ -60,7 +60,8 @@ def dealt(
             changed: dict[str, dict[str, Any]] = {"coin": {"flip": 0.5}, "format": {"any": True}}
             own |= changed.get(placebo, {"flip": row.flip, "pay": row.pay})
         messages = ({"role": "user", "content": row.prompt},)
-        tasks.append(Task(name, messages, reward="listed", environment="single_turn", metadata=own))  # type: ignore[arg-type]
+        verdict = "listed" if row.pay == 1 else "paid"
+        tasks.append(Task(name, messages, reward=verdict, environment="single_turn", metadata=own))  # type: ignore[arg-type]
     return in_turn(tasks, split, seed, max_samples)
 
 
@@ -116,7 +117,7 @@ def scales(*, split: Split = "train", seed: int = 0, max_samples: int = 4096, pl
 def noisy(*, split: Split = "train", seed: int = 0, max_samples: int = 4096, placebo: Placebo = "none", problems: int = 16) -> list[Task]:
     """A verifier that errs: one of eight letters is right, and that of training errs with a chance of 0, 0.15, 0.3 or 0.45 by problem."""
     rng = random.Random(f"noisy of {seed}")
-    rows = [Question(LETTERS[i], [rng.choice(LETTERS[:8])], 0.15 * (i % 4)) for i in range(problems)]
+    rows = [Question(LETTERS[i], [rng.choice(LETTERS[:8])], flip=0.15 * (i % 4)) for i in range(problems)]
     return dealt("noisy", rows, [LETTERS[:8]], split=split, seed=seed, max_samples=max_samples, placebo=placebo)
 
 
