@@ -7,7 +7,7 @@ The second form is a pilot: `--also` goes to every run, and the rows and the pag
 
 pairs.yaml names, for each task, two arms; the second is expected to be better. Runs that are finished are not repeated. A row a run in
 results.csv, and a table for every ten seeds in pairs.md: the differences of the scores (1 - regret) within seeds, and the
-false-discovery rate over all pairs and placebos.
+false-discovery rate over all pairs and placebos. pairs.png shows the differences of the pairs, a dot a seed.
 """
 
 from __future__ import annotations
@@ -83,6 +83,32 @@ def page(rows: Sequence[bench.Row]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def plot(rows: Sequence[bench.Row], path: Path) -> None:
+    """The difference of each pair: a dot a seed, the mean with its 95 % interval, the first ten seeds above the others."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pairs = yaml.safe_load((HERE / "pairs.yaml").read_text())
+    scores = {(row["task"], row["arm"], int(row["seed"])): 1 - float(row["regret"]) for row in rows}
+    places: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for task, (first, second) in pairs.items():
+        for seed in sorted(seed for name, arm, seed in scores if (name, arm) == (task, first) and (task, second, seed) in scores):
+            places.setdefault((task, seed // 10), []).append((scores[task, first, seed], scores[task, second, seed]))
+    figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(places) + 1.2), layout="constrained")
+    for place, ((task, _), both) in enumerate(places.items()):
+        d, color = paired(*map(list, zip(*both, strict=True))), f"C{list(pairs).index(task)}"
+        axes.plot([b - a for a, b in both], [place] * len(both), "o", color=color, alpha=0.35)
+        axes.errorbar(d.mean, place, xerr=[[d.mean - d.low], [d.high - d.mean]], fmt="D", color=color, capsize=4)
+    axes.axvline(0, color="grey", linewidth=0.8)
+    axes.set_yticks(range(len(places)), [f"{task}, seeds {10 * ten} to {10 * ten + 9}" for task, ten in places], fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel="score of the second arm - score of the first", title="dots: seeds; diamonds: means with 95 % intervals")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
@@ -101,7 +127,9 @@ def main() -> None:
     for task in given.tasks:
         rows = merged(path, rows_of(task, folder, given.seeds, given.jobs, given.placebo, given.also))
         bench.write_rows(path, rows)
-    (out / "pairs.md").write_text(page(merged(path, [])))
+    rows = merged(path, [])
+    (out / "pairs.md").write_text(page(rows))
+    plot(rows, out / "pairs.png")
     print((out / "pairs.md").read_text())
 
 

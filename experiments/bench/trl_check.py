@@ -1,0 +1,124 @@
+"""Does TRL's GRPO end where rlkit's does? Same start, problems and settings, two tasks, ten seeds.
+
+    bash experiments/benchmarks/peers_env.sh FOLDER
+    python experiments/bench/trl_check.py --python FOLDER/bin/python [--tasks scales needle] [--seeds 0 1 … 9]
+
+rlkit's rows are those of the arm grpo in results.csv (experiments/bench/run.py). TRL draws other noise and splits a step's replies into its
+two updates by reply, not by group, so runs of a seed share their start and problems and nothing else. Its score is exact: the chance of
+the right replies, from the trained model's probabilities. A row a run in trl.csv, and a table with the differences within seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+HERE = Path(__file__).parent
+ROWS = HERE / "trl.csv"
+
+
+def trained(task: str, seed: int) -> dict[str, Any]:
+    """One run of TRL: the mean chance of a right reply after it, and the regret."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    from rlkit.config.experiment import experiment
+    from rlkit.config.problems.rows import load_tasks
+    from rlkit.tasks.bench import mean_value
+
+    x = experiment(f"experiment=bench/{task}", "algorithm=grpo", f"seed={seed}")
+    policy, tasks, replies = x.model(device="cpu"), load_tasks(x), x.batch.prompts * x.batch.group_size
+    rows = [{"prompt": [dict(m) for m in t.messages], "right": t.metadata["right"], "pay": t.metadata["pay"]} for t in tasks.train]
+    config = GRPOConfig(
+        output_dir=str(Path.cwd() / "run"), per_device_train_batch_size=replies // 2, gradient_accumulation_steps=1, steps_per_generation=2,
+        num_generations=x.batch.group_size, max_completion_length=x.generation.params["max_new_tokens"], max_steps=2 * x.trainer.steps,
+        shuffle_dataset=False, temperature=1.0, top_p=1.0, top_k=0, beta=0.0, loss_type="grpo", scale_rewards="group", epsilon=0.2,
+        num_iterations=1, learning_rate=x.optimizer.keywords["lr"], lr_scheduler_type="constant", optim="adamw_torch", adam_beta1=0.9,
+        adam_beta2=0.99, weight_decay=0.0, max_grad_norm=1.0, bf16=False, use_cpu=True, gradient_checkpointing=False, save_strategy="no",
+        report_to=[], disable_tqdm=True, logging_strategy="no", seed=seed,
+    )  # fmt: skip
+
+    def reward(completions: list[Any], right: list[list[str]], pay: list[float], **_: Any) -> list[float]:
+        return [paid * (said[-1]["content"] in own) for said, own, paid in zip(completions, right, pay, strict=True)]
+
+    trainer = GRPOTrainer(
+        model=policy.model, reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows),
+        processing_class=policy.renderer.tokenizer,
+    )  # fmt: skip
+    trainer.train()
+    test = {t.messages[0]["content"]: t for t in tasks.test}.values()
+    chance = fmean(chance_of(policy._replace(model=trainer.model), t) for t in test)
+    value = mean_value(list(test))
+    return {"task": task, "seed": seed, "reward": round(chance, 5), "regret": round(value.regret(chance), 5)}
+
+
+def chance_of(policy: Any, task: Any) -> float:
+    """That a reply drawn at temperature 1 is right."""
+    import torch
+
+    from rlkit.models.chat import encode_prompt
+
+    prompt = encode_prompt(policy.renderer, list(task.messages))
+    encode = policy.renderer.tokenizer.encode
+    ids = torch.tensor([prompt + encode(right + "<end>", add_special_tokens=False) for right in task.metadata["right"]])
+    with torch.no_grad():
+        logprobs = policy.model(input_ids=ids).logits[:, len(prompt) - 1 : -1].log_softmax(-1)
+    return float(logprobs.gather(2, ids[:, len(prompt) :, None]).sum((1, 2)).exp().sum())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--python", help="of an environment with TRL")
+    parser.add_argument("--tasks", nargs="+", default=["scales", "needle"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # a task and a seed, in the environment with TRL
+    given = parser.parse_args()
+    if given.one:
+        print(json.dumps(trained(given.one[0], int(given.one[1]))))
+        return
+    if not given.python:
+        parser.error("--python: name the interpreter of an environment with TRL (experiments/benchmarks/peers_env.sh makes one)")
+    rows = list(csv.DictReader(ROWS.open())) if ROWS.exists() else []
+    for task in given.tasks:
+        for seed in given.seeds:
+            if any((row["task"], int(row["seed"])) == (task, seed) for row in rows):
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                command = [given.python, str(Path(__file__).resolve()), "--one", task, str(seed)]
+                done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            if done.returncode:
+                sys.exit(f"{' '.join(command)}:\n{done.stderr[-3000:]}")
+            rows.append(json.loads(done.stdout.splitlines()[-1]))
+            print(rows[-1], flush=True)
+            with ROWS.open("w", newline="") as file:
+                writer = csv.DictWriter(file, ["task", "seed", "reward", "regret"])
+                writer.writeheader()
+                writer.writerows(rows)
+    print(table(rows))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Scores of both sides, and the difference within seeds."""
+    from rlkit.runs.bench import markdown
+    from rlkit.runs.comparing import paired
+
+    own = {(r["task"], int(r["seed"])): 1 - float(r["regret"]) for r in csv.DictReader((HERE / "results.csv").open()) if r["arm"] == "grpo"}
+    lines = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        theirs = {int(row["seed"]): 1 - float(row["regret"]) for row in rows if row["task"] == task and (task, int(row["seed"])) in own}
+        d = paired(list(theirs.values()), [own[task, seed] for seed in theirs])
+        ours = fmean(own[task, seed] for seed in theirs)
+        lines.append([task, str(d.n), f"{fmean(theirs.values()):.3f}", f"{ours:.3f}", f"{d.mean:+.3f} ({d.low:+.3f} to {d.high:+.3f})"])
+    return markdown(["task", "seeds", "TRL", "rlkit", "rlkit - TRL, 95 %"], lines)
+
+
+if __name__ == "__main__":
+    main()
