@@ -116,6 +116,21 @@ def test_a_program_that_does_what_tool_use_does_gives_its_tokens(tiny):
         assert (a.status, a.truncation, a.group, a.sample) == (b.status, b.truncation, b.group, b.sample)
 
 
+def test_no_more_programs_are_alive_than_allowed_and_one_that_fails_gives_its_place_back(tiny):
+    alive, most = set(), []
+
+    def plays(task, client):
+        alive.add(client.api_key)
+        most.append(len(alive))
+        client.chat(ASKED)
+        alive.remove(client.api_key)
+        if len(most) % 2:
+            raise ValueError("half of them fail")
+
+    rollouts = collect(tiny, [Task("t", ASKED)] * 6, engine=said_by(), environment=program(function=plays, max_programs=2))
+    assert [len(r.steps) for r in rollouts] == [1] * 6 and len(most) == 6 and max(most) == 2
+
+
 def answered(reply, text="7"):
     return {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": text}
 

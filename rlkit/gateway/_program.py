@@ -22,7 +22,7 @@ from rlkit.environments import hermes
 from rlkit.errors import ConfigError, place
 from rlkit.sandbox.process import CHILD, folder
 from rlkit.system.deadline import Countdown, DeadlinePassed
-from rlkit.system.loops import closing
+from rlkit.system.loops import AtMost, closing
 from rlkit.types import Ask, Ended, Environment, Task, ToolParser
 
 GUARD = Path(__file__).with_name("_guard_child.py")
@@ -68,6 +68,7 @@ def program(
     variables: Mapping[str, str] | None = None,
     confined: bool = False,
     readable: Sequence[str] = (),
+    max_programs: int | None = None,
     parse_calls: ToolParser = hermes,
 ) -> Environment:
     """A program, or a Python function, plays each episode; all that it asks the policy is recorded and trained on.
@@ -94,12 +95,14 @@ def program(
         Python, the files of its command, the folders of PYTHONPATH in `variables` and `readable`, connects to the port of its endpoint
         over TCP and has no other network, and signals nothing outside. Needs Landlock in version 6 (Linux 6.12) and seccomp.
       readable: further files and folders that a confined program reads and runs.
+      max_programs: programs alive at the same time, at least 1; None: all episodes of a step begin together. An episode that waits for its
+        place spends none of its time. The last bits of its log-probs then depend on when another was over.
       parse_calls: reads the calls out of a reply's content.
     Raises: ConfigError for no or two programs, one that is not there, a limit out of range, a parser that needs the tools' functions.
     """
     if bool(command) == (function is not None):
         raise ConfigError("environment: set one of environment.command=[PROGRAM, …] and environment.function._target_=MODULE.NAME")
-    for key, limit in (("max_turns", max_turns), ("output_kb", output_kb), ("memory_mb", memory_mb)):
+    for key, limit in (("max_turns", max_turns), ("output_kb", output_kb), ("memory_mb", memory_mb), ("max_programs", max_programs)):
         if limit is not None and limit < 1:
             raise ConfigError(f"environment.{key} is {limit}; it must be at least 1")
     if not time_limit > 0:
@@ -126,6 +129,7 @@ def program(
         max_steps=max_turns,
         program=partial(_played, play, time_limit),
         strict_thinking=dropped_thinking == "new_row",
+        at_once=AtMost(max_programs).held if max_programs else None,
     )
 
 
