@@ -6,6 +6,7 @@ run draws what the interrupted one would have.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import defaultdict
 from collections.abc import Sequence
@@ -24,11 +25,12 @@ class StreamState(NamedTuple):
     sampler: State | None = None  # None: the order alone decides
 
 
-def order(seed: int, epoch: int, n: int) -> list[int]:
+@functools.lru_cache(8)
+def order(seed: int, epoch: int, n: int) -> Sequence[int]:
     """A permutation of 0 … n-1: a function of seed, epoch and n alone, the same on every machine."""
     indices = list(range(n))
     random.Random(f"prompt stream/{seed}/{epoch}").shuffle(indices)
-    return indices
+    return tuple(indices)
 
 
 def order_of_parts(tasks: Sequence[Task], seed: int, epoch: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -78,6 +79,7 @@ def _train(
             put_aside(folder / FAILED, ".earlier")
     trainer, checkpoint = make_trainer(x, module, tasks, folder, results, device, resume=resume)
     summary = {"ended": "failed", "seed": x.seed, "name": x.name}
+    gc.freeze()  # what there is now stays: full collections pass over half a million objects of the libraries, a tenth of a small step
     try:
         with failed_rollout_kept(folder):
             trainer.fit(module, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
@@ -93,6 +95,7 @@ def _train(
         summary["ended"] = f"failed: {type(error).__name__}: {error}"
         raise
     finally:
+        gc.unfreeze()
         conclude(summary, module, folder, results, seconds=time.perf_counter() - started, device=device)
     return summary, module
 
