@@ -5,9 +5,9 @@
 
 The second form is a pilot: `--also` goes to every run, and the rows and the page are written elsewhere.
 
-pairs.yaml names, for each task, two arms; the second is expected to be better. Runs that are finished are not repeated. A row a run in
-results.csv, and a table for every ten seeds in pairs.md: the differences of the scores (1 - regret) within seeds, and the
-false-discovery rate over all pairs and placebos. pairs.png shows the differences of the pairs, a dot a seed.
+pairs.yaml names, for each task, two arms or more; the last is expected to be better than each of the others. Runs that are finished are
+not repeated. A row a run in results.csv, and a table for every ten seeds in pairs.md: the differences of the scores (1 - regret) within
+seeds, and the false-discovery rate over all pairs and placebos. pairs.png shows the differences of the pairs, a dot a seed.
 """
 
 from __future__ import annotations
@@ -44,10 +44,12 @@ def merged(path: Path, new: Sequence[bench.Row]) -> list[bench.Row]:
 
 
 def comparisons(task: str, rows: Sequence[bench.Row]) -> list[tuple[str, str]]:
-    """What is compared on a task: the pair that it was built for, and each of its arms with each placebo that was run."""
-    first, second = yaml.safe_load((HERE / "pairs.yaml").read_text())[task]
+    """What is compared on a task: its pairs, and each of their arms with each placebo that was run."""
+    *others, best = yaml.safe_load((HERE / "pairs.yaml").read_text())[task]
     there = {row["arm"] for row in rows if row["task"] == task}
-    return [(first, second), *((placebo, arm) for arm in (first, second) for placebo in bench.PLACEBOS if placebo in there)]
+    return [(other, best) for other in others] + [
+        (placebo, arm) for arm in (*others, best) for placebo in bench.PLACEBOS if placebo in there
+    ]
 
 
 def table(rows: Sequence[bench.Row]) -> str:
@@ -84,7 +86,7 @@ def page(rows: Sequence[bench.Row]) -> str:
 
 
 def plot(rows: Sequence[bench.Row], path: Path) -> None:
-    """The difference of each pair: a dot a seed, the mean with its 95 % interval, the first ten seeds above the others."""
+    """The difference of each pair: a dot a seed, the mean with its 95 % interval, a line for every ten seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -92,19 +94,20 @@ def plot(rows: Sequence[bench.Row], path: Path) -> None:
 
     pairs = yaml.safe_load((HERE / "pairs.yaml").read_text())
     scores = {(row["task"], row["arm"], int(row["seed"])): 1 - float(row["regret"]) for row in rows}
-    places: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for task, (first, second) in pairs.items():
-        for seed in sorted(seed for name, arm, seed in scores if (name, arm) == (task, first) and (task, second, seed) in scores):
-            places.setdefault((task, seed // 10), []).append((scores[task, first, seed], scores[task, second, seed]))
+    places: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
+    for task, (*others, best) in pairs.items():
+        for first in others:
+            for seed in sorted(seed for name, arm, seed in scores if (name, arm) == (task, first) and (task, best, seed) in scores):
+                places.setdefault((task, first, seed // 10), []).append((scores[task, first, seed], scores[task, best, seed]))
     figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(places) + 1.2), layout="constrained")
-    for place, ((task, _), both) in enumerate(places.items()):
+    for place, ((task, _, _), both) in enumerate(places.items()):
         d, color = paired(*map(list, zip(*both, strict=True))), f"C{list(pairs).index(task)}"
         axes.plot([b - a for a, b in both], [place] * len(both), "o", color=color, alpha=0.35)
         axes.errorbar(d.mean, place, xerr=[[d.mean - d.low], [d.high - d.mean]], fmt="D", color=color, capsize=4)
     axes.axvline(0, color="grey", linewidth=0.8)
-    axes.set_yticks(range(len(places)), [f"{task}, seeds {10 * ten} to {10 * ten + 9}" for task, ten in places], fontsize=8)
+    axes.set_yticks(range(len(places)), [f"{task}, {first}, seeds {10 * ten} to {10 * ten + 9}" for task, first, ten in places], fontsize=8)
     axes.invert_yaxis()
-    axes.set(xlabel="score of the second arm - score of the first", title="dots: seeds; diamonds: means with 95 % intervals")
+    axes.set(xlabel="score of the arm that is expected to be better - score of the other", title="dots: seeds; diamonds: means, 95 %")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
