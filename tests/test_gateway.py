@@ -598,6 +598,22 @@ def test_a_confined_program_reaches_its_endpoint_and_nothing_else(tiny, tmp_path
     assert found == ([] if confined else every), last
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(landlock_version() < LANDLOCK, reason="needs Linux 6.12")
+def test_programs_of_a_sampling_process_are_confined_and_limited_too(tmp_path, monkeypatch, forked):
+    """asynchrony=overlap starts them from a second process. A program that could write outside would fail, and the run with it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text(ASK + f"try: open({str(tmp_path / 'written')!r}, 'w')\nexcept OSError: sys.exit(0)\nsys.exit(3)")
+    words = [
+        "environment=program", "environment.command=[python,agent.py]", "environment.confined=true", "environment.max_programs=2",
+        "asynchrony=overlap", "trainer.steps=3", "batch.prompts=2", "batch.group_size=2", "evaluation.n=0", "logger=none",
+        f"hydra.run.dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    status = os.waitstatus_to_exitcode(os.waitpid(forked(["train", *words], tmp_path / "log.txt"), 0)[1])
+    assert status == 0, (tmp_path / "log.txt").read_text()
+    assert not (tmp_path / "written").exists()
+
+
 LEAVES = """
 child = os.fork()
 if not child:
