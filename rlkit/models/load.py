@@ -15,6 +15,7 @@ from torch.nn import functional as nn_functional
 
 from rlkit.errors import ConfigError, TemplateError
 from rlkit.models.chat import make_renderer
+from rlkit.models.fused import Kernel, choose_kernel
 from rlkit.models.head import Float32Head
 from rlkit.models.packing import allow_packing
 from rlkit.system.digest import SUMS, folder_damage
@@ -49,6 +50,7 @@ def load_policy(
     interruption: str = "",
     chat_template: str | None = None,
     trust_remote_code: bool = False,
+    kernel: Kernel = "eager",
     device: torch.device | str = "cpu",
 ) -> Policy:
     """Loads a causal LM for training.
@@ -66,6 +68,7 @@ def load_policy(
       interruption: what generation.max_thinking_tokens writes before the closing tag; not trained on.
       chat_template: a file that replaces the tokenizer's template.
       trust_remote_code: run code that comes with the model. Needs a pinned revision.
+      kernel: of updates on a CPU: "fused" C code (fused.py), "eager" calls of torch, "auto" the former where it is possible.
       device: where the weights go.
     Raises: ConfigError or TemplateError that name the key to change.
     """
@@ -90,6 +93,7 @@ def load_policy(
         model.enable_input_require_grads()
     if lora.rank > 0:
         model = add_lora(model, lora)
+    choose_kernel(model, kernel)
     model.train()  # gradient checkpointing works in this mode alone; engines sample in the other one
     return make_policy(model, tokenizer, enable_thinking=enable_thinking, interruption=interruption)
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as nn_functional
+
+from rlkit.models.fused import fused_states, serves
 
 ATTENTION = "rlkit_packed"
 MASKED = 512  # new tokens of a row, at most, that attend through a mask: masks then grow linearly with the tokens of a micro-batch
@@ -195,6 +198,8 @@ def trunk_states(trunk: Any, packed: Packed) -> Tensor:
     if not len(packed.ids):
         return trunk.get_input_embeddings().weight.new_zeros(0, trunk.config.hidden_size)
     if trunk.config._attn_implementation == ATTENTION:
+        if getattr(trunk, "update_kernel", "eager") == "fused" and serves(trunk):
+            return fused_states(trunk, packed.ids, packed.positions, partial(_attend_all, packed))
         unused = packed.ids.new_ones(1, 1, 1, 1, dtype=torch.bool)  # given, so that no mask of all pairs is built
         states = trunk(
             input_ids=packed.ids[None], position_ids=packed.positions[None], attention_mask=unused, use_cache=False, packed=packed
@@ -262,6 +267,11 @@ def attend_packed(
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     parts = [_attend(q, k, v, paths, packed.kernels, scaling) for paths in packed.paths]
     return torch.cat(parts)[packed.home][None], None
+
+
+def _attend_all(packed: Packed, module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention [N, Hq, D] of every packed token to its path, [N, H, D]."""
+    return torch.cat([_attend(q, k, v, paths, packed.kernels, module.scaling) for paths in packed.paths])[packed.home]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, paths: Paths, kernels: Kernels, scaling: float | None) -> Tensor:

@@ -12,7 +12,8 @@ ahead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ from rlkit.episodes import assemble, summarize
 from rlkit.errors import ConfigError
 from rlkit.functional import mix
 from rlkit.models.critic import make_critic
+from rlkit.models.fused import go_on_with, update_kernel
+from rlkit.models.head import trunk_and_head
 from rlkit.rewards import Moments, normalise, update_moments
 from rlkit.system import rng
 from rlkit.system.device import precision
@@ -263,11 +266,19 @@ class Learner:
 
     def reference_model(self) -> Any:
         """Context manager: the reference in use, to score with."""
-        return self.x.reference.model(self.references.get(self.reference_key), self.model)
+        return self.as_policy(self.x.reference.model(self.references.get(self.reference_key), self.model))
 
     def teacher_model(self, part: str) -> Any:
         """Context manager: the teacher of a part of the mixture, or of all prompts ("")."""
-        return self.experiment.teacher.models[part].model(self.teachers[part], self.model)
+        return self.as_policy(self.experiment.teacher.models[part].model(self.teachers[part], self.model))
+
+    @contextmanager
+    def as_policy(self, given: Any) -> Iterator[Any]:
+        """A model to score with, computed as the policy's updates, also after a resume."""
+        with given as model:
+            if isinstance(model, torch.nn.Module):
+                trunk_and_head(model)[0].update_kernel = update_kernel(self.model)
+            yield model
 
     def update_reference(self, terms: UpdateTerms) -> None:
         """Moves the reference in use, after the updates of a step."""
@@ -344,6 +355,7 @@ class Learner:
             "halvings": self.halvings,
             "threads": torch.get_num_threads() if self.device.type == "cpu" else None,  # a GPU's sums do not depend on them
             "kernel": getattr(self.experiment.generation.engine, "decodes", None),
+            "update_kernel": update_kernel(self.model),
         }
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
@@ -358,6 +370,8 @@ class Learner:
             print(f"resume: computes with {threads} thread(s), as the run did so far", flush=True)
         engine: Any = self.experiment.generation.engine
         if (kernel := state.get("kernel")) and hasattr(engine, "go_on_with") and (said := engine.go_on_with(kernel)):
+            print(f"resume: {said}", flush=True)
+        if said := go_on_with(self.model, state.get("update_kernel", "eager")):
             print(f"resume: {said}", flush=True)
         self.progress = schedules.Progress(**state["progress"])
         steps = checkpoint.get("run", {}).get("config", {}).get("trainer", {}).get("steps", self.experiment.trainer.steps)

@@ -18,6 +18,7 @@ from rlkit.engines.cached.forward import FORWARDS, forward_of
 from rlkit.engines.cached.sampler import STATE
 from rlkit.errors import EngineError
 from rlkit.functional import mix
+from rlkit.models import compiled
 from rlkit.models.head import trunk_and_head
 from rlkit.types import SamplingParams
 
@@ -163,7 +164,7 @@ def test_a_cut_distribution_and_a_thinking_budget_are_drawn_by_torch(tiny, compl
 def test_nothing_needs_a_compiler(tiny, monkeypatch, tmp_path):
     """Without one `auto` decodes by calls of torch; and a library in the cache that cannot be loaded is compiled again."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(kernel, "FLAGS", ("-O0", "-march=native", "-shared", "-fPIC"))
+    monkeypatch.setattr(compiled, "FLAGS", ("-O0", "-march=native", "-shared", "-fPIC"))
     kernel.compiled.cache_clear()
     try:
         kernel.compiled()

@@ -6,13 +6,14 @@ keys are rotated and normalised together, and what all layers share is made once
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as nn_functional
+
+from rlkit.models.fused import standard
 
 Attention = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # queries [R, Hq, m, D], keys and values [R, Hk, m, D], layer → [R, m, Hq, D]
 
@@ -71,15 +72,6 @@ class Trunk:
         return normalised(x, self.trunk.norm.variance_epsilon) * self.trunk.norm.weight
 
 
-def _norms(layer: Any) -> list[Any]:
-    attn = layer.self_attn
-    return [
-        layer.input_layernorm,
-        layer.post_attention_layernorm,
-        *(getattr(attn, name) for name in ("q_norm", "k_norm") if hasattr(attn, name)),
-    ]
-
-
 Derive = Callable[[Callable[[], Tensor]], Tensor]
 
 
@@ -123,21 +115,4 @@ def forward_of(trunk: Any) -> Trunk | None:
 
     A known family counts where its layers are as Hugging Face wrote them, adapters in their projections or not.
     """
-    family = getattr(trunk.config, "model_type", "")
-    home = sys.modules.get(f"transformers.models.{family}.modeling_{family}") if family in FORWARDS else None
-    if home is None:
-        return None
-    layers = list(getattr(trunk, "layers", ()))
-    norms = [getattr(trunk, "norm", None)] + [norm for layer in layers for norm in _norms(layer)]
-    known = (
-        bool(layers)
-        and all(
-            type(layer).__module__ == type(layer.mlp).__module__ == type(layer.self_attn).__module__ == home.__name__ for layer in layers
-        )
-        and all(type(norm).__module__ == home.__name__ and type(norm).__name__.endswith("RMSNorm") for norm in norms)
-        # What hangs on a module's call, such as a shard that is fetched, would be passed by.
-        and not any(
-            m._forward_hooks or m._forward_pre_hooks for m in (trunk, *layers, *(part for layer in layers for part in layer.children()))
-        )
-    )
-    return FORWARDS[family](trunk) if known else None
+    return FORWARDS[trunk.config.model_type](trunk) if standard(trunk) else None

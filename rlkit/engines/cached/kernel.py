@@ -7,14 +7,7 @@ about a second. The library is kept in the user's cache folder, under a hash of 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -27,10 +20,10 @@ from rlkit.engines.cached.cache import Slots
 from rlkit.engines.cached.forward import Trunk
 from rlkit.engines.cached.sampler import Sampler
 from rlkit.errors import EngineError
+from rlkit.models.compiled import library
 from rlkit.models.head import Head
 
 SOURCE = Path(__file__).with_name("_step.c")
-FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
 TILE = 32  # columns of a packed matrix that lie together, as in the C file
 MOST_WEIGHTS = 1 << 26  # of a model for which `auto` takes the kernel: the weights of larger ones are too much memory to have twice
 LAYERS = ("project", "bias", "scale", "out", "gates", "down")
@@ -173,45 +166,6 @@ def _angles(trunk: Any, positions: int) -> Tensor:
 @cache
 def compiled() -> Any:
     """The function of the C file: from the cache folder, or compiled now. Raises: EngineError where that is impossible."""
-    compiler = next((found for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name and (found := shutil.which(name))), None)
-    if compiler is None:
-        raise EngineError("generation.kernel=fused: there is no C compiler (cc, gcc or clang) on the PATH; install one, or use eager")
-    key = hashlib.sha256("\n".join((SOURCE.read_text(), *FLAGS, compiler, *_processor())).encode()).hexdigest()[:16]
-    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlkit" / f"step-{key}.so"
-    with suppress(OSError, AttributeError):
-        return _loaded(kept)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            built = Path(folder) / kept.name
-            _compile(compiler, built)
-            with suppress(OSError):  # no such folder can be made: it is compiled again the next time
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                part = shutil.copy(built, kept.with_suffix(f".{os.getpid()}"))
-                os.replace(part, kept)
-            return _loaded(built)
-    except (OSError, subprocess.SubprocessError) as error:
-        reason = (getattr(error, "stderr", None) or str(error)).strip()[-300:]
-        raise EngineError(f"generation.kernel=fused: {compiler} does not compile the kernel ({reason}); use eager") from None
-
-
-def _compile(compiler: str, target: Path) -> None:
-    """Compile the C file for this processor, or where the compiler does not know it for every one of its kind."""
-    for flags in (FLAGS, [flag for flag in FLAGS if flag != "-march=native"]):
-        command = [compiler, *flags, "-o", str(target), str(SOURCE), "-lm", "-lpthread"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=flags is not FLAGS)
-        if done.returncode == 0:
-            return
-
-
-def _loaded(path: Path) -> Any:
-    run = ctypes.CDLL(str(path)).step
+    run = library(SOURCE, "generation.kernel", "step").step
     run.argtypes, run.restype = (ctypes.POINTER(StepArguments),), ctypes.c_int
     return run
-
-
-def _processor() -> tuple[str, str]:
-    """What the compiled code depends on: a home folder may be that of several machines."""
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return platform.machine(), next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
-    return platform.machine(), platform.processor()

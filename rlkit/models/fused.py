@@ -1,0 +1,187 @@
+"""What an update of a small model on a CPU computes between its matrix products, as a few calls of compiled C (_update.c).
+
+Hugging Face's norms, rotary positions and gates are dozens of calls of torch a layer, most of which only move memory. Here they are five
+forward and five backward. Numbers differ from torch's in their last bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlkit.errors import EngineError
+from rlkit.models.compiled import library
+from rlkit.models.head import PLAIN, trunk_and_head
+
+SOURCE = Path(__file__).with_name("_update.c")
+FLAGS = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+BLOCK = 64  # rows whose sums are added up by themselves, as in the C file
+INTEGER, FLOAT, ADDRESS = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+Kernel = Literal["auto", "eager", "fused"]
+
+
+@cache
+def operations() -> Any:
+    """The functions of the C file. Raises: EngineError where they can neither be loaded nor compiled."""
+    c = library(SOURCE, "model.kernel", "gate_backward", FLAGS)
+    c.forward.argtypes = (*[ADDRESS] * 6, *[INTEGER] * 3, FLOAT, INTEGER)
+    c.backward.argtypes = (*[ADDRESS] * 8, *[INTEGER] * 4)
+    c.gate.argtypes = (*[ADDRESS] * 3, *[INTEGER] * 2)
+    c.gate_backward.argtypes = (*[ADDRESS] * 5, *[INTEGER] * 2)
+    for function in (c.forward, c.backward, c.gate, c.gate_backward):
+        function.restype = None
+    return c
+
+
+def choose_kernel(model: Any, kernel: Kernel) -> None:
+    """Updates and scoring passes of the model use this kernel from now on. Raises: EngineError where "fused" is impossible."""
+    trunk = trunk_and_head(model)[0]
+    trunk.update_kernel, trunk.asked_kernel = "eager", kernel
+    if kernel == "eager":
+        return
+    reason = "" if serves(trunk) else "it is for Llama, Mistral, Qwen2 and Qwen3 in float32 on a CPU, without checkpointing"
+    try:
+        if reason:
+            raise EngineError(f"model.kernel=fused: {reason}; use auto or eager")
+        operations()
+        trunk.update_kernel = "fused"
+    except EngineError:
+        if kernel == "fused":
+            raise
+
+
+def update_kernel(model: Any) -> Literal["eager", "fused"]:
+    """The kernel of a model's updates."""
+    return getattr(trunk_and_head(model)[0], "update_kernel", "eager")
+
+
+def go_on_with(model: Any, kernel: Literal["eager", "fused"]) -> str:
+    """A run continues whose updates used this kernel so far. What differs nevertheless, as a sentence."""
+    if update_kernel(model) == kernel:
+        return ""
+    trunk = trunk_and_head(model)[0]
+    if kernel == "eager" and getattr(trunk, "asked_kernel", "auto") == "auto":
+        trunk.update_kernel = "eager"
+        return ""
+    return f"updates were {kernel} and are {update_kernel(model)} (model.kernel), so log-probs and gradients differ in their last bits"
+
+
+def serves(trunk: Any) -> bool:
+    """Whether the forward here is that of the trunk as it is now: a known family, float32 on a CPU, nothing that hangs on its parts."""
+    if not standard(trunk) or getattr(trunk, "gradient_checkpointing", False) or torch.is_autocast_enabled("cpu"):
+        return False
+    weight = trunk.norm.weight
+    parts = [layer.mlp.act_fn for layer in trunk.layers]
+    parts += [part for layer in trunk.layers for name, part in layer.self_attn.named_children() if name in ("q_norm", "k_norm")]
+    return (
+        trunk.config.hidden_act in ("silu", "swish")
+        and weight.dtype == trunk.embed_tokens.weight.dtype == torch.float32
+        and weight.device.type == "cpu"
+        and not any(m._forward_hooks or m._forward_pre_hooks for m in (trunk.norm, *parts))
+    )
+
+
+def standard(trunk: Any) -> bool:
+    """Whether a trunk's layers are as Hugging Face wrote them for a known family, adapters in their projections or not."""
+    family = getattr(trunk.config, "model_type", "")
+    home = sys.modules.get(f"transformers.models.{family}.modeling_{family}") if family in PLAIN else None
+    if home is None:
+        return False
+    layers = list(getattr(trunk, "layers", ()))
+    norms = [getattr(trunk, "norm", None)] + [
+        norm
+        for layer in layers
+        for norm in (
+            layer.input_layernorm,
+            layer.post_attention_layernorm,
+            *(getattr(layer.self_attn, name) for name in ("q_norm", "k_norm") if hasattr(layer.self_attn, name)),
+        )
+    ]
+    return (
+        bool(layers)
+        and all(
+            type(layer).__module__ == type(layer.mlp).__module__ == type(layer.self_attn).__module__ == home.__name__ for layer in layers
+        )
+        and all(type(norm).__module__ == home.__name__ and type(norm).__name__.endswith("RMSNorm") for norm in norms)
+        # What hangs on a module's call, such as a shard that is fetched, would be passed by.
+        and not any(
+            m._forward_hooks or m._forward_pre_hooks for m in (trunk, *layers, *(part for layer in layers for part in layer.children()))
+        )
+    )
+
+
+def fused_states(trunk: Any, ids: Tensor, positions: Tensor, attend: Any) -> Tensor:
+    """The last hidden states [N, H] of packed tokens [N], with gradient. `attend`: module, q, k, v [N, heads, D] → [N, Hq, D]."""
+    x = trunk.embed_tokens(ids)
+    cosine, sine = (part[0].contiguous() for part in trunk.rotary_emb(x, positions[None]))
+    for layer in trunk.layers:
+        attn, mlp = layer.self_attn, layer.mlp
+        y = normed(x, layer.input_layernorm)
+        q, k, v = (m(y).view(len(ids), -1, attn.head_dim) for m in (attn.q_proj, attn.k_proj, attn.v_proj))
+        q, k = (normed(part, getattr(attn, name, None), cosine, sine) for part, name in ((q, "q_norm"), (k, "k_norm")))
+        x = x + attn.o_proj(attend(attn, q, k, v).flatten(1))
+        y = normed(x, layer.post_attention_layernorm)
+        x = x + mlp.down_proj(Gate.apply(mlp.gate_proj(y), mlp.up_proj(y)))
+    return normed(x, trunk.norm)
+
+
+def normed(x: Tensor, norm: Any | None, cosine: Tensor | None = None, sine: Tensor | None = None) -> Tensor:
+    """norm(x) over the last dimension, and where angles [N, D] are given rotated: x [N, H], or [N, heads, D]."""
+    return Norm.apply(x, None if norm is None else norm.weight, cosine, sine, 0.0 if norm is None else norm.variance_epsilon)
+
+
+class Norm(torch.autograd.Function):
+    """x / √(mean(x²) + eps) · weight, then rotated by the angles; either may be left out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, cosine: Tensor | None, sine: Tensor | None, eps: float) -> Tensor:
+        x = x.contiguous()
+        weight, cosine, sine = (None if t is None else t.contiguous() for t in (weight, cosine, sine))
+        y, n = torch.empty_like(x), x.shape[-1]
+        scale = x.new_empty(0 if weight is None else x.numel() // n)
+        ctx.sizes = x.numel() // n, x.shape[1] if cosine is not None else 1, n
+        operations().forward(*_addresses(x, weight, cosine, sine, y, scale), *ctx.sizes, eps, torch.get_num_threads())
+        ctx.save_for_backward(None if weight is None else x, weight, cosine, sine, scale)  # a rotation needs no x
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, cosine, sine, scale = ctx.saved_tensors
+        gradient, (rows, _, n) = gradient.contiguous(), ctx.sizes
+        to_x = torch.empty_like(gradient)
+        sums = gradient.new_zeros(0 if weight is None else -(-rows // BLOCK), n)
+        given = (gradient, gradient if x is None else x, weight, cosine, sine, scale, to_x, sums)
+        operations().backward(*_addresses(*given), *ctx.sizes, torch.get_num_threads())
+        return to_x, None if weight is None else sums.sum(0), None, None, None
+
+
+class Gate(torch.autograd.Function):
+    """silu(a) · b; nothing but a and b is kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        a, b = a.contiguous(), b.contiguous()
+        ctx.save_for_backward(a, b)
+        y = torch.empty_like(a)
+        operations().gate(*_addresses(a, b, y), a.numel(), torch.get_num_threads())
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        gradient, to_a, to_b = gradient.contiguous(), torch.empty_like(a), torch.empty_like(b)
+        operations().gate_backward(*_addresses(gradient, a, b, to_a, to_b), a.numel(), torch.get_num_threads())
+        return to_a, to_b
+
+
+def _addresses(*tensors: Tensor | None) -> list[int | None]:
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
