@@ -43,7 +43,8 @@ PHASES = ["schedule=grpo_to_dapo", "schedule.phases.explore.until=2", "schedule.
 KINDS = {
     "grpo": [], "refills": REFILLS, "turns": TURNS, "tools": TOOLS, "lora": LORA, "ppo": ["algorithm=ppo"], "gspo": ["algorithm=gspo"],
     "pairwise": ["algorithm=pairwise"], "one update": ["algorithm=reinforce"],
-    "moments": ["reward.normalize=true"], "phases": PHASES, "sampler": [*REFILLS, "task/sampler=prioritised", "task.max_samples=8"],
+    "moments": ["reward.normalize=true"], "phases": PHASES, "fused": ["model.kernel=fused", "reference=ema", "reference.decay=0.5"],
+    "sampler": [*REFILLS, "task/sampler=prioritised", "task.max_samples=8"],
     # whose checkpoints hold whole rollouts, so no tool that measures its seconds
     "reuse": ["task/reuse=replay", "task/sampler=variance", "environment=single_turn"],
 }  # fmt: skip
@@ -144,7 +145,7 @@ def test_groups_in_flight_survive_a_checkpoint(tmp_path, same):
         restored(state, tasks[::-1], seed=3)
 
 
-RESUMED = [("turns", (2,)), ("turns", (1, 3)), *((kind, (1, 3)) for kind in ("refills", "lora", "tools", "sampler", "reuse"))]
+RESUMED = [("turns", (2,)), ("turns", (1, 3)), *((kind, (1, 3)) for kind in ("refills", "lora", "tools", "sampler", "reuse", "fused"))]
 
 
 @pytest.mark.parametrize("kind, steps", cases(RESUMED, RESUMED[:1], unpack=True))
