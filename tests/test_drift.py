@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlkit.algorithm import select
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
+from rlkit.training import drift
 from rlkit.training.run import train_in
+from rlkit.types import Batch
 
 FAST = [
     "debug=fast", "trainer.accelerator=cpu", "logger=none", "evaluation.n=0", "optimizer.lr=1e-3", "task.max_samples=64",
@@ -57,3 +60,33 @@ def test_a_resumed_run_measures_from_the_same_start(tmp_path):
     parts = run(tmp_path / "parts", *words, "trainer.steps=3", resume=True)
     assert [row["kl/start"] for row in parts] == [row["kl/start"] for row in whole]
     assert all(math.isfinite(row["kl/start"]) for row in whole)
+
+
+def test_the_log_probs_of_a_steps_only_update_are_those_of_the_policy_before_it(tmp_path, monkeypatch):
+    """A pass before the update gives the same figure; the two differ by the rounding of other widths."""
+    words = ("kl=none", "reference=none", "algorithm.minibatches=1", "trainer.steps=2", "trainer.micro_batch_tokens=300")
+    once = run(tmp_path / "once", *words)
+    monkeypatch.setattr("rlkit.training.learner.updates_once", lambda learner, batch: False)
+    apart = run(tmp_path / "apart", *words)
+    assert all(row["kl/step"] > 1e-6 for row in once)
+    assert [row["kl/step"] for row in once] == pytest.approx([row["kl/step"] for row in apart], rel=0.01)
+
+
+def test_log_probs_of_an_update_find_their_tokens_in_any_order_of_its_micro_batches():
+    owners = torch.tensor([0, 1, 1, 2])  # the second rollout has two rows
+    mask = torch.tensor([[False, True, True], [True, True, False], [False, False, True], [False, True, False]])
+    wanted = torch.arange(12.0).view(4, 3) * mask
+    parts = [torch.tensor([3]), torch.tensor([1, 2]), torch.tensor([0])]
+    terms = {
+        "owners": [owners[part][:, None].expand(-1, 3)[mask[part]].float() for part in parts],
+        "logprobs": [wanted[part][mask[part]] for part in parts],
+    }
+    per_token, per_rollout = torch.zeros(4, 3), torch.zeros(3)
+    batch = Batch(
+        ids=per_token.long(), attention_mask=torch.ones(4, 3, dtype=torch.bool), response_mask=mask, rollout_ids=owners,
+        step_ids=per_token.long(), rewards=per_rollout, group_ids=per_rollout.long(), truncated=per_rollout.bool(),
+        lengths=per_rollout.long(), token_rewards=per_token, logprobs_sampler=per_token,
+    )  # fmt: skip
+    assert torch.equal(drift.before_update(batch, terms).logprobs_old, wanted)
+    few = select(batch, torch.tensor([1, 2]))
+    assert torch.equal(drift.before_update(few, terms).logprobs_old, wanted[1:3])

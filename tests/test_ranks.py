@@ -154,6 +154,7 @@ FAST = [
     "task.max_samples=64",
     "evaluation.n=3",
     "generation.max_new_tokens=32",
+    "model.kernel=eager",  # as that of shards
 ]
 RUNS = {  # small micro-batches: the ranks have different numbers of them
     "grpo": [
@@ -181,6 +182,7 @@ RUNS = {  # small micro-batches: the ranks have different numbers of them
         *("trainer.steps=3", "model._target_=ranks_worker.double"),
         *("optimizer._target_=torch.optim.SGD", "~optimizer.betas", "optimizer.lr=0.1"),
     ],
+    "fused": ["batch.group_size=4", "batch.prompts=3", "seed=3", "model.kernel=fused"],
     "lora": ["batch.group_size=4", "batch.prompts=3", "seed=3", "model.lora.rank=4"],
     "lora_ema": [
         *("batch.group_size=4", "batch.prompts=3", "seed=3", "model.lora.rank=4"),
@@ -272,7 +274,7 @@ def test_two_ranks_have_the_gradients_and_metrics_of_one_process(one, two, name)
     with SGD and weights in float64 ("double") they stay as close as the first."""
     ours, theirs = gradients(two, name), gradients(one, name)
     assert len(ours) == len(theirs) > 1 and all(float(g.norm()) > 0 for g in theirs)
-    assert distance(ours[0], theirs[0]) < EXACT
+    assert distance(ours[0], theirs[0]) < (ROUNDED if name == "fused" else EXACT)  # shards are not passed by C
     assert max(map(distance, ours, theirs)) < (ROUNDED if name == "double" else DRIFTED)
     same_rows(rows(two / name), rows(one / name), DRIFTED)
     same_rows(rows(two / name)[:1], rows(one / name)[:1], 0.0)  # the held-out evaluation before

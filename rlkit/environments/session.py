@@ -151,6 +151,8 @@ async def with_state(rollout: Rollout, session: Session) -> Rollout:
         return rollout
     with blamed("state", rollout.task):
         state = await awaited(tell())
+    if type(state) is dict and not state:
+        return rollout
     needed = "give a mapping of names to text, numbers, true, false, None, and lists and mappings of them"
     try:
         plain = json.loads(json.dumps(state))  # a copy, which what the session does later does not change

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -76,26 +77,31 @@ def assemble(rollouts: Sequence[Rollout], *, pad_token_id: int, device: torch.de
     def scores(values: Iterable[float | None]) -> Tensor:
         return torch.tensor([float("nan") if v is None else v for v in values], dtype=torch.float32, device=device)
 
-    def tensor(values: list, dtype: torch.dtype, fill: float) -> Tensor:
-        width = max(map(len, values))
-        return torch.tensor([[*v, *([fill] * (width - len(v)))] for v in values], dtype=dtype, device=device)
+    sizes = torch.tensor([len(row.ids) for row in lists])
+    there = torch.arange(int(sizes.max())) < sizes[:, None]  # [B, T]
 
+    def tensor(values: Iterable[list], dtype: torch.dtype, fill: int = 0) -> Tensor:
+        out = torch.full(there.shape, fill, dtype=dtype)
+        out[there] = torch.tensor(list(chain.from_iterable(values)), dtype=dtype)
+        return out.to(device)
+
+    sampled = tensor((r.sampled for r in lists), torch.bool)
     played_greedily = any("greedy_reward" in r.metadata for r in rollouts)
     return Batch(
-        ids=tensor([r.ids for r in lists], torch.int64, pad_token_id),
-        attention_mask=tensor([[True] * len(r.ids) for r in lists], torch.bool, False),
-        response_mask=tensor([r.sampled for r in lists], torch.bool, False),
+        ids=tensor((r.ids for r in lists), torch.int64, pad_token_id),
+        attention_mask=there.to(device),
+        response_mask=sampled,
         rollout_ids=torch.tensor([i for i, _ in numbered], device=device),
-        step_ids=tensor([r.steps for r in lists], torch.int64, 0),
+        step_ids=tensor((r.steps for r in lists), torch.int64),
         rewards=scores(r.total_reward for r in rollouts),
         group_ids=torch.tensor([r.group for r in rollouts], device=device),
         truncated=torch.tensor([r.status == "truncated" for r in rollouts], device=device),
         lengths=torch.tensor([r.response_length for r in rollouts], device=device),
         reply_lengths=torch.tensor([max((len(s.sampled) for s in r.steps), default=0) for r in rollouts], device=device),
         greedy_rewards=scores(r.metadata.get("greedy_reward") for r in rollouts) if played_greedily else None,
-        token_rewards=tensor([r.rewards for r in lists], torch.float32, 0.0),
-        logprobs_sampler=tensor([r.logprobs for r in lists], torch.float32, 0.0),
-        versions=tensor([[v * s for v, s in zip(r.versions, r.sampled, strict=True)] for r in lists], torch.int64, 0),
+        token_rewards=tensor((r.rewards for r in lists), torch.float32),
+        logprobs_sampler=tensor((r.logprobs for r in lists), torch.float32),
+        versions=tensor((r.versions for r in lists), torch.int64) * sampled,
         components={name: scores(r.rewards.get(name) for r in rollouts) for name in dict.fromkeys(n for r in rollouts for n in r.rewards)},
         metadata=tuple({**r.task.metadata, **r.metadata} for r in rollouts),
     )

@@ -50,7 +50,7 @@ def load_policy(
     interruption: str = "",
     chat_template: str | None = None,
     trust_remote_code: bool = False,
-    kernel: Kernel = "eager",
+    kernel: Kernel = "auto",
     device: torch.device | str = "cpu",
 ) -> Policy:
     """Loads a causal LM for training.

@@ -204,8 +204,15 @@ class Countdown:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """A block whose awaiting is cancelled when the time is up. Raises: DeadlinePassed then."""
-        loop, limit = asyncio.get_running_loop(), asyncio.timeout(None)
+        loop = asyncio.get_running_loop()
         entered = begun = loop.time()
+        if self.left == math.inf:
+            try:
+                yield
+            finally:
+                self.spent += loop.time() - entered
+            return
+        limit = asyncio.timeout(None)
         handle: asyncio.TimerHandle | None = None
 
         def wait() -> asyncio.TimerHandle:
@@ -220,10 +227,9 @@ class Countdown:
             else:
                 limit.reschedule(now)
 
-        if self.left < math.inf:
-            handle = wait()
         try:
             async with limit:
+                handle = wait()
                 yield
         except TimeoutError as error:
             if limit.expired():

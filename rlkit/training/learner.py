@@ -37,7 +37,7 @@ from rlkit.training.memory import retried
 from rlkit.training.metrics import Clock, UpdateTerms, performance, refill_metrics, staleness_metrics, update_metrics
 from rlkit.training.optimizers import make_optimizer
 from rlkit.training.references import is_start, moved, shard_state
-from rlkit.training.update import moved_since, one_update, step_minibatches, with_logprobs, with_old
+from rlkit.training.update import moved_since, one_update, step_minibatches, updates_once, with_logprobs, with_old
 from rlkit.types import Batch, Policy, Rollout
 
 
@@ -129,7 +129,9 @@ class Learner:
             self.trained = normalise(self.trained, self.moments)
         with self.clock.part("update"), rng.drawn_from(self.shuffle_seed):  # of the whole batch: alike on all ranks
             self.batch = batch = self.prepared(self.trained)
-            terms, measured = UpdateTerms(), with_old(self, drift.few(batch) if x.algorithm.episodes is None else None)
+            terms, measured = UpdateTerms(), drift.few(batch) if x.algorithm.episodes is None else None
+            if not updates_once(self, batch):
+                measured = with_old(self, measured)
             if self.rl_step == 0 and self.follows_drift():
                 self.start = with_old(self, drift.few(self.assembled(self.rollouts)))
             for minibatch in step_minibatches(self, batch, terms):
@@ -139,7 +141,9 @@ class Learner:
             terms.gather()
             self.minibatch = None
             start = None if x.kl.active and self.reference_key == "" and is_start(x.reference) else self.start  # else kl/ref says it
-            drifted = {"kl/step": moved_since(self, measured), "kl/start": moved_since(self, start)}
+            if measured is not None and measured.logprobs_old is None:
+                measured = drift.before_update(measured, terms.tokens)
+            drifted = moved_since(self, {"kl/step": measured, "kl/start": start})
             ranks.reshard(self.model)
             self.update_reference(terms)
         before, oldest = self.updates.get(self.rl_step, 0), self.rl_step - x.staleness

@@ -5,7 +5,7 @@ Every function takes the learner: its policy and critic, the experiment of the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -126,13 +126,23 @@ def with_old(learner: Learner, batch: Batch | None) -> Batch | None:
     return batch._replace(logprobs_old=batch_logprobs(learner, learner.model, batch).logprobs)
 
 
-def moved_since(learner: Learner, batch: Batch | None) -> float:
-    """KL(old‖now) in nats per token on the batch's tokens, k3; nan without a batch."""
-    if batch is None:
-        return NAN
-    here = drift.on(batch, learner.device)
-    assert here.logprobs_old is not None
-    return float(approximate_kl(batch_logprobs(learner, learner.model, here).logprobs, here.logprobs_old, here.response_mask))
+def moved_since(learner: Learner, then: Mapping[str, Batch | None]) -> dict[str, float]:
+    """Name → KL(old‖now) in nats per token on a batch's tokens, k3, all of them in one pass; nan without a batch."""
+    there = {name: drift.on(batch, learner.device) for name, batch in then.items() if batch is not None}
+    if not there:
+        return dict.fromkeys(then, NAN)
+    now = batch_logprobs(learner, learner.model, drift.joined(list(there.values()))).logprobs
+    found = dict.fromkeys(then, NAN)
+    for (name, batch), own in zip(there.items(), now.split([len(batch.ids) for batch in there.values()]), strict=True):
+        assert batch.logprobs_old is not None
+        found[name] = float(approximate_kl(own[:, : batch.ids.shape[1]], batch.logprobs_old, batch.response_mask))
+    return found
+
+
+def updates_once(learner: Learner, batch: Batch) -> bool:
+    """Whether one update passes the whole batch before anything moves: then its log-probs are those of the old policy."""
+    a = learner.x.algorithm
+    return a.epochs * a.minibatches == 1 and not learner.warming_up() and has_signal(learner, batch)
 
 
 def rank_micro_batches(learner: Learner, batch: Batch) -> Iterable[tuple[Tensor, bool]]:

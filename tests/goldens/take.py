@@ -27,7 +27,7 @@ STEPS = 5
 COMMON = [
     "trainer.threads=1", "trainer.accelerator=cpu", f"trainer.steps={STEPS}", "batch.prompts=4", "batch.group_size=4",
     "generation.max_new_tokens=32", "evaluation.n=8", "evaluation.every=0", "evaluation.stop_at=null", "logger=none",
-    "++generation.kernel=eager",  # compiled code differs from it in the last bits, and from processor to processor
+    "++generation.kernel=eager", "++model.kernel=eager",  # compiled code differs in the last bits, and from processor to processor
 ]  # fmt: skip
 # Sweeps, whose jobs are runs of the other cases, sft, whose rows are a user's (their order follows their path), and newer presets.
 NEWER = (  # options that came after the goldens
