@@ -53,7 +53,8 @@ def scored(monkeypatch):
 
 
 def test_only_the_trainers_old_policy_takes_a_pass(scored):
-    """Of the 16 rows of a step; the others score the few on which the drift is measured, and those of the first step with them. Without staleness all three are one policy."""
+    """Of the 16 rows of a step; the others score the few on which the drift is measured, and those of the first step with them. Without
+    staleness all three are one policy."""
     rows = {}
     for old, whole in (("trainer", 1), ("sampler", 0), ("loglinear", 0)):
         scored.clear()

@@ -36,6 +36,7 @@ VARIANTS = {
     "gkd": ["algorithm=gkd", "algorithm.minibatches=2"],
     "grpo + opd": ["algorithm=grpo", "kl=none", f"+algorithm.streams.reward={{{STREAM}}}",
                    f"+algorithm.streams.teacher={{{STREAM}, mask: sampled, loss: {SAMPLED}}}"],
+    "reward alone": ["algorithm=grpo", "kl=none", "reference=none"],  # as many steps as the others, and no teacher
 }  # fmt: skip
 
 
@@ -77,13 +78,8 @@ def main() -> None:
             teacher = trained([*COMMON[:-1], f"trainer.steps={given.teacher_steps}", f"seed={seed}", "name=teacher"], Path(folder))
             new = [] if teacher_name in done else [row(teacher_name, seed, teacher)]
             for variant in [name for name in given.only if name + taught not in done]:
-                own = [
-                    *VARIANTS[variant],
-                    "teacher=path",
-                    f"teacher.path={teacher / 'model'}",
-                    f"trainer.steps={given.steps}",
-                    f"seed={seed}",
-                ]
+                own = [*VARIANTS[variant], f"trainer.steps={given.steps}", f"seed={seed}"]
+                own += [] if variant == "reward alone" else ["teacher=path", f"teacher.path={teacher / 'model'}"]
                 new.append(row(variant + taught, seed, trained([*COMMON, *own, "name=student"], Path(folder))))
         rows += new
         with results.open("w", newline="") as file:
