@@ -214,6 +214,10 @@ def test_a_matrix_runs_and_goes_on_where_it_was(tmp_path, capsys):
     assert (tmp_path / "noisy" / "grpo" / "0" / "metrics.jsonl").read_bytes() == before
     rows = list(csv.DictReader((tmp_path / "results.csv").read_text().splitlines()))
     assert [(row["arm"], row["seed"]) for row in rows] == [("grpo", "0"), ("rloo", "0"), ("grpo", "1"), ("rloo", "1")]
+    (pair,) = csv.DictReader((tmp_path / "comparisons.csv").read_text().splitlines())
+    between = [float(rows[i]["regret"]) - float(rows[i + 1]["regret"]) for i in (0, 2)]
+    assert (pair["task"], pair["first"], pair["second"]) == ("noisy", "grpo", "rloo")
+    assert float(pair["mean"]) == pytest.approx(sum(between) / 2, abs=2e-5)  # of rounded figures
     lines = (tmp_path / "README.md").read_text().splitlines()
     mean = {arm: sum(1 - float(row["regret"]) for row in rows if row["arm"] == arm) / 2 for arm in ("grpo", "rloo")}
     for arm, value in mean.items():

@@ -34,6 +34,11 @@ def command(arguments: Arguments) -> int:
     if not (rows := [row for cell in cells if (row := bench.read_row(cell))]):
         raise ConfigError(f"rlkit bench: no run finished; the first said: {next(iter(failed.values()))}")
     bench.write_rows(folder / "results.csv", rows)
+    found = bench.scores(rows)
+    if len(found.seeds) > 1 and (compared := bench.pairs(found)):
+        bench.write_rows(
+            folder / "comparisons.csv", [{k: round(v, 5) if isinstance(v, float) else v for k, v in p._asdict().items()} for p in compared]
+        )
     text = bench.page(rows, failed)
     (folder / "README.md").write_text(text)
     print(f"\n{text}\nrows             {folder / 'results.csv'}\npage             {folder / 'README.md'}")

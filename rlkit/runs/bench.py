@@ -30,6 +30,7 @@ from rlkit.runs.comparing import ALPHA, FEWEST, bootstrap, detectable, false_dis
 # Arms that cannot learn what is asked: a method counts only above them. The rewards of training are a coin, or 1 for any reply.
 PLACEBOS = {f"placebo {kind}": ("algorithm=grpo", f"task.placebo={kind}") for kind in ("coin", "format")}
 THRESHOLDS = (0.1, 0.25, 0.5, 0.75, 0.9)  # of 1 - regret, in the performance profile
+FEW = 6  # pairs of a task that the page names where they are not told apart
 
 
 class MatrixRun(NamedTuple):
@@ -181,9 +182,8 @@ def page(rows: Sequence[Row], failed: Mapping[Path, str]) -> str:
     """The page, in Markdown: scores by task, over tasks, what can be claimed, what cannot, and what the runs spent."""
     found = scores(rows)
     n, arms = len(found.seeds), list(found.of)
-    parts = [
-        f"# rlkit bench\n\n{len(arms)} arms, {len(found.tasks)} tasks, {n} seeds ({', '.join(map(str, found.seeds)) or 'none in common'})."
-    ]
+    size = f"{len(arms)} arms, {len(found.tasks)} task{'s' * (len(found.tasks) > 1)}, {n} seeds"
+    parts = [f"# rlkit bench\n\n{size} ({', '.join(map(str, found.seeds)) or 'none in common'})."]
     parts.append(
         "Scores are 1 - regret: 0 is a policy that replies at random, 1 the best that is possible, both computed. Arms of a seed share the "
         "start, the problems, their order and the sampling noise, and are compared within seeds."
@@ -243,9 +243,16 @@ def claims(found: Scores) -> str:
         better, worse = (p.second, p.first) if p.mean > 0 else (p.first, p.second)
         low, high = sorted((abs(p.low), abs(p.high)))
         lines.append(f"- {p.task}: {better} is better than {worse} by {abs(p.mean):.3f} ({low:.3f} to {high:.3f}), q = {p.q:.4f}")
-    rest = [f"{p.task}: {p.first} and {p.second} (a difference of {p.sees:.2f} would be seen)" for p in every if p.q > ALPHA]
+    rest = []
+    for task in found.tasks:
+        if own := [p for p in every if p.task == task and p.q > ALPHA]:
+            names = "; ".join(f"{p.first} and {p.second}" for p in own) if len(own) <= FEW else f"{len(own)} pairs"
+            low, high = min(p.sees for p in own), max(p.sees for p in own)
+            seen = f"{low:.2f}" if len(own) == 1 else f"{low:.2f} to {high:.2f}"
+            rest.append(f"- {task}: {names} (a difference of {seen} would be seen)")
     head = f"{len(told)} of {len(every)} comparisons, at a false-discovery rate of 5 % (Benjamini and Hochberg) over all of them."
-    return "\n".join([head, "", *lines, "", "Not told apart: " + ("; ".join(rest) or "none") + "."])
+    tail = "Not told apart (comparisons.csv has each):" if rest else "All are told apart; comparisons.csv has each."
+    return "\n".join([head, "", *lines, "", tail, "", *rest]).rstrip()
 
 
 def budget_table(rows: Sequence[Row]) -> str:
