@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import json
 import random
 
 import numpy as np
@@ -13,11 +14,13 @@ import torch
 from laws import each
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose, conf_dir
+from rlkit.config.experiment import experiment as configured
 from rlkit.config.schema import build
 from rlkit.models.chat import encode_prompt
 from rlkit.models.fresh import Opinions, fresh_policy
 from rlkit.rewards import listed, paid
 from rlkit.runs import bench
+from rlkit.runs.python import train
 from rlkit.tasks.bench import LETTERS, Chain, Value, mean_value
 from rlkit.types import Rollout, Step
 
@@ -201,6 +204,16 @@ def test_regret_is_1_at_random_and_0_at_best():
 def test_what_cannot_run_is_refused_before_anything_does(words, expected, capsys):
     assert main(["bench", *words, "placebo=false"]) == 2
     assert expected in capsys.readouterr().err
+
+
+@each("words", [["algorithm=dapo"], ["algorithm=grpo", "algorithm/advantage=gdpo"]])
+def test_what_an_environment_pays_at_its_steps_reaches_the_parts_that_read_the_terms_of_the_reward(words, tmp_path):
+    """dapo's filter found all groups equal, since the term was 0 for every episode, and a run of it trained on nothing."""
+    common = ["experiment=bench/chain", "trainer.steps=1", "batch.prompts=2", "evaluation.n=0", "model.steps=5"]
+    run = tmp_path / str(len(words))
+    train(configured(*words, *common), run)
+    (row,) = (r for line in (run / "metrics.jsonl").read_text().splitlines() if "reward/mean" in (r := json.loads(line)))
+    assert row["optim/updates"] == 2 and row["reward/task/mean"] == row["reward/mean"] != 0
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Real
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from rlkit.distributed import ranks
 from rlkit.errors import ConfigError, Refusal, RLKitError, place, written
@@ -37,10 +37,21 @@ class Verdict(float):
 
     status: ScoreStatus
 
-    def __new__(cls, score: float, status: ScoreStatus) -> Verdict:
+    def __new__(cls, score: float, status: ScoreStatus) -> Self:
         verdict = super().__new__(cls, score)
         verdict.status = status
         return verdict
+
+
+class Paid(Verdict):
+    """0 for an episode that has been rewarded at its steps already. What was paid there is the component that is logged and that an
+    algorithm reads, and does not count a second time."""
+
+    def __init__(self, amount: float) -> None:
+        self.amount = amount
+
+    def __new__(cls, amount: float) -> Self:
+        return super().__new__(cls, 0.0, "ok" if amount > 0 else "wrong")
 
 
 def final_answer(rollout: Rollout) -> str | None:
@@ -104,6 +115,7 @@ class Cell(NamedTuple):
     failure: str = ""  # why there is no score, where the term is to blame
     cause: BaseException | None = None
     notes: Mapping[str, float] = {}  # metrics that the function gave beside the score
+    paid: float | None = None  # the component, where it is not the score (Paid)
 
 
 def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
@@ -128,7 +140,9 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
         rewards, statuses = ({name: getattr(cell, field) for name, cell in cells.items()} for field in ("score", "status"))
         fresh = rollout._replace(reward=None, rewards=rewards, statuses=statuses, metadata=_noted(rollout, cells))
         scored.append(_with_step_rewards(fresh, cells, reward))
-    return _aggregated(scored, reward)
+    paid = [{name: column[i].paid for name, column in columns.items() if column[i].paid is not None} for i in range(len(rollouts))]
+    out = _aggregated(scored, reward)
+    return [rollout._replace(rewards={**rollout.rewards, **own}) if own else rollout for rollout, own in zip(out, paid, strict=True)]
 
 
 def _noted(rollout: Rollout, cells: Mapping[str, Cell]) -> Mapping[str, Any]:
@@ -273,7 +287,7 @@ def _cell(term: Term, rollout: Rollout, value: Any) -> Cell:
         notes = {metric: number for metric, given in metrics.items() if (number := _metric(metric, given)) is not None}
         if not term.per_step or value is None:
             number = _number(value)
-            return Cell(number, _status(value, number), notes=notes)
+            return Cell(number, _status(value, number), notes=notes, paid=value.amount if isinstance(value, Paid) else None)
         if wrong := _misshapen(value, len(rollout.steps), "steps; a term per step returns a list, one number or None a step"):
             raise wrong
         steps = tuple(_number(entry) or 0.0 for entry in value)

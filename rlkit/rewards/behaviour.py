@@ -6,20 +6,20 @@ from typing import Literal
 
 from rlkit.errors import ConfigError
 from rlkit.rewards._numeric import numeric, unreadable
-from rlkit.rewards._score import reads_truth
+from rlkit.rewards._score import Paid, reads_truth
 from rlkit.types import Rollout, assumes, gives
 
 Unit = Literal["words", "tokens"]
 
 
 def environment(rollout: Rollout) -> float | None:
-    """0, added to the rewards that the environment gave to the steps; None, cannot be scored, where it failed.
+    """What the environment paid at its steps, where it counts already; None, cannot be scored, where it failed.
 
     >>> from rlkit.types import Task
     >>> environment(Rollout(Task("t", ()), (), status="truncated", truncation="error")) is None
     True
     """
-    return None if rollout.truncation == "error" else 0.0
+    return None if rollout.truncation == "error" else Paid(sum(step.reward or 0.0 for step in rollout.steps))
 
 
 @gives("non_negative", "raw")

@@ -116,6 +116,7 @@ def test_other_ends_are_truncations_and_failures_cannot_be_scored(tiny, said, tr
     (rollout,) = play(tiny, replies(*said), tasks=tasks, max_turns=2)
     assert (rollout.status, rollout.truncation, rollout.steps[-1].reward) == ("truncated", truncation, last)
     assert rollout.total_reward == (None if total is None else pytest.approx(total))
+    assert rollout.rewards == {"task": rollout.total_reward}  # what a filter on accuracy, gdpo and the metrics of the term read
     assert ("RuntimeError: no such move" in rollout.metadata.get("error", "")) == (said[-1] == "break")
     assert summarize([rollout])[f"stop_reason/{truncation}"] == 1
     assert all(instance.closed for instance in Countdown.alive)
