@@ -3,13 +3,16 @@
     python experiments/benchmarks/update_kernel.py
 
 Both sides go through `rlkit.models.forward_logprobs` over the same 64 rows of the embedded model, groups of 8 replies to prompts of 40
-tokens, in alternating rounds of one process. Three lengths of replies, with one thread and with two.
+tokens, in alternating rounds of one process. Three lengths of replies, with one thread and with two; and two larger models with random
+weights at the middle length.
 """
 
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import bench
@@ -29,31 +32,44 @@ def spent(model: Any, kernel: str, packed: Any) -> tuple[float, float]:
     return time.perf_counter() - begun, time.process_time() - at
 
 
+def compared(model: Any, tokens: int, rounds: int) -> dict[str, Any]:
+    """A row: both kernels in turn, medians, and the ratio of each pair."""
+    import torch
+
+    from rlkit.models import pack
+
+    ids = torch.randint(10, 700, (ROWS, PROMPT + tokens), generator=torch.Generator().manual_seed(0))
+    ids[:, :PROMPT] = ids[torch.arange(ROWS) // GROUP * GROUP, :PROMPT]
+    packed = pack(ids, (torch.arange(PROMPT + tokens) >= PROMPT).expand(ROWS, -1))
+    both = [[spent(model, kernel, packed) for kernel in ("eager", "fused")] for _ in range(rounds + 1)][1:]
+    ratios = [fused[0] / eager[0] for eager, fused in both]
+    row: dict[str, Any] = {"tokens": tokens}
+    for side, kernel in enumerate(("eager", "fused")):
+        row |= {f"{kernel}_seconds": round(statistics.median(own[side][0] for own in both), 4)}
+    row["ratio"], row["fastest"], row["slowest"] = (round(f(ratios), 3) for f in (statistics.median, min, max))
+    row["processor_ratio"] = round(statistics.median(fused[1] / eager[1] for eager, fused in both), 3)
+    return row | {"rounds": rounds}
+
+
 def main() -> None:
     given = bench.parser(__doc__, rounds=15, device=False)
     given.add_argument("--tokens", type=int, nargs="+", default=[16, 28, 96], help="of a reply")
+    given.add_argument("--million", nargs="+", choices=tuple(bench.SIZES), default=list(bench.SIZES), help="parameters of the model")
     options = given.parse_args()
     if options.quick:
-        options.rounds, options.tokens = 1, [4]
+        options.rounds, options.tokens, options.million = 1, [4], ["0.9"]
     import torch
 
-    from rlkit.models import load_policy, pack
+    from rlkit.models import load_policy
 
-    model, found = load_policy(path="tiny").model, []
-    for threads in sorted({1, options.threads}):
-        torch.set_num_threads(threads)
-        for tokens in options.tokens:
-            ids = torch.randint(10, 700, (ROWS, PROMPT + tokens), generator=torch.Generator().manual_seed(0))
-            ids[:, :PROMPT] = ids[torch.arange(ROWS) // GROUP * GROUP, :PROMPT]
-            packed = pack(ids, (torch.arange(PROMPT + tokens) >= PROMPT).expand(ROWS, -1))
-            rounds = [[spent(model, kernel, packed) for kernel in ("eager", "fused")] for _ in range(options.rounds + 1)][1:]
-            ratios = [fused[0] / eager[0] for eager, fused in rounds]
-            row: dict[str, Any] = {"tokens": tokens}
-            for side, kernel in enumerate(("eager", "fused")):
-                row |= {f"{kernel}_seconds": round(statistics.median(own[side][0] for own in rounds), 4)}
-            row["ratio"], row["fastest"], row["slowest"] = (round(f(ratios), 3) for f in (statistics.median, min, max))
-            row["processor_ratio"] = round(statistics.median(fused[1] / eager[1] for eager, fused in rounds), 3)
-            found.append(row | {"rounds": options.rounds} | bench.provenance(threads))
+    found = []
+    for size in options.million:
+        with tempfile.TemporaryDirectory() as folder:
+            model = load_policy(path=bench.model_folder(size, Path(folder))).model
+        for threads in sorted({1, options.threads}):
+            torch.set_num_threads(threads)
+            for tokens in options.tokens if size == "0.9" else sorted(options.tokens)[len(options.tokens) // 2 :][:1]:
+                found.append({"million": size} | compared(model, tokens, options.rounds) | bench.provenance(threads))
     bench.write(options.out, "update_kernel", found)
 
 
