@@ -5,9 +5,10 @@
 
 The second form is a pilot: `--also` goes to every run, and the rows and the page are written elsewhere.
 
-pairs.yaml names, for each task, two arms or more; the last is expected to be better than each of the others. Runs that are finished are
-not repeated. A row a run in results.csv, and a table for every ten seeds in pairs.md: the differences of the scores (1 - regret) within
-seeds, and the false-discovery rate over all pairs and placebos. pairs.png shows the differences of the pairs, a dot a seed.
+pairs.yaml names, for each task, its arms and its pairs, of which the second is expected to be better, and from which seed on a pair
+counts. Runs that are finished are not repeated. A row a run in results.csv, and a table for every ten seeds in pairs.md: the differences
+of the scores (1 - regret) within seeds, and the false-discovery rate over all pairs and placebos. pairs.png shows the differences of the
+pairs, a dot a seed.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ HERE = Path(__file__).parent
 
 def rows_of(task: str, folder: Path, seeds: Sequence[int], jobs: int, placebo: bool, also: Sequence[str]) -> list[bench.Row]:
     """The rows of one task's arms, run where they are missing."""
-    own = yaml.safe_load((HERE / "pairs.yaml").read_text())[task]
-    arms = dict(own) | (bench.PLACEBOS if placebo else {})
+    arms = yaml.safe_load((HERE / "pairs.yaml").read_text())[task]["arms"] | (bench.PLACEBOS if placebo else {})
     cells = bench.matrix(folder, [task], arms, seeds, also)
     for where, why in bench.run_all(cells, jobs=jobs, config_dir=None, tell=lambda line: print(line, flush=True)).items():
         print(f"failed: {where}: {why}", flush=True)
@@ -44,12 +44,11 @@ def merged(path: Path, new: Sequence[bench.Row]) -> list[bench.Row]:
 
 
 def comparisons(task: str, rows: Sequence[bench.Row]) -> list[tuple[str, str]]:
-    """What is compared on a task: its pairs, and each of their arms with each placebo that was run."""
-    *others, best = yaml.safe_load((HERE / "pairs.yaml").read_text())[task]
+    """What is compared on a task: its pairs, from the seed on at which they were named, and each arm with each placebo that was run."""
+    own, first = yaml.safe_load((HERE / "pairs.yaml").read_text())[task], min(int(row["seed"]) for row in rows)
     there = {row["arm"] for row in rows if row["task"] == task}
-    return [(other, best) for other in others] + [
-        (placebo, arm) for arm in (*others, best) for placebo in bench.PLACEBOS if placebo in there
-    ]
+    named = [(other, better) for other, better, *since in own["pairs"] if not since or first >= since[0]]
+    return named + [(placebo, arm) for arm in own["arms"] for placebo in bench.PLACEBOS if placebo in there]
 
 
 def table(rows: Sequence[bench.Row]) -> str:
@@ -92,22 +91,26 @@ def plot(rows: Sequence[bench.Row], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    pairs = yaml.safe_load((HERE / "pairs.yaml").read_text())
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
     scores = {(row["task"], row["arm"], int(row["seed"])): 1 - float(row["regret"]) for row in rows}
     places: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
-    for task, (*others, best) in pairs.items():
-        for first in others:
-            for seed in sorted(seed for name, arm, seed in scores if (name, arm) == (task, first) and (task, best, seed) in scores):
-                places.setdefault((task, first, seed // 10), []).append((scores[task, first, seed], scores[task, best, seed]))
-    figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(places) + 1.2), layout="constrained")
+    for task in tasks:
+        for ten in sorted({int(row["seed"]) // 10 for row in rows}):
+            own = [row for row in rows if row["task"] == task and int(row["seed"]) // 10 == ten]
+            for first, best in comparisons(task, own) if own else ():
+                seeds = [seed for seed in range(10 * ten, 10 * ten + 10) if (task, first, seed) in scores and (task, best, seed) in scores]
+                if len(seeds) >= FEWEST and first not in bench.PLACEBOS:
+                    both = [(scores[task, first, seed], scores[task, best, seed]) for seed in seeds]
+                    places[task, f"{first}, {best}", ten] = both
+    figure, axes = pyplot.subplots(figsize=(9, 0.45 * len(places) + 1.2), layout="constrained")
     for place, ((task, _, _), both) in enumerate(places.items()):
-        d, color = paired(*map(list, zip(*both, strict=True))), f"C{list(pairs).index(task)}"
+        d, color = paired(*map(list, zip(*both, strict=True))), f"C{tasks.index(task)}"
         axes.plot([b - a for a, b in both], [place] * len(both), "o", color=color, alpha=0.35)
         axes.errorbar(d.mean, place, xerr=[[d.mean - d.low], [d.high - d.mean]], fmt="D", color=color, capsize=4)
     axes.axvline(0, color="grey", linewidth=0.8)
-    axes.set_yticks(range(len(places)), [f"{task}, {first}, seeds {10 * ten} to {10 * ten + 9}" for task, first, ten in places], fontsize=8)
+    axes.set_yticks(range(len(places)), [f"{task}: {pair}; seeds {10 * ten} to {10 * ten + 9}" for task, pair, ten in places], fontsize=8)
     axes.invert_yaxis()
-    axes.set(xlabel="score of the arm that is expected to be better - score of the other", title="dots: seeds; diamonds: means, 95 %")
+    axes.set(xlabel="score of the second arm - of the first", title="dots: seeds; diamonds: means, 95 %")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
