@@ -2,8 +2,8 @@
 
 A KL from an earlier policy to the policy now needs only the log-probs that the earlier one gave to tokens of its own: so those of a few
 rollouts are kept, and scored again: a sixteenth of a step's, for both figures in one forward pass after the last update. Of a step with
-fewer than 64 rollouts four are measured. Before the updates nothing is passed: the log-probs of then are those of the trainer's pass for
-its updates or, with one update a step, of that update itself.
+fewer than 64 rollouts four are measured. The log-probs from before the updates are those of the trainer's pass for its updates or, with
+one update a step, of that update itself; where neither exists (`algorithm.old` is another), the same rollouts are passed once more.
 
     figure     mean of k3, in nats per token     on
     kl/step    KL(before the step‖now)           rollouts of the step that have a trained token
