@@ -19,6 +19,7 @@ from rlkit.types import AggregatorFn, Metrics, Rollout, Task, unpacked
 
 F = TypeVar("F", bound=Callable[..., Any])
 NOTES = "reward_metrics"  # key of a rollout's metadata: term → metric → value
+PLAYED = "environment_rewards"  # key of a rollout's metadata: what its steps earned before terms of steps were added
 TAKEN = ("mean", "std", "variance_share")  # reward/TERM/… that rlkit measures
 GRACE = 5.0  # seconds beyond a term's timeout after which async calls that block their event loop are given up
 ScoreStatus = Literal["ok", "wrong", "unparseable", "timeout", "error"]
@@ -72,8 +73,8 @@ class Term(NamedTuple):
     fn        gives the score, or a pair (score, metrics): numbers by name, of which the step's row has the mean as reward/TERM/NAME
     weight    factor in the aggregate; 0 makes it a shadow metric: scored and logged, not part of the reward
     batched   fn takes the list of all rollouts and returns a list of scores
-    per_step  fn returns a list, one number or None a step. weight * number is added to `Step.reward`, beside the aggregate of the
-              other terms, which stands at the end; the component that is logged is their sum
+    per_step  fn returns a list, one number or None a step. weight * number is added to `Step.reward`, to what the environment paid
+              there; the aggregate of the other terms stands at the end. The component that is logged is the sum of the numbers
     timeout   seconds that a call may take (of a batched term: the call for all rollouts); None: no limit. An async function is
               cancelled. A plain one runs in a thread, which cannot be killed: it is given up and goes on in the background, so what
               may truly hang belongs into a child process, as math_verify does it
@@ -133,6 +134,7 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
       Refusal raised by a function says what the user has to mend and passes unchanged.
     """
     _require(reward)
+    rollouts = [_as_played(rollout) for rollout in rollouts]
     columns = {name: _column(name, term, rollouts, reward.max_error_rate) for name, term in reward.terms.items()}
     scored = []
     for i, rollout in enumerate(rollouts):
@@ -336,12 +338,21 @@ def _refused(who: str, rollout: Rollout, cell: Cell, failed: int, count: int, li
 
 
 def _with_step_rewards(rollout: Rollout, cells: Mapping[str, Cell], reward: Reward) -> Rollout:
-    """Σ weight * number of the terms of steps, at each step; unchanged where there is no such term."""
+    """What the environment paid + Σ weight * number of the terms of steps, at each step; unchanged where there is no such term."""
     weights = {name: term.weight for name, term in reward.terms.items() if term.per_step and term.weight and cells[name].steps}
     if not weights:
         return rollout
     totals = [sum(weight * cells[name].steps[i] for name, weight in weights.items()) for i in range(len(rollout.steps))]
-    return rollout._replace(steps=tuple(step._replace(reward=total) for step, total in zip(rollout.steps, totals, strict=True)))
+    steps = tuple(step._replace(reward=(step.reward or 0.0) + total) for step, total in zip(rollout.steps, totals, strict=True))
+    return rollout._replace(steps=steps, metadata={**rollout.metadata, PLAYED: [step.reward for step in rollout.steps]})
+
+
+def _as_played(rollout: Rollout) -> Rollout:
+    """The rollout before terms of steps were added to what its environment paid."""
+    if PLAYED not in rollout.metadata:
+        return rollout
+    steps = tuple(step._replace(reward=paid) for step, paid in zip(rollout.steps, rollout.metadata[PLAYED], strict=True))
+    return rollout._replace(steps=steps, metadata={key: value for key, value in rollout.metadata.items() if key != PLAYED})
 
 
 def _aggregated(rollouts: list[Rollout], reward: Reward) -> list[Rollout]:

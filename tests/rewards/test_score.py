@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from functools import partial
+from itertools import combinations, zip_longest
 
 import pytest
 
 from rlkit.episodes import assemble
 from rlkit.errors import ConfigError
-from rlkit.rewards import Reward, RewardError, Term, Verdict, batched, by_task, exact_match, numeric, score, weighted_sum
+from rlkit.rewards import Reward, RewardError, Term, Verdict, batched, by_task, environment, exact_match, numeric, score, weighted_sum
 from rlkit.types import Rollout, Step, Task
 
 ROLLOUTS = [Rollout(Task(f"t/{i}", (), reward=name), ()) for i, name in enumerate(["a", "b"])]
@@ -293,3 +294,27 @@ def test_rewards_of_steps_have_one_entry_a_step(value):
 def test_a_batched_term_may_be_one_of_steps():
     term = Term(1.0, lambda rollouts: [[1.0] * len(r.steps) for r in rollouts], batched=True, per_step=True)
     assert [s.reward for s in score([episode(2)], reward(steps=term))[0].steps] == [1.0, 1.0]
+
+
+PAID = {"none": (), "one": (None, 2.0), "all": (0.25, 2.0)}  # what the environment paid at the two steps of an episode
+TERMS = {
+    "steps": Term(0.5, lambda r: [1.0, 3.0], per_step=True),
+    "outcome": Term(2.0, lambda r: 5.0),
+    "environment": Term(1.0, environment),
+    "shadow": Term(0.0, lambda r: [9.0, 9.0], per_step=True),
+}
+
+
+@pytest.mark.parametrize("paid", PAID)
+@pytest.mark.parametrize("names", [c for n in range(1, 5) for c in combinations(TERMS, n) if c != ("shadow",)], ids="+".join)
+def test_an_episode_earns_what_the_environment_paid_and_what_its_terms_add_however_often_it_is_scored(paid, names):
+    """total = Σ paid + Σ weight · term over all terms but `environment`, whose component is Σ paid; scored once, twice, or after another
+    reward. Terms of steps took the place of what was paid."""
+    played = episode(2)
+    played = played._replace(steps=tuple(s._replace(reward=p) for s, p in zip_longest(played.steps, PAID[paid])))
+    rewarded, amount = reward(**{name: TERMS[name] for name in names}), sum(p or 0.0 for p in PAID[paid])
+    (once,) = score([played], rewarded)
+    assert once.total_reward == pytest.approx(amount + 2.0 * ("steps" in names) + 10.0 * ("outcome" in names))
+    assert once.rewards.get("environment", amount) == pytest.approx(amount)
+    assert score([once], rewarded) == [once]
+    assert score(score([played], reward(other=Term(7.0, lambda r: [1.0, 1.0], per_step=True))), rewarded) == [once]
