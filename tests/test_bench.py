@@ -16,12 +16,13 @@ from rlkit.commands.cli import main
 from rlkit.config.compose import compose, conf_dir
 from rlkit.config.experiment import experiment as configured
 from rlkit.config.schema import build
+from rlkit.models import LoRA
 from rlkit.models.chat import encode_prompt
-from rlkit.models.fresh import Opinions, fresh_policy
-from rlkit.rewards import listed, paid
+from rlkit.models.fresh import Opinions, fresh_policy, random_reply
+from rlkit.rewards import listed, paid, priced
 from rlkit.runs import bench
 from rlkit.runs.python import train
-from rlkit.tasks.bench import LETTERS, Chain, Value, mean_value
+from rlkit.tasks.bench import LETTERS, Chain, Lake, Value, ice, mean_value
 from rlkit.types import Rollout, Step
 
 TASKS = sorted(f.stem for f in (conf_dir() / "experiment" / "bench").glob("*.yaml") if f.stem != "base")
@@ -36,7 +37,10 @@ def rows(name, split="test", **options):
     return config, build(config["task"], "task")(split=split)
 
 
-@each("name", [name for name in TASKS if name != "chain"])
+GAMES = ("chain", "lake")
+
+
+@each("name", [name for name in TASKS if name not in (*GAMES, "lengthy")])
 def test_the_value_of_a_task_is_what_enumeration_says(name):
     """Random: the mean over all replies of the form that the preset's policy has, to all problems, each equally often. Best: 1."""
     config, tasks = rows(name)
@@ -70,7 +74,7 @@ def test_the_chains_value_is_that_of_its_policies():
     assert {played(game, i, lambda g: g.right) for i in range(8)} == {mean_value(tasks).best}
 
 
-@each("name", [name for name in TASKS if name != "chain"])
+@each("name", [name for name in TASKS if name not in GAMES])
 def test_a_placebo_rewards_every_reply_alike_in_training_alone(name):
     for kind in ("coin", "format"):
         training, test = (rows(name, split, placebo=kind, max_samples=400)[1] for split in ("train", "test"))
@@ -78,6 +82,71 @@ def test_a_placebo_rewards_every_reply_alike_in_training_alone(name):
         totals = [[listed(reply(task, text)) for task in training] for text in (best, "no")]
         assert [np.mean(own) for own in totals] == pytest.approx([1.0, 1.0] if kind == "format" else [0.5, 0.5], abs=0.1)
         assert {listed(reply(task, best)) for task in test} == {0.0, 1.0}
+
+
+def test_the_value_of_lengthy_is_that_of_random_replies():
+    """Random: the mean over replies as the start draws them. Best: the right letter alone. All eight letters earn less, not nothing."""
+    config, tasks = rows("lengthy")
+    rng, form, opinions = random.Random(0), config["model"]["replies"], Opinions(0, 0.0)
+    drawn = [priced(reply(task, random_reply(rng, form, ["a"], opinions))) for task in tasks for _ in range(5)]
+    assert mean_value(tasks).random == pytest.approx(np.mean(drawn), abs=0.01)  # 20,480 draws: standard error 0.0035
+    assert {max(priced(reply(task, letter)) for letter in "abcdefgh") for task in tasks} == {mean_value(tasks).best}
+    assert priced(reply(tasks[0], "abcdefgh")) == pytest.approx(1 - 7 * 0.05) and priced(reply(tasks[0], "?")) == 0.0
+    assert {priced(reply(task, "xyz")) for task in rows("lengthy", "train", placebo="format")[1]} == {1.0}
+
+
+def walked(game, number, moves):
+    """What an episode earns whose replies are these, until it ends."""
+    game.reset(seed=number)
+    total = 0.0
+    for move in moves:
+        _, reward, over, _, _ = game.step(move)
+        total += reward
+        if over:
+            break
+    return total
+
+
+def test_the_values_of_the_lake_are_those_of_its_walks():
+    """Random: 60,000 walks of the eight maps. Best: some walk without a fall reaches the goal, found here by trying all of six moves."""
+    _, tasks = rows("lake")
+    by_map = {task.metadata["seed"]: task.metadata["value"] for task in tasks}
+    game, rng = Lake(), random.Random(0)
+    drawn = [walked(game, i % 8, rng.choices("udlr", k=10)) for i in range(60_000)]
+    assert mean_value(tasks).random == pytest.approx(np.mean(drawn), abs=0.0015)  # standard error 0.0004
+    for number, (_, best) in by_map.items():
+        assert max(walked(game, number, moves) for moves in itertools.product("dr", repeat=6) if moves.count("d") == 3) <= best == 1.0
+    assert len({ice(number, 3) for number in by_map}) == len(by_map) == 8
+
+
+def test_a_walk_over_the_lake_ends_in_a_hole_at_the_goal_and_after_its_turns():
+    game = Lake(length=3)
+    game.reset(seed=0)
+    game.thin = frozenset({5})
+    assert walked_from(game, 1, "d") == (0.0, True) and walked_from(game, 14, "r") == (1.0, True)
+    assert walked_from(game, 0, "l") == (0.0, False) and game.cell == 0
+    assert [game.step(move)[2] for move in "??"] == [False, True] and game.cell == 0
+
+
+def walked_from(game, cell, move):
+    """What a first turn from a cell earns, and whether it ends the episode."""
+    game.cell, game.turn = cell, 0
+    return game.step(move)[1:3]
+
+
+def test_the_placebos_of_the_lake_pay_at_the_end_alone():
+    tasks = {kind: rows("lake", "train", placebo=kind, max_samples=800)[1] for kind in ("coin", "format")}
+    earned = {kind: [walked(Lake(), task.metadata["seed"], "?" * 10) for task in own] for kind, own in tasks.items()}
+    assert set(earned["format"]) == {1.0} and np.mean(earned["coin"]) == pytest.approx(0.5, abs=0.07)  # four standard errors
+
+
+def test_the_start_takes_adapters_that_change_nothing_at_first():
+    plain, adapted = (fresh_policy(replies=["abcd"], steps=3, lora=LoRA(rank)) for rank in (0, 2))
+    ids = torch.arange(2, 8)[None]  # all characters of the form, after two of the template's
+    with torch.no_grad():
+        assert torch.equal(plain.model(input_ids=ids).logits, adapted.model(input_ids=ids).logits)
+    trained = {name for name, weight in adapted.model.named_parameters() if weight.requires_grad}
+    assert trained and all("lora_" in name for name in trained)
 
 
 def test_the_placebos_of_a_game_do_too():

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlkit.models.load import make_policy
+from rlkit.models.load import LoRA, add_lora, make_policy
 from rlkit.types import Policy, ranges
 
 TEMPLATE = """{%- for message in messages -%}
@@ -33,6 +33,7 @@ def fresh_policy(
     steps: int = 150,
     rate: float = 1e-2,
     seed: int = 0,
+    lora: LoRA = LoRA(),  # noqa: B008  (a NamedTuple: immutable)
     device: torch.device | str = "cpu",
 ) -> Policy:
     """A Qwen3 of a few thousand parameters whose vocabulary is single characters, taught to draw well-formed replies at random.
@@ -56,6 +57,7 @@ def fresh_policy(
         and lets the policy tell prompts apart from the first steps on.
       steps, rate: of AdamW on 64 conversations each; 0 leaves the weights as drawn.
       seed: of weights and lessons.
+      lora: adapters, which come after the lessons; rank 0 trains everything.
     """
     alphabet = sorted({*symbols, *(c for place in replies for c in place.removesuffix("*"))})
     tokenizer, own = character_tokenizer(alphabet), Opinions(seed, opinions)
@@ -74,7 +76,9 @@ def fresh_policy(
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    model.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
+        if lora.rank > 0:
+            model = add_lora(model, lora)
     return make_policy(model.to(device), tokenizer)
 
 

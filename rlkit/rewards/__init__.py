@@ -11,7 +11,7 @@ from rlkit.rewards._score import Reward, RewardError, Term, Verdict, final_answe
 from rlkit.rewards._verifiers import verifiers
 from rlkit.rewards.aggregators import batched, group_normalised, largest, mean, product, smallest, weighted_sum
 from rlkit.rewards.behaviour import environment, few_turns, length, repetition, soft_length, tool_usage
-from rlkit.rewards.lists import listed, paid
+from rlkit.rewards.lists import listed, paid, priced
 from rlkit.rewards.text import contains, exact_match, format_match
 from rlkit.types import RewardFn
 

@@ -11,14 +11,15 @@ from rlkit.types import Rollout, gives
 def listed(rollout: Rollout) -> float | None:
     """1 where the last reply is one of `task.metadata["right"]`, else 0; None, cannot be scored, where the row has no such list.
 
-    With `metadata["any"]` every reply is right. A row with `metadata["flip"]` has a verifier that errs: with that chance, drawn for each
-    rollout on its own, the score is 1 - score. The draw is a hash of row, group and sample, so that arms of one seed share it. With a
-    chance of one half the score is a coin.
+    With `metadata["among"]` it is enough that the reply has a listed one in it, and with `metadata["any"]` every reply is right. A row
+    with `metadata["flip"]` has a verifier that errs: with that chance, drawn for each rollout on its own, the score is 1 - score. The draw
+    is a hash of row, group and sample, so that arms of one seed share it. With a chance of one half the score is a coin.
     """
     row = rollout.task.metadata
     if row.get("right") is None:
         return None
-    right = bool(row.get("any")) or rollout.final_content in row["right"]
+    text = rollout.final_content
+    right = bool(row.get("any")) or (any(own in text for own in row["right"]) if row.get("among") else text in row["right"])
     draw = zlib.crc32(f"{rollout.task.id}/{rollout.group}/{rollout.sample}".encode()) / 2**32
     return float(right != (draw < row.get("flip", 0.0)))
 
@@ -28,3 +29,12 @@ def paid(rollout: Rollout) -> float | None:
     """`listed`, times the number >= 0 `task.metadata["pay"]` where there is one."""
     score = listed(rollout)
     return None if score is None else score * rollout.task.metadata.get("pay", 1.0)
+
+
+@gives("raw")
+def priced(rollout: Rollout) -> float | None:
+    """`listed` - `task.metadata["price"]` · (characters of the last reply beyond those of the shortest right one)."""
+    score, row = listed(rollout), rollout.task.metadata
+    if score is None:
+        return None
+    return score - row.get("price", 0.0) * max(0, len(rollout.final_content) - min(map(len, row["right"])))

@@ -20,6 +20,7 @@ from rlkit.types import Split, Task
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz012345"  # 32 symbols
 Placebo = Literal["none", "coin", "format"]
+OF_A_ROW: Mapping[str, Mapping[str, Any]] = {"coin": {"flip": 0.5}, "format": {"any": True}}  # what a placebo makes of a row of training
 OF_A_GAME: Mapping[str, int] = {"truth": 0, "none": 1000, "coin": 2000, "format": 3000}  # added to the seed that a game is reset with
 
 
@@ -57,8 +58,7 @@ def dealt(
         earned = [float(reply in row.right) for reply in replies]
         own: dict[str, Any] = {"right": list(row.right), "value": [sum(earned) / len(earned), max(earned)]}
         if split == "train":
-            changed: dict[str, dict[str, Any]] = {"coin": {"flip": 0.5}, "format": {"any": True}}
-            own |= changed.get(placebo, {"flip": row.flip, "pay": row.pay})
+            own |= OF_A_ROW.get(placebo, {"flip": row.flip, "pay": row.pay})
         messages = ({"role": "user", "content": row.prompt},)
         verdict = "listed" if row.pay == 1 else "paid"
         tasks.append(Task(name, messages, reward=verdict, environment="single_turn", metadata=own))  # type: ignore[arg-type]
@@ -74,10 +74,14 @@ def in_turn(problems: Sequence[Task], split: Split, seed: int, count: int) -> li
     return [task._replace(id=f"{task.id}/{split}/{seed}/{i}") for i, task in enumerate(out[:count])]
 
 
-def games(name: str, value: Value, problems: int, *, split: Split, seed: int, max_samples: int, placebo: Placebo) -> list[Task]:
-    """Episodes of a game whose problems are numbered; `metadata["seed"]`, which it is reset with, is the number (see `OF_A_GAME`)."""
+def games(name: str, values: Sequence[Value], *, split: Split, seed: int, max_samples: int, placebo: Placebo) -> list[Task]:
+    """Episodes of a game whose problems are numbered; `metadata["seed"]`, which it is reset with, is the number (see `OF_A_GAME`).
+
+    Args:
+      values: of the problems.
+    """
     offset = OF_A_GAME[placebo if split == "train" else "truth"]
-    rows = [{"seed": i + offset, "value": list(value)} for i in range(problems)]
+    rows = [{"seed": i + offset, "value": list(value)} for i, value in enumerate(values)]
     tasks = [Task(name, (), reward="environment", environment="gymnasium", metadata=row) for row in rows]
     return in_turn(tasks, split, seed, max_samples)
 
@@ -145,6 +149,26 @@ def proxy(*, split: Split = "train", seed: int = 0, max_samples: int = 4096, pla
     return dealt("proxy", rows, [LETTERS[:8]] * 3, split=split, seed=seed, max_samples=max_samples, placebo=placebo)
 
 
+def lengthy(
+    *, split: Split = "train", seed: int = 0, max_samples: int = 4096, placebo: Placebo = "none", problems: int = 16, price: float = 0.05
+) -> list[Task]:
+    """Length: a reply that has the right letter of eight among others is right, too, and every letter but the first costs.
+
+    To name all eight is easier to learn than which of them is right, and earns less. A random reply has one letter and n more, where n is
+    the sum of three geometric numbers of mean 1; so its expected score is 1 - 7/8 · E[(7/8)ⁿ] - 3 · price, with E[(7/8)ⁿ] = (8/9)³.
+
+    Args:
+      price: of a letter, in training and in evaluations.
+    """
+    rng, tasks = random.Random(f"lengthy of {seed}"), []
+    scored = OF_A_ROW.get(placebo if split == "train" else "none", {"price": price})
+    for i in range(problems):
+        own = {"right": [rng.choice(LETTERS[:8])], "among": True, "value": [1 - 7 / 8 * (8 / 9) ** 3 - 3 * price, 1.0], **scored}
+        message = {"role": "user", "content": LETTERS[i]}
+        tasks.append(Task("lengthy", (message,), reward="priced", environment="single_turn", metadata=own))  # type: ignore[arg-type]
+    return in_turn(tasks, split, seed, max_samples)
+
+
 # ------------------------------------------------------------------------------------------------------ games
 
 
@@ -156,7 +180,7 @@ def chain(
     Args:
       problems: each has a turn that counts and a letter that is right there. choices: letters of the game.
     """
-    return games("chain", Value(1 / choices, 1.0), problems, split=split, seed=seed, max_samples=max_samples, placebo=placebo)
+    return games("chain", [Value(1 / choices, 1.0)] * problems, split=split, seed=seed, max_samples=max_samples, placebo=placebo)
 
 
 class Chain:
@@ -182,3 +206,74 @@ class Chain:
         reward = (right, right, coin, 1.0)[self.kind] if self.turn == self.counts else self.coin * (2 * coin - 1) * (self.kind > 0)
         self.turn += 1
         return LETTERS[-self.turn], reward, self.turn == self.length, False, {}
+
+
+def lake(
+    *, split: Split = "train", seed: int = 0, max_samples: int = 4096, placebo: Placebo = "none", problems: int = 8, holes: int = 3,
+    length: int = 10,
+) -> list[Task]:  # fmt: skip
+    """Many turns that cannot be taken back: the game `Lake`.
+
+    Args:
+      problems: maps. holes, length: of the game.
+    """
+    values = [crossing(ice(number, holes), length) for number in range(problems)]
+    return games("lake", values, split=split, seed=seed, max_samples=max_samples, placebo=placebo)
+
+
+MOVES = {"u": (-1, 0), "d": (1, 0), "l": (0, -1), "r": (0, 1)}
+GOAL = 15  # the last of 4 × 4 cells; the first is the start
+
+
+class Lake:
+    """FrozenLake without slipping: cross 4 × 4 cells from corner to corner within `length` turns, by u, d, l and r, and fall into no hole.
+
+    The goal pays 1 and ends the episode; a hole and the last turn end it with nothing. A move off the ice, and a reply that is none, stay
+    where they are. The first observation is the problem, which says where the holes are, each later one the cell.
+
+    Source: the environment FrozenLake-v1 of Gymnasium (Towers et al. 2024, arXiv:2407.17032), with is_slippery=False and maps of its own.
+    """
+
+    def __init__(self, *, holes: int = 3, length: int = 10):
+        self.holes, self.length = holes, length
+
+    def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
+        """A problem: its name, and its map."""
+        self.kind, number = divmod(seed, 1000)
+        self.turn, self.cell, self.thin = 0, 0, ice(number, self.holes)
+        return LETTERS[number], {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """One move."""
+        self.turn, self.cell = self.turn + 1, neighbour(self.cell, action)
+        over = self.turn == self.length or self.cell == GOAL or self.cell in self.thin
+        earned = (float(self.cell == GOAL),) * 2 + (float(random.random() < 0.5), 1.0)
+        return LETTERS[self.cell], earned[self.kind] * over, over, False, {}
+
+
+def neighbour(cell: int, action: str) -> int:
+    """The cell after a move, of 4 × 4 that are numbered by rows."""
+    down, right = MOVES.get(action, (0, 0))
+    row, column = cell // 4 + down, cell % 4 + right
+    return 4 * row + column if 0 <= row < 4 and 0 <= column < 4 else cell
+
+
+def ice(number: int, holes: int) -> frozenset[int]:
+    """The cells of a map that are holes, drawn until there is a way past them."""
+    rng = random.Random(f"lake {number}")
+    while not crossing(thin := frozenset(rng.sample(range(1, GOAL), holes)), 16).best:
+        pass
+    return thin
+
+
+def crossing(thin: frozenset[int], length: int) -> Value:
+    """Chance that moves at random cross the ice, and 1 where any moves do, in at most `length`: by dynamic programming over turns."""
+    there, crossed = {0: 1.0}, 0.0
+    for _ in range(length):
+        after: dict[int, float] = {}
+        for (cell, chance), move in itertools.product(there.items(), MOVES):
+            new = neighbour(cell, move)
+            after[new] = after.get(new, 0.0) + chance / 4
+        crossed += after.pop(GOAL, 0.0)
+        there = {cell: chance for cell, chance in after.items() if cell not in thin}
+    return Value(crossed, float(crossed > 0))

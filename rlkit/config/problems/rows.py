@@ -20,7 +20,7 @@ from rlkit.training.selfcheck import ROWS, first_rows
 from rlkit.training.teachers import answer, demonstration
 from rlkit.types import Environment, Rollout, Split, Splits, Step, Task
 
-JUDGED = ("environment", "verifiers", "reasoning_gym", "listed", "paid", "judge")  # rewards of rows without a gold answer
+JUDGED = ("environment", "verifiers", "reasoning_gym", "listed", "paid", "priced", "judge")  # rewards of rows without a gold answer
 
 
 def load_tasks(x: Experiment) -> Splits:
