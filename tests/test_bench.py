@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -251,6 +252,21 @@ def test_a_seed_that_lacks_a_run_is_left_out_for_all():
     found = bench.scores([row for row in whole if (row["seed"], row["arm"], row["task"]) != (3, "b", "needle")])
     assert found.seeds == [0, 1, 2, 4, 5, 6, 7] and found.of["a"].shape == (7, 2)
     assert "nothing is compared" in bench.page(whole[:4], {})
+
+
+def test_an_arm_that_a_task_refuses_is_left_out_there_and_no_seed_for_it():
+    """max_rl refuses the rewards below 0 of lengthy: its missing runs left not one seed for the whole matrix."""
+    whole = table({"a": 0.5, "b": 0.4, "c": 0.3})
+    found = bench.scores([row for row in whole if (row["arm"], row["task"]) != ("b", "needle")])
+    assert found.seeds == list(range(8)) and list(found.everywhere()) == ["a", "c"]
+    assert [(p.task, p.first, p.second) for p in bench.pairs(found)] == [
+        ("noisy", "a", "b"), ("noisy", "a", "c"), ("noisy", "b", "c"), ("needle", "a", "c"),
+    ]  # fmt: skip
+    refused = {Path(f"folder/needle/b/{seed}"): "rewards below 0" for seed in range(3)}
+    text = bench.page([row for row in whole if (row["arm"], row["task"]) != ("b", "needle")], refused)
+    assert "- folder/needle/b, seeds 0, 1, 2: rewards below 0\n" in text
+    assert next(line for line in text.splitlines() if line.startswith("| b |")).endswith("#2 | did not run |")
+    assert "did not run on every task: b." in text and sum(line.startswith("| b |") for line in text.splitlines()) == 1
 
 
 def test_false_claims_are_rare_over_many_pages():

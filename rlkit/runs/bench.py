@@ -138,20 +138,32 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 class Scores(NamedTuple):
-    """1 - regret of the seeds that every arm has on every task: arm → [n seeds, tasks]."""
+    """1 - regret of the seeds that every arm has on its tasks: arm → [n seeds, tasks]; NaN on a task that none of its runs finished."""
 
     tasks: list[str]
     seeds: list[int]
     of: dict[str, np.ndarray]
 
+    def on(self, task: int) -> dict[str, np.ndarray]:
+        """The arms that have runs on a task: arm → [n seeds]."""
+        return {arm: own[:, task] for arm, own in self.of.items() if not np.isnan(own[:, task]).any()}
+
+    def everywhere(self) -> dict[str, np.ndarray]:
+        """The arms that have runs on all tasks: arm → [n seeds, tasks]."""
+        return {arm: own for arm, own in self.of.items() if not np.isnan(own).any()}
+
 
 def scores(rows: Sequence[Row]) -> Scores:
-    """The rows as a cube. A seed that lacks a run is left out for all arms, so that every comparison is within pairs."""
+    """The rows as a cube. A seed that lacks a run is left out for all arms, so that every comparison is within pairs.
+
+    An arm that has no run at all on a task, such as one that a task refuses, is left out there, and no seed for it.
+    """
     found = {(row["task"], row["arm"], int(row["seed"])): 1 - float(row["regret"]) for row in rows}
     tasks, arms = (list(dict.fromkeys(row[key] for row in rows)) for key in ("task", "arm"))
-    seeds = sorted({int(row["seed"]) for row in rows})
-    seeds = [seed for seed in seeds if all((task, arm, seed) in found for task in tasks for arm in arms)]
-    return Scores(tasks, seeds, {arm: np.array([[found[task, arm, seed] for task in tasks] for seed in seeds]) for arm in arms})
+    there = {(task, arm) for task, arm, _ in found}
+    seeds = [seed for seed in sorted({seed for *_, seed in found}) if all((*cell, seed) in found for cell in there)]
+    cube = {arm: np.array([[found.get((task, arm, seed), math.nan) for task in tasks] for seed in seeds]) for arm in arms}
+    return Scores(tasks, seeds, cube)
 
 
 class Pair(NamedTuple):
@@ -169,7 +181,7 @@ class Pair(NamedTuple):
 
 def pairs(found: Scores) -> list[Pair]:
     """Every pair of arms on every task, by Student's t within seeds, with the false-discovery rate over all of them."""
-    places = [(t, a, b) for t in range(len(found.tasks)) for a, b in combinations(found.of, 2)]
+    places = [(t, a, b) for t in range(len(found.tasks)) for a, b in combinations(found.on(t), 2)]
     tests = [paired(found.of[a][:, t].tolist(), found.of[b][:, t].tolist()) for t, a, b in places]
     rates = false_discovery([d.p for d in tests])
     return [
@@ -189,13 +201,19 @@ def page(rows: Sequence[Row], failed: Mapping[Path, str]) -> str:
         "start, the problems, their order and the sampling noise, and are compared within seeds."
     )
     if failed:
-        parts.append("Failed: " + "; ".join(f"{folder}: {why}" for folder, why in failed.items()))
+        parts.append("Failed:\n\n" + failed_lines(failed))
     if n < 2:
-        return "\n\n".join(
-            [*parts, "Fewer than two seeds have a run of every arm on every task, so nothing is compared.", budget_table(rows)]
-        )
+        return "\n\n".join([*parts, "Fewer than two seeds have a run of every arm, so nothing is compared.", budget_table(rows)]) + "\n"
     parts += ["## Scores by task", by_task_table(found), "## Over tasks", over_tasks_table(found), "## What can be claimed", claims(found)]
     return "\n\n".join([*parts, "## What the runs spent", budget_table(rows)]) + "\n"
+
+
+def failed_lines(failed: Mapping[Path, str]) -> str:
+    """A line for what the same arm said on a task, with its seeds."""
+    seeds: dict[tuple[Path, str], list[str]] = {}
+    for folder, why in failed.items():
+        seeds.setdefault((folder.parent, why), []).append(folder.name)
+    return "\n".join(f"- {folder}, seed{'s' * (len(own) > 1)} {', '.join(own)}: {why}" for (folder, why), own in seeds.items())
 
 
 def markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -205,30 +223,36 @@ def markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def by_task_table(found: Scores) -> str:
     """Mean over seeds, its 95 % interval by Student's t, and the rank; ties share theirs."""
-    means = np.array([own.mean(0) for own in found.of.values()])
-    places = ranks(means.T).T
-    lines = []
-    for i, (arm, own) in enumerate(found.of.items()):
-        cells = []
-        for t in range(len(found.tasks)):
-            d = paired([0.0] * len(own), own[:, t].tolist())
+    cells: dict[tuple[str, int], str] = {}
+    for t in range(len(found.tasks)):
+        there = found.on(t)
+        for (arm, own), place in zip(there.items(), ranks(np.array([own.mean() for own in there.values()])), strict=True):
+            d = paired([0.0] * len(own), own.tolist())
             span = "" if math.isnan(d.low) else f" ({d.low:.2f} to {d.high:.2f})"
-            cells.append(f"{d.mean:.3f}{span} #{places[i, t]:g}")
-        lines.append([arm, *cells])
-    return markdown(["arm", *found.tasks], lines)
+            cells[arm, t] = f"{d.mean:.3f}{span} #{place:g}"
+    return markdown(
+        ["arm", *found.tasks], [[arm, *(cells.get((arm, t), "did not run") for t in range(len(found.tasks)))] for arm in found.of]
+    )
 
 
 def over_tasks_table(found: Scores) -> str:
-    """IQM and mean with intervals from whole seeds redrawn, mean rank, profile, and the chance to beat the first arm."""
-    mean_rank = ranks(np.stack(list(found.of.values()), -1)).mean((0, 1))
-    first, lines = next(iter(found.of.values())), []
-    for i, (arm, own) in enumerate(found.of.items()):
+    """IQM and mean with intervals from whole seeds redrawn, mean rank, profile, and the chance to beat the first arm.
+
+    Only of the arms that ran on all tasks: means over different tasks are not comparable.
+    """
+    if not (arms := found.everywhere()):
+        return "No arm ran on every task."
+    mean_rank = ranks(np.stack(list(arms.values()), -1)).mean((0, 1))
+    first, lines = next(iter(arms.values())), []
+    for i, (arm, own) in enumerate(arms.items()):
         spans = ["{:.3f} ({:.3f} to {:.3f})".format(*bootstrap(own, statistic)) for statistic in (iqm, lambda x: float(x.mean()))]
         lines.append(
             [arm, *spans, f"{mean_rank[i]:.2f}", *(f"{share:.2f}" for share in profile(own, THRESHOLDS)), f"{improvement(first, own):.2f}"]
         )
-    columns = ["arm", "IQM", "mean", "mean rank", *(f"share > {t:g}" for t in THRESHOLDS), f"P(better than {next(iter(found.of))})"]
+    columns = ["arm", "IQM", "mean", "mean rank", *(f"share > {t:g}" for t in THRESHOLDS), f"P(better than {next(iter(arms))})"]
     note = "Intervals redraw whole seeds" + (", and below ten seeds are too narrow." if len(found.seeds) < 10 else ".")
+    if left_out := [arm for arm in found.of if arm not in arms]:
+        note += f" Left out, since they did not run on every task: {', '.join(left_out)}."
     return f"{markdown(columns, lines)}\n\n{note}"
 
 
