@@ -254,6 +254,17 @@ def test_a_seed_that_lacks_a_run_is_left_out_for_all():
     assert "nothing is compared" in bench.page(whole[:4], {})
 
 
+def test_comparisons_with_placebos_do_not_help_others_to_pass():
+    """Beside many that differ, a p-value of 0.04 would pass; the page says which arms are above both placebos."""
+    coin, form = bench.PLACEBOS
+    rows = table({"a": 0.5, "b": 0.488, "c": 0.5, "d": 0.9, coin: 0.9, form: 1.0})
+    alone = bench.pairs(bench.scores([row for row in rows if row["arm"] not in bench.PLACEBOS]))
+    beside = {(p.task, p.first, p.second): p.q for p in bench.pairs(bench.scores(rows))}
+    assert [p.q for p in alone] == [beside[p.task, p.first, p.second] for p in alone]
+    text = bench.page(rows, {})
+    assert "of 12 comparisons" in text and "- noisy: all but d\n- needle: all but d" in text and f"better than {coin}" not in text
+
+
 def test_an_arm_that_a_task_refuses_is_left_out_there_and_no_seed_for_it():
     """max_rl refuses the rewards below 0 of lengthy: its missing runs left not one seed for the whole matrix."""
     whole = table({"a": 0.5, "b": 0.4, "c": 0.3})

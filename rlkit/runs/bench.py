@@ -180,10 +180,18 @@ class Pair(NamedTuple):
 
 
 def pairs(found: Scores) -> list[Pair]:
-    """Every pair of arms on every task, by Student's t within seeds, with the false-discovery rate over all of them."""
+    """Every pair of arms on every task, by Student's t within seeds, with the false-discovery rate over all of them.
+
+    Pairs with a placebo have a correction of their own: nearly all of them differ, and beside them a pair of others would pass with a
+    larger p-value.
+    """
     places = [(t, a, b) for t in range(len(found.tasks)) for a, b in combinations(found.on(t), 2)]
-    tests = [paired(found.of[a][:, t].tolist(), found.of[b][:, t].tolist()) for t, a, b in places]
-    rates = false_discovery([d.p for d in tests])
+    tests = [paired(found.on(t)[a].tolist(), found.on(t)[b].tolist()) for t, a, b in places]
+    rates = [math.nan] * len(places)
+    for placebo in (False, True):
+        own = [i for i, (_, a, b) in enumerate(places) if bool({a, b} & PLACEBOS.keys()) == placebo]
+        for i, q in zip(own, false_discovery([tests[i].p for i in own]), strict=True):
+            rates[i] = q
     return [
         Pair(found.tasks[t], a, b, d.mean, d.low, d.high, q, detectable(d.spread, d.n) if d.n >= FEWEST else math.inf)
         for (t, a, b), d, q in zip(places, tests, rates, strict=True)
@@ -257,10 +265,11 @@ def over_tasks_table(found: Scores) -> str:
 
 
 def claims(found: Scores) -> str:
-    """The pairs that can be told apart at a false-discovery rate of 5 % over all pairs and tasks, the largest first; and the others."""
-    every = pairs(found)
+    """What can be told apart at a false-discovery rate of 5 % over all pairs and tasks, the largest first; the others; the placebos."""
     if len(found.seeds) < FEWEST:
         return f"Nothing: {len(found.seeds)} seeds; at least {FEWEST} are needed."
+    all_pairs = pairs(found)
+    every = [p for p in all_pairs if not {p.first, p.second} & PLACEBOS.keys()]
     told = sorted((p for p in every if p.q <= ALPHA), key=lambda p: -abs(p.mean))
     lines = []
     for p in told:
@@ -276,7 +285,26 @@ def claims(found: Scores) -> str:
             rest.append(f"- {task}: {names} (a difference of {seen} would be seen)")
     head = f"{len(told)} of {len(every)} comparisons, at a false-discovery rate of 5 % (Benjamini and Hochberg) over all of them."
     tail = "Not told apart (comparisons.csv has each):" if rest else "All are told apart; comparisons.csv has each."
-    return "\n".join([head, "", *lines, "", tail, "", *rest]).rstrip()
+    return "\n".join([head, "", *lines, "", tail, "", *rest, "", *above_placebos(found, all_pairs)]).rstrip()
+
+
+def above_placebos(found: Scores, all_pairs: Sequence[Pair]) -> list[str]:
+    """By task, the arms that are above every placebo, and those that are not."""
+    lines = []
+    for t, task in enumerate(found.tasks):
+        there = found.on(t)
+        if not there.keys() & PLACEBOS.keys():
+            continue
+        beaten: dict[str, set[str]] = {}
+        for p in all_pairs:
+            if p.task == task and p.q <= ALPHA:
+                better, worse = (p.second, p.first) if p.mean > 0 else (p.first, p.second)
+                beaten.setdefault(better, set()).add(worse)
+        arms = [arm for arm in there if arm not in PLACEBOS]
+        below = [arm for arm in arms if not there.keys() & PLACEBOS.keys() <= beaten.get(arm, set())]
+        names = "none" if len(below) == len(arms) else f"all but {', '.join(below)}" if below else "all"
+        lines.append(f"- {task}: {names}")
+    return ["Above both placebos (a correction over all comparisons with them):", "", *lines] if lines else []
 
 
 def budget_table(rows: Sequence[Row]) -> str:
