@@ -3,9 +3,9 @@
     bash experiments/benchmarks/peers_env.sh FOLDER
     python experiments/bench/trl_check.py --python FOLDER/bin/python [--tasks scales needle] [--seeds 0 1 … 9]
 
-rlkit's rows are those of the arm grpo in results.csv (experiments/bench/run.py). TRL draws other noise and splits a step's replies into its
-two updates by reply, not by group, so runs of a seed share their start and problems and nothing else. Its score is exact: the chance of
-the right replies, from the trained model's probabilities. A row a run in trl.csv, and a table with the differences within seeds.
+rlkit's rows are those of the arm grpo in matrix/results.csv. TRL draws other noise and splits a step's replies into its two updates by
+reply, not by group, so runs of a seed share their start and problems and nothing else. Its score is exact: the chance of the right replies,
+from the trained model's probabilities. A row a run in trl.csv, and a table with the differences within seeds.
 """
 
 from __future__ import annotations
@@ -110,13 +110,14 @@ def table(rows: list[dict[str, Any]]) -> str:
     from rlkit.runs.bench import markdown
     from rlkit.runs.comparing import paired
 
-    own = {(r["task"], int(r["seed"])): 1 - float(r["regret"]) for r in csv.DictReader((HERE / "results.csv").open()) if r["arm"] == "grpo"}
+    ours = csv.DictReader((HERE / "matrix" / "results.csv").open())
+    own = {(row["task"], int(row["seed"])): 1 - float(row["regret"]) for row in ours if row["arm"] == "grpo"}
     lines = []
     for task in dict.fromkeys(row["task"] for row in rows):
         theirs = {int(row["seed"]): 1 - float(row["regret"]) for row in rows if row["task"] == task and (task, int(row["seed"])) in own}
         d = paired(list(theirs.values()), [own[task, seed] for seed in theirs])
-        ours = fmean(own[task, seed] for seed in theirs)
-        lines.append([task, str(d.n), f"{fmean(theirs.values()):.3f}", f"{ours:.3f}", f"{d.mean:+.3f} ({d.low:+.3f} to {d.high:+.3f})"])
+        means = [f"{fmean(theirs.values()):.3f}", f"{fmean(own[task, seed] for seed in theirs):.3f}"]
+        lines.append([task, str(d.n), *means, f"{d.mean:+.3f} ({d.low:+.3f} to {d.high:+.3f})"])
     return markdown(["task", "seeds", "TRL", "rlkit", "rlkit - TRL, 95 %"], lines)
 
 
