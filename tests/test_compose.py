@@ -135,6 +135,9 @@ REFUSALS = {
     "word for a number": (["batch.prompts=many"], ["batch.prompts", "'many' is not a whole number"]),
     "fraction for a whole number": (["trainer.steps=1.5"], ["trainer.steps", "not a whole number"]),
     "word outside a choice": (["trainer.precision=fp8"], ["trainer.precision", "bf16-mixed"]),
+    "text for a list": (["teacher=vllm", "teacher.addresses=http://a:1"], ["teacher.addresses: 'http://a:1' is not a list"]),
+    "number for the servers of a part": (["teacher=vllm", "+teacher.parts.a=5"], ["teacher.parts.a: 5 is not text or a list"]),
+    "number for named parts": (["++reward.terms=3"], ["reward.terms: 3 is not a mapping"]),
     "number for a part": (["++batch=3"], ["batch: 3", "mapping with a _target_"]),
     "a term that is no part": (
         ["+reward.terms.x={weight: 1.0, fn: {_target_: rlkit.rewards.numeric, _partial_: true}}"],

@@ -201,3 +201,16 @@ def test_a_server_that_dies_is_passed_over_and_without_another_the_run_ends_with
             served.check("tiny")
     with pytest.raises(EngineError, match=r"does not answer .*nor does another"):
         served.read(ids, mask, k=2, columns=768)
+
+
+def test_servers_of_one_part_that_die_in_the_middle_of_a_run_end_it_with_their_key(played, teacher, tiny):
+    """Those of the other part do not stand in for them: they serve another teacher."""
+    x, rollouts = played
+    mixed = [r._replace(task=r.task._replace(part=("one", "two")[i >= 3])) for i, r in enumerate(rollouts)]
+    with serving(teacher[1]) as one:
+        with serving(tiny) as two:
+            learner = learner_of(x, tiny, vllm_teacher(parts={"one": one.url, "two": two.url}), sampled_divergence)
+            learner.step(mixed)
+        with pytest.raises(EngineError, match=f"teacher.parts.two: {two.url} does not answer"):
+            learner.step(mixed)
+        assert len(one.asked) == 6  # three a step, and none of the other part's

@@ -207,12 +207,15 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def describe(hint: Any) -> str:
-    """A hint in words: 'a whole number or null'."""
+    """A hint in words: 'a whole number or null', 'a list, [value, …]'."""
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     words = []
     for option in _alternatives(hint):
-        if typing.get_origin(option) is Literal:
+        base = typing.get_origin(option) or option
+        if base is Literal:
             words.append("one of " + ", ".join(map(str, typing.get_args(option))))
+        elif inspect.isclass(base) and base is not str and issubclass(base, Mapping | Sequence) and not hasattr(base, "_fields"):
+            words.append("a mapping, {name: value}" if issubclass(base, Mapping) else "a list, [value, …]")
         else:
             words.append(names.get(option, "a part (a mapping with a _target_)"))
     said = " or ".join(dict.fromkeys(words))

@@ -59,7 +59,7 @@ def ema_teacher(*, decay: float) -> Teacher:
 def vllm_teacher(
     *,
     addresses: Sequence[str] = (),
-    parts: Mapping[str, Sequence[str]] | None = None,
+    parts: Mapping[str, str | Sequence[str]] | None = None,
     model: str | None = None,
     max_rows: int = 64,
 ) -> Teacher:
@@ -70,7 +70,7 @@ def vllm_teacher(
 
     Args:
       addresses: of the servers; rows are dealt to them in turn, and one that no longer answers is passed over.
-      parts: part of a mixture → addresses of its own teacher's servers; then `addresses` is empty.
+      parts: part of a mixture → addresses of its own teacher's servers, or one; then `addresses` is empty.
       model: the name that they serve it under, checked at the start; None takes what they serve.
       max_rows: requests at once to each server, > 0.
     Raises: ValueError without a proper address.
