@@ -178,6 +178,10 @@ class Pair(NamedTuple):
     q: float
     sees: float  # the difference that these seeds find four times in five, alone
 
+    def order(self) -> tuple[str, str]:
+        """The better arm, and the other."""
+        return (self.second, self.first) if self.mean > 0 else (self.first, self.second)
+
 
 def pairs(found: Scores) -> list[Pair]:
     """Every pair of arms on every task, by Student's t within seeds, with the false-discovery rate over all of them.
@@ -187,11 +191,10 @@ def pairs(found: Scores) -> list[Pair]:
     """
     places = [(t, a, b) for t in range(len(found.tasks)) for a, b in combinations(found.on(t), 2)]
     tests = [paired(found.on(t)[a].tolist(), found.on(t)[b].tolist()) for t, a, b in places]
-    rates = [math.nan] * len(places)
+    beside, rates = [bool({a, b} & PLACEBOS.keys()) for _, a, b in places], np.full(len(places), math.nan)
     for placebo in (False, True):
-        own = [i for i, (_, a, b) in enumerate(places) if bool({a, b} & PLACEBOS.keys()) == placebo]
-        for i, q in zip(own, false_discovery([tests[i].p for i in own]), strict=True):
-            rates[i] = q
+        own = [i for i, there in enumerate(beside) if there == placebo]
+        rates[own] = false_discovery([tests[i].p for i in own])
     return [
         Pair(found.tasks[t], a, b, d.mean, d.low, d.high, q, detectable(d.spread, d.n) if d.n >= FEWEST else math.inf)
         for (t, a, b), d, q in zip(places, tests, rates, strict=True)
@@ -231,16 +234,14 @@ def markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def by_task_table(found: Scores) -> str:
     """Mean over seeds, its 95 % interval by Student's t, and the rank; ties share theirs."""
-    cells: dict[tuple[str, int], str] = {}
+    cells = {arm: ["did not run"] * len(found.tasks) for arm in found.of}
     for t in range(len(found.tasks)):
         there = found.on(t)
         for (arm, own), place in zip(there.items(), ranks(np.array([own.mean() for own in there.values()])), strict=True):
             d = paired([0.0] * len(own), own.tolist())
             span = "" if math.isnan(d.low) else f" ({d.low:.2f} to {d.high:.2f})"
-            cells[arm, t] = f"{d.mean:.3f}{span} #{place:g}"
-    return markdown(
-        ["arm", *found.tasks], [[arm, *(cells.get((arm, t), "did not run") for t in range(len(found.tasks)))] for arm in found.of]
-    )
+            cells[arm][t] = f"{d.mean:.3f}{span} #{place:g}"
+    return markdown(["arm", *found.tasks], [[arm, *own] for arm, own in cells.items()])
 
 
 def over_tasks_table(found: Scores) -> str:
@@ -273,9 +274,8 @@ def claims(found: Scores) -> str:
     told = sorted((p for p in every if p.q <= ALPHA), key=lambda p: -abs(p.mean))
     lines = []
     for p in told:
-        better, worse = (p.second, p.first) if p.mean > 0 else (p.first, p.second)
         low, high = sorted((abs(p.low), abs(p.high)))
-        lines.append(f"- {p.task}: {better} is better than {worse} by {abs(p.mean):.3f} ({low:.3f} to {high:.3f}), q = {p.q:.4f}")
+        lines.append(f"- {p.task}: {' is better than '.join(p.order())} by {abs(p.mean):.3f} ({low:.3f} to {high:.3f}), q = {p.q:.4f}")
     rest = []
     for task in found.tasks:
         if own := [p for p in every if p.task == task and p.q > ALPHA]:
@@ -292,18 +292,11 @@ def above_placebos(found: Scores, all_pairs: Sequence[Pair]) -> list[str]:
     """By task, the arms that are above every placebo, and those that are not."""
     lines = []
     for t, task in enumerate(found.tasks):
-        there = found.on(t)
-        if not there.keys() & PLACEBOS.keys():
-            continue
-        beaten: dict[str, set[str]] = {}
-        for p in all_pairs:
-            if p.task == task and p.q <= ALPHA:
-                better, worse = (p.second, p.first) if p.mean > 0 else (p.first, p.second)
-                beaten.setdefault(better, set()).add(worse)
-        arms = [arm for arm in there if arm not in PLACEBOS]
-        below = [arm for arm in arms if not there.keys() & PLACEBOS.keys() <= beaten.get(arm, set())]
-        names = "none" if len(below) == len(arms) else f"all but {', '.join(below)}" if below else "all"
-        lines.append(f"- {task}: {names}")
+        arms, told = found.on(t), [p.order() for p in all_pairs if p.task == found.tasks[t] and p.q <= ALPHA]
+        placebos, own = arms.keys() & PLACEBOS.keys(), [arm for arm in arms if arm not in PLACEBOS]
+        below = [arm for arm in own if any((arm, placebo) not in told for placebo in placebos)]
+        names = "none" if len(below) == len(own) else f"all but {', '.join(below)}" if below else "all"
+        lines += [f"- {task}: {names}"] if placebos else []
     return ["Above both placebos (a correction over all comparisons with them):", "", *lines] if lines else []
 
 
