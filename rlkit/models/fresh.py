@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -60,6 +61,26 @@ def fresh_policy(
       lora: adapters, which come after the lessons; rank 0 trains everything.
     """
     alphabet = sorted({*symbols, *(c for place in replies for c in place.removesuffix("*"))})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = small_model(len(CONTROL) + len(alphabet), width=width, layers=layers, init_std=init_std)
+        model.load_state_dict(
+            taught(
+                tuple(replies), tuple(alphabet), turns=turns, prompt=prompt, opinions=opinions, width=width, layers=layers,
+                init_std=init_std, steps=steps, rate=rate, seed=seed,
+            )
+        )  # fmt: skip
+        if lora.rank > 0:
+            model = add_lora(model, lora)
+    return make_policy(model.to(device), character_tokenizer(alphabet))
+
+
+@lru_cache(maxsize=4)  # arms of the bench that run one after another in a process share their start
+def taught(
+    replies: tuple[str, ...], alphabet: tuple[str, ...], *, turns: int, prompt: int, opinions: float, width: int, layers: int,
+    init_std: float, steps: int, rate: float, seed: int,
+) -> Mapping[str, torch.Tensor]:  # fmt: skip
+    """The weights after the lessons. The arguments are those of `fresh_policy`. Callers copy the tensors and do not change them."""
     tokenizer, own = character_tokenizer(alphabet), Opinions(seed, opinions)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -76,10 +97,7 @@ def fresh_policy(
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        model.zero_grad(set_to_none=True)
-        if lora.rank > 0:
-            model = add_lora(model, lora)
-    return make_policy(model.to(device), tokenizer)
+    return model.state_dict()
 
 
 def character_tokenizer(alphabet: Sequence[str]) -> Any:
