@@ -211,6 +211,17 @@ def test_opinions_have_the_strength_that_they_say():
     assert one == again and one not in others
 
 
+def test_a_start_is_the_same_the_second_time_and_as_often_as_it_is_trained():
+    """Its weights are kept for the next arm of a seed: training one copy must not change them."""
+    made = {"replies": ["abcd"], "steps": 3, "seed": 5}
+    first = fresh_policy(**made).model
+    kept = {name: weight.clone() for name, weight in first.state_dict().items()}
+    with torch.no_grad():
+        for weight in first.parameters():
+            weight.add_(1.0)
+    assert all(torch.equal(weight, kept[name]) for name, weight in fresh_policy(**made).model.state_dict().items())
+
+
 @pytest.mark.slow
 def test_a_start_with_opinions_reads_its_prompt():
     """What it replies is within 0.2 of the opinion on the prompt, in total variation, and nearer to it than to that on any other prompt."""
@@ -278,6 +289,12 @@ def test_an_arm_that_a_task_refuses_is_left_out_there_and_no_seed_for_it():
     assert "- folder/needle/b, seeds 0, 1, 2: rewards below 0\n" in text
     assert next(line for line in text.splitlines() if line.startswith("| b |")).endswith("#2 | did not run |")
     assert "did not run on every task: b." in text and sum(line.startswith("| b |") for line in text.splitlines()) == 1
+
+
+def test_unequal_budgets_are_named_with_their_factor():
+    rows = [row | {"samples": 5 if (row["arm"], row["task"]) == ("b", "needle") else 2} for row in table({"a": 0.5, "b": 0.4})]
+    assert "Not equal: samples, by a factor of up to 2.5 (needle: b beside a).\n" in bench.page(rows, {})
+    assert "Not equal" not in bench.page(table({"a": 0.5, "b": 0.4}), {})
 
 
 def test_false_claims_are_rare_over_many_pages():

@@ -1,11 +1,12 @@
 """Does TRL's GRPO end where rlkit's does? Same start, problems and settings, two tasks, ten seeds.
 
     bash experiments/benchmarks/peers_env.sh FOLDER
-    python experiments/bench/trl_check.py --python FOLDER/bin/python [--tasks scales needle] [--seeds 0 1 … 9]
+    python experiments/bench/trl_check.py --python FOLDER/bin/python [--tasks scales needle]
 
-rlkit's rows are those of the arm grpo in matrix/results.csv. TRL draws other noise and splits a step's replies into its two updates by
-reply, not by group, so runs of a seed share their start and problems and nothing else. Its score is exact: the chance of the right replies,
-from the trained model's probabilities. A row a run in trl.csv, and a table with the differences within seeds.
+rlkit's rows are those of GRPO on scales in matrix/results.csv, and of GRPO without a KL on needle in results.csv. TRL draws other noise
+and splits a step's replies into its two updates by reply, not by group, so runs of a seed share their start and problems and nothing else.
+Its score is exact: the chance of the right replies, from the trained model's probabilities. A row a run in trl.csv, and a table with the
+differences within seeds.
 """
 
 from __future__ import annotations
@@ -19,10 +20,25 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 ROWS = HERE / "trl.csv"
+
+
+class Own(NamedTuple):
+    """rlkit's rows of a task, and how its arm differs from the preset with algorithm=grpo."""
+
+    rows: Path
+    arm: str
+    overrides: tuple[str, ...]
+    seeds: range
+
+
+OWN = {
+    "scales": Own(HERE / "matrix" / "results.csv", "grpo", (), range(10)),
+    "needle": Own(HERE / "results.csv", "grpo, no KL to the start", ("kl=none", "reference=none"), range(80, 90)),
+}
 
 
 def trained(task: str, seed: int) -> dict[str, Any]:
@@ -34,7 +50,7 @@ def trained(task: str, seed: int) -> dict[str, Any]:
     from rlkit.config.problems.rows import load_tasks
     from rlkit.tasks.bench import mean_value
 
-    x = experiment(f"experiment=bench/{task}", "algorithm=grpo", f"seed={seed}")
+    x = experiment(f"experiment=bench/{task}", "algorithm=grpo", *OWN[task].overrides, f"seed={seed}")
     policy, tasks, replies = x.model(device="cpu"), load_tasks(x), x.batch.prompts * x.batch.group_size
     rows = [{"prompt": [dict(m) for m in t.messages], "right": t.metadata["right"], "pay": t.metadata["pay"]} for t in tasks.train]
     config = GRPOConfig(
@@ -77,8 +93,7 @@ def chance_of(policy: Any, task: Any) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--python", help="of an environment with TRL")
-    parser.add_argument("--tasks", nargs="+", default=["scales", "needle"])
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
+    parser.add_argument("--tasks", nargs="+", default=list(OWN), choices=list(OWN))
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # a task and a seed, in the environment with TRL
     given = parser.parse_args()
     if given.one:
@@ -88,7 +103,7 @@ def main() -> None:
         parser.error("--python: name the interpreter of an environment with TRL (experiments/benchmarks/peers_env.sh makes one)")
     rows = list(csv.DictReader(ROWS.open())) if ROWS.exists() else []
     for task in given.tasks:
-        for seed in given.seeds:
+        for seed in OWN[task].seeds:
             if any((row["task"], int(row["seed"])) == (task, seed) for row in rows):
                 continue
             with tempfile.TemporaryDirectory() as folder:
@@ -110,13 +125,18 @@ def table(rows: list[dict[str, Any]]) -> str:
     from rlkit.runs.bench import markdown
     from rlkit.runs.comparing import paired
 
-    ours = csv.DictReader((HERE / "matrix" / "results.csv").open())
-    own = {(row["task"], int(row["seed"])): 1 - float(row["regret"]) for row in ours if row["arm"] == "grpo"}
     lines = []
-    for task in dict.fromkeys(row["task"] for row in rows):
-        theirs = {int(row["seed"]): 1 - float(row["regret"]) for row in rows if row["task"] == task and (task, int(row["seed"])) in own}
-        d = paired(list(theirs.values()), [own[task, seed] for seed in theirs])
-        means = [f"{fmean(theirs.values()):.3f}", f"{fmean(own[task, seed] for seed in theirs):.3f}"]
+    for task, own in OWN.items():
+        ours = {
+            int(row["seed"]): 1 - float(row["regret"])
+            for row in csv.DictReader(own.rows.open()) if (row["task"], row["arm"]) == (task, own.arm)
+        }  # fmt: skip
+        theirs = {int(row["seed"]): 1 - float(row["regret"]) for row in rows if row["task"] == task and int(row["seed"]) in own.seeds}
+        theirs = {seed: score for seed, score in theirs.items() if seed in ours}
+        if not theirs:
+            continue
+        d = paired(list(theirs.values()), [ours[seed] for seed in theirs])
+        means = [f"{fmean(theirs.values()):.3f}", f"{fmean(ours[seed] for seed in theirs):.3f}"]
         lines.append([task, str(d.n), *means, f"{d.mean:+.3f} ({d.low:+.3f} to {d.high:+.3f})"])
     return markdown(["task", "seeds", "TRL", "rlkit", "rlkit - TRL, 95 %"], lines)
 

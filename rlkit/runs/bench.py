@@ -30,6 +30,8 @@ from rlkit.runs.comparing import ALPHA, FEWEST, bootstrap, detectable, false_dis
 # Arms that cannot learn what is asked: a method counts only above them. The rewards of training are a coin, or 1 for any reply.
 PLACEBOS = {f"placebo {kind}": ("algorithm=grpo", f"task.placebo={kind}") for kind in ("coin", "format")}
 THRESHOLDS = (0.1, 0.25, 0.5, 0.75, 0.9)  # of 1 - regret, in the performance profile
+SPENT = {"updates": "optimiser steps", "samples": "samples", "tokens": "tokens", "processor_s": "processor seconds"}
+UNEVEN = 0.02  # relative difference of two budgets that is named
 FEW = 6  # pairs of a task that the page names where they are not told apart
 
 
@@ -303,13 +305,30 @@ def above_placebos(found: Scores, all_pairs: Sequence[Pair]) -> list[str]:
 
 
 def budget_table(rows: Sequence[Row]) -> str:
-    """Mean optimiser steps, samples, tokens and processor seconds of a run, by arm and task."""
-    lines = []
-    for task, arm in dict.fromkeys((row["task"], row["arm"]) for row in rows):
-        own = [row for row in rows if (row["task"], row["arm"]) == (task, arm)]
-        means = [
-            np.mean([math.nan if row[key] == "" else float(row[key]) for row in own])
-            for key in ("updates", "samples", "tokens", "processor_s")
-        ]
-        lines.append([task, arm, *(f"{mean:,.0f}" for mean in means[:3]), f"{means[3]:.1f}"])
-    return markdown(["task", "arm", "optimiser steps", "samples", "tokens", "processor seconds"], lines)
+    """Mean optimiser steps, samples, tokens and processor seconds of a run, by arm and task, and which of them are not equal."""
+    spent = {
+        (task, arm): [_mean([row[unit] for row in rows if (row["task"], row["arm"]) == (task, arm)]) for unit in SPENT]
+        for task, arm in dict.fromkeys((row["task"], row["arm"]) for row in rows)
+    }
+    lines = [[*cell, *(f"{mean:,.0f}" for mean in means[:3]), f"{means[3]:.1f}"] for cell, means in spent.items()]
+    table = markdown(["task", "arm", *SPENT.values()], lines)
+    return "\n\n".join([*unequal(spent), table, "Processor seconds are without the start, which the arms of a seed share."])
+
+
+def unequal(spent: Mapping[tuple[str, str], Sequence[float]]) -> list[str]:
+    """A sentence for optimiser steps, samples and tokens each, of which the arms of a task spent unequal amounts."""
+    out = []
+    for i, unit in enumerate(list(SPENT.values())[:3]):
+        worst = 1.0, "", "", ""
+        for task in dict.fromkeys(task for task, _ in spent):
+            own = {arm: means[i] for (of, arm), means in spent.items() if of == task}
+            most, least = max(own, key=own.__getitem__), min(own, key=own.__getitem__)
+            worst = max(worst, (own[most] / own[least] if own[least] else math.inf, task, most, least))
+        if worst[0] > 1 + UNEVEN:
+            out.append("Not equal: {unit}, by a factor of up to {0:.1f} ({1}: {2} beside {3}).".format(*worst, unit=unit))
+    return out or ["Optimiser steps, samples and tokens are equal on every task."]
+
+
+def _mean(values: Sequence[Any]) -> float:
+    """Of what is a number; nan without one."""
+    return float(np.mean([math.nan if value == "" else float(value) for value in values]))
