@@ -1,0 +1,56 @@
+"""Draws the rows of a matrix: a panel a task, a line an arm, a dot a seed, a diamond the mean with its 95 % interval.
+
+    python experiments/bench/plot.py [FOLDER …]
+
+Without folders, the matrix and all studies of this page. Reads results.csv of each folder and writes scores.png beside it.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+
+from rlkit.runs.comparing import paired
+
+HERE = Path(__file__).parent
+
+
+def plot(folder: Path) -> None:
+    """scores.png of one folder."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = list(csv.DictReader((folder / "results.csv").open()))
+    tasks, arms = (list(dict.fromkeys(row[key] for row in rows)) for key in ("task", "arm"))
+    figure, panels = pyplot.subplots(
+        1, len(tasks), figsize=(2.6 + 2.4 * len(tasks), 0.32 * len(arms) + 1.1), sharey=True, squeeze=False, layout="constrained"
+    )
+    for panel, task in zip(panels[0], tasks, strict=True):
+        for place, arm in enumerate(arms):
+            scores = [1 - float(row["regret"]) for row in rows if (row["task"], row["arm"]) == (task, arm)]
+            if not scores:
+                continue
+            d, color = paired([0.0] * len(scores), scores), "grey" if arm.startswith("placebo") else f"C{place % 10}"
+            panel.plot(scores, [place] * len(scores), "o", color=color, alpha=0.3, markersize=4)
+            panel.errorbar(d.mean, place, xerr=[[d.mean - d.low], [d.high - d.mean]], fmt="D", color=color, capsize=3, markersize=5)
+        panel.axvline(0, color="grey", linewidth=0.8)
+        panel.set(title=task, xlim=(min(-0.2, panel.get_xlim()[0]), 1.02))
+    panels[0][0].set_yticks(range(len(arms)), arms, fontsize=8)
+    panels[0][0].invert_yaxis()
+    figure.supxlabel("score: 0 random, 1 the best possible", fontsize=9)
+    figure.savefig(folder / "scores.png", dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    folders = [Path(name) for name in sys.argv[1:]] or [HERE / "matrix", *sorted((HERE / "studies").glob("*/"))]
+    for folder in folders:
+        plot(folder)
+        print(folder / "scores.png")
+
+
+if __name__ == "__main__":
+    main()
