@@ -351,3 +351,36 @@ def test_a_matrix_runs_and_goes_on_where_it_was(tmp_path, capsys):
         spent = next(line for line in lines if line.startswith(f"| noisy | {arm} |"))
         assert by_task.startswith(f"| {arm} | {value:.3f} #") and f"| {value:.3f} (" in over_tasks
         assert spent.startswith(f"| noisy | {arm} | 4 | 256 |")  # two updates a step for all
+
+
+OUTSIDE = """
+from rlkit.types import Task
+
+
+def vowels(*, split, seed=0, max_samples=64, placebo="none"):
+    row, asked = {"right": ["a", "e"], "value": [0.25, 1.0]}, ({"role": "user", "content": "v"},)
+    return [Task(f"vowels/{split}/{i}", asked, "", "listed", "single_turn", row) for i in range(max_samples)]
+"""
+MINE = {
+    "algorithm/mine.yaml": "defaults: [grpo, _self_]\nname: mine\nminibatches: 1\n",
+    "experiment/bench/vowels.yaml": "# @package _global_\ndefaults:\n  - /experiment/bench: base\n  - override /task: bench\n\n"
+    "task: {_target_: my_vowels.vowels}\nmodel: {replies: [abcdefgh], steps: 5}\n",
+}
+
+
+@pytest.mark.slow
+def test_an_algorithm_and_a_task_from_outside_enter_the_table_by_their_config_path(tmp_path, monkeypatch, capsys):
+    """It is scored between the random policy and the best that the task's own rows name, beside an arm of rlkit's, on the bench's budget."""
+    for name, text in MINE.items():
+        (tmp_path / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "conf" / name).write_text(text)
+    (tmp_path / "my_vowels.py").write_text(OUTSIDE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # of the processes that the runs are in
+    out, small = tmp_path / "out", ["trainer.steps=2", "evaluation.n=32"]
+    words = ["algorithms=mine,grpo", "tasks=vowels", "placebo=false", "seeds=1", "jobs=1", f"folder={out}"]
+    assert main(["bench", *words, *small, "--config-dir", str(tmp_path / "conf")]) == 0, capsys.readouterr().err
+    rows = {row["arm"]: row for row in csv.DictReader((out / "results.csv").read_text().splitlines())}
+    assert list(rows) == ["mine", "grpo"] and [float(row["updates"]) for row in rows.values()] == [4, 4]
+    for row in rows.values():
+        assert float(row["regret"]) == pytest.approx((1 - float(row["reward"])) / 0.75, abs=1e-4)
