@@ -370,7 +370,7 @@ MINE = {
 
 @pytest.mark.slow
 def test_an_algorithm_and_a_task_from_outside_enter_the_table_by_their_config_path(tmp_path, monkeypatch, capsys):
-    """It is scored between the random policy and the best that the task's own rows name, beside an arm of rlkit's, on the bench's budget."""
+    """Scored between the random policy and the best that its task's own rows name, on the bench's budget, beside an arm of rlkit's."""
     for name, text in MINE.items():
         (tmp_path / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "conf" / name).write_text(text)
