@@ -295,6 +295,8 @@ def test_unequal_budgets_are_named_with_their_factor():
     rows = [row | {"samples": 5 if (row["arm"], row["task"]) == ("b", "needle") else 2} for row in table({"a": 0.5, "b": 0.4})]
     assert "Not equal: samples, by a factor of up to 2.5 (needle: b beside a).\n" in bench.page(rows, {})
     assert "Not equal" not in bench.page(table({"a": 0.5, "b": 0.4}), {})
+    coin = next(iter(bench.PLACEBOS))  # it may have nothing to update from
+    assert "Not equal" not in bench.page([row | {"updates": row["arm"] != coin} for row in table({"a": 0.5, "b": 0.4, coin: 1.0})], {})
 
 
 def test_false_claims_are_rare_over_many_pages():

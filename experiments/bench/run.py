@@ -1,14 +1,15 @@
 """Does every task of the bench tell apart the pair that it was built for? On ten seeds, and again on the next ten.
 
-    python experiments/bench/run.py [--seeds 0 1 … 9] [--tasks chain proxy] [--jobs 2] [--folder outputs/pairs]
+    python experiments/bench/run.py [--tasks chain proxy] [--jobs 2] [--folder outputs/pairs]
     python experiments/bench/run.py --seeds 100 101 102 --also model.opinions=1 model.init_std=0.18 --to outputs/pilot
 
 The second form is a pilot: `--also` goes to every run, and the rows and the page are written elsewhere.
 
 pairs.yaml names, for each task, its arms and its pairs, of which the second is expected to be better, and the seed from which on a pair
-counts. Runs that are finished are not repeated. A row a run in results.csv, and two tables in pairs.md, of the first ten seeds of every
-pair and of its next ten: the differences of the scores (1 - regret) within seeds, and the false-discovery rate over all pairs of the
-table. pairs.png shows the differences, a dot a seed.
+counts, 0 where none stands there. Without --seeds, both arms of a pair run on the twenty seeds from there on. Runs that are finished are
+not repeated. A row a run in results.csv, and two tables in pairs.md, of the first ten seeds of every pair and of its next ten: the
+differences of the scores (1 - regret) within seeds, and the false-discovery rate over all pairs of the table. pairs.png shows the
+differences, a dot a seed.
 """
 
 from __future__ import annotations
@@ -34,8 +35,16 @@ def named() -> dict[str, Any]:
 
 
 def rows_of(task: str, folder: Path, seeds: Sequence[int], jobs: int, also: Sequence[str]) -> list[bench.Row]:
-    """The rows of one task's arms, run where they are missing."""
-    cells = bench.matrix(folder, [task], named()[task]["arms"], seeds, also)
+    """The rows of the arms of one task's pairs, run where they are missing; without seeds, those on which each pair counts."""
+    own = named()[task]
+    cells = [
+        cell
+        for other, better, *since in own["pairs"]
+        for cell in bench.matrix(
+            folder, [task], {arm: own["arms"][arm] for arm in (other, better)}, seeds or range(sum(since), sum(since) + 20), also
+        )
+    ]
+    cells = list(dict.fromkeys(cells))
     for where, why in bench.run_all(cells, jobs=jobs, config_dir=None, tell=lambda line: print(line, flush=True)).items():
         print(f"failed: {where}: {why}", flush=True)
     return [row for cell in cells if (row := bench.read_row(cell))]
@@ -68,7 +77,7 @@ def compared(rows: Sequence[bench.Row], ten: int) -> list[Compared]:
     out = []
     for task, own in named().items():
         for other, better, *since in own["pairs"]:
-            first = (since[0] if since else 0) + 10 * ten
+            first = sum(since) + 10 * ten
             seeds = [seed for seed in range(first, first + 10) if {(task, other, seed), (task, better, seed)} <= of.keys()]
             if len(seeds) >= FEWEST:
                 out.append(Compared(task, other, better, seeds, [(of[task, other, seed], of[task, better, seed]) for seed in seeds]))
@@ -117,7 +126,7 @@ def plot(rows: Sequence[bench.Row], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[])
     parser.add_argument("--tasks", nargs="+", default=list(named()))
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--folder", type=Path, default=Path("outputs/pairs"), help="of the runs")

@@ -316,12 +316,14 @@ def budget_table(rows: Sequence[Row]) -> str:
 
 
 def unequal(spent: Mapping[tuple[str, str], Sequence[float]]) -> list[str]:
-    """A sentence for optimiser steps, samples and tokens each, of which the arms of a task spent unequal amounts."""
+    """A sentence for optimiser steps, samples and tokens each, of which arms of a task spent unequal amounts; placebos do not count."""
     out = []
     for i, unit in enumerate(list(SPENT.values())[:3]):
         worst = 1.0, "", "", ""
         for task in dict.fromkeys(task for task, _ in spent):
-            own = {arm: means[i] for (of, arm), means in spent.items() if of == task}
+            own = {arm: means[i] for (of, arm), means in spent.items() if of == task and arm not in PLACEBOS}
+            if not own:
+                continue
             most, least = max(own, key=own.__getitem__), min(own, key=own.__getitem__)
             worst = max(worst, (own[most] / own[least] if own[least] else math.inf, task, most, least))
         if worst[0] > 1 + UNEVEN:
