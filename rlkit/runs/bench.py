@@ -31,7 +31,6 @@ from rlkit.runs.comparing import ALPHA, FEWEST, bootstrap, detectable, false_dis
 PLACEBOS = {f"placebo {kind}": ("algorithm=grpo", f"task.placebo={kind}") for kind in ("coin", "format")}
 THRESHOLDS = (0.1, 0.25, 0.5, 0.75, 0.9)  # of 1 - regret, in the performance profile
 SPENT = {"updates": "optimiser steps", "samples": "samples", "tokens": "tokens", "processor_s": "processor seconds"}
-UNEVEN = 0.02  # relative difference of two budgets that is named
 FEW = 6  # pairs of a task that the page names where they are not told apart
 
 
@@ -317,6 +316,8 @@ def budget_table(rows: Sequence[Row]) -> str:
 
 def unequal(spent: Mapping[tuple[str, str], Sequence[float]]) -> list[str]:
     """A sentence for optimiser steps, samples and tokens each, of which arms of a task spent unequal amounts; placebos do not count."""
+    from rlkit.runs.report.verdicts import UNEVEN
+
     out = []
     for i, unit in enumerate(list(SPENT.values())[:3]):
         worst = 1.0, "", "", ""

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from rlkit.tasks.splits import check_split
-from rlkit.types import Split, Task
+from rlkit.types import Split, Task, ranges
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz012345"  # 32 symbols
 Placebo = Literal["none", "coin", "format"]
@@ -132,6 +132,7 @@ def stale(*, split: Split = "train", seed: int = 0, max_samples: int = 4096, pla
     return dealt("stale", rows, [LETTERS[:8]], split=split, seed=seed, max_samples=max_samples, placebo=placebo)
 
 
+@ranges(fooled=(1, None))
 def proxy(
     *, split: Split = "train", seed: int = 0, max_samples: int = 4096, placebo: Placebo = "none", problems: int = 16, fooled: int = 3
 ) -> list[Task]:
