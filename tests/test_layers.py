@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import io
+import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,7 +62,34 @@ ONLY: dict[str, set[str]] = {
     "engines": {"types", "errors", "functional", "models"},
     "algorithm": {"types", "errors", "functional"},
 }
-LIMIT = 31_640
+# Tokens of each room, by `tokens_of`. A limit is raised only by a commit that says what was bought with it.
+TOKENS = {
+    "training": 49_700,
+    "runs": 30_100,
+    "engines": 25_600,
+    "commands": 19_300,
+    "config": 18_400,
+    "notebook": 17_900,
+    "episodes": 16_400,
+    "rewards": 15_800,
+    "models": 14_700,
+    "environments": 14_400,
+    "functional": 14_400,
+    "sandbox": 13_600,
+    "tasks": 10_500,
+    "system": 9_200,
+    "gateway": 9_200,
+    "algorithm": 4_400,
+    "types": 3_700,
+    "distributed": 3_500,
+    "display": 900,
+    "errors": 700,
+    "": 500,  # rlkit/__init__.py
+    "__main__": 20,
+}
+FILE_TOKENS = 4_500
+LARGER_FILES = {"rlkit.engines.cached.scheduler": 5_400, "rlkit.sandbox._child": 5_000}
+LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 HEAVY = {"datasets", "transformers", "peft", "lightning", "hydra", "omegaconf", "tensorboard", "matplotlib", "pyarrow", "vllm"}
 
 
@@ -96,9 +126,40 @@ def rooms_used(module: str, *, lazy: bool) -> set[str]:
     return {part(name) for name in imports(module, lazy=lazy) if name.startswith("rlkit.")} - {part(module), ""}
 
 
-def test_the_package_stays_small():
-    lines = [line.strip() for file in MODULES.values() for line in file.read_text().splitlines()]
-    assert sum(bool(line) and not line.startswith("#") for line in lines) < LIMIT
+@functools.cache
+def tokens_of(module: str) -> int:
+    """Tokens of a file without comments, docstrings, newlines and indentation, so that long lines save nothing.
+
+    An f-string counts as one token, as it did before Python 3.12 split it.
+    """
+    count, depth, before = 0, 0, None
+    for token in tokenize.generate_tokens(io.StringIO(MODULES[module].read_text()).readline):
+        kind = tokenize.tok_name[token.type]
+        if kind == "FSTRING_START":
+            count += depth == 0
+            depth += 1
+        elif kind == "FSTRING_END":
+            depth -= 1
+        elif depth == 0 and token.type not in LAYOUT:
+            starts_statement = before in (None, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+            docstring = token.type == tokenize.STRING and starts_statement
+            count += not docstring
+        if token.type not in (tokenize.COMMENT, tokenize.NL):
+            before = token.type
+    return count
+
+
+def test_every_room_stays_small():
+    sizes: Counter[str] = Counter()
+    for module in MODULES:
+        sizes[part(module)] += tokens_of(module)
+    assert set(sizes) == set(TOKENS)
+    assert {room: size for room, size in sizes.items() if size > TOKENS[room]} == {}
+
+
+def test_no_file_is_too_long_to_find_the_way_in():
+    sizes = {module: tokens_of(module) for module in MODULES}
+    assert {module: size for module, size in sizes.items() if size > LARGER_FILES.get(module, FILE_TOKENS)} == {}
 
 
 def test_every_room_has_its_place():
