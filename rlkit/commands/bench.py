@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 
 from rlkit.commands.arguments import Arguments, drop, option
+from rlkit.config.problems.names import part_problem
 from rlkit.errors import ConfigError, Refusal
 from rlkit.system.processors import cores
 
@@ -53,6 +54,10 @@ def arms_of(given: dict[str, str]) -> dict[str, tuple[str, ...]]:
             arms |= {str(name): tuple(map(str, own)) for name, own in yaml.safe_load(Path(given["arms"]).read_text()).items()}
         except (OSError, yaml.YAMLError, AttributeError, TypeError) as error:
             raise ConfigError(f"arms={given['arms']}: needs a YAML file of `name: [override, …]` ({error})") from error
+    for name in arms:
+        if why := part_problem(name):
+            key = "arms" if given["arms"] else "algorithms"
+            raise ConfigError(f"{key}={given[key]}: the arm {name!r:.60} is no name of a folder ({why}); give it a plain one")
     if not arms:
         raise ConfigError("rlkit bench needs algorithms=grpo,dapo,… or arms=FILE.yaml")
     return arms

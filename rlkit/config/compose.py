@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.config.changes import difference
 from rlkit.config.problems import run_problems
+from rlkit.config.problems.names import name_problems
 from rlkit.config.problems.numbers import range_problems
 from rlkit.config.problems.schedules import first_steps, phase_problems
 from rlkit.config.problems.trial import dry_run
@@ -92,6 +93,7 @@ def compose(
         before_import(plain)
     problems += check(plain) or range_problems(plain)
     problems += phase_problems(plain, overrides)
+    problems += name_problems(plain)
     if problems:
         raise ConfigError("\n".join(problems))
     return Composed(plain, accepted, full)

@@ -190,9 +190,13 @@ def dirname(overrides: Sequence[str]) -> str:
 
 
 def folder_name(text: str) -> str:
-    """A job's overrides as the name of one folder: no slash in it, and not longer than a file system takes."""
+    """A job's overrides as the name of one folder: no slash in it, printable, and not longer than a file system takes."""
     name = text.replace("/", ".").replace("++", "").replace("'", "").replace('"', "").replace(" ", "")
-    return name if len(name) <= 160 else f"{name[:150]}~{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    if name.isprintable() and len(name.encode()) <= 160 and name not in ("", ".", ".."):
+        return name
+    plain = "".join(c if c.isprintable() else "_" for c in name)
+    digest = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:8]
+    return f"{plain.encode()[:150].decode(errors='ignore')}~{digest}"
 
 
 OmegaConf.register_new_resolver("rlkit_folder", folder_name, replace=True)  # conf/train.yaml, hydra.sweep.subdir
