@@ -46,7 +46,8 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   --config-dir DIR    options of your own; --config-name NAME takes overrides from DIR/NAME.yaml
   --cfg job           print the composed config, without a run (--resolve: with references replaced; --info: which option of each group)
   debug=true          print the traceback of an error too
-  trust=true          with run= or bundle=: the folder's config may call functions that do not ship with rlkit
+  trust=true          with run= or bundle=: the folder's config may call functions that do not ship with rlkit;
+                      environment.score=file needs it too
   -m, --multirun      a sweep
 
 groups and their options:

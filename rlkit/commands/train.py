@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlkit.commands.arguments import STARTED, Arguments, added, drop, option, quote
-from rlkit.commands.trust import announcer
+from rlkit.commands.trust import announcer, is_trusted
 from rlkit.config.changes import difference, refuse_changes
 from rlkit.distributed import launch, ranks
 from rlkit.errors import ConfigError, Refusal, RLKitError, say
@@ -34,14 +34,17 @@ def command(arguments: Arguments) -> int:
     if arguments.multirun:
         from rlkit.runs.sweeps import sweep
 
-        return sweep(arguments.overrides, config_dir=arguments.config_dir)
+        overrides = drop(arguments.overrides, "trust")
+        return sweep(overrides, config_dir=arguments.config_dir, trusted=is_trusted(arguments.overrides))
     from rlkit.config.compose import compose, experiment, length_keys
     from rlkit.config.problems.doubts import warnings
     from rlkit.config.problems.rows import load_tasks
     from rlkit.tasks.splits import overlaps
     from rlkit.training.loggers import check_loggers
 
-    overrides, named, place = list(arguments.overrides), option(arguments.overrides, "resume"), option(arguments.overrides, "hydra.run.dir")
+    trusted = is_trusted(arguments.overrides)
+    overrides = drop(arguments.overrides, "trust")
+    named, place = option(overrides, "resume"), option(overrides, "hydra.run.dir")
     folder = Path(place) if place else None
     resume: Path | None = None
     if named and named not in ("never", "auto"):
@@ -49,7 +52,9 @@ def command(arguments: Arguments) -> int:
         resume = runs.checkpoint_source(named, folder)
         require_secrets(named, folder, overrides)
         overrides = [*added(runs.saved_overrides(folder), drop(overrides, "resume")), f"resume={quote(named)}"]
-    composed = compose(overrides, config_dir=arguments.config_dir, before_import=announcer(folder) if folder and resume else None)
+    composed = compose(
+        overrides, config_dir=arguments.config_dir, before_import=announcer(folder) if folder and resume else None, trusted=trusted
+    )
     x = experiment(composed)
     check_loggers(x.logger)
     if launch.must_start(x.trainer.devices, x.trainer.nodes):

@@ -20,6 +20,7 @@ from rlkit.config.changes import difference
 from rlkit.config.problems import run_problems
 from rlkit.config.problems.names import name_problems
 from rlkit.config.problems.numbers import range_problems
+from rlkit.config.problems.own_score import own_score_problems
 from rlkit.config.problems.schedules import first_steps, phase_problems
 from rlkit.config.problems.trial import dry_run
 from rlkit.config.schema import build, check, renamed
@@ -57,6 +58,7 @@ def compose(
     entry: str = "train",
     config_dir: str | None = None,
     before_import: Callable[[dict[str, Any]], None] | None = None,
+    trusted: bool = False,
 ) -> Composed:
     """Composes an entry config and refuses it, with all problems in one message, unless it can be built.
 
@@ -65,6 +67,7 @@ def compose(
       entry: train, evaluate or rollout.
       config_dir: a folder of the user's own options.
       before_import: looks at the plain config before a module that it names is imported; may refuse it.
+      trusted: whether the command line says trust=true.
     Raises: ConfigError.
     """
     import logging
@@ -93,7 +96,7 @@ def compose(
         before_import(plain)
     problems += check(plain) or range_problems(plain)
     problems += phase_problems(plain, overrides)
-    problems += name_problems(plain)
+    problems += name_problems(plain) + own_score_problems(plain, trusted=trusted)
     if problems:
         raise ConfigError("\n".join(problems))
     return Composed(plain, accepted, full)

@@ -12,8 +12,8 @@ import shutil
 import sys
 import threading
 import urllib.request
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,6 +23,7 @@ from rlkit.errors import ConfigError, place
 from rlkit.sandbox.process import CHILD, folder
 from rlkit.system.deadline import Countdown, DeadlinePassed
 from rlkit.system.loops import AtMost, closing
+from rlkit.system.plain_files import read_plain_file
 from rlkit.types import Ask, Ended, Environment, Task, ToolParser
 
 GUARD = Path(__file__).with_name("_guard_child.py")
@@ -36,6 +37,7 @@ SYSTEM = (
     "/etc/group", "/etc/localtime", "/etc/os-release", "/etc/mime.types",
 )  # fmt: skip
 SCORE = "reward.txt"  # in the program's folder
+LONGEST_SCORE = 64  # bytes of it
 Score = Literal["file", "exit"]
 
 
@@ -86,7 +88,8 @@ def program(
       time_limit: seconds, > 0, of an episode, decoding not counted; then it is truncated by "deadline".
       output_kb: that a program may print, at least 1; more ends it.
       memory_mb: address space of each process of the program, at least 1; one that asks for more is refused it. None: no limit.
-      score: `exit`: an exit status of 0 gives the reward 1, any other 0. `file`: the number in reward.txt in the program's folder. Either
+      score: `exit`: an exit status of 0 gives the reward 1, any other 0. `file`: the number in reward.txt in the program's folder, a
+        regular file of at most 64 bytes, read when all processes of the program are dead; the command line has to say trust=true. Either
         is added to the reward (reward `environment` is 0). None: nothing is added, and a status other than 0 is a failure.
       dropped_thinking: a conversation that comes back without the thinking of a reply is another one, and begins a new row (new_row), or
         it continues the row, in which the thinking stays (continue).
@@ -107,6 +110,8 @@ def program(
             raise ConfigError(f"environment.{key} is {limit}; it must be at least 1")
     if not time_limit > 0:
         raise ConfigError(f"environment.time_limit is {time_limit}; it must be > 0 seconds")
+    if score == "file" and sys.platform != "linux":
+        raise ConfigError("environment.score=file needs Linux, where all that a program started is ended before its file is read")
     if confined and function is not None:
         raise ConfigError("environment.confined: a function runs in this process and cannot be confined; give environment.command")
     if confined and (version := landlock_version()) < LANDLOCK:
@@ -228,7 +233,7 @@ async def _executed(
     """A program plays the episode, in a folder that is removed afterwards."""
     from rlkit.gateway.server import addresses
 
-    with folder() as where:
+    with folder() as where, opened_folder(where) as place:
         own = {name: os.environ[name] for name in PASSED if name in os.environ}
         own |= {"HOME": where, "TMPDIR": where, "PYTHONUNBUFFERED": "1", "OPENAI_AGENTS_DISABLE_TRACING": "1", **addresses(door, address)}
         text = task_text(task)
@@ -247,7 +252,7 @@ async def _executed(
             printed, flooded = await _printed(guard, output)
             if flooded:
                 return Ended("error", metadata={"error": f"the program printed more than environment.output_kb={output >> 10} kB"})
-            return _result(await _status(guard), printed, score, where)
+            return _result(await _status(guard), printed, score, place)
         finally:
             with closing():
                 await _ended(guard)
@@ -265,14 +270,16 @@ async def _printed(guard: asyncio.subprocess.Process, limit: int) -> tuple[str, 
 
 
 async def _status(guard: asyncio.subprocess.Process) -> int:
-    """The exit status as the guard tells it; 137 where something killed the guard."""
+    """The exit status as the guard tells it, which has ended all processes of the program before; 137 where something killed the guard."""
     assert guard.stderr is not None
     said = (await guard.stderr.read(KEPT)).decode(errors="replace").split()
+    if await guard.wait():  # a program that ended it may have spoken for it
+        return 137
     return int(said[1]) if len(said) == 2 and said[0] == "exit" and said[1].isdigit() else 137
 
 
-def _result(status: int, printed: str, score: Score | None, where: str) -> Ended:
-    """How the program left its episode."""
+def _result(status: int, printed: str, score: Score | None, place: int) -> Ended:
+    """How the program left its episode; `place` is its folder, held open."""
     said = {"exit": status}
     if score == "exit" and status < 126:
         return Ended(reward=float(status == 0), metadata=said)
@@ -280,15 +287,33 @@ def _result(status: int, printed: str, score: Score | None, where: str) -> Ended
         tail = f"; its last output: {printed[-500:]}" if printed else ""
         return Ended("error", metadata=said | {"error": f"the program ended with exit status {status}{tail}"})
     if score == "file":
-        try:
-            with open(os.path.join(where, SCORE), errors="replace") as file:
-                reward = float(file.read(64))
-        except (OSError, ValueError) as error:
-            return Ended("error", metadata=said | {"error": f"{SCORE} in the program's folder holds no number: {error}"})
-        if not math.isfinite(reward):
-            return Ended("error", metadata=said | {"error": f"{SCORE} in the program's folder holds {reward}"})
+        reward = read_score(place)
+        if isinstance(reward, str):
+            return Ended("error", metadata=said | {"error": reward})
         return Ended(reward=reward, metadata=said)
     return Ended(metadata=said)
+
+
+@contextmanager
+def opened_folder(path: str) -> Iterator[int]:
+    """A descriptor of a folder: the same one, whatever a program puts in its place."""
+    place = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield place
+    finally:
+        os.close(place)
+
+
+def read_score(place: int) -> float | str:
+    """The number that a program left in its folder; else why there is none, without a word of what the file holds."""
+    where = f"{SCORE} in the program's folder"
+    try:
+        reward = float(read_plain_file(SCORE, most=LONGEST_SCORE, folder=place).decode("ascii"))
+    except OSError as error:
+        return f"{where} cannot be read: {error.strerror}"
+    except ValueError:
+        return f"{where} holds no number"
+    return reward if math.isfinite(reward) else f"{where} holds {reward}, which is no finite number"
 
 
 async def _ended(guard: asyncio.subprocess.Process) -> None:

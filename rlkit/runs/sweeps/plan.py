@@ -32,7 +32,7 @@ class Plan(NamedTuple):
     varied: list[str]  # keys with several values
 
 
-def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
+def make_plan(arguments: Sequence[str], config_dir: str | None, *, trusted: bool = False) -> Plan:
     """The jobs of a command line, each of them composed, checked and dry-run. Raises ConfigError with all problems at once."""
     given = [read_override(text)[1] for text in arguments]
     if secret := [text.partition("=")[0] for text in arguments if runs.without_secrets(text) != text]:
@@ -51,7 +51,7 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
     every = [*(f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()), *own]
     varied = [key for key, texts in _values(every, intervals=search).items() if len(texts) > 1]
     jobs = corners(every) if search else expand(every)
-    added = check_jobs(jobs, config_dir, None if search else root, resume == "auto")
+    added = check_jobs(jobs, config_dir, None if search else root, resume == "auto", trusted=trusted)
     if running := [job for job in read_jobs(root / "jobs") if alive(job)]:
         raise ConfigError(f"{root}: job {running[0].folder.name} still runs there as process {running[0].pid}; wait for it, or end it")
     if not varied and not search:
@@ -60,7 +60,7 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
     return Plan(config, task, root, int(config.hydra.sweeper.n_trials) if search else len(jobs), varied)
 
 
-def check_jobs(jobs: Sequence[list[str]], config_dir: str | None, root: Path | None, resume: bool) -> set[str]:
+def check_jobs(jobs: Sequence[list[str]], config_dir: str | None, root: Path | None, resume: bool, *, trusted: bool = False) -> set[str]:
     """Composes, checks and dry-runs every job; the keys that only a signature knows, which Hydra has to be told to add.
 
     Args:
@@ -74,7 +74,7 @@ def check_jobs(jobs: Sequence[list[str]], config_dir: str | None, root: Path | N
     added: set[str] = set()
     for job in jobs:
         try:
-            composed = compose(job, config_dir=config_dir)
+            composed = compose(job, config_dir=config_dir, trusted=trusted)
             added |= {key[2:] for text in composed.overrides if (key := text.partition("=")[0]).startswith("++")}
             x = experiment(composed)
             check_loggers(x.logger)

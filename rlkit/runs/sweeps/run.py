@@ -33,16 +33,19 @@ from rlkit.system.processors import cores
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def sweep(arguments: Sequence[str], *, config_dir: str | None = None) -> int:
-    """Runs all jobs of a command line and compares them; the exit status: 0 all done, 1 one failed, 130 or 143 stopped by a signal."""
-    plan = make_plan(arguments, config_dir)
+def sweep(arguments: Sequence[str], *, config_dir: str | None = None, trusted: bool = False) -> int:
+    """Runs all jobs of a command line and compares them; the exit status: 0 all done, 1 one failed, 130 or 143 stopped by a signal.
+
+    `trusted`: the command line says trust=true, which every job is told too.
+    """
+    plan = make_plan(arguments, config_dir, trusted=trusted)
     jobs = plan.root / "jobs"
     jobs.mkdir(parents=True, exist_ok=True)
     for old in (*jobs.glob("*.json"), jobs / STOP):
         old.unlink(missing_ok=True)
     print(f"sweep of {plan.total} jobs in {plan.root}; what each prints is in {jobs}", flush=True)
     began = time.time()
-    task = functools.partial(run_job, config_dir=config_dir, parallel=parallel(plan), parent=os.getpid())
+    task = functools.partial(run_job, config_dir=config_dir, trusted=trusted, parallel=parallel(plan), parent=os.getpid())
     with signals_to_jobs(jobs) as received, watching(plan):
         try:
             launch(plan, task)
@@ -57,7 +60,7 @@ def sweep(arguments: Sequence[str], *, config_dir: str | None = None) -> int:
     finished, failed = (sum(job.status == status for job in done) for status in ("finished", "failed"))
     print(f"{finished} of {plan.total} jobs finished, {failed} failed, {clock(time.time() - began)}")
     if finished < plan.total:
-        again = [*(text for text in arguments if text.partition("=")[0] not in ONCE), "resume=auto"]
+        again = [*(text for text in arguments if text.partition("=")[0] not in ONCE), "resume=auto", *(["trust=true"] if trusted else [])]
         folder = f" --config-dir {shlex.quote(config_dir)}" if config_dir else ""
         print(f"to go on         rlkit train -m {shlex.join(again)}{folder}")
     sys.stdout.flush()
@@ -90,7 +93,7 @@ def launch(plan: Plan, task: Callable[[DictConfig], float | None]) -> None:
         context.callbacks.on_multirun_end(config=plan.config, config_name="train")
 
 
-def run_job(config: DictConfig, *, config_dir: str | None, parallel: int, parent: int) -> float | None:
+def run_job(config: DictConfig, *, config_dir: str | None, trusted: bool = False, parallel: int, parent: int) -> float | None:
     """One job in a process of its own, wherever Hydra's launcher has put us; its objective, or None where it has none.
 
     Args:
@@ -115,6 +118,7 @@ def run_job(config: DictConfig, *, config_dir: str | None, parallel: int, parent
     if runs.is_run(folder) and not any((folder / "checkpoints").glob("*.ckpt")) and not owner.occupied(folder):
         put_aside(folder, ".set_aside")  # it never reached a checkpoint, so it starts again from the beginning
     command = [sys.executable, "-m", "rlkit", "train", *overrides, f"hydra.run.dir='{folder}'"]
+    command += ["trust=true"] if trusted else []
     command += ["--config-dir", config_dir] if config_dir else []
     shared = dict.fromkeys(THREADS, str(max(1, cores() // parallel))) if parallel > 1 else {}
     devices, began = int(OmegaConf.select(config, "trainer.devices", default=1)), time.time()
