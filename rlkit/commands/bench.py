@@ -17,6 +17,7 @@ SETTINGS = {"algorithms": "", "arms": "", "tasks": "", "seeds": "3", "placebo": 
 def command(arguments: Arguments) -> int:
     """algorithms=A,B or arms=FILE, tasks=, seeds=N, placebo=false, jobs=N, folder=; every other override goes to every run."""
     from rlkit.runs import bench
+    from rlkit.runs.kernels import settled_kernels
 
     given = {key: option(arguments.overrides, key) or usual for key, usual in SETTINGS.items()}
     common = arguments.overrides
@@ -29,9 +30,9 @@ def command(arguments: Arguments) -> int:
     folder, tasks = Path(given["folder"]), tasks_of(given["tasks"], arguments.config_dir)
     cells = bench.matrix(folder, tasks, arms, range(int(given["seeds"])), common)
     compose_all(cells[: len(tasks) * len(arms)], arguments.config_dir)
-    failed = bench.run_all(
-        cells, jobs=int(given["jobs"] or cores()), config_dir=arguments.config_dir, tell=lambda text: print(text, flush=True)
-    )
+    count = int(given["jobs"] or cores())
+    with settled_kernels(folder):
+        failed = bench.run_all(cells, jobs=count, config_dir=arguments.config_dir, tell=lambda text: print(text, flush=True))
     if not (rows := [row for cell in cells if (row := bench.read_row(cell))]):
         raise ConfigError(f"rlkit bench: no run finished; the first said: {next(iter(failed.values()))}")
     bench.write_rows(folder / "results.csv", rows)

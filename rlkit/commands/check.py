@@ -89,6 +89,7 @@ def run(x: Experiment, tasks: Splits) -> Report:
     from rlkit.system.deadline import process_ends_after
     from rlkit.system.device import autocast, on_device
     from rlkit.training.groups import experience
+    from rlkit.training.kernels import settle_kernels
     from rlkit.training.learner import Learner
     from rlkit.training.memory import probe_memory
     from rlkit.training.run import first_line, header
@@ -104,6 +105,7 @@ def run(x: Experiment, tasks: Splits) -> Report:
     cut = small(x)
     with autocast(cut, device):
         agreement = check_policy(policy, tasks.train, cut)
+    text += f"\n{settle_kernels(x.generation.engine, policy.model)}"
     played: list[Rollout] = []
     learner = Learner(cut._replace(reward=telling(cut.reward, played)), policy, exact=agreement.exact)
     limit = x.trainer.max_step_time

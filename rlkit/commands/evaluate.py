@@ -36,13 +36,15 @@ def evaluate_run(
     from rlkit.sandbox import seen
     from rlkit.system.device import autocast, on_device, versions
     from rlkit.training.callbacks.evaluation import in_time
+    from rlkit.training.kernels import settle_kernels
     from rlkit.training.selfcheck import check_policy
 
     policy, device = on_device(x)
-    path, step = restored_policy(policy, checkpoint) if checkpoint else (None, None)
+    path, step = restored_policy(policy, checkpoint, x.generation.engine) if checkpoint else (None, None)
     settings = x.evaluation
     with autocast(x, device):
         check_policy(policy, tasks, x)
+        print(settle_kernels(x.generation.engine, policy.model), flush=True)
         out = runs.fresh(parent)
         with failed_rollout_kept(out), in_time(settings, "the greedy evaluation"):
             greedy, greedy_rollouts = greedy_accuracy(policy, tasks, version=step or 0, **x.held_out(0.0))
@@ -82,12 +84,13 @@ def evaluate_run(
     return result, out
 
 
-def restored_policy(policy: Policy, checkpoint: Path) -> tuple[Path, int]:
-    """Loads a checkpoint's policy; the file and the RL step of it.
+def restored_policy(policy: Policy, checkpoint: Path, engine: Any = None) -> tuple[Path, int]:
+    """Loads a checkpoint's policy; the file and the RL step of it. The engine goes on with the kernels of the run, or says what differs.
 
     Raises: DataError where no checkpoint can be read, or where its weights are not those of this model.
     """
     from rlkit.training.callbacks.checkpoints import load_checkpoint
+    from rlkit.training.kernels import keep_kernels
 
     path, state = load_checkpoint(checkpoint)
     weights = {name.removeprefix("model."): value for name, value in state["state_dict"].items() if name.startswith("model.")}
@@ -99,6 +102,8 @@ def restored_policy(policy: Policy, checkpoint: Path) -> tuple[Path, int]:
             "use the model settings of its run"
         )
     policy.model.load_state_dict(weights, strict=False)  # under LoRA the frozen base is not in the checkpoint
+    for said in keep_kernels(engine, policy.model, state["rlkit"]) if engine is not None else ():
+        print(f"evaluate: {said}", flush=True)
     return path, int(state["rlkit"]["rl_step"])
 
 

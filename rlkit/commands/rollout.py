@@ -41,6 +41,7 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     from rlkit.episodes import collect, transcript
     from rlkit.rewards import score
     from rlkit.system.device import autocast, on_device, versions
+    from rlkit.training.kernels import settle_kernels
     from rlkit.training.selfcheck import check_contexts
 
     check_truths(tasks, x.reward)
@@ -60,6 +61,7 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
                 on_done=keep,
                 **x.generation.params,
             )
+            print(settle_kernels(x.generation.engine, policy.model), flush=True)
             if said := failures(rollouts):
                 print(f"warning: {said}", file=sys.stderr)
             rollouts = score(rollouts, x.reward)

@@ -110,6 +110,7 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
     import rich.style  # noqa: F401  # its import draws from Python's generator: it must not come after the seed
 
     from rlkit.system import rng
+    from rlkit.training.kernels import settle_kernels
     from rlkit.training.selfcheck import check_policy, check_teacher
 
     quiet()
@@ -121,6 +122,7 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
         print(process_in_words(x, device), flush=True)
     with autocast(x, device):
         agreement = check_policy(policy, tasks.train, x)
+    print(settle_kernels(x.generation.engine, policy.model), flush=True)
     for line in agreement.warnings:
         print(f"warning: {line}", flush=True)
     exact = not ranks.any_rank(not agreement.exact)  # all ranks do the same
@@ -151,6 +153,7 @@ def conclude(
     """Adds a run's figures, and what of it could not be written, to its summary; writes summary.json and metrics.csv."""
     from rlkit.sandbox import seen
     from rlkit.system.rows import export_csv
+    from rlkit.training.kernels import kernels_in_use
     from rlkit.training.metrics import peak_memory
 
     validation, test = results.get("validation", {}), results.get("test", {})
@@ -163,6 +166,7 @@ def conclude(
         "tokens": module.tokens,
         "peak_memory_gb": round(peak_memory(device), 3),
         "device": str(device),
+        "kernels": kernels_in_use(module.experiment.generation.engine, module.policy.model),
         "versions": versions(),
         "sandbox": str(level) if (level := seen()) else None,
     }
@@ -209,7 +213,7 @@ def make_trainer(
     from rlkit.training.callbacks.checkpoints import AtomicCheckpointIO, RLCheckpoint
     from rlkit.training.callbacks.evaluation import HeldOut
     from rlkit.training.callbacks.faults import DebugBundle, Watchdog
-    from rlkit.training.callbacks.metrics import MetricsFile, Ownership
+    from rlkit.training.callbacks.metrics import KernelsNoted, MetricsFile, Ownership
     from rlkit.training.callbacks.stopping import StopOnSignal
     from rlkit.training.loggers import tolerant
 
@@ -223,7 +227,7 @@ def make_trainer(
     with refusing(folder):
         loggers = [tolerant(make(folder, step)) for make in x.logger.values()] if ranks.rank() == 0 else []
     first = [StopOnSignal(), Ownership(folder), DebugBundle(folder), Watchdog(x.trainer.max_step_time)]
-    first += [HeldOut(tasks, metrics, results), MetricsFile(metrics)]
+    first += [KernelsNoted(folder), HeldOut(tasks, metrics, results), MetricsFile(metrics)]
     callbacks = [*first, *(make(folder) for make in x.callbacks.values())]
     # The row is written when every callback has added to it, and a checkpoint says that all that its step writes is there.
     callbacks.sort(key=lambda callback: (isinstance(callback, RLCheckpoint), isinstance(callback, MetricsFile)))

@@ -57,6 +57,8 @@ class Cached(Service):
                 f"(are {max_rows}, {max_cached_tokens}, {check_every})"
             )
         self.max_rows, self.keep_cache, self.kernel = max_rows, keep_cache, kernel
+        self.automatic = kernel == "auto"
+        self.why_eager = ""  # where `auto` is that
         self.elsewhere: Literal["eager", "fused"] | None = None
         self.threads: int | None = None  # of a fused step, which gives the same bits with any number; None: torch's
         self.make_scheduler = partial(
@@ -69,11 +71,13 @@ class Cached(Service):
         if not full_attention(causal.config, policy.context_length):
             if self.kernel == "fused":
                 raise EngineError("generation.kernel=fused: some layers do not see the whole context; use auto or eager")
+            self.why_eager = "some layers do not see the whole context"
             return Transformers(max_rows=self.max_rows).make_decoder(policy)
         before = self.decoder
         if isinstance(before, Scheduler) and before.asked == self.kernel and before.serves(policy, causal):
             return before
         decoder = self.make_scheduler(policy, causal, kernel=self.kernel)
+        self.why_eager = self.why_eager if self.kernel == "eager" else decoder.why_eager
         if decoder.kernel is not None:
             decoder.kernel.threads = self.threads
         if isinstance(before, Scheduler):
@@ -89,12 +93,22 @@ class Cached(Service):
     @property
     def decodes(self) -> Literal["eager", "fused"] | None:
         """The kernel in use, or that of another process that samples for this one; None before the first weights."""
-        return self.elsewhere if self.decoder is None else "fused" if getattr(self.decoder, "kernel", None) else "eager"
+        if self.decoder is None:
+            return self.elsewhere
+        return "fused" if getattr(self.decoder, "kernel", None) else "eager"
+
+    def settle(self, kernel: Literal["eager", "fused"], why_eager: str = "") -> None:
+        """`auto` is this kernel from now on, and decides nothing again: neither later nor in another process."""
+        if not self.automatic:
+            return
+        self.kernel, self.why_eager = kernel, why_eager
+        if isinstance(self.decoder, Scheduler) and self.decodes == kernel:
+            self.decoder.asked = kernel
 
     def go_on_with(self, kernel: Literal["eager", "fused"]) -> str:
         """A run continues that used this kernel so far: "auto" becomes it. What differs nevertheless, as a sentence."""
-        if self.kernel == "auto" and kernel == "eager":
-            self.kernel = kernel
+        if self.automatic and kernel == "eager":
+            self.settle(kernel, "as the run did so far")
         try:
             fused = self.kernel != "eager" and bool(compiled())
         except EngineError:

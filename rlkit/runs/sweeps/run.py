@@ -22,6 +22,7 @@ from rlkit.config.changes import ONCE
 from rlkit.distributed.launch import own_gpus
 from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
+from rlkit.runs.kernels import settled_kernels
 from rlkit.runs.sweeps.compare import comparison, report, write_csv
 from rlkit.runs.sweeps.jobs import STOP, RunJob, alive, label, objective, read_jobs, save
 from rlkit.runs.sweeps.plan import Plan, is_search, make_plan
@@ -46,7 +47,7 @@ def sweep(arguments: Sequence[str], *, config_dir: str | None = None, trusted: b
     print(f"sweep of {plan.total} jobs in {plan.root}; what each prints is in {jobs}", flush=True)
     began = time.time()
     task = functools.partial(run_job, config_dir=config_dir, trusted=trusted, parallel=parallel(plan), parent=os.getpid())
-    with signals_to_jobs(jobs) as received, watching(plan):
+    with settled_kernels(plan.root), signals_to_jobs(jobs) as received, watching(plan):
         try:
             launch(plan, task)
         except KeyboardInterrupt:
