@@ -202,7 +202,9 @@ def ended(command: Sequence[str], folder: Path, what: str) -> str:
 
 def load(data: bytes | None, function: str) -> Any | None:
     """The library of these bytes, from a copy that only this process has; None where it cannot be loaded."""
-    for copy in (_in_memory, _on_disk) if data else ():
+    if data is None:
+        return None
+    for copy in (_in_memory, _on_disk):
         with suppress(OSError, AttributeError):
             loaded = copy(data)
             getattr(loaded, function)

@@ -84,7 +84,9 @@ def test_a_lock_of_a_dead_process_is_free(source, tmp_path):
         if entry != lock:
             entry.unlink()
     takes = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX); os.kill(os.getpid(), 9)"
-    assert child(takes, lock).wait() == -9
+    holder = child(takes, lock)
+    holder.communicate()
+    assert holder.returncode == -9
     began = time.monotonic()
     assert library(source, "step").step() == 7 and time.monotonic() - began < compiled.PATIENCE
 
@@ -154,6 +156,7 @@ MEETS = (
 sys.path.insert(0, sys.argv[2])
 from test_compiled import DAMAGES
 import shutil
+compiled.FLAGS = ("-O0", "-shared", "-fPIC")
 (folder, *_) = [path for path in compiled.folder_paths() if path.is_dir()]
 whole = folder.with_name("whole")
 shutil.copytree(folder, whole)
@@ -179,9 +182,7 @@ def test_no_damage_to_any_file_of_the_folder_ends_a_process_or_changes_what_it_h
     monkeypatch.setattr(compiled, "FLAGS", ("-O0", "-shared", "-fPIC"))
     library(source, "step")
     tests = Path(__file__).resolve().parent
-    process = child(
-        MEETS.replace("import shutil\n", "import shutil\ncompiled.FLAGS = ('-O0', '-shared', '-fPIC')\n"), source, tests, ",".join(names)
-    )
+    process = child(MEETS, source, tests, ",".join(names))
     said = process.communicate(timeout=280)[0].splitlines()
     assert process.returncode == 0, said[-5:]
     assert said == [f"{name} {pattern} 7" for name in names for pattern in ("*[0-9a-f]", "*.lock")]
