@@ -62,7 +62,7 @@ EAGER, FUSED = ({"decoding": kind, "updates": kind} for kind in ("eager", "fused
 
 
 def test_a_fallback_is_one_sentence_with_its_reason_and_noted(without_compiler, tmp_path, capsys):
-    away, back = without_compiler
+    away, _ = without_compiler
     away()
     assert main(["train", *FAST, "trainer.steps=1", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("kernels:")]
@@ -206,7 +206,7 @@ def _parts():
 
 @pytest.mark.slow
 def test_a_sweep_without_a_compiler_says_so_once_and_all_its_jobs_are_eager(without_compiler, tmp_path, monkeypatch, capfd):
-    away, back = without_compiler
+    away, _ = without_compiler
     monkeypatch.chdir(tmp_path)
     away()
     assert main(["train", "-m", "seed=0,1", *FAST, "trainer.steps=1"]) == 0
