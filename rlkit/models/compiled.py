@@ -178,9 +178,7 @@ def ended(command: Sequence[str], folder: Path, what: str) -> str:
     with said.open("wb") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=folder, start_new_session=True)
         try:
-            status = process.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            raise Undecided(f"{command[0]} did not end within {LIMIT:g} s") from None
+            status = awaited_status(process, command[0])
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # what it started too
@@ -195,6 +193,17 @@ def ended(command: Sequence[str], folder: Path, what: str) -> str:
         raise Undecided(f"{command[0]} was kept from compiling ({text[-200:] or 'it was killed'})")
     ending = f"signal {-status}" if status < 0 else f"status {status}"
     return f"{what} ({ending}{': ' if text else ''}{text[-200:]})"
+
+
+def awaited_status(process: subprocess.Popen[bytes], name: str) -> int:
+    """The status of a process within `LIMIT`, with a line where it takes long. Raises: Undecided."""
+    with suppress(subprocess.TimeoutExpired):
+        return process.wait(min(PATIENCE, LIMIT))
+    if LIMIT > PATIENCE:
+        print(f"waiting for {name}, which compiles the kernel for more than {PATIENCE:g} s", flush=True)
+    with suppress(subprocess.TimeoutExpired):
+        return process.wait(max(0.0, LIMIT - PATIENCE))
+    raise Undecided(f"{name} did not end within {LIMIT:g} s")
 
 
 # -------------------------------------------------------------------------------------------------------- loading

@@ -322,6 +322,13 @@ def test_the_load_of_the_moment_decides_nothing(script, source, tmp_path, monkey
     assert time.monotonic() - began < 30
 
 
+def test_a_slow_compiler_is_waited_for_and_named(source, tmp_path, monkeypatch, capsys):
+    compiler(tmp_path, monkeypatch, 'sleep 0.5; exec $CC "$@"')
+    monkeypatch.setattr(compiled, "PATIENCE", 0.1)
+    assert library(source, "step").step() == 7
+    assert "waiting for " in capsys.readouterr().out
+
+
 def test_a_compiler_that_knows_less_compiles_too(source, tmp_path, monkeypatch):
     compiler(tmp_path, monkeypatch, 'case "$*" in *native*) echo "unknown argument" >&2; exit 1;; esac; exec $CC "$@"')
     assert library(source, "step").step() == 7
