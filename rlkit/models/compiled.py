@@ -85,7 +85,7 @@ def library(source: Path, function: str, flags: Sequence[str] = ()) -> Any:
             loaded = load(find(folders, recipe.name), function)  # another process may have compiled it meanwhile
             if loaded is not None:
                 return loaded
-            data = compiled(recipe)
+            data = compile_library(recipe)
             keep(folders, recipe.name, data)
     loaded = load(data, function)
     if loaded is None:
@@ -144,7 +144,7 @@ def _processor() -> tuple[str, str]:
 # ------------------------------------------------------------------------------------------------------ compiling
 
 
-def compiled(recipe: Recipe) -> bytes:
+def compile_library(recipe: Recipe) -> bytes:
     """The library, compiled and tried in a process of its own, since a bad one can end the process that loads it.
 
     Compiled for this processor and with OpenMP, or without one of them where the compiler does not know it.
