@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from rlkit.commands.cli import main
 from rlkit.distributed import ranks
 from rlkit.engines import Cached
 from rlkit.engines.cached import kernel
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, EngineError
 from rlkit.models import fused
 from rlkit.models.compiled import JOBS
 from rlkit.runs.kernels import NAME, settled_kernels
@@ -131,6 +132,27 @@ def test_an_engine_with_kernels_of_its_own_is_not_named(tiny):
         settle_kernels(said_by(), tiny.model) == "kernels: updates fused"
         and keep_kernels(said_by(), tiny.model, {"update_kernel": "fused"}) == []
     )
+
+
+def test_shards_and_a_model_that_changes_are_decoded_without_compiled_code(tiny, complete, without_compiler):
+    """Shards are made behind the line; a compiler that is lost behind it is no fallback any more."""
+    away, _ = without_compiler
+    engine, hooked = Cached(), tiny._replace(model=deepcopy(tiny.model))
+    load(engine, hooked, complete)
+    said = settle_kernels(engine, hooked.model, sharded=True)
+    assert said == "kernels: decoding eager (the weights lie in shards), updates eager (the weights lie in shards)"
+    engine, hooked = Cached(), tiny._replace(model=deepcopy(tiny.model))
+    load(engine, hooked, complete)
+    settle_kernels(engine, hooked.model)
+    handle = hooked.model.model.register_forward_hook(lambda *_: None)
+    engine.decoder = None
+    load(engine, hooked, complete)
+    assert kernels_in_use(engine, hooked.model)["decoding"] == "eager"
+    handle.remove()
+    away()
+    engine.decoder = None
+    with pytest.raises(EngineError, match=r"generation\.kernel: the run decodes with compiled code, .*no licence"):
+        load(engine, hooked, complete)
 
 
 def test_ranks_have_the_same_kernels(tiny, complete, monkeypatch):

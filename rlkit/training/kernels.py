@@ -13,30 +13,32 @@ from rlkit.models.head import trunk_and_head
 from rlkit.system.files import lenient, write_atomic
 
 OTHER_RANK = "as another process of the run"
+SHARDS = "the weights lie in shards"
 
 
 def kernels_in_use(engine: Any, model: Any) -> dict[str, str]:
     """`decoding` and `updates` → eager or fused. An engine with kernels of its own has no word for its decoding."""
-    decoding = getattr(engine, "kernel", None)
-    if decoding not in ("eager", "fused"):  # not settled yet
-        decoding = getattr(engine, "decodes", None)
+    decoding = getattr(engine, "decodes", None)
+    if getattr(engine, "kernel", None) == "eager":  # the decoder may be that of before
+        decoding = "eager"
     return ({"decoding": decoding} if decoding else {}) | {"updates": update_kernel(model)}
 
 
-def settle_kernels(engine: Any, model: Any) -> str:
+def settle_kernels(engine: Any, model: Any, *, sharded: bool = False) -> str:
     """Decide what `auto` is for the whole run, alike on all ranks, and give the line that says so with the reason for a fallback.
 
-    Call it when the engine has been given weights.
+    Call it when the engine has been given weights. `sharded`: they will lie in shards, which compiled code cannot read.
     """
     trunk = trunk_and_head(model)[0]
     decodes = getattr(engine, "decodes", None)
-    if ranks.any_rank(decodes == "eager") and decodes == "fused":
-        engine.settle("eager", OTHER_RANK)
+    why = SHARDS if sharded else OTHER_RANK
+    if ranks.any_rank(sharded or decodes == "eager") and decodes == "fused":
+        engine.settle("eager", why)
     elif decodes and hasattr(engine, "settle"):
         engine.settle(decodes, engine.why_eager)
     automatic = getattr(trunk, "asked_kernel", "auto") == "auto"
-    if ranks.any_rank(update_kernel(model) == "eager") and update_kernel(model) == "fused" and automatic:
-        use_update_kernel(model, "eager", OTHER_RANK)
+    if ranks.any_rank(sharded or update_kernel(model) == "eager") and update_kernel(model) == "fused" and automatic:
+        use_update_kernel(model, "eager", why)
     return kernels_line(engine, model)
 
 

@@ -15,6 +15,7 @@ from rlkit.engines.cached.scheduler import Scheduler
 from rlkit.engines.service import Decoder, Service
 from rlkit.engines.transformers import Transformers, sampling_mode
 from rlkit.errors import EngineError
+from rlkit.models.compiled import NoKernel
 from rlkit.types import Policy
 
 
@@ -73,11 +74,17 @@ class Cached(Service):
                 raise EngineError("generation.kernel=fused: some layers do not see the whole context; use auto or eager")
             self.why_eager = "some layers do not see the whole context"
             return Transformers(max_rows=self.max_rows).make_decoder(policy)
-        before = self.decoder
-        if isinstance(before, Scheduler) and before.asked == self.kernel and before.serves(policy, causal):
+        before, kernel = self.decoder, self.kernel
+        if self.automatic and kernel == "fused":  # settled: a model that it does not fit is decoded without it, a compiler is not lost
+            try:
+                compiled()
+            except NoKernel as error:
+                raise NoKernel(f"generation.kernel: the run decodes with compiled code, which is impossible here: {error}") from None
+            kernel = "auto"
+        if isinstance(before, Scheduler) and before.asked == kernel and before.serves(policy, causal):
             return before
-        decoder = self.make_scheduler(policy, causal, kernel=self.kernel)
-        self.why_eager = self.why_eager if self.kernel == "eager" else decoder.why_eager
+        decoder = self.make_scheduler(policy, causal, kernel=kernel)
+        self.why_eager = self.why_eager if kernel == "eager" else decoder.why_eager
         if decoder.kernel is not None:
             decoder.kernel.threads = self.threads
         if isinstance(before, Scheduler):
@@ -102,8 +109,8 @@ class Cached(Service):
         if not self.automatic:
             return
         self.kernel, self.why_eager = kernel, why_eager
-        if isinstance(self.decoder, Scheduler) and self.decodes == kernel:
-            self.decoder.asked = kernel
+        if isinstance(self.decoder, Scheduler) and kernel == "eager" == self.decodes:
+            self.decoder.asked = kernel  # it need not be built again
 
     def go_on_with(self, kernel: Literal["eager", "fused"]) -> str:
         """A run continues that used this kernel so far: "auto" becomes it. What differs nevertheless, as a sentence."""
