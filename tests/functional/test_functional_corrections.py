@@ -36,7 +36,10 @@ MASKS = {
     "kpop": partial(binary_kl_mask, bound=0.02),
     "m2po": partial(second_moment_mask, advantages=ADVANTAGES, bound=0.4),
     "product": partial(
-        product_correction, rollout_ids=ROLLOUTS, advantages=ADVANTAGES, parts={"weight": token_correction, "mask": partial(geometric_mask, low=0.5, high=0.5)}
+        product_correction,
+        rollout_ids=ROLLOUTS,
+        advantages=ADVANTAGES,
+        parts={"weight": token_correction, "mask": partial(geometric_mask, low=0.5, high=0.5)},
     ),
 }
 CLOSE = {"rtol": 0, "atol": 1e-14}  # float64 rounding
