@@ -353,6 +353,11 @@ ASSUMPTIONS: Mapping[str, str] = {
     "episode_budget": "that its `limit` is one of the tokens of a whole episode",
     "same_vocabulary": "the policy's tokenizer, so that an id means the same to both models",
 }
+Vanishing = Literal["without_advantages", "at_reference"]
+VANISHING: Mapping[str, str] = {
+    "without_advantages": "a policy loss: its gradient is exactly 0 on tokens whose advantage is 0",
+    "at_reference": "a KL estimator: it and its gradient are exactly 0 where policy and reference are the same model",
+}
 Part = TypeVar("Part", bound=Callable[..., Any])
 
 
@@ -373,6 +378,15 @@ def gives(*words: Guarantee, **where: Any) -> Callable[[Part], Part]:
 def keeps(*words: Guarantee) -> Callable[[Part], Part]:
     """Declares which words still hold of rewards that a part has changed: an aggregator (of what all components give), an overlong rule."""
     return _declared("keeps", words, GUARANTEES, {})
+
+
+def vanishes(*words: Vanishing, **where: Any) -> Callable[[Part], Part]:
+    """Declares where the gradient of a part is exactly 0, so that an update of nothing else is skipped: `@vanishes("at_reference")`.
+
+    With `where`, only while its hyperparameters have these values. A part without the declaration is never skipped. A wrapper
+    made with `functools.wraps` declares for itself, since it may add a term.
+    """
+    return _declared("vanishes", words, VANISHING, where)
 
 
 def ranges(**limits: tuple[float | None, float | None]) -> Callable[[Part], Part]:
@@ -427,21 +441,31 @@ def _declared(kind: str, words: Sequence[str], known: Mapping[str, str], where: 
 
     def mark(part: Part) -> Part:
         name = f"__{kind}__"
-        setattr(part, name, (*getattr(part, name, ()), (tuple(words), dict(where))))
+        earlier = () if kind == "vanishes" and _copied(part, name) else getattr(part, name, ())
+        setattr(part, name, (*earlier, (tuple(words), dict(where))))
         return part
 
     return mark
 
 
-def declarations(part: Any, kind: Literal["assumes", "gives", "keeps"]) -> frozenset[str] | None:
+def _copied(part: Any, name: str) -> bool:
+    """Whether an attribute of a wrapper is that of what it wraps: `functools.wraps` copies attributes."""
+    return hasattr(part, "__wrapped__") and getattr(part, name, None) is getattr(part.__wrapped__, name, None)
+
+
+def declarations(part: Any, kind: Literal["assumes", "gives", "keeps", "vanishes"]) -> frozenset[str] | None:
     """The words that a part declares, with its hyperparameters as they are bound; None where it declares nothing of that kind.
 
-    A `functools.partial`, and a wrapper made with `functools.wraps`, declare what they wrap declares.
+    A `functools.partial` declares what it wraps declares. So does a wrapper made with `functools.wraps`, except for `vanishes`.
     """
     bound: dict[str, Any] = {}
     while isinstance(part, functools.partial):
         bound, part = {**part.keywords, **bound}, part.func
-    plain = inspect.unwrap(part, stop=lambda f: hasattr(f, f"__{kind}__")) if callable(part) else part
+    plain: Any
+    if kind == "vanishes":
+        plain = None if _copied(part, "__vanishes__") else part
+    else:
+        plain = inspect.unwrap(part, stop=lambda f: hasattr(f, f"__{kind}__")) if callable(part) else part
     made = getattr(plain, f"__{kind}__", None)
     if made is None:
         return None

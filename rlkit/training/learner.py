@@ -37,7 +37,7 @@ from rlkit.training.memory import retried
 from rlkit.training.metrics import Clock, UpdateTerms, performance, refill_metrics, staleness_metrics, update_metrics
 from rlkit.training.optimizers import make_optimizer
 from rlkit.training.references import is_start, moved, shard_state
-from rlkit.training.update import moved_since, one_update, step_minibatches, updates_once, with_logprobs, with_old
+from rlkit.training.update import known_old, moved_since, one_update, step_minibatches, updates_once, with_logprobs, with_old
 from rlkit.types import Batch, Policy, Rollout
 
 
@@ -165,7 +165,7 @@ class Learner:
         if any(stream.mask == "observations" for stream in streams.active(self).values()):
             batch = batch._replace(observed_mask=streams.observed(batch, rollouts, self.policy.renderer))
         batch = estimate_advantages(retried(self, batch, partial(with_logprobs, self, batch)), x.algorithm, x.kl)
-        return token_scale(batch, x.algorithm)
+        return known_old(self, token_scale(batch, x.algorithm))
 
     def measured(self, batch: Batch, terms: UpdateTerms) -> dict[str, Any]:
         """The metrics of a step. schedule/PATH: every scheduled number as it was in it; schedule/phase: which phase, from 0."""
