@@ -13,7 +13,7 @@ from rlkit.rewards import Reward
 from rlkit.sandbox import Sandbox
 from rlkit.training.schedules import Schedule, phases
 from rlkit.training.teachers import Teacher
-from rlkit.types import Engine, Environment, Policy, Reference, SamplingParams, Split, Task, ToolParser, ranges
+from rlkit.types import Controller, Engine, Environment, Policy, Reference, SamplingParams, Split, Task, ToolParser, ranges
 
 
 @ranges(prompts=(1, None), group_size=(1, None))
@@ -259,6 +259,15 @@ def correction_in_words(x: Experiment, *, exact: bool) -> str:
     automatic = [phase.algorithm for phase in phases(x).values() if _automatic(phase.algorithm)]
     said = dict.fromkeys(_settled(algorithm, exact=exact, staleness=x.staleness)[1] for algorithm in automatic)
     return f"correction: {'; '.join(said)}" if said else ""
+
+
+def kl_in_words(x: Experiment) -> str:
+    """The KL of an experiment as it begins, as `k3 × 0.05 in the loss`, or none."""
+    if not x.needs_reference:
+        return "none"
+    coef = x.kl.coef.init()["value"] if isinstance(x.kl.coef, Controller) else x.kl.coef
+    where = {"loss": "the loss", "reward": "the reward", "reward_sequence": "the reward of the episode"}[x.kl.placement]
+    return f"{x.kl.name} × {coef:g} in {where}"
 
 
 def _settled(algorithm: Algorithm, *, exact: bool, staleness: int) -> tuple[Any, str]:

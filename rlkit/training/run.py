@@ -16,7 +16,7 @@ from rlkit.system.device import autocast, on_device, precision, quiet, versions
 from rlkit.system.files import LOST, lenient, put_aside, refusing, write_json
 from rlkit.system.processors import cores
 from rlkit.system.redaction import redacted
-from rlkit.training.experiment import Experiment, correction_in_words
+from rlkit.training.experiment import Experiment, correction_in_words, kl_in_words
 from rlkit.types import Policy, Split, Splits
 
 if TYPE_CHECKING:
@@ -273,8 +273,8 @@ def first_line(x: Experiment) -> str:
 
     x = next(iter(phases(x).values()))  # what the run begins with
     return (
-        f"rlkit: {x.algorithm.name}, kl {x.kl.name if x.needs_reference else 'none'}, reward {x.reward.name}, "
-        f"reference {x.reference.name}, seed {x.seed}"
+        f"rlkit: {x.algorithm.name}, kl {kl_in_words(x)}, reward {x.reward.name}, "
+        f"reference {x.reference.name if x.needs_reference else 'none'}, seed {x.seed}"
     )
 
 
