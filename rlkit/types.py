@@ -356,7 +356,7 @@ ASSUMPTIONS: Mapping[str, str] = {
 Vanishing = Literal["without_advantages", "at_reference"]
 VANISHING: Mapping[str, str] = {
     "without_advantages": "a policy loss: its gradient is exactly 0 on tokens whose advantage is 0",
-    "at_reference": "a KL estimator: it and its gradient are exactly 0 where policy and reference are the same model",
+    "at_reference": "a KL estimator: it and its gradient are exactly 0 where the reference is the policy",
 }
 Part = TypeVar("Part", bound=Callable[..., Any])
 
@@ -381,10 +381,11 @@ def keeps(*words: Guarantee) -> Callable[[Part], Part]:
 
 
 def vanishes(*words: Vanishing, **where: Any) -> Callable[[Part], Part]:
-    """Declares where the gradient of a part is exactly 0, so that an update of nothing else is skipped: `@vanishes("at_reference")`.
+    """Declares where the gradient of a part is exactly 0: `@vanishes("without_advantages", penalty=0)`.
 
-    With `where`, only while its hyperparameters have these values. A part without the declaration is never skipped. A wrapper
-    made with `functools.wraps` declares for itself, since it may add a term.
+    An update of such parts alone is skipped; a part without the declaration is never skipped. With
+    `where`, it holds only while the part's hyperparameters have these values. A wrapper made with
+    `functools.wraps` declares for itself, since it may add a term.
     """
     return _declared("vanishes", words, VANISHING, where)
 
@@ -449,14 +450,17 @@ def _declared(kind: str, words: Sequence[str], known: Mapping[str, str], where: 
 
 
 def _copied(part: Any, name: str) -> bool:
-    """Whether an attribute of a wrapper is that of what it wraps: `functools.wraps` copies attributes."""
-    return hasattr(part, "__wrapped__") and getattr(part, name, None) is getattr(part.__wrapped__, name, None)
+    """Whether an attribute of a wrapper is that of what it wraps: `functools.wraps` copies them."""
+    if not hasattr(part, "__wrapped__"):
+        return False
+    return getattr(part, name, None) is getattr(part.__wrapped__, name, None)
 
 
 def declarations(part: Any, kind: Literal["assumes", "gives", "keeps", "vanishes"]) -> frozenset[str] | None:
     """The words that a part declares, with its hyperparameters as they are bound; None where it declares nothing of that kind.
 
-    A `functools.partial` declares what it wraps declares. So does a wrapper made with `functools.wraps`, except for `vanishes`.
+    A `functools.partial` declares what it wraps declares. So does a wrapper made with
+    `functools.wraps`, except for `vanishes`.
     """
     bound: dict[str, Any] = {}
     while isinstance(part, functools.partial):

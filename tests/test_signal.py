@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 
 import pytest
 import torch
 
 import rlkit.functional as f
-from laws import KLS, POLICY_LOSSES, cases
+from laws import KLS, POLICY_LOSSES, cases, product
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.trial import dry_run
 from rlkit.errors import ConfigError
@@ -163,14 +164,12 @@ TERMS = {
     "sampler as old": ["kl=none", "algorithm.old=sampler"],
 }
 SPLITS = {"1": ["algorithm.minibatches=1"], "4": ["algorithm.minibatches=4"], "2 × 2": ["algorithm.minibatches=2", "algorithm.epochs=2"]}
-TABLE = [(loss, term, split) for loss in LOSS_OPTIONS for term in TERMS for split in SPLITS]
-FAST = [
-    ("dppo", "alone", "4"), ("kl_cov", "alone", "2 × 2"), ("clipped", "k3", "1"), ("sapo", "full", "4"), ("clipped", "k1", "1"),
-    ("reinforce", "critic on the trunk", "1"), ("gmpo", "k2 weighted", "4"),
-]  # fmt: skip
+# Every loss with every other term; the ways to split follow one another.
+TABLE = [(*pair, split) for pair, split in zip(product(LOSS_OPTIONS, TERMS), itertools.cycle(SPLITS))]
+FAST = {("dppo", "alone"), ("kl_cov", "alone"), ("clipped", "k3"), ("sapo", "full"), ("clipped", "k1"), ("gmpo", "k2 weighted")}
 
 
-@pytest.mark.parametrize(("loss", "term", "split"), cases(TABLE, FAST, unpack=True))
+@pytest.mark.parametrize(("loss", "term", "split"), cases(TABLE, lambda row: row[:2] in FAST, unpack=True))
 def test_skipping_changes_no_gradient(loss, term, split, monkeypatch):
     """Equal rewards in every group, then in all groups but one. What is skipped would have had a gradient of exactly 0."""
     words = ["algorithm=grpo", f"algorithm/policy_loss={loss}", *TERMS[term], *SPLITS[split]]

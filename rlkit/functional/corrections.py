@@ -268,29 +268,34 @@ def second_moment_mask(
     *,
     bound: float = 0.04,
 ) -> Tensor:
-    """Takes out the tokens that the update would push furthest from the sampler, until the rest of them is near it on average.
+    """Takes out the tokens that the update would push furthest from the sampler.
 
-    The trust region has the trained tokens with A_t > 0 and ρ_t > 1, or with A_t < 0 and ρ_t < 1. Of these, w_t = 0 for those with
-    the largest log² ρ_t, until the mean of log² ρ_t over the rest of the trust region ≤ bound; equal ones go together. All other
-    tokens have w_t = 1, however large their ratio, and count in no mean: the update pulls them back.
+    The trust region has the trained tokens with A_t > 0 and ρ_t > 1, or with A_t < 0 and ρ_t < 1.
+    w_t = 0 for those of them with the largest log² ρ_t, until the mean of log² ρ_t over the rest of
+    the trust region ≤ bound; equal ones go together. w_t = 1 for all other tokens, however large
+    their ratio: the update pulls them back. They count in no mean.
 
-    What differs from the paper: its ratio is that of the policy at each update, this one that of the policy before the step
-    (log ρ_t = log π_old_t - log μ_t). With one update a step both are the same. With more, a mask that follows the policy would
-    depend on how the update is split into micro-batches; there the policy loss's own clip bounds what the step itself moves.
-    In the paper the mask stands instead of the clip. Here the policy loss keeps its clip, of π / π_old.
+    What differs from the paper: its ratio is that of the policy at each update, this one that of the
+    policy before the step (log ρ_t = log π_old_t - log μ_t). With one update a step both are the
+    same. With more, a mask that follows the policy would depend on how the update is split into
+    micro-batches; the clip of the policy loss bounds what the step itself moves. In the paper the
+    mask stands instead of the clip. Here the policy loss keeps its clip, of π / π_old.
 
     Args:
-      logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
-      response_mask: [B, T] bool, of the whole update batch. advantages: [B, T]; their sign alone counts.
+      logprobs_old: [B, T] in nats, by the trainer.
+      logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
+      response_mask: [B, T] bool, of the whole update batch.
+      advantages: [B, T]; their sign alone counts.
       bound: > 0, in nats². With small log-ratios no token goes.
-    Returns: [B, T] of 0 and 1, float32 or float64, a constant; 1 under the mask, and where both agree. Where every log² ρ of the
-      trust region exceeds the bound, all of it goes.
+    Returns: [B, T] of 0 and 1, float32 or float64, a constant; 1 under the mask, and where both
+      agree. Where every log² ρ of the trust region exceeds the bound, all of it goes.
     Raises: ValueError naming the bound.
-    Source: M2PO, arXiv:2510.01161, section 5.2 and algorithm 1, with 0.04. The authors' code caps these tokens' ratios instead, as a
-      clip does, in each micro-batch. AReaL masks tokens of either sign, by the mean over all tokens of a micro-batch.
+    Source: M2PO, arXiv:2510.01161, section 5.2 and algorithm 1, with 0.04. The authors' code caps
+      the ratios of these tokens instead, as a clip does, in each micro-batch. AReaL masks tokens of
+      either sign, by the mean over all tokens of a micro-batch.
 
     >>> gaps, both = torch.tensor([[0.5, 0.3, 0.2, 0.1, -0.9]]), torch.ones(1, 5).bool()
-    >>> second_moment_mask(gaps, torch.zeros(1, 5), both, torch.ones(1, 5))  # .25 and .09 go, the mean of .04 and .01 is .025
+    >>> second_moment_mask(gaps, torch.zeros(1, 5), both, torch.ones(1, 5))  # (.04 + .01) / 2 is left
     tensor([[0., 0., 1., 1., 1.]])
     """
     require(bound > 0, "bound", bound, "> 0")
@@ -299,7 +304,7 @@ def second_moment_mask(
     squares = gaps.square()
     ordered = squares[region].double().sort().values
     means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
-    dropped = ordered[means > bound]  # the means grow with the count, since the squares are in order
+    dropped = ordered[means > bound]  # in order, so the means grow with the count
     far = torch.zeros_like(region)
     if len(dropped):
         far = region & (squares.double() >= dropped[0])
@@ -323,8 +328,9 @@ def product_correction(
 
     Args:
       logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
-      response_mask: [B, T] bool. rollout_ids: [B] int64; all rows of a rollout must be there. advantages: [B, T].
-      parts: name → correction, which asks for some of the five quantities above. None: no correction.
+      response_mask: [B, T] bool. rollout_ids: [B] int64; all rows of a rollout must be there.
+      advantages: [B, T].
+      parts: name → correction, which asks for some of the five quantities. None: no correction.
     Returns: [B, T] ≥ 0, float32 or float64, a constant; 1 under the mask.
     Source: Geo-RS-Token-TIS, the geometric mask with token weights, in verl's page on rollout correction.
 

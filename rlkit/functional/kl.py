@@ -31,9 +31,9 @@ The ratio is that of the token, π_t / old_t from `logprobs_old`, even if the po
 `full` has them without a ratio. Log-ratios of tokens are clamped to ±20. Beyond the clamp the gradient of the estimate is 0; within
 it nothing is biased. No gradient flows into the reference or the old policy.
 
-Where policy and reference are the same model, k2, k3, k3+, truncated, confident and full are exactly 0, and so is their gradient. They
-declare it by `@vanishes`, and an update that has no other term is skipped there. The gradients of k1, forward and reverse are 0
-in expectation alone.
+Where policy and reference are the same model, k2, k3, k3+, truncated, confident and full are exactly
+0, and so is their gradient. They declare it by `@vanishes`, and an update that has no other term is
+skipped there. The gradients of k1, forward and reverse are 0 in expectation alone.
 
 Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
 """

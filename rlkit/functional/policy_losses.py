@@ -3,7 +3,8 @@
 Inputs are finite everywhere: `token_ratio` and `fill_masked` put neutral constants under the mask first.
 
 Each loss declares by `@clips` what its own clip does to a token, for the metrics clip/*. A loss without a declaration has none of them.
-It declares by `@vanishes` when a token without an advantage has no gradient. Only then is an update without advantages skipped.
+It declares by `@vanishes` when a token without an advantage has no gradient. Only then is an update
+without advantages skipped.
 """
 
 from __future__ import annotations

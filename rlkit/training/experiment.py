@@ -266,8 +266,8 @@ def kl_in_words(x: Experiment) -> str:
     if not x.needs_reference:
         return "none"
     coef = x.kl.coef.init()["value"] if isinstance(x.kl.coef, Controller) else x.kl.coef
-    where = {"loss": "the loss", "reward": "the reward", "reward_sequence": "the reward of the episode"}[x.kl.placement]
-    return f"{x.kl.name} × {coef:g} in {where}"
+    places = {"loss": "the loss", "reward": "the reward", "reward_sequence": "the reward of the episode"}
+    return f"{x.kl.name} × {coef:g} in {places[x.kl.placement]}"
 
 
 def _settled(algorithm: Algorithm, *, exact: bool, staleness: int) -> tuple[Any, str]:

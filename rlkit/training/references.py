@@ -22,7 +22,6 @@ from rlkit.errors import PartError, written
 from rlkit.types import Measured, Reference, assumes
 
 ADAPTER = "reference"  # name of the second adapter under LoRA
-DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 # ------------------------------------------------------------------------------------------------------- options
 
@@ -69,11 +68,12 @@ def is_start(reference: Reference) -> bool:
 
 
 def is_policy(reference: Reference, state: Any, policy: nn.Module) -> bool:
-    """Whether a reference is known to be the policy as it is now: its weights are compared, bit for bit. A collective if there are ranks.
+    """Whether a reference is known to be the policy as it is now: weights are compared, bit for bit.
 
-    True for a shipped reference that began as the policy and whose weights are equal. Under LoRA the base is one and the same, and a
-    reference without an adapter is the policy while every second factor is 0. False for everything else: another model, a
-    reference of the user's own, a policy with dropout.
+    True for a shipped reference that began as the policy and whose weights are equal. Under LoRA the
+    base is one and the same, and a reference without an adapter is the policy while every second
+    factor is 0. False for everything else: another model, a reference of the user's own, a policy
+    with dropout. All ranks must call it, and get the same answer.
     """
     ranks.reshard(policy, state.model if isinstance(state, Moving) else state)
     return not ranks.any_rank(not _is_policy(reference, state, policy))
@@ -82,7 +82,8 @@ def is_policy(reference: Reference, state: Any, policy: nn.Module) -> bool:
 def _is_policy(reference: Reference, state: Any, policy: nn.Module) -> bool:
     if reference.init not in (_freeze, _start) or reference.model is not _model:
         return False
-    if any(module.training and getattr(module, "p", 0) for module in policy.modules() if isinstance(module, DROPOUT)):
+    dropouts = [module for module in policy.modules() if "Dropout" in type(module).__name__]
+    if any(module.training and getattr(module, "p", 0) for module in dropouts):
         return False
     parameters = dict(policy.named_parameters())
     if state is None:
@@ -95,7 +96,9 @@ def _is_policy(reference: Reference, state: Any, policy: nn.Module) -> bool:
     model: Any = state.model if isinstance(state, Moving) else state
     theirs = dict(model.named_parameters()) | dict(model.named_buffers())
     ours = parameters | dict(policy.named_buffers())
-    return theirs.keys() == ours.keys() and all(_equal(own, ours[name]) for name, own in theirs.items())
+    if theirs.keys() != ours.keys():
+        return False
+    return all(_equal(own, ours[name]) for name, own in theirs.items())
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

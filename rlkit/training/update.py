@@ -79,8 +79,8 @@ def _read(learner: Learner, batch: Batch) -> Batch:
 def step_minibatches(learner: Learner, batch: Batch, terms: UpdateTerms) -> Iterator[Batch]:
     """Every update's batch in its order, with the weights of its tokens.
 
-    Later epochs have other minibatches. While no update has had a gradient, the reference's log-probs are computed again in those, if
-    an update reads them.
+    Later epochs have other minibatches. While no update has had a gradient, the reference's log-probs
+    are computed again in those, if an update reads them.
     """
     a, kl = learner.x.algorithm, learner.x.kl
     for epoch, splits in enumerate(minibatch_rows(batch, a, learner.shuffle_seed)):
@@ -236,13 +236,15 @@ def has_signal(learner: Learner, batch: Batch) -> bool:
 
     It is known of a batch without a trained token. Otherwise it is known if each of these terms has none:
 
-    policy loss     every advantage is 0, and the loss declares that this takes its gradient (`rlkit.types.vanishes`)
-    KL in the loss  the reference is the policy (`references.is_policy`), and the estimator declares the same of that
+    policy loss     every advantage is 0, and the loss declares by `@vanishes` that this is enough
+    KL in the loss  the reference is the policy (`references.is_policy`), and the estimator declares it
     entropy bonus   its coefficient is 0
     value loss      it has no gradient into the policy's trunk
 
-    A skipped update steps no optimiser. It therefore leaves weights, weight decay, moments and their count of steps as they are; a
-    step with a gradient of 0 would decay the weights and repeat old momentum. The batch, and so the answer, is the same on all ranks.
+    A skipped update steps no optimiser. So weights, moments and their count of steps stay as they
+    are. A step with a gradient of 0 would decay the weights and repeat old momentum. An update that
+    is skipped is not measured for algorithm.target_kl. The batch, and so the answer, is the same on
+    all ranks.
     """
     a, kl = learner.x.algorithm, learner.x.kl
     if not batch.response_mask.any():
@@ -269,9 +271,9 @@ def _at_reference(learner: Learner) -> bool:
 
 
 def known_old(learner: Learner, batch: Batch) -> Batch:
-    """The batch with the reference's log-probs as those of the old policy, if no update follows that would find the latter.
+    """The batch with the reference's log-probs as the old policy's, if no update follows to find these.
 
-    Only a reference that is the policy takes the update away from a batch whose KL stands in the loss.
+    A batch whose KL stands in the loss has no update only while the reference is the policy.
     """
     known = learner.x.kl.in_loss and batch.logprobs_old is None and batch.old_share is None
     if not known or streams.active(learner) or has_signal(learner, batch):
