@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from rlkit.commands.arguments import STARTED, Arguments, added, drop, option, quote
 from rlkit.commands.trust import announcer
-from rlkit.config.changes import difference, refuse_changes
+from rlkit.config.changes import difference, identify, refuse_changes
 from rlkit.distributed import launch, ranks
 from rlkit.errors import ConfigError, Refusal, RLKitError, say
 from rlkit.runs import folder as runs
 from rlkit.system import owner
+from rlkit.system.contents import clear_places, set_aside
 from rlkit.system.device import versions
 from rlkit.system.files import LOST, lenient, refusing
 from rlkit.training.run import train_in
@@ -47,6 +48,7 @@ def command(arguments: Arguments) -> int:
     if named and named not in ("never", "auto"):
         folder = runs.find_run(named, "resume")
         resume = runs.checkpoint_source(named, folder)
+        runs.require_overrides(folder)
         require_secrets(named, folder, overrides)
         overrides = [*added(runs.saved_overrides(folder), drop(overrides, "resume")), f"resume={quote(named)}"]
     composed = compose(overrides, config_dir=arguments.config_dir, before_import=announcer(folder) if folder and resume else None)
@@ -68,8 +70,9 @@ def command(arguments: Arguments) -> int:
         def own(run: Path) -> Path:
             return ranks.broadcast(lambda: owning.enter_context(owner.owned(run, takeover=x.takeover)) or run)
 
+        identity = ""
         if known := folder is not None and runs.is_run(folder):
-            check_continues(own(folder), composed.config, x.trainer.steps, resume)
+            identity = check_continues(own(folder), composed.config, x.trainer.steps, resume)
         tasks = load_tasks(x)
         for line in (*warnings(x), *overlaps(tasks)):
             print(f"warning: {line}")
@@ -79,6 +82,8 @@ def command(arguments: Arguments) -> int:
         ranks.broadcast(lambda: runs.require_writable(target))
         if not known:
             own(target)
+        if ranks.rank() == 0:
+            note_start(target, composed, identity)
 
         def job() -> int:
             return run_in_folder(x, composed.config, tasks, target, started=STARTED, resume=resume)
@@ -98,25 +103,59 @@ def require_secrets(named: str, folder: Path, overrides: Sequence[str]) -> None:
         )
 
 
-def check_continues(folder: Path, config: dict, steps: int, resume: Path | None) -> None:
-    """Prints what changed since the run in `folder` was started.
+def note_start(folder: Path, composed: Composed, identity: str) -> None:
+    """Adds this process to run.json and prints what changed, before Hydra writes the overrides that run.json lists.
 
-    Raises: ConfigError where it cannot go on with that; DataError where it has trained and no checkpoint of it is left.
+    Args:
+      identity: of the run that goes on; empty for a new one, whose folder is left empty where run.json cannot be written.
+    Raises: ConfigError.
+    """
+    config = composed.config
+    overrides = [str(text) for text in composed.full.hydra.overrides.task]
+    try:
+        with refusing(folder):
+            said = runs.write_start(folder, config, versions(), identity=identity or identify(config), overrides=overrides)
+    except Refusal:
+        if not identity:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    for line in said:
+        print(f"resume: {line}", flush=True)
+
+
+def check_continues(folder: Path, config: dict, steps: int, resume: Path | None) -> str:
+    """Prints what changed since the run in `folder` was started. Returns the run's identity.
+
+    Raises: ConfigError where it cannot go on with that; DataError where a file that says what it is was damaged or exchanged, and where
+      it has trained and no checkpoint of it is left.
     """
     if resume is None:
         raise ConfigError(
             f"{folder} already holds a run, which is never overwritten; continue it with resume={folder}, or choose another folder"
         )
+    ranks.broadcast(lambda: clear_places(folder))
+    identity = ranks.broadcast(lambda: runs.require_identity(folder))
     if not resume.name.endswith(".ckpt"):
         runs.refuse_restart(folder)
     changed = difference(runs.read_config(folder), config)
     refuse_changes(folder, changed)
     for key, (was, now) in changed.items():
         print(f"resume: {key} was {was}, is {now}")
-    summary = runs.read_summary(folder) or {}
+    summary = ranks.broadcast(lambda: own_summary(folder))
     done = 0 if summary.get("unsaved") else summary.get("steps") or 0
     if resume.is_dir() and done >= steps:
-        raise ConfigError(f"{folder} has done all of its {done} steps; to go on, raise trainer.steps, as in trainer.steps={2 * done}")
+        raise ConfigError(
+            f"{folder} has done all of its {done} steps, by its summary.json; to go on, raise trainer.steps, as in trainer.steps={2 * done}"
+        )
+    return identity
+
+
+def own_summary(folder: Path) -> dict[str, Any]:
+    """summary.json of the run that goes on. One that is damaged or another run's goes to aside/, and a sentence says so."""
+    summary = runs.read_summary(folder)
+    if summary is None and (folder / "summary.json").exists():
+        print(f"resume: summary.json is not what this run wrote, and is kept as {set_aside(folder, 'summary.json')}", flush=True)
+    return summary or {}
 
 
 def in_hydra(composed: Composed, folder: Path, job: Callable[[], int]) -> int:
@@ -142,12 +181,9 @@ def run_in_folder(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: 
     fresh = resume is None
     try:
         with refusing(folder):
-            if ranks.rank() == 0:
-                runs.write_config(folder, config) if fresh else runs.cover_overrides(folder)
-            for line in runs.write_start(folder, config, versions()) if ranks.rank() == 0 else ():
-                print(f"resume: {line}", flush=True)
-        with refusing(folder):
             provenance = ranks.broadcast(lambda: runs.read_start(folder))
+            if ranks.rank() == 0:
+                runs.write_config(folder, config, provenance["identity"]) if fresh else runs.cover_overrides(folder)
         summary, _ = train_in(x, tasks, folder, started=started, resume=resume, provenance=provenance, again=builder(config))
     except Refusal as error:
         say(error, [f"rlkit: {line}" for line in str(error).splitlines()])
@@ -159,7 +195,7 @@ def run_in_folder(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: 
         return 1
     if ranks.rank() == 0:
         with lenient("config.yaml"):
-            runs.write_config(folder, config)  # a resumed run's, once it has gone on with it
+            runs.write_config(folder, config, provenance["identity"])  # a resumed run's, once it has gone on with it
     print(closing_lines(summary, folder), flush=True)
     if summary["ended"] == "interrupted":
         if ranks.rank() == 0 and x.trainer.requeue and "signal" in summary and summary["signal"] != "SIGINT":

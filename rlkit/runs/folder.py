@@ -13,11 +13,12 @@ from typing import Any
 
 import yaml
 
-from rlkit.config.changes import ONCE, PLACE, difference
+from rlkit.config.changes import APART, ONCE, PLACE, difference, identify
 from rlkit.config.schema import renamed
 from rlkit.config.trust import read_yaml
 from rlkit.errors import ConfigError, DataError
-from rlkit.system.files import put_aside, refusing, write_atomic
+from rlkit.system.files import put_aside, read_regular, refusing, write_atomic
+from rlkit.system.identity import identity_line, read_identity
 from rlkit.system.redaction import FROM_ENVIRONMENT, NUMBER, REDACTED, SECRET, redacted
 from rlkit.system.rows import read_rows
 from rlkit.system.shards import recorded
@@ -86,12 +87,13 @@ def is_finished(folder: Path) -> bool:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """summary.json, or None where there is none that can be read."""
+    """summary.json, or None where there is none that can be read, or that of another run."""
     try:
-        summary = json.loads((folder / "summary.json").read_text())
+        summary = json.loads(read_regular(folder / "summary.json").decode())
     except (OSError, ValueError, RecursionError):
         return None
-    return summary if isinstance(summary, dict) else None
+    own = isinstance(summary, dict) and summary.get("identity") in (None, read_identity(folder))
+    return summary if own else None
 
 
 def find_run(text: str, key: str) -> Path:
@@ -100,6 +102,12 @@ def find_run(text: str, key: str) -> Path:
     for folder in (path, path.parent, path.parent.parent):
         if path.exists() and is_run(folder):
             return folder
+        left = [name for name in ("metrics.jsonl", "run.json") if (folder / name).exists()]
+        if left and (folder == path or path.is_file()):
+            raise ConfigError(
+                f"{key}={text}: {folder} holds {left[0]}, but no file config.yaml, and only that says which run it is. Put it back, "
+                "or name another run"
+            )
     runs = sorted((p.parent for p in OUTPUTS.glob("*/*/config.yaml")), key=lambda p: p.stat().st_mtime)
     newest = f" The newest run is {runs[-1]}" if runs else ""
     raise ConfigError(f"{key}={text}: no run folder of rlkit.{newest}")
@@ -111,14 +119,16 @@ def checkpoint_source(text: str, folder: Path) -> Path:
 
 
 def newest_unfinished(name: str, config: Mapping[str, Any], *, beside: tuple[str, ...] = ()) -> Path | None:
-    """The newest run under outputs/<name> that did not finish and whose config is this one but for its length and its ranks.
+    """The newest run under outputs/<name> that did not finish and whose config is this one but for its length, its ranks, its
+    logger and its callbacks.
 
     `beside`: further keys in which the two may differ, those that follow the length (`rlkit.config.compose.length_keys`).
     """
     candidates = [f for f in (OUTPUTS / name).glob("*") if is_run(f) and not is_finished(f)]
     for folder in sorted(candidates, key=_last_written, reverse=True):
         with suppress(DataError):  # half-written: it is equal to no config
-            if not difference(read_config(folder), config, beside=PLACE + beside):
+            changed = difference(read_config(folder), config, beside=PLACE + beside)
+            if all(key.split(".")[0] in APART for key in changed):
                 return folder
     return None
 
@@ -137,15 +147,22 @@ def read_config(folder: Path) -> dict[str, Any]:
     return renamed(config)
 
 
-def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """The resolved config without its secrets, for people and for resume; whole or not there."""
-    write_atomic(folder / "config.yaml", dump(redacted(config)))
+def write_config(folder: Path, config: Mapping[str, Any], identity: str = "") -> None:
+    """The resolved config without its secrets, for people and for resume; whole or not there.
+
+    Args:
+      identity: of the run, for the first line. Empty: the folder is made with this config, which gives the run its identity.
+    """
+    write_atomic(folder / "config.yaml", identity_line(identity or identify(config)) + dump(redacted(config)))
     cover_overrides(folder)
 
 
 def cover_overrides(folder: Path) -> None:
     """Takes the secrets out of the files that Hydra has just written to .hydra/."""
-    for path in (folder / ".hydra").glob("*.yaml"):
+    for name in ("config.yaml", "hydra.yaml", "overrides.yaml"):
+        path = folder / ".hydra" / name
+        if not path.is_file():
+            continue
         written = yaml.safe_load(path.read_text())
         if (hidden := without_secrets(written)) != written:
             write_atomic(path, dump(hidden))
@@ -173,13 +190,25 @@ def without_secrets(node: Any) -> Any:
     return redacted(node)
 
 
-def write_start(folder: Path, config: Mapping[str, Any], versions: Mapping[str, str]) -> list[str]:
+def write_start(
+    folder: Path, config: Mapping[str, Any], versions: Mapping[str, str], *, identity: str = "", overrides: Sequence[str] = ()
+) -> list[str]:
     """Adds this process to run.json; what differs from the one before it (versions of packages, state of the code), as sentences.
 
     A run.json that cannot be read is set aside, and a sentence says so.
+
+    Args:
+      identity: of the run. overrides: what Hydra will write to .hydra/overrides.yaml, so that `require_overrides` knows it again.
     """
     started = datetime.now().isoformat(timespec="seconds")
-    now = {"started": started, "config": redacted(config), "versions": dict(versions), "git": git_state()}
+    now = {
+        "started": started,
+        "identity": identity,
+        "overrides": without_secrets(list(overrides)),
+        "config": redacted(config),
+        "versions": dict(versions),
+        "git": git_state(),
+    }
     starts, changed = _starts(folder), []
     if starts is None:
         kept = put_aside(folder / "run.json", ".unreadable")
@@ -203,14 +232,50 @@ def read_start(folder: Path) -> dict[str, Any]:
 def _starts(folder: Path) -> list[dict[str, Any]] | None:
     """What run.json holds, one entry for each process; None where it cannot be read."""
     try:
-        starts = json.loads((folder / "run.json").read_text())
+        starts = json.loads(read_regular(folder / "run.json").decode())
     except FileNotFoundError:
         return []
     except (OSError, ValueError, RecursionError):
         return None
-    known = {"versions": dict, "git": str}
+    known = {"identity": str, "overrides": list, "versions": dict, "git": str}
     fine = isinstance(starts, list) and all(isinstance(s, dict) and all(isinstance(s.get(k), t) for k, t in known.items()) for s in starts)
     return starts if fine else None
+
+
+def require_identity(folder: Path) -> str:
+    """The identity of the run in a folder, by its config.yaml.
+
+    Raises: DataError where config.yaml names none, and where run.json names another.
+    """
+    identity = read_identity(folder)
+    if not identity:
+        raise DataError(
+            f"{folder}/config.yaml does not say which run it belongs to: its first line is damaged, or a version before 0.1.0 wrote it. "
+            "Put the file back as rlkit wrote it, or start a new run"
+        )
+    starts = _starts(folder)
+    others = [start["identity"] for start in starts or () if start["identity"] != identity]
+    if others:
+        raise DataError(
+            f"{folder}: config.yaml belongs to run {identity} and run.json to run {others[0]}, so one of them comes from another run. "
+            "Put the right one back"
+        )
+    if starts == []:
+        print("resume: run.json is missing, and begins anew with this process", flush=True)
+    return identity
+
+
+def require_overrides(folder: Path) -> None:
+    """Raises DataError where .hydra/overrides.yaml, from which a resumed run is composed, is not as the run's processes wrote it."""
+    path = folder / ".hydra" / "overrides.yaml"
+    if not path.is_file():
+        raise DataError(f"{path} is missing or no file, so the settings of this run cannot be composed again. Put it back")
+    saved = _saved(folder)
+    starts = _starts(folder) or ()
+    if starts and all(start["overrides"] not in (saved, without_secrets(saved)) for start in starts):
+        raise DataError(
+            f"{path} is not what this run wrote: run.json lists other overrides. Put it back, and give changes on the command line"
+        )
 
 
 def git_state() -> str:
@@ -253,8 +318,8 @@ def refuse_restart(folder: Path) -> None:
     """Raises DataError where a run has trained and has no checkpoint left: it could only begin again, in place of what it was."""
     if steps := lost_steps(folder):
         raise DataError(
-            f"{folder} has trained {steps} steps, but none of its checkpoints is left, so it cannot go on. Start a new run without resume "
-            "(with resume=auto: move this folder away first); nothing in it was changed"
+            f"{folder} has trained {steps} steps, but none of its checkpoints is left, so it cannot go on (as metrics.jsonl, rollouts/ or "
+            "summary.json say). Start a new run without resume (with resume=auto: move this folder away first); nothing in it was changed"
         )
 
 

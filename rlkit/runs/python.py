@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from rlkit import display
+from rlkit.config.changes import identify
 from rlkit.config.compose import builder
 from rlkit.config.experiment import Configured, described
 from rlkit.config.problems.doubts import warnings
@@ -129,11 +130,15 @@ def _begun(x: Experiment, folder: Path) -> Any:
         raise ConfigError(f"folder={folder}: already holds a run, which is never overwritten; choose another folder, or go on with it: "
                           f"rlkit train resume={folder}")  # fmt: skip
     runs.require_writable(folder)
-    config, overrides = (x.config, x.overrides) if isinstance(x, Configured) and x.config else (described(x), ())
+    overrides = None  # of parts that are Python objects, which cannot be composed again
+    config = described(x)
+    if isinstance(x, Configured) and x.config:
+        config, overrides = x.config, x.overrides
+    identity = identify(config)
     with refusing(folder):
-        if overrides:
+        if overrides is not None:
             (folder / ".hydra").mkdir(exist_ok=True)
             write_atomic(folder / ".hydra" / "overrides.yaml", runs.dump(list(overrides)))
-        runs.write_config(folder, config)
-        runs.write_start(folder, config, versions())
+        runs.write_start(folder, config, versions(), identity=identity, overrides=overrides or ())
+        runs.write_config(folder, config, identity)
     return owner.owned(folder)

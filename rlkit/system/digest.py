@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from rlkit.system.files import open_regular
+
 MARK = b"\nrlkit sha256 "
 SEAL = len(MARK) + 64 + 1  # bytes of the last line of a sealed file
 SUMS = "rlkit.sha256"
@@ -47,7 +49,7 @@ def damage(path: Path) -> str:
     A file without a seal, of a version that wrote none, is held against the checksums that torch keeps of each tensor.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - SEAL))
             last = file.read()

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.errors import Refusal, RLKitError
+from rlkit.system.files import read_regular
 
 NAME = "owner.json"
 BEAT = 30.0  # seconds between two signs of life
@@ -240,7 +241,7 @@ def _read(folder: Path) -> dict[str, Any]:
     """The record of a folder. If it cannot be read, as while it is being written, only the time: its last change counts as a beat."""
     file = folder / NAME
     try:
-        found = json.loads(file.read_bytes().decode())
+        found = json.loads(read_regular(file).decode())
         types = {"host": str, "pid": int, "beat": int | float, "token": str}
         if isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in types.items()):
             return found if found["pid"] > 0 else {"beat": found["beat"]}

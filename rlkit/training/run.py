@@ -161,6 +161,7 @@ def conclude(
         "steps": module.rl_step,
         "wall_seconds": round(seconds, 2),
         "tokens": module.tokens,
+        "identity": module.provenance.get("identity"),
         "peak_memory_gb": round(peak_memory(device), 3),
         "device": str(device),
         "versions": versions(),
@@ -217,7 +218,8 @@ def make_trainer(
     path, step = None, 0
     if resume is not None:
         with refusing(folder):
-            path, step = ranks.broadcast(lambda: taken_up(resume, folder))
+            identity = module.provenance.get("identity", "")
+            path, step = ranks.broadcast(lambda: taken_up(resume, folder, identity))
         says = f"{path}, after step {step}" if path else f"{resume} holds no checkpoint yet; the run begins again"
         print(f"resume: {says}", flush=True)
     with refusing(folder):
@@ -248,19 +250,29 @@ def make_trainer(
     return trainer, path
 
 
-def taken_up(resume: Path, folder: Path) -> tuple[Path | None, int]:
-    """The checkpoint that a run is continued from, and its RL step; what came after it is set aside."""
+def taken_up(resume: Path, folder: Path, identity: str) -> tuple[Path | None, int]:
+    """The checkpoint that a run is continued from, and its RL step; what came after it, and what is not of this run, is set aside.
+
+    Args:
+      identity: of the run in the folder.
+    Raises: DataError where there is no checkpoint that can be read, or where it is another run's.
+    """
     from rlkit.episodes.completions import cut_completions
     from rlkit.system import shards
+    from rlkit.system.contents import set_others_aside
     from rlkit.system.rows import cut_back
-    from rlkit.training.callbacks.checkpoints import SUFFIX, checkpoints, load_checkpoint, supersede
+    from rlkit.training.callbacks.checkpoints import SUFFIX, checkpoints, load_checkpoint, refuse_foreign, set_foreign_aside, supersede
 
-    path, step = None, -1
+    path, step, rows = None, -1, None
     if resume.suffix == SUFFIX or checkpoints(resume):  # else it was killed before its first one
         path, state = load_checkpoint(resume)
+        refuse_foreign(path, state, folder, identity)
         step = state["rlkit"]["rl_step"]
+        set_foreign_aside(folder, identity)
         supersede(folder / "checkpoints", step)
-    cut_back(folder / "metrics.jsonl", step)
+        set_others_aside(folder, state["written"]["files"], step)
+        rows = state["written"]["rows"]
+    cut_back(folder / "metrics.jsonl", step, rows)
     for name in ("rollouts", "held_out/validation", "held_out/test"):
         shards.cut_steps(folder / name, step)
     cut_completions(folder / "completions", step)

@@ -1,0 +1,283 @@
+"""Whatever happens to a file of a run folder: a resumed run ends as if nothing had happened, or says in a sentence which file it is.
+
+The law goes over every file of a folder in which a run was killed, and over every damage. A file of a kind that `KINDS` does not know
+fails it. Each run is a fork of this process, which has torch and Lightning imported already.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fnmatch
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlkit.system.rows import read_rows
+from test_kill import TINY, arm
+
+WORDS = [
+    *(word for word in TINY if not word.startswith(("trainer.steps", "callbacks.checkpoint.model", "logger", "evaluation"))),
+    *("trainer.steps=2", "model.lora.rank=1", "evaluation.n=2", "evaluation.every=1", "callbacks.checkpoint.best=reward/mean"),
+    *(
+        "callbacks.samples.every=1",
+        "callbacks.checkpoint.keep=3",
+        "reward=numeric",
+        "reward.terms.numeric.fn._target_=fragile_reward.score",
+    ),
+]
+LONGER = "trainer.steps=5"
+LIMIT = 120  # seconds after which a resumed run counts as hanging
+REWARD = """
+import os
+import random
+
+def score(rollout):
+    if os.path.exists(os.environ.get("FRAGILE", "")):
+        raise ValueError("broken")
+    return len(rollout.final_content) % 7 + random.random()
+"""
+# Kind of a file → pattern. A resume reads the first ones, or goes on writing them; it never looks at the others.
+KINDS = {
+    "config": "config.yaml",
+    "overrides": ".hydra/overrides.yaml",
+    "Hydra's own": ".hydra/*.yaml",
+    "starts": "run.json",
+    "summary": "summary.json",
+    "owner": "owner.json",
+    "metrics": "metrics.jsonl",
+    "metrics that were set aside": "metrics.discarded.jsonl",
+    "metrics for spreadsheets": "metrics.csv",
+    "rollouts": "rollouts/steps_*.jsonl.gz",
+    "rollouts that were set aside": "rollouts.discarded.jsonl.gz",
+    "held-out replies": "held_out/*/steps_*.jsonl.gz",
+    "held-out replies that were set aside": "held_out/*.discarded.jsonl.gz",
+    "completions": "completions/steps_*.parquet",
+    "completions that were set aside": "completions.discarded/*.parquet",
+    "samples": "samples/steps_*.md",
+    "checkpoints": "checkpoints/step_*.ckpt",
+    "checkpoints that were set aside": "checkpoints/step_*.ckpt.superseded",
+    "link to the best checkpoint": "checkpoints/best.ckpt",
+    "value of the best checkpoint": "checkpoints/best.json",
+    "adapters": "checkpoints/*.adapter/*",
+    "model": "model/*",
+    "best model": "model_best/*",
+    "failed rollout": "failed_rollout.jsonl.gz*",
+    "debug bundle": "debug/*/*",
+    "TensorBoard's settings": "tensorboard/hparams.yaml",
+    "TensorBoard's events": "tensorboard/**",
+}
+REPEATED = ("summary", "metrics for spreadsheets", "link to the best checkpoint", "value of the best checkpoint", "model", "best model")
+
+
+def kind_of(name: str) -> str:
+    """The kind of a file of a run folder."""
+    for kind, pattern in KINDS.items():
+        if fnmatch.fnmatchcase(name, pattern):
+            return kind
+    raise AssertionError(f"{name}: a file of a kind that the law does not know; add it to KINDS, with what a resume does about it")
+
+
+# ---------------------------------------------------------------------------------------------------------- damages
+
+
+def missing(path: Path, other: Path) -> None:
+    path.unlink()
+
+
+def emptied(path: Path, other: Path) -> None:
+    path.write_bytes(b"")
+
+
+def truncated(path: Path, other: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+
+def flipped(path: Path, other: Path, place: float = 0.5) -> None:
+    data = bytearray(path.read_bytes())
+    data[min(int(len(data) * place), len(data) - 1)] ^= 1
+    path.write_bytes(data)
+
+
+def flipped_early(path: Path, other: Path) -> None:
+    flipped(path, other, 0.1)
+
+
+def flipped_late(path: Path, other: Path) -> None:
+    flipped(path, other, 0.95)
+
+
+def swapped(path: Path, other: Path) -> None:
+    data = other.read_bytes()
+    path.unlink()
+    path.write_bytes(data)
+
+
+def a_folder(path: Path, other: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "mine.txt").write_text("mine")
+
+
+def a_fifo(path: Path, other: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def unreadable(path: Path, other: Path) -> None:
+    path.chmod(0)
+
+
+DAMAGES = [missing, emptied, truncated, flipped, flipped_early, flipped_late, swapped, a_folder, a_fifo, unreadable]
+
+
+def without_privileges() -> None:
+    """Lets file modes hold for root as well: gives up CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH (capset, version 3)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    held = (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, held) == 0
+    held[0] &= ~0b110
+    assert libc.capset(header, held) == 0
+
+
+# -------------------------------------------------------------------------------------------------------- the runs
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, forked):
+    """(a run that nobody disturbed, the same one killed again and again, the latter with another seed)."""
+    root = tmp_path_factory.mktemp("runs")
+    (root / "fragile_reward.py").write_text(REWARD)
+    os.environ["PYTHONPATH"] = str(root)
+
+    def run(words, log, before=None, limit=LIMIT):
+        def begin():
+            import sys
+
+            sys.path.insert(0, str(root))
+            os.chdir(root)
+            signal.alarm(limit)
+            without_privileges()
+            if before is not None:
+                before()
+
+        return os.waitstatus_to_exitcode(os.waitpid(forked(["train", *words], log, begin), 0)[1])
+
+    def killed(folder: Path, seed: int) -> None:
+        log = folder.with_suffix(".log")
+
+        def fail() -> None:
+            from rlkit.training.callbacks import stopping
+
+            started = stopping.StopOnSignal.on_train_start
+
+            def start(self, trainer, module):
+                started(self, trainer, module)
+                os.environ["FRAGILE"] = "/"
+
+            stopping.StopOnSignal.on_train_start = start
+
+        assert run([*WORDS, f"seed={seed}", f"hydra.run.dir={folder}"], log) == 0, log.read_text()
+        assert run([f"resume={folder}", LONGER], log, lambda: arm("generate", 4, 6)) == -signal.SIGKILL, log.read_text()
+        assert run([f"resume={folder}"], log, fail) == 1, log.read_text()
+        earlier = f"resume={folder}/checkpoints/step_000002.ckpt"
+        assert run([earlier], log, lambda: arm("generate", 3, 6)) == -signal.SIGKILL, log.read_text()
+
+    whole, log = root / "whole", root / "whole.log"
+    assert run([*WORDS, "seed=0", f"hydra.run.dir={whole}"], log) == 0, log.read_text()
+    assert run([f"resume={whole}", LONGER], log) == 0, log.read_text()
+    killed(root / "killed", 0)
+    killed(root / "other", 1)
+    return run, whole, root / "killed", root / "other"
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
+
+
+def rows(folder: Path) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in read_rows(folder / "metrics.jsonl")]
+
+
+def weights(folder: Path):
+    return torch.load(folder / "checkpoints" / "step_000005.ckpt", weights_only=True)["state_dict"]
+
+
+def counterpart(folder: Path, name: str) -> Path | None:
+    """The same-named file of another run; one of the same kind where names hold a time."""
+    if (folder / name).exists():
+        return folder / name
+    alike = [own for own in names_in(folder) if kind_of(own) == kind_of(name)]
+    return folder / alike[0] if alike else None
+
+
+def faults_of(name: str, damage, runs, folder: Path, same) -> list[str]:
+    """In what the law does not hold for a damage to a file of the killed run, in sentences."""
+    run, whole, killed, other = runs
+    log = folder.with_suffix(".log")
+    shutil.copytree(killed, folder, symlinks=True)
+    theirs = counterpart(other, name)
+    if theirs is None:
+        return [] if damage is swapped else [f"{name}: the other run has no file of this kind"]
+    data = theirs.read_bytes()
+    damage(folder / name, theirs)
+    status = run([f"resume={folder}"], log)
+    said = log.read_text()
+    short = Path(name).name
+    faults = []
+    if status == -signal.SIGALRM:
+        return ["it hangs"]
+    if "Traceback" in said:
+        faults.append("it ends in a traceback")
+    if status == 0:
+        if not same(weights(whole), weights(folder)):
+            faults.append("other weights")
+        mine = rows(folder)
+        lost = kind_of(name) == "metrics" and short in said and all(row in rows(whole) for row in mine) and mine[-1] == rows(whole)[-1]
+        if mine != rows(whole) and not lost:
+            faults.append("other rows")
+        if folder_says_nothing(name, damage, said):
+            faults.append("it says nothing")
+    elif status not in (1, 2):
+        faults.append(f"exit {status}")
+    elif short not in said and not (kind_of(name) == "owner" and "works there" in said):
+        faults.append(f"exit {status} without the name of the file")
+    if damage is a_folder and not any(path.name == "mine.txt" for path in folder.rglob("mine.txt")):
+        faults.append("a file of the user is gone")
+    if damage is swapped and kind_of(name) not in REPEATED:
+        kept = any(data in path.read_bytes() for path in folder.rglob("*") if path.is_file() and os.access(path, os.R_OK))
+        if not kept and kind_of(name) != "owner":
+            faults.append("the other run's file is gone")
+    return [f"{fault}: {said[-1500:]}" for fault in faults]
+
+
+SAYS = ("metrics", "rollouts", "held-out replies", "completions", "samples")  # kinds whose loss is always said
+
+
+def folder_says_nothing(name: str, damage, said: str) -> bool:
+    return kind_of(name) in SAYS and Path(name).name not in said
+
+
+FAST = [("metrics.jsonl", swapped), ("checkpoints/step_000004.ckpt", swapped), ("rollouts/steps_000001-000100.jsonl.gz", swapped)]
+
+
+def check(cases, runs, tmp_path, same) -> None:
+    found = {}
+    for number, (name, damage) in enumerate(cases):
+        folder = tmp_path / str(number)
+        if faults := faults_of(name, damage, runs, folder, same):
+            found[name, damage.__name__] = faults
+        shutil.rmtree(folder)
+    assert not found, "\n\n".join(f"{name} {damage}: {fault}" for (name, damage), faults in found.items() for fault in faults)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_every_damage_to_every_file_of_a_run_folder(runs, tmp_path, same, damage):
+    names = names_in(runs[2])
+    assert set(map(kind_of, names)) == set(KINDS)
+    check([(name, damage) for name in names], runs, tmp_path, same)
