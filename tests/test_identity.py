@@ -16,7 +16,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlkit.commands.cli import main
+from rlkit.commands.train import own_summary
+from rlkit.config.changes import identify
+from rlkit.errors import RLKitError
+from rlkit.runs import folder as run_folders
+from rlkit.system.contents import clear_places
+from rlkit.system.identity import read_identity
 from rlkit.system.rows import read_rows
+from rlkit.training import loggers
+from rlkit.training.callbacks.checkpoints import read_checkpoint
+from rlkit.training.run import taken_up
 from test_kill import TINY, arm
 
 WORDS = [
@@ -240,7 +250,7 @@ def faults_of(name: str, damage, runs, folder: Path, same) -> list[str]:
         lost = kind_of(name) == "metrics" and short in said and all(row in rows(whole) for row in mine) and mine[-1] == rows(whole)[-1]
         if mine != rows(whole) and not lost:
             faults.append("other rows")
-        if folder_says_nothing(name, damage, said):
+        if says_nothing(name, said):
             faults.append("it says nothing")
     elif status not in (1, 2):
         faults.append(f"exit {status}")
@@ -258,11 +268,9 @@ def faults_of(name: str, damage, runs, folder: Path, same) -> list[str]:
 SAYS = ("metrics", "rollouts", "held-out replies", "completions", "samples")  # kinds whose loss is always said
 
 
-def folder_says_nothing(name: str, damage, said: str) -> bool:
+def says_nothing(name: str, said: str) -> bool:
+    """Whether a run went on without a word on a file whose loss has to be said."""
     return kind_of(name) in SAYS and Path(name).name not in said
-
-
-FAST = [("metrics.jsonl", swapped), ("checkpoints/step_000004.ckpt", swapped), ("rollouts/steps_000001-000100.jsonl.gz", swapped)]
 
 
 def check(cases, runs, tmp_path, same) -> None:
@@ -281,3 +289,145 @@ def test_every_damage_to_every_file_of_a_run_folder(runs, tmp_path, same, damage
     names = names_in(runs[2])
     assert set(map(kind_of, names)) == set(KINDS)
     check([(name, damage) for name in names], runs, tmp_path, same)
+
+
+# ------------------------------------------------------------------------------------------------- representatives
+
+SMALL = [
+    *("debug=fast", "trainer.accelerator=cpu", "trainer.steps=2", "task.max_samples=32", "model.lora.rank=1", "batch.group_size=2"),
+    *("generation.max_new_tokens=4", "evaluation.n=2", "evaluation.every=1", "callbacks.checkpoint.every=1", "logger=none"),
+    *("callbacks.checkpoint.model=false", "callbacks.samples.every=1"),
+]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """The folders of two runs with other seeds and other problems."""
+    root = tmp_path_factory.mktemp("pair")
+    for seed, name in enumerate(("mine", "theirs")):
+        assert main(["train", *SMALL, f"seed={seed}", f"evaluation.n={2 + seed}", f"hydra.run.dir={root / name}"]) == 0
+    return root / "mine", root / "theirs"
+
+
+@pytest.fixture
+def mine(pair, tmp_path):
+    return Path(shutil.copytree(pair[0], tmp_path / "mine", symlinks=True))
+
+
+def take_up(folder: Path) -> None:
+    """What `rlkit train resume=FOLDER` does before it trains."""
+    clear_places(folder)
+    identity = run_folders.require_identity(folder)
+    run_folders.require_overrides(folder)
+    own_summary(folder)
+    taken_up(folder / "checkpoints", folder, identity)
+
+
+SHARD, PARQUET = "steps_000001-000100.jsonl.gz", "steps_000002-000002.parquet"
+GOES_ON = {  # (file, damage) → what a resume says, with which it goes on
+    ("metrics.jsonl", missing): "metrics.jsonl is missing; the 3 row(s) up to step 2 are lost",
+    ("metrics.jsonl", emptied): "metrics.jsonl is empty; the 3 row(s) up to step 2 are lost",
+    ("metrics.jsonl", flipped): "metrics.jsonl lacks 1 of the 3 row(s) that this run wrote up to step 2",
+    ("metrics.jsonl", truncated): "metrics.jsonl lacks 1 of the 3 row(s) that this run wrote up to step 2",
+    ("metrics.jsonl", swapped): "holds no row of this run; the 3 row(s) up to step 2 are lost, and the run goes on without them; "
+    "3 line(s) that this run did not write are kept in aside/metrics.jsonl",
+    ("metrics.jsonl", a_fifo): "metrics.jsonl is no regular file and is kept as aside/metrics.jsonl",
+    (f"rollouts/{SHARD}", missing): f"rollouts/{SHARD} is missing; the run goes on without what this run wrote there up to step 2",
+    (f"rollouts/{SHARD}", emptied): f"rollouts/{SHARD} is empty; kept as aside/rollouts/{SHARD}; the run goes on",
+    (f"rollouts/{SHARD}", swapped): f"rollouts/{SHARD} is not what this run wrote; kept as aside/rollouts/{SHARD}",
+    (f"rollouts/{SHARD}", a_folder): f"rollouts/{SHARD} is no regular file and is kept as aside/rollouts/{SHARD}",
+    (f"held_out/test/{SHARD}", swapped): f"held_out/test/{SHARD} is not what this run wrote; kept as aside/held_out/test/{SHARD}",
+    (f"held_out/validation/{SHARD}", flipped): f"held_out/validation/{SHARD} is not what this run wrote",
+    (f"completions/{PARQUET}", missing): f"completions/{PARQUET} is missing",
+    (f"completions/{PARQUET}", swapped): f"completions/{PARQUET} is not what this run wrote; kept as aside/completions/{PARQUET}",
+    ("samples/steps_000001-000100.md", swapped): "samples/steps_000001-000100.md is not what this run wrote",
+    ("summary.json", swapped): "summary.json is not what this run wrote, and is kept as aside/summary.json",
+    ("run.json", missing): "run.json is missing, and begins anew with this process",
+    ("checkpoints/step_000001.ckpt", swapped): "step_000001.ckpt is a checkpoint of run",
+    ("checkpoints/step_000002.ckpt", flipped): "resume: 1 line(s) after step 1: moved to metrics.discarded.jsonl",
+}
+REFUSED = {  # (file, damage) → the sentence of a refusal
+    (
+        "checkpoints/step_000002.ckpt",
+        swapped,
+    ): r"step_000002\.ckpt is a checkpoint of run \w{16} \(name=grpo, seed=1\), and .* is the folder",
+    ("config.yaml", swapped): r"config\.yaml belongs to run \w{16} and run\.json to run \w{16}",
+    ("config.yaml", emptied): r"config\.yaml does not say which run it belongs to",
+    ("run.json", swapped): r"config\.yaml belongs to run \w{16} and run\.json to run \w{16}",
+    (".hydra/overrides.yaml", swapped): r"overrides\.yaml is not what this run wrote",
+    (".hydra/overrides.yaml", missing): r"overrides\.yaml is missing or no file",
+    (".hydra/overrides.yaml", truncated): r"overrides\.yaml",
+}
+
+
+@pytest.mark.parametrize("name, damage, sentence", [(*key, text) for key, text in GOES_ON.items()])
+def test_a_resume_goes_on_and_says_which_file_is_not_its_own(pair, mine, capsys, name, damage, sentence):
+    theirs = (pair[1] / name).read_bytes()
+    damage(mine / name, pair[1] / name)
+    take_up(mine)
+    said = capsys.readouterr().out
+    assert sentence in said
+    if damage is swapped:
+        assert (mine / "aside" / name).read_bytes() == theirs
+    take_up(mine)
+    assert "aside" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name, damage, sentence", [(*key, text) for key, text in REFUSED.items()])
+def test_a_resume_is_refused_where_it_would_mix_two_runs(pair, mine, name, damage, sentence):
+    damage(mine / name, pair[1] / name)
+    before = {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()}
+    with pytest.raises(RLKitError, match=sentence):
+        take_up(mine)
+    assert before == {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()}
+
+
+def test_every_file_of_a_run_folder_has_a_kind(pair):
+    assert {kind_of(name) for name in names_in(pair[0])} >= {"metrics", "checkpoints", "rollouts", "held-out replies", "completions"}
+
+
+def test_a_run_is_what_its_numbers_depend_on():
+    config = {"seed": 0, "model": {"path": "tiny", "suggests": {"lr": 1}, "shelf": "everyday"}, "logger": {"a": 1}, "callbacks": {}}
+    silent = [
+        {"logger": {}},
+        {"callbacks": {"b": {"every": 2}}},
+        {"resume": "auto", "takeover": True},
+        {"model": {"path": "tiny", "suggests": {"lr": 2}, "shelf": "catalogue"}},
+    ]
+    assert len({identify(config | change) for change in [{}, *silent]}) == 1
+    assert len({identify(config | change) for change in [{}, {"seed": 1}, {"trainer": {"steps": 3}}, {"model": {"path": "b"}}]}) == 4
+
+
+@pytest.mark.slow
+def test_a_run_keeps_its_identity_wherever_and_with_whatever_it_goes_on(pair, mine):
+    own = read_identity(mine)
+    assert own and own != read_identity(pair[1])
+    assert main(["train", f"resume={mine}", "trainer.steps=3", "optimizer.lr=1e-5", "callbacks.checkpoint.keep=3"]) == 0
+    assert main(["train", f"resume={mine}", "trainer.steps=4"]) == 0
+    assert "lr: 1.0e-05" in (mine / "config.yaml").read_text() and read_identity(mine) == own
+    assert {read_checkpoint(mine / "checkpoints" / f"step_00000{n}.ckpt")["run"]["identity"] for n in (2, 3, 4)} == {own}
+    assert run_folders.read_summary(mine)["identity"] == own
+
+
+def test_auto_finds_a_run_that_is_shown_and_saved_in_other_ways(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = {"seed": 0, "logger": {}, "callbacks": {"checkpoint": {"every": 1}}}
+    run_folders.write_config(Path("outputs/a/run"), config)
+    assert run_folders.newest_unfinished("a", {"seed": 0, "logger": {"x": 1}, "callbacks": {}}) == Path("outputs/a/run")
+    assert run_folders.newest_unfinished("a", {"seed": 1, "logger": {}, "callbacks": config["callbacks"]}) is None
+
+
+def test_the_id_of_a_logger_belongs_to_one_run(tmp_path, capsys):
+    for seed, name in enumerate(("mine", "theirs")):
+        run_folders.write_config(tmp_path / name, {"seed": seed})
+        loggers.keep_id(tmp_path / name, "wandb.id", name)
+    assert loggers.known_id(tmp_path / "mine", "wandb.id") == "mine"
+    swapped(tmp_path / "mine" / "wandb.id", tmp_path / "theirs" / "wandb.id")
+    assert loggers.known_id(tmp_path / "mine", "wandb.id") is None
+    assert "wandb.id is not what this run wrote, and is kept as aside/wandb.id" in capsys.readouterr().out
+
+
+def test_a_run_folder_without_its_config_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(RLKitError, match=r"holds metrics\.jsonl, but no file config\.yaml"):
+        run_folders.find_run(str(tmp_path), "resume")

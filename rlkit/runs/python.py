@@ -130,10 +130,11 @@ def _begun(x: Experiment, folder: Path) -> Any:
         raise ConfigError(f"folder={folder}: already holds a run, which is never overwritten; choose another folder, or go on with it: "
                           f"rlkit train resume={folder}")  # fmt: skip
     runs.require_writable(folder)
-    overrides = None  # of parts that are Python objects, which cannot be composed again
-    config = described(x)
+    overrides = None  # parts that are Python objects cannot be composed again
     if isinstance(x, Configured) and x.config:
         config, overrides = x.config, x.overrides
+    else:
+        config = described(x)
     identity = identify(config)
     with refusing(folder):
         if overrides is not None:
