@@ -53,6 +53,12 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[
     }
 
 
+def other_run(old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()) -> dict[str, tuple[Any, Any]]:
+    """In what a config is not the one of a run: `difference` without its logger, its callbacks and how many ranks it has."""
+    changed = difference(old, new, beside=PLACE + beside)
+    return {key: values for key, values in changed.items() if key.split(".")[0] not in APART}
+
+
 def refuse_changes(folder: Path, changed: Mapping[str, tuple[Any, Any]]) -> None:
     """Raises ConfigError for changes with which a run cannot go on."""
     fixed = [key for key in changed if any(key == f or key.startswith(f"{f}.") for f in FIXED)]

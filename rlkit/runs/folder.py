@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from rlkit.config.changes import APART, ONCE, PLACE, difference, identify
+from rlkit.config.changes import ONCE, identify, other_run
 from rlkit.config.schema import renamed
 from rlkit.config.trust import read_yaml
 from rlkit.errors import ConfigError, DataError
@@ -127,8 +127,7 @@ def newest_unfinished(name: str, config: Mapping[str, Any], *, beside: tuple[str
     candidates = [f for f in (OUTPUTS / name).glob("*") if is_run(f) and not is_finished(f)]
     for folder in sorted(candidates, key=_last_written, reverse=True):
         with suppress(DataError):  # half-written: it is equal to no config
-            changed = difference(read_config(folder), config, beside=PLACE + beside)
-            if all(key.split(".")[0] in APART for key in changed):
+            if not other_run(read_config(folder), config, beside=beside):
                 return folder
     return None
 

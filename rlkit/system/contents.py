@@ -153,7 +153,7 @@ def set_others_aside(folder: Path, files: Mapping[str, tuple[int, str]], step: i
     for path in _appended(folder):
         name = path.relative_to(folder).as_posix()
         if name not in files and any(held <= step for held, _ in _steps(path)):
-            faults.setdefault((path.relative_to(folder).parts[0], "is not of this run"), []).append(name)
+            faults.setdefault((path.relative_to(folder).parts[0], "was not there at the checkpoint"), []).append(name)
     for (place, why), names in faults.items():
         kept = [set_aside(folder, name) for name in names if os.path.lexists(folder / name)]
         more = f", as are {len(names) - SHOWN} more files of {place}/" if len(names) > SHOWN else ""
@@ -175,7 +175,7 @@ def _fault(path: Path, size: int, digest: str, step: int) -> str:
         raise DataError(f"{path} cannot be read ({reason(error)}); make it readable, or move it out of the run folder") from None
     if same and not foreign:
         return ""
-    return "is not what this run wrote" if held else "is empty"
+    return "does not begin with what this run wrote" if held else "is empty"
 
 
 def _steps(path: Path) -> Iterator[tuple[int, int]]:

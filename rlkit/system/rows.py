@@ -92,12 +92,12 @@ def cut_back(path: Path, step: int, own: Sequence[str] | None = None) -> None:
 
 def _loss(path: Path, lines: Sequence[object], own: int, missing: int, step: int, others: int) -> str:
     """A sentence on rows that a checkpoint knows and metrics.jsonl lacks."""
-    kept = f"; {others} line(s) that this run did not write are kept in aside/{path.name}" if others else ""
+    kept = f"; {others} other line(s) are kept in aside/{path.name}" if others else ""
     if missing < own:
         return f"{path.name} lacks {missing} of the {own} row(s) that this run wrote up to step {step}{kept}"
     what = "is empty" if path.exists() else "is missing"
-    what = "holds no row of this run" if lines else what
-    return f"{path.name} {what}; the {own} row(s) up to step {step} are lost, and the run goes on without them{kept}"
+    what = "is not what this run wrote" if lines else what
+    return f"{path.name} {what}; its {own} row(s) up to step {step} are lost, and the run goes on without them{kept}"
 
 
 def _joined(lines: Sequence[bytes]) -> bytes:

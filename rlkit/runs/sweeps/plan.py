@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from rlkit.config.changes import ONCE, PLACE, difference
+from rlkit.config.changes import ONCE, other_run
 from rlkit.distributed.launch import sweep_problem
 from rlkit.errors import ConfigError, Refusal, install
 from rlkit.runs import folder as runs
@@ -208,6 +208,6 @@ def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> li
         return [f"{root} holds runs of these jobs already, which are never overwritten; resume=auto goes on with them, {other}"]
     if not config.get("takeover") and (living := owner.occupied(folder)):
         return [living]
-    changed = difference(runs.read_config(folder), config, beside=PLACE)
+    changed = other_run(runs.read_config(folder), config)
     said = ", ".join(f"{key} was {was} and is now {now}" for key, (was, now) in list(changed.items())[:3])
     return [f"{folder} holds a run of another config ({said}); {other}"] if changed else []
