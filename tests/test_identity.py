@@ -30,17 +30,18 @@ from rlkit.training.run import taken_up
 from test_kill import TINY, arm
 
 WORDS = [
-    *(word for word in TINY if not word.startswith(("trainer.steps", "callbacks.checkpoint.model", "logger", "evaluation"))),
+    *(word for word in TINY if not word.startswith(("trainer.steps", "callbacks.checkpoint", "logger", "evaluation"))),
     *("trainer.steps=2", "model.lora.rank=1", "evaluation.n=2", "evaluation.every=1", "callbacks.checkpoint.best=reward/mean"),
     *(
         "callbacks.samples.every=1",
+        "callbacks.checkpoint.every=1",
         "callbacks.checkpoint.keep=3",
         "reward=numeric",
         "reward.terms.numeric.fn._target_=fragile_reward.score",
     ),
 ]
-LONGER = "trainer.steps=5"
-LIMIT = 120  # seconds after which a resumed run counts as hanging
+LONGER = "trainer.steps=4"
+LIMIT = 300  # seconds after which a resumed run counts as hanging
 REWARD = """
 import os
 import random
@@ -81,6 +82,7 @@ KINDS = {
     "TensorBoard's events": "tensorboard/**",
 }
 UNREAD = ("adapters", "model", "best model", "failed rollout", "debug bundle", "TensorBoard's events")  # one file of each is tried
+TEXTS = ("config", "overrides", "starts", "summary", "owner", "metrics")  # a flipped byte may mean another thing at each place
 REPEATED = ("summary", "metrics for spreadsheets", "link to the best checkpoint", "value of the best checkpoint", "model", "best model")
 
 
@@ -95,29 +97,29 @@ def kind_of(name: str) -> str:
 # ---------------------------------------------------------------------------------------------------------- damages
 
 
-def missing(path: Path, other: Path) -> None:
+def missing(path: Path, other: Path | None) -> None:
     path.unlink()
 
 
-def emptied(path: Path, other: Path) -> None:
+def emptied(path: Path, other: Path | None) -> None:
     path.write_bytes(b"")
 
 
-def truncated(path: Path, other: Path) -> None:
+def truncated(path: Path, other: Path | None) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
 
 
-def flipped(path: Path, other: Path, place: float = 0.5) -> None:
+def flipped(path: Path, other: Path | None, place: float = 0.5) -> None:
     data = bytearray(path.read_bytes())
     data[min(int(len(data) * place), len(data) - 1)] ^= 1
     path.write_bytes(data)
 
 
-def flipped_early(path: Path, other: Path) -> None:
+def flipped_early(path: Path, other: Path | None) -> None:
     flipped(path, other, 0.1)
 
 
-def flipped_late(path: Path, other: Path) -> None:
+def flipped_late(path: Path, other: Path | None) -> None:
     flipped(path, other, 0.95)
 
 
@@ -127,18 +129,18 @@ def swapped(path: Path, other: Path) -> None:
     path.write_bytes(data)
 
 
-def a_folder(path: Path, other: Path) -> None:
+def a_folder(path: Path, other: Path | None) -> None:
     path.unlink()
     path.mkdir()
     (path / "mine.txt").write_text("mine")
 
 
-def a_fifo(path: Path, other: Path) -> None:
+def a_fifo(path: Path, other: Path | None) -> None:
     path.unlink()
     os.mkfifo(path)
 
 
-def unreadable(path: Path, other: Path) -> None:
+def unreadable(path: Path, other: Path | None) -> None:
     path.chmod(0)
 
 
@@ -193,10 +195,10 @@ def runs(tmp_path_factory, forked):
             stopping.StopOnSignal.on_train_start = start
 
         assert run([*WORDS, f"seed={seed}", f"hydra.run.dir={folder}"], log) == 0, log.read_text()
-        assert run([f"resume={folder}", LONGER], log, lambda: arm("generate", 4, 6)) == -signal.SIGKILL, log.read_text()
+        assert run([f"resume={folder}", LONGER], log, lambda: arm("generate", 3, 6)) == -signal.SIGKILL, log.read_text()
         assert run([f"resume={folder}"], log, fail) == 1, log.read_text()
         earlier = f"resume={folder}/checkpoints/step_000002.ckpt"
-        assert run([earlier], log, lambda: arm("generate", 3, 6)) == -signal.SIGKILL, log.read_text()
+        assert run([earlier], log, lambda: arm("generate", 2, 6)) == -signal.SIGKILL, log.read_text()
 
     whole, log = root / "whole", root / "whole.log"
     assert run([*WORDS, "seed=0", f"hydra.run.dir={whole}"], log) == 0, log.read_text()
@@ -215,7 +217,7 @@ def rows(folder: Path) -> list[dict]:
 
 
 def weights(folder: Path):
-    return torch.load(folder / "checkpoints" / "step_000005.ckpt", weights_only=True)["state_dict"]
+    return torch.load(folder / "checkpoints" / "step_000004.ckpt", weights_only=True)["state_dict"]
 
 
 def counterpart(folder: Path, name: str) -> Path | None:
@@ -232,9 +234,8 @@ def faults_of(name: str, damage, runs, folder: Path, same) -> list[str]:
     log = folder.with_suffix(".log")
     shutil.copytree(killed, folder, symlinks=True)
     theirs = counterpart(other, name)
-    if theirs is None:
-        return [] if damage is swapped else [f"{name}: the other run has no file of this kind"]
-    data = theirs.read_bytes()
+    if theirs is None and damage is swapped:
+        return []
     damage(folder / name, theirs)
     status = run([f"resume={folder}"], log)
     said = log.read_text()
@@ -260,7 +261,7 @@ def faults_of(name: str, damage, runs, folder: Path, same) -> list[str]:
     if damage is a_folder and not any(path.name == "mine.txt" for path in folder.rglob("mine.txt")):
         faults.append("a file of the user is gone")
     if damage is swapped and kind_of(name) not in REPEATED:
-        kept = any(data in path.read_bytes() for path in folder.rglob("*") if path.is_file() and os.access(path, os.R_OK))
+        kept = any(theirs.read_bytes() in path.read_bytes() for path in folder.rglob("*") if path.is_file() and os.access(path, os.R_OK))
         if not kept and kind_of(name) != "owner":
             faults.append("the other run's file is gone")
     return [f"{fault}: {said[-1500:]}" for fault in faults]
@@ -291,6 +292,8 @@ def test_every_damage_to_every_file_of_a_run_folder(runs, tmp_path, same, damage
     assert set(map(kind_of, names)) == set(KINDS)
     alike = {kind_of(name): name for name in reversed(names)}
     tried = [name for name in names if kind_of(name) not in UNREAD or alike[kind_of(name)] == name]
+    if damage in (flipped_early, flipped_late):
+        tried = [name for name in tried if kind_of(name) in TEXTS]
     check([(name, damage) for name in tried], runs, tmp_path, same)
 
 

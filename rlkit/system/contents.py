@@ -11,12 +11,13 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlkit.errors import DataError
-from rlkit.system.files import open_regular, reason
-from rlkit.system.rows import digest_line, read_lines
+from rlkit.system.files import open_regular, read_regular, reason
+from rlkit.system.rows import digest_line
 from rlkit.system.shards import members
 
 ASIDE = "aside"  # folder for what is not the run's own, under its own name
@@ -49,16 +50,16 @@ class Measured(NamedTuple):
 
 
 def measure(folder: Path, before: Mapping[str, Measured]) -> dict[str, Measured]:
-    """Size and digest of every file that a run appends to, by its path in the folder.
+    """Size and digest of every file that a run appends to, by its path in the folder. A file that cannot be read is left out.
 
     Args:
       before: the result of an earlier call in this process. Only bytes that were appended since are read.
-    Raises: OSError.
     """
     found = {}
     for path in _appended(folder):
         name = path.relative_to(folder).as_posix()
-        found[name] = _measure_file(path, before.get(name))
+        with suppress(OSError):  # raised on one rank alone, it would leave the others waiting for their part of the checkpoint
+            found[name] = _measure_file(path, before.get(name))
     return found
 
 
@@ -79,9 +80,12 @@ def _digest_more(file: Any, count: int, digest: Any) -> Any:
 
 def listed(folder: Path, measured: Mapping[str, Measured]) -> dict[str, Any]:
     """What a checkpoint says of the run's files, in plain types: `files`, name → [size, digest], and `rows`, digests of lines."""
+    lines: list[bytes] = []
+    with suppress(OSError):
+        lines = read_regular(folder / METRICS).split(b"\n")
     return {
         "files": {name: [own.size, own.digest.hexdigest()] for name, own in measured.items()},
-        "rows": [digest_line(line) for line, row in read_lines(folder / METRICS) if row is not None],
+        "rows": [digest_line(line) for line in lines if line],
     }
 
 
