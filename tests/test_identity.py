@@ -19,7 +19,7 @@ import torch
 from rlkit.commands.cli import main
 from rlkit.commands.train import own_summary
 from rlkit.config.changes import identify
-from rlkit.errors import RLKitError
+from rlkit.errors import DataError, RLKitError
 from rlkit.runs import folder as run_folders
 from rlkit.system.contents import clear_places
 from rlkit.system.identity import read_identity
@@ -446,3 +446,25 @@ def test_a_run_folder_without_its_config_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(RLKitError, match=r"holds metrics\.jsonl, but no file config\.yaml"):
         run_folders.find_run(str(tmp_path), "resume")
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_no_new_run_begins_in_the_folder_of_one_that_lost_its_config(mine, capsys, resume):
+    (mine / "config.yaml").unlink()
+    before = names_in(mine)
+    assert main(["train", *SMALL, f"hydra.run.dir={mine}", f"resume={resume}"]) == 2
+    assert "but no file config.yaml" in capsys.readouterr().err and names_in(mine) == before
+
+
+def test_a_refused_run_leaves_the_files_that_were_in_its_folder(tmp_path, monkeypatch):
+    """It removed the whole folder that hydra.run.dir named."""
+
+    def refuse(*_, **__):
+        raise DataError("no")
+
+    monkeypatch.setattr("rlkit.commands.train.train_in", refuse)
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / "old" / "thesis.tex").write_text("mine")
+        assert main(["train", *SMALL, f"hydra.run.dir={tmp_path / name}"]) == 2
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["old", "old/thesis.tex"]

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,12 +73,15 @@ def command(arguments: Arguments) -> int:
         identity = ""
         if known := folder is not None and runs.is_run(folder):
             identity = check_continues(own(folder), composed.config, x.trainer.steps, resume)
+        elif folder is not None:
+            runs.refuse_leftovers(folder)
         tasks = load_tasks(x)
         for line in (*warnings(x), *overlaps(tasks)):
             print(f"warning: {line}")
         target = ranks.broadcast(
             lambda: folder or runs.fresh(runs.OUTPUTS / x.name, runs.label_of(composed.overrides, x.name))
         )  # one for all ranks, which by now have read what is there
+        occupied = not known and target.is_dir() and any(target.iterdir())  # by files of the user
         ranks.broadcast(lambda: runs.require_writable(target))
         if not known:
             own(target)
@@ -89,6 +92,8 @@ def command(arguments: Arguments) -> int:
             return run_in_folder(x, composed.config, tasks, target, started=STARTED, resume=resume)
 
         status = in_hydra(composed, target, job) if ranks.rank() == 0 else job()
+        if status == 2 and not known and ranks.rank() == 0 and not owner.lost(target):
+            remove_start(target, whole=not occupied)
     if status == 0:
         ranks.leave()
     return status
@@ -107,20 +112,31 @@ def note_start(folder: Path, composed: Composed, identity: str) -> None:
     """Adds this process to run.json and prints what changed, before Hydra writes the overrides that run.json lists.
 
     Args:
-      identity: of the run that goes on; empty for a new one, whose folder is left empty where run.json cannot be written.
+      identity: of the run that goes on; empty for a new one.
     Raises: ConfigError.
     """
     config = composed.config
     overrides = [str(text) for text in composed.full.hydra.overrides.task]
-    try:
-        with refusing(folder):
-            said = runs.write_start(folder, config, versions(), identity=identity or identify(config), overrides=overrides)
-    except Refusal:
-        if not identity:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+    with refusing(folder):
+        if not identity and (folder / "run.json").exists():  # of a process that ended before it wrote config.yaml
+            set_aside(folder, "run.json")
+        said = runs.write_start(folder, config, versions(), identity=identity or identify(config), overrides=overrides)
     for line in said:
         print(f"resume: {line}", flush=True)
+
+
+def remove_start(folder: Path, *, whole: bool) -> None:
+    """Removes what a refused run wrote before its first row; the whole folder where nothing was in it before."""
+    if (folder / "metrics.jsonl").exists():
+        return
+    if whole:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    for name in ("config.yaml", "run.json", *(f".hydra/{name}.yaml" for name in ("config", "hydra", "overrides"))):
+        with suppress(OSError):
+            (folder / name).unlink()
+    with suppress(OSError):
+        (folder / ".hydra").rmdir()
 
 
 def check_continues(folder: Path, config: dict, steps: int, resume: Path | None) -> str:
@@ -187,8 +203,6 @@ def run_in_folder(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: 
         summary, _ = train_in(x, tasks, folder, started=started, resume=resume, provenance=provenance, again=builder(config))
     except Refusal as error:
         say(error, [f"rlkit: {line}" for line in str(error).splitlines()])
-        if fresh and not (folder / "metrics.jsonl").exists() and ranks.rank() == 0 and not owner.lost(folder):
-            shutil.rmtree(folder, ignore_errors=True)
         return 2
     except RLKitError as error:
         say(error, [f"rlkit: {error}", f"run folder: {folder}", *getattr(error, "__notes__", ())])

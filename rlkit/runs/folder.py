@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -102,15 +103,20 @@ def find_run(text: str, key: str) -> Path:
     for folder in (path, path.parent, path.parent.parent):
         if path.exists() and is_run(folder):
             return folder
-        left = [name for name in ("metrics.jsonl", "run.json") if (folder / name).exists()]
-        if left and (folder == path or path.is_file()):
-            raise ConfigError(
-                f"{key}={text}: {folder} holds {left[0]}, but no file config.yaml, and only that says which run it is. Put it back, "
-                "or name another run"
-            )
+        if folder == path or path.is_file():
+            refuse_leftovers(folder)
     runs = sorted((p.parent for p in OUTPUTS.glob("*/*/config.yaml")), key=lambda p: p.stat().st_mtime)
     newest = f" The newest run is {runs[-1]}" if runs else ""
     raise ConfigError(f"{key}={text}: no run folder of rlkit.{newest}")
+
+
+def refuse_leftovers(folder: Path) -> None:
+    """Raises DataError where a folder holds rows or checkpoints but no config.yaml: a run in there would go on in place of another."""
+    left = "metrics.jsonl" if os.path.lexists(folder / "metrics.jsonl") else "checkpoints/"
+    if not is_run(folder) and (left == "metrics.jsonl" or any(folder.glob("checkpoints/*.ckpt"))):
+        raise DataError(
+            f"{folder} holds {left}, but no file config.yaml, and only that says which run it is. Put it back, or take another folder"
+        )
 
 
 def checkpoint_source(text: str, folder: Path) -> Path:

@@ -129,6 +129,7 @@ def _begun(x: Experiment, folder: Path) -> Any:
     if runs.is_run(folder):
         raise ConfigError(f"folder={folder}: already holds a run, which is never overwritten; choose another folder, or go on with it: "
                           f"rlkit train resume={folder}")  # fmt: skip
+    runs.refuse_leftovers(folder)
     runs.require_writable(folder)
     overrides = None  # parts that are Python objects cannot be composed again
     if isinstance(x, Configured) and x.config:

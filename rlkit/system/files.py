@@ -186,7 +186,19 @@ def reason(error: BaseException) -> str:
 
 def write_json(path: Path, value: Any) -> None:
     """Readable JSON; nan and infinity become null, as JSON knows neither."""
-    write_atomic(path, (json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n").encode())
+    write_atomic(path, _json_text(value))
+
+
+def is_json(path: Path, value: Any) -> bool:
+    """Whether a file holds what `write_json` would write."""
+    try:
+        return read_regular(path) == _json_text(value)
+    except OSError:
+        return False
+
+
+def _json_text(value: Any) -> bytes:
+    return (json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def finite(value: Any) -> Any:

@@ -23,7 +23,7 @@ from rlkit.models.save import save_policy
 from rlkit.system import owner
 from rlkit.system.contents import APPENDED, METRICS, Measured, listed, measure, set_aside
 from rlkit.system.digest import damage, seal
-from rlkit.system.files import LOST, as_oserror, atomic, lenient, open_regular, put_aside, reason, sync, write_json
+from rlkit.system.files import LOST, as_oserror, atomic, is_json, lenient, open_regular, put_aside, reason, sync, write_json
 from rlkit.system.rows import WAITING
 from rlkit.training.callbacks.metrics import still_owned
 
@@ -156,10 +156,13 @@ class RLCheckpoint(L.Callback):
     def point(self) -> None:
         """Lets best.ckpt name the checkpoint of the best step."""
         path = self.folder / f"{PREFIX}{self.best.get('step', 0):06d}{SUFFIX}"
-        if path.exists() and (self.folder / BEST).resolve() != path.resolve():
+        if not path.exists():
+            return
+        if (self.folder / BEST).resolve() != path.resolve():
             if os.path.lexists(self.folder / BEST) and not (self.folder / BEST).is_symlink():
                 print(f"warning: {BEST} was no link, and is kept as {set_aside(self.run, f'checkpoints/{BEST}')}", flush=True)
             link(self.folder / BEST, path)
+        if not is_json(self.folder / "best.json", self.best):
             write_json(self.folder / "best.json", self.best)
 
     def saved(self, what: str, write: Any, kind: str = CHECKPOINT) -> bool:
