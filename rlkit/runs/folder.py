@@ -18,6 +18,7 @@ from rlkit.config.changes import ONCE, identify, other_run
 from rlkit.config.schema import renamed
 from rlkit.config.trust import read_yaml
 from rlkit.errors import ConfigError, DataError
+from rlkit.system.contents import require_readable
 from rlkit.system.files import put_aside, read_regular, refusing, write_atomic
 from rlkit.system.identity import identity_line, read_identity
 from rlkit.system.redaction import FROM_ENVIRONMENT, NUMBER, REDACTED, SECRET, redacted
@@ -250,8 +251,9 @@ def _starts(folder: Path) -> list[dict[str, Any]] | None:
 def require_identity(folder: Path) -> str:
     """The identity of the run in a folder, by its config.yaml.
 
-    Raises: DataError where config.yaml names none, and where run.json names another.
+    Raises: DataError where config.yaml cannot be read or names none, and where run.json names another.
     """
+    require_readable(folder / "config.yaml")
     identity = read_identity(folder)
     if not identity:
         raise DataError(

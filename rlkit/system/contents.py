@@ -103,20 +103,24 @@ def clear_places(folder: Path) -> None:
     """
     for name in FOLDERS:
         if (folder / name).is_dir():
-            _require(folder / name, os.listdir)
+            require_readable(folder / name)
         elif os.path.lexists(folder / name):
             print(f"resume: {name} is no folder and is kept as {set_aside(folder, name)}", flush=True)
     for path in sorted(path for pattern in (METRICS, *APPENDED, *REWRITTEN) for path in folder.glob(pattern)):
         if path.is_file():
-            _require(path, lambda path: open_regular(path).close())
+            require_readable(path)
         else:
             name = path.relative_to(folder).as_posix()
             print(f"resume: {name} is no regular file and is kept as {set_aside(folder, name)}", flush=True)
 
 
-def _require(path: Path, look: Any) -> None:
+def require_readable(path: Path) -> None:
+    """Raises DataError where a file or folder of a run may not be read, or is neither."""
     try:
-        look(path)
+        if path.is_dir():
+            os.listdir(path)
+        else:
+            open_regular(path).close()
     except OSError as error:
         raise DataError(f"{path} cannot be read ({reason(error)}); make it readable, or move it out of the run folder") from None
 
