@@ -40,7 +40,7 @@ WORDS = [
         "reward.terms.numeric.fn._target_=fragile_reward.score",
     ),
 ]
-LONGER = "trainer.steps=4"
+LONGER = "trainer.steps=5"
 LIMIT = 300  # seconds after which a resumed run counts as hanging
 REWARD = """
 import os
@@ -83,7 +83,15 @@ KINDS = {
 }
 UNREAD = ("adapters", "model", "best model", "failed rollout", "debug bundle", "TensorBoard's events")  # one file of each is tried
 TEXTS = ("config", "overrides", "starts", "summary", "owner", "metrics")  # a flipped byte may mean another thing at each place
-REPEATED = ("summary", "metrics for spreadsheets", "link to the best checkpoint", "value of the best checkpoint", "model", "best model")
+REPEATED = (
+    "Hydra's own",
+    "summary",
+    "metrics for spreadsheets",
+    "link to the best checkpoint",
+    "value of the best checkpoint",
+    "model",
+    "best model",
+)
 
 
 def kind_of(name: str) -> str:
@@ -195,10 +203,10 @@ def runs(tmp_path_factory, forked):
             stopping.StopOnSignal.on_train_start = start
 
         assert run([*WORDS, f"seed={seed}", f"hydra.run.dir={folder}"], log) == 0, log.read_text()
-        assert run([f"resume={folder}", LONGER], log, lambda: arm("generate", 3, 6)) == -signal.SIGKILL, log.read_text()
+        assert run([f"resume={folder}", LONGER], log, lambda: arm("generate", 4, 6)) == -signal.SIGKILL, log.read_text()
         assert run([f"resume={folder}"], log, fail) == 1, log.read_text()
-        earlier = f"resume={folder}/checkpoints/step_000002.ckpt"
-        assert run([earlier], log, lambda: arm("generate", 2, 6)) == -signal.SIGKILL, log.read_text()
+        earlier = f"resume={folder}/checkpoints/step_000003.ckpt"
+        assert run([earlier], log, lambda: arm("generate", 3, 6)) == -signal.SIGKILL, log.read_text()
 
     whole, log = root / "whole", root / "whole.log"
     assert run([*WORDS, "seed=0", f"hydra.run.dir={whole}"], log) == 0, log.read_text()
@@ -217,7 +225,7 @@ def rows(folder: Path) -> list[dict]:
 
 
 def weights(folder: Path):
-    return torch.load(folder / "checkpoints" / "step_000004.ckpt", weights_only=True)["state_dict"]
+    return torch.load(folder / "checkpoints" / "step_000005.ckpt", weights_only=True)["state_dict"]
 
 
 def counterpart(folder: Path, name: str) -> Path | None:

@@ -42,14 +42,14 @@ CHUNK = 1 << 20
 SHOWN = 3  # files that a sentence names
 
 
-class Measured(NamedTuple):
+class Hashed(NamedTuple):
     """The start of a file."""
 
     size: int  # bytes
     digest: Any  # SHA-256 of them, as an object of hashlib that can be continued
 
 
-def measure(folder: Path, before: Mapping[str, Measured]) -> dict[str, Measured]:
+def measure_files(folder: Path, before: Mapping[str, Hashed]) -> dict[str, Hashed]:
     """Size and digest of every file that a run appends to, by its path in the folder. A file that cannot be read is left out.
 
     Args:
@@ -63,12 +63,12 @@ def measure(folder: Path, before: Mapping[str, Measured]) -> dict[str, Measured]
     return found
 
 
-def _measure_file(path: Path, before: Measured | None) -> Measured:
+def _measure_file(path: Path, before: Hashed | None) -> Hashed:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        known = before if before is not None and before.size <= size else Measured(0, hashlib.sha256())
+        known = before if before is not None and before.size <= size else Hashed(0, hashlib.sha256())
         file.seek(known.size)
-        return Measured(size, _digest_more(file, size - known.size, known.digest.copy()))
+        return Hashed(size, _digest_more(file, size - known.size, known.digest.copy()))
 
 
 def _digest_more(file: Any, count: int, digest: Any) -> Any:
@@ -78,7 +78,7 @@ def _digest_more(file: Any, count: int, digest: Any) -> Any:
     return digest
 
 
-def listed(folder: Path, measured: Mapping[str, Measured]) -> dict[str, Any]:
+def list_files(folder: Path, measured: Mapping[str, Hashed]) -> dict[str, Any]:
     """What a checkpoint says of the run's files, in plain types: `files`, name → [size, digest], and `rows`, digests of lines."""
     lines: list[bytes] = []
     with suppress(OSError):

@@ -81,6 +81,15 @@ def write_sums(folder: Path) -> None:
     (folder / SUMS).write_text("".join(f"{_sum(folder / name)}  {name}\n" for name in names))
 
 
+def only_listed(folder: Path) -> bool:
+    """Whether a folder holds nothing but files that its rlkit.sha256 lists, so that nobody else's is lost with it."""
+    try:
+        names = {line.partition("  ")[2] for line in (folder / SUMS).read_text().splitlines()}
+    except (OSError, ValueError):
+        return False
+    return all(path.is_dir() or path.relative_to(folder).as_posix() in {*names, SUMS} for path in folder.rglob("*"))
+
+
 def folder_damage(folder: Path, *, weights: bool = True) -> str:
     """Which file of a folder is not the one that rlkit.sha256 lists, as a phrase; empty where all are, or where there is no list.
 

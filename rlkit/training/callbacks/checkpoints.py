@@ -21,8 +21,8 @@ from rlkit.distributed import ranks
 from rlkit.errors import DataError, Interrupted
 from rlkit.models.save import save_policy
 from rlkit.system import owner
-from rlkit.system.contents import APPENDED, METRICS, Measured, listed, measure, set_aside
-from rlkit.system.digest import damage, seal
+from rlkit.system.contents import APPENDED, METRICS, Hashed, list_files, measure_files, set_aside
+from rlkit.system.digest import damage, only_listed, seal
 from rlkit.system.files import LOST, as_oserror, atomic, is_json, lenient, open_regular, put_aside, reason, sync, write_json
 from rlkit.system.rows import WAITING
 from rlkit.training.callbacks.metrics import still_owned
@@ -70,7 +70,7 @@ class RLCheckpoint(L.Callback):
         self.run, self.folder = run, run / "checkpoints"
         self.every, self.keep, self.metric, self.mode, self.model = every, keep, best, mode, model
         self.best: dict[str, Any] = {}  # step and value
-        self.measured: dict[str, Measured] = {}  # the run's other files, up to the last checkpoint
+        self.measured: dict[str, Hashed] = {}  # the run's other files, up to the last checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}
@@ -81,8 +81,8 @@ class RLCheckpoint(L.Callback):
     def on_save_checkpoint(self, trainer: L.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
         """Lists what the run has written so far, so that a resume knows its own files. Every other callback has written by now."""
         if trainer.is_global_zero:
-            self.measured = measure(self.run, self.measured)
-            checkpoint["written"] = listed(self.run, self.measured)
+            self.measured = measure_files(self.run, self.measured)
+            checkpoint["written"] = list_files(self.run, self.measured)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         before = self.best
@@ -178,7 +178,8 @@ class RLCheckpoint(L.Callback):
         for path in (*old, *self.folder.glob(f"*{SUPERSEDED}")):
             with suppress(OSError):
                 path.unlink()
-                shutil.rmtree(path.with_suffix(ADAPTER), ignore_errors=True)
+                if only_listed(path.with_suffix(ADAPTER)):
+                    shutil.rmtree(path.with_suffix(ADAPTER), ignore_errors=True)
 
 
 def gathered(model: Any) -> dict[str, Any] | None:
