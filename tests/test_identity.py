@@ -109,18 +109,29 @@ def missing(path: Path, other: Path | None) -> None:
     path.unlink()
 
 
+def replace(path: Path, data: bytes) -> None:
+    """Writes a file in place of one that may be a link."""
+    path.unlink()
+    path.write_bytes(data)
+
+
+def content(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b"a link that leads nowhere"
+
+
 def emptied(path: Path, other: Path | None) -> None:
-    path.write_bytes(b"")
+    replace(path, b"")
 
 
 def truncated(path: Path, other: Path | None) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    data = content(path)
+    replace(path, data[: len(data) * 2 // 3])
 
 
 def flipped(path: Path, other: Path | None, place: float = 0.5) -> None:
-    data = bytearray(path.read_bytes())
+    data = bytearray(content(path))
     data[min(int(len(data) * place), len(data) - 1)] ^= 1
-    path.write_bytes(data)
+    replace(path, bytes(data))
 
 
 def flipped_early(path: Path, other: Path | None) -> None:
@@ -132,9 +143,7 @@ def flipped_late(path: Path, other: Path | None) -> None:
 
 
 def swapped(path: Path, other: Path) -> None:
-    data = other.read_bytes()
-    path.unlink()
-    path.write_bytes(data)
+    replace(path, content(other))
 
 
 def a_folder(path: Path, other: Path | None) -> None:
@@ -149,6 +158,7 @@ def a_fifo(path: Path, other: Path | None) -> None:
 
 
 def unreadable(path: Path, other: Path | None) -> None:
+    replace(path, content(path))
     path.chmod(0)
 
 
@@ -230,7 +240,7 @@ def weights(folder: Path):
 
 def counterpart(folder: Path, name: str) -> Path | None:
     """The same-named file of another run; one of the same kind where names hold a time."""
-    if (folder / name).exists():
+    if os.path.lexists(folder / name):
         return folder / name
     alike = [own for own in names_in(folder) if kind_of(own) == kind_of(name)]
     return folder / alike[0] if alike else None
@@ -269,7 +279,7 @@ def faults_of(name: str, damage, runs, folder: Path, same) -> list[str]:
     if damage is a_folder and not any(path.name == "mine.txt" for path in folder.rglob("mine.txt")):
         faults.append("a file of the user is gone")
     if damage is swapped and kind_of(name) not in REPEATED:
-        kept = any(theirs.read_bytes() in path.read_bytes() for path in folder.rglob("*") if path.is_file() and os.access(path, os.R_OK))
+        kept = any(content(theirs) in path.read_bytes() for path in folder.rglob("*") if path.is_file() and os.access(path, os.R_OK))
         if not kept and kind_of(name) != "owner":
             faults.append("the other run's file is gone")
     return [f"{fault}: {said[-1500:]}" for fault in faults]
