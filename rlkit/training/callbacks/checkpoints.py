@@ -159,9 +159,11 @@ class RLCheckpoint(L.Callback):
         if not path.exists():
             return
         if (self.folder / BEST).resolve() != path.resolve():
-            if os.path.lexists(self.folder / BEST) and not (self.folder / BEST).is_symlink():
-                print(f"warning: {BEST} was no link, and is kept as {set_aside(self.run, f'checkpoints/{BEST}')}", flush=True)
-            link(self.folder / BEST, path)
+            best = self.folder / BEST
+            if os.path.lexists(best) and not best.is_symlink():
+                kept = set_aside(self.run, best.relative_to(self.run).as_posix())
+                print(f"warning: {BEST} was no link, and is kept as {kept}", flush=True)
+            link(best, path)
         if not is_json(self.folder / "best.json", self.best):
             write_json(self.folder / "best.json", self.best)
 
@@ -285,7 +287,7 @@ def set_foreign_aside(run: Path, identity: str) -> None:
             open_regular(path).close()
             own = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["run"].get("identity", "")  # reads no tensor
             if own != identity:
-                kept = set_aside(run, f"checkpoints/{path.name}")
+                kept = set_aside(run, path.relative_to(run).as_posix())
                 print(f"resume: {path.name} is a checkpoint of run {own}, not of run {identity}, and is kept as {kept}", flush=True)
 
 
