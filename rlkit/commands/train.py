@@ -20,6 +20,7 @@ from rlkit.runs import folder as runs
 from rlkit.system import owner
 from rlkit.system.device import versions
 from rlkit.system.files import LOST, lenient, refusing
+from rlkit.system.shared_state import FOLDER, watched
 from rlkit.training.run import train_in
 
 if TYPE_CHECKING:
@@ -42,13 +43,14 @@ def command(arguments: Arguments) -> int:
     from rlkit.training.loggers import check_loggers
 
     overrides, named, place = list(arguments.overrides), option(arguments.overrides, "resume"), option(arguments.overrides, "hydra.run.dir")
-    folder = Path(place) if place else None
+    folder = Path(place).absolute() if place else None
     resume: Path | None = None
     if named and named not in ("never", "auto"):
         folder = runs.find_run(named, "resume")
         resume = runs.checkpoint_source(named, folder)
         require_secrets(named, folder, overrides)
         overrides = [*added(runs.saved_overrides(folder), drop(overrides, "resume")), f"resume={quote(named)}"]
+    outputs = runs.OUTPUTS.absolute()  # before any code of the user's runs
     composed = compose(overrides, config_dir=arguments.config_dir, before_import=announcer(folder) if folder and resume else None)
     x = experiment(composed)
     check_loggers(x.logger)
@@ -59,7 +61,7 @@ def command(arguments: Arguments) -> int:
     if named == "auto":
         folder = ranks.broadcast(lambda: folder or runs.newest_unfinished(x.name, composed.config, beside=length_keys(composed)))
         if folder is not None and runs.is_finished(folder):
-            print(f"{folder}: finished already; nothing to do")
+            print(f"{runs.shown(folder)}: finished already; nothing to do")
             ranks.leave()
             return 0
         resume = folder / "checkpoints" if folder is not None and runs.is_run(folder) else None
@@ -74,7 +76,7 @@ def command(arguments: Arguments) -> int:
         for line in (*warnings(x), *overlaps(tasks)):
             print(f"warning: {line}")
         target = ranks.broadcast(
-            lambda: folder or runs.fresh(runs.OUTPUTS / x.name, runs.label_of(composed.overrides, x.name))
+            lambda: folder or runs.fresh(outputs / x.name, runs.label_of(composed.overrides, x.name))
         )  # one for all ranks, which by now have read what is there
         ranks.broadcast(lambda: runs.require_writable(target))
         if not known:
@@ -148,14 +150,17 @@ def run_in_folder(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: 
                 print(f"resume: {line}", flush=True)
         with refusing(folder):
             provenance = ranks.broadcast(lambda: runs.read_start(folder))
-        summary, _ = train_in(x, tasks, folder, started=started, resume=resume, provenance=provenance, again=builder(config))
+        with watched(x, kinds=[FOLDER]):
+            summary, _ = train_in(
+                x, tasks, folder, started=started, resume=resume, provenance=provenance, again=builder(config)
+            )
     except Refusal as error:
         say(error, [f"rlkit: {line}" for line in str(error).splitlines()])
         if fresh and not (folder / "metrics.jsonl").exists() and ranks.rank() == 0 and not owner.lost(folder):
             shutil.rmtree(folder, ignore_errors=True)
         return 2
     except RLKitError as error:
-        say(error, [f"rlkit: {error}", f"run folder: {folder}", *getattr(error, "__notes__", ())])
+        say(error, [f"rlkit: {error}", f"run folder: {runs.shown(folder)}", *getattr(error, "__notes__", ())])
         return 1
     if ranks.rank() == 0:
         with lenient("config.yaml"):
@@ -175,7 +180,7 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
     """The before/after table of the test problems, the folder and the commands that come next."""
     from rlkit.training.callbacks.terminal import how_sampled
 
-    where = shlex.quote(str(folder))
+    where = shlex.quote(runs.shown(folder))
     lines = [""]
     before, after = summary.get("before"), summary.get("after")
     if before and after:
@@ -204,7 +209,7 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
     drawn = (folder / "tensorboard").is_dir()
     saved = any((folder / "checkpoints").glob("*.ckpt"))
     lines += [
-        f"run folder       {folder}",
+        f"run folder       {runs.shown(folder)}",
         "next:",
         *([f"  curves         tensorboard --logdir {where}"] if drawn else []),
         f"  report         rlkit report {where}",

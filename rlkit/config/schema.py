@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from rlkit.config.hints import leaves_of, meant
 from rlkit.errors import ConfigError, nearest, place
+from rlkit.system.shared_state import FOLDER, watched
 
 # `suggests` holds what an option advises other groups: they interpolate it as their default, and its own function never sees it.
 SPECIAL = ("_target_", "_partial_", "_args_", "suggests")
@@ -276,7 +277,8 @@ def resolve(name: Any) -> Callable[..., Any]:
     name = present_name(name)
     module_name, _, attribute = str(name).rpartition(".")
     try:
-        module = importlib.import_module(module_name)
+        with watched(f"importing {module_name}", kinds=[FOLDER]):
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise ConfigError(f"'{name}' cannot be imported ({error}); is the package installed, and the folder on PYTHONPATH?") from error
@@ -321,7 +323,8 @@ def build(node: Any, path: str = "") -> Any:
         vars(part).update(beside, suggests=node.get("suggests", {}))  # for problems/doubts.py; no call sees them
         return part
     try:
-        built = target(*arguments, **values)
+        with watched(target, kinds=[FOLDER]):
+            built = target(*arguments, **values)
         if beside:
             vars(built).update(beside)
         return built

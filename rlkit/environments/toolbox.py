@@ -57,7 +57,7 @@ def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
     if doubled := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"environment.tools has two tools of the name {min(doubled)!r}; rename one of the functions or methods")
     if not any(map(tool_class, tools.values())):
-        return lambda task: tools
+        return lambda task: dict(tools)  # an executor of the user's may change it
 
     async def made(task: Task) -> Toolbox:
         box = Toolbox()

@@ -26,6 +26,7 @@ from typing import Any, Literal, Union
 
 from rlkit.errors import ConfigError
 from rlkit.system.deadline import DeadlinePassed, ProcessEndAsked, contained, containing, in_worker, warn_once, within
+from rlkit.system.shared_state import current
 from rlkit.types import Tool, ToolCall, ToolResult
 
 MAX_CHARS = 2000  # of a result that the policy reads
@@ -156,12 +157,15 @@ async def _attempt(call: ToolCall, tools: Mapping[str, Tool], timeout: float | N
 async def _text_of(tool: Tool, call: ToolCall, timeout: float | None) -> str:
     """What a tool gives, as text: a lazy result does its work here, within the deadline. Without an await where the tool is bounded."""
 
-    def run() -> Any:
-        given = tool(**call.arguments)
-        return given if inspect.isawaitable(given) else _as_text(given)
+    bounded, watch = marked(tool, "bounded"), current()
+    here = bounded or inspect.iscoroutinefunction(tool)
 
-    bounded = marked(tool, "bounded")
-    given = contained(run) if bounded or inspect.iscoroutinefunction(tool) else await in_worker(run, timeout, f"the tool {call.name}")
+    def run() -> Any:
+        with watch.calling(tool) if here else watch.in_worker(tool):
+            given = tool(**call.arguments)
+            return given if inspect.isawaitable(given) else _as_text(given)
+
+    given = contained(run) if here else await in_worker(run, timeout, f"the tool {call.name}")
     if isinstance(given, str):
         return given
     with containing(asyncio.CancelledError, GeneratorExit):

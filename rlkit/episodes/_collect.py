@@ -18,7 +18,9 @@ from rlkit.episodes.replies import Encode, check_engine, encoder, speaker
 from rlkit.functional import mix
 from rlkit.models import load_policy
 from rlkit.system import rng
+from rlkit.system.copies import copied
 from rlkit.system.loops import awaited, blocking, together
+from rlkit.system.shared_state import watched
 from rlkit.types import Engine, Environment, Messages, Policy, Rollout, SamplingParams, Session, Step, Task
 
 KEYS = count()  # of episodes, for engines
@@ -128,14 +130,14 @@ def samples_of(
     if how.table is None:
         return [alone(seat(j)) for j in range(size)]
     if not how.players:
-        shared = how.table(task, size)
+        shared = how.table(copied(task), size)
         return [alone(seat(j, shared, j)) for j in range(size)]
     played: list[Played] = []
     for j in range(0, size - 1, 2) if how.opponent is None else ():
-        first = seat(j, how.table(task, 2))
+        first = seat(j, how.table(copied(task), 2))
         first.turns.players = 2
         played += [alone(first), alone(first._replace(sample=j + 1, player=1))]
-    rest = [seat(j, how.table(task, 2)) for j in range(len(played), size)]
+    rest = [seat(j, how.table(copied(task), 2)) for j in range(len(played), size)]
     return played + [against(at._replace(player=(at.group + at.sample) % 2)) for at in rest]
 
 
@@ -236,7 +238,7 @@ async def collected(
         return (await together([episode(own, how, one), episode(rival, how, other)]))[0]
 
     def group_of(task: Task, i: int) -> list[Played]:
-        how = environment_of(environment, task)
+        how = environment_of(environment, copied(task))
 
         def seat(j: int, table: Any = None, player: int = 0) -> Seat:
             return Seat(task, i, j, Turns(next(KEYS)), start.place(), on_done or ignored, spent, table, player)
@@ -245,7 +247,7 @@ async def collected(
         who = own if how.players else own._replace(params=sampling._replace(admission="free"))
         return samples_of(how, task, group_size, seat, partial(episode, who, how), partial(against, how))
 
-    with rng.kept():
+    with rng.kept(), watched(environment):
         return await together([coroutine for i, task in enumerate(tasks, first) for coroutine in group_of(task, i)])
 
 

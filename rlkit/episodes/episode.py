@@ -11,6 +11,7 @@ from rlkit.environments.session import blamed, opened, with_state
 from rlkit.errors import EpisodeOver
 from rlkit.functional import mix
 from rlkit.system import rng
+from rlkit.system.copies import copied
 from rlkit.system.deadline import Countdown, DeadlinePassed
 from rlkit.system.loops import awaited, run
 from rlkit.types import Environment, Message, Messages, Rollout, Session, Step, Task, Tool
@@ -46,24 +47,27 @@ async def play(
     Raises: EnvironmentFailed where the environment's code raises; what `say` raises.
     """
     rollout, limit, session = Rollout(task, (), group=group, sample=sample), Countdown(environment.deadline), None
+    theirs = copied(rollout)  # the same episode as the session sees it: what is changed there changes no row and no record
     async with AsyncExitStack() as stack:
         stack.callback(lambda: spent(limit.spent))
         try:
             async with limit.running():
-                session = await rng.drawing(mix(seed, 0), stack.enter_async_context(opened(environment, task)))
-                prompt: Messages | None = await rng.drawing(mix(seed, 1), _first_prompt(session, task))
+                session = await rng.drawing(mix(seed, 0), stack.enter_async_context(opened(environment, theirs.task)))
+                prompt: Messages | None = await rng.drawing(mix(seed, 1), _first_prompt(session, theirs.task))
             while prompt is not None:
                 step = await say(rollout, prompt, session)
                 if step is None:
                     rollout = cut_off(rollout, "context")
                     break
-                rollout = rollout.add(step)
+                rollout, theirs = rollout.add(step), theirs.add(copied(step))
                 if step.finish_reason == "length":
                     rollout = cut_off(rollout, "length")
                     break
                 async with limit.running():
                     with blamed("answer", task):
-                        rollout, prompt = await rng.drawing(mix(seed, 1 + len(rollout.steps)), _answer(session, rollout))
+                        given, draws = theirs, mix(seed, 1 + len(rollout.steps))
+                        theirs, prompt = await rng.drawing(draws, _answer(session, given))
+                        rollout = recorded(theirs, given, rollout)
                 if prompt is not None and len(rollout.steps) >= environment.max_steps:
                     rollout, prompt = cut_off(rollout, "steps"), None
         except DeadlinePassed:
@@ -72,6 +76,29 @@ async def play(
             rollout = cut_off(rollout, "environment")
         said()
         return rollout if session is None else await with_state(rollout, session)
+
+
+def recorded(said: Rollout, given: Rollout, record: Rollout) -> Rollout:
+    """The record of an episode with what a session made of its copy: rewards, results, metadata, another end.
+
+    Rows, prompts and calls stay those of the record, unless the session put others in their place.
+
+    Args:
+      said: what the session answered. given: what it was given, a copy of `record`.
+    """
+
+    def step_of(own: Step, before: Step, kept: Step) -> Step:
+        if own is before:
+            return kept
+        prompt = kept.prompt if own.prompt is before.prompt else copied(own.prompt)
+        calls = kept.tool_calls if own.tool_calls is before.tool_calls else copied(own.tool_calls)
+        return own._replace(prompt=prompt, tool_calls=calls)
+
+    known = zip(said.steps, given.steps, record.steps, strict=False)
+    steps = tuple(step_of(*three) for three in known) + copied(said.steps[len(record.steps) :])
+    task = record.task if said.task is given.task else copied(said.task)
+    metadata = record.metadata if said.metadata is given.metadata else copied(said.metadata)
+    return said._replace(task=task, steps=steps, metadata=metadata)
 
 
 class Opening(NamedTuple):
@@ -87,9 +114,10 @@ def opening(task: Task, environment: Environment) -> Opening:
     """The first prompt, the tools and the state of an episode, which is not played: its session is opened and closed again."""
 
     async def look() -> Opening:
-        async with opened(environment, task) as session:
-            prompt, tools = await _first_prompt(session, task), session.tools
-            state = (await with_state(Rollout(task, ()), session)).state
+        own = copied(task)
+        async with opened(environment, own) as session:
+            prompt, tools = await _first_prompt(session, own), session.tools
+            state = (await with_state(Rollout(own, ()), session)).state
             return Opening(list(prompt), tools, [tool_schema(tool) for tool in tools.values()], state)
 
     return run(look())
@@ -108,7 +136,7 @@ async def _first_prompt(session: Session, task: Task) -> Messages:
             said = [{"role": "user", "content": said}]
         if not (isinstance(said, list | tuple) and said and all(isinstance(m, dict) and "role" in m for m in said)):
             raise TypeError(f"it must be messages, each with a role, or a text; it is {said!r:.200}")
-    return said
+    return copied(said)  # the session may go on with its own
 
 
 async def _answer(session: Session, rollout: Rollout) -> tuple[Rollout, Messages | None]:
@@ -119,4 +147,4 @@ async def _answer(session: Session, rollout: Rollout) -> tuple[Rollout, Messages
     rollout, said = answer
     if said is not None and rollout.status == "truncated":
         raise TypeError("a session's answer truncates the rollout and goes on; give messages of None with a truncation")
-    return rollout, [{"role": "user", "content": said}] if isinstance(said, str) else said
+    return rollout, [{"role": "user", "content": said}] if isinstance(said, str) else copied(said)

@@ -21,6 +21,7 @@ from rlkit.errors import RequestRefused, TemplateError
 from rlkit.functional import mix
 from rlkit.gateway import reply_message
 from rlkit.models.chat import continuation, encode_prompt
+from rlkit.system.copies import copied
 from rlkit.system.loops import awaited, closing
 from rlkit.types import Engine, Environment, Message, Messages, Policy, Rollout, SamplingParams, Step, Task, ToolResult
 
@@ -79,6 +80,7 @@ class Conversations:
             self.refused = "steps"
             raise RequestRefused(f"the episode has had its {self.environment.max_steps} replies (environment.max_turns)")
         self.asked += 1
+        messages = copied(messages)  # the program may go on with its own
         digests = self._digests(messages, tools)
         parent = self._continued(messages, digests)
         new = self._named(messages[len(messages) - self._new(messages) :], parent) if parent else list(messages)
@@ -226,7 +228,7 @@ async def play_program(conversations: Conversations) -> Rollout:
     """
     environment, task = conversations.environment, conversations.task
     assert environment.program is not None
-    work = asyncio.ensure_future(environment.program(task, conversations.ask))
+    work = asyncio.ensure_future(environment.program(copied(task), conversations.ask))
     try:
         both: list[asyncio.Future[Any]] = [work, conversations.failure]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)

@@ -14,7 +14,9 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar
 from rlkit.distributed import ranks
 from rlkit.errors import ConfigError, Refusal, RLKitError, place, written
 from rlkit.rewards.aggregators import weighted_sum
+from rlkit.system.copies import copied
 from rlkit.system.deadline import contained, in_thread, in_worker
+from rlkit.system.shared_state import Watch, current, watched
 from rlkit.types import AggregatorFn, Metrics, Rollout, Task, unpacked
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -134,7 +136,11 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
       Refusal raised by a function says what the user has to mend and passes unchanged.
     """
     _require(reward)
-    rollouts = [_as_played(rollout) for rollout in rollouts]
+    with watched(reward.aggregator, *(term.fn for term in reward.terms.values())):
+        return _scored([_as_played(rollout) for rollout in rollouts], reward)
+
+
+def _scored(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
     columns = {name: _column(name, term, rollouts, reward.max_error_rate) for name, term in reward.terms.items()}
     scored = []
     for i, rollout in enumerate(rollouts):
@@ -199,7 +205,7 @@ def _column(name: str, term: Term, rollouts: Sequence[Rollout], max_error_rate: 
     """What one term makes of all rollouts, in their order; async calls are awaited together, after the plain ones."""
     values = list(called_on(term, rollouts)) if rollouts else []
     pending = [i for i, value in enumerate(values) if inspect.isawaitable(value)]
-    for i, value in zip(pending, _awaited([values[i] for i in pending], term.timeout), strict=True):
+    for i, value in zip(pending, _awaited([values[i] for i in pending], term), strict=True):
         values[i] = value
     cells = [_cell(term, rollout, value) for rollout, value in zip(rollouts, values, strict=True)]
     failed = [i for i, cell in enumerate(cells) if cell.failure]
@@ -210,12 +216,20 @@ def _column(name: str, term: Term, rollouts: Sequence[Rollout], max_error_rate: 
 
 
 def called_on(term: Term, rollouts: Sequence[Rollout]) -> Iterable[Any]:
-    """What the function returned for each rollout, one by one: a value, an exception, or what has yet to be awaited."""
+    """What the function returned for each rollout, one by one: a value, an exception, or what has yet to be awaited.
+
+    Each call has copies of its own, and shared state that it changes is put back before the next one.
+    """
     if not (term.batched or is_batched(term.fn)):
-        calls = [partial(_called, partial(term.fn, rollout), term.timeout) for rollout in rollouts]
-        return (call() for call in calls) if term.threads == 1 else _in_threads(calls, term.threads)
-    values = _called(partial(term.fn, list(rollouts)), term.timeout)
-    return _spread(_awaited([values], term.timeout)[0] if inspect.isawaitable(values) else values, len(rollouts))
+        here = term.threads == 1
+        calls = [partial(_called, partial(_on_copy, term.fn, rollout), term, current(), here=here) for rollout in rollouts]
+        return (call() for call in calls) if here else _in_threads(calls, term.threads)
+    values = _called(partial(_on_copy, term.fn, list(rollouts)), term, current())
+    return _spread(_awaited([values], term)[0] if inspect.isawaitable(values) else values, len(rollouts))
+
+
+def _on_copy(function: Callable[..., Any], given: Any, *more: Any) -> Any:
+    return function(copied(given), *more)
 
 
 def _in_threads(calls: Sequence[Callable[[], Any]], threads: int) -> list[Any]:
@@ -233,26 +247,36 @@ def _in_threads(calls: Sequence[Callable[[], Any]], threads: int) -> list[Any]:
     return in_thread(lambda: asyncio.run(together()), None)
 
 
-def _called(call: Callable[[], Any], timeout: float | None) -> Any:
-    """What a call returns, or the exception that it raises."""
+def _called(call: Callable[[], Any], term: Term, watch: Watch, *, here: bool = True) -> Any:
+    """What a call of the term's function returns, or the exception that it raises. `here`: in the thread of the watch."""
+
+    def run() -> Any:
+        with watch.calling(term.fn) if here and term.timeout is None else watch.in_worker(term.fn):
+            return call()
+
     try:
-        return contained(call) if timeout is None else in_thread(call, timeout)
+        return contained(run) if term.timeout is None else in_thread(run, term.timeout)
     except Refusal:
         raise
     except Exception as error:
         return error
 
 
-def _awaited(awaitables: Sequence[Awaitable[Any]], timeout: float | None) -> list[Any]:
+def _awaited(awaitables: Sequence[Awaitable[Any]], term: Term) -> list[Any]:
     """Results or exceptions, all in flight together. In a thread: a notebook has a running event loop of its own."""
     if not awaitables:
         return []
+    timeout, watch = term.timeout, current()
+
+    def run() -> list[Any]:
+        with watch.in_worker(term.fn):
+            return asyncio.run(together())
 
     async def together() -> list[Any]:
         return await asyncio.gather(*(asyncio.wait_for(a, timeout) for a in awaitables), return_exceptions=True)
 
     try:
-        results = in_thread(lambda: asyncio.run(together()), None if timeout is None else timeout + GRACE)
+        results = in_thread(run, None if timeout is None else timeout + GRACE)
     except TimeoutError as error:
         return [error] * len(awaitables)
     for result in results:
@@ -362,20 +386,21 @@ def _aggregated(rollouts: list[Rollout], reward: Reward) -> list[Rollout]:
     known = [all(rollout.rewards[name] is not None for name in weighted) for rollout in rollouts]
     places = [i for i, rollout in enumerate(rollouts) if known[i] and rollout.truncation != "error"]
     chosen = [rollouts[i] for i in places]
+    term, watch = Term(1.0, reward.aggregator), current()
     if not weights or not chosen:
         given: list[tuple[Any, Metrics]] = [(0.0, {})] * len(chosen)
     elif is_batched(reward.aggregator):
-        values, metrics = unpacked(_called(partial(reward.aggregator, chosen, weights), None))
+        values, metrics = unpacked(_called(partial(_on_copy, reward.aggregator, chosen, dict(weights)), term, watch))
         lists = {n: _spread(v, len(chosen)) if isinstance(v, Sequence) else [v] * len(chosen) for n, v in metrics.items()}
         each = [{name: column[i] for name, column in lists.items()} for i in range(len(chosen))]
         given = list(zip(_spread(values, len(chosen)), each, strict=True))
     else:
         own = [{name: r.rewards[name] for name in weights} for r in chosen]
-        given = [unpacked(_called(partial(reward.aggregator, scores, weights), None)) for scores in own]
+        given = [unpacked(_called(partial(reward.aggregator, scores, dict(weights)), term, watch)) for scores in own]
     out = list(rollouts)
     for i, rollout, (value, metrics) in zip(places, chosen, given, strict=True):
-        cell = _cell(Term(1.0, reward.aggregator), rollout, value)
-        notes = {name: _cell(Term(1.0, reward.aggregator), rollout, number) for name, number in metrics.items()}
+        cell = _cell(term, rollout, value)
+        notes = {name: _cell(term, rollout, number) for name, number in metrics.items()}
         if failed := next((c for c in (cell, *notes.values()) if c.failure), None):
             raise _refused(f"aggregator ({written(reward.aggregator)})", rollout, failed, 1, len(chosen), 0.0)
         noted = {"aggregator": {name: c.score for name, c in notes.items() if c.score is not None}} if notes else {}

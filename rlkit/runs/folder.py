@@ -28,8 +28,9 @@ COUNT = re.compile(r"[-+\d.,eE]*|true|false|null|\{.*|\w+\(.*|\$\{.*", re.DOTALL
 
 
 def fresh(parent: Path, label: str = "") -> Path:
-    """A new, empty folder <parent>/<time>_<label>. Raises ConfigError where it cannot be made."""
+    """A new, empty folder <parent>/<time>_<label>, as an absolute path. Raises ConfigError where it cannot be made."""
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S") + (f"_{label}" if label else "")
+    parent = parent.absolute()  # a user's function may change the working directory
     folder, number = parent / stamp, 2
     with refusing(parent):
         parent.mkdir(parents=True, exist_ok=True)
@@ -58,6 +59,14 @@ def label_of(overrides: Sequence[str], name: str) -> str:
             break
         parts.append(part)
     return "_".join(parts)
+
+
+def shown(path: Path) -> str:
+    """A path as a command prints it: from the working directory, where it lies below that."""
+    with suppress(OSError):  # the working directory may be gone
+        if path.is_relative_to(Path.cwd()):
+            return str(path.relative_to(Path.cwd()))
+    return str(path)
 
 
 def require_writable(folder: Path) -> None:
@@ -95,8 +104,8 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def find_run(text: str, key: str) -> Path:
-    """The run folder that a user names, itself or one of its checkpoints. Raises ConfigError."""
-    path = Path(text).expanduser()
+    """The run folder that a user names, itself or one of its checkpoints, as an absolute path. Raises ConfigError."""
+    path = Path(text).expanduser().absolute()
     for folder in (path, path.parent, path.parent.parent):
         if path.exists() and is_run(folder):
             return folder
@@ -107,7 +116,7 @@ def find_run(text: str, key: str) -> Path:
 
 def checkpoint_source(text: str, folder: Path) -> Path:
     """What to load of a run that a user named: the checkpoint file itself, or the run's folder of checkpoints."""
-    return Path(text).expanduser() if text.endswith(".ckpt") else folder / "checkpoints"
+    return Path(text).expanduser().absolute() if text.endswith(".ckpt") else folder / "checkpoints"
 
 
 def newest_unfinished(name: str, config: Mapping[str, Any], *, beside: tuple[str, ...] = ()) -> Path | None:
@@ -115,7 +124,7 @@ def newest_unfinished(name: str, config: Mapping[str, Any], *, beside: tuple[str
 
     `beside`: further keys in which the two may differ, those that follow the length (`rlkit.config.compose.length_keys`).
     """
-    candidates = [f for f in (OUTPUTS / name).glob("*") if is_run(f) and not is_finished(f)]
+    candidates = [f for f in (OUTPUTS / name).absolute().glob("*") if is_run(f) and not is_finished(f)]
     for folder in sorted(candidates, key=_last_written, reverse=True):
         with suppress(DataError):  # half-written: it is equal to no config
             if not difference(read_config(folder), config, beside=PLACE + beside):

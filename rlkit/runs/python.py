@@ -78,7 +78,7 @@ def train(x: Experiment, folder: Path | str | None = None) -> Run:
             x = x._replace(logger={}, callbacks={name: part for name, part in x.callbacks.items() if name in WITHOUT_FILES})
         else:
             check_loggers(x.logger)
-            place = Path(folder)
+            place = Path(folder).expanduser().absolute()
             stack.enter_context(_begun(x, place))
         summary, module = train_in(x, tasks, place, started=started, resume=None, provenance=runs.read_start(place), again=again)
         rows = list(read_rows(place / "metrics.jsonl"))

@@ -14,6 +14,7 @@ from rlkit.rewards import Reward, RewardError, tests_of
 from rlkit.rewards import score as score_rollouts
 from rlkit.rewards._score import truth_problems
 from rlkit.sandbox import Sandbox, require
+from rlkit.system.shared_state import FOLDER, watched
 from rlkit.training.experiment import Experiment
 from rlkit.training.schedules import phases
 from rlkit.training.selfcheck import ROWS, first_rows
@@ -29,6 +30,11 @@ def load_tasks(x: Experiment) -> Splits:
     Test problems are loaded where `evaluation.n` is above 0, validation problems where `evaluation.every` is too.
     Raises: DataError, ConfigError; of a split without problems with the setting that gives it some.
     """
+    with watched(x.task, kinds=[FOLDER]):
+        return _load_tasks(x)
+
+
+def _load_tasks(x: Experiment) -> Splits:
     train = x.task(split="train")
     check_truths(train, x.evaluation.reward)
     check_verifier(train, x.evaluation.reward)
@@ -48,7 +54,8 @@ def load_tasks(x: Experiment) -> Splits:
 
 def load_split(x: Experiment, split: Split) -> Sequence[Task]:
     """The first `evaluation.n` problems of a split, truths read and the verifier tried. Raises DataError, ConfigError."""
-    tasks = x.task(split=split)[: x.evaluation.n]
+    with watched(x.task, kinds=[FOLDER]):
+        tasks = x.task(split=split)[: x.evaluation.n]
     if not tasks:
         instead = {"validation": "set task.validation above 0 or evaluation.every=0", "test": "set task.held_out above 0 or evaluation.n=0"}
         raise ConfigError(f"the task has no {split} problems; {instead.get(split, 'give it some')}")
