@@ -6,9 +6,11 @@ loss asks for what it needs in its signature, and nothing here changes. `part` i
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -174,7 +176,37 @@ def asks(function: Callable[..., Any] | None, name: str) -> bool:
 
 def call(function: Callable[..., Any], quantities: Mapping[str, Any]) -> Any:
     """What a part gives for the quantities that its signature names, without its metrics and as it is: `part` checks it."""
-    return unpacked(function(**{name: quantities[name] for name in inputs(function)}))[0]
+    return unpacked(applied(function, quantities))[0]
+
+
+def applied(function: Callable[..., Any], quantities: Mapping[str, Any]) -> Any:
+    """What a function gives for the quantities that it names. Metadata and the mapping of components are copies of its own.
+
+    Raises: PartError where it changes a tensor in place, since other parts read the same one.
+    """
+    given = {name: _handed(name, quantities[name]) for name in inputs(function)}
+    before = {name: tensor._version for name, tensor in _tensors(given)}
+    out = function(**given)
+    for name, tensor in _tensors(given):
+        if tensor._version != before.get(name):
+            raise PartError(f"{written(function)} changes '{name}' in place, which other parts read too; let it work on {name}.clone()")
+    return out
+
+
+def _handed(name: str, value: Any) -> Any:
+    if name == "components":
+        return dict(value)
+    if name == "metadata":
+        with suppress(Exception):  # what cannot be copied is shared
+            return copy.deepcopy(value)
+    return value
+
+
+def _tensors(given: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+    """The tensors among quantities, those of a mapping too, by name."""
+    flat = [(name, value) for name, value in given.items() if not isinstance(value, dict)]
+    flat += [pair for value in given.values() if isinstance(value, dict) for pair in value.items()]
+    return [(name, value) for name, value in flat if isinstance(value, Tensor) and not value.is_inference()]
 
 
 # Part, as in the names of its metrics: (where it stands in the config, the Protocol that says in words what it gives, the tensors).
@@ -207,7 +239,7 @@ def part(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> t
         return PartError(f"{path} ({written(function)}): {said}")
 
     try:
-        value, metrics = unpacked(function(**{quantity: given[quantity] for quantity in asked}))
+        value, metrics = unpacked(applied(function, given))
     except KeyError as error:
         key, terms = str(error.args[0]), given.get("components", {})
         if key in asked and key not in given:

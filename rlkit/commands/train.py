@@ -20,7 +20,7 @@ from rlkit.runs import folder as runs
 from rlkit.system import owner
 from rlkit.system.device import versions
 from rlkit.system.files import LOST, lenient, refusing
-from rlkit.system.shared_state import FOLDER, watched
+from rlkit.system.shared_state import FOLDER, guard_state
 from rlkit.training.run import train_in
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def run_in_folder(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: 
                 print(f"resume: {line}", flush=True)
         with refusing(folder):
             provenance = ranks.broadcast(lambda: runs.read_start(folder))
-        with watched(x, kinds=[FOLDER]):
+        with guard_state(x, kinds=[FOLDER]):
             summary, _ = train_in(
                 x, tasks, folder, started=started, resume=resume, provenance=provenance, again=builder(config)
             )

@@ -25,7 +25,7 @@ from rlkit.config.schema import build, check, renamed
 from rlkit.config.suggestions import RESOLVERS
 from rlkit.errors import ConfigError, nearest, not_yaml
 from rlkit.system.redaction import learn
-from rlkit.system.shared_state import FOLDER, watched
+from rlkit.system.shared_state import FOLDER, guard_state
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
     from hydra.types import HydraContext
@@ -377,7 +377,7 @@ def builder(config: Mapping[str, Any]) -> Callable[[], Experiment]:
 
 def checked(x: Experiment) -> Experiment:
     """The experiment itself, after every check that needs no model and no data. Raises ConfigError with all problems at once."""
-    with watched(x.algorithm, x.kl, x.optimizer, kinds=[FOLDER]):  # their functions run on fake data
+    with guard_state(x.algorithm, x.kl, x.optimizer, kinds=[FOLDER]):  # their functions run on fake data
         if problems := run_problems(x):
             raise ConfigError("\n".join(problems))
         for first in first_steps(x).values():

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from rlkit.config.hints import leaves_of, meant
 from rlkit.errors import ConfigError, nearest, place
-from rlkit.system.shared_state import FOLDER, watched
+from rlkit.system.shared_state import FOLDER, guard_state
 
 # `suggests` holds what an option advises other groups: they interpolate it as their default, and its own function never sees it.
 SPECIAL = ("_target_", "_partial_", "_args_", "suggests")
@@ -277,7 +277,7 @@ def resolve(name: Any) -> Callable[..., Any]:
     name = present_name(name)
     module_name, _, attribute = str(name).rpartition(".")
     try:
-        with watched(f"importing {module_name}", kinds=[FOLDER]):
+        with guard_state(f"importing {module_name}", kinds=[FOLDER]):
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
@@ -323,7 +323,7 @@ def build(node: Any, path: str = "") -> Any:
         vars(part).update(beside, suggests=node.get("suggests", {}))  # for problems/doubts.py; no call sees them
         return part
     try:
-        with watched(target, kinds=[FOLDER]):
+        with guard_state(target, kinds=[FOLDER]):
             built = target(*arguments, **values)
         if beside:
             vars(built).update(beside)

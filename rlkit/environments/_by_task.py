@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.errors import ConfigError
+from rlkit.system.copies import copied
 from rlkit.system.loops import awaited
 from rlkit.types import Environment, Messages, Task
 
@@ -51,4 +52,4 @@ def _with_prompt(name: str, environment: Environment, system_prompt: str | None)
 
 def environment_of(environment: Environment | Callable[[Task], Environment], task: Task) -> Environment:
     """The environment of a task, whether the config gave one for all tasks or a lookup."""
-    return environment if isinstance(environment, Environment) else environment(task)
+    return environment if isinstance(environment, Environment) else environment(copied(task))

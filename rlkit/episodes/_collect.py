@@ -20,7 +20,7 @@ from rlkit.models import load_policy
 from rlkit.system import rng
 from rlkit.system.copies import copied
 from rlkit.system.loops import awaited, blocking, together
-from rlkit.system.shared_state import watched
+from rlkit.system.shared_state import guard_state
 from rlkit.types import Engine, Environment, Messages, Policy, Rollout, SamplingParams, Session, Step, Task
 
 KEYS = count()  # of episodes, for engines
@@ -238,7 +238,7 @@ async def collected(
         return (await together([episode(own, how, one), episode(rival, how, other)]))[0]
 
     def group_of(task: Task, i: int) -> list[Played]:
-        how = environment_of(environment, copied(task))
+        how = environment_of(environment, task)
 
         def seat(j: int, table: Any = None, player: int = 0) -> Seat:
             return Seat(task, i, j, Turns(next(KEYS)), start.place(), on_done or ignored, spent, table, player)
@@ -247,7 +247,7 @@ async def collected(
         who = own if how.players else own._replace(params=sampling._replace(admission="free"))
         return samples_of(how, task, group_size, seat, partial(episode, who, how), partial(against, how))
 
-    with rng.kept(), watched(environment):
+    with rng.kept(), guard_state(environment):
         return await together([coroutine for i, task in enumerate(tasks, first) for coroutine in group_of(task, i)])
 
 

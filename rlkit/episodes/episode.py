@@ -67,7 +67,7 @@ async def play(
                     with blamed("answer", task):
                         given, draws = theirs, mix(seed, 1 + len(rollout.steps))
                         theirs, prompt = await rng.drawing(draws, _answer(session, given))
-                        rollout = recorded(theirs, given, rollout)
+                        rollout = keep_record(theirs, given, rollout)
                 if prompt is not None and len(rollout.steps) >= environment.max_steps:
                     rollout, prompt = cut_off(rollout, "steps"), None
         except DeadlinePassed:
@@ -78,7 +78,7 @@ async def play(
         return rollout if session is None else await with_state(rollout, session)
 
 
-def recorded(said: Rollout, given: Rollout, record: Rollout) -> Rollout:
+def keep_record(said: Rollout, given: Rollout, record: Rollout) -> Rollout:
     """The record of an episode with what a session made of its copy: rewards, results, metadata, another end.
 
     Rows, prompts and calls stay those of the record, unless the session put others in their place.

@@ -16,7 +16,7 @@ from rlkit.errors import ConfigError, Refusal, RLKitError, place, written
 from rlkit.rewards.aggregators import weighted_sum
 from rlkit.system.copies import copied
 from rlkit.system.deadline import contained, in_thread, in_worker
-from rlkit.system.shared_state import Watch, current, watched
+from rlkit.system.shared_state import Watch, current, is_own, guard_state
 from rlkit.types import AggregatorFn, Metrics, Rollout, Task, unpacked
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -136,7 +136,7 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
       Refusal raised by a function says what the user has to mend and passes unchanged.
     """
     _require(reward)
-    with watched(reward.aggregator, *(term.fn for term in reward.terms.values())):
+    with guard_state(reward.aggregator, *(term.fn for term in reward.terms.values())):
         return _scored([_as_played(rollout) for rollout in rollouts], reward)
 
 
@@ -445,4 +445,5 @@ def truth_problems(fn: Callable[..., Any], tasks: Sequence[Task]) -> list[str]:
         keywords = {**fn.keywords, **keywords}
         fn = fn.func
     problems = getattr(fn, "truth_problems", None)
+    tasks = tasks if is_own(problems) else copied(list(tasks))
     return problems(tasks, **keywords) if problems and tasks else [""] * len(tasks)

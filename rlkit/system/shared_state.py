@@ -52,12 +52,21 @@ def _folder() -> str:
 
 
 def _handlers() -> tuple[Any, ...]:
-    return tuple(map(signal.getsignal, SIGNALS)) if threading.current_thread() is threading.main_thread() else ()
+    if threading.current_thread() is not threading.main_thread():
+        return ()
+    return tuple(map(_handler, SIGNALS))
+
+
+def _handler(number: signal.Signals) -> Any:
+    """What handles a signal; an event loop's own handler of Ctrl-C, which comes and goes with it, counts as Python's."""
+    found = signal.getsignal(number)
+    of_loop = isinstance(found, partial) and getattr(found.func, "__name__", "") == "_on_sigint"
+    return signal.default_int_handler if of_loop else found
 
 
 def _set_handlers(handlers: tuple[Any, ...]) -> None:
     for number, handler in zip(SIGNALS, handlers, strict=False):
-        if handler is not None and signal.getsignal(number) != handler:  # None: it was set from C
+        if handler is not None and _handler(number) != handler:  # None: it was set from C
             signal.signal(number, handler)
 
 
@@ -153,7 +162,7 @@ def read_state(kinds: Mapping[str, Kind]) -> SharedState:
     return {name: kind.read() for name, kind in kinds.items()}
 
 
-def restore(before: SharedState, kinds: Mapping[str, Kind]) -> list[str]:
+def put_back(before: SharedState, kinds: Mapping[str, Kind]) -> list[str]:
     """Puts back what differs. Returns: for each of them what changed, from what to what.
 
     Raises: SharedStateError for what does not take its old value.
@@ -231,7 +240,7 @@ class Watch:
     def _compare(self, places: Sequence[str]) -> None:
         before = {name: value for name, value in self.before.items() if self.kinds[name].place in places}
         try:
-            changed = restore(before, self.kinds)
+            changed = put_back(before, self.kinds)
         except SharedStateError as error:
             raise SharedStateError(f"{self._who()} changed {error}") from error
         if changed:
@@ -256,7 +265,7 @@ WATCH: ContextVar[Watch | None] = ContextVar("WATCH", default=None)  # of the st
 
 
 @contextmanager
-def watched(*parts: Any, kinds: Sequence[str] = ()) -> Iterator[Watch]:
+def guard_state(*parts: Any, kinds: Sequence[str] = ()) -> Iterator[Watch]:
     """A stretch of user code, after which all shared state is as it was before it."""
     watch = Watch(*parts, kinds=kinds)
     token = WATCH.set(WATCH.get() if kinds else watch)
@@ -280,8 +289,12 @@ def place_of(function: Any) -> str:
     while isinstance(function, partial):
         function = function.func
     plain = inspect.unwrap(function) if callable(function) else function
-    code = getattr(plain, "__code__", None) or getattr(getattr(type(plain), "__call__", None), "__code__", None)
-    return f"{written(plain)} ({code.co_filename}:{code.co_firstlineno})" if code else written(plain)
+    if isinstance(plain, type):
+        plain = vars(plain).get("__init__", plain)
+    elif not hasattr(plain, "__code__"):
+        plain = getattr(type(plain), "__call__", plain)
+    code = getattr(plain, "__code__", None)
+    return f"{written(function)} ({code.co_filename}:{code.co_firstlineno})" if code else written(function)
 
 
 def is_own(function: Any) -> bool:

@@ -31,7 +31,7 @@ from rlkit.models.head import trunk_and_head
 from rlkit.rewards import Moments, normalise, update_moments
 from rlkit.system import rng
 from rlkit.system.device import precision
-from rlkit.system.shared_state import watched
+from rlkit.system.shared_state import guard_state
 from rlkit.training import drift, schedules, streams
 from rlkit.training.experiment import Experiment, correction_in_words, settle_correction
 from rlkit.training.memory import retried
@@ -130,7 +130,7 @@ class Learner:
             self.trained = normalise(self.trained, self.moments)
         functions = x.algorithm, x.kl, x.reference
         # The shuffle is of the whole batch: alike on all ranks.
-        with self.clock.part("update"), rng.drawn_from(self.shuffle_seed), watched(*functions):
+        with self.clock.part("update"), rng.drawn_from(self.shuffle_seed), guard_state(*functions):
             self.batch = batch = self.prepared(self.trained)
             terms, measured = UpdateTerms(), drift.few(batch) if x.algorithm.episodes is None else None
             if not updates_once(self, batch):

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from rlkit.environments import environment_of
 from rlkit.episodes.episode import opening
 from rlkit.models.chat import encode_prompt
+from rlkit.system.copies import copied
 from rlkit.training.references import ema, frozen, live
 from rlkit.training.served import served
 from rlkit.types import Message, Policy, Reference, Rollout
@@ -128,7 +129,10 @@ def shown_prompts(policy: Policy, rollouts: Sequence[Rollout], show: Show, envir
         groups.setdefault(rollout.group, []).append(rollout)
     out, schemas = {}, {}
     for i, rollout in enumerate(rollouts):
-        said = show(rollout, groups[rollout.group]) if rollout.steps else None
+        group = groups[rollout.group]
+        mine = copied(group)  # a function of the user's may change them
+        place = next(k for k, own in enumerate(group) if own is rollout)
+        said = show(mine[place], mine) if rollout.steps else None
         if said is None:
             continue
         if rollout.group not in schemas:

@@ -52,7 +52,7 @@ class HeldOut(L.Callback):
         if ranks.rank() == 0:
             append_row(self.metrics, module.rl_step, row)
         for logger in trainer.loggers:
-            logger.log_metrics(row, step=module.rl_step)
+            logger.log_metrics(dict(row), step=module.rl_step)
         temperature = module.experiment.evaluation.curve_temperature
         counts = " and ".join(f"{len(own)} {split}" for split in PREFIXES if (own := getattr(self.tasks, split)))
         trainer.print(f"before: {held_out(row)} on {counts} problems, {how_sampled(temperature)}")

@@ -76,7 +76,7 @@ class MetricsFile(L.Callback):
             if ranks.rank() == 0:
                 append_row(self.path, module.rl_step, late)
             for logger in trainer.loggers:
-                logger.log_metrics(late, step=module.rl_step)
+                logger.log_metrics(dict(late), step=module.rl_step)
         figures = {name: value for name in FINAL if math.isfinite(value := module.metrics.get(name, math.nan))}
         for logger in trainer.loggers:
             log_final(logger, settings(module), figures, module.rl_step)

@@ -1,0 +1,321 @@
+"""Code of the user that changes what it shares with the rest of the run: rows, and state of the process such as the working directory."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import io
+import locale
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from laws import cases
+from rlkit.config.compose import compose, experiment
+from rlkit.config.problems.rows import load_tasks
+from rlkit.environments import single_turn, tool_use
+from rlkit.episodes.evaluation import greedy_accuracy
+from rlkit.rewards import Reward, Term, batched, score
+from rlkit.system import rng
+from rlkit.system.copies import copied
+from rlkit.system.shared_state import NAMED, SharedStateError, all_kinds, put_back, read_state
+from rlkit.training.callbacks.stopping import SIGNALS, StopOnSignal
+from rlkit.training.flight import Flight, next_groups
+from rlkit.training.learner import Learner
+from rlkit.types import Environment, Rollout, Task, ToolCall, ToolResult
+
+FAST = [
+    "trainer.threads=1", "trainer.accelerator=cpu", "batch.prompts=1", "batch.group_size=4", "evaluation.n=0", "trainer.steps=2",
+    "generation.max_new_tokens=12", "optimizer.lr=1e-3", "logger=none", "task.max_samples=16", "seed=3", "task=guess_number",
+    "model=tiny_guess", "task.high=20",
+]  # fmt: skip
+ELSEWHERE = Path(os.sep)
+MEDDLE = {
+    "the working directory": lambda: os.chdir(ELSEWHERE),
+    "the signal handlers": lambda: [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)],
+    "the blocked signals": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]),
+    "the locale": lambda: locale.setlocale(locale.LC_ALL, "C" if locale.setlocale(locale.LC_ALL) != "C" else "C.UTF-8"),
+    "the standard output": lambda: setattr(sys, "stdout", io.StringIO()),
+    "torch's grad mode": lambda: torch.set_grad_enabled(False),
+    "torch's autocast": lambda: torch.set_autocast_enabled("cpu", True),
+    "torch's default device": lambda: torch.set_default_device("meta"),
+    "torch's default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "torch's number of threads": lambda: torch.set_num_threads(1 + torch.get_num_threads() % 2),
+    "torch's deterministic mode": lambda: torch.use_deterministic_algorithms(True),
+    "torch's precision of float32 products": lambda: torch.set_float32_matmul_precision("medium"),
+    "torch's backends": lambda: torch.backends.mkldnn.set_flags(False),
+}
+OF_THREAD = {name for name, kind in all_kinds().items() if kind.place == "thread"}
+
+
+def even(rollout):
+    """A score that differs between replies: the share of their tokens that are even."""
+    ids = rollout.steps[-1].response_ids
+    return sum(token % 2 == 0 for token in ids) / max(1, len(ids))
+
+
+def with_door(x, door, meddle):
+    """The experiment where `meddle` is called at a door, with what is handed out there."""
+
+    def reward(rollout):
+        meddle(rollout)
+        return even(rollout)
+
+    async def late(rollout):
+        meddle(rollout)
+        return even(rollout)
+
+    @batched
+    def rewards(rollouts):
+        meddle(rollouts)
+        return [even(rollout) for rollout in rollouts]
+
+    @batched
+    def aggregator(rollouts, weights):
+        values = [rollout.rewards["even"] for rollout in rollouts]
+        meddle(rollouts, weights)
+        return values
+
+    def stop(rollout, index):
+        meddle(rollout)
+        return True
+
+    def first_prompt(task):
+        messages = [dict(message) for message in task.messages]
+        meddle(task)
+        return messages
+
+    def lookup(task):
+        meddle(task)
+        return single_turn()
+
+    class Own:
+        """A session that goes on for a second turn, and changes what it has said as well."""
+
+        tools = {}  # noqa: RUF012
+
+        def __init__(self, task):
+            self.said, self.task = [dict(message) for message in task.messages], task
+            meddle(task)
+
+        def first_prompt(self):
+            return self.said
+
+        def answer(self, rollout):
+            meddle(rollout, self.said)
+            return rollout, None if len(rollout.steps) > 1 else [{"role": "user", "content": "Once more."}]
+
+    def look(value: int, more: list) -> str:
+        """Looks.
+
+        Args:
+            value: A number.
+            more: Numbers.
+        """
+        meddle(more)
+        return "seen"
+
+    def calls(content):
+        return content, [ToolCall("", "look", {"value": 1, "more": [1, {"a": 2}]})]
+
+    def executor(call, tools):
+        meddle(call, tools)
+        return ToolResult(call.id, call.name, "seen", ok=True)
+
+    def advantage(rewards, metadata):
+        meddle(metadata)
+        return rewards - rewards.mean()
+
+    term, environment = Term(1.0, even), single_turn()
+    tools = tool_use(tools={"look": look}, parse_calls=calls, max_turns=2)
+    if door in ("reward", "async reward", "batched reward", "reward in a thread"):
+        fn = {"async reward": late, "batched reward": rewards}.get(door, reward)
+        term = Term(1.0, fn, timeout=60.0 if door == "reward in a thread" else None)
+    scoring = Reward("mine", {"even": term}, **({"aggregator": aggregator} if door == "aggregator" else {}))
+    evaluated = Reward("mine", {"even": Term(1.0, reward if door == "evaluation" else even)})
+    look.bounded = door == "bounded tool"
+    environment = {
+        "stop": Environment(stop=stop), "first prompt": Environment(first_prompt=first_prompt), "lookup": lookup,
+        "session": Environment(session=Own, max_steps=3, history="strip_thinking"), "tool": tools, "bounded tool": tools,
+        "executor": tools._replace(execute=executor),
+    }.get(door, tools if door == "no tool" else environment)  # fmt: skip
+    if door == "advantage":
+        x = x._replace(algorithm=x.algorithm._replace(advantage=advantage))
+    return x._replace(reward=scoring, environment=environment, evaluation=x.evaluation._replace(reward=evaluated))
+
+
+@functools.cache
+def plain():
+    return experiment(compose(FAST))
+
+
+def trained(x, steps=2, tasks=()):
+    """Weights, prompts, rows and an evaluation of a run of a few steps."""
+    torch.set_num_threads(1)
+    rng.seed(x.seed)
+    tasks, flight = tasks or load_tasks(plain()).train, Flight()
+    learner = Learner(x, x.model(device="cpu"), exact=True)
+    out = []
+    for _ in range(steps):
+        groups, flight = next_groups(learner, tasks, flight)
+        row = learner.step(groups.sampled, groups.trained)
+        out.append({name: value for name, value in row.items() if not name.startswith(("perf/", "tools/seconds"))})
+    result, rollouts = greedy_accuracy(learner.policy, tasks[:2], x.environment, reward=x.evaluation.reward, max_new_tokens=12)
+    said = [[r.conversation, r.rewards, r.reward, r.task] for r in (*learner.rollouts, *rollouts)]
+    return learner.model.state_dict(), repr((out, result, said, tasks))
+
+
+@functools.cache
+def untouched(door):
+    return trained(with_door(plain(), door, lambda *given: None))
+
+
+@pytest.fixture
+def as_before():
+    """What a test leaves changed is put back, and nothing has been named before it."""
+    kinds = {name: kind for name, kind in all_kinds().items() if name != "the standard output"}  # pytest's own comes and goes
+    state = read_state(kinds)
+    NAMED.clear()
+    yield
+    left = put_back(state, kinds)
+    NAMED.clear()
+    assert left == []
+
+
+# ----------------------------------------------------------------------------------------------------- state of the process
+
+STATE_DOORS = ["reward", "async reward", "batched reward", "reward in a thread", "stop", "session", "tool", "bounded tool", "evaluation"]
+IN_THREADS = ("async reward", "reward in a thread", "tool")
+PAIRS = [(kind, door) for kind in MEDDLE for door in STATE_DOORS if not (door in IN_THREADS and kind in OF_THREAD)]
+REPRESENTATIVES = [*zip(MEDDLE, ["reward", "bounded tool", "stop", "tool", "reward in a thread", "batched reward", "evaluation",
+                                 "session", "tool", "reward", "async reward", "evaluation", "stop"], strict=True)]  # fmt: skip
+
+
+def test_every_kind_has_a_law():
+    assert set(MEDDLE) == set(all_kinds())
+
+
+@pytest.mark.parametrize("kind, door", cases(PAIRS, [pair for pair in REPRESENTATIVES if pair in PAIRS], unpack=True))
+def test_a_change_of_shared_state_is_put_back_and_named_once(kind, door, same, capfd, as_before):
+    """The run has the weights, the rows and the replies that it has without it."""
+    x = with_door(plain(), door, lambda *given: MEDDLE[kind]())
+    wanted, capfd_before = untouched(door), capfd.readouterr()
+    assert "put it back" not in capfd_before.err
+    found = trained(x)
+    assert same(wanted[0], found[0]) and wanted[1] == found[1]
+    said = [line for line in capfd.readouterr().err.splitlines() if "put it back" in line]
+    assert len(said) == 1, said
+    assert "test_shared_state.with_door.<locals>." in said[0] and f"changed {kind} from " in said[0]
+    assert f"({__file__}:" in said[0]
+
+
+def test_a_change_that_holds_over_a_wait_is_put_back_while_others_run(same, capfd, as_before):
+    """An async function that leaves grad mode off and waits: nothing else of the episode computes without gradients."""
+    seen = []
+
+    async def stop(rollout, index):
+        seen.append(torch.is_grad_enabled())
+        torch.set_grad_enabled(False)
+        await asyncio.sleep(0)
+        return True
+
+    trained(plain()._replace(environment=Environment(stop=stop)), steps=1)
+    assert seen and all(seen) and capfd.readouterr().err.count("changed torch's grad mode from on to off") == 1
+
+
+def test_what_cannot_be_put_back_ends_the_run_with_the_name_of_the_function(as_before):
+    """A device that is entered as a context and never left lies over the default that torch can set."""
+    entered = torch.device("meta")
+
+    def reward(rollout):
+        entered.__enter__()
+        return 1.0
+
+    try:
+        with pytest.raises(SharedStateError, match=r"reward \(.*test_shared_state.py:\d+\) changed torch's default device .* cannot be put back"):
+            score([Rollout(Task("a", ()), ())], Reward("mine", {"mine": Term(1.0, reward)}))
+    finally:
+        entered.__exit__(None, None, None)
+
+
+def test_ctrl_c_is_heard_after_a_reward_has_taken_its_handler(as_before, capfd):
+    module = SimpleNamespace(droppable=False)
+    callback, kept = StopOnSignal(), {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        callback.on_train_start(SimpleNamespace(), module)
+        MEDDLE["the signal handlers"]()
+        for number in SIGNALS:
+            signal.signal(number, callback.handle)
+
+        def reward(rollout):
+            MEDDLE["the signal handlers"]()
+            return 1.0
+
+        score([Rollout(Task("a", ()), ())], Reward("mine", {"mine": Term(1.0, reward)}))
+        os.kill(os.getpid(), signal.SIGINT)
+        assert callback.signum == signal.SIGINT
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def test_a_look_costs_little():
+    """In reads of state, not in time: one for each kind, and as many again as have changed."""
+    reads = []
+    kinds = {name: kind._replace(read=lambda kind=kind: reads.append(1) or kind.read()) for name, kind in all_kinds().items()}
+    before = read_state(kinds)
+    assert put_back(before, kinds) == [] and len(reads) == 2 * len(kinds)
+
+
+# ------------------------------------------------------------------------------------------------------------------- rows
+
+
+def ruin(*given):
+    """Changes all that can be reached: mappings are emptied, lists grow, attributes are set, tensors are zeroed."""
+    for value in given:
+        if isinstance(value, dict):
+            ruin(*value.values())
+            value.clear()
+            value["ruined"] = True
+        elif isinstance(value, list):
+            ruin(*value)
+            value.append("ruined")
+        elif isinstance(value, set):
+            value.add("ruined")
+        elif isinstance(value, tuple):
+            ruin(*value)
+        elif isinstance(value, Mark):
+            value.what = "ruined"
+
+
+class Mark:
+    """An object that a row of the user's may hold."""
+
+    def __init__(self):
+        self.what = "whole"
+
+    def __repr__(self):
+        return f"Mark({self.what})"
+
+
+ROW_DOORS = ["reward", "async reward", "batched reward", "reward in a thread", "aggregator", "stop", "first prompt", "lookup", "session",
+             "tool", "bounded tool", "executor", "advantage", "evaluation"]  # fmt: skip
+
+
+@pytest.mark.parametrize("door", cases(ROW_DOORS, ["batched reward", "session", "executor", "advantage"]))
+def test_a_function_that_changes_its_rows_changes_no_step(door, same):
+    """Weights, replies, rows and the tasks themselves are those of a twin that changes nothing."""
+
+    def run(meddle):
+        rich = {"list": [1, [2]], "set": {1}, "mark": Mark(), "nested": {"deep": [{"a": 1}]}, "tuple": (1, {"b": [2]}, 3)}
+        tasks = [task._replace(metadata={**task.metadata, **copied(rich)}) for task in load_tasks(plain()).train]
+        return trained(with_door(plain(), door, meddle), tasks=tasks)
+
+    wanted, found = run(lambda *given: None), run(ruin)
+    assert same(wanted[0], found[0])
+    assert wanted[1] == found[1] and "ruined" not in found[1] and "whole" in found[1]
