@@ -342,6 +342,15 @@ run prints a warning and continues.
 `functools.partial` and `functools.wraps` keep the declarations of what they wrap. A weight other than
 1 removes `binary`, and a negative weight also removes `non_negative`. The sum of several components is
 not `binary`. `reward.normalize` removes all words.
+
+`@stateful` says that a function remembers its earlier calls: a reward that counts, an environment that
+keeps a table of episodes. It may mark a class too. `asynchrony=overlap` refuses such a function in a
+reward or an environment, because a second process would call it with a state of its own:
+
+    from rlkit.types import stateful
+
+    @stateful
+    def rarer_is_better(rollout): ...
 """
 
 

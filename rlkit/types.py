@@ -375,6 +375,23 @@ def keeps(*words: Guarantee) -> Callable[[Part], Part]:
     return _declared("keeps", words, GUARANTEES, {})
 
 
+def stateful(part: Part) -> Part:
+    """Declares that what a function gives depends on its earlier calls: a reward that counts, an environment that remembers episodes.
+
+    With asynchrony=overlap a second process makes its calls, with a state of its own, so the composition is refused before the run.
+    """
+    setattr(part, "__stateful__", True)  # noqa: B010  a class can be marked too
+    return part
+
+
+def is_stateful(part: Any) -> bool:
+    """Whether a part is marked `@stateful`: a function, also in a `functools.partial` or a wrapper, a class, an instance of one, or its method."""
+    while isinstance(part, functools.partial):
+        part = part.func
+    plain = inspect.unwrap(part) if callable(part) else part
+    return any(getattr(own, "__stateful__", False) for own in (part, plain, getattr(part, "__self__", None)))
+
+
 def ranges(**limits: tuple[float | None, float | None]) -> Callable[[Part], Part]:
     """Declares the smallest and the largest value of a part's numbers, None where there is no limit: `@ranges(rank=(0, None))`.
 

@@ -9,6 +9,7 @@ import locale
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,17 +18,22 @@ import torch
 
 from laws import cases
 from rlkit.config.compose import compose, experiment
+from rlkit.config.problems import run_problems
+from rlkit.config.problems.asynchrony import _stateful
 from rlkit.config.problems.rows import load_tasks
-from rlkit.environments import single_turn, tool_use
+from rlkit.environments import by_task as environments_by_task
+from rlkit.environments import dialogue, gymnasium, single_turn, tool_use
 from rlkit.episodes.evaluation import greedy_accuracy
-from rlkit.rewards import Reward, Term, batched, score
+from rlkit.errors import Interrupted
+from rlkit.rewards import Reward, Term, batched, by_task, score
 from rlkit.system import rng
 from rlkit.system.copies import copied
 from rlkit.system.shared_state import NAMED, SharedStateError, all_kinds, put_back, read_state
 from rlkit.training.callbacks.stopping import SIGNALS, StopOnSignal
 from rlkit.training.flight import Flight, next_groups
 from rlkit.training.learner import Learner
-from rlkit.types import Environment, Rollout, Task, ToolCall, ToolResult
+from rlkit.training.schedules import Phase
+from rlkit.types import Environment, Rollout, Task, ToolCall, ToolResult, stateful
 
 FAST = [
     "trainer.threads=1", "trainer.accelerator=cpu", "batch.prompts=1", "batch.group_size=4", "evaluation.n=0", "trainer.steps=2",
@@ -72,8 +78,9 @@ def with_door(x, door, meddle):
 
     @batched
     def rewards(rollouts):
+        values = [even(rollout) for rollout in rollouts]
         meddle(rollouts)
-        return [even(rollout) for rollout in rollouts]
+        return values
 
     @batched
     def aggregator(rollouts, weights):
@@ -210,7 +217,7 @@ def test_a_change_of_shared_state_is_put_back_and_named_once(kind, door, same, c
     assert same(wanted[0], found[0]) and wanted[1] == found[1]
     said = [line for line in capfd.readouterr().err.splitlines() if "put it back" in line]
     assert len(said) == 1, said
-    assert "test_shared_state.with_door.<locals>." in said[0] and f"changed {kind} from " in said[0]
+    assert "test_shared_state.with_door.<locals>." in said[0] and f"changed {kind} " in said[0]
     assert f"({__file__}:" in said[0]
 
 
@@ -237,7 +244,8 @@ def test_what_cannot_be_put_back_ends_the_run_with_the_name_of_the_function(as_b
         return 1.0
 
     try:
-        with pytest.raises(SharedStateError, match=r"reward \(.*test_shared_state.py:\d+\) changed torch's default device .* cannot be put back"):
+        said = r"reward \(.*test_shared_state.py:\d+\) changed torch's default device from cpu to meta, which cannot be put back"
+        with pytest.raises(SharedStateError, match=said):
             score([Rollout(Task("a", ()), ())], Reward("mine", {"mine": Term(1.0, reward)}))
     finally:
         entered.__exit__(None, None, None)
@@ -248,16 +256,14 @@ def test_ctrl_c_is_heard_after_a_reward_has_taken_its_handler(as_before, capfd):
     callback, kept = StopOnSignal(), {number: signal.getsignal(number) for number in SIGNALS}
     try:
         callback.on_train_start(SimpleNamespace(), module)
-        MEDDLE["the signal handlers"]()
-        for number in SIGNALS:
-            signal.signal(number, callback.handle)
 
         def reward(rollout):
             MEDDLE["the signal handlers"]()
             return 1.0
 
         score([Rollout(Task("a", ()), ())], Reward("mine", {"mine": Term(1.0, reward)}))
-        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Interrupted):
+            os.kill(os.getpid(), signal.SIGINT)
         assert callback.signum == signal.SIGINT
     finally:
         for number, handler in kept.items():
@@ -319,3 +325,75 @@ def test_a_function_that_changes_its_rows_changes_no_step(door, same):
     wanted, found = run(lambda *given: None), run(ruin)
     assert same(wanted[0], found[0])
     assert wanted[1] == found[1] and "ruined" not in found[1] and "whole" in found[1]
+
+
+# -------------------------------------------------------------------------------------------- state between a function's calls
+
+
+@stateful
+def counted(rollout):
+    """A score that grows with each call."""
+    COUNT.append(1)
+    return float(len(COUNT))
+
+
+COUNT: list[int] = []
+
+
+@stateful
+class Memory:
+    """A reward, or tools, that remember."""
+
+    def __call__(self, rollout):
+        return 0.0
+
+    def remember(self, what: str) -> str:
+        """Remembers.
+
+        Args:
+            what: A word.
+        """
+        return what
+
+
+@functools.wraps(counted)
+def wrapped(rollout):
+    return counted(rollout)
+
+
+def scoring_with(fn, **fields):
+    return lambda x: x._replace(reward=Reward("mine", {"mine": Term(1.0, fn, **fields), "even": Term(1.0, even)}))
+
+
+def playing(environment):
+    return lambda x: x._replace(environment=environment)
+
+
+def in_a_phase(x):
+    later = Phase(x.algorithm, until=1, reward=Reward("mine", {"mine": Term(1.0, counted)}))
+    return x._replace(schedule=x.schedule._replace(phases={"first": Phase(x.algorithm, until=1), "then": later}))
+
+
+STATEFUL = {
+    "function": scoring_with(counted), "partial": scoring_with(partial(partial(counted))), "wrapper": scoring_with(wrapped),
+    "instance": scoring_with(Memory()), "method": scoring_with(Memory().remember), "batched": scoring_with(counted, batched=True),
+    "weight 0": lambda x: x._replace(reward=Reward("mine", {"mine": Term(0.0, counted), "even": Term(1.0, even)})),
+    "by task": scoring_with(partial(by_task, rewards={"numeric": even, "other": partial(counted)})),
+    "aggregator": lambda x: x._replace(reward=x.reward._replace(aggregator=counted)),
+    "phase": in_a_phase,
+    "dialogue": playing(dialogue(prompt_fn=stateful(lambda rollout, step: None))),
+    "toolbox": playing(tool_use(tools={"memory": Memory})),
+    "session": playing(Environment(session=Memory)),
+    "environment of a row": playing(environments_by_task(environments={"a": single_turn(), "b": dialogue(prompt_fn=counted)})),
+    "game": playing(gymnasium(make=partial(Memory))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", STATEFUL)
+def test_a_function_that_keeps_state_is_refused_in_a_second_process(place):
+    x = STATEFUL[place](plain())
+    overlap = x._replace(asynchrony=x.asynchrony._replace(mode="overlap", staleness=1))
+    (said,) = _stateful(overlap)
+    assert f"({__file__}:" in said and said.endswith("choose asynchrony=lag") and said in run_problems(overlap)
+    assert not any("@stateful" in problem for problem in run_problems(x._replace(asynchrony=overlap.asynchrony._replace(mode="lag"))))
+    assert _stateful(plain()._replace(asynchrony=overlap.asynchrony)) == []

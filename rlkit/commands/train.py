@@ -151,9 +151,7 @@ def run_in_folder(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: 
         with refusing(folder):
             provenance = ranks.broadcast(lambda: runs.read_start(folder))
         with guard_state(x, kinds=[FOLDER]):
-            summary, _ = train_in(
-                x, tasks, folder, started=started, resume=resume, provenance=provenance, again=builder(config)
-            )
+            summary, _ = train_in(x, tasks, folder, started=started, resume=resume, provenance=provenance, again=builder(config))
     except Refusal as error:
         say(error, [f"rlkit: {line}" for line in str(error).splitlines()])
         if fresh and not (folder / "metrics.jsonl").exists() and ranks.rank() == 0 and not owner.lost(folder):

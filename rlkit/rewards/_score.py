@@ -16,7 +16,7 @@ from rlkit.errors import ConfigError, Refusal, RLKitError, place, written
 from rlkit.rewards.aggregators import weighted_sum
 from rlkit.system.copies import copied
 from rlkit.system.deadline import contained, in_thread, in_worker
-from rlkit.system.shared_state import Watch, current, is_own, guard_state
+from rlkit.system.shared_state import Watch, current, guard_state, is_own
 from rlkit.types import AggregatorFn, Metrics, Rollout, Task, unpacked
 
 F = TypeVar("F", bound=Callable[..., Any])

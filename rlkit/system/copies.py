@@ -37,7 +37,7 @@ def _copied(value: Any) -> Any:
             return value
         return tuple(map(_copied, value))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return value._make(map(_copied, value))
+        return type(value)(*map(_copied, value))
     if kind is MappingProxyType:
         return MappingProxyType(_copied(dict(value)))
     return _deep(value)

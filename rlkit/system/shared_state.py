@@ -38,10 +38,9 @@ class Kind(NamedTuple):
             it sets reaches the others too
     """
 
-    read: Callable[[], Any]
+    read: Callable[[], Any]  # a value, or several by name
     write: Callable[[Any], Any]
     place: Literal["process", "thread", "both"] = "process"
-    in_words: Callable[[Any], str] = str
 
 
 def _folder() -> str:
@@ -51,10 +50,10 @@ def _folder() -> str:
         return "a folder that is gone"
 
 
-def _handlers() -> tuple[Any, ...]:
+def _handlers() -> dict[str, Any]:
     if threading.current_thread() is not threading.main_thread():
-        return ()
-    return tuple(map(_handler, SIGNALS))
+        return {}
+    return {number.name: _handler(number) for number in SIGNALS}
 
 
 def _handler(number: signal.Signals) -> Any:
@@ -64,37 +63,47 @@ def _handler(number: signal.Signals) -> Any:
     return signal.default_int_handler if of_loop else found
 
 
-def _set_handlers(handlers: tuple[Any, ...]) -> None:
-    for number, handler in zip(SIGNALS, handlers, strict=False):
-        if handler is not None and _handler(number) != handler:  # None: it was set from C
-            signal.signal(number, handler)
+def _set_handlers(handlers: Mapping[str, Any]) -> None:
+    for name, handler in handlers.items():
+        if handler is not None and _handler(signal.Signals[name]) != handler:  # None: it was set from C
+            signal.signal(signal.Signals[name], handler)
 
 
-def _handlers_in_words(handlers: tuple[Any, ...]) -> str:
-    return ", ".join(f"{n.name}: {getattr(h, '__qualname__', None) or getattr(h, 'name', h)}" for n, h in zip(SIGNALS, handlers, strict=False))
+def _streams() -> dict[str, Any]:
+    return {"stdout": sys.stdout, "stderr": sys.stderr}
 
 
-def _streams() -> tuple[Any, Any]:
-    return sys.stdout, sys.stderr
-
-
-def _set_streams(streams: tuple[Any, Any]) -> None:
-    sys.stdout, sys.stderr = streams
+def _set_streams(streams: Mapping[str, Any]) -> None:
+    sys.stdout = streams["stdout"]
+    sys.stderr = streams["stderr"]
 
 
 def _blocked() -> set[Any]:
     return signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def _on_or_off(on: bool) -> str:
-    return "on" if on else "off"
+def in_words(was: Any, now: Any) -> str:
+    """From what to what a value changed; of several by name those that did."""
+    if isinstance(was, dict):
+        return " and ".join(f"{name} {in_words(was[name], now[name])}" for name in was if was[name] != now[name])
+    return f"from {_word(was)} to {_word(now)}"
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, signal.Handlers):
+        return value.name
+    if isinstance(value, set):
+        return ", ".join(sorted(number.name for number in value)) or "none"
+    return str(getattr(value, "__qualname__", value))
 
 
 FOLDER = "the working directory"
 OWN = ("rlkit", "torch", "builtins", "None")  # modules whose functions are not the user's
 OF_PYTHON: Mapping[str, Kind] = {
     FOLDER: Kind(_folder, os.chdir),
-    "the signal handlers": Kind(_handlers, _set_handlers, "thread", _handlers_in_words),
+    "the signal handlers": Kind(_handlers, _set_handlers, "thread"),
     "the blocked signals": Kind(_blocked, partial(signal.pthread_sigmask, signal.SIG_SETMASK), "thread"),
     "the locale": Kind(partial(locale.setlocale, locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
     "the standard output": Kind(_streams, _set_streams),
@@ -108,37 +117,46 @@ def all_kinds() -> Mapping[str, Kind]:
 
     cuda, cudnn, onednn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
 
-    def autocast() -> tuple[bool, ...]:
-        return tuple(torch.is_autocast_enabled(device) for device in DEVICES)
+    def autocast() -> dict[str, bool]:
+        return {device: torch.is_autocast_enabled(device) for device in DEVICES}
 
-    def set_autocast(enabled: tuple[bool, ...]) -> None:
-        for device, on in zip(DEVICES, enabled, strict=True):
+    def set_autocast(enabled: Mapping[str, bool]) -> None:
+        for device, on in enabled.items():
             torch.set_autocast_enabled(device, on)
 
     def set_device(device: Any) -> None:
         torch.set_default_device(None if device.type == "cpu" else device)  # an explicit "cpu" would slow every call of torch
 
-    def deterministic() -> tuple[bool, bool]:
-        return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    def deterministic() -> dict[str, bool]:
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        return {"deterministic": torch.are_deterministic_algorithms_enabled(), "warn_only": warns}
 
-    def set_deterministic(flags: tuple[bool, bool]) -> None:
-        torch.use_deterministic_algorithms(flags[0], warn_only=flags[1])
+    def set_deterministic(flags: Mapping[str, bool]) -> None:
+        torch.use_deterministic_algorithms(flags["deterministic"], warn_only=flags["warn_only"])
 
-    def backends() -> tuple[bool, ...]:
-        attention = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
-        return (*attention, onednn.enabled, cudnn.enabled, cudnn.benchmark, cudnn.deterministic)
+    def backends() -> dict[str, bool]:
+        return {
+            "flash_sdp": cuda.flash_sdp_enabled(),
+            "mem_efficient_sdp": cuda.mem_efficient_sdp_enabled(),
+            "math_sdp": cuda.math_sdp_enabled(),
+            "mkldnn": onednn.enabled,
+            "cudnn": cudnn.enabled,
+            "cudnn.benchmark": cudnn.benchmark,
+            "cudnn.deterministic": cudnn.deterministic,
+        }
 
-    def set_backends(flags: tuple[bool, ...]) -> None:
-        cuda.enable_flash_sdp(flags[0])
-        cuda.enable_mem_efficient_sdp(flags[1])
-        cuda.enable_math_sdp(flags[2])
-        onednn.set_flags(flags[3])
-        cudnn.set_flags(_enabled=flags[4], _benchmark=flags[5], _deterministic=flags[6])
+    def set_backends(flags: Mapping[str, bool]) -> None:
+        cuda.enable_flash_sdp(flags["flash_sdp"])
+        cuda.enable_mem_efficient_sdp(flags["mem_efficient_sdp"])
+        cuda.enable_math_sdp(flags["math_sdp"])
+        onednn.set_flags(flags["mkldnn"])
+        own = {f"_{name}": flags[f"cudnn.{name}"] for name in ("benchmark", "deterministic")}
+        cudnn.set_flags(_enabled=flags["cudnn"], **own)
 
     products = Kind(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
     return {
         **OF_PYTHON,
-        "torch's grad mode": Kind(torch.is_grad_enabled, torch.set_grad_enabled, "thread", _on_or_off),
+        "torch's grad mode": Kind(torch.is_grad_enabled, torch.set_grad_enabled, "thread"),
         "torch's autocast": Kind(autocast, set_autocast, "thread"),
         "torch's default device": Kind(torch.get_default_device, set_device, "thread"),
         "torch's default dtype": Kind(torch.get_default_dtype, torch.set_default_dtype),
@@ -173,7 +191,7 @@ def put_back(before: SharedState, kinds: Mapping[str, Kind]) -> list[str]:
         now = kind.read()
         if now == was:
             continue
-        said = f"{name} from {kind.in_words(was)} to {kind.in_words(now)}"
+        said = f"{name} {in_words(was, now)}"
         try:
             kind.write(was)
         except Exception as error:
@@ -290,9 +308,10 @@ def place_of(function: Any) -> str:
         function = function.func
     plain = inspect.unwrap(function) if callable(function) else function
     if isinstance(plain, type):
-        plain = vars(plain).get("__init__", plain)
-    elif not hasattr(plain, "__code__"):
-        plain = getattr(type(plain), "__call__", plain)
+        methods = [method for method in vars(plain).values() if hasattr(method, "__code__")]
+        plain = vars(plain).get("__init__", methods[0] if methods else plain)
+    elif not hasattr(plain, "__code__"):  # an instance that can be called
+        plain = vars(type(plain)).get("__call__", plain)
     code = getattr(plain, "__code__", None)
     return f"{written(function)} ({code.co_filename}:{code.co_firstlineno})" if code else written(function)
 
@@ -317,11 +336,10 @@ def users_functions(part: Any, depth: int = 6) -> list[Any]:
     elif isinstance(part, list | tuple):
         inside = list(part)
     elif callable(part):
-        plain = inspect.unwrap(part)
-        if is_own(plain):
-            inside = [cell.cell_contents for cell in getattr(plain, "__closure__", None) or () if _filled(cell)]
+        if is_own(part):
+            inside = [cell.cell_contents for cell in getattr(part, "__closure__", None) or () if _filled(cell)]
         else:
-            found = [plain]
+            found = [part]
     for value in inside:
         found += [function for function in users_functions(value, depth - 1) if function not in found]
     return found
