@@ -385,7 +385,7 @@ def stateful(part: Part) -> Part:
 
 
 def is_stateful(part: Any) -> bool:
-    """Whether a part is marked `@stateful`: a function, also in a `functools.partial` or a wrapper, a class, an instance of one, or its method."""
+    """Whether a part is marked `@stateful`: a function, also in a partial or a wrapper, a class, its instance or its method."""
     while isinstance(part, functools.partial):
         part = part.func
     plain = inspect.unwrap(part) if callable(part) else part

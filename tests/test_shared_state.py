@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gzip
 import io
+import itertools
+import json
 import locale
 import os
+import re
 import signal
 import sys
 from functools import partial
@@ -16,6 +20,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import meddling_parts
+import rlkit
 from laws import cases
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems import run_problems
@@ -276,6 +282,103 @@ def test_a_look_costs_little():
     kinds = {name: kind._replace(read=lambda kind=kind: reads.append(1) or kind.read()) for name, kind in all_kinds().items()}
     before = read_state(kinds)
     assert put_back(before, kinds) == [] and len(reads) == 2 * len(kinds)
+
+
+# ------------------------------------------------------------------------------------------------------ the working directory
+
+RUN = [
+    "debug=fast", "task=guess_number", "model=tiny_guess", "task.high=20", "task.max_samples=16", "trainer.accelerator=cpu",
+    "trainer.threads=1", "trainer.steps=2", "evaluation.n=2", "evaluation.every=1", "batch.prompts=1", "batch.group_size=4",
+    "generation.max_new_tokens=12", "reward=numeric", "reward.terms.numeric.fn._target_=meddling_parts.score",
+    "reward@evaluation.reward=numeric",
+    "evaluation.reward.terms.numeric.fn._target_=meddling_parts.right", "algorithm.advantage._target_=meddling_parts.advantage",
+    "callbacks.checkpoint.every=1", "logger=tensorboard", "optimizer.lr=1e-3",
+]  # fmt: skip
+PLACES = {name: ["environment=single_turn", f"environment._target_=meddling_parts.{name}"] for name in ("turns", "game")}
+PLACES["tools"] = ["environment=tool_use", "environment._target_=meddling_parts.tools", "environment.max_turns=2"]
+MODES = {
+    "none": [], "lag": ["asynchrony=lag", "asynchrony.staleness=1"],
+    "overlap": ["asynchrony=overlap", "asynchrony.staleness=1", "asynchrony.sampler.threads=1"],
+}  # fmt: skip
+
+
+def ran(place, mode, folder, forked, away=None):
+    """A run, resumed by resume=auto in the same process and evaluated after that, in a folder of its own: what is there afterwards."""
+    words = ["train", *RUN, *PLACES[place], *MODES[mode]]
+
+    def before():
+        os.chdir(folder)
+        sys.path.insert(0, str(Path(__file__).parent))
+        del sys.modules["meddling_parts"]  # the run imports it, which leaves the folder as well
+        if away is not None:
+            os.environ[meddling_parts.AWAY] = str(away)
+
+    def call(_):
+        from rlkit.commands.cli import main
+
+        assert main([*words, "trainer.max_time=1e-9"]) == 0  # it ends out of time, after its first step
+        assert main([*words, "resume=auto"]) == 0
+        (run,) = Path("outputs/grpo").iterdir()
+        return main(["evaluate", f"run={run}", "evaluation.samples=1", "evaluation.k=[1]", "trust=true"])
+
+    folder.mkdir()
+    (folder / "outputs").mkdir()
+    child = forked([], folder.parent / f"{folder.name}.log", before, call)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == 0, (folder.parent / f"{folder.name}.log").read_text()
+    return {unstamped(path, folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def unstamped(path, folder):
+    """A path below a folder without times and process numbers."""
+    return re.sub(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d|tfevents.*", "*", str(path.relative_to(folder)))
+
+
+def content(path):
+    """What a file of a run says, without times, places and seconds."""
+    if path.suffix == ".ckpt":
+        return torch.load(path, weights_only=True)["state_dict"]
+    if path.name == "metrics.jsonl":
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        return [{k: v for k, v in row.items() if not (k.startswith("perf/") or k.endswith("_s") or "seconds" in k)} for row in rows]
+    if path.suffix == ".gz":
+        return re.sub(rb'"seconds": [-.e\d]+', b"", b"".join(gzip.decompress(path.read_bytes()).splitlines()))
+    if path.name == "overrides.yaml" or path.suffix == ".safetensors":
+        return path.read_bytes()
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place, mode", [*itertools.product(PLACES, MODES)])
+def test_a_run_whose_functions_change_the_folder_writes_what_its_twin_writes(place, mode, tmp_path, forked, same):
+    """Rewards, tools, environments, their `step` and an advantage go elsewhere, to folders that are gone: nothing is written there."""
+    away = tmp_path / "away"
+    away.mkdir()
+    twin = ran(place, mode, tmp_path / "twin", forked)
+    found = ran(place, mode, tmp_path / "own", forked, away)
+    assert set(found) == set(twin) and list(away.iterdir()) == []
+    for name, path in found.items():
+        assert same(content(path), content(twin[name])), name
+    said = (tmp_path / "own.log").read_text()
+    assert "meddling_parts.score (" in said and "importing meddling_parts changed the working directory" in said
+    assert said.count("meddling_parts.score (") == 1 and "Traceback" not in said
+
+
+def test_a_run_from_python_stays_in_its_folder(tmp_path, monkeypatch):
+    """The representative: a reward, an environment and an advantage that leave for a folder that is gone, and a relative run folder."""
+    away = tmp_path / "away"
+    away.mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(meddling_parts.AWAY, str(away))
+    environment = meddling_parts.turns()
+    os.chdir(tmp_path)  # `turns` was called here, by the test
+    shipped = [text for text in RUN if "meddling" not in text and not text.startswith(("evaluation", "reward", "logger"))]
+    parts = {"reward": meddling_parts.score, "environment": environment, "algorithm__advantage": meddling_parts.advantage}
+    x = rlkit.experiment(*shipped, "evaluation.n=0", "logger=none", **parts)
+    run = rlkit.train(x, "mine")
+    assert run.folder == tmp_path / "mine" and list(away.iterdir()) == [] and Path.cwd() == tmp_path
+    assert {"metrics.jsonl", "summary.json", "checkpoints", "rollouts", "config.yaml"} <= {path.name for path in run.folder.iterdir()}
+    assert [path.name for path in tmp_path.iterdir()] in (["away", "mine"], ["mine", "away"])
 
 
 # ------------------------------------------------------------------------------------------------------------------- rows

@@ -207,6 +207,14 @@ def put_back(before: SharedState, kinds: Mapping[str, Kind]) -> list[str]:
 NAMED: dict[tuple[str, ...], str] = {}  # functions and what they changed → the sentence that was printed, in this process
 
 
+def say_once(sentences: Mapping[tuple[str, ...], str]) -> None:
+    """Prints the sentences of functions and changes that have not been named before."""
+    for key, sentence in sentences.items():
+        if key not in NAMED:
+            NAMED[key] = sentence
+            print(visible(f"warning: {sentence}"), file=sys.stderr, flush=True)
+
+
 class Watch:
     """The state before a stretch of user code, and who ran since it was last looked at.
 
@@ -273,10 +281,7 @@ class Watch:
     def _name(self, changed: list[str]) -> None:
         who = self._who()
         key = (who, *(text.partition(" from ")[0] for text in changed))
-        if key in NAMED:
-            return
-        NAMED[key] = f"{who} changed {' and '.join(changed)}. rlkit has put it back; let the function restore what it changes"
-        print(visible(f"warning: {NAMED[key]}"), file=sys.stderr, flush=True)
+        say_once({key: f"{who} changed {' and '.join(changed)}. rlkit has put it back; let the function restore what it changes"})
 
 
 WATCH: ContextVar[Watch | None] = ContextVar("WATCH", default=None)  # of the stretch under way

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import zip_longest
 from multiprocessing.connection import Connection, Pipe
@@ -38,6 +38,7 @@ from rlkit.errors import ConfigError, EngineError, Interrupted, RLKitError
 from rlkit.system import rng
 from rlkit.system.deadline import end_process
 from rlkit.system.device import autocast, pick_device, quiet
+from rlkit.system.shared_state import NAMED, say_once
 from rlkit.training.experiment import Experiment
 from rlkit.training.flight import Asked, Dispatched, Flight, dispatched
 from rlkit.training.in_flight import InFlight
@@ -67,6 +68,7 @@ class Answer(NamedTuple):
     sampling_s: float  # that it worked on the groups
     sessions: list[float]  # that each episode spent in its session
     kernel: Any  # that drew the tokens
+    named: Mapping[tuple[str, ...], str] = {}  # what functions have changed of that process (rlkit.system.shared_state)
 
 
 # ---------------------------------------------------------------------------------------------------------- weights
@@ -278,6 +280,7 @@ class SamplingProcess:
         """Waits for the next answer."""
         answer, seconds = self.answers.get()
         if isinstance(answer, Answer):
+            say_once(answer.named)
             request = self.requests.pop(answer.groups.step)
             if self.journal:
                 self.journal.keep(answer.groups, request.weights)
@@ -429,7 +432,9 @@ def serve(begin: Callable[[], Setup], receive: Callable[[], Any], send: Callable
             with autocast(x, device):
                 groups = dispatched(x, policy, setup.tasks, message, last, clock=clock)
             last, done = groups.after, time.perf_counter()
-            send(pickle.dumps(Answer(groups, asked - begun, got - asked, done - got, clock.sessions, getattr(engine, "decodes", None))))
+            seconds = asked - begun, got - asked, done - got
+            kernel = getattr(engine, "decodes", None)
+            send(pickle.dumps(Answer(groups, *seconds, clock.sessions, kernel, dict(NAMED))))
     except Interrupted:
         raise
     except BaseException as error:
