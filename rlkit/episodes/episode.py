@@ -14,6 +14,7 @@ from rlkit.system import rng
 from rlkit.system.copies import copied
 from rlkit.system.deadline import Countdown, DeadlinePassed
 from rlkit.system.loops import awaited, run
+from rlkit.system.shared_state import guard_state
 from rlkit.types import Environment, Message, Messages, Rollout, Session, Step, Task, Tool
 
 # (rollout so far, what is said next, session) → the policy's reply as a step. None: the context leaves no room for one.
@@ -120,7 +121,8 @@ def opening(task: Task, environment: Environment) -> Opening:
             state = (await with_state(Rollout(own, ()), session)).state
             return Opening(list(prompt), tools, [tool_schema(tool) for tool in tools.values()], state)
 
-    return run(look())
+    with guard_state(environment):
+        return run(look())
 
 
 def cut_off(rollout: Rollout, why: str) -> Rollout:

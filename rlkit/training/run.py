@@ -235,6 +235,7 @@ def make_trainer(
         precision=precision(x, device),  # type: ignore[arg-type]
         max_epochs=-1,  # the module stops by RL step or time
         min_epochs=0,
+        default_root_dir=folder,  # else it would be the working directory of this moment
         log_every_n_steps=1,
         logger=loggers or False,
         callbacks=callbacks,
