@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +35,7 @@ from rlkit.errors import Interrupted
 from rlkit.rewards import Reward, Term, batched, by_task, score
 from rlkit.system import rng
 from rlkit.system.copies import copied
-from rlkit.system.shared_state import NAMED, SharedStateError, all_kinds, put_back, read_state
+from rlkit.system.shared_state import NAMED, SharedStateError, all_kinds, guard_state, put_back, read_state
 from rlkit.training.callbacks.stopping import SIGNALS, StopOnSignal
 from rlkit.training.flight import Flight, next_groups
 from rlkit.training.learner import Learner
@@ -255,6 +256,32 @@ def test_what_cannot_be_put_back_ends_the_run_with_the_name_of_the_function(as_b
             score([Rollout(Task("a", ()), ())], Reward("mine", {"mine": Term(1.0, reward)}))
     finally:
         entered.__exit__(None, None, None)
+
+
+def test_a_function_that_was_given_up_in_its_thread_is_named_when_its_stretch_is_over(as_before, capfd):
+    """What runs beside it may still need what it has set; the run after it may not."""
+    changed, go_on = threading.Event(), threading.Event()
+
+    def hangs():
+        torch.set_default_dtype(torch.float64)
+        changed.set()
+        go_on.wait()
+
+    with guard_state() as watch:
+
+        def work():
+            with watch.in_worker(hangs):
+                hangs()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        changed.wait()
+        watch.look()
+        assert torch.get_default_dtype() == torch.float64
+    assert torch.get_default_dtype() == torch.float32
+    assert "hangs (" in capfd.readouterr().err
+    go_on.set()
+    thread.join()
 
 
 def test_ctrl_c_is_heard_after_a_reward_has_taken_its_handler(as_before, capfd):

@@ -229,13 +229,14 @@ class Watch:
         self.before = read_state(self.kinds)
         self.lock, self.elsewhere, self.ran = threading.Lock(), 0, list[Any]()
 
-    def look(self) -> None:
+    def look(self, *, over: bool = False) -> None:
         """Puts back what differs and names who ran. Call it where no user code runs in this thread.
 
-        While user code runs in other threads, what belongs to the whole process stays: it may be theirs, and still be needed.
+        While user code runs in other threads, what belongs to the whole process stays: it may be theirs, and still be needed. Once the
+        stretch is `over`, only functions that were given up still run.
         """
         with self.lock:
-            self._compare(("thread", "both") if self.elsewhere else ("thread", "both", "process"))
+            self._compare(("thread", "both") if self.elsewhere and not over else ("thread", "both", "process"))
 
     @contextmanager
     def calling(self, function: Any) -> Iterator[None]:
@@ -251,12 +252,12 @@ class Watch:
         """The same in a thread that ends with the call."""
         with self.lock:
             self.elsewhere += 1
+            self._note(function)
         try:
             yield
         finally:
             with self.lock:
                 self.elsewhere -= 1
-                self._note(function)
                 self._compare(("both",) if self.elsewhere else ("both", "process"))
 
     def _note(self, function: Any) -> None:
@@ -296,7 +297,7 @@ def guard_state(*parts: Any, kinds: Sequence[str] = ()) -> Iterator[Watch]:
         yield watch
     finally:
         WATCH.reset(token)
-        watch.look()
+        watch.look(over=True)
 
 
 def current() -> Watch:
