@@ -120,7 +120,7 @@ def accuracy_table(result: Mapping[str, Any], out: Path) -> str:
     width = max(22, *(len(name) + 1 for name, *_ in rows))
     lines = [f"{result['split'] + ', n = ' + str(result['n']):<{width}}{'value':>10}{'95 % interval':>20}", "-" * (width + 30)]
     lines += [f"{name:<{width}}{value:>10.3f}{f'{low:.3f} – {high:.3f}':>20}" for name, value, (low, high) in rows]
-    return "\n".join([*lines, "", f"written to {out}, {result['wall_seconds']:.0f} s"])
+    return "\n".join([*lines, "", f"written to {runs.shown(out)}, {result['wall_seconds']:.0f} s"])
 
 
 def command(arguments: Arguments) -> int:

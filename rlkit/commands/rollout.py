@@ -94,7 +94,7 @@ def unscored_kept(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]
             path.unlink(missing_ok=True)
         finally:
             if path.exists():
-                print(f"rlkit: {done} of {total} episodes had ended; they are in {path}, unscored", file=sys.stderr)
+                print(f"rlkit: {done} of {total} episodes had ended; they are in {runs.shown(path)}, unscored", file=sys.stderr)
 
 
 def limited(environment: Environment | Callable[[Task], Environment], max_steps: int | None) -> Environment | Callable[[Task], Environment]:
@@ -144,5 +144,8 @@ def command(arguments: Arguments) -> int:
         print(f"warning: {line}")
     LOST.clear()
     rollouts, out = roll_out(x, parent=runs.OUTPUTS / x.name, started=STARTED)
-    print(f"{'split':<34}{x.split}\n{episode_table(rollouts)}\n\nwritten to {out}" + (f", but for {', '.join(LOST)}" if LOST else ""))
+    print(
+        f"{'split':<34}{x.split}\n{episode_table(rollouts)}\n\nwritten to {runs.shown(out)}"
+        + (f", but for {', '.join(LOST)}" if LOST else "")
+    )
     return int(bool(LOST))

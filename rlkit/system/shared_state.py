@@ -82,10 +82,10 @@ def _blocked() -> set[Any]:
     return signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def in_words(was: Any, now: Any) -> str:
+def describe_change(was: Any, now: Any) -> str:
     """From what to what a value changed; of several by name those that did."""
     if isinstance(was, dict):
-        return " and ".join(f"{name} {in_words(was[name], now[name])}" for name in was if was[name] != now[name])
+        return " and ".join(f"{name} {describe_change(was[name], now[name])}" for name in was if was[name] != now[name])
     return f"from {_word(was)} to {_word(now)}"
 
 
@@ -191,7 +191,7 @@ def put_back(before: SharedState, kinds: Mapping[str, Kind]) -> list[str]:
         now = kind.read()
         if now == was:
             continue
-        said = f"{name} {in_words(was, now)}"
+        said = f"{name} {describe_change(was, now)}"
         try:
             kind.write(was)
         except Exception as error:
