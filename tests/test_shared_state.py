@@ -58,7 +58,7 @@ MEDDLE = {
     "torch's autocast": lambda: torch.set_autocast_enabled("cpu", True),
     "torch's default device": lambda: torch.set_default_device("meta"),
     "torch's default dtype": lambda: torch.set_default_dtype(torch.float64),
-    "torch's number of threads": lambda: torch.set_num_threads(1 + torch.get_num_threads() % 2),
+    "torch's number of threads": lambda: torch.set_num_threads(2),
     "torch's deterministic mode": lambda: torch.use_deterministic_algorithms(True),
     "torch's precision of float32 products": lambda: torch.set_float32_matmul_precision("medium"),
     "torch's backends": lambda: torch.backends.mkldnn.set_flags(False),
@@ -174,13 +174,14 @@ def trained(x, steps=2, tasks=()):
     rng.seed(x.seed)
     tasks, flight = tasks or load_tasks(plain()).train, Flight()
     learner = Learner(x, x.model(device="cpu"), exact=True)
-    out = []
+    out, played = [], []
     for _ in range(steps):
         groups, flight = next_groups(learner, tasks, flight)
         row = learner.step(groups.sampled, groups.trained)
+        played += learner.rollouts
         out.append({name: value for name, value in row.items() if not name.startswith(("perf/", "tools/seconds"))})
     result, rollouts = greedy_accuracy(learner.policy, tasks[:2], x.environment, reward=x.evaluation.reward, max_new_tokens=12)
-    said = [[r.conversation, r.rewards, r.reward, r.task] for r in (*learner.rollouts, *rollouts)]
+    said = [[r.conversation, r.rewards, r.reward, r.task] for r in (*played, *rollouts)]
     return learner.model.state_dict(), repr((out, result, said, tasks))
 
 
