@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from rlkit.functional.statistics import FEWEST
 from rlkit.runs import bench
-from rlkit.runs.comparing import ALPHA, FEWEST, Difference, detectable, false_discovery, paired
+from rlkit.runs.comparing import ALPHA, Difference, paired, smallest_step, tested_together
 
 HERE = Path(__file__).parent
 
@@ -66,9 +67,15 @@ class Compared(NamedTuple):
     seeds: list[int]
     scores: list[tuple[float, float]]  # of both arms, a seed each
 
+    def sides(self) -> tuple[list[float], list[float], float]:
+        """The scores of either arm, and the smallest step of a score."""
+        first, second = map(list, zip(*self.scores, strict=True))
+        return first, second, smallest_step([*first, *second], bench.ROUNDED)
+
     def difference(self) -> Difference:
-        """The second arm's score - the first's."""
-        return paired([a for a, _ in self.scores], [b for _, b in self.scores])
+        """The second arm's score - the first's, alone."""
+        first, second, step = self.sides()
+        return paired(first, second, resolution=step)
 
 
 def compared(rows: Sequence[bench.Row], ten: int) -> list[Compared]:
@@ -86,9 +93,9 @@ def compared(rows: Sequence[bench.Row], ten: int) -> list[Compared]:
 
 def table(pairs: Sequence[Compared]) -> str:
     """A line a pair: both scores, their difference within seeds, and whether it is a claim over all lines of the table."""
-    differences, out = [pair.difference() for pair in pairs], []
-    for pair, d, q in zip(pairs, differences, false_discovery([d.p for d in differences]), strict=True):
-        says = f"q = {q:.4f}" if q <= ALPHA else f"no claim; these {d.n} seeds see {detectable(d.spread, d.n):.2f}"
+    out = []
+    for pair, (d, q, sees) in zip(pairs, tested_together([pair.sides() for pair in pairs]), strict=True):
+        says = bench.rate(q) if q <= ALPHA else f"no claim; {sees:.2f} would be seen by these {d.n} seeds"
         means = [f"{fmean(arm):.3f}" for arm in zip(*pair.scores, strict=True)]
         seeds, interval = f"{pair.seeds[0]} to {pair.seeds[-1]}", f"{d.mean:+.3f} ({d.low:+.3f} to {d.high:+.3f})"
         out.append([pair.task, pair.other, pair.better, seeds, *means, interval, says])

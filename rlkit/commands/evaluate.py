@@ -13,6 +13,7 @@ from rlkit.episodes.record import failed_rollout_kept, save_rollouts
 from rlkit.errors import ConfigError, DataError
 from rlkit.runs import folder as runs
 from rlkit.system.files import LOST, lenient, write_json
+from rlkit.tasks.splits import count_distinct, counted
 from rlkit.training.experiment import Experiment
 from rlkit.types import SPLITS, Policy, Split, Task
 
@@ -68,6 +69,7 @@ def evaluate_run(
         "step": step,
         "split": split,
         "n": len(tasks),
+        "distinct": count_distinct(tasks),
         "greedy": greedy,
         "sampled": sampled,
         "temperature": settings.temperature,
@@ -118,7 +120,9 @@ def accuracy_table(result: Mapping[str, Any], out: Path) -> str:
     for part, own in greedy.get("parts", {}).items():
         rows += held_out_rows(f"{part}: greedy", own, sampled["parts"][part], f"{part}: ")
     width = max(22, *(len(name) + 1 for name, *_ in rows))
-    lines = [f"{result['split'] + ', n = ' + str(result['n']):<{width}}{'value':>10}{'95 % interval':>20}", "-" * (width + 30)]
+    head = f"{result['split']}, n = {counted(result['n'], result.get('distinct', result['n']))}"
+    width = max(width, len(head) + 1)
+    lines = [f"{head:<{width}}{'value':>10}{'95 % interval':>20}", "-" * (width + 30)]
     lines += [f"{name:<{width}}{value:>10.3f}{f'{low:.3f} – {high:.3f}':>20}" for name, value, (low, high) in rows]
     return "\n".join([*lines, "", f"written to {out}, {result['wall_seconds']:.0f} s"])
 

@@ -1,20 +1,24 @@
-"""Estimates of accuracy with their uncertainty."""
+"""Means, accuracies and their intervals: Student's t, Wilson's interval, and means of figures that have bounds."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
 Z95 = 1.959963984540054  # the 97.5 % quantile of the normal distribution
+LEVEL = 0.95  # of every interval that names none
+FEWEST = 3  # runs for an interval: Student's t of one degree of freedom is 12.7, and its interval says nothing
 
 
-def wilson(successes: int, n: int) -> tuple[float, float]:
+def wilson(successes: float, n: float) -> tuple[float, float]:
     """95 % interval of a proportion.
 
     (p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n), p = successes / n
 
     Args:
-      successes: 0 … n. n: independent trials, > 0.
+      successes: 0 … n. n: independent trials, ≥ 1. Rows that repeat others count as fewer trials
+        than rows (`independent`), so neither has to be whole.
     Returns: lower and upper bound, within 0 … 1.
     Raises: ValueError where the counts are impossible.
     Source: Wilson 1927, J. Am. Stat. Assoc. 22.
@@ -48,19 +52,138 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean over tasks and its 95 % interval, mean ± z · s/√n with s the sample standard deviation.
+def independent(weights: Sequence[float]) -> float:
+    """How many equally weighted values have a mean as uncertain as one with these weights: (Σw)² / Σw².
 
-    The tasks are the independent units: samples of one task are averaged before. With one task the interval is the mean itself.
+    300 rows of 42 distinct problems, each as often as the others, are 42.
+    Source: Kish 1965, Survey Sampling, 11.7.
+
+    >>> independent([7] * 42), independent([41, 1])
+    (42.0, 1.0487514863258025)
+    """
+    return math.fsum(weights) ** 2 / math.fsum(w * w for w in weights)
+
+
+def mean_interval(
+    values: Sequence[float], weights: Sequence[float] | None = None
+) -> tuple[float, float, float]:
+    """Mean over distinct problems and its 95 % interval, within the bounds of the values and of 0 … 1.
+
+    `bounded_interval` with the range [min(0, lowest), max(1, highest)]. A problem may fall
+    anywhere in it, so the binomial variance is what chance gives: of zeros and ones this is
+    Wilson's interval with Student's t.
+
+    Args:
+      values: one a problem; samples of one problem are averaged before.
+      weights: rows of each problem; None: one each.
+    Returns: of a single problem the whole range.
     Raises: ValueError without values.
 
     >>> tuple(round(v, 3) for v in mean_interval([0.0, 1.0, 1.0, 0.0]))
-    (0.5, -0.066, 1.066)
+    (0.5, 0.061, 0.939)
     """
     if not values:
         raise ValueError("mean_interval: no values")
-    n = len(values)
-    mean = math.fsum(values) / n
-    variance = math.fsum((v - mean) ** 2 for v in values) / (n - 1) if n > 1 else 0.0
-    half = Z95 * math.sqrt(variance / n)
-    return mean, mean - half, mean + half
+    own = [1.0] * len(values) if weights is None else list(weights)
+    total = math.fsum(own)
+    mean = math.fsum(w * v for w, v in zip(own, values, strict=True)) / total
+    n = independent(own)
+    bottom, top = min(0.0, *values), max(1.0, *values)
+    if len(values) < 2:
+        return mean, bottom, top
+    square = math.fsum(w * (v - mean) ** 2 for w, v in zip(own, values, strict=True)) / total
+    variance = square * n / (n - 1)
+    freedom = min(1000, max(1, math.floor(n + 1e-9) - 1))  # beyond, t is that of 1000 to 0.2 %
+    t = student_quantile((1 + LEVEL) / 2, freedom)
+    return mean, *bounded_interval(mean, variance, t**2 / n, chance=1.0, bounds=(bottom, top))
+
+
+def bounded_interval(
+    mean: float, variance: float, factor: float, *, chance: float, bounds: tuple[float, float]
+) -> tuple[float, float]:
+    """Interval of a mean of values between two bounds: all μ with (mean - μ)² ≤ factor · V(μ).
+
+    Near a bound the variance depends on the mean, so V goes with it. With μ as a share of the
+    range and r(μ) = μ(1 - μ) / (mean (1 - mean)):
+
+      V(μ) = c · r(μ) + e · max(r(μ), r(μ)²)
+
+    c is the part of the variance that counting gives, at most chance · mean (1 - mean), and e
+    is the rest. With e = 0 this is Wilson's interval. r² is the law of figures whose distance
+    from the bound varies by a factor.
+
+    Args:
+      mean, variance: of the values, within the bounds.
+      factor: t² / n for n values, t the quantile of Student's t.
+      chance: the variance of one value at a mean μ is at most chance · μ(1 - μ) by counting
+        alone, as a share of the range: 1 / problems for an accuracy, 1 for a single reply.
+    Returns: lower and upper bound. They enclose the mean.
+    """
+    bottom, top = bounds
+    span = top - bottom
+    share = (mean - bottom) / span
+    room = share * (1 - share)
+    if room < 1e-12:  # all values are at a bound: only counting is left
+        counted = chance
+        rest = 0.0
+    else:
+        by_chance = min(variance / span**2, chance * room)
+        counted = by_chance / room
+        rest = (variance / span**2 - by_chance) / room
+    ends = []
+    for edge in (0.0, 1.0):
+        inside = share
+        outside = edge
+        for _ in range(60):
+            middle = (inside + outside) / 2
+            own = middle * (1 - middle)
+            grown = max(1.0, own / room) if rest else 1.0
+            if (share - middle) ** 2 <= factor * own * (counted + rest * grown):
+                inside = middle
+            else:
+                outside = middle
+        ends.append(bottom + span * inside)
+    return min(ends[0], mean), max(ends[1], mean)
+
+
+# ------------------------------------------------------------------------------------------------------ Student's t
+
+
+def student_cdf(t: float, freedom: int) -> float:
+    """P(T ≤ t) of Student's t with a whole number of degrees of freedom ≥ 1, exact.
+
+    With θ = atan(t / √ν), P(|T| ≤ t) is, for even ν, sin θ (1 + 1/2 cos²θ + 1·3/(2·4) cos⁴θ + … up to cos^(ν-2)), and for odd ν
+    2/π (θ + sin θ (cos θ + 2/3 cos³θ + … up to cos^(ν-2))). Source: Abramowitz and Stegun 1964, 26.7.3 and 26.7.4.
+
+    >>> round(student_cdf(2.262157, 9), 6)
+    0.975
+    """
+    theta = math.atan(t / math.sqrt(freedom))
+    first = 1 + freedom % 2
+    term = 1.0 if first == 1 else math.cos(theta)
+    total = 0.0
+    for power in range(first, freedom, 2):
+        total += term
+        term *= power / (power + 1) * math.cos(theta) ** 2
+    inside = math.sin(theta) * total
+    if freedom % 2:
+        inside = 2 / math.pi * (theta + inside)
+    return 0.5 + inside / 2
+
+
+@functools.lru_cache(4096)
+def student_quantile(p: float, freedom: int) -> float:
+    """The t with P(T ≤ t) = p, 0 < p < 1, by bisection of `student_cdf`.
+
+    >>> round(student_quantile(0.975, 2), 3)
+    4.303
+    """
+    if p < 0.5:
+        return -student_quantile(1 - p, freedom)
+    low, high = 0.0, 1.0
+    while student_cdf(high, freedom) < p:
+        high *= 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_cdf(middle, freedom) < p else (low, middle)
+    return (low + high) / 2

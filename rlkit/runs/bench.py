@@ -25,13 +25,26 @@ import numpy as np
 
 from rlkit.errors import Refusal
 from rlkit.runs import folder as runs
-from rlkit.runs.comparing import ALPHA, FEWEST, bootstrap, detectable, false_discovery, improvement, iqm, paired, profile, ranks
+from rlkit.functional.statistics import FEWEST
+from rlkit.runs.comparing import (
+    ALPHA,
+    TO_CLAIM,
+    bounded_mean,
+    improvement,
+    iqm,
+    profile,
+    ranks,
+    seeds_interval,
+    smallest_step,
+    tested_together,
+)
 
 # Arms that cannot learn what is asked: a method counts only above them. The rewards of training are a coin, or 1 for any reply.
 PLACEBOS = {f"placebo {kind}": ("algorithm=grpo", f"task.placebo={kind}") for kind in ("coin", "format")}
 THRESHOLDS = (0.1, 0.25, 0.5, 0.75, 0.9)  # of 1 - regret, in the performance profile
 SPENT = {"updates": "optimiser steps", "samples": "samples", "tokens": "tokens", "processor_s": "processor seconds"}
 FEW = 6  # pairs of a task that the page names where they are not told apart
+ROUNDED = 2e-5  # two regrets of a table that are closer differ by its rounding alone
 
 
 class MatrixRun(NamedTuple):
@@ -151,6 +164,10 @@ class Scores(NamedTuple):
         """The arms that have runs on a task: arm → [n seeds]."""
         return {arm: own[:, task] for arm, own in self.of.items() if not np.isnan(own[:, task]).any()}
 
+    def step(self, task: int) -> float:
+        """The smallest step of a score on a task that any two runs show: three equal differences of a coarse score are not certain."""
+        return smallest_step([value for own in self.on(task).values() for value in own.tolist()], ROUNDED)
+
     def everywhere(self) -> dict[str, np.ndarray]:
         """The arms that have runs on all tasks: arm → [n seeds, tasks]."""
         return {arm: own for arm, own in self.of.items() if not np.isnan(own).any()}
@@ -170,7 +187,7 @@ def scores(rows: Sequence[Row]) -> Scores:
 
 
 class Pair(NamedTuple):
-    """A comparison of two arms on a task; `q` is the false-discovery rate at which it is a claim."""
+    """A comparison of two arms on a task; `q` is the false-discovery rate at which it is a claim, nan below `TO_CLAIM` seeds."""
 
     task: str
     first: str
@@ -179,7 +196,7 @@ class Pair(NamedTuple):
     low: float
     high: float
     q: float
-    sees: float  # the difference that these seeds find four times in five, alone
+    sees: float  # the difference that these seeds would have claimed four times in five
 
     def order(self) -> tuple[str, str]:
         """The better arm, and the other."""
@@ -193,15 +210,14 @@ def pairs(found: Scores) -> list[Pair]:
     larger p-value.
     """
     places = [(t, a, b) for t in range(len(found.tasks)) for a, b in combinations(found.on(t), 2)]
-    tests = [paired(found.on(t)[a].tolist(), found.on(t)[b].tolist()) for t, a, b in places]
-    beside, rates = [bool({a, b} & PLACEBOS.keys()) for _, a, b in places], np.full(len(places), math.nan)
+    steps = [found.step(t) for t in range(len(found.tasks))]
+    out: dict[tuple[int, str, str], Pair] = {}
     for placebo in (False, True):
-        own = [i for i, there in enumerate(beside) if there == placebo]
-        rates[own] = false_discovery([tests[i].p for i in own])
-    return [
-        Pair(found.tasks[t], a, b, d.mean, d.low, d.high, q, detectable(d.spread, d.n) if d.n >= FEWEST else math.inf)
-        for (t, a, b), d, q in zip(places, tests, rates, strict=True)
-    ]
+        own = [place for place in places if bool(set(place[1:]) & PLACEBOS.keys()) == placebo]
+        sides = [(found.on(t)[a].tolist(), found.on(t)[b].tolist(), steps[t]) for t, a, b in own]
+        for (t, a, b), (d, q, sees) in zip(own, tested_together(sides), strict=True):
+            out[t, a, b] = Pair(found.tasks[t], a, b, d.mean, d.low, d.high, q, sees)
+    return [out[place] for place in places]
 
 
 def page(rows: Sequence[Row], failed: Mapping[Path, str]) -> str:
@@ -209,7 +225,7 @@ def page(rows: Sequence[Row], failed: Mapping[Path, str]) -> str:
     found = scores(rows)
     n, arms = len(found.seeds), list(found.of)
     size = f"{len(arms)} arms, {len(found.tasks)} task{'s' * (len(found.tasks) > 1)}, {n} seeds"
-    parts = [f"# rlkit bench\n\n{size} ({', '.join(map(str, found.seeds)) or 'none in common'})."]
+    parts = [f"# rlkit bench{', every arm at one shared rate' if shares_rate(rows) else ''}\n\n{size} ({', '.join(map(str, found.seeds)) or 'none in common'})."]
     parts.append(
         "Scores are 1 - regret: 0 is a policy that replies at random, 1 the best that is possible, both computed. Arms of a seed share the "
         "start, the problems, their order and the sampling noise, and are compared within seeds."
@@ -220,6 +236,12 @@ def page(rows: Sequence[Row], failed: Mapping[Path, str]) -> str:
         return "\n\n".join([*parts, "Fewer than two seeds have a run of every arm, so nothing is compared.", budget_table(rows)]) + "\n"
     parts += ["## Scores by task", by_task_table(found), "## Over tasks", over_tasks_table(found), "## What can be claimed", claims(found)]
     return "\n\n".join([*parts, "## What the runs spent", budget_table(rows)]) + "\n"
+
+
+def shares_rate(rows: Sequence[Row]) -> bool:
+    """Whether no arm has a learning rate of its own, so that none was chosen for it."""
+    rates = {re.search(r"(?:^|\s)optimizer\.lr=(\S+)", row.get("overrides", "")) for row in rows if row["arm"] not in PLACEBOS}
+    return len({rate and rate[1] for rate in rates}) < 2
 
 
 def failed_lines(failed: Mapping[Path, str]) -> str:
@@ -236,19 +258,24 @@ def markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def by_task_table(found: Scores) -> str:
-    """Mean over seeds, its 95 % interval by Student's t, and the rank; ties share theirs."""
+    """Mean over seeds, its 95 % interval, and the rank; ties share theirs."""
     cells = {arm: ["did not run"] * len(found.tasks) for arm in found.of}
     for t in range(len(found.tasks)):
         there = found.on(t)
         for (arm, own), place in zip(there.items(), ranks(np.array([own.mean() for own in there.values()])), strict=True):
-            d = paired([0.0] * len(own), own.tolist())
-            span = "" if math.isnan(d.low) else f" ({d.low:.2f} to {d.high:.2f})"
-            cells[arm][t] = f"{d.mean:.3f}{span} #{place:g}"
+            mean, low, high = score_interval(own.tolist(), found.step(t))
+            span = "" if math.isnan(low) else f" ({low:.2f} to {high:.2f})"
+            cells[arm][t] = f"{mean:.3f}{span} #{place:g}"
     return markdown(["arm", *found.tasks], [[arm, *own] for arm, own in cells.items()])
 
 
+def score_interval(scores: Sequence[float], step: float) -> tuple[float, float, float]:
+    """Mean score over seeds and its 95 % interval. Scores lie between -1, or the lowest there is, and the best possible, 1."""
+    return bounded_mean(scores, resolution=step, bounds=(min(-1.0, *scores), max(1.0, *scores)))
+
+
 def over_tasks_table(found: Scores) -> str:
-    """IQM and mean with intervals from whole seeds redrawn, mean rank, profile, and the chance to beat the first arm.
+    """IQM and mean with their intervals, mean rank, profile, and the chance to beat the first arm.
 
     Only of the arms that ran on all tasks: means over different tasks are not comparable.
     """
@@ -256,13 +283,17 @@ def over_tasks_table(found: Scores) -> str:
         return "No arm ran on every task."
     mean_rank = ranks(np.stack(list(arms.values()), -1)).mean((0, 1))
     first, lines = next(iter(arms.values())), []
+    steps = [found.step(t) for t in range(len(found.tasks))]
     for i, (arm, own) in enumerate(arms.items()):
-        spans = ["{:.3f} ({:.3f} to {:.3f})".format(*bootstrap(own, statistic)) for statistic in (iqm, lambda x: float(x.mean()))]
+        middle = seeds_interval(own, iqm, resolution=max(steps))
+        mean = score_interval(own.mean(1).tolist(), min(steps) / len(steps))
+        spans = [f"{value:.3f}" + ("" if math.isnan(low) else f" ({low:.3f} to {high:.3f})") for value, low, high in (middle, mean)]
         lines.append(
             [arm, *spans, f"{mean_rank[i]:.2f}", *(f"{share:.2f}" for share in profile(own, THRESHOLDS)), f"{improvement(first, own):.2f}"]
         )
     columns = ["arm", "IQM", "mean", "mean rank", *(f"share > {t:g}" for t in THRESHOLDS), f"P(better than {next(iter(arms))})"]
-    note = "Intervals redraw whole seeds" + (", and below ten seeds are too narrow." if len(found.seeds) < 10 else ".")
+    note = "IQM: the mean of the middle half of all scores."
+    note += f" Below {TO_CLAIM} seeds it has no interval." if len(found.seeds) < TO_CLAIM else ""
     if left_out := [arm for arm in found.of if arm not in arms]:
         note += f" Left out, since they did not run on every task: {', '.join(left_out)}."
     return f"{markdown(columns, lines)}\n\n{note}"
@@ -270,15 +301,16 @@ def over_tasks_table(found: Scores) -> str:
 
 def claims(found: Scores) -> str:
     """What can be told apart at a false-discovery rate of 5 % over all pairs and tasks, the largest first; the others; the placebos."""
-    if len(found.seeds) < FEWEST:
-        return f"Nothing: {len(found.seeds)} seeds; at least {FEWEST} are needed."
+    if (n := len(found.seeds)) < TO_CLAIM:
+        known = " comparisons.csv has each difference with its interval." if n >= FEWEST else ""
+        return f"Nothing: {n} seeds, and fewer than {TO_CLAIM} claim nothing (`seeds={TO_CLAIM}`).{known}"
     all_pairs = pairs(found)
     every = [p for p in all_pairs if not {p.first, p.second} & PLACEBOS.keys()]
     told = sorted((p for p in every if p.q <= ALPHA), key=lambda p: -abs(p.mean))
     lines = []
     for p in told:
         low, high = sorted((abs(p.low), abs(p.high)))
-        lines.append(f"- {p.task}: {' is better than '.join(p.order())} by {abs(p.mean):.3f} ({low:.3f} to {high:.3f}), q = {p.q:.4f}")
+        lines.append(f"- {p.task}: {' is better than '.join(p.order())} by {abs(p.mean):.3f} ({low:.3f} to {high:.3f}), {rate(p.q)}")
     rest = []
     for task in found.tasks:
         if own := [p for p in every if p.task == task and p.q > ALPHA]:
@@ -289,6 +321,11 @@ def claims(found: Scores) -> str:
     head = f"{len(told)} of {len(every)} comparisons, at a false-discovery rate of 5 % (Benjamini and Hochberg) over all of them."
     tail = "Not told apart (comparisons.csv has each):" if rest else "All are told apart; comparisons.csv has each."
     return "\n".join([head, "", *lines, "", tail, "", *rest, "", *above_placebos(found, all_pairs)]).rstrip()
+
+
+def rate(q: float) -> str:
+    """A false-discovery rate with four digits; none is nothing."""
+    return f"q = {q:.4f}" if q >= 0.00005 else "q < 0.0001"
 
 
 def above_placebos(found: Scores, all_pairs: Sequence[Pair]) -> list[str]:
