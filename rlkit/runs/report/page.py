@@ -316,7 +316,8 @@ def reading(groups: Sequence[Group]) -> str:
             "where a seed ended early, the others go on thin."
         )
     if any(len(group.runs) == 1 and group.runs[0].summary.get("before") for group in groups):
-        said.append("The band of an accuracy of one run is its 95 % interval over problems.")
+        said.append("The interval of an accuracy of one run is at 95 % over problems.")
+    said.append("Bars stand at steps that were measured, in place of a band, where not every step was.")
     before = [run.summary.get("before") for group in groups for run in group.runs]
     if any(isinstance(side, dict) and side and "split" not in side for side in before):
         said.append(
