@@ -88,9 +88,10 @@ def figures(setting: Setting, pages: int, arms: int, rng: np.random.Generator) -
     return out
 
 
+@functools.cache
 def spread_of_differences(setting: Setting) -> float:
     """The true standard deviation of the difference of two arms."""
-    drawn = figures(setting._replace(seeds=4000), 1, 2, np.random.default_rng(11))[0]
+    drawn = figures(setting._replace(seeds=2000), 1, 2, np.random.default_rng(11))[0]
     return float((drawn[1] - drawn[0]).std())
 
 
