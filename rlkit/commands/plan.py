@@ -8,7 +8,7 @@ from rlkit.commands.arguments import Arguments
 from rlkit.commands.compare import effect_of, lines_of
 from rlkit.errors import ConfigError
 from rlkit.functional.statistics import FEWEST
-from rlkit.runs.comparing import TO_CLAIM, detectable, power_of, seeds_needed, spread_bound
+from rlkit.runs.comparing import TO_CLAIM, detectable, seeds_needed, spread_bound
 from rlkit.runs.report import verdicts
 from rlkit.runs.report.read import Group
 from rlkit.system.output import clock
@@ -41,17 +41,14 @@ def plan_lines(verdict: verdicts.Compared, effect: float, comparisons: int, each
     if likely < needed:
         known += f"; if it is no larger than the pilot's, {likely} seeds are enough"
     out = [f"  {verdict.second} against {verdict.first}: {needed} seeds, {duration(needed, each)} of runs, one at a time", f"    {known}."]
-    return out + ([f"    With {seeds} seeds {in_power(seeds, bound, effect, comparisons)}."] if seeds else [])
+    return out + ([f"    With {seeds} seeds {in_power(seeds, bound, comparisons)}."] if seeds else [])
 
 
-def in_power(text: str, spread: float, effect: float, comparisons: int) -> str:
+def in_power(text: str, spread: float, comparisons: int) -> str:
     """What a given number of seeds would find, with a spread as large as it may be."""
     if not text.isdigit() or int(text) < TO_CLAIM:
         raise ConfigError(f"seeds={text}: give a whole number, {TO_CLAIM} or more; fewer seeds claim nothing")
-    n = int(text)
-    chance = math.floor(100 * power_of(spread, effect, n, comparisons=comparisons))
-    seen = detectable(spread, n, comparisons=comparisons)
-    return f"a difference of {effect:g} is found at least {chance} times in 100, and one of {seen:.3f} 4 times in 5"
+    return f"a difference of {detectable(spread, int(text), comparisons=comparisons):.4f} is found 4 times in 5"
 
 
 def seconds_of(groups: list[Group]) -> float:

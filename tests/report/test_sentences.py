@@ -35,7 +35,7 @@ SPEAKERS = {
     "runs.report.verdicts.sentence": ("rlkit compare, seeds needed", "rlkit compare, seen", "rlkit compare, enough"),
     "runs.report.verdicts.falls": ("rlkit compare, fall", "rlkit compare, fall's interval"),
     "commands.plan.plan_lines": ("rlkit plan, seeds", "rlkit plan, pilot's spread"),
-    "commands.plan.in_power": ("rlkit plan, chance", "rlkit plan, seen"),
+    "commands.plan.in_power": ("rlkit plan, seen",),
     "runs.bench.pairs": (
         "rlkit bench, claims", "rlkit bench, equal arms", "rlkit bench, claims' intervals", "rlkit bench, seen", "rlkit bench, placebos",
     ),
@@ -73,7 +73,7 @@ WORDS = {
         "The pilot's spread is … (… seeds), and the true one may be …",
     },
     "commands.plan.in_power": {
-        "a difference of … is found at least … times in 100, and one of … 4 times in 5",
+        "a difference of … is found 4 times in 5",
         "seeds=…: give a whole number, … or more; fewer seeds claim nothing",
     },
     "runs.bench.claims": {
