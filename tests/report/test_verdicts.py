@@ -153,7 +153,7 @@ def test_the_commands_say_it(arms, tmp_path, capsys):
         "  dapo against grpo: 16 seeds, 2:40:00 of runs, one at a time",
         "    The pilot's spread is 0.0052 (12 seeds), and the true one may be 0.0065; if it is no larger than the pilot's, 11 seeds are enough.",
     ]
-    assert lines[3] == "    With 12 seeds a difference of 0.0060 is found 4 times in 5."
+    assert lines[3] == "    With 12 seeds a difference of 0.0058 is found 4 times in 5."
     assert main(["plan", *folders, "seeds=5"]) == 2 and "10 or more; fewer seeds claim nothing" in capsys.readouterr().err
 
 
