@@ -7,6 +7,7 @@ ten can make a claim. tests/report/test_sentences.py simulates what each sentenc
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -147,12 +148,12 @@ def seeds_needed(spread: float, effect: float, *, power: float = POWER, comparis
         return math.ceil(about)
     low = TO_CLAIM - 1  # too few, or the least there is
     high = TO_CLAIM
-    while power_of(spread, effect, high, comparisons=comparisons) < power:
+    while detectable(spread, high, power=power, comparisons=comparisons) > effect:
         low = high
         high *= 2
     while high - low > 1:
         middle = (low + high) // 2
-        if power_of(spread, effect, middle, comparisons=comparisons) < power:
+        if detectable(spread, middle, power=power, comparisons=comparisons) > effect:
             low = middle
         else:
             high = middle
@@ -161,16 +162,20 @@ def seeds_needed(spread: float, effect: float, *, power: float = POWER, comparis
 
 def detectable(spread: float, n: int, *, power: float = POWER, comparisons: float = 1) -> float:
     """The difference that n seeds find with probability `power`, by `power_of`; inf below `TO_CLAIM`, where nothing is claimed."""
-    if n < TO_CLAIM:
-        return math.inf
+    return spread * spreads_to_see(n, power, comparisons) if n >= TO_CLAIM else math.inf
+
+
+@functools.lru_cache(4096)
+def spreads_to_see(n: int, power: float, comparisons: float) -> float:
+    """The difference that n seeds find with probability `power`, in units of its standard deviation."""
     low = 0.0
-    high = spread
-    while spread and power_of(spread, high, n, comparisons=comparisons) < power:
+    high = 1.0
+    while power_of(1.0, high, n, comparisons=comparisons) < power:
         low = high
         high *= 2
-    for _ in range(20):
+    for _ in range(24):
         middle = (low + high) / 2
-        if spread and power_of(spread, middle, n, comparisons=comparisons) < power:
+        if power_of(1.0, middle, n, comparisons=comparisons) < power:
             low = middle
         else:
             high = middle
