@@ -28,8 +28,10 @@ def write_again(folder: Path) -> None:
     if failed:
         text = text.replace("\n\n## Scores by task", f"\n\n{failed[0].strip()}\n\n## Scores by task", 1)
     (folder / "README.md").write_text(text)
-    compared = [pair._asdict() for pair in bench.pairs(bench.scores(rows))]
-    bench.write_rows(folder / "comparisons.csv", [{k: round(v, 5) if isinstance(v, float) else v for k, v in own.items()} for own in compared])
+    compared = []
+    for pair in bench.pairs(bench.scores(rows)):
+        compared.append({key: round(value, 5) if isinstance(value, float) else value for key, value in pair._asdict().items()})
+    bench.write_rows(folder / "comparisons.csv", compared)
     plot.plot(folder)
 
 

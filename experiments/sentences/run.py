@@ -276,7 +276,9 @@ def bench_placebos(setting: Setting, pages: int, rng: np.random.Generator) -> Co
     return Count(sum(false_share(*each) for each in own), pages)
 
 
-def mixed(setting: Setting, pages: int, rng: np.random.Generator, names: Sequence[str]) -> Iterator[tuple[list[bench.Pair], dict[str, float]]]:
+def mixed(
+    setting: Setting, pages: int, rng: np.random.Generator, names: Sequence[str]
+) -> Iterator[tuple[list[bench.Pair], dict[str, float]]]:
     """Pages of six arms, of which the last three are better by 1, 2 and 3 spreads: their pairs and the truth of each arm."""
     spread = spread_of_differences(setting)
     shifts = [0.0, 0.0, 0.0, spread, 2 * spread, 3 * spread]
@@ -430,13 +432,19 @@ PROMISES = {
     "rlkit compare, seeds needed": Promise("to see … you need N seeds", "N seeds find it", 0.8, None, compare_needs),
     "rlkit compare, seen": Promise("these n seeds see …", "find it", 0.8, None, compare_sees, True),
     "rlkit compare, enough": Promise("n seeds are enough to see …", "pages where they are not", None, 0.2, compare_enough, True),
-    "rlkit compare, fall": Promise("A ends below its start", "pages of three unchanged lines with a claim", None, 0.05, falls_claimed, True),
+    "rlkit compare, fall": Promise(
+        "A ends below its start", "pages of three unchanged lines with a claim", None, 0.05, falls_claimed, True
+    ),
     "rlkit compare, fall's interval": Promise("(… to …)", "hold the fall", 0.95, None, falls_intervals),
     "rlkit plan, seeds": Promise("B against A: N seeds", "N seeds find it", 0.8, None, plan_needs),
     "rlkit plan, pilot's spread": Promise("if it is no larger than the pilot's, N are enough", "N seeds find it", 0.8, None, plan_likely),
     "rlkit plan, seen": Promise("a difference of … is found 4 times in 5", "find it", 0.8, None, plan_sees),
-    "rlkit bench, claims": Promise("B is better than A by …, q = …", "share of false claims, some arms equal", None, 0.05, bench_claims, True),
-    "rlkit bench, equal arms": Promise("B is better than A by …, q = …", "pages of six equal arms with a claim", None, 0.05, bench_nulls, True),
+    "rlkit bench, claims": Promise(
+        "B is better than A by …, q = …", "share of false claims, some arms equal", None, 0.05, bench_claims, True
+    ),
+    "rlkit bench, equal arms": Promise(
+        "B is better than A by …, q = …", "pages of six equal arms with a claim", None, 0.05, bench_nulls, True
+    ),
     "rlkit bench, claims' intervals": Promise("(… to …)", "share of claims whose interval misses", None, 0.05, bench_intervals, True),
     "rlkit bench, seen": Promise("a difference of … would be seen", "find it", 0.8, None, bench_sees, True),
     "rlkit bench, placebos": Promise("above both placebos", "share of false claims", None, 0.05, bench_placebos, True),

@@ -64,9 +64,7 @@ def independent(weights: Sequence[float]) -> float:
     return math.fsum(weights) ** 2 / math.fsum(w * w for w in weights)
 
 
-def mean_interval(
-    values: Sequence[float], weights: Sequence[float] | None = None
-) -> tuple[float, float, float]:
+def mean_interval(values: Sequence[float], weights: Sequence[float] | None = None) -> tuple[float, float, float]:
     """Mean over distinct problems and its 95 % interval, within the bounds of the values and of 0 … 1.
 
     `bounded_interval` with the range [min(0, lowest), max(1, highest)]. A problem may fall
@@ -98,9 +96,7 @@ def mean_interval(
     return mean, *bounded_interval(mean, variance, t**2 / n, chance=1.0, bounds=(bottom, top))
 
 
-def bounded_interval(
-    mean: float, variance: float, factor: float, *, chance: float, bounds: tuple[float, float]
-) -> tuple[float, float]:
+def bounded_interval(mean: float, variance: float, factor: float, *, chance: float, bounds: tuple[float, float]) -> tuple[float, float]:
     """Interval of a mean of values between two bounds: all μ with (mean - μ)² ≤ factor · V(μ).
 
     Near a bound the variance depends on the mean, so V goes with it. With μ as a share of the

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlkit.errors import Refusal
-from rlkit.runs import folder as runs
 from rlkit.functional.statistics import FEWEST
+from rlkit.runs import folder as runs
 from rlkit.runs.comparing import (
     ALPHA,
     TO_CLAIM,
@@ -225,7 +225,8 @@ def page(rows: Sequence[Row], failed: Mapping[Path, str]) -> str:
     found = scores(rows)
     n, arms = len(found.seeds), list(found.of)
     size = f"{len(arms)} arms, {len(found.tasks)} task{'s' * (len(found.tasks) > 1)}, {n} seeds"
-    parts = [f"# rlkit bench{', every arm at one shared rate' if shares_rate(rows) else ''}\n\n{size} ({', '.join(map(str, found.seeds)) or 'none in common'})."]
+    shared = ", every arm at one shared rate" if shares_rate(rows) else ""
+    parts = [f"# rlkit bench{shared}\n\n{size} ({', '.join(map(str, found.seeds)) or 'none in common'})."]
     parts.append(
         "Scores are 1 - regret: 0 is a policy that replies at random, 1 the best that is possible, both computed. Arms of a seed share the "
         "start, the problems, their order and the sampling noise, and are compared within seeds."

@@ -1,7 +1,6 @@
 """Uncertainty of accuracies: against published numbers, by enumeration and by hand."""
 
 import itertools
-import math
 
 import numpy as np
 import pytest
