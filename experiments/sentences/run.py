@@ -315,12 +315,13 @@ def bench_sees(setting: Setting, pages: int, rng: np.random.Generator) -> Count 
 
 def bench_means(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
     """Intervals of an arm's mean score that hold it."""
-    hits = 0
+    hits = of = 0
     for page in figures(setting, pages, 3, rng):
         found = matrix(page, [0.0] * 3, "abc")
         _, low, high = bench.score_interval(found.of["a"][:, 0].tolist(), found.step(0))
         hits += holds(low, setting.accuracy, high)
-    return Count(hits, pages)
+        of += not math.isnan(low)  # scores that are all equal have none
+    return Count(hits, of)
 
 
 def bench_iqm(setting: Setting, pages: int, rng: np.random.Generator) -> Count | None:

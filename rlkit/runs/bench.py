@@ -287,7 +287,7 @@ def over_tasks_table(found: Scores) -> str:
     steps = [found.step(t) for t in range(len(found.tasks))]
     for i, (arm, own) in enumerate(arms.items()):
         middle = seeds_interval(own, iqm, resolution=max(steps))
-        mean = score_interval(own.mean(1).tolist(), min(steps) / len(steps))
+        mean = score_interval(own.mean(1).tolist(), max(steps) / len(steps))
         spans = [f"{value:.3f}" + ("" if math.isnan(low) else f" ({low:.3f} to {high:.3f})") for value, low, high in (middle, mean)]
         lines.append(
             [arm, *spans, f"{mean_rank[i]:.2f}", *(f"{share:.2f}" for share in profile(own, THRESHOLDS)), f"{improvement(first, own):.2f}"]

@@ -104,7 +104,8 @@ def bounded_mean(
 
     Args:
       resolution: the smallest step of a figure, as for `paired`.
-    Returns: nan for the bounds of fewer than `FEWEST` seeds.
+    Returns: nan for the bounds of fewer than `FEWEST` seeds, and of equal values whose step is not known: they tell nothing of how far
+      they vary.
     Raises: ValueError for a value outside the bounds, or none.
 
     >>> tuple(round(v, 3) for v in bounded_mean([0.85, 0.9, 0.97]))
@@ -115,7 +116,7 @@ def bounded_mean(
         raise ValueError(f"bounded_mean: needs values within {bottom:g} … {top:g}")
     n = len(values)
     mean = min(top, max(bottom, math.fsum(values) / n))
-    if n < FEWEST:
+    if n < FEWEST or (not resolution and min(values) == max(values)):
         return mean, math.nan, math.nan
     variance = spread_of(values, resolution) ** 2
     factor = student_quantile((1 + level) / 2, n - 1) ** 2 / n
@@ -207,7 +208,7 @@ def power_of(spread: float, effect: float, n: int, *, comparisons: float = 1, dr
     logs = (freedom - 1) * np.log(grid) - freedom * grid**2 / 2
     density = np.exp(logs - logs.max())
     inside = ERF((d + t * grid) / math.sqrt(2)) - ERF((d - t * grid) / math.sqrt(2))
-    return float(1 - (density * inside.astype(float)).sum() / density.sum() / 2)
+    return float(1 - (density * np.asarray(inside, dtype=float)).sum() / density.sum() / 2)
 
 
 # ------------------------------------------------------------------------------------------------------ several comparisons

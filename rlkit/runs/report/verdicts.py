@@ -127,8 +127,10 @@ def _at_budget(groups: Sequence[Group], at: str) -> Figure:
 def _resolution(groups: Sequence[Group], values: Sequence[Mapping[int, float]], *, accuracy: bool) -> float:
     """The smallest step of a figure: of an accuracy 1 / distinct problems; of a reward, whose scale is anyone's, the smallest seen."""
     seen = smallest_step([value for own in values for value in own.values()])
-    counts = _problem_counts(groups) if accuracy else []
-    return 1 / min(counts) if counts else seen
+    counts = _problem_counts(groups)
+    if not counts or (seen and not accuracy):
+        return seen
+    return 1 / min(counts)
 
 
 def _problem_counts(groups: Sequence[Group]) -> list[int]:
