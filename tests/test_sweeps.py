@@ -133,7 +133,7 @@ def test_the_comparison_puts_the_best_first_and_sums_up_seeds(tmp_path):
     first, second, verdict, said = comparison(jobs).split("\n\n")
     assert [line.split()[:2] for line in first.splitlines()[2:]] == [["dapo", "1"], ["grpo", "2"], ["grpo", "1"]]
     assert second.splitlines()[-2].split() == ["grpo", "2", "0.800", "0.141"]  # of test accuracy: sd of 0.9, 0.7 is 0.1 √2
-    assert verdict.splitlines()[0] == "dapo against grpo: no difference can be claimed; they share 1 seed, and fewer than 3 say nothing."
+    assert verdict.splitlines()[0] == "dapo against grpo: no difference can be claimed; they share 1 seed, and fewer than 10 claim nothing."
     assert said == "before and after: test accuracy; best first by validation accuracy"
     assert "debug" not in first
 

@@ -405,7 +405,7 @@ def health(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
             row |= {"len/mean": 100 * noise[3], "reward/shadow/mean": 0.5 * noise[4]}
             if number % 5 == 0:
                 right = rng.binomial(PROBLEMS, setting.accuracy)
-                low, high = evaluation.wilson(right, PROBLEMS)
+                low, high = evaluation.share_interval(right, PROBLEMS)
                 row |= {"eval/accuracy": right / PROBLEMS, "eval/accuracy_low": low, "eval/accuracy_high": high}
             rows.append(row)
         run = ReadRun(Path("run"), "run", 0, step, {}, rows, [])

@@ -13,7 +13,7 @@ from rlkit.episodes.record import failed_rollout_kept, save_rollouts
 from rlkit.errors import ConfigError, DataError
 from rlkit.runs import folder as runs
 from rlkit.system.files import LOST, lenient, write_json
-from rlkit.tasks.splits import count_distinct, counted
+from rlkit.tasks.splits import count_distinct, count_in_words
 from rlkit.training.experiment import Experiment
 from rlkit.types import SPLITS, Policy, Split, Task
 
@@ -120,7 +120,7 @@ def accuracy_table(result: Mapping[str, Any], out: Path) -> str:
     for part, own in greedy.get("parts", {}).items():
         rows += held_out_rows(f"{part}: greedy", own, sampled["parts"][part], f"{part}: ")
     width = max(22, *(len(name) + 1 for name, *_ in rows))
-    head = f"{result['split']}, n = {counted(result['n'], result.get('distinct', result['n']))}"
+    head = f"{result['split']}, n = {count_in_words(result['n'], result.get('distinct', result['n']))}"
     width = max(width, len(head) + 1)
     lines = [f"{head:<{width}}{'value':>10}{'95 % interval':>20}", "-" * (width + 30)]
     lines += [f"{name:<{width}}{value:>10.3f}{f'{low:.3f} – {high:.3f}':>20}" for name, value, (low, high) in rows]

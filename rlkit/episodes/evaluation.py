@@ -10,7 +10,7 @@ from typing import Any
 from rlkit.distributed import ranks
 from rlkit.episodes._collect import collect
 from rlkit.episodes.summary import by_part, failures, measured_by_reward
-from rlkit.functional.statistics import independent, mean_interval, pass_at_k, wilson
+from rlkit.functional.statistics import independent, mean_interval, pass_at_k, share_interval
 from rlkit.rewards import Reward, score, score_spread
 from rlkit.tasks.splits import problem_of
 from rlkit.types import Environment, Policy, Rollout, Task
@@ -82,12 +82,11 @@ def accuracy(rollouts: Sequence[Rollout], *, temperature: float = 0.0) -> dict[s
     Rows that repeat a problem are no new evidence: the intervals count problems (`distinct`), the means count rows (`n`).
     Under `metrics`, where there are any, the means of what the reward's functions measured themselves.
     """
-    share = sum(map(is_correct, rollouts)) / len(rollouts)
+    right = sum(map(is_correct, rollouts))
     problems = _by_problem(rollouts)
     sizes = [len(own) for own in problems]
-    trials = independent(sizes)
     mean, low, high = _mean_interval(problems)
-    result = {"accuracy": share, "interval": list(wilson(share * trials, trials)), "n": len(rollouts), "distinct": len(sizes)}
+    result = {"accuracy": right / len(rollouts), "interval": list(_share_interval(right, sizes)), "n": len(rollouts), "distinct": len(sizes)}
     result |= {"reward": mean, "reward_interval": [low, high], "temperature": temperature}
     columns = {name: [value for r in rollouts if (value := r.rewards[name]) is not None] for name in rollouts[0].rewards}
     terms = {f"reward/{name}/mean": math.fsum(own) / len(own) for name, own in columns.items() if own and len(columns) > 1}
@@ -130,9 +129,15 @@ def _mean_interval(problems: Sequence[Sequence[Rollout]]) -> tuple[float, float,
     if not known:
         return math.nan, math.nan, math.nan
     if all(total in (0.0, 1.0) for own in known for total in own):
-        share, trials = _mean([total for own in known for total in own]), independent(weights)
-        return share, *wilson(share * trials, trials)
+        right = sum(total for own in known for total in own)
+        return right / sum(weights), *_share_interval(right, weights)
     return mean_interval([_mean(own) for own in known], weights)
+
+
+def _share_interval(right: float, sizes: Sequence[int]) -> tuple[float, float]:
+    """Interval of a share of rows; `sizes` are the rows of each distinct problem."""
+    trials = independent(sizes)
+    return share_interval(min(trials, right * trials / sum(sizes)), trials)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -107,10 +107,10 @@ def count_distinct(tasks: Sequence[Task]) -> int:
     return len({problem_of(task) for task in tasks})
 
 
-def counted(rows: int, distinct: int) -> str:
+def count_in_words(rows: int, distinct: int) -> str:
     """Rows and distinct problems in words.
 
-    >>> counted(300, 42), counted(42, 42)
+    >>> count_in_words(300, 42), count_in_words(42, 42)
     ('300 (42 distinct)', '42')
     """
     return f"{rows} ({distinct} distinct)" if distinct < rows else str(rows)

@@ -16,7 +16,7 @@ from rlkit.system.device import autocast, on_device, precision, quiet, versions
 from rlkit.system.files import LOST, lenient, put_aside, refusing, write_json
 from rlkit.system.processors import cores
 from rlkit.system.redaction import redacted
-from rlkit.tasks.splits import count_distinct, counted
+from rlkit.tasks.splits import count_distinct, count_in_words
 from rlkit.training.experiment import Experiment, correction_in_words
 from rlkit.types import Policy, Split, Splits
 
@@ -296,7 +296,7 @@ def header(x: Experiment, policy: Any, device: Any, tasks: Splits) -> str:
     per_update = rollouts // x.algorithm.minibatches
     on = f"{device} with {torch.get_num_threads()} thread(s) of {cores()} core(s)" if device.type == "cpu" else str(device)
     named_tasks = zip(("training", "validation", "test"), tasks, strict=True)
-    counts = [f"{counted(len(own), count_distinct(own))} {name}" for name, own in named_tasks if own]
+    counts = [f"{count_in_words(len(own), count_distinct(own))} {name}" for name, own in named_tasks if own]
     return (
         f"model: {path}, {trained:,} of {total:,} parameters trained, on {on}, precision {precision(x, device)}\n"
         f"data: {', '.join(counts)} problems\n"

@@ -10,7 +10,7 @@ import pytest
 from rlkit.engines import Batched
 from rlkit.environments import single_turn
 from rlkit.episodes.evaluation import accuracy, curves, greedy_accuracy, is_correct, sampled_accuracy
-from rlkit.functional.statistics import mean_interval, wilson
+from rlkit.functional.statistics import mean_interval, share_interval, wilson
 from rlkit.models import decode
 from rlkit.models.chat import encode_scaffold
 from rlkit.rewards import Reward, Term, numeric, weighted_sum
@@ -48,8 +48,8 @@ def collecting(**more):
 def test_greedy_counts_full_marks_over_all_tasks(tiny):
     engine, settings = collecting()
     result, rollouts = greedy_accuracy(tiny, TASKS, **settings)
-    assert list(result.pop("reward_interval")) == list(wilson(3, 4)), "rewards of 0 and 1 have an interval within 0 and 1"
-    assert result == {"accuracy": 3 / 4, "interval": list(wilson(3, 4)), "n": 4, "distinct": 4, "reward": 3 / 4, "temperature": 0.0}
+    assert list(result.pop("reward_interval")) == list(share_interval(3, 4)), "rewards of 0 and 1 have an interval within 0 and 1"
+    assert result == {"accuracy": 3 / 4, "interval": list(share_interval(3, 4)), "n": 4, "distinct": 4, "reward": 3 / 4, "temperature": 0.0}
     assert [r.reward for r in rollouts] == [1.0, 1.0, 1.0, 0.0] and [r.task.id for r in rollouts] == [t.id for t in TASKS]
     assert engine.settings == [(0.0, 5)]
 
@@ -71,6 +71,8 @@ def test_rows_that_repeat_a_problem_are_no_new_evidence():
     assert result["interval"] == pytest.approx(wilson(21, 42)) == result["reward_interval"]
     once, often = (curves(own, samples=1, k=[1])["pass@1"] for own in (rollouts[:42], rollouts))
     assert often["value"] == once["value"] and often["interval"] == pytest.approx(once["interval"])
+    solved = [Rollout(TASKS[i], (), reward=1.0) for i, times in enumerate((3, 7, 11, 2)) for _ in range(times)]
+    assert accuracy(solved)["interval"][1] == 1.0, "all right: no rounding beyond the number of problems"
     skewed = accuracy([*rollouts[:42], *[rollouts[0]] * 252])
     assert skewed["interval"][0] < 0.25 and skewed["distinct"] == 42, "one question in 253 of 294 rows is nearly all there is"
 

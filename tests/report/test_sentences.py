@@ -27,7 +27,7 @@ spec.loader.exec_module(run)
 # What tells how sure something is: who calls one of these says something that can be false.
 ESTIMATORS = {
     "paired", "bounded_mean", "seeds_interval", "bootstrap", "tested_together", "seeds_needed", "detectable", "power_of", "holm",
-    "false_discovery", "mean_interval", "wilson", "newcombe", "thirds", "spread_bound", "holm_levels", "improvement",
+    "false_discovery", "mean_interval", "wilson", "share_interval", "newcombe", "thirds", "spread_bound", "holm_levels", "improvement",
 }  # fmt: skip
 # Function → the promises of what is said with it.
 SPEAKERS = {

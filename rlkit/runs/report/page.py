@@ -16,7 +16,7 @@ from rlkit.runs.report.conversations import Shown, compressed
 from rlkit.runs.report.read import Group, ReadRun, differences, is_number
 from rlkit.runs.report.tables import HeldOutRow, WithInterval, before_after, reward_rows, symptoms
 from rlkit.runs.report.verdicts import UNITS, basis, budgets, falls, notes, shared_figure, verdicts
-from rlkit.tasks.splits import counted
+from rlkit.tasks.splits import count_in_words
 
 SCRIPTS = ("charts.js", "report.js")
 NOSCRIPT = "<noscript><p class=note>The charts need JavaScript; they are in the folder beside this file as SVG and PDF too.</p></noscript>"
@@ -120,7 +120,7 @@ def held_out_table(rows: Sequence[HeldOutRow]) -> str:
             interval(row.before),
             interval(row.after),
             change(row.change, marked=row.claims()),
-            counted(row.problems, row.distinct),
+            count_in_words(row.problems, row.distinct),
             str(row.seeds),
         )
         for row in rows

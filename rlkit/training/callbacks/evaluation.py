@@ -18,7 +18,7 @@ from rlkit.system import rng
 from rlkit.system.deadline import process_ends_after
 from rlkit.system.files import lenient
 from rlkit.system.rows import append_row
-from rlkit.tasks.splits import count_distinct, counted
+from rlkit.tasks.splits import count_distinct, count_in_words
 from rlkit.training.callbacks.pathologies import INTERVALS
 from rlkit.training.callbacks.terminal import held_out, how_sampled
 from rlkit.training.experiment import Evaluation
@@ -56,7 +56,7 @@ class HeldOut(L.Callback):
             logger.log_metrics(row, step=module.rl_step)
         temperature = module.experiment.evaluation.curve_temperature
         played = {split: own for split in PREFIXES if (own := getattr(self.tasks, split))}
-        counts = " and ".join(f"{counted(len(own), count_distinct(own))} {split}" for split, own in played.items())
+        counts = " and ".join(f"{count_in_words(len(own), count_distinct(own))} {split}" for split, own in played.items())
         trainer.print(f"before: {held_out(row)} on {counts} problems, {how_sampled(temperature)}")
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
