@@ -86,7 +86,8 @@ def accuracy(rollouts: Sequence[Rollout], *, temperature: float = 0.0) -> dict[s
     problems = _by_problem(rollouts)
     sizes = [len(own) for own in problems]
     mean, low, high = _mean_interval(problems)
-    result = {"accuracy": right / len(rollouts), "interval": list(_share_interval(right, sizes)), "n": len(rollouts), "distinct": len(sizes)}
+    result = {"accuracy": right / len(rollouts), "interval": list(_share_interval(right, sizes))}
+    result |= {"n": len(rollouts), "distinct": len(sizes)}
     result |= {"reward": mean, "reward_interval": [low, high], "temperature": temperature}
     columns = {name: [value for r in rollouts if (value := r.rewards[name]) is not None] for name in rollouts[0].rewards}
     terms = {f"reward/{name}/mean": math.fsum(own) / len(own) for name, own in columns.items() if own and len(columns) > 1}

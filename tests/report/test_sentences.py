@@ -12,17 +12,28 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import rlkit
 from laws import each
+from rlkit.runs.report.trends import TRENDS
 
-ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("sentences_run", ROOT / "experiments" / "sentences" / "run.py")
-assert spec and spec.loader
-run = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(run)
+FOLDER = Path(__file__).parents[2] / "experiments" / "sentences"
+
+
+def loaded(name: str) -> Any:
+    """A file of the experiment, under the name by which the others import it."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec and spec.loader
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+loaded("simulate")
+run = loaded("run")
 
 # What tells how sure something is: who calls one of these says something that can be false.
 ESTIMATORS = {
@@ -43,10 +54,10 @@ SPEAKERS = {
     "runs.bench.over_tasks_table": ("rlkit bench, IQM",),
     "runs.report.tables.figures": ("report, marks", "report, change of one run"),
     "runs.report.tables.over_seeds": ("report, seeds", "report, change over seeds"),
-    "episodes.evaluation.accuracy": ("report, one run",),
+    "episodes.evaluation._share_interval": ("report, one run",),
     "episodes.evaluation._mean_interval": ("report, one run",),
     "episodes.evaluation.curves": ("report, one run",),
-    **{f"runs.report.trends.{check.__name__}": ("report, health",) for check in run.trends.TRENDS},
+    **{f"runs.report.trends.{check.__name__}": ("report, health",) for check in TRENDS},
 }  # fmt: skip
 # The sentences themselves, without what is filled in: a new one has to be written here, beside a promise above.
 WORDS = {
