@@ -25,6 +25,7 @@ import yaml
 
 from rlkit.runs import bench
 from rlkit.runs.comparing import ALPHA, FEWEST, Difference, detectable, false_discovery, paired
+from rlkit.system import owner
 
 HERE = Path(__file__).parent
 
@@ -45,8 +46,10 @@ def rows_of(task: str, folder: Path, seeds: Sequence[int], jobs: int, also: Sequ
         )
     ]
     cells = list(dict.fromkeys(cells))
-    for where, why in bench.run_all(cells, jobs=jobs, config_dir=None, tell=lambda line: print(line, flush=True)).items():
-        print(f"failed: {where}: {why}", flush=True)
+    with owner.owned(folder):
+        _, received = bench.run_all(cells, folder, jobs=jobs, config_dir=None)
+    if received:
+        raise SystemExit(128 + received[0])
     return [row for cell in cells if (row := bench.read_row(cell))]
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
+import time
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from rlkit.commands.arguments import Arguments, drop, option
-from rlkit.errors import ConfigError, Refusal
+from rlkit.errors import ConfigError, Refusal, RLKitError
+from rlkit.runs.sweeps.runner import summed_up
+from rlkit.system import owner
+from rlkit.system.files import write_atomic
 from rlkit.system.processors import cores
 
 SETTINGS = {"algorithms": "", "arms": "", "tasks": "", "seeds": "3", "placebo": "true", "jobs": "", "folder": "outputs/bench"}
@@ -28,21 +34,38 @@ def command(arguments: Arguments) -> int:
     folder, tasks = Path(given["folder"]), tasks_of(given["tasks"], arguments.config_dir)
     cells = bench.matrix(folder, tasks, arms, range(int(given["seeds"])), common)
     compose_all(cells[: len(tasks) * len(arms)], arguments.config_dir)
-    failed = bench.run_all(
-        cells, jobs=int(given["jobs"] or cores()), config_dir=arguments.config_dir, tell=lambda text: print(text, flush=True)
-    )
-    if not (rows := [row for cell in cells if (row := bench.read_row(cell))]):
-        raise ConfigError(f"rlkit bench: no run finished; the first said: {next(iter(failed.values()))}")
+    began = time.time()
+    with owner.owned(folder, takeover=option(common, "takeover") == "true"):
+        done, received = bench.run_all(cells, folder, jobs=int(given["jobs"] or cores()), config_dir=arguments.config_dir)
+        failed = {job.folder: job.reason for job in done if job.status == "failed"}
+        rows = [row for cell in cells if (row := bench.read_row(cell))]
+        if rows:
+            print(write_page(folder, rows, failed))
+    print(summed_up(done, len(cells), began))
+    finished = sum(job.status == "finished" for job in done)
+    if finished < len(cells):
+        print(f"to go on         rlkit bench {shlex.join(arguments.words)}")
+    if not rows and not received:
+        said = next(iter(failed.values()), "evaluation.n=0 leaves nothing to compare")
+        raise RLKitError(f"rlkit bench: no run has a score; the first said: {said}")
+    return 128 + received[0] if received else int(finished < len(cells))
+
+
+def write_page(folder: Path, rows: list[dict[str, Any]], failed: dict[Path, str]) -> str:
+    """Writes results.csv, comparisons.csv and README.md from the runs' rows; the page and where they are, to print."""
+    from rlkit.runs import bench
+
     bench.write_rows(folder / "results.csv", rows)
     found = bench.scores(rows)
     if len(found.seeds) > 1 and (compared := bench.pairs(found)):
         bench.write_rows(
             folder / "comparisons.csv", [{k: round(v, 5) if isinstance(v, float) else v for k, v in p._asdict().items()} for p in compared]
         )
+    else:
+        (folder / "comparisons.csv").unlink(missing_ok=True)  # of an earlier, larger matrix
     text = bench.page(rows, failed)
-    (folder / "README.md").write_text(text)
-    print(f"\n{text}\nrows             {folder / 'results.csv'}\npage             {folder / 'README.md'}")
-    return 1 if failed else 0
+    write_atomic(folder / "README.md", text.encode())
+    return f"\n{text}\nrows             {folder / 'results.csv'}\npage             {folder / 'README.md'}"
 
 
 def arms_of(given: dict[str, str]) -> dict[str, tuple[str, ...]]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from rlkit.commands.arguments import parse
 from rlkit.errors import TRACEBACK, ConfigError, Refusal, RLKitError, raised_at, say, visible
+from rlkit.system.parent import end_with_parent
 from rlkit.system.processors import wait_without_spinning
 
 # a file of this folder each
@@ -55,6 +56,7 @@ groups and their options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; the exit status: 0 done, 1 failed, 2 refused, 130 interrupted."""
+    end_with_parent()
     wait_without_spinning()
     from rlkit.system.output import guard_output
 

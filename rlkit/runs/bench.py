@@ -1,31 +1,36 @@
-"""A matrix of short runs, tasks × arms × seeds, many in one process; what they came to, as rows, and as one page.
+"""A matrix of short runs, tasks × arms × seeds, run as a sweep; what they came to, as rows, and as one page.
 
-A run is `rlkit.train` in <folder>/TASK/ARM/SEED, on one thread, in one of as many processes as there are cores. Runs that are finished
-are not repeated. A run's score is its regret (rlkit/tasks/bench.py): 1 as good as a random policy, 0 as good as possible.
+A run is `rlkit train` in <folder>/TASK/ARM/SEED, on one thread, with as many at a time as there are cores. Runs that are finished
+are not repeated, unless they are of other settings. A run's score is its regret (rlkit/tasks/bench.py): 1 as good as a random policy,
+0 as good as possible.
 """
 
 from __future__ import annotations
 
-import contextlib
 import csv
+import io
 import math
-import multiprocessing
-import os
 import re
-import shutil
-import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlkit.errors import Refusal
+from rlkit.models.fresh import STARTS
 from rlkit.runs import folder as runs
 from rlkit.runs.comparing import ALPHA, FEWEST, bootstrap, detectable, false_discovery, improvement, iqm, paired, profile, ranks
+from rlkit.runs.sweeps.jobs import RunJob
+from rlkit.runs.sweeps.plan import refuse_running, set_aside_changed
+from rlkit.runs.sweeps.runner import Start, conducting, do_job, end_line, make_sweep
+from rlkit.runs.sweeps.warm import warm_server
+from rlkit.system import owner
+from rlkit.system.files import write_atomic
 
 # Arms that cannot learn what is asked: a method counts only above them. The rewards of training are a coin, or 1 for any reply.
 PLACEBOS = {f"placebo {kind}": ("algorithm=grpo", f"task.placebo={kind}") for kind in ("coin", "format")}
@@ -65,59 +70,100 @@ def folder_of(arm: str) -> str:
     return re.sub(r"[^\w.+=-]+", "_", arm)
 
 
-def run_all(cells: Sequence[MatrixRun], *, jobs: int, config_dir: str | None, tell: Callable[[str], None]) -> dict[Path, str]:
-    """Runs what is not finished, `jobs` at a time; folder → why, of those that failed."""
-    waiting = [cell for cell in cells if not runs.is_finished(cell.folder)]
-    tell(f"{len(cells)} runs, {len(cells) - len(waiting)} of them done earlier, {jobs} at a time")
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started
-    failed: dict[Path, str] = {}
-    with ProcessPoolExecutor(max(1, min(jobs, len(waiting))), mp_context=multiprocessing.get_context("spawn")) as pool:
-        started = {pool.submit(run_cell, cell, config_dir): cell for cell in waiting}
-        for count, done in enumerate(as_completed(started), 1):
-            cell, why = started[done], done.result()
-            if why:
-                failed[cell.folder] = why
-            reward = ((runs.read_summary(cell.folder) or {}).get("after") or {}).get("reward")
-            tell(f"{count}/{len(waiting)}  {cell.task}  {cell.arm}  seed {cell.seed}  {why or f'reward {reward:.3f}'}")
-    return failed
+def run_all(
+    cells: Sequence[MatrixRun],
+    folder: Path,
+    *,
+    jobs: int,
+    config_dir: str | None,
+    start: Start | None = None,
+) -> tuple[list[RunJob], list[int]]:
+    """Run what is not finished, `jobs` at a time, on one thread each.
 
+    A finished or unfinished run of other settings is set aside and run anew. The caller owns
+    `folder` (`owner.owned`), which all cells are below.
 
-def run_cell(cell: MatrixRun, config_dir: str | None) -> str:
-    """One run in this process; why it failed, or nothing. What it prints is in log.txt beside the other seeds."""
-    from rlkit.config.experiment import experiment
-    from rlkit.runs.python import train
+    Args:
+      start: starts a job's process; by default as a copy of one that has imported what runs need.
+    Returns: what became of each cell, in their order, and the signals that stopped the queue.
+    Raises: Occupied or ConfigError where one of the runs is in use; nothing has begun then.
+    """
+    refuse_running(folder)
+    overrides = {cell: [*cell.overrides, "resume=auto"] for cell in cells}
+    devices = prepare(cells, overrides, config_dir)
+    todo = [RunJob(number, overrides[cell], cell.folder) for number, cell in enumerate(cells)]
+    waiting = [job for job in todo if not runs.is_finished(job.folder)]
+    done = len(todo) - len(waiting)
+    print(f"{len(todo)} runs, {done} of them done earlier, {jobs} at a time", flush=True)
+    sweep = make_sweep(folder, config_dir, jobs, threads=1)
+    environment = {**sweep.environment, STARTS: str((folder / "starts").resolve())}
+    sweep = sweep._replace(environment=environment)
+    places = {job.folder: cell for job, cell in zip(todo, cells, strict=True)}
 
-    shutil.rmtree(cell.folder, ignore_errors=True)  # of a run that was cut off
-    cell.folder.parent.mkdir(parents=True, exist_ok=True)
-    with (cell.folder.parent / f"{cell.seed}.log").open("w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+    def line(job: RunJob) -> str:
+        cell = places[job.folder]
+        name = f"{cell.task}  {cell.arm}  seed {cell.seed}"
+        return end_line(job, sweep, len(todo), name, "reward")
+
+    found = {job.number: job._replace(status="finished") for job in todo}
+    found |= {job.number: job._replace(status="not started") for job in waiting}
+    with ExitStack() as block:
+        received = block.enter_context(conducting(sweep, line))
+        if waiting and start is None and sys.platform == "linux":
+            start = block.enter_context(warm_server(sweep.environment)).start
+        pool = block.enter_context(ThreadPoolExecutor(max(1, min(jobs, len(waiting)))))
         try:
-            x = experiment(*cell.overrides, config_dir=config_dir)
-            x.model(device="cpu")  # the start, which the arms of a seed share, is made before the clock runs
-            began = time.process_time()
-            train(x, cell.folder)
-        except Refusal as error:
-            return str(error).splitlines()[0]
-        except Exception as error:
-            traceback.print_exc()
-            return f"{type(error).__name__}: {error}; see {log.name}"
-    (cell.folder / "processor_seconds").write_text(f"{time.process_time() - began:.2f}\n")
-    return ""
+            for job in pool.map(lambda job: do_job(job, sweep, start, devices=devices), waiting):
+                found[job.number] = job
+        except KeyboardInterrupt:
+            received.append(signal.SIGINT)
+            pool.shutdown(cancel_futures=True)
+    return list(found.values()), received
+
+
+def prepare(cells: Sequence[MatrixRun], overrides: Mapping[MatrixRun, Sequence[str]], config_dir: str | None) -> int:
+    """Set aside the runs of other settings, and say so; the devices that each run asks for."""
+    from rlkit.config.compose import compose
+
+    first = compose(overrides[cells[0]], config_dir=config_dir).config
+    aside: dict[str, int] = {}
+    for cell in cells:
+        if runs.is_run(cell.folder):
+            config = compose(overrides[cell], config_dir=config_dir).config
+            if not config.get("takeover") and (living := owner.occupied(cell.folder)):
+                raise owner.Occupied(living)
+            if changed := set_aside_changed(cell.folder, config):
+                aside[changed] = aside.get(changed, 0) + 1
+    for changed, count in aside.items():
+        print(f"set aside {count} run{'s' * (count > 1)} of other settings: {changed}", flush=True)
+    return int((first.get("trainer") or {}).get("devices") or 1)
 
 
 def read_row(cell: MatrixRun) -> Row | None:
-    """What a finished run came to; None for another."""
+    """What a run came to, as its folder says; None if it is not finished, or without an evaluation."""
     from rlkit.runs.report.read import read_run
     from rlkit.runs.report.verdicts import UNITS, budget
 
     if not runs.is_finished(cell.folder):
         return None
-    run, value = read_run(cell.folder), value_of_run(cell.folder)
+    run = read_run(cell.folder)
+    if not run.summary.get("after"):
+        return None
+    value = value_of_run(cell.folder)
     reward = float(run.summary["after"]["reward"])
-    row = {"task": cell.task, "arm": cell.arm, "seed": cell.seed, "reward": round(reward, 5), "regret": round(value.regret(reward), 5)}
-    row |= {"random": round(value.random, 5), "best": round(value.best, 5)}
+    row = {
+        "task": cell.task,
+        "arm": cell.arm,
+        "seed": runs.read_config(cell.folder)["seed"],
+        "reward": round(reward, 5),
+        "regret": round(value.regret(reward), 5),
+        "random": round(value.random, 5),
+        "best": round(value.best, 5),
+    }
     row |= {unit: round(max(budget(run, unit).values(), default=0.0), 1) for unit in UNITS}
-    spent = cell.folder / "processor_seconds"
-    return row | {"processor_s": spent.read_text().strip() if spent.exists() else "", "overrides": " ".join(cell.overrides)}
+    spent = run.summary.get("processor_seconds")
+    row["processor_s"] = "" if spent is None else spent
+    return row | {"overrides": " ".join(runs.saved_overrides(cell.folder))}
 
 
 def value_of_run(folder: Path) -> Any:
@@ -131,10 +177,11 @@ def value_of_run(folder: Path) -> Any:
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """One line a run."""
-    with path.open("w", newline="") as file:
+    with io.StringIO(newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
+        write_atomic(path, file.getvalue().encode())
 
 
 # ------------------------------------------------------------------------------------------------------ the page

@@ -79,6 +79,7 @@ def _train(
             put_aside(folder / FAILED, ".earlier")
     trainer, checkpoint = make_trainer(x, module, tasks, folder, results, device, resume=resume)
     summary = {"ended": "failed", "seed": x.seed, "name": x.name}
+    processor = time.process_time()
     gc.freeze()  # what there is now stays: full collections pass over half a million objects of the libraries, a tenth of a small step
     try:
         with failed_rollout_kept(folder):
@@ -96,6 +97,8 @@ def _train(
         raise
     finally:
         gc.unfreeze()
+        if resume is None:  # else what the processes before this one took is not known
+            summary["processor_seconds"] = round(time.process_time() - processor, 2)
         conclude(summary, module, folder, results, seconds=time.perf_counter() - started, device=device)
     return summary, module
 

@@ -162,7 +162,9 @@ async def fetch(url: str, body: Mapping[str, Any] | None = None) -> tuple[int, b
 
 
 def start_server(model: Path, flags: Sequence[str], *, max_rows: int, devices: str | None) -> Server:
-    """Start `vllm serve` of a saved model on a free port of this machine. It ends with this process."""
+    """Start `vllm serve` of a saved model on a free port of this machine. It ends with this process, even on SIGKILL."""
+    from rlkit.system.parent import guarded
+
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -176,7 +178,7 @@ def start_server(model: Path, flags: Sequence[str], *, max_rows: int, devices: s
     command = [sys.executable, "-m", server, "--model", str(model), *address, *flags]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            guarded(command), stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
         )
     atexit.register(end, process)
     print(f"rlkit: started vllm serve on port {port}, its log is {log}", file=sys.stderr)

@@ -14,12 +14,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlkit.config.changes import ONCE, PLACE, difference
 from rlkit.distributed.launch import sweep_problem
-from rlkit.errors import ConfigError, Refusal, install
+from rlkit.errors import ConfigError, DataError, Refusal, install
 from rlkit.runs import folder as runs
 from rlkit.runs.sweeps.jobs import alive, read_jobs
 from rlkit.system import owner
+from rlkit.system.files import put_aside
 
 PLUGINS = ("joblib", "submitit", "optuna")  # extras
+SHOWN = 3  # changed settings that a sentence names
 
 
 class Plan(NamedTuple):
@@ -52,12 +54,20 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
     varied = [key for key, texts in _values(every, intervals=search).items() if len(texts) > 1]
     jobs = corners(every) if search else expand(every)
     added = check_jobs(jobs, config_dir, None if search else root, resume == "auto")
-    if running := [job for job in read_jobs(root / "jobs") if alive(job)]:
-        raise ConfigError(f"{root}: job {running[0].folder.name} still runs there as process {running[0].pid}; wait for it, or end it")
+    refuse_running(root)
     if not varied and not search:
         raise ConfigError("-m: no key has several values; write algorithm=grpo,dapo seed=1,2, or leave -m away")
     task = [f"++{text}" if text.partition("=")[0] in added else text for text in own]
     return Plan(config, task, root, int(config.hydra.sweeper.n_trials) if search else len(jobs), varied)
+
+
+def refuse_running(root: Path) -> None:
+    """Raises ConfigError where a job of an earlier sweep still runs, which has lost its sweep."""
+    for job in read_jobs(root / "jobs"):
+        if alive(job):
+            raise ConfigError(
+                f"{root}: job {job.folder.relative_to(root)} still runs there as process {job.process['pid']}; wait for it, or end it"
+            )
 
 
 def check_jobs(jobs: Sequence[list[str]], config_dir: str | None, root: Path | None, resume: bool) -> set[str]:
@@ -208,6 +218,38 @@ def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> li
         return [f"{root} holds runs of these jobs already, which are never overwritten; resume=auto goes on with them, {other}"]
     if not config.get("takeover") and (living := owner.occupied(folder)):
         return [living]
-    changed = difference(runs.read_config(folder), config, beside=PLACE)
-    said = ", ".join(f"{key} was {was} and is now {now}" for key, (was, now) in list(changed.items())[:3])
-    return [f"{folder} holds a run of another config ({said}); {other}"] if changed else []
+    changed = changed_settings(folder, config)
+    return [f"{folder} holds a run of another config ({changed}); {other}"] if changed else []
+
+
+def changed_settings(folder: Path, config: Mapping[str, Any]) -> str:
+    """In what the run of a folder differs from a job's config, its length included; empty if in nothing that counts.
+
+    Raises: DataError where the folder's config cannot be read.
+    """
+    earlier = runs.read_config(folder)
+    changed = difference(earlier, config, beside=PLACE)
+    lengths = [(own.get("trainer") or {}).get("steps") for own in (earlier, config)]
+    if lengths[0] != lengths[1]:
+        changed = {"trainer.steps": (lengths[0], lengths[1]), **changed}
+    named = [f"{key} was {was} and is now {now}" for key, (was, now) in changed.items()]
+    more = f", and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
+    return ", ".join(named[:SHOWN]) + more
+
+
+def set_aside_changed(folder: Path, config: Mapping[str, Any]) -> str:
+    """Moves the run of a folder away if it is not one of a job's config; why, or nothing.
+
+    Raises: Occupied if a process works there; OSError where it cannot be moved.
+    """
+    if not runs.is_run(folder):
+        return ""
+    try:
+        changed = changed_settings(folder, config)
+    except DataError as error:
+        changed = str(error)
+    if changed:
+        if living := owner.occupied(folder):
+            raise owner.Occupied(living)
+        put_aside(folder, ".set_aside")
+    return changed
