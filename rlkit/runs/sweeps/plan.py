@@ -66,7 +66,7 @@ def refuse_running(root: Path) -> None:
     for job in read_jobs(root / "jobs"):
         if alive(job):
             raise ConfigError(
-                f"{root}: job {job.folder.relative_to(root)} still runs there as process {job.process['pid']}; wait for it, or end it"
+                f"{root}: job {job.folder.name} still runs there as process {job.process['pid']}; wait for it, or end it"
             )
 
 
