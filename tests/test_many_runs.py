@@ -1,7 +1,8 @@
-"""Many runs, by `rlkit train -m` and by `rlkit bench`: whatever happens to them, the next call ends with the rows of an undisturbed matrix."""
+"""Many runs, by `rlkit train -m` and by `rlkit bench`: after any disturbance, the next call gives the rows of an undisturbed matrix."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
 import json
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-LIMIT = 120  # seconds in which what has to happen does, on the slowest machine
+LIMIT = 400  # seconds in which what has to happen does, on the slowest machine
 UNEQUAL = {"seconds", "processor_s", "folder"}  # columns of time and place
 TASK = '''
 import os
@@ -117,10 +118,8 @@ def descendants(pid: int) -> list[int]:
     """The processes that a process has started, and theirs."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
+        with contextlib.suppress(OSError):
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            pass
     found = [pid]
     for one in found:
         found += [child for child, parent in parents.items() if parent == one]
