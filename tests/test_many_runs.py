@@ -16,6 +16,18 @@ from pathlib import Path
 
 import pytest
 
+from rlkit.commands.arguments import drop, option
+from rlkit.commands.cli import main
+from rlkit.config.compose import compose
+from rlkit.errors import ConfigError
+from rlkit.runs import bench
+from rlkit.runs import folder as runs
+from rlkit.runs.report.read import find_runs
+from rlkit.runs.sweeps.jobs import RunJob, read_jobs, record_path, save
+from rlkit.runs.sweeps.plan import refuse_running
+from rlkit.runs.sweeps.runner import STOP, do_job, make_sweep, wait_for
+from rlkit.system import owner
+
 LIMIT = 400  # seconds in which what has to happen does, on the slowest machine
 UNEQUAL = {"seconds", "processor_s", "folder"}  # columns of time and place
 TASK = '''
@@ -272,3 +284,172 @@ def test_the_next_call_ends_with_the_rows_of_an_undisturbed_matrix(name, disturb
     assert done.returncode == 0, done.stdout + done.stderr
     assert rows(name, place) == undisturbed(name)
     assert not list((place / "outputs" / "sweep").glob("owner.json"))
+
+
+# ------------------------------------------------------------------------------- its parts, without processes
+
+
+class Ended:
+    """A job's process that has ended."""
+
+    def __init__(self, status: int = 0):
+        self.pid = 2**22 + 1  # more than there are
+        self.status = status
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self.status
+
+    def send_signal(self, sig: int) -> None: ...
+
+
+class Jobs:
+    """Starts jobs that end at once: each leaves a finished run of its config, or fails as it is told."""
+
+    def __init__(self):
+        self.started: list[str] = []
+        self.failing: set[str] = set()
+
+    def __call__(self, words, log, environment) -> Ended:
+        folder = Path(option(words, "hydra.run.dir").strip("'"))
+        arm = folder.parent.name
+        self.started.append(arm)
+        overrides = drop(words[1:], "hydra.run.dir")
+        runs.write_config(folder, compose(overrides).config)
+        (folder / ".hydra").mkdir()
+        (folder / ".hydra" / "overrides.yaml").write_bytes(runs.dump(overrides))
+        if arm in self.failing:
+            log.write(b"rlkit: grpo, kl none\nrlkit: it was told to fail\n")
+            log.flush()
+            return Ended(1)
+        after = {"reward": len(self.started) / 10, "accuracy": 0.5}
+        summary = {"ended": "finished", "steps": 1, "after": after, "before": after}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        (folder / "metrics.jsonl").write_text("")
+        return Ended()
+
+
+def matrix(place: Path, *common: str) -> list[bench.MatrixRun]:
+    arms = {"a": ("algorithm=grpo",), "b": ("algorithm=rloo",)}
+    return bench.matrix(place, ["noisy"], arms, [0], common)
+
+
+def run(place: Path, start: Jobs, *common: str) -> list[RunJob]:
+    return bench.run_all(matrix(place, *common), place, jobs=1, config_dir=None, start=start)[0]
+
+
+def test_a_bench_reuses_runs_of_the_same_settings_alone(tmp_path, capsys):
+    """The same command with another length counted all runs as done, and labelled them with it."""
+    start = Jobs()
+    run(tmp_path, start, "trainer.steps=1")
+    assert start.started == ["a", "b"]
+    run(tmp_path, start, "trainer.steps=1")
+    assert start.started == ["a", "b"] and "2 of them done earlier" in capsys.readouterr().out
+    for number, changed in enumerate(("trainer.steps=2", "optimizer.lr=0.5", "task.placebo=coin")):
+        done = run(tmp_path, start, changed)
+        assert len(start.started) == 2 * (number + 2) and {job.status for job in done} == {"finished"}
+        said = capsys.readouterr().out
+        assert "set aside 2 runs of other settings" in said and changed.partition("=")[0] in said
+        (row, _) = (bench.read_row(cell) for cell in matrix(tmp_path))
+        assert changed in row["overrides"] and row["reward"] == (2 * (number + 2) - 1) / 10
+    assert len(list((tmp_path / "noisy" / "a").glob("0.set_aside*"))) == 3
+    assert find_runs([tmp_path]) == [tmp_path / "noisy" / arm / "0" for arm in "ab"]
+
+
+def test_a_run_whose_config_cannot_be_read_is_run_anew(tmp_path):
+    start = Jobs()
+    run(tmp_path, start)
+    (tmp_path / "noisy" / "a" / "0" / "config.yaml").write_text("[")
+    run(tmp_path, start)
+    assert start.started == ["a", "b", "a"]
+
+
+def test_a_failed_run_is_told_and_tried_again(tmp_path, capsys):
+    start = Jobs()
+    start.failing = {"a"}
+    first, second = run(tmp_path, start)
+    assert (first.status, first.reason, second.status) == ("failed", "exit 1: it was told to fail", "finished")
+    assert "failed  exit 1: it was told to fail  see " in capsys.readouterr().out
+    start.failing = set()
+    assert [job.status for job in run(tmp_path, start)] == ["finished", "finished"]
+    assert start.started == ["a", "b", "a"]
+
+
+def test_a_row_says_what_its_run_says(tmp_path):
+    """Its overrides are those that the run was started with, not those of the command that reads it."""
+    start = Jobs()
+    run(tmp_path, start, "trainer.steps=1")
+    (row, _) = (bench.read_row(cell) for cell in matrix(tmp_path, "trainer.steps=9"))
+    assert "trainer.steps=1" in row["overrides"] and "trainer.steps=9" not in row["overrides"]
+    assert "resume" not in row["overrides"]
+
+
+def running(root: Path, **changed) -> Path:
+    """The record of a job that this process does."""
+    process = owner.describe_process(os.getpid()) | changed
+    record = record_path(root, root / "a")
+    save(record, RunJob(0, [], root / "a", "running", process))
+    return record
+
+
+def test_a_job_counts_as_running_only_while_its_own_process_does(tmp_path):
+    """A sweep refused for ever once another program had the number, and advised to end that."""
+    running(tmp_path)
+    with pytest.raises(ConfigError, match=f"still runs there as process {os.getpid()}"):
+        refuse_running(tmp_path)
+    for changed in ({"started": "7"}, {"place": "another boot"}, {"host": "elsewhere"}, {"pid": 2**22 + 1}, {"pid": "x"}):
+        running(tmp_path, **changed)
+        refuse_running(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"\xff", b'{"number": 0}', b'{"number": "x", "overrides": [], "folder": "a"}'])
+def test_a_damaged_record_is_passed_over(tmp_path, damage):
+    running(tmp_path).write_bytes(damage)
+    save(record_path(tmp_path, tmp_path / "b"), RunJob(1, [], tmp_path / "b", "finished"))
+    assert [job.folder.name for job in read_jobs(tmp_path / "jobs")] == ["b"]
+    refuse_running(tmp_path)
+
+
+class Patient(Ended):
+    """A job's process that ends when it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.told: list[int] = []
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.told:
+            return -self.told[0]
+        raise subprocess.TimeoutExpired("job", timeout)
+
+    def send_signal(self, sig: int) -> None:
+        self.told.append(sig)
+
+
+def test_a_job_is_told_of_a_signal_that_came_while_it_was_started(tmp_path):
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / STOP).write_text(json.dumps({"signal": signal.SIGTERM, "told": [1]}))
+    assert wait_for(Patient(), make_sweep(tmp_path, None, 1)) == -signal.SIGTERM
+    job = do_job(RunJob(0, [], tmp_path / "a"), make_sweep(tmp_path, None, 1), start=None)
+    assert job.status == "not started"
+
+
+def test_a_job_beside_its_sweep_ends_once_that_is_gone(tmp_path):
+    """In a launcher's process, to which the kernel has tied the job, and not to the sweep."""
+    sweep = make_sweep(tmp_path, None, 1)
+    ended = sweep._replace(process={**sweep.process, "started": "7"})
+    assert wait_for(Patient(), ended) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_second_start_is_refused_in_one_sentence(name, tmp_path, monkeypatch, capsys):
+    """Two benches in one folder deleted each other's runs."""
+    monkeypatch.chdir(tmp_path)
+    root = tmp_path / "outputs" / "sweep"
+    root.mkdir(parents=True)
+    living = {**owner.identity(), "pid": os.getppid(), "started": owner.started(os.getppid()), "token": "other"}
+    (root / "owner.json").write_text(json.dumps(living))
+    words = [word.replace("vowels", "noisy") for word in COMMANDS[name]]
+    assert main(words) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and f"process {os.getppid()} on " in said[0] and "takeover=true" in said[0]
+    assert [path.name for path in root.iterdir()] == ["owner.json"]

@@ -99,7 +99,7 @@ def kept_start(**given: Any) -> Mapping[str, torch.Tensor]:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if found := read_start(path):
+            if found := read_weights(path):
                 return found
             data = save(dict(taught(**given)))
             write_atomic(path, hashlib.sha256(data).digest() + data)
@@ -108,7 +108,7 @@ def kept_start(**given: Any) -> Mapping[str, torch.Tensor]:
     return taught(**given)
 
 
-def read_start(path: Path) -> Mapping[str, torch.Tensor]:
+def read_weights(path: Path) -> Mapping[str, torch.Tensor]:
     """The weights of a file of `kept_start`; empty if there is none, or if its digest tells that it was damaged."""
     try:
         content = path.read_bytes()

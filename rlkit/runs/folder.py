@@ -23,6 +23,7 @@ from rlkit.system.rows import read_rows
 from rlkit.system.shards import recorded
 
 OUTPUTS = Path("outputs")
+SET_ASIDE = ".set_aside"  # behind the name of a run folder that a sweep has put out of its way
 OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=(.*)", re.DOTALL)
 COUNT = re.compile(r"[-+\d.,eE]*|true|false|null|\{.*|\w+\(.*|\$\{.*", re.DOTALL)  # values that are no text
 

@@ -65,9 +65,7 @@ def refuse_running(root: Path) -> None:
     """Raises ConfigError where a job of an earlier sweep still runs, which has lost its sweep."""
     for job in read_jobs(root / "jobs"):
         if alive(job):
-            raise ConfigError(
-                f"{root}: job {job.folder.name} still runs there as process {job.process['pid']}; wait for it, or end it"
-            )
+            raise ConfigError(f"{root}: job {job.folder.name} still runs there as process {job.process['pid']}; wait for it, or end it")
 
 
 def check_jobs(jobs: Sequence[list[str]], config_dir: str | None, root: Path | None, resume: bool) -> set[str]:
@@ -251,5 +249,5 @@ def set_aside_changed(folder: Path, config: Mapping[str, Any]) -> str:
     if changed:
         if living := owner.occupied(folder):
             raise owner.Occupied(living)
-        put_aside(folder, ".set_aside")
+        put_aside(folder, runs.SET_ASIDE)
     return changed

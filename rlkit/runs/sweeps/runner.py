@@ -199,7 +199,7 @@ def do_job(job: RunJob, sweep: Sweep, start: Start | None = None, *, devices: in
     if (record.parent / STOP).exists() or owner.lost(sweep.root):
         return save(record, job._replace(status="not started"))
     if runs.is_run(job.folder) and not _checkpoints(job.folder) and not owner.occupied(job.folder):
-        put_aside(job.folder, ".set_aside")
+        put_aside(job.folder, runs.SET_ASIDE)
     began = time.time()
     code, said = run_process(job, sweep, start or start_process, devices)
     stopped = (record.parent / STOP).exists() and -code in SIGNALS

@@ -26,7 +26,7 @@ from typing import IO, Any
 
 from rlkit.system.parent import end_with, end_with_parent, tied
 
-START = "from rlkit.runs.sweeps import warm; warm.serve()"
+START = "from rlkit.runs.sweeps import warm; warm.serve_jobs()"
 LONGEST = 1 << 17  # bytes of a request: a command line and an environment
 IMPORTS = (
     "rlkit.runs.python",
@@ -144,7 +144,7 @@ def warm_server(environment: Mapping[str, str]) -> Iterator[WarmServer]:
 # ------------------------------------------------------------------------------------------------ the other processes
 
 
-def serve() -> None:
+def serve_jobs() -> None:
     """The server: imports, then one keeper for each request, until the sweep closes its end."""
     end_with_parent()
     link = socket.socket(fileno=int(sys.argv[1]))
