@@ -358,9 +358,20 @@ def test_a_bench_reuses_runs_of_the_same_settings_alone(tmp_path, capsys):
 def test_a_run_whose_config_cannot_be_read_is_run_anew(tmp_path):
     start = Jobs()
     run(tmp_path, start)
-    (tmp_path / "noisy" / "a" / "0" / "config.yaml").write_text("[")
+    config = tmp_path / "noisy" / "a" / "0" / "config.yaml"
+    config.write_text("[")
     run(tmp_path, start)
-    assert start.started == ["a", "b", "a"]
+    config.unlink()
+    run(tmp_path, start)
+    assert start.started == ["a", "b", "a", "a"]
+
+
+@pytest.mark.parametrize("names", [("a b", "a_b"), ("placebo_coin", "x"), ("..", ".")])
+def test_arms_that_would_share_a_folder_are_refused(tmp_path, capsys, names):
+    (tmp_path / "arms.yaml").write_text(json.dumps({name: ["algorithm=grpo"] for name in names}))
+    assert main(["bench", f"arms={tmp_path / 'arms.yaml'}", f"folder={tmp_path / 'out'}"]) == 2
+    assert "would have one folder" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_failed_run_is_told_and_tried_again(tmp_path, capsys):

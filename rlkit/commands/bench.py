@@ -70,12 +70,18 @@ def write_page(folder: Path, rows: list[dict[str, Any]], failed: dict[Path, str]
 
 def arms_of(given: dict[str, str]) -> dict[str, tuple[str, ...]]:
     """Name → overrides: options of `algorithm`, and those of a file of names and lists of overrides."""
+    from rlkit.runs.bench import PLACEBOS, folder_of
+
     arms: dict[str, tuple[str, ...]] = {name: (f"algorithm={name}",) for name in given["algorithms"].split(",") if name}
     if given["arms"]:
         try:
             arms |= {str(name): tuple(map(str, own)) for name, own in yaml.safe_load(Path(given["arms"]).read_text()).items()}
         except (OSError, yaml.YAMLError, AttributeError, TypeError) as error:
             raise ConfigError(f"arms={given['arms']}: needs a YAML file of `name: [override, …]` ({error})") from error
+    named: dict[str, str] = {}
+    for name in (*arms, *PLACEBOS):
+        if (other := named.setdefault(folder_of(name), name)) != name:
+            raise ConfigError(f"arms '{other}' and '{name}' would have one folder, {folder_of(name)}; rename one")
     if not arms:
         raise ConfigError("rlkit bench needs algorithms=grpo,dapo,… or arms=FILE.yaml")
     return arms
@@ -87,7 +93,7 @@ def tasks_of(text: str, config_dir: str | None) -> list[str]:
 
     folders = [conf_dir(), *([Path(config_dir)] if config_dir else [])]
     known = sorted({f.stem for folder in folders for f in (folder / "experiment" / "bench").glob("*.yaml")} - {"base"})
-    chosen = [name for name in text.split(",") if name] or known
+    chosen = [name for name in dict.fromkeys(text.split(",")) if name] or known
     if unknown := [name for name in chosen if name not in known]:
         raise ConfigError(f"tasks={unknown[0]}: there is no such task; there are {', '.join(known)}")
     return chosen

@@ -66,8 +66,8 @@ def matrix(
 
 
 def folder_of(arm: str) -> str:
-    """An arm's name as a folder's."""
-    return re.sub(r"[^\w.+=-]+", "_", arm)
+    """An arm's name as a folder's, which is one below its task's."""
+    return re.sub(r"[^\w.+=-]+|^\.+$", "_", arm) or "_"
 
 
 def run_all(
@@ -128,7 +128,7 @@ def prepare(cells: Sequence[MatrixRun], overrides: Mapping[MatrixRun, Sequence[s
     first = compose(overrides[cells[0]], config_dir=config_dir).config
     aside: dict[str, int] = {}
     for cell in cells:
-        if runs.is_run(cell.folder):
+        if runs.is_run(cell.folder) or runs.is_finished(cell.folder):
             config = compose(overrides[cell], config_dir=config_dir).config
             if not config.get("takeover") and (living := owner.occupied(cell.folder)):
                 raise owner.Occupied(living)

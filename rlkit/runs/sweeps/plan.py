@@ -209,7 +209,7 @@ OmegaConf.register_new_resolver("rlkit_folder", folder_name, replace=True)  # co
 def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> list[str]:
     """Why a job cannot run in its folder: a run is there already, or one of another config."""
     if not runs.is_run(folder):
-        return []
+        return [f"{folder} holds a finished run without config.yaml; move it away"] if runs.is_finished(folder) else []
     root = folder.parent
     other = f"another sweep needs a folder of its own, as in hydra.sweep.dir={root}_2"
     if not resume:
@@ -240,7 +240,7 @@ def set_aside_changed(folder: Path, config: Mapping[str, Any]) -> str:
 
     Raises: Occupied if a process works there; OSError where it cannot be moved.
     """
-    if not runs.is_run(folder):
+    if not runs.is_run(folder) and not runs.is_finished(folder):
         return ""
     try:
         changed = changed_settings(folder, config)
