@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -68,3 +71,44 @@ def test_the_children_of_a_tied_process_are_not_tied_by_its_environment(monkeypa
     monkeypatch.setenv(PARENT, tied()[PARENT])
     end_with_parent()
     assert PARENT not in os.environ
+
+
+SANDBOXED = {
+    "a program": "run(Job('while True: pass'), limits)\n",
+    "a session": "Interpreter(limits).run('while True: pass')\n",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", SANDBOXED.values(), ids=SANDBOXED)
+def test_no_code_of_a_model_outlives_the_trainer(code):
+    """It computes for ever, and its own limits are far away."""
+    start = (
+        "from rlkit.sandbox import Job, Sandbox, probe, run\n"
+        "from rlkit.sandbox.interpreter import Interpreter\n"
+        "limits = Sandbox(time_limit=600, allow_weak=True)\n"
+        "print(probe(), flush=True)\n"
+    )
+    command = [sys.executable, "-c", start + code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout.readline()
+        children = Path(f"/proc/{parent.pid}/task")
+        own: list[int] = []
+        deadline = time.monotonic() + 60
+        while not own and time.monotonic() < deadline:
+            own = [int(pid) for task in children.iterdir() for pid in (task / "children").read_text().split()]
+            own = [pid for pid in own if busy(pid)]
+        parent.kill()
+    assert own
+    for pid in own:
+        with contextlib.suppress(ProcessLookupError):
+            assert select.select([os.pidfd_open(pid)], [], [], 20)[0], "the program goes on"
+
+
+def busy(pid: int) -> bool:
+    """Whether a process has computed for a tenth of a second."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return int(fields[11]) > 10
