@@ -25,7 +25,7 @@ from rlkit.runs import folder as runs
 from rlkit.runs.report.read import find_runs
 from rlkit.runs.sweeps.jobs import RunJob, read_jobs, record_path, save
 from rlkit.runs.sweeps.plan import refuse_running
-from rlkit.runs.sweeps.runner import STOP, do_job, make_sweep, wait_for
+from rlkit.runs.sweeps.runner import SIGNALS, STOP, do_job, make_sweep, wait_for
 from rlkit.system import owner
 
 LIMIT = 400  # seconds in which what has to happen does, on the slowest machine
@@ -94,12 +94,24 @@ def furnish(place: Path, steps: int = 3) -> Path:
     return place
 
 
+def heed() -> None:
+    """Take the signals that a shell without job control, or nohup, has had ignored."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
 def begin(name: str, place: Path) -> subprocess.Popen:
-    """Starts the command; it takes Ctrl-C, even where a shell without job control started pytest."""
-    command = [sys.executable, "-m", "rlkit", *COMMANDS[name], "--config-dir", "conf"]
-    environment = os.environ | {"PYTHONPATH": str(place), "DISTURB": str(place), "OMP_NUM_THREADS": "1"}
-    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen(command, cwd=place, env=environment, preexec_fn=heed, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    """Starts the command."""
+    own = {"PYTHONPATH": str(place), "DISTURB": str(place), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "rlkit", *COMMANDS[name], "--config-dir", "conf"],
+        cwd=place,
+        env=os.environ | own,
+        preexec_fn=heed,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def complete(name: str, place: Path) -> subprocess.CompletedProcess:
