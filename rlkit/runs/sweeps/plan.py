@@ -44,6 +44,8 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
         )
     config = compose_sweep(given, config_dir)
     root, search = Path(config.hydra.sweep.dir), is_search(config)
+    if not config.takeover and (living := owner.occupied(root)):
+        raise owner.Occupied(living)  # before its jobs' folders are looked at, which belong to it
     resume = ([text.partition("=")[2] for text in given if text.lstrip("+").partition("=")[0] == "resume"] or ["never"])[-1]
     if resume not in ("never", "auto"):
         raise ConfigError(
