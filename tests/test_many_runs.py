@@ -196,7 +196,8 @@ def signalled(number: int):
             line = process.stderr.readline()
             assert line, process.communicate()
         said, errors = let_go(process, place)
-        assert process.returncode == 128 + number and "interrupted" in said, said + errors
+        assert process.returncode == 128 + number, said + errors
+        assert f"interrupted  by {signal.Signals(number).name}  see " in said, said + errors
         assert "to go on         rlkit " in said and "Traceback" not in said + errors
         gone(job)
 

@@ -202,11 +202,12 @@ def do_job(job: RunJob, sweep: Sweep, start: Start | None = None, *, devices: in
         put_aside(job.folder, runs.SET_ASIDE)
     began = time.time()
     code, said = run_process(job, sweep, start or start_process, devices)
-    stopped = (record.parent / STOP).exists() and -code in SIGNALS
+    number = -code if code < 0 else code - 128
+    stopped = code > 0 or (record.parent / STOP).exists()
     if runs.is_finished(job.folder):
         job = job._replace(status="finished")
-    elif stopped or code - 128 in SIGNALS:
-        job = job._replace(status="interrupted", reason=said)
+    elif number in SIGNALS and stopped:
+        job = job._replace(status="interrupted", reason=f"by {signal.Signals(number).name}")
     else:
         job = job._replace(status="failed", reason=said)
     return save(record, job._replace(seconds=time.time() - began))
