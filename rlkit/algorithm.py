@@ -35,6 +35,7 @@ from rlkit.types import (
     TokenLogprobs,
     ValueLossFn,
     ranges,
+    safe,
     unpacked,
 )
 
@@ -42,6 +43,7 @@ from rlkit.types import (
 PER_ROLLOUT = ("rewards", "group_ids", "truncated", "lengths", "reply_lengths", "greedy_rewards", "components", "metadata")
 
 
+@safe("name", "optimizer")
 @ranges(warmup=(0, None), coef=(0, None))
 class Critic(NamedTuple):
     """What predicts returns. No loss means no critic, and none is built.
@@ -63,6 +65,7 @@ class Critic(NamedTuple):
         return self.loss is not None
 
 
+@safe("loss", "parts")
 @ranges(coef=(0, None))
 class Stream(NamedTuple):
     """One per-token signal that is added to the loss: coef · Σ weights · loss per token, weights of its own over a mask of its own.
@@ -90,6 +93,7 @@ class Stream(NamedTuple):
 STREAMS = ("reward", "teacher", "imitation")
 
 
+@safe("name", "episodes", "streams")
 @ranges(epochs=(1, None), minibatches=(1, None), max_refills=(0, None), entropy_coef=(0, None))
 class Algorithm(NamedTuple):
     """A named set of functions; complete alone."""
@@ -127,6 +131,7 @@ class Algorithm(NamedTuple):
         return slots | ({"critic.loss": self.critic.loss} if self.critic.loss is not None else {})
 
 
+@safe("name")
 @ranges(coef=(0, None))
 class KL(NamedTuple):
     """The penalty that keeps the policy near the reference. `coef` 0 or no estimator means none, and no reference pass.

@@ -390,6 +390,48 @@ def ranges(**limits: tuple[float | None, float | None]) -> Callable[[Part], Part
     return mark
 
 
+# What a value of a parameter can reach, as the end of a sentence.
+REACHES = {
+    "program": "a program",
+    "address": "an address",
+    "path": "a path",
+    "import": "an import",
+    "variable": "an environment variable",
+    "outside": "what the sandbox keeps out",
+    "processor": "the processor without a limit",
+    "calls": "any function that the policy calls",  # a function there is called with arguments of the policy's
+}
+
+
+def reaches(**what: str) -> Callable[[Part], Part]:
+    """Declares what parameters of a part can reach by their value: `@reaches(command="program", cache="path")`.
+
+    A folder from a stranger may not set them without trust=true. The words are those of `REACHES`.
+    """
+    if unknown := [word for word in what.values() if word not in REACHES]:
+        raise ValueError(f"@reaches: there is no word '{unknown[0]}'; there are: {', '.join(REACHES)}")
+    return _with_verdicts("reaches", what)
+
+
+def safe(*names: str) -> Callable[[Part], Part]:
+    """Declares parameters of a part by whose value nothing can be reached: `@safe("name", "tags")`. A folder from a stranger may set them.
+
+    Numbers, booleans, Literals and parts are safe by their type. A text, a sequence, a mapping and a function need this word.
+    """
+    return _with_verdicts("safe", dict.fromkeys(names, ""))
+
+
+def _with_verdicts(kind: str, what: Mapping[str, str]) -> Callable[[Part], Part]:
+    def mark(part: Part) -> Part:
+        if unknown := what.keys() - inspect.signature(part).parameters:
+            raise ValueError(f"@{kind}: {getattr(part, '__name__', part)} has no parameter '{min(unknown)}'")
+        known = {**vars(part).get("__verdicts__", {}), **what}
+        setattr(part, "__verdicts__", known)  # noqa: B010  where a NamedTuple has it too
+        return part
+
+    return mark
+
+
 class Clip(NamedTuple):
     """Which tokens the clip of a loss touches: functions of the loss's own quantities and numbers → [B, T] bool. None: no token.
 

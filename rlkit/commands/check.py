@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlkit.commands.arguments import Arguments
+from rlkit.commands.arguments import Arguments, drop
 from rlkit.rewards import Reward, Term
 from rlkit.rewards import score as score_rollouts
 from rlkit.training.experiment import BatchSize, Experiment
@@ -194,7 +194,7 @@ def command(arguments: Arguments) -> int:
     from rlkit.tasks.splits import overlaps
     from rlkit.training.loggers import check_loggers
 
-    given, overrides = forecast.asked(arguments.overrides)
+    given, overrides = forecast.asked(drop(arguments.overrides, "trust"))
     composed = compose(overrides, config_dir=arguments.config_dir)
     x = experiment(composed)
     if given:

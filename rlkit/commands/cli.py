@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from rlkit.commands.arguments import parse
+from rlkit.commands.arguments import drop, parse
 from rlkit.errors import TRACEBACK, ConfigError, Refusal, RLKitError, raised_at, say, visible
 from rlkit.system.processors import wait_without_spinning
 
@@ -17,6 +17,7 @@ COMMANDS = (
     "train", "evaluate", "rollout", "agent", "serve", "export", "report", "runs", "compare", "plan", "bench", "check", "doctor", "replay",
     "metrics",
 )  # fmt: skip
+READ_NO_CODE = ("report", "runs", "compare", "plan", "bench", "doctor", "metrics")  # what they read of a folder is data
 HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-using tasks
 
   rlkit train                                    the embedded default: learns offline, on a CPU, in about a minute
@@ -46,7 +47,8 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   --config-dir DIR    options of your own; --config-name NAME takes overrides from DIR/NAME.yaml
   --cfg job           print the composed config, without a run (--resolve: with references replaced; --info: which option of each group)
   debug=true          print the traceback of an error too
-  trust=true          with run= or bundle=: the folder's config may call functions that do not ship with rlkit
+  trust=true          with run=, resume= or bundle=: a folder that is not your own may do what is not declared safe, which is printed.
+                      Every command takes it
   -m, --multirun      a sweep
 
 groups and their options:
@@ -84,6 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if arguments.multirun and words[0] != "train":
             raise ConfigError(f"rlkit {words[0]} takes one run at a time; -m belongs to rlkit train")
+        if words[0] in READ_NO_CODE:
+            from rlkit.commands.trust import is_trusted
+
+            is_trusted(arguments.overrides)  # every command takes the word
+            arguments = arguments._replace(overrides=drop(arguments.overrides, "trust"))
         if arguments.shown:
             return importlib.import_module("rlkit.commands.show").command(words[0], arguments)
         return importlib.import_module(f"rlkit.commands.{words[0]}").command(arguments)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.commands.arguments import STARTED, Arguments, added, drop, option
-from rlkit.commands.trust import asker
+from rlkit.commands.trust import asker, with_limits
 from rlkit.episodes.record import failed_rollout_kept, save_rollouts
 from rlkit.errors import ConfigError, DataError
 from rlkit.runs import folder as runs
@@ -130,17 +130,17 @@ def command(arguments: Arguments) -> int:
     from rlkit.config.problems.doubts import embedded_numbers
     from rlkit.config.problems.rows import check_tools, load_split
 
-    named, overrides = option(arguments.overrides, "run"), drop(drop(arguments.overrides, "run"), "split")
+    named, overrides = option(arguments.overrides, "run"), drop(drop(drop(arguments.overrides, "run"), "split"), "trust")
     split = next((known for known in SPLITS if known == (option(arguments.overrides, "split") or "test")), None)
     if split is None:
         raise ConfigError(f"split={option(arguments.overrides, 'split')}: there are {', '.join(SPLITS)}")
     run = runs.find_run(named, "run") if named else None
     ask = None
     if named and run is not None:
-        overrides = added(runs.saved_overrides(run), drop(overrides, "trust"))
-        ask = asker(f"run={named}", run, arguments)
+        ask = asker(f"run={named}", run, overrides, arguments, entry="evaluate", own_model=True)
+        overrides = added(runs.saved_overrides(run), overrides)
     composed = compose(overrides, entry="evaluate", config_dir=arguments.config_dir, before_import=ask)
-    x = experiment(composed)
+    x = with_limits(experiment(composed), arguments)
     if x.evaluation.n < 1:
         raise ConfigError(f"evaluation.n={x.evaluation.n}: there is nothing to evaluate; set it to at least 1")
     if max(x.evaluation.k) > x.evaluation.samples:

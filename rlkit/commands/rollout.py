@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rlkit.commands.arguments import STARTED, Arguments
+from rlkit.commands.arguments import STARTED, Arguments, drop
 from rlkit.config.problems.numbers import sampling_problems
 from rlkit.environments import environment_of
 from rlkit.episodes.record import append_rollouts, failed_rollout_kept, save_rollouts
@@ -138,7 +138,7 @@ def command(arguments: Arguments) -> int:
     from rlkit.config.problems.doubts import embedded_numbers
     from rlkit.config.schema import build
 
-    composed = compose(arguments.overrides, entry="rollout", config_dir=arguments.config_dir)
+    composed = compose(drop(arguments.overrides, "trust"), entry="rollout", config_dir=arguments.config_dir)
     x = build(composed.config)
     for line in embedded_numbers(x):
         print(f"warning: {line}")

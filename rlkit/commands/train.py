@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlkit.commands.arguments import STARTED, Arguments, added, drop, option, quote
-from rlkit.commands.trust import announcer
+from rlkit.commands.trust import asker
 from rlkit.config.changes import difference, refuse_changes
 from rlkit.distributed import launch, ranks
 from rlkit.errors import ConfigError, Refusal, RLKitError, say
@@ -34,22 +34,26 @@ def command(arguments: Arguments) -> int:
     if arguments.multirun:
         from rlkit.runs.sweeps import sweep
 
-        return sweep(arguments.overrides, config_dir=arguments.config_dir)
+        return sweep(drop(arguments.overrides, "trust"), config_dir=arguments.config_dir)
     from rlkit.config.compose import compose, experiment, length_keys
     from rlkit.config.problems.doubts import warnings
     from rlkit.config.problems.rows import load_tasks
     from rlkit.tasks.splits import overlaps
     from rlkit.training.loggers import check_loggers
 
-    overrides, named, place = list(arguments.overrides), option(arguments.overrides, "resume"), option(arguments.overrides, "hydra.run.dir")
+    overrides = drop(arguments.overrides, "trust")
+    named, place = option(overrides, "resume"), option(overrides, "hydra.run.dir")
     folder = Path(place) if place else None
     resume: Path | None = None
+    ask = None
     if named and named not in ("never", "auto"):
         folder = runs.find_run(named, "resume")
         resume = runs.checkpoint_source(named, folder)
         require_secrets(named, folder, overrides)
-        overrides = [*added(runs.saved_overrides(folder), drop(overrides, "resume")), f"resume={quote(named)}"]
-    composed = compose(overrides, config_dir=arguments.config_dir, before_import=announcer(folder) if folder and resume else None)
+        mine = [*drop(overrides, "resume"), f"resume={quote(named)}"]
+        ask = asker(f"resume={named}", folder, mine, arguments, entry="train")
+        overrides = added(runs.saved_overrides(folder), mine)
+    composed = compose(overrides, config_dir=arguments.config_dir, before_import=ask)
     x = experiment(composed)
     check_loggers(x.logger)
     if launch.must_start(x.trainer.devices, x.trainer.nodes):
@@ -121,16 +125,29 @@ def check_continues(folder: Path, config: dict, steps: int, resume: Path | None)
 
 def in_hydra(composed: Composed, folder: Path, job: Callable[[], int]) -> int:
     """Runs a job as Hydra's main does, with the config that is composed already: .hydra/ in its folder, Hydra's state, its callbacks."""
+    from hydra.core.hydra_config import HydraConfig
     from hydra.core.utils import run_job
     from hydra.types import RunMode
+    from omegaconf import OmegaConf
 
     from rlkit.config.compose import hydra_context
 
     config = composed.full
+    place = config.hydra.output_subdir
     config.hydra.run.dir, config.hydra.mode = str(folder), RunMode.RUN
+    config.hydra.output_subdir = None  # these files are written here: each whole, without secrets, and noted as the user's own
+
+    def work(task: Any) -> int:
+        own = HydraConfig.instance().cfg
+        parts = {"config.yaml": task, "hydra.yaml": own, "overrides.yaml": config.hydra.overrides.task}
+        with refusing(folder):
+            for name, part in parts.items() if place else ():
+                runs.write_hydra(folder, f"{place}/{name}", OmegaConf.to_yaml(part))
+        return job()
+
     with hydra_context(config) as context:
         context.callbacks.on_run_start(config=config, config_name="train")
-        done = run_job(lambda _: job(), config, "hydra.run.dir", None, hydra_context=context)
+        done = run_job(work, config, "hydra.run.dir", None, hydra_context=context)
         context.callbacks.on_run_end(config=config, config_name="train", job_return=done)
         return done.return_value
 
@@ -142,8 +159,8 @@ def run_in_folder(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: 
     fresh = resume is None
     try:
         with refusing(folder):
-            if ranks.rank() == 0:
-                runs.write_config(folder, config) if fresh else runs.cover_overrides(folder)
+            if ranks.rank() == 0 and fresh:
+                runs.write_config(folder, config, new=True)
             for line in runs.write_start(folder, config, versions()) if ranks.rank() == 0 else ():
                 print(f"resume: {line}", flush=True)
         with refusing(folder):

@@ -63,7 +63,8 @@ def compose(
       overrides: as on the command line. Keys that a part's signature knows need no `+`.
       entry: train, evaluate or rollout.
       config_dir: a folder of the user's own options.
-      before_import: looks at the plain config before a module that it names is imported; may refuse it.
+      before_import: looks at the config, with values of the environment as ${oc.env:NAME}, before a module that it names is imported;
+        may refuse it.
     Raises: ConfigError.
     """
     import logging
@@ -89,12 +90,51 @@ def compose(
         problems += _misplaced(plain)
     learn(plain, unresolved(full))
     if before_import is not None:
-        before_import(plain)
+        before_import(marked(full))
     problems += check(plain) or range_problems(plain)
     problems += phase_problems(plain, overrides)
     if problems:
         raise ConfigError("\n".join(problems))
     return Composed(plain, accepted, full)
+
+
+def without_values(theirs: Sequence[str], mine: Sequence[str], *, entry: str, config_dir: str | None) -> dict[str, Any]:
+    """The config of what a folder chooses among options and of all that the user says, without the folder's own values; as `marked`.
+
+    How strictly code is confined is no choice among equals: a folder's is left out.
+    """
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf
+
+    for name, resolver in RESOLVERS.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+    search = searchpath(config_dir)
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        chosen = [text for text in theirs if is_group(text, search) and not re.match(r"[+~]*(hydra|sandbox)\b", text)]
+        for own in ([*mine], []):  # without the user's where they only fit to the folder's
+            try:
+                full, _ = _load(entry, search, _check_overrides([*chosen, *own], search)[1])
+                return marked(full)
+            except ConfigError:
+                continue
+    return {}
+
+
+def marked(full: DictConfig) -> dict[str, Any]:
+    """The plain config in which each value of the environment stands as ${oc.env:NAME}, wherever references have carried it."""
+    from omegaconf import OmegaConf
+    from omegaconf.resolvers import oc
+
+    def name_it(name: str, *default: Any) -> Any:
+        return f"${{oc.env:{name}}}" if name in os.environ or not default else default[0]
+
+    OmegaConf.register_new_resolver("oc.env", name_it, replace=True)
+    try:
+        return _plain(full)
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
 @contextmanager

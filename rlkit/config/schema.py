@@ -96,7 +96,7 @@ def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str, 
         if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and not (partial and p.default is p.empty))
     }  # a partial part's required positional parameters are what it is called with, not what a config sets
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    hints = _hints(target)
+    hints = signature_hints(target)
     beside = [key for key in _beside(path) if key in node and key not in named]
     keys = [key for key in node if key not in SPECIAL and key not in beside]
     problems = [problem for key in beside for problem in _check_value(node[key], Callable[..., Any], _join(path, key), leaves)]
@@ -168,7 +168,7 @@ def _bare_function(node: Mapping[str, Any], hint: Any, where: str) -> list[str]:
     if not node.get("_partial_") or not wanted or not all(hasattr(option, "_fields") for option in wanted):
         return []
     part = _public_name(wanted[0])
-    held = next((name for name, kind in _hints(wanted[0]).items() if typing.get_origin(kind) is Callable), None)
+    held = next((name for name, kind in signature_hints(wanted[0]).items() if typing.get_origin(kind) is Callable), None)
     beneath = f"; write _target_: {part} there, and the function beneath it as {held}" if held else f"; write _target_: {part}"
     return [f"{where}: '{node['_target_']}' is a function, not a {part}{beneath}"]
 
@@ -228,7 +228,7 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
     return (hint,)
 
 
-def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+def signature_hints(target: Callable[..., Any]) -> dict[str, Any]:
     """Type hints by parameter; a hint that cannot be evaluated here counts as Any."""
     try:
         return typing.get_type_hints(target.__init__ if _is_plain_class(target) else target)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.errors import ConfigError
 from rlkit.system.loops import awaited
-from rlkit.types import Environment, Messages, Task
+from rlkit.types import Environment, Messages, Task, safe
 
 
+@safe("environments", "system_prompt")
 def by_task(*, environments: Mapping[str, Environment], system_prompt: str | None = None) -> Callable[[Task], Environment]:
     """A lookup of `task.environment` in named environments, so that a mixture runs each row its own way.
 

@@ -12,9 +12,10 @@ from rlkit.environments._dialogue import dialogue
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.errors import ConfigError, place
 from rlkit.system.loops import awaited
-from rlkit.types import Environment, Message, Messages, Rollout, Task, Tool
+from rlkit.types import Environment, Message, Messages, Rollout, Task, Tool, safe
 
 
+@safe("make", "parse_action", "render", "system_prompt")
 def gymnasium(
     *,
     make: Callable[[], Any],

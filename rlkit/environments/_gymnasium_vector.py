@@ -9,9 +9,11 @@ from typing import Any
 
 from rlkit.environments._gymnasium import gymnasium
 from rlkit.system.loops import awaited
-from rlkit.types import Environment, Task
+from rlkit.types import Environment, Task, reaches, safe
 
 
+@reaches(settings="import")
+@safe("make")
 def gymnasium_vector(*, make: Callable[..., Any], **settings: Any) -> Environment:
     """`gymnasium` for an environment that steps many episodes in one call.
 

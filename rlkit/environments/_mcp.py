@@ -16,12 +16,14 @@ from rlkit.environments.tool_parsers import hermes
 from rlkit.environments.tools import MAX_CHARS, TIMEOUT
 from rlkit.errors import ConfigError
 from rlkit.system.loops import AtMost
-from rlkit.types import Environment, Messages, Rollout, Task, Tool, ToolParser
+from rlkit.types import Environment, Messages, Rollout, Task, Tool, ToolParser, reaches, safe
 
 EPISODES = count()
 TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict, "null": type(None)}
 
 
+@reaches(servers="program")
+@safe("system_prompt")
 def mcp(
     *,
     servers: Mapping[str, Any],

@@ -13,9 +13,11 @@ from rlkit.environments._gymnasium import rewarded, seed_of
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.errors import ConfigError, EpisodeOver, place
 from rlkit.system.loops import awaited
-from rlkit.types import Environment, Messages, Rollout, Task, Tool
+from rlkit.types import Environment, Messages, Rollout, Task, Tool, reaches, safe
 
 
+@reaches(opponent="path")
+@safe("make", "parse_action", "render", "system_prompt")
 def two_players(
     *,
     make: Callable[[], Any],

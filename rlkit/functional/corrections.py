@@ -38,6 +38,7 @@ from rlkit.functional.kl import k2, k3
 from rlkit.functional.masking import fill_masked, full_precision, rollout_mean, segment_sum
 from rlkit.functional.proximal import binary_kl
 from rlkit.functional.ratios import LOG_RATIO_BOUND, log_ratio, token_ratio
+from rlkit.types import safe
 
 
 def no_correction(response_mask: Tensor) -> Tensor:
@@ -288,6 +289,7 @@ def second_moment_mask(logprobs_old: Tensor, logprobs_sampler: Tensor, response_
     return _kept(kept, squares, response_mask)
 
 
+@safe("parts")
 def product_correction(
     logprobs_old: Tensor,
     logprobs_sampler: Tensor,

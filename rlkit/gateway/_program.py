@@ -23,7 +23,7 @@ from rlkit.errors import ConfigError, place
 from rlkit.sandbox.process import CHILD, folder
 from rlkit.system.deadline import Countdown, DeadlinePassed
 from rlkit.system.loops import AtMost, closing
-from rlkit.types import Ask, Ended, Environment, Task, ToolParser
+from rlkit.types import Ask, Ended, Environment, Task, ToolParser, reaches, safe
 
 GUARD = Path(__file__).with_name("_guard_child.py")
 KEPT = 2000  # last bytes of a program's output, for the reason of a failure
@@ -55,6 +55,8 @@ class Client(NamedTuple):
             return json.load(reply)["choices"][0]["message"]
 
 
+@reaches(command="program", variables="variable", readable="path")
+@safe("function")
 def program(
     *,
     command: Sequence[str] = (),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rlkit.models.load import LoRA, add_lora, make_policy
-from rlkit.types import Policy, ranges
+from rlkit.types import Policy, ranges, safe
 
 TEMPLATE = """{%- for message in messages -%}
 {{- ('<a>' if message.role == 'assistant' else '<u>') + message.content + '<end>' -}}
@@ -20,6 +20,7 @@ CONTROL = ("<pad>", "<end>", "<u>", "<a>")
 CONTEXT = 256  # tokens
 
 
+@safe("replies", "symbols", "device")
 @ranges(width=(8, None), layers=(1, None), turns=(1, None), opinions=(0, None), init_std=(0, None), steps=(0, None), rate=(0, None))
 def fresh_policy(
     *,

@@ -20,7 +20,7 @@ from rlkit.rewards._score import Verdict, final_answer
 from rlkit.rewards.aggregators import batched
 from rlkit.system.deadline import in_worker
 from rlkit.system.files import lenient, write_atomic
-from rlkit.types import Rollout, gives, ranges
+from rlkit.types import Rollout, gives, ranges, reaches, safe
 
 INSTRUCTIONS = (
     "You judge the last reply of an assistant. The next message is a JSON document: the criteria by name, the conversation, and the "
@@ -53,6 +53,8 @@ class _Settings(NamedTuple):
     budget: int | None
 
 
+@reaches(address="address", cache="path")
+@safe("model", "rubric", "weights", "api_key")
 @ranges(levels=(1, None), concurrency=(1, None), retries=(0, None), backoff=(0, None), timeout=(0.001, None), budget=(0, None))
 @gives("non_negative", "raw")
 @batched

@@ -15,7 +15,7 @@ from rlkit.distributed import ranks
 from rlkit.errors import ConfigError, Refusal, RLKitError, place, written
 from rlkit.rewards.aggregators import weighted_sum
 from rlkit.system.deadline import contained, in_thread, in_worker
-from rlkit.types import AggregatorFn, Metrics, Rollout, Task, unpacked
+from rlkit.types import AggregatorFn, Metrics, Rollout, Task, safe, unpacked
 
 F = TypeVar("F", bound=Callable[..., Any])
 NOTES = "reward_metrics"  # key of a rollout's metadata: term → metric → value
@@ -67,6 +67,7 @@ def final_answer(rollout: Rollout) -> str | None:
     return None if last.finish_reason == "length" or last.tool_calls else rollout.final_content
 
 
+@safe("fn")
 class Term(NamedTuple):
     """A component of a reward: a function of one rollout, plain or async.
 
@@ -90,6 +91,7 @@ class Term(NamedTuple):
     threads: int = 1
 
 
+@safe("name", "terms")
 class Reward(NamedTuple):
     """Named terms in order, and how they become one number.
 

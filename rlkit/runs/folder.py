@@ -18,6 +18,7 @@ from rlkit.config.schema import renamed
 from rlkit.config.trust import read_yaml
 from rlkit.errors import ConfigError, DataError
 from rlkit.system.files import put_aside, refusing, write_atomic
+from rlkit.system.noted import is_noted, note
 from rlkit.system.redaction import FROM_ENVIRONMENT, NUMBER, REDACTED, SECRET, redacted
 from rlkit.system.rows import read_rows
 from rlkit.system.shards import recorded
@@ -137,18 +138,36 @@ def read_config(folder: Path) -> dict[str, Any]:
     return renamed(config)
 
 
-def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """The resolved config without its secrets, for people and for resume; whole or not there."""
-    write_atomic(folder / "config.yaml", dump(redacted(config)))
+def write_config(folder: Path, config: Mapping[str, Any], *, new: bool = False) -> None:
+    """The resolved config without its secrets, for people and for resume; whole or not there. A new folder is noted as the user's own."""
     cover_overrides(folder)
+    content = dump(redacted(config))
+    if new:
+        note(folder, {"config.yaml": content})
+    rewrite(folder, "config.yaml", content)
 
 
 def cover_overrides(folder: Path) -> None:
-    """Takes the secrets out of the files that Hydra has just written to .hydra/."""
+    """Takes the secrets out of the files of .hydra/."""
     for path in (folder / ".hydra").glob("*.yaml"):
-        written = yaml.safe_load(path.read_text())
-        if (hidden := without_secrets(written)) != written:
-            write_atomic(path, dump(hidden))
+        write_hydra(folder, f".hydra/{path.name}", path.read_text())
+
+
+def write_hydra(folder: Path, name: str, text: str) -> None:
+    """A file of .hydra/ without its secrets; `text` is YAML as Hydra would write it."""
+    written = yaml.safe_load(text)
+    hidden = without_secrets(written)
+    rewrite(folder, name, text.encode() if hidden == written else dump(hidden))
+
+
+def rewrite(folder: Path, name: str, content: bytes) -> None:
+    """Writes a config file of a run folder. A folder that is noted as the user's own stays so, also where a kill comes in between."""
+    path = folder / name
+    if path.is_file() and path.read_bytes() == content:
+        return
+    if is_noted(folder):
+        note(folder, {name: content})
+    write_atomic(path, content)
 
 
 def dump(config: Any) -> bytes:

@@ -134,6 +134,6 @@ def _begun(x: Experiment, folder: Path) -> Any:
         if overrides:
             (folder / ".hydra").mkdir(exist_ok=True)
             write_atomic(folder / ".hydra" / "overrides.yaml", runs.dump(list(overrides)))
-        runs.write_config(folder, config)
+        runs.write_config(folder, config, new=True)
         runs.write_start(folder, config, versions())
     return owner.owned(folder)

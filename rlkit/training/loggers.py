@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from rlkit.errors import ConfigError, install
 from rlkit.system.files import LOST, lose, reason, unwritable
+from rlkit.types import reaches, safe
 
 # ---------------------------------------------------------------------------------------------------- conf/logger
 
@@ -31,6 +32,8 @@ def tensorboard(run: Path, step: int, /) -> Any:
     return TensorBoardLogger(save_dir=str(run), name="", version="tensorboard", default_hp_metric=False, purge_step=purge)
 
 
+@reaches(entity="address", mode="address")
+@safe("project", "group", "tags", "job_type")
 def wandb(
     run: Path,
     step: int,
@@ -64,6 +67,8 @@ def wandb(
     return WandbLogger(project=project, entity=entity, mode=mode, resume=resume, **named)
 
 
+@reaches(tracking_uri="address")
+@safe("experiment")
 def mlflow(run: Path, step: int, /, *, experiment: str = "rlkit", tracking_uri: str | None = None) -> Any:
     """MLflow, the run named as its folder; a resumed run goes on in the same one.
 
@@ -87,6 +92,8 @@ def mlflow(run: Path, step: int, /, *, experiment: str = "rlkit", tracking_uri: 
     return logger
 
 
+@reaches(space="address")
+@safe("project")
 def trackio(run: Path, step: int, /, *, project: str = "rlkit", space: str | None = None) -> Any:
     """Trackio, named as the run folder; a resumed run goes on in the same one. `trackio show` opens the dashboard.
 

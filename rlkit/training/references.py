@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rlkit.distributed import ranks
 from rlkit.errors import PartError, written
-from rlkit.types import Measured, Reference, assumes
+from rlkit.types import Measured, Reference, assumes, reaches, safe
 
 ADAPTER = "reference"  # name of the second adapter under LoRA
 
@@ -45,6 +45,8 @@ def live() -> Reference:
     return _made_again("live", lambda policy, **_: None, _policy_itself)
 
 
+@reaches(path="path", revision="path")
+@safe("key")
 def frozen(*, path: str | None = None, revision: str | None = None, key: str = "reference.path") -> Reference:
     """The policy as it was when this began: at the start of the run, or of the phase that brings it. Or another model: a teacher.
 

@@ -14,7 +14,7 @@ from rlkit.episodes.episode import opening
 from rlkit.models.chat import encode_prompt
 from rlkit.training.references import ema, frozen, live
 from rlkit.training.served import served
-from rlkit.types import Message, Policy, Reference, Rollout
+from rlkit.types import Message, Policy, Reference, Rollout, reaches, safe
 
 Show = Callable[[Rollout, Sequence[Rollout]], "str | None"]  # (rollout, its group) → what is added to the prompt; None: no token counts
 
@@ -32,6 +32,7 @@ def no_teacher() -> Teacher:
     return Teacher()
 
 
+@reaches(path="path", revision="path", paths="path")
 def path_teacher(*, path: str | None = None, revision: str | None = None, paths: Mapping[str, str] | None = None) -> Teacher:
     """Other models with the policy's vocabulary: one for all prompts, or one for each part of a mixture.
 
@@ -56,6 +57,8 @@ def ema_teacher(*, decay: float) -> Teacher:
     return Teacher("ema", {"": ema(decay=decay)})
 
 
+@reaches(addresses="address", parts="address")
+@safe("model")
 def vllm_teacher(
     *,
     addresses: Sequence[str] = (),

@@ -17,6 +17,7 @@ from rlkit.errors import NonFinite, Refusal
 from rlkit.system import owner, rng
 from rlkit.system.deadline import process_ends_after
 from rlkit.system.files import lenient, write_atomic
+from rlkit.system.noted import is_noted, note
 from rlkit.system.redaction import cover
 from rlkit.training import drift
 from rlkit.training.callbacks.checkpoints import AtomicCheckpointIO
@@ -49,6 +50,8 @@ class DebugBundle(L.Callback):
                 write_atomic(folder / "traceback.txt", text.encode(errors="backslashreplace"))
                 if (self.run / "config.yaml").exists():
                     shutil.copy(self.run / "config.yaml", folder)
+                    if is_noted(self.run):
+                        note(folder)
                 if module.rollouts:
                     save_rollouts(folder / "rollouts.jsonl.gz", module.rollouts)
         if not failed or (ranks.sharded(module.model) and not together):
