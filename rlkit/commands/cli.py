@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from rlkit.commands.arguments import drop, parse
+from rlkit.commands.arguments import drop, is_trusted, parse
 from rlkit.errors import TRACEBACK, ConfigError, Refusal, RLKitError, raised_at, say, visible
 from rlkit.system.processors import wait_without_spinning
 
@@ -86,10 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if arguments.multirun and words[0] != "train":
             raise ConfigError(f"rlkit {words[0]} takes one run at a time; -m belongs to rlkit train")
+        is_trusted(arguments.overrides)  # every command takes the word, and no other value of it
         if words[0] in READ_NO_CODE:
-            from rlkit.commands.trust import is_trusted
-
-            is_trusted(arguments.overrides)  # every command takes the word
             arguments = arguments._replace(overrides=drop(arguments.overrides, "trust"))
         if arguments.shown:
             return importlib.import_module("rlkit.commands.show").command(words[0], arguments)

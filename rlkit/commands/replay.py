@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlkit.commands.arguments import Arguments, drop, option
-from rlkit.commands.trust import is_trusted
+from rlkit.commands.arguments import Arguments, drop, is_trusted, option
 from rlkit.errors import ConfigError
 from rlkit.system.noted import is_noted
 from rlkit.system.redaction import learn

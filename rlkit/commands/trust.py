@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlkit.commands.arguments import Arguments, option
+from rlkit.commands.arguments import Arguments, is_trusted, option
 from rlkit.config.compose import conf_dir, without_values
 from rlkit.config.keys import leaks, refuse_leaks
 from rlkit.config.trust import Folder, named_functions, outside, require_trust, strange_overrides, with_environment
 from rlkit.errors import ConfigError
-from rlkit.models.load import EMBEDDED
 from rlkit.runs import folder as runs
 from rlkit.system.noted import is_noted
 from rlkit.system.redaction import learn
@@ -48,14 +47,6 @@ def asker(
     return ask
 
 
-def is_trusted(overrides: Sequence[str]) -> bool:
-    """Whether the command line says trust=true. Raises ConfigError for any other value than true or false."""
-    given = option(overrides, "trust")
-    if given not in (None, "true", "false"):
-        raise ConfigError(f"trust={given}: must be true or false")
-    return given == "true"
-
-
 def model_of(run: Path, where: str, arguments: Arguments) -> dict[str, Any]:
     """The model of a run, from its config, which is read as data.
 
@@ -76,6 +67,7 @@ def model_of(run: Path, where: str, arguments: Arguments) -> dict[str, Any]:
 def with_limits(x: Any, arguments: Arguments) -> Any:
     """The settings of run=FOLDER; where that is a stranger's and not trusted, the chat template of its model gets limits."""
     from rlkit.models.confined import confined
+    from rlkit.models.load import EMBEDDED
 
     named = option(arguments.overrides, "run")
     path = getattr(x.model, "keywords", {}).get("path")

@@ -90,7 +90,7 @@ def compose(
         problems += _misplaced(plain)
     learn(plain, unresolved(full))
     if before_import is not None:
-        before_import(marked(full))
+        before_import(with_variables(full))
     problems += check(plain) or range_problems(plain)
     problems += phase_problems(plain, overrides)
     if problems:
@@ -99,7 +99,9 @@ def compose(
 
 
 def without_values(theirs: Sequence[str], mine: Sequence[str], *, entry: str, config_dir: str | None) -> dict[str, Any]:
-    """The config of what a folder chooses among options and of all that the user says, without the folder's own values; as `marked`.
+    """The config of what a folder chooses among options and of all that the user says, in the form of `with_variables`.
+
+    The folder's own values are left out.
 
     How strictly code is confined is no choice among equals: a folder's is left out.
     """
@@ -116,13 +118,13 @@ def without_values(theirs: Sequence[str], mine: Sequence[str], *, entry: str, co
         for own in ([*mine], []):  # without the user's where they only fit to the folder's
             try:
                 full, _ = _load(entry, search, _check_overrides([*chosen, *own], search)[1])
-                return marked(full)
+                return with_variables(full)
             except ConfigError:
                 continue
     return {}
 
 
-def marked(full: DictConfig) -> dict[str, Any]:
+def with_variables(full: DictConfig) -> dict[str, Any]:
     """The plain config in which each value of the environment stands as ${oc.env:NAME}, wherever references have carried it."""
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc

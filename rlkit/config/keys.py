@@ -6,7 +6,21 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlkit.config.trust import ABSENT, SENDS, Folder, Verdict, at, is_known, is_shipped, is_text, item, plain_parts, same, short, verdicts
+from rlkit.config.trust import (
+    ABSENT,
+    SENDS,
+    Declared,
+    Folder,
+    below,
+    declared_by,
+    is_known,
+    is_same,
+    is_shipped,
+    is_text,
+    item,
+    plain_parts,
+    short,
+)
 from rlkit.errors import ConfigError
 from rlkit.system.redaction import FROM_ENVIRONMENT, SECRET
 
@@ -39,10 +53,10 @@ def leaks(node: Any, by: Folder, base: Any = ABSENT) -> list[Leak]:
     found: list[Leak] = []
     places: list[str] = []
     for path, function, own_base in _functions(node, base, ""):
-        own = _places(function, by, own_base, path)
-        places += own
-        if own:
-            found += _beside(function, own_base, path, own[0])
+        named = _places(function, by, own_base, path)
+        places += named
+        if named:
+            found += _beside(function, own_base, path, named[0])
     for path, text, own in _leaves(node, base, "") if places else ():
         if not own and (names := FROM_ENVIRONMENT.findall(text)):
             found.append(Leak(path, f"the value of {names[0]}", places[0]))
@@ -53,10 +67,10 @@ def _functions(node: Any, base: Any, path: str) -> Iterator[tuple[str, Mapping[s
     """(path, node, its base) of every function of a config."""
     if isinstance(node, Mapping):
         if "_target_" in node:
-            base = base if at(base, "_target_") == node["_target_"] else ABSENT
+            base = base if below(base, "_target_") == node["_target_"] else ABSENT
             yield path, node, base
         for key, value in node.items():
-            yield from _functions(value, at(base, key), f"{path}.{key}" if path else str(key))
+            yield from _functions(value, below(base, key), f"{path}.{key}" if path else str(key))
     elif isinstance(node, list):
         for i, value in enumerate(node):
             yield from _functions(value, item(base, i), f"{path}[{i}]")
@@ -81,8 +95,8 @@ def _places(node: Mapping[str, Any], by: Folder, base: Any, path: str) -> list[s
         return [f"{path}._target_={target!s:.80}" if path else f"_target_={target!s:.80}"]
     found = []
     for key, value in node.items():
-        verdict = verdicts(target).get(key, Verdict(""))
-        if verdict.word not in SENDS or is_shipped(value, verdict, target, key, by) or same(value, at(base, key)):
+        verdict = declared_by(target).get(key, Declared(""))
+        if verdict.word not in SENDS or is_shipped(value, verdict, target, key, by) or is_same(value, below(base, key)):
             continue
         if verdict.plain or any(is_text(part) and not FROM_ENVIRONMENT.fullmatch(part) for part in plain_parts(value)):
             found.append(f"{path}.{key}={short(value)}" if path else f"{key}={short(value)}")
@@ -93,12 +107,12 @@ def _leaves(node: Any, base: Any, path: str) -> Iterator[tuple[str, str, bool]]:
     """(path, text, whether rlkit or the user himself gives it) of every text."""
     if isinstance(node, Mapping):
         for key, value in node.items():
-            yield from _leaves(value, at(base, key), f"{path}.{key}" if path else str(key))
+            yield from _leaves(value, below(base, key), f"{path}.{key}" if path else str(key))
     elif isinstance(node, list):
         for i, value in enumerate(node):
             yield from _leaves(value, item(base, i), f"{path}[{i}]")
     elif isinstance(node, str):
-        yield path, node, same(node, base)
+        yield path, node, is_same(node, base)
 
 
 def refuse_leaks(found: Sequence[Leak], where: str) -> None:

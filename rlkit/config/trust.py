@@ -94,7 +94,7 @@ def _marked(value: Any) -> Any:
     return FROM_ENVIRONMENT.sub(r"${oc.env:\1}", value) if isinstance(value, str) else value
 
 
-class Verdict(NamedTuple):
+class Declared(NamedTuple):
     """What a value of a parameter can reach: a word of `REACHES`, "" for nothing, or UNDECLARED."""
 
     word: str
@@ -103,7 +103,7 @@ class Verdict(NamedTuple):
 
 
 @functools.cache
-def verdicts(name: str) -> Mapping[str, Verdict]:
+def declared_by(name: str) -> Mapping[str, Declared]:
     """Parameter → its verdict, of a function that a config names. It is imported."""
     target = resolve(name)
     declared = getattr(inspect.unwrap(target, stop=lambda f: hasattr(f, "__verdicts__")), "__verdicts__", {})
@@ -113,7 +113,7 @@ def verdicts(name: str) -> Mapping[str, Verdict]:
         plain = safe_by_type(hints.get(key, Any))
         otherwise = "" if plain or OPTIMIZER.fullmatch(name) else UNDECLARED
         default = None if parameter.default is parameter.empty else parameter.default
-        found[key] = Verdict(declared.get(key, otherwise), default, plain)
+        found[key] = Declared(declared.get(key, otherwise), default, plain)
     return found
 
 
@@ -150,14 +150,14 @@ def outside(node: Any, by: Folder, base: Any = ABSENT, path: str = "") -> Iterat
 
 
 def _outside(node: Any, by: Folder, base: Any, path: str, word: str) -> Iterator[str]:
-    if same(node, base):
+    if is_same(node, base):
         return
     if isinstance(node, Mapping):
         if "_target_" in node:
             yield from _of_a_function(node, by, base, path, word)
             return
         for key, value in node.items():
-            yield from _outside(value, by, at(base, key), f"{path}.{key}" if path else str(key), word)
+            yield from _outside(value, by, below(base, key), f"{path}.{key}" if path else str(key), word)
     elif isinstance(node, list):
         for i, value in enumerate(node):
             yield from _outside(value, by, item(base, i), f"{path}[{i}]", word)
@@ -165,11 +165,11 @@ def _outside(node: Any, by: Folder, base: Any, path: str, word: str) -> Iterator
         yield f"{path} reads the environment variable {names[0]}"
 
 
-def same(node: Any, base: Any) -> bool:
+def is_same(node: Any, base: Any) -> bool:
     return base is not ABSENT and type(node) is type(base) and node == base
 
 
-def at(base: Any, key: Any) -> Any:
+def below(base: Any, key: Any) -> Any:
     return base.get(key, ABSENT) if isinstance(base, Mapping) else ABSENT
 
 
@@ -183,48 +183,48 @@ def is_known(target: Any, by: Folder) -> bool:
 
 def _of_a_function(node: Mapping[str, Any], by: Folder, base: Any, path: str, word: str) -> Iterator[str]:
     target = node["_target_"]
-    base = base if at(base, "_target_") == target else ABSENT
+    base = base if below(base, "_target_") == target else ABSENT
     known = is_known(target, by) or base is not ABSENT
-    own = verdicts(target) if known else {}
+    own = declared_by(target) if known else {}
     if not known:
         yield f"{path or 'the config'} calls {target!s:.80}"
     if word == "calls" and node.get("_partial_"):
         open_to = [key for key, verdict in own.items() if verdict.word]
         if open_to:
             yield f"{path} lets the policy call {target}, whose {open_to[0]} can reach {_reach(own[open_to[0]].word)}"
-    if node.get("_args_") and not same(node["_args_"], at(base, "_args_")):
+    if node.get("_args_") and not is_same(node["_args_"], below(base, "_args_")):
         yield f"{path}._args_={short(node['_args_'])} can reach {UNDECLARED}"
     for key, value in node.items():
-        if key in CALLS or same(value, at(base, key)):
+        if key in CALLS or is_same(value, below(base, key)):
             continue
         where = f"{path}.{key}" if path else str(key)
-        verdict = _verdict(own, key, value) if known and key != "suggests" else Verdict("")
+        verdict = _verdict(own, key, value) if known and key != "suggests" else Declared("")
         if is_shipped(value, verdict, target, key, by):
             continue
-        if verdict.word and _says(value, verdict) and not _of_the_folder(target, key, value, by):
+        if verdict.word and _says(value, verdict) and not _is_own_model(target, key, value, by):
             yield f"{where}={short(value)} can reach {_reach(verdict.word)}"
-        yield from _outside(value, by, at(base, key), where, verdict.word)
+        yield from _outside(value, by, below(base, key), where, verdict.word)
 
 
-def _verdict(own: Mapping[str, Verdict], key: str, value: Any) -> Verdict:
+def _verdict(own: Mapping[str, Declared], key: str, value: Any) -> Declared:
     """Of a parameter, or of the further keywords that the function takes. A part that stands beside the parameters has its own check."""
     if key in own:
         return own[key]
     if isinstance(value, Mapping) and "_target_" in value:
-        return Verdict("")
-    return next((v for name, v in own.items() if name in ("settings", "kwargs")), Verdict(UNDECLARED))
+        return Declared("")
+    return next((v for name, v in own.items() if name in ("settings", "kwargs")), Declared(UNDECLARED))
 
 
-def is_shipped(value: Any, verdict: Verdict, target: Any, key: str, by: Folder) -> bool:
+def is_shipped(value: Any, verdict: Declared, target: Any, key: str, by: Folder) -> bool:
     """Whether a value is the function's own default, or what a shipped option gives it."""
-    if same(value, verdict.default) or value is None:
+    if is_same(value, verdict.default) or value is None:
         return True
     if verdict.plain and verdict.word:
         return False
     return value in shipped(by.conf).get(str(target), {}).get(key, ())
 
 
-def _says(value: Any, verdict: Verdict) -> bool:
+def _says(value: Any, verdict: Declared) -> bool:
     """Whether a value says anything: a text anywhere in it, or a number or truth value that is declared to reach something."""
     return verdict.plain or any(map(is_text, plain_parts(value)))
 
@@ -246,9 +246,15 @@ def is_text(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def _of_the_folder(target: Any, key: str, value: Any, by: Folder) -> bool:
-    """Whether a value is the model that lies in the folder itself."""
-    if (target, key) != MODEL or by.place is None or not isinstance(value, str):
+def _is_own_model(target: Any, key: str, value: Any, by: Folder) -> bool:
+    """Whether a value is a model that ships with rlkit, or one that lies in the folder itself."""
+    from rlkit.models.load import EMBEDDED  # brings torch
+
+    if (target, key) != MODEL or not isinstance(value, str):
+        return False
+    if value in EMBEDDED:
+        return True
+    if by.place is None:
         return False
     try:
         found = Path(value).expanduser().resolve()

@@ -32,14 +32,14 @@ def limit_time(seconds: int) -> None:
 
 def rendered(asked: dict) -> str:
     """The text of a conversation. Raises: whatever the template raises; MemoryError at the limit."""
-    (text,), _ = render_jinja_template(
+    texts, _ = render_jinja_template(
         conversations=[asked["messages"]],
         tools=asked["tools"],
         chat_template=asked["template"],
         add_generation_prompt=True,
         **asked["arguments"],
     )
-    return text
+    return texts[0]
 
 
 def main() -> None:
