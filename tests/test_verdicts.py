@@ -12,11 +12,14 @@ import pytest
 import yaml
 
 from laws import cases, each, options
+from rlkit.commands.arguments import Arguments, added
 from rlkit.commands.cli import COMMANDS, main
+from rlkit.commands.trust import asker
 from rlkit.config.compose import compose, conf_dir, without_values
 from rlkit.config.experiment import literal
 from rlkit.config.schema import resolve, signature_hints
 from rlkit.config.trust import UNDECLARED, Folder, declared_by, outside, safe_by_type, shipped
+from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
 from rlkit.types import REACHES, reaches, safe
 
@@ -66,9 +69,7 @@ def test_a_new_parameter_without_a_verdict_is_not_safe():
 @each(
     "hint, expected",
     [(int, True), (float | None, True), (Literal["a"], True), (bool, True), (Path, True)]
-    + [
-        (hint, False) for hint in (str, str | None, Sequence[int], Mapping[str, float], Any, object, typing.Callable, Sequence, float | str)
-    ],
+    + [(hint, False) for hint in (str, str | None, Sequence[int], Mapping[str, float], Any, object, typing.Callable, float | str)],
 )
 def test_safe_by_type(hint, expected):
     assert safe_by_type(hint) == expected
@@ -150,7 +151,7 @@ OVERRIDES = {
     "a weaker sandbox": (["sandbox=weak"], "sandbox.allow_weak=True can reach what the sandbox keeps out"),
     "a weaker sandbox by value": (["sandbox.min_level=basic"], "sandbox.min_level=basic"),
     "one tool's sandbox": (
-        ["environment.environments.python.tools.python.sandbox.allow_weak=true"],
+        ["++environment.environments.python.tools.python.sandbox={_target_: rlkit.sandbox.Sandbox, allow_weak: true}"],
         "environment.environments.python.tools.python.sandbox.allow_weak=True",
     ),
     "a search path": (["hydra.searchpath=[pkg://strange]"], "hydra.searchpath=[pkg://strange] can reach an import"),
@@ -184,23 +185,39 @@ OVERRIDES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "kind", cases(OVERRIDES, ["a weaker sandbox", "a search path behind a space", "a program", "the environment in disguise"])
-)
-def test_every_way_around_is_closed(kind, tmp_path, capsys, monkeypatch):
+class Asked(Exception):
+    """Ends a composition once the folder has been judged."""
+
+
+def judge(folder: Path, mine: list[str], entry: str) -> None:
+    """Raises ConfigError where a command would ask; otherwise Asked, before anything is imported."""
+    ask = asker(f"run={folder}", folder, mine, Arguments(mine), entry=entry, own_model=True)
+
+    def stop(config):
+        ask(config)
+        raise Asked
+
+    compose(added(runs.saved_overrides(folder), mine), entry=entry, before_import=stop)
+
+
+@pytest.mark.filterwarnings("ignore:provider=hydra.searchpath")
+@pytest.mark.parametrize("kind", cases(OVERRIDES, ["a weaker sandbox", "a search path behind a space", "a program"]))
+def test_every_way_around_is_closed(kind, tmp_path, monkeypatch):
     """Each is refused by evaluate and by resume, and none where the user says the same on his own command line."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "strange").mkdir()
     overrides, expected = OVERRIDES[kind]
     folder = tmp_path / "run"
     (folder / ".hydra").mkdir(parents=True)
-    (folder / "config.yaml").write_text(runs.dump(compose([]).config).decode())
     (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(overrides))
-    for words in (["evaluate", f"run={folder}"], ["train", f"resume={folder}"]):
-        assert main(words) == 2
-        said = capsys.readouterr().err
-        assert expected in said and "say trust=true" in said and said.count("\n") == 1, said
-        main([*words, *overrides, "evaluation.n=0"])
-        assert "say trust=true" not in capsys.readouterr().err
+    for entry in ("evaluate", "train"):
+        with pytest.raises(ConfigError) as refused:
+            judge(folder, [], entry)
+        assert expected in str(refused.value) and "say trust=true" in str(refused.value)
+        with pytest.raises((Asked, ConfigError)) as ended:
+            judge(folder, overrides, entry)
+        assert "say trust=true" not in str(ended.value)
     assert not (tmp_path / "ran").exists()
 
 

@@ -79,9 +79,16 @@ def shipped(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
                 for key, value in node.items():
                     own.setdefault(key, []).append(_marked(value))
 
-    for file in sorted(conf.rglob("*.yaml")):
-        if file.relative_to(conf).parts[0] != "hydra":
-            collect(yaml.load(file.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+    files = [file for file in sorted(conf.rglob("*.yaml")) if file.relative_to(conf).parts[0] != "hydra"]
+    options = {file: yaml.load(file.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) for file in files}
+    for option in options.values():
+        collect(option)
+    for file, option in options.items():  # one that takes its function from another option of its group
+        if isinstance(option, dict) and "_target_" not in option:
+            group = [other for place, other in options.items() if place.parent == file.parent and isinstance(other, dict)]
+            for name in {str(other["_target_"]) for other in group if "_target_" in other} & found.keys():
+                for key, value in option.items():
+                    found[name].setdefault(key, []).append(_marked(value))
     return found
 
 

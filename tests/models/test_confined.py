@@ -43,7 +43,7 @@ def test_it_renders_the_same(policy, tiny):
     dialogue = [
         *ASKED,
         {"role": "assistant", "content": "Nobody.", "reasoning_content": "Hm."},
-        {"role": "user", "content": "\u2028 «Why»?"},
+        {"role": "user", "content": "«Why»?"},
     ]
     assert encode_prompt(policy.renderer, dialogue, TOOLS) == encode_prompt(tiny.renderer, dialogue, TOOLS)
     assert continuation(policy.renderer, ASKED, 3) == continuation(tiny.renderer, ASKED, 3)
