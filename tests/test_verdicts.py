@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shutil
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from rlkit.config.experiment import literal
 from rlkit.config.schema import resolve, signature_hints
 from rlkit.config.trust import UNDECLARED, Folder, declared_by, outside, safe_by_type, shipped
 from rlkit.errors import ConfigError
+from rlkit.models.load import TINY
 from rlkit.runs import folder as runs
 from rlkit.types import REACHES, reaches, safe
 
@@ -180,6 +182,9 @@ OVERRIDES = {
     "variables of a program": (["environment=program", "++environment.variables.LD_PRELOAD=x.so"], "can reach an environment variable"),
     "a program": (["environment=program", "environment.command=[touch,ran]"], "environment.command=[touch, ran] can reach a program"),
     "a logger that sends": (["logger=wandb", "logger.wandb.mode=online"], "logger.wandb.mode=online can reach an address"),
+    "an option outside": (["environment=../../../../elsewhere/option"], "environment=../../../../elsewhere/option can reach a path"),
+    "an option outside, by a slash": (["environment='/../../../../elsewhere/option'"], "can reach a path"),
+    "an option outside, in a list": (["reward=[numeric,../../../../elsewhere/option]"], "can reach a path"),
     "an address": (["logger=mlflow", "logger.mlflow.tracking_uri=http://elsewhere"], "can reach an address"),
     "an endless pattern": (["reward=format", "reward.terms.format.fn.pattern='(a+)+$'"], "can reach the processor without a limit"),
 }  # fmt: skip
@@ -231,6 +236,23 @@ def test_a_model_in_the_folder_is_the_folders_own(tmp_path):
         node = {"model": {"_target_": "rlkit.models.load_policy", "_partial_": True, "path": str(tmp_path / name)}}
         assert len(list(outside(node, by))) == count, name
         assert len(list(outside(node, BY))) == 1
+
+
+@pytest.mark.parametrize("command", cases([["agent", "Who?"], ["evaluate"]], 1))
+def test_a_hostile_template_of_a_folder_ends_a_command(command, tmp_path, monkeypatch, capsys):
+    """The model lies in the folder, so nothing is asked; its template would take all memory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rlkit.commands.evaluate.restored_policy", lambda policy, checkpoint: (checkpoint, 0))
+    folder = tmp_path / "run"
+    shutil.copytree(TINY, folder / "model")
+    (folder / "model" / "chat_template.jinja").write_text("{{ messages[0].role * 10**12 }}")
+    (folder / ".hydra").mkdir()
+    config = compose([f"model.path={folder}/model"]).config
+    (folder / "config.yaml").write_bytes(runs.dump(config))
+    (folder / ".hydra" / "overrides.yaml").write_text(f"- model.path={folder}/model\n")
+    assert main([*command, f"run={folder}"]) == 2
+    said = capsys.readouterr().err
+    assert "the chat template of" in said and "was stopped: one prompt took more than 2 s" in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize("command", COMMANDS)

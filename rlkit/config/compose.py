@@ -118,7 +118,8 @@ def without_values(theirs: Sequence[str], mine: Sequence[str], *, entry: str, co
         for own in ([*mine], []):  # without the user's where they only fit to the folder's
             try:
                 full, _ = _load(entry, search, _check_overrides([*chosen, *own], search)[1])
-                return with_variables(full)
+                elsewhere = any(".." in str(option) for option in full.hydra.runtime.choices.values())
+                return {} if elsewhere else with_variables(full)
             except ConfigError:
                 continue
     return {}

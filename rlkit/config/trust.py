@@ -293,6 +293,8 @@ def strange_overrides(overrides: Sequence[str]) -> Iterator[str]:
         package = (found[2] or "") if found else ""
         if not key or key.split("/")[0].split(".")[0] == "hydra" or re.search(r"[@:]hydra\b", package):
             yield f"{short(text)} can reach an import"
+        elif "." not in key and ".." in text:  # an option outside the folder of options
+            yield f"{short(text)} can reach a path"
         elif "${" in REFERENCE.sub("", text):
             yield f"{short(text)} can reach an environment variable"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -32,14 +33,14 @@ def limit_time(seconds: int) -> None:
 
 def rendered(asked: dict) -> str:
     """The text of a conversation. Raises: whatever the template raises; MemoryError at the limit."""
-    texts, _ = render_jinja_template(
+    answer: Any = render_jinja_template(
         conversations=[asked["messages"]],
         tools=asked["tools"],
         chat_template=asked["template"],
         add_generation_prompt=True,
         **asked["arguments"],
     )
-    return texts[0]
+    return answer[0][0]
 
 
 def main() -> None:
