@@ -642,8 +642,8 @@ class Environment(NamedTuple):
     overflow: Literal["truncate", "drop_oldest"] = "truncate"  # what a context does that leaves no room for a reply
     session: Callable[[Task], Any] | None = None  # (task) → Session, or a context manager of one, plain or async
     execute: ToolExecutor | None = None  # answers a call; None: rlkit.environments.execute with its own limits
-    # Seconds that an episode may spend in its session, all together; then it is truncated. A method that awaits is cancelled; a plain
-    # one that blocks cannot be, and the episode is truncated once it returns.
+    # Seconds that an episode may spend in its session, all together; then it is truncated. A method that awaits is cancelled, and
+    # abandoned 10 s later if it swallows that. A plain one that blocks cannot be cancelled: the episode is truncated once it returns.
     deadline: float | None = None
     # (task, players) → what several samples of a task share, with `player(number)` → Session or a context manager of one. They wait for
     # each other in their sessions.

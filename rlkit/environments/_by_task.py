@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.errors import ConfigError
-from rlkit.system.loops import awaited
+from rlkit.system.deadline import call_user
 from rlkit.types import Environment, Messages, Task
 
 
@@ -44,7 +44,8 @@ def _with_prompt(name: str, environment: Environment, system_prompt: str | None)
     make = environment.first_prompt
 
     async def first_prompt(task: Task) -> Messages:
-        return with_system_prompt(task.messages if make is None else await awaited(make(task)), system_prompt)
+        said = task.messages if make is None else await call_user("the environment's first prompt", make, task)
+        return with_system_prompt(said, system_prompt)
 
     return environment._replace(first_prompt=first_prompt)
 

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 from rlkit.engines import Cached
 from rlkit.environments import environment_of
-from rlkit.episodes.episode import play
+from rlkit.episodes.episode import failed, play
 from rlkit.episodes.programs import Conversations, play_program
 from rlkit.episodes.replies import Encode, check_engine, encoder, speaker
+from rlkit.errors import Hung
 from rlkit.functional import mix
 from rlkit.models import load_policy
 from rlkit.system import rng
-from rlkit.system.loops import awaited, blocking, together
+from rlkit.system.loops import awaited, blocking, instead, together, was_left
 from rlkit.types import Engine, Environment, Messages, Policy, Rollout, SamplingParams, Session, Step, Task
 
 KEYS = count()  # of episodes, for engines
@@ -200,6 +201,8 @@ async def collected(
         speak = speaker(who.policy, how, who.engine, who.params, key=at.turns.key, seed=draws, encode=who.encode)
 
         async def say(rollout: Rollout, messages: Messages, session: Session) -> Step | None:
+            if was_left():
+                raise Hung("the episode is over")
             await at.place.ready()
             said = await speak(rollout, messages, session)
             return said and said._replace(versions=said.versions or ((0, version),))  # of an engine that does not say
@@ -210,19 +213,33 @@ async def collected(
             while held:
                 held.pop().turns.leave(who.engine)
 
+        played = [Rollout(task, (), group=at.group, sample=at.sample)]
+
+        def lost(error: BaseException) -> Rollout:
+            release()
+            at.place.arrive()
+            if at.table is not None:
+                at.table.lost(at.player, error)
+            rollout = failed(played[-1], str(error))
+            at.done(rollout)
+            return rollout
+
+        instead(lost)
         try:
             async with nullcontext() if how.at_once is None else how.at_once(at.place.arrive):
                 if how.program is not None:
                     rollout = await programmed(how, at)
                 else:
-                    rollout = await play(task, how, say, group=at.group, sample=at.sample, seed=draws, said=release, spent=at.spent)
+                    place: dict[str, Any] = {"group": at.group, "sample": at.sample, "seed": draws}
+                    rollout = await play(task, how, say, **place, said=release, spent=at.spent, so_far=played.append)
         finally:
             release()
             at.place.arrive()
         rollout = named_limit(who.policy, rollout)
         if at.table is not None and how.players == 2:
             rollout = rollout._replace(metadata={**rollout.metadata, "player": at.player})
-        at.done(rollout)
+        if not was_left():
+            at.done(rollout)
         return rollout
 
     async def against(how: Environment, one: Seat) -> Rollout:
@@ -246,7 +263,7 @@ async def collected(
         return samples_of(how, task, group_size, seat, partial(episode, who, how), partial(against, how))
 
     with rng.kept():
-        return await together([coroutine for i, task in enumerate(tasks, first) for coroutine in group_of(task, i)])
+        return await together((coroutine for i, task in enumerate(tasks, first) for coroutine in group_of(task, i)), announced=True)
 
 
 collect = blocking(collected, name="collect")

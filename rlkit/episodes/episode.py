@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from rlkit.environments import tool_schema
 from rlkit.environments.session import blamed, opened, with_state
-from rlkit.errors import EpisodeOver
+from rlkit.errors import EpisodeOver, Hung
 from rlkit.functional import mix
 from rlkit.system import rng
-from rlkit.system.deadline import Countdown, DeadlinePassed
-from rlkit.system.loops import awaited, run
+from rlkit.system.deadline import Countdown, DeadlinePassed, call_user
+from rlkit.system.loops import run
 from rlkit.types import Environment, Message, Messages, Rollout, Session, Step, Task, Tool
 
 # (rollout so far, what is said next, session) → the policy's reply as a step. None: the context leaves no room for one.
@@ -29,6 +29,7 @@ async def play(
     seed: int = 0,
     said: Callable[[], None] = lambda: None,
     spent: Callable[[float], None] = lambda seconds: None,
+    so_far: Callable[[Rollout], None] = lambda rollout: None,
 ) -> Rollout:
     """Play one episode: prompt, reply, answer, reply, …, until the session has nothing more to say or a limit is reached.
 
@@ -41,11 +42,35 @@ async def play(
       seed: of what the session draws from the generators of python, numpy and torch; each of its answers has draws of its own.
       said: called once nothing more is said, before the session tells its state and closes, which may take its time.
       spent: called at the end with the seconds that the episode spent in its session.
+      so_far: called with the rollout each time that a step is added.
     Returns: the unscored rollout. `truncation` is "context" (no room for a reply), "length", "steps",
-      "deadline", or what the session says.
+      "deadline", "error" where a call did not end at its limit, or what the session says.
     Raises: EnvironmentFailed where the environment's code raises; what `say` raises.
     """
-    rollout, limit, session = Rollout(task, (), group=group, sample=sample), Countdown(environment.deadline), None
+    played = [Rollout(task, (), group=group, sample=sample)]
+
+    def keep(rollout: Rollout) -> None:
+        played.append(rollout)
+        so_far(rollout)
+
+    try:
+        return await _play_to_the_end(played[0], environment, say, seed, said, spent, keep)
+    except Hung as error:
+        said()
+        return failed(played[-1], str(error))
+
+
+async def _play_to_the_end(
+    rollout: Rollout,
+    environment: Environment,
+    say: Say,
+    seed: int,
+    said: Callable[[], None],
+    spent: Callable[[float], None],
+    keep: Callable[[Rollout], None],
+) -> Rollout:
+    """`play`. Raises: Hung too."""
+    task, limit, session = rollout.task, Countdown(environment.deadline), None
     async with AsyncExitStack() as stack:
         stack.callback(lambda: spent(limit.spent))
         try:
@@ -58,6 +83,7 @@ async def play(
                     rollout = cut_off(rollout, "context")
                     break
                 rollout = rollout.add(step)
+                keep(rollout)
                 if step.finish_reason == "length":
                     rollout = cut_off(rollout, "length")
                     break
@@ -100,10 +126,15 @@ def cut_off(rollout: Rollout, why: str) -> Rollout:
     return rollout._replace(status="truncated", truncation=why)
 
 
+def failed(rollout: Rollout, why: str) -> Rollout:
+    """The rollout, cut off by a failure of its environment, which is not the policy's. It is not scored."""
+    return cut_off(rollout, "error")._replace(metadata={**rollout.metadata, "error": why})
+
+
 async def _first_prompt(session: Session, task: Task) -> Messages:
     """What the session begins with; a text is a user's message. Raises: EnvironmentFailed where it is no prompt."""
     with blamed("first prompt", task):
-        said: Any = await awaited(session.first_prompt())
+        said: Any = await call_user("the environment's first prompt", session.first_prompt)
         if isinstance(said, str):
             said = [{"role": "user", "content": said}]
         if not (isinstance(said, list | tuple) and said and all(isinstance(m, dict) and "role" in m for m in said)):
@@ -113,7 +144,7 @@ async def _first_prompt(session: Session, task: Task) -> Messages:
 
 async def _answer(session: Session, rollout: Rollout) -> tuple[Rollout, Messages | None]:
     """What a session answers. Raises: TypeError where it is not (rollout, messages or None)."""
-    answer: Any = await awaited(session.answer(rollout))
+    answer: Any = await call_user("the environment's answer", session.answer, rollout)
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Rollout)):
         raise TypeError(f"a session's answer must be (rollout, next messages or None); it is {answer!r:.200}")
     rollout, said = answer

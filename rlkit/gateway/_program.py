@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import os
+import shlex
 import shutil
 import sys
 import threading
@@ -23,7 +24,8 @@ from rlkit.errors import ConfigError, place
 from rlkit.sandbox.process import CHILD, folder
 from rlkit.system.deadline import Countdown, DeadlinePassed
 from rlkit.system.loops import AtMost, closing
-from rlkit.types import Ask, Ended, Environment, Task, ToolParser
+from rlkit.system.waiting import Wait, waiting
+from rlkit.types import Ask, Ended, Environment, Messages, Step, Task, ToolParser
 
 GUARD = Path(__file__).with_name("_guard_child.py")
 KEPT = 2000  # last bytes of a program's output, for the reason of a failure
@@ -127,7 +129,7 @@ def program(
     return Environment(
         parse_calls=parse_calls,
         max_steps=max_turns,
-        program=partial(_played, play, time_limit),
+        program=partial(_played, play, time_limit, function or shlex.join(words)),
         strict_thinking=dropped_thinking == "new_row",
         at_once=AtMost(max_programs).held if max_programs else None,
     )
@@ -154,13 +156,20 @@ def _readable(command: Sequence[str], python_path: str, more: Sequence[str]) -> 
     return [*SYSTEM, sys.prefix, sys.base_prefix, *files, *(os.path.abspath(path) for path in (*folders, *more))]
 
 
-async def _played(play: Callable[..., Awaitable[Ended]], time_limit: float, task: Task, ask: Ask) -> Ended:
-    """An episode with an endpoint of its own, within its time."""
+async def _played(play: Callable[..., Awaitable[Ended]], time_limit: float, named: Any, task: Task, ask: Ask) -> Ended:
+    """An episode with an endpoint of its own, within its time. `named`: the program, for messages."""
     from rlkit.gateway.server import opened_door
 
+    wait = Wait("the program", named)
+
+    async def answer(messages: Messages, tools: Sequence[Mapping[str, Any]] = (), limit: int | None = None) -> Step:
+        with wait.paused():  # meanwhile the program waits for the policy
+            return await ask(messages, tools, limit)
+
     try:
-        async with Countdown(time_limit).running(), opened_door(ask) as (door, address):
-            ended = await play(task, door, address)
+        async with Countdown(time_limit).running(), opened_door(answer) as (door, address):
+            with waiting(wait):
+                ended = await play(task, door, address)
             counts = {"retries": door.retries, "refused": door.refused}
             return ended._replace(metadata={**ended.metadata, **{k: n for k, n in counts.items() if n}})
     except DeadlinePassed:
