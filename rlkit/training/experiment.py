@@ -82,7 +82,7 @@ class TrainerSettings(NamedTuple):
     devices: int = 1  # processes of a node, each with a device of its own
     nodes: int = 1
     timeout: float = 1800.0  # seconds that a rank waits for the others
-    max_step_time: float | None = None  # minutes; None waits for ever
+    max_step_time: float | None = 60.0  # minutes in which nothing moves; None waits for ever
     max_nonfinite: int = 5  # updates in a row, skipped since loss or gradient is not finite, at which the run stops
     requeue: bool = False  # whether a SLURM job that is signalled asks to be queued again, once it is saved
 

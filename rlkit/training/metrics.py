@@ -6,7 +6,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from rlkit.algorithm import counted, number, whole
 from rlkit.distributed import ranks
 from rlkit.errors import PartError
 from rlkit.models.packing import Packed
+from rlkit.system.waiting import working
 from rlkit.training.experiment import Experiment
 from rlkit.types import Batch, Rollout, TokenLogprobs
 
@@ -358,7 +359,8 @@ class Clock:
         """Measures a block, device work included; blocks of one name add up."""
         begun, outer, self.current = time.perf_counter(), self.current, name
         worked = time.process_time()
-        yield
+        with working() if name == "update" else nullcontext():
+            yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         if name == "update":

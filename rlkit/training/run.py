@@ -16,11 +16,13 @@ from rlkit.system.device import autocast, on_device, precision, quiet, versions
 from rlkit.system.files import LOST, lenient, put_aside, refusing, write_json
 from rlkit.system.processors import cores
 from rlkit.system.redaction import redacted
+from rlkit.system.waiting import MAX_STEP_TIME, limit_waiting
 from rlkit.training.experiment import Experiment, correction_in_words
 from rlkit.types import Policy, Split, Splits
 
 if TYPE_CHECKING:
     from rlkit.training.callbacks.evaluation import Results
+    from rlkit.training.callbacks.faults import Watchdog
     from rlkit.training.flight import Ahead
     from rlkit.training.module import RLModule
 
@@ -52,8 +54,13 @@ def train_in(
     from rlkit.training.overlap import sampling_process
 
     LOST.clear()
-    with sampling_process(x, again, tasks.train, folder=folder) as process:
-        return _train(x, tasks, folder, process, started=started, resume=resume, provenance=provenance)
+    dogs: list[Watchdog] = []  # one, once there is a trainer
+
+    def place() -> str:
+        return dogs[0].place() if dogs else ""
+
+    with limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, place), sampling_process(x, again, tasks.train, folder=folder) as process:
+        return _train(x, tasks, folder, process, dogs, started=started, resume=resume, provenance=provenance)
 
 
 def _train(
@@ -61,6 +68,7 @@ def _train(
     tasks: Splits,
     folder: Path,
     process: Ahead | None,
+    dogs: list[Watchdog],
     *,
     started: float,
     resume: Path | None,
@@ -68,6 +76,7 @@ def _train(
 ) -> tuple[dict[str, Any], RLModule]:
     policy, device, exact = ready(x, tasks)
     from rlkit.episodes.record import FAILED, failed_rollout_kept
+    from rlkit.training.callbacks.faults import Watchdog
     from rlkit.training.callbacks.stopping import StopOnSignal  # brings Lightning, which takes as long as all else: after the first lines
     from rlkit.training.module import RLModule
 
@@ -78,6 +87,7 @@ def _train(
         if ranks.rank() == 0 and (folder / FAILED).exists():  # of the process that this one continues
             put_aside(folder / FAILED, ".earlier")
     trainer, checkpoint = make_trainer(x, module, tasks, folder, results, device, resume=resume)
+    dogs += [callback for callback in trainer.callbacks if isinstance(callback, Watchdog)]
     summary = {"ended": "failed", "seed": x.seed, "name": x.name}
     gc.freeze()  # what there is now stays: full collections pass over half a million objects of the libraries, a tenth of a small step
     try:
@@ -222,7 +232,7 @@ def make_trainer(
         print(f"resume: {says}", flush=True)
     with refusing(folder):
         loggers = [tolerant(make(folder, step)) for make in x.logger.values()] if ranks.rank() == 0 else []
-    first = [StopOnSignal(), Ownership(folder), DebugBundle(folder), Watchdog(x.trainer.max_step_time)]
+    first = [StopOnSignal(), Ownership(folder), DebugBundle(folder), Watchdog()]
     first += [HeldOut(tasks, metrics, results), MetricsFile(metrics)]
     callbacks = [*first, *(make(folder) for make in x.callbacks.values())]
     # The row is written when every callback has added to it, and a checkpoint says that all that its step writes is there.

@@ -14,6 +14,7 @@ from rlkit.rewards import Reward, RewardError, tests_of
 from rlkit.rewards import score as score_rollouts
 from rlkit.rewards._score import truth_problems
 from rlkit.sandbox import Sandbox, require
+from rlkit.system.waiting import MAX_STEP_TIME, limit_waiting
 from rlkit.training.experiment import Experiment
 from rlkit.training.schedules import phases
 from rlkit.training.selfcheck import ROWS, first_rows
@@ -29,6 +30,11 @@ def load_tasks(x: Experiment) -> Splits:
     Test problems are loaded where `evaluation.n` is above 0, validation problems where `evaluation.every` is too.
     Raises: DataError, ConfigError; of a split without problems with the setting that gives it some.
     """
+    with limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, lambda: ""):  # rewards and environments are called
+        return _checked_tasks(x)
+
+
+def _checked_tasks(x: Experiment) -> Splits:
     train = x.task(split="train")
     check_truths(train, x.evaluation.reward)
     check_verifier(train, x.evaluation.reward)

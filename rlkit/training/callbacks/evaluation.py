@@ -15,9 +15,9 @@ from rlkit.distributed import ranks
 from rlkit.episodes import append_step
 from rlkit.episodes.evaluation import greedy_accuracy
 from rlkit.system import rng
-from rlkit.system.deadline import process_ends_after
 from rlkit.system.files import lenient
 from rlkit.system.rows import append_row
+from rlkit.system.waiting import limit_waiting
 from rlkit.training.callbacks.pathologies import INTERVALS
 from rlkit.training.callbacks.terminal import held_out, how_sampled
 from rlkit.training.experiment import Evaluation
@@ -88,7 +88,7 @@ class HeldOut(L.Callback):
 
 def in_time(settings: Evaluation, name: str) -> AbstractContextManager[None]:
     """The block in which an evaluation, or a part of one, is played and scored: at its deadline the process ends and says so."""
-    return process_ends_after(settings.max_time, lambda: f"{name} hangs: nothing within evaluation.max_time={settings.max_time:g} minutes")
+    return limit_waiting(settings.max_time, "evaluation.max_time", lambda: f"{name} hangs", whole=True)
 
 
 def result_row(result: Mapping[str, Any], prefix: str) -> dict[str, float]:
