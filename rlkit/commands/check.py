@@ -85,8 +85,8 @@ def run(x: Experiment, tasks: Splits) -> Report:
     import torch
 
     from rlkit.episodes.stream import StreamState
-    from rlkit.system.deadline import process_ends_after
     from rlkit.system.device import autocast, on_device
+    from rlkit.system.waiting import MAX_STEP_TIME, limit_waiting
     from rlkit.training.groups import experience
     from rlkit.training.learner import Learner
     from rlkit.training.memory import probe_memory
@@ -105,10 +105,9 @@ def run(x: Experiment, tasks: Splits) -> Report:
         agreement = check_policy(policy, tasks.train, cut)
     played: list[Rollout] = []
     learner = Learner(cut._replace(reward=telling(cut.reward, played)), policy, exact=agreement.exact)
-    limit = x.trainer.max_step_time
     with (
         autocast(cut, device, updates=True),
-        process_ends_after(limit, lambda: f"step 1 hangs: nothing within trainer.max_step_time={limit:g} minutes"),
+        limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, lambda: "step 1 hangs"),
     ):
         if device.type == "cuda":
             probe_memory(learner, tasks.train)

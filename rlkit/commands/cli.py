@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from rlkit.commands.arguments import parse
 from rlkit.errors import TRACEBACK, ConfigError, Refusal, RLKitError, raised_at, say, visible
+from rlkit.system.leaving import leave_process
 from rlkit.system.processors import wait_without_spinning
 
 # a file of this folder each
@@ -54,16 +55,32 @@ groups and their options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; the exit status: 0 done, 1 failed, 2 refused, 130 interrupted."""
+    """Runs a command; the exit status: 0 done, 1 failed, 2 refused, 130 interrupted.
+
+    Without `argv` the words are those of the process, which is the command's own: it ends with the command (`rlkit.system.leaving`).
+    """
+    if argv is not None:
+        return run_command(argv)
+    try:
+        status = run_command(sys.argv[1:])
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    leave_process(status)
+    return status
+
+
+def run_command(argv: Sequence[str]) -> int:
+    """Runs a command in this process; its exit status."""
     wait_without_spinning()
     from rlkit.system.output import guard_output
 
     guard_output()
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = list(argv)
     if "debug=true" in words:  # in the environment, for ranks and the jobs of a sweep are processes of their own
         os.environ[TRACEBACK] = "1"
         try:
-            return main([word for word in words if word != "debug=true"])
+            return run_command([word for word in words if word != "debug=true"])
         finally:
             del os.environ[TRACEBACK]
     if broken := [word for word in words if re.search("[\ud800-\udfff]", word)]:
