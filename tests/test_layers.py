@@ -48,7 +48,7 @@ ONLY: dict[str, set[str]] = {
     "display": {"errors"},
     "types": set(),
     "system": {"errors"},
-    "distributed": {"errors"},
+    "distributed": {"errors", "system"},  # a rank that waits for the others says so
     "functional": {"types"},  # for what an advantage with a critic gives
     "sandbox": {"types", "errors", "system"},
     "rewards": {"types", "errors", "system", "sandbox", "distributed"},
@@ -56,7 +56,7 @@ ONLY: dict[str, set[str]] = {
     "environments": {"types", "errors", "sandbox", "system"},
     "gateway": {"types", "errors", "sandbox", "system", "environments"},
     "models": {"types", "errors", "functional", "system"},
-    "engines": {"types", "errors", "functional", "models"},
+    "engines": {"types", "errors", "functional", "models", "system"},
     "algorithm": {"types", "errors", "functional"},
 }
 LIMIT = 31_640

@@ -18,6 +18,7 @@ import pytest
 from rlkit.sandbox import Job, Sandbox, Unsplittable, level, passes, probe, process, run_many, split
 from rlkit.sandbox.process import FOLDER, readable, remove_leftovers, run_with
 from rlkit.sandbox.process import folder as own_folder
+from rlkit.system import waiting
 
 # The table: name → code. The test asks for f() == 42, and no program computes 42. What an escape gets hold of it puts into `leak`.
 IMPORTS = "import os, struct, sys, time\nleak = None\n"
@@ -282,6 +283,11 @@ def attempted(fill: str, table, limit: float, features, abi: int | None = None):
 AT_ONCE = 4  # of so many programs one is run by the fast tests
 
 
+def running_threads():
+    """Those that are left once nothing is waited for."""
+    return {thread.ident for thread in threading.enumerate() if thread.name != waiting.THREAD}
+
+
 @pytest.fixture(
     scope="module",
     params=[
@@ -297,13 +303,13 @@ def ended(request, around):
     if why := available(features):
         pytest.skip(why)
     fill, harm = around
-    before = children(), threading.active_count()
+    before = children(), running_threads()
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.monotonic()
     outcomes = {}
     for table, limit in ((FORGING, LIMIT), (ESCAPING, 5.0), (FLOODING, LIMIT)):
         outcomes |= attempted(fill, some(table, every), limit, features)
-    after = children(), threading.active_count()
+    after = children(), running_threads()
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
     return {
         "outcomes": outcomes, "before": before, "after": after, "grown": grown, "harm": harm(), "seconds": time.monotonic() - start,
