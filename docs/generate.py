@@ -325,7 +325,7 @@ that breaks an assumption is refused, and the message says what to choose instea
 optional. A part without them assumes nothing and guarantees nothing. If another part relies on it, the
 run prints a warning and continues.
 
-    from rlkit.types import assumes, gives, keeps
+    from rlkit.types import assumes, gives, keeps, vanishes
 
     @gives("binary")  # a reward function: every score is 0 or 1
     def solved(rollout): ...
@@ -339,20 +339,39 @@ run prints a warning and continues.
     @assumes("binary_rewards")  # an advantage
     def share_of_right(rewards, group_ids): ...
 
-`functools.partial` and `functools.wraps` keep the declarations of what they wrap. A weight other than
+    @vanishes("without_advantages")  # a policy loss: a token without an advantage has no gradient
+    def plain(ratio, advantages): ...
+
+`vanishes` lets a run skip updates. If all rewards of a minibatch's groups are equal, its advantages are 0, and
+an update whose loss has no other term would do nothing but repeat old momentum. Without the declaration such
+an update is taken, because the loss may have a term of its own. If the dry run before a training finds a
+gradient where a part declares none, the run is refused.
+
+`functools.partial` and `functools.wraps` keep the declarations of what they wrap. Only `vanishes` does not
+pass through `functools.wraps`, because a wrapper may add a term. A weight other than
 1 removes `binary`, and a negative weight also removes `non_negative`. The sum of several components is
 not `binary`. `reward.normalize` removes all words.
+
+`@stateful` says that a function remembers its earlier calls: a reward that counts, an environment that
+keeps a table of episodes. It may mark a class too. `asynchrony=overlap` refuses such a function in a
+reward or an environment, because a second process would call it with a state of its own:
+
+    from rlkit.types import stateful
+
+    @stateful
+    def rarer_is_better(rollout): ...
 """
 
 
 def declarations_page() -> list[str]:
     """The words that parts may declare, and the declarations of the shipped parts."""
     lines = [*DECLARING.splitlines(), ""]
-    for title, known in (("Of rewards", rlkit.types.GUARANTEES), ("Assumed", rlkit.types.ASSUMPTIONS)):
+    lists = {"Of rewards": rlkit.types.GUARANTEES, "Assumed": rlkit.types.ASSUMPTIONS, "Of gradients": rlkit.types.VANISHING}
+    for title, known in lists.items():
         lines += [f"{title}:", "", *(f"- `{word}` {meaning}" for word, meaning in known.items()), ""]
-    lines += ["| shipped part | assumes | gives | keeps |", "|---|---|---|---|"]
+    lines += ["| shipped part | assumes | gives | keeps | vanishes |", "|---|---|---|---|---|"]
     for target in dict.fromkeys(target for _, target in targets()):
-        words = [rlkit.types.declarations(resolve(target), kind) for kind in ("assumes", "gives", "keeps")]
+        words = [rlkit.types.declarations(resolve(target), kind) for kind in ("assumes", "gives", "keeps", "vanishes")]
         if any(found is not None for found in words):
             lines.append(f"| `{target}` | " + " | ".join("" if w is None else ", ".join(sorted(w)) or "nothing" for w in words) + " |")
     return lines

@@ -93,9 +93,13 @@ def mean_height(curve: Mapping[int, float]) -> float:
     return area / (points[-1][0] - points[0][0])
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half the width of the 95 % interval that Student's t gives it; NaN for fewer than three values."""
-    found = comparing.paired([0.0] * len(values), values)
+def interval(values: Sequence[float], resolution: float = 0.0) -> tuple[float, float]:
+    """Mean, and half the width of the 95 % interval that Student's t gives it; NaN for fewer than three values.
+
+    Args:
+      resolution: the smallest step of a figure: equal differences of a coarse score are not certain.
+    """
+    found = comparing.paired([0.0] * len(values), values, resolution=resolution)
     return found.mean, found.high - found.mean
 
 
@@ -103,7 +107,8 @@ def paired(rows: Sequence[Row], name: str, baseline: str, column: str) -> tuple[
     """Mean difference of a variant from the baseline over the seeds that both have, and half the width of its 95 % interval."""
     values = {key: {row["seed"]: float(row[column]) for row in rows if row["variant"] == key} for key in (name, baseline)}
     shared = sorted(values[name].keys() & values[baseline].keys())
-    return interval([values[name][seed] - values[baseline][seed] for seed in shared])
+    step = comparing.smallest_step([value for own in values.values() for value in own.values()], 2e-4)  # of four digits
+    return interval([values[name][seed] - values[baseline][seed] for seed in shared], step)
 
 
 def table(rows: Sequence[Row], names: Sequence[str]) -> str:
@@ -156,7 +161,8 @@ def plot(rows: Sequence[Row], names: Sequence[str], title: str, path: Path) -> N
     right.invert_yaxis()
     right.set(xlabel="test accuracy at the end", title="a dot a seed, bands 95 %")
     left.legend(fontsize=7, loc="lower right")
-    figure.suptitle(title, fontsize=10)
+    rates = {text for row in rows for text in row["overrides"].split() if text.startswith("optimizer.lr=")}
+    figure.suptitle(title if rates else f"{title}; every variant at one shared rate", fontsize=10)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

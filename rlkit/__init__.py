@@ -37,7 +37,7 @@ _NAMESPACES = {"references": "rlkit.training.references", "schedules": "rlkit.tr
 }
 # Where names of version 0.2 that stood here are now; for one more version, with a warning.
 _BEFORE = (
-    "rlkit.types", "rlkit.errors", "rlkit.training.experiment", "rlkit.algorithm", "rlkit.functional", "rlkit.functional.statistics",
+    "rlkit.types", "rlkit.errors", "rlkit.training.experiment", "rlkit.algorithm", "rlkit.functional", "rlkit.statistics",
     "rlkit.rewards", "rlkit.tasks", "rlkit.environments", "rlkit.engines", "rlkit.models", "rlkit.episodes", "rlkit.training.schedules",
     "rlkit.training.learner", "rlkit.training.module", "rlkit.commands.agent",
 )  # fmt: skip

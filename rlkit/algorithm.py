@@ -6,9 +6,11 @@ loss asks for what it needs in its signature, and nothing here changes. `part` i
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,6 +37,7 @@ from rlkit.types import (
     TokenLogprobs,
     ValueLossFn,
     ranges,
+    safe,
     unpacked,
 )
 
@@ -42,6 +45,7 @@ from rlkit.types import (
 PER_ROLLOUT = ("rewards", "group_ids", "truncated", "lengths", "reply_lengths", "greedy_rewards", "components", "metadata")
 
 
+@safe("name", "optimizer")
 @ranges(warmup=(0, None), coef=(0, None))
 class Critic(NamedTuple):
     """What predicts returns. No loss means no critic, and none is built.
@@ -63,6 +67,7 @@ class Critic(NamedTuple):
         return self.loss is not None
 
 
+@safe("loss", "parts")
 @ranges(coef=(0, None))
 class Stream(NamedTuple):
     """One per-token signal that is added to the loss: coef · Σ weights · loss per token, weights of its own over a mask of its own.
@@ -90,6 +95,7 @@ class Stream(NamedTuple):
 STREAMS = ("reward", "teacher", "imitation")
 
 
+@safe("name", "episodes", "streams")
 @ranges(epochs=(1, None), minibatches=(1, None), max_refills=(0, None), entropy_coef=(0, None))
 class Algorithm(NamedTuple):
     """A named set of functions; complete alone."""
@@ -127,6 +133,7 @@ class Algorithm(NamedTuple):
         return slots | ({"critic.loss": self.critic.loss} if self.critic.loss is not None else {})
 
 
+@safe("name")
 @ranges(coef=(0, None))
 class KL(NamedTuple):
     """The penalty that keeps the policy near the reference. `coef` 0 or no estimator means none, and no reference pass.
@@ -174,7 +181,37 @@ def asks(function: Callable[..., Any] | None, name: str) -> bool:
 
 def call(function: Callable[..., Any], quantities: Mapping[str, Any]) -> Any:
     """What a part gives for the quantities that its signature names, without its metrics and as it is: `part` checks it."""
-    return unpacked(function(**{name: quantities[name] for name in inputs(function)}))[0]
+    return unpacked(applied(function, quantities))[0]
+
+
+def applied(function: Callable[..., Any], quantities: Mapping[str, Any]) -> Any:
+    """What a function gives for the quantities that it names. Metadata and the mapping of components are copies of its own.
+
+    Raises: PartError where it changes a tensor in place, since other parts read the same one.
+    """
+    given = {name: _handed(name, quantities[name]) for name in inputs(function)}
+    before = {name: tensor._version for name, tensor in _tensors(given)}
+    out = function(**given)
+    for name, tensor in _tensors(given):
+        if tensor._version != before.get(name):
+            raise PartError(f"{written(function)} changes '{name}' in place, which other parts read too; let it work on {name}.clone()")
+    return out
+
+
+def _handed(name: str, value: Any) -> Any:
+    if name == "components":
+        return dict(value)
+    if name == "metadata":
+        with suppress(Exception):  # what cannot be copied is shared
+            return copy.deepcopy(value)
+    return value
+
+
+def _tensors(given: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+    """The tensors among quantities, those of a mapping too, by name."""
+    flat = [(name, value) for name, value in given.items() if not isinstance(value, dict)]
+    flat += [pair for value in given.values() if isinstance(value, dict) for pair in value.items()]
+    return [(name, value) for name, value in flat if isinstance(value, Tensor) and not value.is_inference()]
 
 
 # Part, as in the names of its metrics: (where it stands in the config, the Protocol that says in words what it gives, the tensors).
@@ -207,7 +244,7 @@ def part(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> t
         return PartError(f"{path} ({written(function)}): {said}")
 
     try:
-        value, metrics = unpacked(function(**{quantity: given[quantity] for quantity in asked}))
+        value, metrics = unpacked(applied(function, given))
     except KeyError as error:
         key, terms = str(error.args[0]), given.get("components", {})
         if key in asked and key not in given:

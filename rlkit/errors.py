@@ -4,8 +4,10 @@ A `Refusal` is a mistake in the user's input: a config, a file or a row. The com
 exits with status 2. The other errors have causes outside the config and the data.
 """
 
+import contextlib
 import difflib
 import functools
+import inspect
 import os
 import re
 import signal
@@ -60,6 +62,10 @@ class EpisodeOver(RLKitError):
     """An episode is over before its first reply, as for a player who has no turn. A session's first prompt raises it."""
 
 
+class Hung(RLKitError, TimeoutError):
+    """A call of the user's did not end at its limit. Its episode fails; the message names the function and the limit."""
+
+
 class RequestRefused(RLKitError):
     """A request to the gateway that gets no reply; the program reads the sentence, with status 400."""
 
@@ -99,6 +105,26 @@ def written(function: Callable[..., Any]) -> str:
         function = function.func
     module = re.sub(r"\._\w+$", "", getattr(function, "__module__", ""))  # a package exports what its private files hold
     return f"{module}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+def defined_at(function: Any) -> str:
+    """The name of a function, method or class and where it is defined: "my_tools.Shelf.put (/home/me/my_tools.py:7)"."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    try:
+        inner = inspect.unwrap(function)
+        if not isinstance(inner, type) and not any(hasattr(inner, name) for name in ("__code__", "__func__", "cr_code")):
+            inner = type(inner).__call__ if "__call__" in vars(type(inner)) else type(inner)  # an object that is called, or a session
+        code = getattr(inner, "__code__", None) or getattr(inner, "cr_code", None)
+        place = f"{code.co_filename}:{code.co_firstlineno}" if code else inspect.getsourcefile(inner)
+        line = "" if code or not place else f":{inspect.getsourcelines(inner)[1]}"
+    except (TypeError, OSError):  # a builtin, or a class of an interactive session
+        place, line = None, ""
+    if inspect.iscoroutine(inner):
+        name = f"{inner.cr_frame.f_globals['__name__']}.{inner.__qualname__}" if inner.cr_frame else inner.__qualname__
+    else:
+        name = written(inner if isinstance(inner, type) or hasattr(inner, "__qualname__") else function)
+    return f"{name} ({place}{line})" if place else name
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -147,11 +173,25 @@ def install(extra: str) -> str:
     return f"pip install '{own.name}[{extra}]'" if own else f"install the packages of the extra '{extra}' (pyproject.toml lists them)"
 
 
+def announce(error: BaseException) -> None:
+    """Print an error that ends a step, before anything else is waited for. `say` does not print the same lines again."""
+    if not isinstance(error, Exception) or hasattr(error, "announced"):
+        return
+    said = str(error) if isinstance(error, RLKitError) else f"{type(error).__name__}: {error} at {place(error)}"
+    lines = [f"rlkit: {line}" for line in said.splitlines()]
+    with contextlib.suppress(AttributeError):  # an exception with slots
+        error.announced = lines  # type: ignore[attr-defined]
+    print(visible("\n".join(lines), kept="\n"), file=sys.stderr, flush=True)
+
+
 def say(error: BaseException, lines: Iterable[str]) -> None:
     """Print what went wrong on stderr; after `debug=true` the traceback stands before it."""
     if os.environ.get(TRACEBACK):
         traceback.print_exception(error)
-    print(visible("\n".join(lines), kept="\n"), file=sys.stderr)
+    announced = getattr(error, "announced", ())
+    left = [line for line in lines if line not in announced]
+    if left:
+        print(visible("\n".join(left), kept="\n"), file=sys.stderr)
 
 
 def visible(text: str, kept: str = "") -> str:

@@ -353,6 +353,11 @@ ASSUMPTIONS: Mapping[str, str] = {
     "episode_budget": "that its `limit` is one of the tokens of a whole episode",
     "same_vocabulary": "the policy's tokenizer, so that an id means the same to both models",
 }
+Vanishing = Literal["without_advantages", "at_reference"]
+VANISHING: Mapping[str, str] = {
+    "without_advantages": "a policy loss: its gradient is exactly 0 on tokens whose advantage is 0",
+    "at_reference": "a KL estimator: it and its gradient are exactly 0 where the reference is the policy",
+}
 Part = TypeVar("Part", bound=Callable[..., Any])
 
 
@@ -375,6 +380,33 @@ def keeps(*words: Guarantee) -> Callable[[Part], Part]:
     return _declared("keeps", words, GUARANTEES, {})
 
 
+def vanishes(*words: Vanishing, **where: Any) -> Callable[[Part], Part]:
+    """Declares where the gradient of a part is exactly 0: `@vanishes("without_advantages", penalty=0)`.
+
+    An update of such parts alone is skipped; a part without the declaration is never skipped. With
+    `where`, it holds only while the part's hyperparameters have these values. A wrapper made with
+    `functools.wraps` declares for itself, since it may add a term.
+    """
+    return _declared("vanishes", words, VANISHING, where)
+
+
+def stateful(part: Part) -> Part:
+    """Declares that what a function gives depends on its earlier calls: a reward that counts, an environment that remembers episodes.
+
+    With asynchrony=overlap a second process makes its calls, with a state of its own, so the composition is refused before the run.
+    """
+    setattr(part, "__stateful__", True)  # noqa: B010  a class can be marked too
+    return part
+
+
+def is_stateful(part: Any) -> bool:
+    """Whether a part is marked `@stateful`: a function, also in a partial or a wrapper, a class, its instance or its method."""
+    while isinstance(part, functools.partial):
+        part = part.func
+    plain = inspect.unwrap(part) if callable(part) else part
+    return any(getattr(own, "__stateful__", False) for own in (part, plain, getattr(part, "__self__", None)))
+
+
 def ranges(**limits: tuple[float | None, float | None]) -> Callable[[Part], Part]:
     """Declares the smallest and the largest value of a part's numbers, None where there is no limit: `@ranges(rank=(0, None))`.
 
@@ -385,6 +417,48 @@ def ranges(**limits: tuple[float | None, float | None]) -> Callable[[Part], Part
         if unknown := limits.keys() - inspect.signature(part).parameters:
             raise ValueError(f"@ranges({min(unknown)}=…): {getattr(part, '__name__', part)} has no such number")
         setattr(part, "__ranges__", limits)  # noqa: B010  where a NamedTuple has it too
+        return part
+
+    return mark
+
+
+# What a value of a parameter can reach, as the end of a sentence.
+REACHES = {
+    "program": "a program",
+    "address": "an address",
+    "path": "a path",
+    "import": "an import",
+    "variable": "an environment variable",
+    "outside": "what the sandbox keeps out",
+    "processor": "the processor without a limit",
+    "calls": "any function that the policy calls",  # a function there is called with arguments of the policy's
+}
+
+
+def reaches(**what: str) -> Callable[[Part], Part]:
+    """Declares what parameters of a part can reach by their value: `@reaches(command="program", cache="path")`.
+
+    A folder from a stranger may not set them without trust=true. The words are those of `REACHES`.
+    """
+    if unknown := [word for word in what.values() if word not in REACHES]:
+        raise ValueError(f"@reaches: there is no word '{unknown[0]}'; there are: {', '.join(REACHES)}")
+    return _with_verdicts("reaches", what)
+
+
+def safe(*names: str) -> Callable[[Part], Part]:
+    """Declares parameters of a part by whose value nothing can be reached: `@safe("name", "tags")`. A folder from a stranger may set them.
+
+    Numbers, booleans, Literals and parts are safe by their type. A text, a sequence, a mapping and a function need this word.
+    """
+    return _with_verdicts("safe", dict.fromkeys(names, ""))
+
+
+def _with_verdicts(kind: str, what: Mapping[str, str]) -> Callable[[Part], Part]:
+    def mark(part: Part) -> Part:
+        if unknown := what.keys() - inspect.signature(part).parameters:
+            raise ValueError(f"@{kind}: {getattr(part, '__name__', part)} has no parameter '{min(unknown)}'")
+        known = {**vars(part).get("__verdicts__", {}), **what}
+        setattr(part, "__verdicts__", known)  # noqa: B010  where a NamedTuple has it too
         return part
 
     return mark
@@ -427,21 +501,34 @@ def _declared(kind: str, words: Sequence[str], known: Mapping[str, str], where: 
 
     def mark(part: Part) -> Part:
         name = f"__{kind}__"
-        setattr(part, name, (*getattr(part, name, ()), (tuple(words), dict(where))))
+        earlier = () if kind == "vanishes" and _copied(part, name) else getattr(part, name, ())
+        setattr(part, name, (*earlier, (tuple(words), dict(where))))
         return part
 
     return mark
 
 
-def declarations(part: Any, kind: Literal["assumes", "gives", "keeps"]) -> frozenset[str] | None:
+def _copied(part: Any, name: str) -> bool:
+    """Whether an attribute of a wrapper is that of what it wraps: `functools.wraps` copies them."""
+    if not hasattr(part, "__wrapped__"):
+        return False
+    return getattr(part, name, None) is getattr(part.__wrapped__, name, None)
+
+
+def declarations(part: Any, kind: Literal["assumes", "gives", "keeps", "vanishes"]) -> frozenset[str] | None:
     """The words that a part declares, with its hyperparameters as they are bound; None where it declares nothing of that kind.
 
-    A `functools.partial`, and a wrapper made with `functools.wraps`, declare what they wrap declares.
+    A `functools.partial` declares what it wraps declares. So does a wrapper made with
+    `functools.wraps`, except for `vanishes`.
     """
     bound: dict[str, Any] = {}
     while isinstance(part, functools.partial):
         bound, part = {**part.keywords, **bound}, part.func
-    plain = inspect.unwrap(part, stop=lambda f: hasattr(f, f"__{kind}__")) if callable(part) else part
+    plain: Any
+    if kind == "vanishes":
+        plain = None if _copied(part, "__vanishes__") else part
+    else:
+        plain = inspect.unwrap(part, stop=lambda f: hasattr(f, f"__{kind}__")) if callable(part) else part
     made = getattr(plain, f"__{kind}__", None)
     if made is None:
         return None
@@ -642,8 +729,8 @@ class Environment(NamedTuple):
     overflow: Literal["truncate", "drop_oldest"] = "truncate"  # what a context does that leaves no room for a reply
     session: Callable[[Task], Any] | None = None  # (task) → Session, or a context manager of one, plain or async
     execute: ToolExecutor | None = None  # answers a call; None: rlkit.environments.execute with its own limits
-    # Seconds that an episode may spend in its session, all together; then it is truncated. A method that awaits is cancelled; a plain
-    # one that blocks cannot be, and the episode is truncated once it returns.
+    # Seconds that an episode may spend in its session, all together; then it is truncated. A method that awaits is cancelled, and
+    # abandoned 10 s later if it swallows that. A plain one that blocks cannot be cancelled: the episode is truncated once it returns.
     deadline: float | None = None
     # (task, players) → what several samples of a task share, with `player(number)` → Session or a context manager of one. They wait for
     # each other in their sessions.

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from hypothesis import settings
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process a core: torch's own threads would fight
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+_STATE = tempfile.TemporaryDirectory(prefix="rlkit_state_")  # where runs of the tests are noted as their own
+os.environ["XDG_STATE_HOME"] = _STATE.name
 
 # The same examples in each run, so that a failure belongs to the change at hand; `--hypothesis-profile=random` searches among others.
 settings.register_profile("random", settings.default)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import threading
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
@@ -48,6 +49,11 @@ def cases(table: Iterable[Any], fast: int | Collection[Any] | Callable[[Any], bo
     assert any(chosen), "a law needs a representative among the fast tests"
     slow = [pytest.param(*p.values, id=p.id, marks=(*p.marks, pytest.mark.slow)) for p in params]
     return [param if keep else late for param, late, keep in zip(params, slow, chosen, strict=True)]
+
+
+def count_threads() -> int:
+    """Threads of this process without the watcher (rlkit.system.waiting), which ends by itself soon after the last wait."""
+    return sum(thread.name != "rlkit watcher" for thread in threading.enumerate())
 
 
 def each(names: str | tuple[str, ...], table: Iterable[Any], *, ids: Any = None) -> Callable[[Callable[..., None]], Callable[..., None]]:

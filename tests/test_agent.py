@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import yaml
@@ -252,7 +251,7 @@ def test_a_question_is_answered_by_a_run(tmp_path, monkeypatch, capsys):
     words = ["run=run", "trainer.accelerator=cpu", "generation.temperature=0", "tools=[calculator]"]
     assert main(["agent", QUESTION, *words]) == 0
     out = capsys.readouterr().out
-    assert seen == [((("enable_thinking", False),), Path("run/checkpoints"))]
+    assert seen == [((("enable_thinking", False),), tmp_path / "run" / "checkpoints")]
     assert f"user\n  {QUESTION}\n" in out and "call call_0\n  calculator(" in out
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 

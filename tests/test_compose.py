@@ -18,7 +18,9 @@ from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.config.problems.doubts import warnings
 from rlkit.config.schema import build, check
 from rlkit.errors import ConfigError
-from rlkit.functional import forward, k3
+from rlkit.functional import forward, k2, k3
+from rlkit.training.experiment import kl_in_words
+from rlkit.training.run import first_line
 from rlkit.training.schedules import Progress, at, phases, start, values
 from rlkit.types import Controller
 
@@ -438,26 +440,59 @@ def test_a_condition_needs_no_second_quotes(value):
     assert composed.overrides[1] == "schedule.phases.explore.until='reward/mean > 0.8 for 3'"
 
 
-KL_OF_THE_PAPER = {
-    "grpo": ("k3", "loss", 0.05),
-    "ppo": ("k1", "reward", 0.05),
-    "reinforce_pp": ("k1", "reward", 0.05),
-    "dapo": ("k3", "loss", 0.0),
-    "max_rl": ("k3", "loss", 0.0),
-    "opo": ("k3", "loss", 0.0),
-    "remax": ("k1", "reward", 0.05),
-    "gpg": ("k3", "loss", 0.0),
-    "vapo": ("k3", "loss", 0.0),
-}
+def kl_of_the_paper() -> dict[str, tuple[str, str, float, str]]:
+    """Preset → estimator, placement, coefficient and source, as the table of docs/algorithms.md has them."""
+    page = (conf_dir().parent / "docs" / "algorithms.md").read_text()
+    lines = page.partition("## The KL of each algorithm")[2].partition("\n## ")[0].splitlines()
+    found = {}
+    for line in [line for line in lines if line.startswith("| ")][1:]:
+        presets, kl, coef, source = (cell.strip() for cell in line.strip("|").split(" | "))
+        name, _, placement = kl.partition(", ")
+        found |= {preset: (name, placement, float(coef), source) for preset in presets.split(", ")}
+    return found
 
 
-@pytest.mark.parametrize("algorithm", cases(KL_OF_THE_PAPER, 1))
+KL_OF_THE_PAPER = kl_of_the_paper()
+
+
+def test_every_algorithm_has_a_kl_with_a_source():
+    """Nothing falls back on k3 unsaid: the file suggests a coefficient, and the page says whose it is."""
+    files = {f.stem: f for f in (conf_dir() / "algorithm").glob("*.yaml")}
+    assert files.keys() == KL_OF_THE_PAPER.keys() and all(source for *_, source in KL_OF_THE_PAPER.values())
+    for name, file in files.items():
+        assert "coef" in yaml.safe_load(file.read_text())["suggests"]["kl"], name
+
+
+@pytest.mark.parametrize("algorithm", cases(sorted(KL_OF_THE_PAPER), ["grpo", "gspo", "rloo", "reinforce_pp_baseline"]))
 def test_an_algorithm_alone_has_the_kl_of_its_paper(algorithm):
-    """PPO and REINFORCE++ had k3 in the loss, and DAPO, MaxRL and OPO a KL that their papers leave out."""
-    x = experiment(compose([f"algorithm={algorithm}"]))
-    assert (x.kl.name, x.kl.placement, x.kl.coef) == KL_OF_THE_PAPER[algorithm]
-    assert x.kl.estimator.func is {"k1": forward, "k3": k3}[x.kl.name]
-    assert x.needs_reference == (x.kl.coef > 0)
+    """PPO and REINFORCE++ had k3 in the loss, and DAPO, MaxRL and OPO a KL that their papers leave out. Later so had Dr. GRPO, GSPO,
+    CISPO and others."""
+    x = experiment(compose([f"algorithm={algorithm}", *({"sft": ["batch.group_size=1"]}.get(algorithm, ["teacher=start"]))]))
+    name, placement, coef, _ = KL_OF_THE_PAPER[algorithm]
+    assert x.kl.coef == coef and x.kl.active == x.needs_reference == (coef > 0)
+    if name == "none":
+        assert not x.kl.active and kl_in_words(x) == "none"
+        return
+    assert x.kl.name == name and x.kl.estimator.func is {"k1": forward, "k2": k2, "k3": k3}[name]
+    assert (x.kl.placement, x.kl.in_baseline) == (placement.partition(",")[0], "before the baseline" in placement)
+    assert kl_in_words(x) == f"{name} × {coef:g} in the {placement.partition(',')[0]}"
+
+
+@pytest.mark.parametrize("algorithm", cases(["gspo", "rloo", "ppo", "grpo"], 2))
+def test_a_kl_of_the_user_replaces_that_of_the_algorithm(algorithm):
+    """All of it, the place before the baseline too; and one number alone, a coefficient, gives a KL to one that has none."""
+    kl = experiment(compose([f"algorithm={algorithm}", "kl=k3"])).kl
+    assert (kl.name, kl.placement, kl.coef, kl.in_baseline) == ("k3", "loss", 0.05, False)
+    assert experiment(compose([f"algorithm={algorithm}", "kl.coef=0.2"])).kl.coef == 0.2
+    assert not experiment(compose([f"algorithm={algorithm}", "kl.coef=0"])).needs_reference
+
+
+def test_only_a_reference_that_somebody_chose_is_warned_of():
+    """`algorithm=gspo` alone has no KL, and the default reference is not built; the first line says so."""
+    assert not [line for line in warnings(experiment(compose(["algorithm=gspo"]))) if "is not built" in line]
+    with pytest.raises(ConfigError, match="reference=ema: it would be updated and never used"):
+        experiment(compose(["algorithm=gspo", "reference=ema"]))
+    assert "kl none, reward by_task, reference none" in first_line(experiment(compose(["algorithm=gspo"])))
 
 
 @pytest.mark.parametrize(
@@ -470,7 +505,7 @@ def test_an_algorithm_alone_has_the_kl_of_its_paper(algorithm):
             (["algorithm=ppo", "kl=none"], ("none", "loss", 0.0)),
             (["algorithm=dapo", "kl.coef=0.1"], ("k3", "loss", 0.1)),
             (["algorithm=dapo", "kl=k2"], ("k2", "loss", 0.05)),
-            (["algorithm=reinforce", "algorithm.suggests.kl.placement=reward_sequence"], ("k3", "reward_sequence", 0.05)),
+            (["algorithm=grpo", "algorithm.suggests.kl.placement=reward_sequence"], ("k3", "reward_sequence", 0.05)),
         ],
         1,
         unpack=True,

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MISSING = "no entry in rlkit/training/glossary.yaml; add meaning, unit, healthy range and what to do, then run python docs/generate.py"
 ENTRIES = [entry for section in sections() for entry in section.entries]
 PREFIXES = {name.partition("/")[0] for entry in ENTRIES for name in entry.names if "/" in name}
-NO_METRIC = {"held_out", "samples", "final"}  # folders of a run, and a tag of TensorBoard
+NO_METRIC = {"held_out", "samples", "checkpoints", "final"}  # folders of a run, and a tag of TensorBoard
 
 
 def known(metric: str) -> bool:

@@ -27,6 +27,7 @@ ROOMS = [
     "types",
     "system",
     "distributed",
+    "statistics",
     "functional",
     "sandbox",
     "environments",
@@ -51,7 +52,8 @@ ONLY: dict[str, set[str]] = {
     "display": {"errors"},
     "types": set(),
     "system": {"errors"},
-    "distributed": {"errors"},
+    "distributed": {"errors", "system"},  # a rank that waits for the others says so
+    "statistics": set(),
     "functional": {"types"},  # for what an advantage with a critic gives
     "sandbox": {"types", "errors", "system"},
     "rewards": {"types", "errors", "system", "sandbox", "distributed"},
@@ -59,36 +61,37 @@ ONLY: dict[str, set[str]] = {
     "environments": {"types", "errors", "sandbox", "system"},
     "gateway": {"types", "errors", "sandbox", "system", "environments"},
     "models": {"types", "errors", "functional", "system"},
-    "engines": {"types", "errors", "functional", "models"},
+    "engines": {"types", "errors", "functional", "models", "system"},
     "algorithm": {"types", "errors", "functional"},
 }
 # Tokens of each room, by `tokens_of`. A limit is raised only by a commit that says what was bought with it.
 TOKENS = {
-    "training": 49_700,
-    "runs": 30_100,
-    "engines": 25_600,
-    "commands": 19_300,
-    "config": 18_400,
+    "training": 52_500,
+    "runs": 35_600,
+    "engines": 25_900,
+    "commands": 20_900,
+    "config": 22_900,
     "notebook": 17_900,
-    "episodes": 16_400,
-    "rewards": 15_800,
-    "models": 14_700,
-    "environments": 14_400,
-    "functional": 14_400,
-    "sandbox": 13_600,
-    "tasks": 10_500,
-    "system": 9_200,
-    "gateway": 9_200,
-    "algorithm": 4_400,
-    "types": 3_700,
-    "distributed": 3_500,
+    "episodes": 17_400,
+    "rewards": 16_600,
+    "models": 18_000,
+    "environments": 15_300,
+    "statistics": 1_500,
+    "functional": 15_400,
+    "sandbox": 13_800,
+    "tasks": 10_800,
+    "system": 18_700,
+    "gateway": 9_500,
+    "algorithm": 4_700,
+    "types": 4_100,
+    "distributed": 3_600,
     "display": 900,
-    "errors": 700,
+    "errors": 1_100,
     "": 500,  # rlkit/__init__.py
-    "__main__": 20,
+    "__main__": 18,
 }
 FILE_TOKENS = 4_500
-LARGER_FILES = {"rlkit.engines.cached.scheduler": 5_400, "rlkit.sandbox._child": 5_000}
+LARGER_FILES = {"rlkit.algorithm": 4_650, "rlkit.engines.cached.scheduler": 5_400, "rlkit.sandbox._child": 5_000}
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 HEAVY = {"datasets", "transformers", "peft", "lightning", "hydra", "omegaconf", "tensorboard", "matplotlib", "pyarrow", "vllm"}
 
@@ -307,26 +310,17 @@ def test_no_part_of_a_package_hides_a_file_of_its_own():
 
 
 NAMED_TWICE = {
-    "command": "every command of the command line has one",
-    "by_task": "options of the same name: a reward and an environment",
-    "guess_number": "options of the same name: a task and an environment",
-    "verifiers": "options of the same name: a task and a reward",
-    "reasoning_gym": "options of the same name: a task and a reward",
-    "none": "options of the same name: a reader of calls and a reference",
-    "episodes": "a task and what the notebooks call so",
-    "experiment": "from overrides and keywords; of a composed config",
-    "require": "arguments of a function; a level of the sandbox",
-    "run": "a coroutine, as asyncio.run; a program, as subprocess.run",
-    "read_rows": "of metrics; of data",
+    "commands.command": "every command of the command line has one",
+    "config.experiment": "of a composed config; from overrides and keywords",
 }
 
 
-def test_no_public_name_is_defined_twice():
+def test_no_public_name_is_defined_twice_in_a_package():
     """The names of the documents (notebook/) and the scripts that run alone in a child process are their own."""
     own = [m for m in MODULES if part(m) != "notebook" and not m.endswith("_child")]
     places: dict[str, list[str]] = {}
     for module in own:
         for node in tree_of(module).body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault(node.name, []).append(module)
+                places.setdefault(f"{part(module)}.{node.name}", []).append(module)
     assert {name: where for name, where in places.items() if len(where) > 1 and name not in NAMED_TWICE} == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -126,7 +127,7 @@ def test_results_of_parts_are_those_of_their_rollouts_alone():
     assert not any(k.startswith("part/") for k in expected)
     result = {"split": "test", "n": 3, "greedy": _with_parts(whole, accuracy), "sampled": {}, "wall_seconds": 0.0}
     result["sampled"] = curves(whole, samples=2, k=[1]) | {"parts": {p: curves(sums, samples=2, k=[1]) for p in ("sums", "games")}}
-    lines = accuracy_table(result, "out").splitlines()
+    lines = accuracy_table(result, Path("out")).splitlines()
     assert any(line.startswith("sums: greedy accuracy") for line in lines) and any(line.startswith("games: pass@1") for line in lines)
     assert result_row(result["greedy"], "eval/")["eval/part/games/n"] == 2
 

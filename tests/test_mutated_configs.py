@@ -50,6 +50,8 @@ def mutants(config: dict[str, Any], generator: random.Random) -> Iterator[Mutant
     for path, value, node in leaves(config):
         depth = generator.randrange(path.count(".") + 1)
         parts = path.split(".")
+        if "suggests" in parts:
+            continue  # advice, which is checked where the group that it is for reads it
         wrong = [*parts[:depth], typo(parts[depth], generator), *parts[depth + 1 :]]
         if depth == len(parts) - 1 and "_target_" not in node:
             depth = 0  # names of one's own stand here, as those of terms

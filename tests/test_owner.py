@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import select
 import shutil
 import signal
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,28 @@ def test_which_owners_live(tmp_path, monkeypatch, make, alive):
     else:
         with owned(tmp_path):
             assert read(tmp_path)["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("ahead", [100, 10_000, 3e12])
+def test_a_beat_in_the_future_is_reported_with_both_times(tmp_path, ahead):
+    """It tells nothing of how long the owner has been silent, and the refusal said "0 s ago", for years."""
+    here = datetime.now().replace(microsecond=0)
+    write(tmp_path, elsewhere(host="elsewhere", beat=time.time() + ahead))
+    with pytest.raises(Occupied) as refusal:
+        owned(tmp_path).__enter__()
+    found = re.search(r"sign of life at (.*) by its clock, while it is (.*) here: one of the two", str(refusal.value))
+    assert found and "process" in str(refusal.value) and "takeover=true" in str(refusal.value)
+    assert here <= datetime.fromisoformat(found[2]) <= here + timedelta(seconds=60)
+    if ahead < 1e6:
+        assert abs(datetime.fromisoformat(found[1]) - here - timedelta(seconds=ahead)) < timedelta(seconds=60)
+    with owned(tmp_path, takeover=True):
+        assert read(tmp_path)["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("beat", ["NaN", "Infinity", "-Infinity"])
+def test_a_beat_that_is_no_time_is_that_of_a_damaged_file(tmp_path, beat):
+    write(tmp_path, elsewhere(host="elsewhere", beat=float(beat)))
+    assert "cannot be read" in occupied(tmp_path)
 
 
 def test_what_is_left_of_a_killed_process_is_dead(tmp_path):

@@ -5,14 +5,13 @@ import functools
 import re
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import rlkit
-from laws import cases
+from laws import cases, count_threads
 from rlkit.commands.cli import main
 from rlkit.config.experiment import override
 from rlkit.display import LINES, rollout_html, rollout_text
@@ -160,14 +159,14 @@ def test_a_folder_from_python_is_a_run_folder(tmp_path, capsys):
 def test_a_loop_may_be_left_at_any_step_also_inside_a_running_event_loop(tiny, capsys):
     """As in a notebook, with a policy that is loaded already."""
     x = rlkit.experiment(model=tiny, **SMALL)
-    before = threading.active_count()
+    before = count_threads()
 
     async def cell():
         for step in rlkit.steps(x):
             return step, asyncio.all_tasks()
 
     step, tasks = asyncio.run(cell())
-    assert step.step == 1 and step.policy is tiny and len(tasks) == 1 and threading.active_count() == before
+    assert step.step == 1 and step.policy is tiny and len(tasks) == 1 and count_threads() == before
     assert re.match(r"RL step 1 · reward .* · 4 rollouts · \d+ metrics$", repr(step))
 
 

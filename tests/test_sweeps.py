@@ -23,7 +23,8 @@ from rlkit.errors import ConfigError, install
 from rlkit.runs.sweeps.compare import comparison
 from rlkit.runs.sweeps.jobs import RunJob, objective, read_jobs, save
 from rlkit.runs.sweeps.plan import corners, expand, folder_name, folder_problems, make_plan
-from rlkit.runs.sweeps.run import parallel, run_job, why
+from rlkit.runs.sweeps.run import parallel, run_job
+from rlkit.runs.sweeps.runner import make_sweep, why
 
 FAST = ["debug=fast", "trainer.steps=1", "evaluation.n=0"]
 
@@ -110,7 +111,8 @@ def test_folder_names_hold_no_slash_and_are_not_too_long():
 def test_a_folder_with_a_run_is_refused_or_continued(tmp_path):
     folder = run_folder(tmp_path, "seed=1")
     assert "resume=auto" in folder_problems(folder, {"seed": 1, "trainer": {"steps": 3}}, False)[0]
-    assert folder_problems(folder, {"seed": 1, "trainer": {"steps": 9}}, True) == []
+    assert folder_problems(folder, {"seed": 1, "trainer": {"steps": 3}}, True) == []
+    assert "trainer.steps was 3 and is now 9" in folder_problems(folder, {"seed": 1, "trainer": {"steps": 9}}, True)[0]
     assert "seed was 1 and is now 2" in folder_problems(folder, {"seed": 2, "trainer": {"steps": 3}}, True)[0]
 
 
@@ -133,7 +135,7 @@ def test_the_comparison_puts_the_best_first_and_sums_up_seeds(tmp_path):
     first, second, verdict, said = comparison(jobs).split("\n\n")
     assert [line.split()[:2] for line in first.splitlines()[2:]] == [["dapo", "1"], ["grpo", "2"], ["grpo", "1"]]
     assert second.splitlines()[-2].split() == ["grpo", "2", "0.800", "0.141"]  # of test accuracy: sd of 0.9, 0.7 is 0.1 √2
-    assert verdict.splitlines()[0] == "dapo against grpo: no difference can be claimed; they share 1 seed, and fewer than 3 say nothing."
+    assert verdict.splitlines()[0] == "dapo against grpo: no difference can be claimed; they share 1 seed, and fewer than 10 claim nothing."
     assert said == "before and after: test accuracy; best first by validation accuracy"
     assert "debug" not in first
 
@@ -154,6 +156,10 @@ def test_the_reason_of_a_failure_is_rlkits_own_sentence(tmp_path):
     log.write_text("rlkit: grpo, kl k3\nstep 1\nrlkit: reward 'x' raised KeyError\nrun folder: y\n")
     assert why(1, log) == "exit 1: reward 'x' raised KeyError"
     assert why(-9, log) == "signal 9: run folder: y"
+    begin = log.stat().st_size  # of the next attempt, which another library ends
+    with log.open("a") as file:
+        file.write("rlkit: grpo, kl k3\nIndexError: 7\n")
+    assert why(1, log, begin) == "exit 1: IndexError: 7"
 
 
 def test_jobs_side_by_side_have_gpus_of_their_own(tmp_path, monkeypatch):
@@ -186,16 +192,16 @@ def test_a_job_is_started_on_its_gpu(tmp_path, monkeypatch):
         def __init__(self, command, *, env, **others):
             started.append(env["CUDA_VISIBLE_DEVICES"])
 
-        def wait(self):
+        def wait(self, timeout):
             return 1
 
     (tmp_path / "jobs").mkdir()
     state = {"overrides": {"task": ["seed=1"]}, "sweep": {"dir": str(tmp_path), "subdir": "seed=1"}, "job": {"num": 0}}
     monkeypatch.setattr("hydra.core.hydra_config.HydraConfig.get", lambda: OmegaConf.create(state))
-    monkeypatch.setattr("rlkit.runs.sweeps.run.subprocess.Popen", Process)
+    monkeypatch.setattr("rlkit.runs.sweeps.runner.subprocess.Popen", Process)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with own_gpus(tmp_path / "jobs" / "gpus", jobs=2, devices=1):
-        run_job(OmegaConf.create({"trainer": {"devices": 1}}), config_dir=None, parallel=2, parent=os.getpid())
+        run_job(OmegaConf.create({"trainer": {"devices": 1}}), shared=make_sweep(tmp_path, None, 2))
     assert started == ["1"]
 
 

@@ -8,10 +8,10 @@ import random
 import pytest
 import yaml
 
-from laws import cases, each, options
+from laws import cases, each
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose, conf_dir
-from rlkit.config.trust import outside, read_yaml, require_trust, shipped, with_environment
+from rlkit.config.trust import Folder, named_functions, outside, read_yaml, require_trust, with_environment
 from rlkit.errors import ConfigError, DataError
 from rlkit.runs import folder as runs
 from rlkit.runs.report import write_report
@@ -61,13 +61,19 @@ def test_code_of_a_stranger_is_not_even_imported(stranger, command, capsys):
 
 def test_what_the_user_names_himself_needs_no_trust():
     """An option of the user's own folder, or a function on the command line, is his."""
-    known = shipped(conf_dir())
-    node = {"reward": {"_target_": "strange.call"}}
-    for own in ("reward._target_=strange.call", "_target_: strange.call\n"):
-        require_trust(node, "run=a", conf_dir(), trusted=False, own=own)
-    with pytest.raises(ConfigError, match=r"run=a: .*reward calls strange\.call"):
-        require_trust(node, "run=a", conf_dir(), trusted=False, own="reward=strange.call")
-    assert list(outside(node, known)) == ["reward calls strange.call"]
+    node = {"reward": {"_target_": f"{__name__}.test_what_rlkit_writes_it_can_read"}}
+    for own in (f"reward._target_={node['reward']['_target_']}", f"_target_: {node['reward']['_target_']}\n"):
+        assert list(outside(node, Folder(conf_dir(), named_functions(own)))) == []
+    for own in (f"reward={__name__}.test_what_rlkit_writes_it_can_read", ""):
+        said = list(outside(node, Folder(conf_dir(), named_functions(own))))
+        assert said == [f"reward calls {node['reward']['_target_']}"]
+    with pytest.raises(ConfigError, match=r"run=a: .*reward calls .*say trust=true"):
+        require_trust(said, "run=a", trusted=False)
+
+
+def test_what_is_trusted_is_printed(capsys):
+    require_trust(["reward calls strange.call\x1b[2J"], "run=a", trusted=True)
+    assert capsys.readouterr().err == "run=a: trusted: reward calls strange.call\\x1b[2J\n"
 
 
 @each(
@@ -82,20 +88,11 @@ def test_what_the_user_names_himself_needs_no_trust():
         {"_target_": "rlkit.engines.VLLM", "server": "http://elsewhere"},
         {"_target_": "rlkit.engines.VLLM", "addresses": ["http://elsewhere"]},
         MODEL | {"path": "someone/${oc.env:HOME}"},
-        ["hydra.searchpath=[pkg://someones]"],
-        ["+hydra.callbacks.x={_target_: os.system}"],
     ],
 )
 def test_every_way_to_code_outside_is_seen(node):
     for place in (node, {"deep": [{"down": node}]}):
-        assert len(list(outside(place, shipped(conf_dir())))) >= 1
-
-
-@pytest.mark.parametrize("experiment", cases([None, *options("experiment")], 3))
-def test_runs_of_shipped_options_need_no_trust(experiment):
-    words = [f"experiment={experiment}", *(["task.path=rows.jsonl"] if experiment == "sft" else [])] if experiment else []
-    found = [what for what in outside(compose(words).config, shipped(conf_dir())) if not what.startswith("generation.engine gives vLLM")]
-    assert found == []
+        assert len(list(outside(place, Folder(conf_dir())))) >= 1
 
 
 def test_values_of_the_environment_come_from_it_again(monkeypatch):

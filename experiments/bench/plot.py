@@ -11,7 +11,8 @@ import csv
 import sys
 from pathlib import Path
 
-from rlkit.runs.comparing import paired
+from rlkit.runs import bench
+from rlkit.runs.comparing import smallest_step
 
 HERE = Path(__file__).parent
 
@@ -33,14 +34,16 @@ def plot(folder: Path) -> None:
             scores = [1 - float(row["regret"]) for row in rows if (row["task"], row["arm"]) == (task, arm)]
             if not scores:
                 continue
-            d, color = paired([0.0] * len(scores), scores), "grey" if arm.startswith("placebo") else f"C{place % 10}"
+            color = "grey" if arm.startswith("placebo") else f"C{place % 10}"
+            mean, low, high = bench.score_interval(scores, smallest_step(scores, bench.ROUNDED))
             panel.plot(scores, [place] * len(scores), "o", color=color, alpha=0.3, markersize=4)
-            panel.errorbar(d.mean, place, xerr=[[d.mean - d.low], [d.high - d.mean]], fmt="D", color=color, capsize=3, markersize=5)
+            panel.errorbar(mean, place, xerr=[[mean - low], [high - mean]], fmt="D", color=color, capsize=3, markersize=5)
         panel.axvline(0, color="grey", linewidth=0.8)
         panel.set(title=task, xlim=(min(-0.2, panel.get_xlim()[0]), 1.02))
     panels[0][0].set_yticks(range(len(arms)), arms, fontsize=8)
     panels[0][0].invert_yaxis()
-    figure.supxlabel("score: 0 random, 1 the best possible", fontsize=9)
+    shared = ", every arm at one shared rate" if bench.shares_rate(rows) else ""
+    figure.supxlabel(f"score: 0 random, 1 the best possible{shared}", fontsize=9)
     figure.savefig(folder / "scores.png", dpi=110)
     pyplot.close(figure)
 

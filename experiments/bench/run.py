@@ -24,7 +24,9 @@ from typing import Any, NamedTuple
 import yaml
 
 from rlkit.runs import bench
-from rlkit.runs.comparing import ALPHA, FEWEST, Difference, detectable, false_discovery, paired
+from rlkit.runs.comparing import ALPHA, Difference, paired, smallest_step, tested_together
+from rlkit.statistics import FEWEST
+from rlkit.system import owner
 
 HERE = Path(__file__).parent
 
@@ -45,8 +47,10 @@ def rows_of(task: str, folder: Path, seeds: Sequence[int], jobs: int, also: Sequ
         )
     ]
     cells = list(dict.fromkeys(cells))
-    for where, why in bench.run_all(cells, jobs=jobs, config_dir=None, tell=lambda line: print(line, flush=True)).items():
-        print(f"failed: {where}: {why}", flush=True)
+    with owner.owned(folder):
+        _, received = bench.run_all(cells, folder, jobs=jobs, config_dir=None)
+    if received:
+        raise SystemExit(128 + received[0])
     return [row for cell in cells if (row := bench.read_row(cell))]
 
 
@@ -66,9 +70,15 @@ class Compared(NamedTuple):
     seeds: list[int]
     scores: list[tuple[float, float]]  # of both arms, a seed each
 
+    def sides(self) -> tuple[list[float], list[float], float]:
+        """The scores of either arm, and the smallest step of a score."""
+        first, second = map(list, zip(*self.scores, strict=True))
+        return first, second, smallest_step([*first, *second], bench.ROUNDED)
+
     def difference(self) -> Difference:
-        """The second arm's score - the first's."""
-        return paired([a for a, _ in self.scores], [b for _, b in self.scores])
+        """The second arm's score - the first's, alone."""
+        first, second, step = self.sides()
+        return paired(first, second, resolution=step)
 
 
 def compared(rows: Sequence[bench.Row], ten: int) -> list[Compared]:
@@ -86,9 +96,9 @@ def compared(rows: Sequence[bench.Row], ten: int) -> list[Compared]:
 
 def table(pairs: Sequence[Compared]) -> str:
     """A line a pair: both scores, their difference within seeds, and whether it is a claim over all lines of the table."""
-    differences, out = [pair.difference() for pair in pairs], []
-    for pair, d, q in zip(pairs, differences, false_discovery([d.p for d in differences]), strict=True):
-        says = f"q = {q:.4f}" if q <= ALPHA else f"no claim; these {d.n} seeds see {detectable(d.spread, d.n):.2f}"
+    out = []
+    for pair, (d, q, sees) in zip(pairs, tested_together([pair.sides() for pair in pairs]), strict=True):
+        says = bench.rate(q) if q <= ALPHA else f"no claim; {sees:.2f} would be seen by these {d.n} seeds"
         means = [f"{fmean(arm):.3f}" for arm in zip(*pair.scores, strict=True)]
         seeds, interval = f"{pair.seeds[0]} to {pair.seeds[-1]}", f"{d.mean:+.3f} ({d.low:+.3f} to {d.high:+.3f})"
         out.append([pair.task, pair.other, pair.better, seeds, *means, interval, says])

@@ -246,8 +246,8 @@ def spread_text(text: str, answer: str) -> float:
 
 
 def spread(rollout: Any, /) -> float:
-    """`spread_text` of the last reply."""
-    return spread_text(rollout.steps[-1].content if rollout.steps else "", rollout.task.answer)
+    """1 for every second sample of a prompt, so that no group agrees and every step has its updates."""
+    return float(rollout.sample % 2)
 
 
 # A run of random weights: replies that never end, one a rollout, and rewards that differ.

@@ -17,8 +17,8 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlkit.commands.arguments import Arguments, drop, option
-from rlkit.commands.trust import model_of
+from rlkit.commands.arguments import Arguments, drop, is_trusted, option
+from rlkit.commands.trust import model_of, with_limits
 from rlkit.config.problems.numbers import sampling_problems
 from rlkit.engines import Cached
 from rlkit.environments import calculator, execute, get_weather, hermes, python_tool, single_turn, tool_name, tool_use
@@ -303,7 +303,7 @@ def command(arguments: Arguments) -> int:
         said = f", not {len(arguments.texts)}" if arguments.texts else ""
         raise ConfigError(f'rlkit agent takes one question in quotes{said}: rlkit agent "How many toys …?" tools=[calculator]')
     config, checkpoint = composed(arguments, "agent")
-    show(_ask(build(config), arguments.texts[0], checkpoint=checkpoint).rollout)
+    show(_ask(with_limits(build(config), arguments), arguments.texts[0], checkpoint=checkpoint).rollout)
     return 0
 
 
@@ -320,8 +320,9 @@ def composed(arguments: Arguments, entry: str) -> tuple[dict[str, Any], Path | N
     run = runs.find_run(named, "run") if named else None
     if run is not None and (other := [o for o in overrides if re.match(r"[+~]*model\b", o)]):
         raise ConfigError(f"{other[0]}: run={named} brings its own model; take one of the two away")
-    overrides = drop(overrides, "trust") if run is not None else overrides
-    config, checkpoint = compose(overrides, entry=entry, config_dir=arguments.config_dir).config, None
+    trusted = is_trusted(overrides)
+    composed = compose(drop(overrides, "trust"), entry=entry, config_dir=arguments.config_dir, trusted=trusted)
+    config, checkpoint = composed.config, None
     if named and run is not None:
         config["model"], checkpoint = model_of(run, f"run={named}", arguments), runs.checkpoint_source(named, run)
         if problems := check(config["model"], f"{run}/config.yaml, model"):

@@ -103,6 +103,14 @@ def option(overrides: Sequence[str], key: str) -> str | None:
     return unquote(values[-1]) if values else None
 
 
+def is_trusted(overrides: Sequence[str]) -> bool:
+    """Whether the command line says trust=true. Raises ConfigError for any other value than true or false."""
+    given = option(overrides, "trust")
+    if given not in (None, "true", "false"):
+        raise ConfigError(f"trust={given}: must be true or false")
+    return given == "true"
+
+
 def added(saved: list[str], overrides: list[str]) -> list[str]:
     """Overrides after those of a run; what is said again word for word is said once, since `+group=option` can stand only once."""
     return [text for text in saved if text not in overrides] + overrides

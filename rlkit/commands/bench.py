@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
+import time
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from rlkit.commands.arguments import Arguments, drop, option
-from rlkit.errors import ConfigError, Refusal
+from rlkit.commands.arguments import Arguments, drop, is_trusted, option
+from rlkit.config.problems.names import part_problem
+from rlkit.errors import ConfigError, Refusal, RLKitError
+from rlkit.runs.sweeps.runner import summed_up
+from rlkit.system import owner
+from rlkit.system.files import write_atomic
 from rlkit.system.processors import cores
 
 SETTINGS = {"algorithms": "", "arms": "", "tasks": "", "seeds": "3", "placebo": "true", "jobs": "", "folder": "outputs/bench"}
@@ -18,7 +25,8 @@ def command(arguments: Arguments) -> int:
     from rlkit.runs import bench
 
     given = {key: option(arguments.overrides, key) or usual for key, usual in SETTINGS.items()}
-    common = arguments.overrides
+    trusted = is_trusted(arguments.overrides)
+    common = drop(arguments.overrides, "trust")
     for key in SETTINGS:
         common = drop(common, key)
     for key in ("seeds", "jobs"):
@@ -27,32 +35,59 @@ def command(arguments: Arguments) -> int:
     arms = arms_of(given) | (bench.PLACEBOS if given["placebo"] == "true" else {})
     folder, tasks = Path(given["folder"]), tasks_of(given["tasks"], arguments.config_dir)
     cells = bench.matrix(folder, tasks, arms, range(int(given["seeds"])), common)
-    compose_all(cells[: len(tasks) * len(arms)], arguments.config_dir)
-    failed = bench.run_all(
-        cells, jobs=int(given["jobs"] or cores()), config_dir=arguments.config_dir, tell=lambda text: print(text, flush=True)
-    )
-    if not (rows := [row for cell in cells if (row := bench.read_row(cell))]):
-        raise ConfigError(f"rlkit bench: no run finished; the first said: {next(iter(failed.values()))}")
+    compose_all(cells[: len(tasks) * len(arms)], arguments.config_dir, trusted=trusted)
+    began = time.time()
+    with owner.owned(folder, takeover=option(common, "takeover") == "true"):
+        done, received = bench.run_all(cells, folder, jobs=int(given["jobs"] or cores()), config_dir=arguments.config_dir, trusted=trusted)
+        failed = {job.folder: job.reason for job in done if job.status == "failed"}
+        rows = [row for cell in cells if (row := bench.read_row(cell))]
+        if rows:
+            print(write_page(folder, rows, failed))
+    print(summed_up(done, len(cells), began))
+    finished = sum(job.status == "finished" for job in done)
+    if finished < len(cells):
+        print(f"to go on         rlkit bench {shlex.join(arguments.words)}")
+    if not rows and not received:
+        said = next(iter(failed.values()), "evaluation.n=0 leaves nothing to compare")
+        raise RLKitError(f"rlkit bench: no run has a score; the first said: {said}")
+    return 128 + received[0] if received else int(finished < len(cells))
+
+
+def write_page(folder: Path, rows: list[dict[str, Any]], failed: dict[Path, str]) -> str:
+    """Writes results.csv, comparisons.csv and README.md from the runs' rows; the page and where they are, to print."""
+    from rlkit.runs import bench
+
     bench.write_rows(folder / "results.csv", rows)
     found = bench.scores(rows)
     if len(found.seeds) > 1 and (compared := bench.pairs(found)):
         bench.write_rows(
             folder / "comparisons.csv", [{k: round(v, 5) if isinstance(v, float) else v for k, v in p._asdict().items()} for p in compared]
         )
+    else:
+        (folder / "comparisons.csv").unlink(missing_ok=True)  # of an earlier, larger matrix
     text = bench.page(rows, failed)
-    (folder / "README.md").write_text(text)
-    print(f"\n{text}\nrows             {folder / 'results.csv'}\npage             {folder / 'README.md'}")
-    return 1 if failed else 0
+    write_atomic(folder / "README.md", text.encode())
+    return f"\n{text}\nrows             {folder / 'results.csv'}\npage             {folder / 'README.md'}"
 
 
 def arms_of(given: dict[str, str]) -> dict[str, tuple[str, ...]]:
     """Name → overrides: options of `algorithm`, and those of a file of names and lists of overrides."""
+    from rlkit.runs.bench import PLACEBOS, folder_of
+
     arms: dict[str, tuple[str, ...]] = {name: (f"algorithm={name}",) for name in given["algorithms"].split(",") if name}
     if given["arms"]:
         try:
             arms |= {str(name): tuple(map(str, own)) for name, own in yaml.safe_load(Path(given["arms"]).read_text()).items()}
         except (OSError, yaml.YAMLError, AttributeError, TypeError) as error:
             raise ConfigError(f"arms={given['arms']}: needs a YAML file of `name: [override, …]` ({error})") from error
+    for name in arms:
+        if why := part_problem(name):
+            key = "arms" if given["arms"] else "algorithms"
+            raise ConfigError(f"{key}={given[key]}: the arm {name!r:.60} is no name of a folder ({why}); give it a plain one")
+    named: dict[str, str] = {}
+    for name in (*arms, *PLACEBOS):
+        if (other := named.setdefault(folder_of(name), name)) != name:
+            raise ConfigError(f"arms '{other}' and '{name}' would have one folder, {folder_of(name)}; rename one")
     if not arms:
         raise ConfigError("rlkit bench needs algorithms=grpo,dapo,… or arms=FILE.yaml")
     return arms
@@ -64,20 +99,20 @@ def tasks_of(text: str, config_dir: str | None) -> list[str]:
 
     folders = [conf_dir(), *([Path(config_dir)] if config_dir else [])]
     known = sorted({f.stem for folder in folders for f in (folder / "experiment" / "bench").glob("*.yaml")} - {"base"})
-    chosen = [name for name in text.split(",") if name] or known
+    chosen = [name for name in dict.fromkeys(text.split(",")) if name] or known
     if unknown := [name for name in chosen if name not in known]:
         raise ConfigError(f"tasks={unknown[0]}: there is no such task; there are {', '.join(known)}")
     return chosen
 
 
-def compose_all(cells: list, config_dir: str | None) -> None:
+def compose_all(cells: list, config_dir: str | None, *, trusted: bool) -> None:
     """Composes the first seed of every arm on every task. Raises ConfigError with what is wrong, before anything runs."""
     from rlkit.config.experiment import experiment
 
     problems: dict[str, str] = {}
     for cell in cells:
         try:
-            experiment(*cell.overrides, config_dir=config_dir)
+            experiment(*cell.overrides, config_dir=config_dir, trust=trusted)
         except Refusal as error:
             problems.setdefault(str(error), f"{cell.arm} on {cell.task}")
     if problems:

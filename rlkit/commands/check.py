@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlkit.commands.arguments import Arguments
+from rlkit.commands.arguments import Arguments, drop, is_trusted
 from rlkit.rewards import Reward, Term
 from rlkit.rewards import score as score_rollouts
 from rlkit.training.experiment import BatchSize, Experiment
@@ -85,9 +85,10 @@ def run(x: Experiment, tasks: Splits) -> Report:
     import torch
 
     from rlkit.episodes.stream import StreamState
-    from rlkit.system.deadline import process_ends_after
     from rlkit.system.device import autocast, on_device
+    from rlkit.system.waiting import MAX_STEP_TIME, limit_waiting
     from rlkit.training.groups import experience
+    from rlkit.training.kernels import settle_kernels
     from rlkit.training.learner import Learner
     from rlkit.training.memory import probe_memory
     from rlkit.training.run import first_line, header
@@ -103,12 +104,12 @@ def run(x: Experiment, tasks: Splits) -> Report:
     cut = small(x)
     with autocast(cut, device):
         agreement = check_policy(policy, tasks.train, cut)
+    text += f"\n{settle_kernels(x.generation.engine, policy.model)}"
     played: list[Rollout] = []
     learner = Learner(cut._replace(reward=telling(cut.reward, played)), policy, exact=agreement.exact)
-    limit = x.trainer.max_step_time
     with (
         autocast(cut, device, updates=True),
-        process_ends_after(limit, lambda: f"step 1 hangs: nothing within trainer.max_step_time={limit:g} minutes"),
+        limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, lambda: "step 1 hangs"),
     ):
         if device.type == "cuda":
             probe_memory(learner, tasks.train)
@@ -194,8 +195,8 @@ def command(arguments: Arguments) -> int:
     from rlkit.tasks.splits import overlaps
     from rlkit.training.loggers import check_loggers
 
-    given, overrides = forecast.asked(arguments.overrides)
-    composed = compose(overrides, config_dir=arguments.config_dir)
+    given, overrides = forecast.asked(drop(arguments.overrides, "trust"))
+    composed = compose(overrides, config_dir=arguments.config_dir, trusted=is_trusted(arguments.overrides))
     x = experiment(composed)
     if given:
         print(forecast.in_lines(next(iter(first_steps(x).values())), composed.config, given))

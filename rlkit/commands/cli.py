@@ -8,8 +8,10 @@ import re
 import sys
 from collections.abc import Sequence
 
-from rlkit.commands.arguments import parse
+from rlkit.commands.arguments import drop, is_trusted, parse
 from rlkit.errors import TRACEBACK, ConfigError, Refusal, RLKitError, raised_at, say, visible
+from rlkit.system.leaving import leave_process
+from rlkit.system.parent import end_with_parent
 from rlkit.system.processors import wait_without_spinning
 
 # a file of this folder each
@@ -17,6 +19,7 @@ COMMANDS = (
     "train", "evaluate", "rollout", "agent", "serve", "export", "report", "runs", "compare", "plan", "bench", "check", "doctor", "replay",
     "metrics",
 )  # fmt: skip
+READ_NO_CODE = ("report", "runs", "compare", "plan", "doctor", "metrics")  # what they read of a folder is data
 HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-using tasks
 
   rlkit train                                    the embedded default: learns offline, on a CPU, in about a minute
@@ -46,7 +49,8 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   --config-dir DIR    options of your own; --config-name NAME takes overrides from DIR/NAME.yaml
   --cfg job           print the composed config, without a run (--resolve: with references replaced; --info: which option of each group)
   debug=true          print the traceback of an error too
-  trust=true          with run= or bundle=: the folder's config may call functions that do not ship with rlkit
+  trust=true          with run=, resume= or bundle=: a folder that is not your own may do what is not declared safe, which is printed.
+                      environment.score=file needs it too. Every command takes it
   -m, --multirun      a sweep
 
 groups and their options:
@@ -54,16 +58,33 @@ groups and their options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; the exit status: 0 done, 1 failed, 2 refused, 130 interrupted."""
+    """Runs a command; the exit status: 0 done, 1 failed, 2 refused, 130 interrupted.
+
+    Without `argv` the words are those of the process, which is the command's own: it ends with the command (`rlkit.system.leaving`).
+    """
+    if argv is not None:
+        return run_command(argv)
+    try:
+        status = run_command(sys.argv[1:])
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    leave_process(status)
+    return status
+
+
+def run_command(argv: Sequence[str]) -> int:
+    """Runs a command in this process; its exit status."""
+    end_with_parent()
     wait_without_spinning()
     from rlkit.system.output import guard_output
 
     guard_output()
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = list(argv)
     if "debug=true" in words:  # in the environment, for ranks and the jobs of a sweep are processes of their own
         os.environ[TRACEBACK] = "1"
         try:
-            return main([word for word in words if word != "debug=true"])
+            return run_command([word for word in words if word != "debug=true"])
         finally:
             del os.environ[TRACEBACK]
     if broken := [word for word in words if re.search("[\ud800-\udfff]", word)]:
@@ -84,6 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if arguments.multirun and words[0] != "train":
             raise ConfigError(f"rlkit {words[0]} takes one run at a time; -m belongs to rlkit train")
+        is_trusted(arguments.overrides)  # every command takes the word, and no other value of it
+        if words[0] in READ_NO_CODE:
+            arguments = arguments._replace(overrides=drop(arguments.overrides, "trust"))
         if arguments.shown:
             return importlib.import_module("rlkit.commands.show").command(words[0], arguments)
         return importlib.import_module(f"rlkit.commands.{words[0]}").command(arguments)

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlkit.commands.arguments import STARTED, Arguments, added, drop, option
-from rlkit.commands.trust import asker
+from rlkit.commands.arguments import STARTED, Arguments, added, drop, is_trusted, option
+from rlkit.commands.trust import asker, with_limits
 from rlkit.episodes.record import failed_rollout_kept, save_rollouts
 from rlkit.errors import ConfigError, DataError
 from rlkit.runs import folder as runs
 from rlkit.system.files import LOST, lenient, write_json
+from rlkit.tasks.splits import count_distinct, count_in_words
 from rlkit.training.experiment import Experiment
 from rlkit.types import SPLITS, Policy, Split, Task
 
@@ -36,13 +37,15 @@ def evaluate_run(
     from rlkit.sandbox import seen
     from rlkit.system.device import autocast, on_device, versions
     from rlkit.training.callbacks.evaluation import in_time
+    from rlkit.training.kernels import settle_kernels
     from rlkit.training.selfcheck import check_policy
 
     policy, device = on_device(x)
-    path, step = restored_policy(policy, checkpoint) if checkpoint else (None, None)
+    path, step = restored_policy(policy, checkpoint, x.generation.engine) if checkpoint else (None, None)
     settings = x.evaluation
     with autocast(x, device):
         check_policy(policy, tasks, x)
+        print(settle_kernels(x.generation.engine, policy.model), flush=True)
         out = runs.fresh(parent)
         with failed_rollout_kept(out), in_time(settings, "the greedy evaluation"):
             greedy, greedy_rollouts = greedy_accuracy(policy, tasks, version=step or 0, **x.held_out(0.0))
@@ -68,6 +71,7 @@ def evaluate_run(
         "step": step,
         "split": split,
         "n": len(tasks),
+        "distinct": count_distinct(tasks),
         "greedy": greedy,
         "sampled": sampled,
         "temperature": settings.temperature,
@@ -82,12 +86,13 @@ def evaluate_run(
     return result, out
 
 
-def restored_policy(policy: Policy, checkpoint: Path) -> tuple[Path, int]:
-    """Loads a checkpoint's policy; the file and the RL step of it.
+def restored_policy(policy: Policy, checkpoint: Path, engine: Any = None) -> tuple[Path, int]:
+    """Loads a checkpoint's policy; the file and the RL step of it. The engine goes on with the kernels of the run, or says what differs.
 
     Raises: DataError where no checkpoint can be read, or where its weights are not those of this model.
     """
     from rlkit.training.callbacks.checkpoints import load_checkpoint
+    from rlkit.training.kernels import keep_kernels
 
     path, state = load_checkpoint(checkpoint)
     weights = {name.removeprefix("model."): value for name, value in state["state_dict"].items() if name.startswith("model.")}
@@ -99,6 +104,8 @@ def restored_policy(policy: Policy, checkpoint: Path) -> tuple[Path, int]:
             "use the model settings of its run"
         )
     policy.model.load_state_dict(weights, strict=False)  # under LoRA the frozen base is not in the checkpoint
+    for said in keep_kernels(engine, policy.model, state["rlkit"]) if engine is not None else ():
+        print(f"evaluate: {said}", flush=True)
     return path, int(state["rlkit"]["rl_step"])
 
 
@@ -118,9 +125,11 @@ def accuracy_table(result: Mapping[str, Any], out: Path) -> str:
     for part, own in greedy.get("parts", {}).items():
         rows += held_out_rows(f"{part}: greedy", own, sampled["parts"][part], f"{part}: ")
     width = max(22, *(len(name) + 1 for name, *_ in rows))
-    lines = [f"{result['split'] + ', n = ' + str(result['n']):<{width}}{'value':>10}{'95 % interval':>20}", "-" * (width + 30)]
+    head = f"{result['split']}, n = {count_in_words(result['n'], result.get('distinct', result['n']))}"
+    width = max(width, len(head) + 1)
+    lines = [f"{head:<{width}}{'value':>10}{'95 % interval':>20}", "-" * (width + 30)]
     lines += [f"{name:<{width}}{value:>10.3f}{f'{low:.3f} – {high:.3f}':>20}" for name, value, (low, high) in rows]
-    return "\n".join([*lines, "", f"written to {out}, {result['wall_seconds']:.0f} s"])
+    return "\n".join([*lines, "", f"written to {runs.shown(out)}, {result['wall_seconds']:.0f} s"])
 
 
 def command(arguments: Arguments) -> int:
@@ -130,17 +139,18 @@ def command(arguments: Arguments) -> int:
     from rlkit.config.problems.doubts import embedded_numbers
     from rlkit.config.problems.rows import check_tools, load_split
 
-    named, overrides = option(arguments.overrides, "run"), drop(drop(arguments.overrides, "run"), "split")
+    named, overrides = option(arguments.overrides, "run"), drop(drop(drop(arguments.overrides, "run"), "split"), "trust")
     split = next((known for known in SPLITS if known == (option(arguments.overrides, "split") or "test")), None)
     if split is None:
         raise ConfigError(f"split={option(arguments.overrides, 'split')}: there are {', '.join(SPLITS)}")
     run = runs.find_run(named, "run") if named else None
     ask = None
     if named and run is not None:
-        overrides = added(runs.saved_overrides(run), drop(overrides, "trust"))
-        ask = asker(f"run={named}", run, arguments)
-    composed = compose(overrides, entry="evaluate", config_dir=arguments.config_dir, before_import=ask)
-    x = experiment(composed)
+        ask = asker(f"run={named}", run, overrides, arguments, entry="evaluate", own_model=True)
+        overrides = added(runs.saved_overrides(run), overrides)
+    trusted = is_trusted(arguments.overrides)
+    composed = compose(overrides, entry="evaluate", config_dir=arguments.config_dir, before_import=ask, trusted=trusted)
+    x = with_limits(experiment(composed), arguments)
     if x.evaluation.n < 1:
         raise ConfigError(f"evaluation.n={x.evaluation.n}: there is nothing to evaluate; set it to at least 1")
     if max(x.evaluation.k) > x.evaluation.samples:

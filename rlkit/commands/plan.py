@@ -7,9 +7,10 @@ import math
 from rlkit.commands.arguments import Arguments
 from rlkit.commands.compare import effect_of, lines_of
 from rlkit.errors import ConfigError
-from rlkit.runs.comparing import FEWEST, detectable, power_of, seeds_needed, spread_bound
+from rlkit.runs.comparing import TO_CLAIM, detectable, seeds_needed, spread_bound
 from rlkit.runs.report import verdicts
 from rlkit.runs.report.read import Group
+from rlkit.statistics import FEWEST
 from rlkit.system.output import clock
 
 EFFECT = 0.02  # two points of accuracy
@@ -24,26 +25,30 @@ def command(arguments: Arguments) -> int:
     if not compared or not known:
         raise ConfigError(f"rlkit plan: the pilot needs two kinds of runs with at least {FEWEST} seeds in common")
     effect, count, each = effect_of(given, EFFECT), len(known), seconds_of(groups)
-    print(f"to see a difference of {effect:g} in the {compared.name}, 4 times in 5, at 95 %" + (f", {count} comparisons" * (count > 1)))
+    corrected = f", {count} comparisons" if count > 1 else ""
+    print(f"to see a difference of {effect:g} in the {compared.name}, 4 times in 5, at 95 %{corrected}")
     for v in known:
-        floor = compared.resolution / math.sqrt(12)  # of a pilot whose differences are equal by rounding
-        spread = max(v.found.spread, floor)
-        likely, safe = (seeds_needed(s, effect, comparisons=count) for s in (spread, spread_bound(spread, v.found.n)))
-        print(f"  {v.second} against {v.first}: {likely} seeds by the spread of the pilot ({spread:.3f}, {v.found.n} seeds), {safe} to be")
-        print(f"    safe, as so few may show too small a spread; {duration(likely, each)} or {duration(safe, each)} of runs, one at a time")
-        if seeds := given.get("seeds"):
-            print(f"    with {seeds} seeds: {in_power(seeds, spread, effect, count)}")
+        print("\n".join(plan_lines(v, effect, count, each, given.get("seeds"))))
     return 0
 
 
-def in_power(text: str, spread: float, effect: float, comparisons: int) -> str:
-    """What a given number of seeds would find."""
-    if not text.isdigit() or int(text) < FEWEST:
-        raise ConfigError(f"seeds={text}: give a whole number, {FEWEST} or more")
-    n = int(text)
-    seen = detectable(spread, n, comparisons=comparisons)
-    chance = f"a difference of {effect:g} is found {power_of(spread, effect, n):.0%} of the time" if comparisons == 1 else ""
-    return "; ".join(part for part in (chance, f"{seen:.3f} is found 4 times in 5" if math.isfinite(seen) else "too few") if part)
+def plan_lines(verdict: verdicts.Compared, effect: float, comparisons: int, each: float, seeds: str | None) -> list[str]:
+    """The seeds that a comparison needs. First those that keep the promise, however much of the spread a small pilot hides."""
+    spread, pilot = verdict.found.spread, verdict.found.n
+    bound = spread_bound(spread, pilot)
+    needed, likely = (seeds_needed(own, effect, comparisons=comparisons) for own in (bound, spread))
+    known = f"The pilot's spread is {spread:.4f} ({pilot} seeds), and the true one may be {bound:.4f}"
+    if likely < needed:
+        known += f"; if it is no larger than the pilot's, {likely} seeds are enough"
+    out = [f"  {verdict.second} against {verdict.first}: {needed} seeds, {duration(needed, each)} of runs, one at a time", f"    {known}."]
+    return out + ([f"    With {seeds} seeds {in_power(seeds, bound, comparisons)}."] if seeds else [])
+
+
+def in_power(text: str, spread: float, comparisons: int) -> str:
+    """What a given number of seeds would find, with a spread as large as it may be."""
+    if not text.isdigit() or int(text) < TO_CLAIM:
+        raise ConfigError(f"seeds={text}: give a whole number, {TO_CLAIM} or more; fewer seeds claim nothing")
+    return f"a difference of {detectable(spread, int(text), comparisons=comparisons):.4f} is found 4 times in 5"
 
 
 def seconds_of(groups: list[Group]) -> float:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlkit.commands.arguments import Arguments, drop, option
-from rlkit.commands.trust import is_trusted
+from rlkit.commands.arguments import Arguments, drop, is_trusted, option
 from rlkit.errors import ConfigError
+from rlkit.system.noted import is_noted
 from rlkit.system.redaction import learn
 
 
@@ -22,8 +22,9 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
       where a file of it is damaged or cannot be read.
     """
     from rlkit.config.compose import conf_dir
+    from rlkit.config.keys import leaks, without
     from rlkit.config.schema import build, check
-    from rlkit.config.trust import require_trust, with_environment
+    from rlkit.config.trust import Folder, outside, require_trust, with_environment
     from rlkit.runs import folder as runs
     from rlkit.system.device import autocast, on_device
     from rlkit.training import drift
@@ -36,7 +37,10 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
         if not (folder / name).is_file():
             raise ConfigError(f"bundle={folder}: there is no {name}; name a folder debug/step_… of a run whose update failed")
     written = runs.read_config(folder)
-    require_trust(written, f"bundle={folder}", conf_dir(), trusted=trusted)
+    if not is_noted(folder):
+        by = Folder(conf_dir())
+        require_trust(list(outside(written, by)), f"bundle={folder}", trusted=trusted)
+        written = without(written, frozenset(leak.path for leak in leaks(written, by)))  # an update needs no key
     config = with_environment(written)
     learn(config, written)
     if problems := check(config, f"{folder}/config.yaml"):

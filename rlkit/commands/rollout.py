@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rlkit.commands.arguments import STARTED, Arguments
+from rlkit.commands.arguments import STARTED, Arguments, drop, is_trusted
 from rlkit.config.problems.numbers import sampling_problems
 from rlkit.environments import environment_of
 from rlkit.episodes.record import append_rollouts, failed_rollout_kept, save_rollouts
@@ -40,6 +40,7 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     from rlkit.episodes import collect, transcript
     from rlkit.rewards import score
     from rlkit.system.device import autocast, on_device, versions
+    from rlkit.training.kernels import settle_kernels
     from rlkit.training.selfcheck import check_contexts
 
     check_truths(tasks, x.reward)
@@ -59,6 +60,7 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
                 on_done=keep,
                 **x.generation.params,
             )
+            print(settle_kernels(x.generation.engine, policy.model), flush=True)
             if said := failures(rollouts):
                 print(f"warning: {said}", file=sys.stderr)
             rollouts = score(rollouts, x.reward)
@@ -94,7 +96,7 @@ def unscored_kept(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]
             path.unlink(missing_ok=True)
         finally:
             if path.exists():
-                print(f"rlkit: {done} of {total} episodes had ended; they are in {path}, unscored", file=sys.stderr)
+                print(f"rlkit: {done} of {total} episodes had ended; they are in {runs.shown(path)}, unscored", file=sys.stderr)
 
 
 def limited(environment: Environment | Callable[[Task], Environment], max_steps: int | None) -> Environment | Callable[[Task], Environment]:
@@ -138,11 +140,15 @@ def command(arguments: Arguments) -> int:
     from rlkit.config.problems.doubts import embedded_numbers
     from rlkit.config.schema import build
 
-    composed = compose(arguments.overrides, entry="rollout", config_dir=arguments.config_dir)
+    overrides, trusted = drop(arguments.overrides, "trust"), is_trusted(arguments.overrides)
+    composed = compose(overrides, entry="rollout", config_dir=arguments.config_dir, trusted=trusted)
     x = build(composed.config)
     for line in embedded_numbers(x):
         print(f"warning: {line}")
     LOST.clear()
     rollouts, out = roll_out(x, parent=runs.OUTPUTS / x.name, started=STARTED)
-    print(f"{'split':<34}{x.split}\n{episode_table(rollouts)}\n\nwritten to {out}" + (f", but for {', '.join(LOST)}" if LOST else ""))
+    print(
+        f"{'split':<34}{x.split}\n{episode_table(rollouts)}\n\nwritten to {runs.shown(out)}"
+        + (f", but for {', '.join(LOST)}" if LOST else "")
+    )
     return int(bool(LOST))

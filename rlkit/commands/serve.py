@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlkit.commands.agent import composed
 from rlkit.commands.arguments import Arguments
+from rlkit.commands.trust import with_limits
 from rlkit.config.problems.numbers import sampling_problems
 from rlkit.errors import ConfigError
 from rlkit.types import Environment, Messages, Policy, SamplingParams, Step, Task
@@ -62,7 +63,7 @@ def command(arguments: Arguments) -> int:
     from rlkit.config.schema import build
 
     config, checkpoint = composed(arguments, "serve")
-    x = build(config)
+    x = with_limits(build(config), arguments)
     if problems := sampling_problems(x.generation):
         raise ConfigError("\n".join(problems))
     from rlkit.commands.evaluate import restored_policy

@@ -7,19 +7,21 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlkit.commands.arguments import STARTED, Arguments, added, drop, option, quote
-from rlkit.commands.trust import announcer
-from rlkit.config.changes import difference, refuse_changes
+from rlkit.commands.arguments import STARTED, Arguments, added, drop, is_trusted, option, quote
+from rlkit.commands.trust import asker
+from rlkit.config.changes import difference, identify, refuse_changes
 from rlkit.distributed import launch, ranks
 from rlkit.errors import ConfigError, Refusal, RLKitError, say
 from rlkit.runs import folder as runs
 from rlkit.system import owner
+from rlkit.system.contents import clear_places, set_aside
 from rlkit.system.device import versions
 from rlkit.system.files import LOST, lenient, refusing
+from rlkit.system.shared_state import FOLDER, guard_state
 from rlkit.training.run import train_in
 
 if TYPE_CHECKING:
@@ -34,22 +36,30 @@ def command(arguments: Arguments) -> int:
     if arguments.multirun:
         from rlkit.runs.sweeps import sweep
 
-        return sweep(arguments.overrides, config_dir=arguments.config_dir)
+        overrides = drop(arguments.overrides, "trust")
+        return sweep(overrides, config_dir=arguments.config_dir, trusted=is_trusted(arguments.overrides))
     from rlkit.config.compose import compose, experiment, length_keys
     from rlkit.config.problems.doubts import warnings
     from rlkit.config.problems.rows import load_tasks
     from rlkit.tasks.splits import overlaps
     from rlkit.training.loggers import check_loggers
 
-    overrides, named, place = list(arguments.overrides), option(arguments.overrides, "resume"), option(arguments.overrides, "hydra.run.dir")
-    folder = Path(place) if place else None
+    trusted = is_trusted(arguments.overrides)
+    overrides = drop(arguments.overrides, "trust")
+    named, place = option(overrides, "resume"), option(overrides, "hydra.run.dir")
+    folder = Path(place).absolute() if place else None
     resume: Path | None = None
+    ask = None
     if named and named not in ("never", "auto"):
         folder = runs.find_run(named, "resume")
         resume = runs.checkpoint_source(named, folder)
+        runs.require_overrides(folder)
         require_secrets(named, folder, overrides)
-        overrides = [*added(runs.saved_overrides(folder), drop(overrides, "resume")), f"resume={quote(named)}"]
-    composed = compose(overrides, config_dir=arguments.config_dir, before_import=announcer(folder) if folder and resume else None)
+        mine = [*drop(overrides, "resume"), f"resume={quote(named)}"]
+        ask = asker(f"resume={named}", folder, mine, arguments, entry="train")
+        overrides = added(runs.saved_overrides(folder), mine)
+    outputs = runs.OUTPUTS.absolute()  # before any code of the user's runs
+    composed = compose(overrides, config_dir=arguments.config_dir, before_import=ask, trusted=trusted)
     x = experiment(composed)
     check_loggers(x.logger)
     if launch.must_start(x.trainer.devices, x.trainer.nodes):
@@ -59,7 +69,7 @@ def command(arguments: Arguments) -> int:
     if named == "auto":
         folder = ranks.broadcast(lambda: folder or runs.newest_unfinished(x.name, composed.config, beside=length_keys(composed)))
         if folder is not None and runs.is_finished(folder):
-            print(f"{folder}: finished already; nothing to do")
+            print(f"{runs.shown(folder)}: finished already; nothing to do")
             ranks.leave()
             return 0
         resume = folder / "checkpoints" if folder is not None and runs.is_run(folder) else None
@@ -68,22 +78,30 @@ def command(arguments: Arguments) -> int:
         def own(run: Path) -> Path:
             return ranks.broadcast(lambda: owning.enter_context(owner.owned(run, takeover=x.takeover)) or run)
 
+        identity = ""
         if known := folder is not None and runs.is_run(folder):
-            check_continues(own(folder), composed.config, x.trainer.steps, resume)
+            identity = check_continues(own(folder), composed.config, x.trainer.steps, resume)
+        elif folder is not None:
+            runs.refuse_leftovers(folder)
         tasks = load_tasks(x)
         for line in (*warnings(x), *overlaps(tasks)):
             print(f"warning: {line}")
         target = ranks.broadcast(
-            lambda: folder or runs.fresh(runs.OUTPUTS / x.name, runs.label_of(composed.overrides, x.name))
+            lambda: folder or runs.fresh(outputs / x.name, runs.label_of(composed.overrides, x.name))
         )  # one for all ranks, which by now have read what is there
+        occupied = not known and target.is_dir() and any(target.iterdir())  # by files of the user
         ranks.broadcast(lambda: runs.require_writable(target))
         if not known:
             own(target)
+        if ranks.rank() == 0:
+            note_start(target, composed, identity)
 
         def job() -> int:
             return run_in_folder(x, composed.config, tasks, target, started=STARTED, resume=resume)
 
         status = in_hydra(composed, target, job) if ranks.rank() == 0 else job()
+        if status == 2 and not known and ranks.rank() == 0 and not owner.lost(target):
+            remove_start(target, whole=not occupied)
     if status == 0:
         ranks.leave()
     return status
@@ -98,39 +116,97 @@ def require_secrets(named: str, folder: Path, overrides: Sequence[str]) -> None:
         )
 
 
-def check_continues(folder: Path, config: dict, steps: int, resume: Path | None) -> None:
-    """Prints what changed since the run in `folder` was started.
+def note_start(folder: Path, composed: Composed, identity: str) -> None:
+    """Adds this process to run.json and prints what changed, before Hydra writes the overrides that run.json lists.
 
-    Raises: ConfigError where it cannot go on with that; DataError where it has trained and no checkpoint of it is left.
+    Args:
+      identity: of the run that goes on; empty for a new one.
+    Raises: ConfigError.
+    """
+    config = composed.config
+    overrides = [str(text) for text in composed.full.hydra.overrides.task]
+    with refusing(folder):
+        if not identity and (folder / "run.json").exists():  # of a process that ended before it wrote config.yaml
+            set_aside(folder, "run.json")
+        said = runs.write_start(folder, config, versions(), identity=identity or identify(config), overrides=overrides)
+    for line in said:
+        print(f"resume: {line}", flush=True)
+
+
+def remove_start(folder: Path, *, whole: bool) -> None:
+    """Removes what a refused run wrote before its first row; the whole folder where nothing was in it before."""
+    if (folder / "metrics.jsonl").exists():
+        return
+    if whole:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    for name in ("config.yaml", "run.json", *(f".hydra/{name}.yaml" for name in ("config", "hydra", "overrides"))):
+        with suppress(OSError):
+            (folder / name).unlink()
+    with suppress(OSError):
+        (folder / ".hydra").rmdir()
+
+
+def check_continues(folder: Path, config: dict, steps: int, resume: Path | None) -> str:
+    """Prints what changed since the run in `folder` was started. Returns the run's identity.
+
+    Raises: ConfigError where it cannot go on with that; DataError where a file that says what it is was damaged or exchanged, and where
+      it has trained and no checkpoint of it is left.
     """
     if resume is None:
         raise ConfigError(
             f"{folder} already holds a run, which is never overwritten; continue it with resume={folder}, or choose another folder"
         )
+    ranks.broadcast(lambda: clear_places(folder))
+    identity = ranks.broadcast(lambda: runs.require_identity(folder))
     if not resume.name.endswith(".ckpt"):
         runs.refuse_restart(folder)
     changed = difference(runs.read_config(folder), config)
     refuse_changes(folder, changed)
     for key, (was, now) in changed.items():
         print(f"resume: {key} was {was}, is {now}")
-    summary = runs.read_summary(folder) or {}
+    summary = ranks.broadcast(lambda: own_summary(folder))
     done = 0 if summary.get("unsaved") else summary.get("steps") or 0
     if resume.is_dir() and done >= steps:
-        raise ConfigError(f"{folder} has done all of its {done} steps; to go on, raise trainer.steps, as in trainer.steps={2 * done}")
+        raise ConfigError(
+            f"{folder} has done all of its {done} steps, by its summary.json; to go on, raise trainer.steps, as in trainer.steps={2 * done}"
+        )
+    return identity
+
+
+def own_summary(folder: Path) -> dict[str, Any]:
+    """summary.json of the run that goes on. One that is damaged or another run's goes to aside/, and a sentence says so."""
+    summary = runs.read_summary(folder)
+    if summary is None and (folder / "summary.json").exists():
+        print(f"resume: summary.json is not what this run wrote, and is kept as {set_aside(folder, 'summary.json')}", flush=True)
+    return summary or {}
 
 
 def in_hydra(composed: Composed, folder: Path, job: Callable[[], int]) -> int:
     """Runs a job as Hydra's main does, with the config that is composed already: .hydra/ in its folder, Hydra's state, its callbacks."""
+    from hydra.core.hydra_config import HydraConfig
     from hydra.core.utils import run_job
     from hydra.types import RunMode
+    from omegaconf import OmegaConf
 
     from rlkit.config.compose import hydra_context
 
     config = composed.full
+    place = config.hydra.output_subdir
     config.hydra.run.dir, config.hydra.mode = str(folder), RunMode.RUN
+    config.hydra.output_subdir = None  # these files are written here: each whole, without secrets, and noted as the user's own
+
+    def work(task: Any) -> int:
+        own = HydraConfig.instance().cfg
+        parts = {"config.yaml": task, "hydra.yaml": own, "overrides.yaml": config.hydra.overrides.task}
+        with refusing(folder):
+            for name, part in parts.items() if place else ():
+                runs.write_hydra(folder, f"{place}/{name}", OmegaConf.to_yaml(part))
+        return job()
+
     with hydra_context(config) as context:
         context.callbacks.on_run_start(config=config, config_name="train")
-        done = run_job(lambda _: job(), config, "hydra.run.dir", None, hydra_context=context)
+        done = run_job(work, config, "hydra.run.dir", None, hydra_context=context)
         context.callbacks.on_run_end(config=config, config_name="train", job_return=done)
         return done.return_value
 
@@ -142,24 +218,20 @@ def run_in_folder(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: 
     fresh = resume is None
     try:
         with refusing(folder):
-            if ranks.rank() == 0:
-                runs.write_config(folder, config) if fresh else runs.cover_overrides(folder)
-            for line in runs.write_start(folder, config, versions()) if ranks.rank() == 0 else ():
-                print(f"resume: {line}", flush=True)
-        with refusing(folder):
             provenance = ranks.broadcast(lambda: runs.read_start(folder))
-        summary, _ = train_in(x, tasks, folder, started=started, resume=resume, provenance=provenance, again=builder(config))
+            if ranks.rank() == 0:
+                runs.write_config(folder, config, provenance["identity"], new=True) if fresh else runs.cover_overrides(folder)
+        with guard_state(x, kinds=[FOLDER]):
+            summary, _ = train_in(x, tasks, folder, started=started, resume=resume, provenance=provenance, again=builder(config))
     except Refusal as error:
         say(error, [f"rlkit: {line}" for line in str(error).splitlines()])
-        if fresh and not (folder / "metrics.jsonl").exists() and ranks.rank() == 0 and not owner.lost(folder):
-            shutil.rmtree(folder, ignore_errors=True)
         return 2
     except RLKitError as error:
-        say(error, [f"rlkit: {error}", f"run folder: {folder}", *getattr(error, "__notes__", ())])
+        say(error, [f"rlkit: {error}", f"run folder: {runs.shown(folder)}", *getattr(error, "__notes__", ())])
         return 1
     if ranks.rank() == 0:
         with lenient("config.yaml"):
-            runs.write_config(folder, config)  # a resumed run's, once it has gone on with it
+            runs.write_config(folder, config, provenance["identity"])  # a resumed run's, once it has gone on with it
     print(closing_lines(summary, folder), flush=True)
     if summary["ended"] == "interrupted":
         if ranks.rank() == 0 and x.trainer.requeue and "signal" in summary and summary["signal"] != "SIGINT":
@@ -175,7 +247,7 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
     """The before/after table of the test problems, the folder and the commands that come next."""
     from rlkit.training.callbacks.terminal import how_sampled
 
-    where = shlex.quote(str(folder))
+    where = shlex.quote(runs.shown(folder))
     lines = [""]
     before, after = summary.get("before"), summary.get("after")
     if before and after:
@@ -186,6 +258,9 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
             spans = [f"{r[interval][0]:.3f} – {r[interval][1]:.3f}" for r in (before, after)]
             lines.append(f"{'95 % interval':<22}{spans[0]:>16}{spans[1]:>16}")
         lines.append(f"{'problems':<22}{before['n']:>16}{after['n']:>16}")
+        distinct = [r.get("distinct", r["n"]) for r in (before, after)]
+        if distinct != [before["n"], after["n"]]:
+            lines.append(f"{'of these distinct':<22}{distinct[0]:>16}{distinct[1]:>16}")
         for part, own in after.get("parts", {}).items():
             was = before.get("parts", {}).get(part)
             lines.append(f"{f'accuracy, {part}':<22}" + "".join(f"{r['accuracy']:>16.3f}" if r else f"{'-':>16}" for r in (was, own)))
@@ -204,7 +279,7 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
     drawn = (folder / "tensorboard").is_dir()
     saved = any((folder / "checkpoints").glob("*.ckpt"))
     lines += [
-        f"run folder       {folder}",
+        f"run folder       {runs.shown(folder)}",
         "next:",
         *([f"  curves         tensorboard --logdir {where}"] if drawn else []),
         f"  report         rlkit report {where}",

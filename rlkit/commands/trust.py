@@ -1,56 +1,76 @@
-"""What a command does with the config of a run folder that calls code outside rlkit."""
+"""What a command does with the config of a folder that is not known as the user's own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from rlkit.commands.arguments import Arguments, drop, option
-from rlkit.config.compose import conf_dir
-from rlkit.config.trust import outside, require_trust, shipped, with_environment
+from rlkit.commands.arguments import Arguments, is_trusted, option
+from rlkit.config.compose import conf_dir, without_values
+from rlkit.config.keys import leaks, refuse_leaks
+from rlkit.config.trust import Folder, named_functions, outside, require_trust, strange_overrides, with_environment
 from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
+from rlkit.system.noted import is_noted
 from rlkit.system.redaction import learn
 
 
-def announcer(folder: Path) -> Callable[[dict], None]:
-    """Where the run of a folder is continued: says which code outside rlkit its config calls, before any of it is imported."""
+def asker(
+    where: str, folder: Path, mine: Sequence[str], arguments: Arguments, *, entry: str, own_model: bool = False
+) -> Callable[[dict[str, Any]], None] | None:
+    """Refuses the config of a folder where it is not declared safe and trust=true is not said; None where the folder is the user's own.
 
-    def announce(config: dict) -> None:
-        node = {"": config, "overrides": runs.saved_overrides(folder)}
-        if found := list(dict.fromkeys(outside(node, shipped(conf_dir())))):
-            print(f"resume: code outside rlkit: {'; '.join(found)}", flush=True)
-
-    return announce
-
-
-def asker(where: str, folder: Path, arguments: Arguments) -> Callable[[dict], None]:
-    """Refuses a config that comes with a folder and calls code outside rlkit, unless the command line says trust=true."""
+    Args:
+      where: the folder as the user named it. mine: his overrides.
+      entry: of the config that is composed.
+      own_model: whether the model may lie in the folder.
+    Returns: a function of the composed config, in which values of the environment stand as ${oc.env:NAME}.
+    Raises: ConfigError where composing alone would import something.
+    """
+    if is_noted(folder):
+        return None
+    trusted = is_trusted(arguments.overrides)
+    theirs = [text for text in runs.saved_overrides(folder) if text not in mine]
+    strange = list(strange_overrides(theirs))
+    if not trusted:
+        require_trust(strange, where, trusted=False)
     files = Path(arguments.config_dir).rglob("*.yaml") if arguments.config_dir else ()
-    own = "\n".join([*drop(arguments.overrides, "run"), *(file.read_text() for file in files)])
+    named = named_functions("\n".join([*mine, *(file.read_text() for file in files)]))
+    by = Folder(conf_dir(), named, folder if own_model else None)
+    base = without_values(theirs, mine, entry=entry, config_dir=arguments.config_dir)
 
-    def ask(config: dict) -> None:
-        node = {"": config, "overrides": runs.saved_overrides(folder)}
-        require_trust(node, where, conf_dir(), trusted=is_trusted(arguments.overrides), own=own)
+    def ask(config: dict[str, Any]) -> None:
+        require_trust([*strange, *outside(config, by, base)], where, trusted=trusted)
+        refuse_leaks(leaks(config, by, base), where)
 
     return ask
 
 
-def is_trusted(overrides: Sequence[str]) -> bool:
-    """Whether the command line says trust=true. Raises ConfigError for any other value than true or false."""
-    given = option(overrides, "trust")
-    if given not in (None, "true", "false"):
-        raise ConfigError(f"trust={given}: must be true or false")
-    return given == "true"
+def model_of(run: Path, where: str, arguments: Arguments) -> dict[str, Any]:
+    """The model of a run, from its config, which is read as data.
 
-
-def model_of(run: Path, where: str, arguments: Arguments) -> dict:
-    """The model of a run, from its config, which is read as data. Raises ConfigError where it names code outside rlkit and trust=true
-    is not said; DataError where it cannot be read."""
+    Raises: ConfigError where it is not declared safe and trust=true is not said; DataError where it cannot be read.
+    """
     written = runs.read_config(run).get("model")
     if not isinstance(written, dict) or "_target_" not in written:
         raise ConfigError(f"{where}: {run}/config.yaml names no model; give the folder as rlkit wrote it")
-    require_trust({"model": written}, where, conf_dir(), trusted=is_trusted(arguments.overrides))
+    if not is_noted(run):
+        by = Folder(conf_dir(), place=run)
+        require_trust(list(outside({"model": written}, by)), where, trusted=is_trusted(arguments.overrides))
+        refuse_leaks(leaks({"model": written}, by), where)
     model = with_environment(written, "model")
     learn(model, written)
     return model
+
+
+def with_limits(x: Any, arguments: Arguments) -> Any:
+    """The settings of run=FOLDER; where that is a stranger's and not trusted, the chat template of its model gets limits."""
+    from rlkit.models.confined import confined
+    from rlkit.models.load import EMBEDDED
+
+    named = option(arguments.overrides, "run")
+    path = getattr(x.model, "keywords", {}).get("path")
+    if not named or path in (None, *EMBEDDED) or is_trusted(arguments.overrides) or is_noted(runs.find_run(named, "run")):
+        return x
+    return x._replace(model=confined(x.model))

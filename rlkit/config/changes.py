@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,14 +24,39 @@ PLACE = ("trainer.devices", "trainer.nodes", "trainer.strategy", "trainer.timeou
 FIXED = ("model", "optimizer._target_", "task", "seed")  # keys that a continued run may not change
 
 
+APART = ("logger", "callbacks")  # sections that say what is written and shown, and nothing of the run's numbers
+
+
+def identify(config: Mapping[str, Any]) -> str:
+    """A run's identity: 16 hexadecimal digits of the SHA-256 of the config with which its folder was made.
+
+    Secrets are covered first; sections APART, keys of one process (ONCE), suggestions and shelves are left out. A folder keeps its
+    identity when it is moved, and when its run goes on with other settings (`rlkit.system.identity`).
+    """
+    settings = {key: value for key, value in _compared(config).items() if key not in ONCE and key.split(".")[0] not in APART}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _compared(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted key → value, without secrets and without what only advises or sorts."""
+    return {key: value for key, value in flat(redacted(config)).items() if not {"suggests", "shelf"} & set(key.split("."))}
+
+
 def difference(old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()) -> dict[str, tuple[Any, Any]]:
     """Dotted key → (old, new) for every value that differs, the run's length, the keys `beside` it and mere suggestions left out."""
-    before, after = flat(redacted(old)), flat(redacted(new))
+    before = _compared(old)
+    after = _compared(new)
     return {
         key: (before.get(key), after.get(key))
         for key in dict.fromkeys((*before, *after))
-        if before.get(key) != after.get(key) and key not in LENGTH + beside and "suggests" not in key.split(".")
+        if before.get(key) != after.get(key) and key not in LENGTH + beside
     }
+
+
+def other_run(old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()) -> dict[str, tuple[Any, Any]]:
+    """In what a config is not the one of a run: `difference` without its logger, its callbacks and how many ranks it has."""
+    changed = difference(old, new, beside=PLACE + beside)
+    return {key: values for key, values in changed.items() if key.split(".")[0] not in APART}
 
 
 def refuse_changes(folder: Path, changed: Mapping[str, tuple[Any, Any]]) -> None:
@@ -38,6 +65,6 @@ def refuse_changes(folder: Path, changed: Mapping[str, tuple[Any, Any]]) -> None
     if fixed:
         was, wanted = changed[fixed[0]]
         raise ConfigError(
-            f"resume={folder}: {fixed[0]} was {was} and is now {wanted}; a run cannot continue with another {fixed[0].split('.')[0]}. "
-            "Take the override away, or start anew with resume=never"
+            f"resume={folder}: {fixed[0]} was {was} and is now {wanted} (by its config.yaml and by the command); a run cannot continue "
+            f"with another {fixed[0].split('.')[0]}. Take the override away, or start anew with resume=never"
         )

@@ -18,13 +18,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.config.changes import difference
 from rlkit.config.problems import run_problems
+from rlkit.config.problems.names import name_problems
 from rlkit.config.problems.numbers import range_problems
+from rlkit.config.problems.own_score import own_score_problems
 from rlkit.config.problems.schedules import first_steps, phase_problems
 from rlkit.config.problems.trial import dry_run
 from rlkit.config.schema import build, check, renamed
 from rlkit.config.suggestions import RESOLVERS
 from rlkit.errors import ConfigError, nearest, not_yaml
 from rlkit.system.redaction import learn
+from rlkit.system.shared_state import FOLDER, guard_state
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
     from hydra.types import HydraContext
@@ -56,6 +59,7 @@ def compose(
     entry: str = "train",
     config_dir: str | None = None,
     before_import: Callable[[dict[str, Any]], None] | None = None,
+    trusted: bool = False,
 ) -> Composed:
     """Composes an entry config and refuses it, with all problems in one message, unless it can be built.
 
@@ -63,7 +67,9 @@ def compose(
       overrides: as on the command line. Keys that a part's signature knows need no `+`.
       entry: train, evaluate or rollout.
       config_dir: a folder of the user's own options.
-      before_import: looks at the plain config before a module that it names is imported; may refuse it.
+      before_import: looks at the config, with values of the environment as ${oc.env:NAME}, before a module that it names is imported;
+        may refuse it.
+      trusted: whether the command line says trust=true.
     Raises: ConfigError.
     """
     import logging
@@ -89,12 +95,55 @@ def compose(
         problems += _misplaced(plain)
     learn(plain, unresolved(full))
     if before_import is not None:
-        before_import(plain)
+        before_import(with_variables(full))
     problems += check(plain) or range_problems(plain)
     problems += phase_problems(plain, overrides)
+    problems += name_problems(plain) + own_score_problems(plain, trusted=trusted)
     if problems:
         raise ConfigError("\n".join(problems))
     return Composed(plain, accepted, full)
+
+
+def without_values(theirs: Sequence[str], mine: Sequence[str], *, entry: str, config_dir: str | None) -> dict[str, Any]:
+    """The config of what a folder chooses among options and of all that the user says, in the form of `with_variables`.
+
+    The folder's own values are left out.
+
+    How strictly code is confined is no choice among equals: a folder's is left out.
+    """
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf
+
+    for name, resolver in RESOLVERS.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+    search = searchpath(config_dir)
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        chosen = [text for text in theirs if is_group(text, search) and not re.match(r"[+~]*(hydra|sandbox)\b", text)]
+        for own in ([*mine], []):  # without the user's where they only fit to the folder's
+            try:
+                full, _ = _load(entry, search, _check_overrides([*chosen, *own], search)[1])
+                elsewhere = any(".." in str(option) for option in full.hydra.runtime.choices.values())
+                return {} if elsewhere else with_variables(full)
+            except ConfigError:
+                continue
+    return {}
+
+
+def with_variables(full: DictConfig) -> dict[str, Any]:
+    """The plain config in which each value of the environment stands as ${oc.env:NAME}, wherever references have carried it."""
+    from omegaconf import OmegaConf
+    from omegaconf.resolvers import oc
+
+    def name_it(name: str, *default: Any) -> Any:
+        return f"${{oc.env:{name}}}" if name in os.environ or not default else default[0]
+
+    OmegaConf.register_new_resolver("oc.env", name_it, replace=True)
+    try:
+        return _plain(full)
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
 @contextmanager
@@ -376,8 +425,9 @@ def builder(config: Mapping[str, Any]) -> Callable[[], Experiment]:
 
 def checked(x: Experiment) -> Experiment:
     """The experiment itself, after every check that needs no model and no data. Raises ConfigError with all problems at once."""
-    if problems := run_problems(x):
-        raise ConfigError("\n".join(problems))
-    for first in first_steps(x).values():
-        dry_run(first)
+    with guard_state(x.algorithm, x.kl, x.optimizer, kinds=[FOLDER]):  # their functions run on fake data
+        if problems := run_problems(x):
+            raise ConfigError("\n".join(problems))
+        for first in first_steps(x).values():
+            dry_run(first)
     return x

@@ -38,12 +38,16 @@ def experiment(*overrides: str, config_dir: str | None = None, **keywords: Any) 
       config_dir: a folder of your own options.
       keywords: overrides as keywords, two underscores for a dot: trainer__steps=10 is trainer.steps=10. A Python object replaces the
         part itself: reward=my_reward, algorithm__advantage=my_advantage, reference=rlkit.references.ema(decay=0.99). A reward may be a
-        function, a Term, or several of them in a list or by name; a task a list of Tasks or a Splits; a model a Policy.
+        function, a Term, or several of them in a list or by name; a task a list of Tasks or a Splits; a model a Policy. trust=True
+        allows what the command line allows by trust=true.
     Raises: ConfigError with all problems, in the sentences of the command line.
     """
     given = {key.replace("__", "."): value for key, value in keywords.items()}
+    trusted = given.pop("trust", False) is True or "trust=true" in overrides
     parts = {path: value for path, value in given.items() if not is_plain(value)}
-    composed = compose([*overrides, *(override(path, value) for path, value in given.items() if path not in parts)], config_dir=config_dir)
+    words = [text for text in overrides if text not in ("trust=true", "trust=false")]
+    words += [override(path, value) for path, value in given.items() if path not in parts]
+    composed = compose(words, config_dir=config_dir, trusted=trusted)
     if problems := phase_problems(composed.config, [f"{path}={type(part).__name__}" for path, part in parts.items()]):
         raise ConfigError("\n".join(problems))
     x, config = build(composed.config), composed.config

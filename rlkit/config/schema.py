@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from rlkit.config.hints import leaves_of, meant
 from rlkit.errors import ConfigError, nearest, place
+from rlkit.system.shared_state import FOLDER, guard_state
 
 # `suggests` holds what an option advises other groups: they interpolate it as their default, and its own function never sees it.
 SPECIAL = ("_target_", "_partial_", "_args_", "suggests")
@@ -96,7 +97,7 @@ def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str, 
         if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and not (partial and p.default is p.empty))
     }  # a partial part's required positional parameters are what it is called with, not what a config sets
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    hints = _hints(target)
+    hints = signature_hints(target)
     beside = [key for key in _beside(path) if key in node and key not in named]
     keys = [key for key in node if key not in SPECIAL and key not in beside]
     problems = [problem for key in beside for problem in _check_value(node[key], Callable[..., Any], _join(path, key), leaves)]
@@ -168,7 +169,7 @@ def _bare_function(node: Mapping[str, Any], hint: Any, where: str) -> list[str]:
     if not node.get("_partial_") or not wanted or not all(hasattr(option, "_fields") for option in wanted):
         return []
     part = _public_name(wanted[0])
-    held = next((name for name, kind in _hints(wanted[0]).items() if typing.get_origin(kind) is Callable), None)
+    held = next((name for name, kind in signature_hints(wanted[0]).items() if typing.get_origin(kind) is Callable), None)
     beneath = f"; write _target_: {part} there, and the function beneath it as {held}" if held else f"; write _target_: {part}"
     return [f"{where}: '{node['_target_']}' is a function, not a {part}{beneath}"]
 
@@ -228,7 +229,7 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
     return (hint,)
 
 
-def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+def signature_hints(target: Callable[..., Any]) -> dict[str, Any]:
     """Type hints by parameter; a hint that cannot be evaluated here counts as Any."""
     try:
         return typing.get_type_hints(target.__init__ if _is_plain_class(target) else target)
@@ -276,7 +277,8 @@ def resolve(name: Any) -> Callable[..., Any]:
     name = present_name(name)
     module_name, _, attribute = str(name).rpartition(".")
     try:
-        module = importlib.import_module(module_name)
+        with guard_state(f"importing {module_name}", kinds=[FOLDER]):
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise ConfigError(f"'{name}' cannot be imported ({error}); is the package installed, and the folder on PYTHONPATH?") from error
@@ -321,7 +323,8 @@ def build(node: Any, path: str = "") -> Any:
         vars(part).update(beside, suggests=node.get("suggests", {}))  # for problems/doubts.py; no call sees them
         return part
     try:
-        built = target(*arguments, **values)
+        with guard_state(target, kinds=[FOLDER]):
+            built = target(*arguments, **values)
         if beside:
             vars(built).update(beside)
         return built

@@ -1,22 +1,38 @@
-"""What a config that comes with a folder may call without being asked: functions that rlkit ships, and nothing else."""
+"""What a config that comes with a folder may do without being asked: what rlkit's own functions declare safe, and nothing else.
+
+Each value of such a config is one of four things: what a shipped option gives, what the user gives himself, a value of a parameter that
+is safe by its type or by its declaration (`rlkit.types.safe`), or something that is printed and needs trust=true.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import os
 import re
-from collections.abc import Iterator, Mapping
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from rlkit.config.schema import present_name
-from rlkit.errors import ConfigError, DataError
+from rlkit.config.schema import present_name, resolve, signature_hints
+from rlkit.errors import ConfigError, DataError, visible
 from rlkit.system.redaction import FROM_ENVIRONMENT
+from rlkit.types import REACHES
 
 LARGEST = 4 << 20  # bytes of a YAML file that is read
-SHOWN = 3
-OPTIMIZERS = "torch.optim."
+SHOWN = 12
+OPTIMIZER = re.compile(r"torch\.optim\.[A-Z]\w*")  # not ours: their parameters are numbers
+NAME = re.compile(r"\b(?:rlkit|torch)\.[\w.]+")
+CALLS = ("_target_", "_partial_", "_args_")
+ABSENT: Any = object()
+UNDECLARED = "something: no verdict is declared for it"
+SENDS = ("program", "address", "import")  # where a value can leave this process by what a function of the config does
+MODEL = ("rlkit.models.load_policy", "path")
 
 
 class _Plain(yaml.SafeLoader):
@@ -43,66 +59,278 @@ def read_yaml(path: Path) -> Any:
         raise DataError(f"{path}: cannot be read ({why:.300}); give the folder as rlkit wrote it") from error
 
 
+# ------------------------------------------------------------------------------------------------------ declarations
+
+
 @functools.cache
-def shipped(conf: Path) -> frozenset[str]:
-    """The functions that the shipped options name."""
-    return frozenset(name for f in conf.rglob("*.yaml") for name in re.findall(r"_target_: *['\"]?([\w.]+)", f.read_text()))
+def shipped(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
+    """The functions that the shipped options of a run name → their parameters → the values that options give them.
+
+    Options of Hydra's own groups are left out: no part of a run calls what they name.
+    """
+    found: dict[str, dict[str, list[Any]]] = {}
+
+    def collect(node: Any) -> None:
+        for value in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+            collect(value)
+        if isinstance(node, dict) and isinstance(node.get("_target_"), str):
+            for name in NAME.findall(node["_target_"]):  # a reference with a default names one too
+                own = found.setdefault(name, {})
+                for key, value in node.items():
+                    own.setdefault(key, []).append(_marked(value))
+
+    files = [file for file in sorted(conf.rglob("*.yaml")) if file.relative_to(conf).parts[0] != "hydra"]
+    options = {file: yaml.load(file.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) for file in files}
+    for option in options.values():
+        collect(option)
+    for file, option in options.items():  # one that takes its function from another option of its group
+        if isinstance(option, dict) and "_target_" not in option:
+            group = [other for place, other in options.items() if place.parent == file.parent and isinstance(other, dict)]
+            for name in {str(other["_target_"]) for other in group if "_target_" in other} & found.keys():
+                for key, value in option.items():
+                    found[name].setdefault(key, []).append(_marked(value))
+    return found
 
 
-def outside(node: Any, known: frozenset[str], path: str = "") -> Iterator[str]:
-    """Every place of a config that has code of others run, or the environment read, as "path: what"."""
-    if isinstance(node, Mapping):
-        target = node.get("_target_")
-        if target is not None and not (isinstance(target, str) and (target in known or target.startswith(OPTIMIZERS))):
-            yield f"{path or 'the config'} calls {target!s:.80}"
-        if node.get("trust_remote_code"):
-            yield f"{path}.trust_remote_code runs code that comes with the model {node.get('path')!s:.80}"
-        if target == "rlkit.tasks.verifiers":
-            yield f"{path}.id imports {node.get('id')!s:.80}"
-        if target == "rlkit.environments.mcp":
-            yield f"{path}.servers starts or asks {node.get('servers')!s:.80}"
-        if target == "rlkit.engines.VLLM" and (
-            node.get("arguments") or node.get("addresses") not in (None, [], ["start"]) or node.get("server") not in (None, "start")
-        ):
-            yield f"{path} gives vLLM a server or arguments of its own"
-        for key, value in node.items():
-            yield from outside(value, known, f"{path}.{key}" if path else str(key))
-    elif isinstance(node, list):
-        for i, value in enumerate(node):
-            yield from outside(value, known, f"{path}[{i}]")
-    elif isinstance(node, str):
-        if names := FROM_ENVIRONMENT.findall(node):
-            yield f"{path} reads the environment variable {names[0]}"
-        if "pkg://" in node or (node.lstrip("+").startswith("hydra") and "_target_" in node):
-            yield f"{path} is {node:.80}"
+def _marked(value: Any) -> Any:
+    """A value whose references to the environment are written as a run folder has them, without a default."""
+    if isinstance(value, dict):
+        return {key: _marked(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_marked(item) for item in value]
+    return FROM_ENVIRONMENT.sub(r"${oc.env:\1}", value) if isinstance(value, str) else value
 
 
-def require_trust(node: Any, where: str, conf: Path, *, trusted: bool, own: str = "") -> None:
-    """Refuse a config that has code of others run, unless the user trusts it.
+class Declared(NamedTuple):
+    """What a value of a parameter can reach: a word of `REACHES`, "" for nothing, or UNDECLARED."""
+
+    word: str
+    default: Any = ABSENT  # the function's own
+    plain: bool = False  # a number, a truth value or a Literal: what an option ships does not make it harmless
+
+
+@functools.cache
+def declared_by(name: str) -> Mapping[str, Declared]:
+    """Parameter → its verdict, of a function that a config names. It is imported."""
+    target = resolve(name)
+    declared = getattr(inspect.unwrap(target, stop=lambda f: hasattr(f, "__verdicts__")), "__verdicts__", {})
+    hints = signature_hints(target)
+    found = {}
+    for key, parameter in inspect.signature(target).parameters.items():
+        plain = safe_by_type(hints.get(key, Any))
+        otherwise = "" if plain or OPTIMIZER.fullmatch(name) else UNDECLARED
+        default = None if parameter.default is parameter.empty else parameter.default
+        found[key] = Declared(declared.get(key, otherwise), default, plain)
+    return found
+
+
+def safe_by_type(hint: Any) -> bool:
+    """Whether no text can stand there: numbers, truth values, Literals and parts, which a config names by functions of their own."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return all(map(safe_by_type, typing.get_args(hint)))
+    if typing.get_origin(hint) is Literal or hint in (int, float, bool, type(None)):
+        return True
+    if not inspect.isclass(hint) or typing.get_origin(hint) is not None or hint in (Any, object):
+        return False
+    return hasattr(hint, "_fields") or not issubclass(hint, str | bytes | Sequence | Mapping)
+
+
+# ----------------------------------------------------------------------------------------------------------- looking
+
+
+class Folder(NamedTuple):
+    """What a folder's config is measured by."""
+
+    conf: Path  # rlkit's own options
+    mine: frozenset[str] = frozenset()  # functions that the user names himself
+    place: Path | None = None  # a model in this folder is the folder's own: its weights are data, its template has limits
+
+
+def outside(node: Any, by: Folder, base: Any = ABSENT, path: str = "") -> Iterator[str]:
+    """Every value of a config that is not declared safe, as "path=value can reach a program".
 
     Args:
-      node: the config, or the part of it that is used.
-      where: the folder that it comes from, as the user named it.
-      conf: rlkit's own options. own: text of the user's own, in which he names functions himself.
-      trusted: whether the user has said trust=true.
-    Raises: ConfigError naming what the folder would have run.
+      node: the config; a value of the environment stands there as ${oc.env:NAME}.
+      base: the config as it would be without the folder's own values. What is equal there is rlkit's or the user's.
     """
-    if trusted:
+    yield from _outside(node, by, base, path, "")
+
+
+def _outside(node: Any, by: Folder, base: Any, path: str, word: str) -> Iterator[str]:
+    if is_same(node, base):
         return
-    mine = frozenset(present_name(name) for name in re.findall(r"_target_\s*[:=]\s*['\"]?([\w.]+)", own))
-    found = list(dict.fromkeys(outside(node, shipped(conf) | mine)))
-    if found:
-        more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    if isinstance(node, Mapping):
+        if "_target_" in node:
+            yield from _of_a_function(node, by, base, path, word)
+            return
+        for key, value in node.items():
+            yield from _outside(value, by, below(base, key), f"{path}.{key}" if path else str(key), word)
+    elif isinstance(node, list):
+        for i, value in enumerate(node):
+            yield from _outside(value, by, item(base, i), f"{path}[{i}]", word)
+    elif isinstance(node, str) and (names := FROM_ENVIRONMENT.findall(node)):
+        yield f"{path} reads the environment variable {names[0]}"
+
+
+def is_same(node: Any, base: Any) -> bool:
+    return base is not ABSENT and type(node) is type(base) and node == base
+
+
+def below(base: Any, key: Any) -> Any:
+    return base.get(key, ABSENT) if isinstance(base, Mapping) else ABSENT
+
+
+def item(base: Any, i: int) -> Any:
+    return base[i] if isinstance(base, list) and i < len(base) else ABSENT
+
+
+def is_known(target: Any, by: Folder) -> bool:
+    return isinstance(target, str) and (target in shipped(by.conf) or target in by.mine or bool(OPTIMIZER.fullmatch(target)))
+
+
+def _of_a_function(node: Mapping[str, Any], by: Folder, base: Any, path: str, word: str) -> Iterator[str]:
+    target = node["_target_"]
+    base = base if below(base, "_target_") == target else ABSENT
+    known = is_known(target, by) or base is not ABSENT
+    own = declared_by(target) if known else {}
+    if not known:
+        yield f"{path or 'the config'} calls {target!s:.80}"
+    if word == "calls" and node.get("_partial_"):
+        open_to = [key for key, verdict in own.items() if verdict.word]
+        if open_to:
+            yield f"{path} lets the policy call {target}, whose {open_to[0]} can reach {_reach(own[open_to[0]].word)}"
+    if node.get("_args_") and not is_same(node["_args_"], below(base, "_args_")):
+        yield f"{path}._args_={short(node['_args_'])} can reach {UNDECLARED}"
+    for key, value in node.items():
+        if key in CALLS or is_same(value, below(base, key)):
+            continue
+        where = f"{path}.{key}" if path else str(key)
+        verdict = _verdict(own, key, value) if known and key != "suggests" else Declared("")
+        if is_shipped(value, verdict, target, key, by):
+            continue
+        if verdict.word and _says(value, verdict) and not _is_own_model(target, key, value, by):
+            yield f"{where}={short(value)} can reach {_reach(verdict.word)}"
+        yield from _outside(value, by, below(base, key), where, verdict.word)
+
+
+def _verdict(own: Mapping[str, Declared], key: str, value: Any) -> Declared:
+    """Of a parameter, or of the further keywords that the function takes. A part that stands beside the parameters has its own check."""
+    if key in own:
+        return own[key]
+    if isinstance(value, Mapping) and "_target_" in value:
+        return Declared("")
+    return next((v for name, v in own.items() if name in ("settings", "kwargs")), Declared(UNDECLARED))
+
+
+def is_shipped(value: Any, verdict: Declared, target: Any, key: str, by: Folder) -> bool:
+    """Whether a value is the function's own default, or what a shipped option gives it."""
+    if is_same(value, verdict.default) or value is None:
+        return True
+    if verdict.plain and verdict.word:
+        return False
+    return value in shipped(by.conf).get(str(target), {}).get(key, ())
+
+
+def _says(value: Any, verdict: Declared) -> bool:
+    """Whether a value says anything: a text anywhere in it, or a number or truth value that is declared to reach something."""
+    return verdict.plain or any(map(is_text, plain_parts(value)))
+
+
+def plain_parts(value: Any) -> Iterator[Any]:
+    """The leaves of a value that no nested function holds."""
+    if isinstance(value, Mapping):
+        if "_target_" not in value:
+            for item in value.values():
+                yield from plain_parts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from plain_parts(item)
+    else:
+        yield value
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_own_model(target: Any, key: str, value: Any, by: Folder) -> bool:
+    """Whether a value is a model that ships with rlkit, or one that lies in the folder itself."""
+    from rlkit.models.load import EMBEDDED  # brings torch
+
+    if (target, key) != MODEL or not isinstance(value, str):
+        return False
+    if value in EMBEDDED:
+        return True
+    if by.place is None:
+        return False
+    try:
+        found = Path(value).expanduser().resolve()
+    except (OSError, RuntimeError, ValueError):
+        return False
+    return found.is_dir() and found.is_relative_to(by.place.resolve())
+
+
+def _reach(word: str) -> str:
+    return REACHES.get(word, word)
+
+
+def short(value: Any) -> str:
+    said = "[" + ", ".join(map(str, value)) + "]" if isinstance(value, list) else str(value)
+    return said if len(said) <= 80 else f"{said[:80]}…"
+
+
+# --------------------------------------------------------------------------------------------------------- overrides
+
+PLAIN_OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_][\w/.-]*)(@[\w.:-]*)?(=.*)?", re.DOTALL)
+REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")  # to another value of the config
+
+
+def strange_overrides(overrides: Sequence[str]) -> Iterator[str]:
+    """What of a folder's overrides is dangerous to compose: Hydra's own settings, which import and read files, and computed references."""
+    for text in overrides:
+        found = PLAIN_OVERRIDE.fullmatch(text)
+        key = found[1] if found else ""
+        package = (found[2] or "") if found else ""
+        if not key or key.split("/")[0].split(".")[0] == "hydra" or re.search(r"[@:]hydra\b", package):
+            yield f"{short(text)} can reach an import"
+        elif "." not in key and ".." in text:  # an option outside the folder of options
+            yield f"{short(text)} can reach a path"
+        elif "${" in REFERENCE.sub("", text):
+            yield f"{short(text)} can reach an environment variable"
+
+
+# ------------------------------------------------------------------------------------------------------------- asking
+
+
+def require_trust(found: Sequence[str], where: str, *, trusted: bool) -> None:
+    """Refuse what a folder's config can do, unless the user trusts it; then it is printed.
+
+    Args:
+      found: sentences of `outside` and `strange_overrides`.
+      where: the folder that it comes from, as the user named it.
+      trusted: whether the user has said trust=true.
+    Raises: ConfigError with what the folder would have done.
+    """
+    different = list(dict.fromkeys(found))
+    if not different:
+        return
+    more = f"; and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
+    said = "; ".join(different[:SHOWN]) + more
+    if not trusted:
         raise ConfigError(
-            f"{where}: its config is not rlkit's alone: {'; '.join(found[:SHOWN])}{more}. If you know where the folder comes from, say "
-            "trust=true"
+            f"{where}: this folder is not known as your own, and not all of its config is declared safe: {said}. "
+            "If you know where it comes from, say trust=true"
         )
+    print(visible(f"{where}: trusted: {said}"), file=sys.stderr, flush=True)
+
+
+def named_functions(text: str) -> frozenset[str]:
+    """The functions that overrides or options name."""
+    return frozenset(present_name(name) for name in re.findall(r"_target_\s*[:=]\s*['\"]?([\w.]+)", text))
 
 
 def with_environment(node: Any, path: str = "") -> Any:
     """The config with the values of the environment variables that it names. Raises ConfigError for one that is not set."""
-    import os
-
     if isinstance(node, Mapping):
         return {key: with_environment(value, f"{path}.{key}" if path else str(key)) for key, value in node.items()}
     if isinstance(node, list):

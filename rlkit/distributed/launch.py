@@ -1,7 +1,8 @@
 """Starts the ranks of a run, unless torchrun or SLURM has started them.
 
 `rlkit train trainer=ddp trainer.devices=2` starts two processes with the same command line and watches them. They get the
-environment variables that torchrun would set. If one of them fails, the others are stopped. A signal is sent to all of them.
+environment variables that torchrun would set. If one of them fails, the others are stopped. A signal is sent to all of them. They are
+killed when this process is gone, even by SIGKILL.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ def start_ranks(command: Sequence[str], count: int) -> int:
 
     Returns: 0, or the exit status of the rank that failed first (128 + its number for a signal).
     """
+    from rlkit.system.parent import tied
+
     with socket.create_server(("127.0.0.1", 0)) as found:  # no one listens there now
         port = found.getsockname()[1]
     ranks: list[subprocess.Popen[bytes]] = []
@@ -53,7 +56,7 @@ def start_ranks(command: Sequence[str], count: int) -> int:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
             }
-            environ = os.environ | {name: str(value) for name, value in place.items()}
+            environ = os.environ | {name: str(value) for name, value in place.items()} | tied()
             ranks.append(subprocess.Popen(command, env=environ, start_new_session=True))  # a Ctrl-C comes through here, once
         return _watch(ranks)
     finally:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from rlkit.errors import ConfigError, Refusal, RLKitError
+from rlkit.system.waiting import waiting_outside
 
 T = TypeVar("T")
 
@@ -162,7 +163,8 @@ def all_reduce_sum(tensors: Iterable[Tensor | None]) -> None:
 def _reaching(what: str) -> Iterator[None]:
     """Turn the error about a lost or silent rank into a message that says what to do."""
     try:
-        yield
+        with waiting_outside():
+            yield
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1][:200] if str(error) else type(error).__name__
         raise RankError(

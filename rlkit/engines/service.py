@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, Self
 
 from rlkit.errors import EngineError, written
+from rlkit.system.waiting import decoding, waiting
 from rlkit.types import Generation, Policy, SamplingParams
 
 Complete = Callable[[Policy, list[Sequence[int]], list[int], SamplingParams], list[Generation]]
@@ -174,7 +175,8 @@ class Service:
             yielded = time.perf_counter()
             while await self._admit(decoder, enough) and not enough():
                 begun = time.perf_counter()
-                replies = decoder.advance()
+                with decoding():
+                    replies = decoder.advance()
                 now = time.perf_counter()
                 self.busy_s += now - begun
                 # A turn of the loop costs as much as some of a small model's kernels. No episode needs one while all of them decode.
@@ -278,7 +280,8 @@ class Batches:
     def advance(self) -> list[tuple[int, Generation]]:
         given, self.waiting = self.waiting, {}
         prompts, seeds, params = zip(*given.values(), strict=True)
-        replies = self.complete(list(prompts), list(seeds), params[0])
+        with waiting("generation.engine", self.complete, count=len(prompts)):
+            replies = self.complete(list(prompts), list(seeds), params[0])
         if not isinstance(replies, list | tuple) or len(replies) != len(prompts):
             what = f"{len(replies)} completions" if isinstance(replies, list | tuple) else f"{replies!r:.200}"
             name = written(self.complete)

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.errors import ConfigError
-from rlkit.system.loops import awaited
-from rlkit.types import Environment, Messages, Task
+from rlkit.system.copies import copied
+from rlkit.system.deadline import call_user
+from rlkit.types import Environment, Messages, Task, safe
 
 
+@safe("environments", "system_prompt")
 def by_task(*, environments: Mapping[str, Environment], system_prompt: str | None = None) -> Callable[[Task], Environment]:
     """A lookup of `task.environment` in named environments, so that a mixture runs each row its own way.
 
@@ -44,11 +46,12 @@ def _with_prompt(name: str, environment: Environment, system_prompt: str | None)
     make = environment.first_prompt
 
     async def first_prompt(task: Task) -> Messages:
-        return with_system_prompt(task.messages if make is None else await awaited(make(task)), system_prompt)
+        said = task.messages if make is None else await call_user("the environment's first prompt", make, task)
+        return with_system_prompt(said, system_prompt)
 
     return environment._replace(first_prompt=first_prompt)
 
 
 def environment_of(environment: Environment | Callable[[Task], Environment], task: Task) -> Environment:
     """The environment of a task, whether the config gave one for all tasks or a lookup."""
-    return environment if isinstance(environment, Environment) else environment(task)
+    return environment if isinstance(environment, Environment) else environment(copied(task))

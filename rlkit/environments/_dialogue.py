@@ -8,9 +8,11 @@ from typing import Any, Literal
 from rlkit.environments._single_turn import single_turn
 from rlkit.environments._tool_use import check_seconds, tool_use
 from rlkit.errors import ConfigError
-from rlkit.types import Environment, Rollout, Tool
+from rlkit.types import Environment, Rollout, Tool, reaches, safe
 
 
+@reaches(tools="calls")
+@safe("prompt_fn", "termination_fn", "system_prompt")
 def dialogue(
     *,
     prompt_fn: Callable[[Rollout, int], Any] | None = None,

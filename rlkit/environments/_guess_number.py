@@ -6,11 +6,12 @@ import re
 from typing import Literal
 
 from rlkit.environments._dialogue import dialogue
-from rlkit.types import Environment, Rollout
+from rlkit.types import Environment, Rollout, safe
 
 NUMBER = re.compile(r"[0-9]{1,18}")  # of a reply, the last one counts
 
 
+@safe("system_prompt")
 def guess_number(
     *, max_turns: int = 50, system_prompt: str | None = None, overflow: Literal["truncate", "drop_oldest"] = "truncate"
 ) -> Environment:

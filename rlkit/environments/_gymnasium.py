@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 from rlkit.environments._dialogue import dialogue
 from rlkit.environments.prompts import with_system_prompt
-from rlkit.errors import ConfigError, place
-from rlkit.system.loops import awaited
-from rlkit.types import Environment, Message, Messages, Rollout, Task, Tool
+from rlkit.environments.toolbox import closed
+from rlkit.errors import ConfigError, Hung, place
+from rlkit.system.deadline import call_user
+from rlkit.system.loops import closing
+from rlkit.types import Environment, Message, Messages, Rollout, Task, Tool, safe
 
 
+@safe("make", "parse_action", "render", "system_prompt")
 def gymnasium(
     *,
     make: Callable[[], Any],
@@ -51,9 +54,11 @@ def gymnasium(
         instance = None
         try:
             try:
-                instance = await awaited(make())
-                observation, _ = await awaited(instance.reset(seed=seed_of(task)))
+                instance = await call_user("the environment's make", make)
+                observation, _ = await call_user("the environment's reset", instance.reset, seed=seed_of(task))
                 first: Message = {"role": "user", "content": render(observation)}
+            except Hung:
+                raise
             except Exception as error:
                 raise ConfigError(
                     f"environment.make: the environment cannot be made or reset(seed={seed_of(task)}) for task {task.id!r}: "
@@ -61,11 +66,21 @@ def gymnasium(
                 ) from error
             yield Game(instance, with_system_prompt((*task.messages, first), system_prompt), parse_action, render)
         finally:
-            with suppress(Exception):  # an episode that is over is not lost to a failure here
-                await awaited(getattr(instance, "close", lambda: None)())
+            await closed_quietly(instance)
 
     base = dialogue(max_turns=max_turns, history=history, deadline=deadline)
     return base._replace(first_prompt=None, session=session)
+
+
+async def closed_quietly(instance: Any) -> None:
+    """Closes an instance. An episode that is over is not lost to an error here. Raises: Hung where an async close does not end."""
+    try:
+        with closing():
+            await closed(instance)
+    except Hung:
+        raise
+    except Exception:
+        pass
 
 
 def seed_of(task: Task) -> int:
@@ -92,7 +107,7 @@ class Game:
         except ValueError as error:
             return rewarded(rollout, 0.0), [{"role": "user", "content": f"That is no action: {error}"}]
         try:
-            observation, reward, terminated, truncated, _ = await awaited(self.instance.step(action))
+            observation, reward, terminated, truncated, _ = await call_user("the environment's step", self.instance.step, action)
             number = float(reward)
             if not math.isfinite(number):
                 raise ValueError(f"the reward is {reward}")

@@ -8,10 +8,14 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from rlkit.environments._gymnasium import gymnasium
-from rlkit.system.loops import awaited
-from rlkit.types import Environment, Task
+from rlkit.environments.toolbox import closed
+from rlkit.errors import Hung
+from rlkit.system.deadline import call_user
+from rlkit.types import Environment, Task, reaches, safe
 
 
+@reaches(settings="import")
+@safe("make")
 def gymnasium_vector(*, make: Callable[..., Any], **settings: Any) -> Environment:
     """`gymnasium` for an environment that steps many episodes in one call.
 
@@ -39,24 +43,51 @@ class Vector:
 
     def __init__(self, task: Task, count: int, make: Callable[..., Any], settings: Mapping[str, Any]):
         self.task, self.count, self.make, self.settings = task, count, make, settings
-        self.starting, self.instance, self.first = asyncio.Lock(), None, None
+        self.starting, self.changed = False, asyncio.Event()
+        self.instance: Any = None
+        self.first: Any = None
         self.live = set(range(count))
         self.actions: dict[int, Any] = {}  # the last one of each sub-environment
         self.waiting: dict[int, asyncio.Future[tuple[Any, ...]]] = {}
+        self.stepping: dict[int, asyncio.Future[tuple[Any, ...]]] = {}  # those whose answer is being made
+        self.hung: BaseException | None = None
 
     def player(self, number: int) -> AbstractAsyncContextManager[Any]:
         """The session of a sub-environment's episode."""
         made: Any = gymnasium(make=lambda: Lane(self, number), **self.settings).session
         return made(self.task)
 
+    async def start(self, seed: int) -> None:
+        """Makes and resets the instance, once; the others wait for the first one who asks. Raises: Hung where that hangs."""
+        while self.first is None:
+            if self.hung is not None:
+                raise Hung(str(self.hung))
+            if self.starting:
+                await self.changed.wait()
+                continue
+            self.starting = True
+            self.changed.clear()
+            try:
+                self.instance = await call_user("the environment's make", self.make, num_envs=self.count)
+                reset = self.instance.reset
+                self.first, _ = await call_user("the environment's reset", reset, seed=[seed] * self.count, count=self.count)
+            except Hung as error:
+                self.hung = error
+                raise
+            finally:
+                self.starting = False
+                self.changed.set()
+
     async def step(self) -> None:
         """Steps the instance, if no episode that goes on is without an action."""
         if not self.waiting or self.live - self.waiting.keys():
             return
         waiting, self.waiting = self.waiting, {}
+        self.stepping = waiting
         filler = next(iter(self.actions.values()))
         try:
-            given = await awaited(self.instance.step(tuple(self.actions.get(i, filler) for i in range(self.count))))  # type: ignore[attr-defined]
+            actions = tuple(self.actions.get(i, filler) for i in range(self.count))
+            given = await call_user("the environment's step", self.instance.step, actions, count=len(waiting))
             for number, answer in waiting.items():
                 if not answer.done():
                     answer.set_result((*(entry(part, number) for part in given[:4]), {}))
@@ -64,6 +95,14 @@ class Vector:
             for answer in waiting.values():
                 if not answer.done():
                     answer.set_exception(error)
+
+    def lost(self, number: int, error: BaseException) -> None:
+        """An episode has failed while it stepped or reset the instance, which no other can use any more."""
+        self.hung = error
+        self.changed.set()
+        for answer in (*self.stepping.values(), *self.waiting.values()):
+            if not answer.done():
+                answer.set_exception(Hung(str(error)))
 
 
 class Lane:
@@ -75,14 +114,13 @@ class Lane:
     async def reset(self, *, seed: int) -> tuple[Any, dict[str, Any]]:
         """The first observation; the first one who asks makes and resets the instance."""
         vector = self.vector
-        async with vector.starting:
-            if vector.first is None:
-                vector.instance = await awaited(vector.make(num_envs=vector.count))
-                vector.first, _ = await awaited(vector.instance.reset(seed=[seed] * vector.count))  # type: ignore[attr-defined]
+        await vector.start(seed)
         return entry(vector.first, self.number), {}
 
     async def step(self, action: Any) -> tuple[Any, ...]:
         """What the action led to, once the others have theirs."""
+        if self.vector.hung is not None:
+            raise Hung(str(self.vector.hung))
         self.vector.actions[self.number] = action
         answer = self.vector.waiting[self.number] = asyncio.get_running_loop().create_future()
         await self.vector.step()
@@ -95,7 +133,7 @@ class Lane:
         vector.waiting.pop(self.number, None)
         await vector.step()
         if not vector.live:
-            await awaited(getattr(vector.instance, "close", lambda: None)())
+            await closed(vector.instance)
 
 
 def entry(batch: Any, number: int) -> Any:

@@ -16,12 +16,15 @@ from rlkit.environments.tool_parsers import hermes
 from rlkit.environments.tools import MAX_CHARS, TIMEOUT
 from rlkit.errors import ConfigError
 from rlkit.system.loops import AtMost
-from rlkit.types import Environment, Messages, Rollout, Task, Tool, ToolParser
+from rlkit.system.waiting import waiting
+from rlkit.types import Environment, Messages, Rollout, Task, Tool, ToolParser, reaches, safe
 
 EPISODES = count()
 TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict, "null": type(None)}
 
 
+@reaches(servers="program")
+@safe("system_prompt")
 def mcp(
     *,
     servers: Mapping[str, Any],
@@ -74,16 +77,20 @@ def mcp(
         max_chars=max_chars, timeout=None, deadline=deadline,  # the pool limits a call, and leaves out the start of its server
     )  # fmt: skip
 
+    named = ", ".join(pool.servers)
+
     @asynccontextmanager
     async def session(task: Task) -> AsyncIterator[ServedSession]:
         require_package()
-        listed = await elsewhere(pool.tools())
+        with waiting("the tool servers", named):
+            listed = await elsewhere(pool.tools())
         opened = ServedSession(base, task, pool, listed, timeout)
         known.update(opened.tools)
         try:
             yield opened
         finally:
-            await elsewhere(pool.leave(opened.episode))
+            with waiting("the end of the tool servers", named):
+                await elsewhere(pool.leave(opened.episode))
 
     return base._replace(first_prompt=None, tools=None, session=session, at_once=None if slots is None else slots.held)
 
@@ -122,7 +129,7 @@ class ServedSession(FunctionSession):
         # As tool_schema writes it for a function that gives text, so that a tool's prompt does not tell where the tool runs.
         described = {"name": tool.name, "description": tool.description, "parameters": plain_schema(tool.parameters)}
         schema = {"type": "function", "function": {**described, "return": {"type": "string"}}}
-        vars(call).update(schema=schema, __signature__=signature_of(tool.parameters))
+        vars(call).update(shown=f"{tool.name} of the server {server!r}", schema=schema, __signature__=signature_of(tool.parameters))
         return call
 
     async def answer(self, rollout: Rollout) -> tuple[Rollout, Messages | None]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.environments.tool_parsers import none
-from rlkit.types import Environment, Messages, Task
+from rlkit.types import Environment, Messages, Task, safe
 
 
+@safe("system_prompt")
 def single_turn(*, system_prompt: str | None = None) -> Environment:
     """The task's messages, one reply, no tools.
 

@@ -12,9 +12,11 @@ from rlkit.environments.tool_parsers import hermes
 from rlkit.environments.toolbox import maker, signatures
 from rlkit.environments.tools import MAX_CHARS, TIMEOUT, execute
 from rlkit.errors import ConfigError
-from rlkit.types import Environment, Messages, Task, Tool, ToolParser
+from rlkit.types import Environment, Messages, Task, Tool, ToolParser, reaches, safe
 
 
+@reaches(tools="calls")
+@safe("system_prompt")
 def tool_use(
     *,
     tools: Mapping[str, Tool],

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Literal
 
 from rlkit.environments._dialogue import dialogue
-from rlkit.environments._gymnasium import rewarded, seed_of
+from rlkit.environments._gymnasium import closed_quietly, rewarded, seed_of
 from rlkit.environments.prompts import with_system_prompt
-from rlkit.errors import ConfigError, EpisodeOver, place
-from rlkit.system.loops import awaited
-from rlkit.types import Environment, Messages, Rollout, Task, Tool
+from rlkit.errors import ConfigError, EpisodeOver, Hung, place
+from rlkit.system.deadline import call_user
+from rlkit.types import Environment, Messages, Rollout, Task, Tool, reaches, safe
 
 
+@reaches(opponent="path")
+@safe("make", "parse_action", "render", "system_prompt")
 def two_players(
     *,
     make: Callable[[], Any],
@@ -59,7 +60,7 @@ class Table:
     ):
         self.task, self.make, self.parse_action, self.render, self.system_prompt = task, make, parse_action, render, prompt
         self.game: Any = None
-        self.starting, self.called = asyncio.Lock(), (asyncio.Event(), asyncio.Event())
+        self.starting, self.changed, self.called = False, asyncio.Event(), (asyncio.Event(), asyncio.Event())
         self.observation, self.rewards, self.here = "", [0.0, 0.0], 0
         self.over: str | None = None  # once it is over: "", or why it was cut short
         self.error = ""
@@ -71,18 +72,31 @@ class Table:
 
     async def start(self) -> None:
         """Makes and resets the game, once."""
-        async with self.starting:
-            if self.game is None:
-                seed = seed_of(self.task)
-                try:
-                    self.game = await awaited(self.make())
-                    observation, _ = await awaited(self.game.reset(seed=seed))
-                    self._next(observation, 0)
-                except Exception as error:
-                    raise ConfigError(
-                        f"environment.make: the game cannot be made or reset(seed={seed}) for task {self.task.id!r}: "
-                        f"{type(error).__name__}: {error} at {place(error)}; it needs reset(seed=…) → (observation, info)"
-                    ) from error
+        while self.game is None and self.over is None:
+            if self.starting:
+                await self.changed.wait()
+                continue
+            self.starting = True
+            self.changed.clear()
+            try:
+                await self._start(seed_of(self.task))
+            finally:
+                self.starting = False
+                self.changed.set()
+
+    async def _start(self, seed: int) -> None:
+        try:
+            self.game = await call_user("the environment's make", self.make, count=2)
+            observation, _ = await call_user("the environment's reset", self.game.reset, seed=seed, count=2)
+            self._next(observation, 0)
+        except Hung as error:
+            self.lost(0, error)
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"environment.make: the game cannot be made or reset(seed={seed}) for task {self.task.id!r}: "
+                f"{type(error).__name__}: {error} at {place(error)}; it needs reset(seed=…) → (observation, info)"
+            ) from error
 
     def _next(self, observation: Any, number: int) -> None:
         self.observation = self.render(observation)
@@ -91,7 +105,7 @@ class Table:
     async def act(self, number: int, action: Any) -> None:
         """One action of a player; whatever the game does wrong ends it, not the run."""
         try:
-            observation, rewards, terminated, truncated, _ = await awaited(self.game.step(action))
+            observation, rewards, terminated, truncated, _ = await call_user("the environment's step", self.game.step, action, count=2)
             numbers = [float(reward) for reward in rewards]
             if len(numbers) != 2 or not all(map(math.isfinite, numbers)):
                 raise ValueError(f"the rewards are {rewards!r:.200}; give a number for each player")
@@ -108,8 +122,14 @@ class Table:
         """The game is over, for both players."""
         if self.over is None:
             self.over = how
+            self.changed.set()
             for called in self.called:
                 called.set()
+
+    def lost(self, number: int, error: BaseException) -> None:
+        """A player's episode has failed, and the other one no longer waits for it."""
+        self.error = self.error or str(error)
+        self.end("error")
 
     async def turn(self, number: int) -> str | None:
         """Waits for a player's turn: what it sees, or None where the game is over."""
@@ -124,8 +144,7 @@ class Table:
         self.end("environment")
         self.here -= 1
         if not self.here:
-            with suppress(Exception):  # an episode that is over is not lost to a failure here
-                await awaited(getattr(self.game, "close", lambda: None)())
+            await closed_quietly(self.game)
 
 
 class Player:

@@ -27,6 +27,7 @@ from rlkit.errors import ConfigError, RLKitError, install
 T = TypeVar("T")
 CALL_TIMED_OUT, CLOSED = -32001, -32000  # codes of errors that the package makes itself
 GRACE = 2.0  # seconds more than the client's own limit until a call is given up here
+ENDING = 10.0  # seconds in which a connection has to end, and then once more after it was cancelled
 THREAD = "tool servers"
 KEYS = {"command", "url", "env", "cwd", "shared", "tools"}
 # Runs argv[2:] so that the kernel kills it when the thread that started it ends, and not at all if that has ended already.
@@ -104,7 +105,7 @@ class Connection:
     """One client of one server. A task of its own enters it, waits, and leaves it; calls are tasks beside it."""
 
     def __init__(self, server: ToolServer, start_timeout: float, env: Mapping[str, str]):
-        self.server, self.failure = server, ""
+        self.server, self.failure, self.start_timeout = server, "", start_timeout
         self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  what the server writes to standard error
         self.over = asyncio.Event()
         self.client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -134,7 +135,11 @@ class Connection:
 
     async def ready(self) -> Any:
         """The client, once it is connected. Raises: ServerFailed where the server cannot be started."""
-        return await asyncio.shield(self.client)
+        await asyncio.wait({self.client}, timeout=self.start_timeout + GRACE)
+        if not self.client.done():  # the package does not heed its own limit
+            self._fail(f"it did not answer within {self.start_timeout:g} s")
+            raise ServerFailed(self.failure)
+        return self.client.result()
 
     def _client(self, env: Mapping[str, str]) -> Any:
         from mcp import Client, StdioServerParameters
@@ -188,11 +193,14 @@ class Connection:
             task.cancel()
 
     async def close(self) -> None:
-        """Ends the server's process, where it is this connection's, and waits for that."""
+        """Ends the server's process, where it is this connection's, and waits for that; one that does not end is left to the kernel, which
+        kills it with this process."""
         self.over.set()
-        if not self.client.done():
+        if self.client.done():
+            await asyncio.wait({self.owner}, timeout=ENDING)
+        if not self.owner.done():
             self.owner.cancel()
-        await asyncio.wait({self.owner})
+            await asyncio.wait({self.owner}, timeout=ENDING)
 
 
 def _innermost(error: BaseException) -> str:

@@ -12,8 +12,9 @@ from typing import Any
 from rlkit.environments.toolbox import closed
 from rlkit.environments.tools import execute, marked, where
 from rlkit.errors import EnvironmentFailed, RLKitError, place
-from rlkit.system.deadline import in_worker
+from rlkit.system.deadline import call_user, in_worker
 from rlkit.system.loops import awaited, closing, together
+from rlkit.system.waiting import waiting
 from rlkit.types import Environment, Messages, Rollout, Session, Task, Tool, ToolCall, ToolExecutor, ToolResult
 
 Leave = Callable[[type[BaseException] | None, BaseException | None, Any], Any]  # as __exit__; plain or async
@@ -39,7 +40,7 @@ async def opened(environment: Environment, task: Task) -> AsyncIterator[Session]
     It is closed once, however the block ends: through the context manager that it came in, else by its `close()`, where it has one.
     Raises: EnvironmentFailed where opening or closing it raises; what the block raises comes first, with a note of the other.
     """
-    session, leave = await _entered(environment, task)
+    session, leave, closes = await _entered(environment, task)
     failed: BaseException | None = None
     try:
         missing = [name for name in ("tools", "first_prompt", "answer") if not hasattr(session, name)]
@@ -55,8 +56,9 @@ async def opened(environment: Environment, task: Task) -> AsyncIterator[Session]
         raise
     finally:
         try:
+            how = (None, None, None) if failed is None else (type(failed), failed, failed.__traceback__)
             with closing(), blamed("session's close", task):
-                await awaited(leave(*(None, None, None) if failed is None else (type(failed), failed, failed.__traceback__)))
+                await call_user("the environment's close", leave, *how, named=closes, closes=True)
         except RLKitError as error:
             if failed is None:
                 raise
@@ -64,19 +66,22 @@ async def opened(environment: Environment, task: Task) -> AsyncIterator[Session]
                 failed.add_note(str(error))
 
 
-async def _entered(environment: Environment, task: Task) -> tuple[Any, Leave]:
-    """The session, and what leaves it."""
+async def _entered(environment: Environment, task: Task) -> tuple[Any, Leave, Any]:
+    """The session, what leaves it, and the function by which messages name that."""
     if environment.session is None:
         with blamed("tools", task):
-            tools = await awaited(environment.tools(task)) if environment.tools else {}
-        return FunctionSession(environment, task, tools), lambda *_: closed(tools)
+            tools = await call_user("the environment's tools", environment.tools, task) if environment.tools else {}
+        return FunctionSession(environment, task, tools), lambda *_: closed(tools), closed
+    opens = environment.session
     with blamed("session", task):
-        given = await awaited(environment.session(task))
+        given = await call_user("the environment's session", opens, task)
         if hasattr(given, "__aenter__"):
-            return await given.__aenter__(), given.__aexit__
+            entered = await call_user("the environment's session", given.__aenter__, named=opens)
+            return entered, given.__aexit__, opens
         if hasattr(given, "__enter__"):
-            return given.__enter__(), given.__exit__
-        return given, lambda *_: closed(given)
+            entered = await call_user("the environment's session", given.__enter__, named=opens)
+            return entered, given.__exit__, opens
+        return given, lambda *_: closed(given), closed
 
 
 class FunctionSession:
@@ -89,23 +94,24 @@ class FunctionSession:
         """The environment's, else the task's messages."""
         with blamed("first prompt", self.task):
             make = self.environment.first_prompt
-            return self.task.messages if make is None else await awaited(make(self.task))
+            return self.task.messages if make is None else await call_user("the environment's first prompt", make, self.task)
 
     async def answer(self, rollout: Rollout) -> tuple[Rollout, Messages | None]:
         """`stop` ends the episode; tool calls are answered; else the next prompt is asked for, and where there is none it ends."""
         environment, index = self.environment, len(rollout.steps) - 1
         with blamed("stop", self.task):
-            if environment.stop is not None and await awaited(environment.stop(rollout, index)):
+            if environment.stop is not None and await call_user("the environment's stop", environment.stop, rollout, index):
                 return rollout, None
         if rollout.steps[-1].tool_calls:
             return await answer_calls(rollout, self.tools, execute=environment.execute or execute, max_calls=environment.max_calls)
         with blamed("next prompt", self.task):
-            said = None if environment.next_prompt is None else await awaited(environment.next_prompt(rollout, index))
+            follow = environment.next_prompt
+            said = None if follow is None else await call_user("the environment's next prompt", follow, rollout, index)
         return rollout, [{"role": "user", "content": said}] if isinstance(said, str) else said
 
     async def state(self) -> Mapping[str, Any]:
         """That of its tools, where they have any (rlkit.environments.toolbox)."""
-        return await awaited(getattr(self.tools, "state", dict)())
+        return await call_user("the state of the tools", getattr(self.tools, "state", dict))
 
 
 async def answer_calls(
@@ -123,20 +129,20 @@ async def answer_calls(
     step = rollout.steps[-1]
     refusal = f"Error: at most {max_calls} calls in one reply; this one was not run."
 
-    async def answered(i: int, call: ToolCall) -> ToolResult:
+    async def answered(i: int, asked: ToolCall) -> ToolResult:
         if i >= max_calls:
-            return ToolResult(call.id, call.name, refusal, ok=False)
-        with blamed("executor of tool calls", rollout.task):
+            return ToolResult(asked.id, asked.name, refusal, ok=False)
+        with blamed("executor of tool calls", rollout.task), waiting("the executor of tool calls", execute):
             if inspect.iscoroutinefunction(execute) or marked(execute, "bounded"):
-                return await awaited(execute(call, tools))
-            return await awaited(await in_worker(partial(execute, call, tools), None, f"the executor of the call {call.name}"))
+                return await awaited(execute(asked, tools))
+            return await awaited(await in_worker(partial(execute, asked, tools), None, f"the executor of the call {asked.name}"))
 
     named = {call.name for call in step.tool_calls[:max_calls] if not call.error and isinstance(call.name, str)}
     known = [tools[name] for name in named if name in tools]
     if all(marked(tool, "independent") for tool in known) and not all(marked(tool, "bounded") for tool in known):
-        results = await together(answered(i, call) for i, call in enumerate(step.tool_calls))
+        results = await together(answered(i, asked) for i, asked in enumerate(step.tool_calls))
     else:
-        results = [await answered(i, call) for i, call in enumerate(step.tool_calls)]
+        results = [await answered(i, asked) for i, asked in enumerate(step.tool_calls)]
     messages: Messages = [{"role": "tool", "tool_call_id": r.id, "name": r.name, "content": r.content} for r in results]
     return rollout._replace(steps=(*rollout.steps[:-1], step._replace(tool_results=tuple(results)))), messages
 
@@ -150,7 +156,7 @@ async def with_state(rollout: Rollout, session: Session) -> Rollout:
     if not callable(tell):
         return rollout
     with blamed("state", rollout.task):
-        state = await awaited(tell())
+        state = await call_user("the environment's state", tell)
     if type(state) is dict and not state:
         return rollout
     needed = "give a mapping of names to text, numbers, true, false, None, and lists and mappings of them"

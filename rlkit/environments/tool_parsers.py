@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from rlkit.environments.tools import text_arguments
-from rlkit.types import ToolCall
+from rlkit.types import ToolCall, reaches
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FORM = f'{OPEN}\n{{"name": "tool", "arguments": {{"parameter": "value"}}}}\n{CLOSE}'
@@ -50,6 +50,7 @@ def hermes(content: str) -> tuple[str, list[ToolCall]]:
     return "\n".join(piece.strip() for piece in pieces if piece.strip()), calls
 
 
+@reaches(tools="calls")
 def xml(content: str, *, tools: Mapping[str, Callable[..., Any]] = {}) -> tuple[str, list[ToolCall]]:
     """Parse every `<tool name="…">text</tool>`; the text is the tool's only required parameter.
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from rlkit.environments.tools import tool_name
 from rlkit.errors import ConfigError
-from rlkit.system.loops import awaited
+from rlkit.system.deadline import call_user
+from rlkit.system.waiting import waiting
 from rlkit.types import Task, Tool
 
 NOT_TOOLS = ("close", "state")
@@ -31,7 +32,7 @@ class Toolbox(dict[str, Tool]):
     async def state(self) -> dict[str, Any]:
         """The end states by name, of the instances that tell theirs."""
         tells = {name: instance.state for name, instance in self.instances.items() if callable(getattr(instance, "state", None))}
-        return {name: await awaited(tell()) for name, tell in tells.items()}
+        return {name: await call_user("a tool's state", tell) for name, tell in tells.items()}
 
     async def close(self) -> None:
         """Closes every instance that can be closed. Raises: an error of one of them, after all of them."""
@@ -41,8 +42,10 @@ class Toolbox(dict[str, Tool]):
 
 
 async def closed(instance: Any) -> None:
-    """Closes what has a `close()`, plain or async."""
-    await awaited(getattr(instance, "close", lambda: None)())
+    """Closes what has a `close()`, plain or async. Raises: Hung where an async one does not end in time."""
+    close = getattr(instance, "close", None)
+    if close is not None:
+        await call_user("the close of", close, closes=True)
 
 
 def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
@@ -57,7 +60,7 @@ def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
     if doubled := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"environment.tools has two tools of the name {min(doubled)!r}; rename one of the functions or methods")
     if not any(map(tool_class, tools.values())):
-        return lambda task: tools
+        return lambda task: dict(tools)  # an executor of the user's may change it
 
     async def made(task: Task) -> Toolbox:
         box = Toolbox()
@@ -67,7 +70,8 @@ def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
                     box[name] = tool
                     continue
                 asks = "task" in inspect.signature(tool).parameters and "task" not in getattr(tool, "keywords", {})
-                box.instances[name] = instance = tool(task=task) if asks else tool()
+                with waiting("a tool's start", tool):
+                    box.instances[name] = instance = tool(task=task) if asks else tool()
                 box.update({method: getattr(instance, method) for method in names_of(name, tool)})
         except BaseException:
             with suppress(Exception):  # the first error is the one to tell

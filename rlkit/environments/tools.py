@@ -24,8 +24,10 @@ from functools import partial, wraps
 from time import perf_counter
 from typing import Any, Literal, Union
 
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, Hung
 from rlkit.system.deadline import DeadlinePassed, ProcessEndAsked, contained, containing, in_worker, warn_once, within
+from rlkit.system.shared_state import current
+from rlkit.system.waiting import waiting
 from rlkit.types import Tool, ToolCall, ToolResult
 
 MAX_CHARS = 2000  # of a result that the policy reads
@@ -118,6 +120,7 @@ async def execute(call: ToolCall, tools: Mapping[str, Tool], *, max_chars: int =
     Returns: a ToolResult with the call's id and name; `ok` is False for an unknown tool, arguments that do not fit the
       signature or its types, a tool that raises or tries to end the process, and one that takes too long; `seconds` is wall time in
       the tool.
+    An async tool that swallows its cancellation is abandoned after 10 more seconds, and its episode fails.
     Raises: CancelledError, KeyboardInterrupt and Interrupted only, where the episode is given up, or the user or a signal interrupts.
     """
     started = perf_counter()
@@ -139,7 +142,10 @@ async def _attempt(call: ToolCall, tools: Mapping[str, Tool], timeout: float | N
         tool = tools[call.name]
         if problem := _misfit(tool, call.arguments):
             return f"Error: {problem}. Call it as {call.name}{_signature(tool)}.", False
-        return await _text_of(tool, call, timeout), True
+        with waiting("the tool", tool):
+            return await _text_of(tool, call, timeout), True
+    except Hung:  # the episode has failed without this call
+        raise
     except DeadlinePassed:
         return f"Error: {call.name} took longer than {timeout:g} s and was given up.", False
     except ProcessEndAsked as error:
@@ -156,12 +162,15 @@ async def _attempt(call: ToolCall, tools: Mapping[str, Tool], timeout: float | N
 async def _text_of(tool: Tool, call: ToolCall, timeout: float | None) -> str:
     """What a tool gives, as text: a lazy result does its work here, within the deadline. Without an await where the tool is bounded."""
 
-    def run() -> Any:
-        given = tool(**call.arguments)
-        return given if inspect.isawaitable(given) else _as_text(given)
+    bounded, watch = marked(tool, "bounded"), current()
+    here = bounded or inspect.iscoroutinefunction(tool)
 
-    bounded = marked(tool, "bounded")
-    given = contained(run) if bounded or inspect.iscoroutinefunction(tool) else await in_worker(run, timeout, f"the tool {call.name}")
+    def run() -> Any:
+        with watch.calling(tool) if here else watch.in_worker(tool):
+            given = tool(**call.arguments)
+            return given if inspect.isawaitable(given) else _as_text(given)
+
+    given = contained(run) if here else await in_worker(run, timeout, f"the tool {call.name}")
     if isinstance(given, str):
         return given
     with containing(asyncio.CancelledError, GeneratorExit):

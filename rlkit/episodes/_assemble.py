@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlkit.system.copies import copied
 from rlkit.types import Batch, Rollout
 
 
@@ -103,5 +104,5 @@ def assemble(rollouts: Sequence[Rollout], *, pad_token_id: int, device: torch.de
         logprobs_sampler=tensor((r.logprobs for r in lists), torch.float32),
         versions=tensor((r.versions for r in lists), torch.int64) * sampled,
         components={name: scores(r.rewards.get(name) for r in rollouts) for name in dict.fromkeys(n for r in rollouts for n in r.rewards)},
-        metadata=tuple({**r.task.metadata, **r.metadata} for r in rollouts),
+        metadata=tuple(copied({**r.task.metadata, **r.metadata}) for r in rollouts),
     )

@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 
 from rlkit.engines import Cached
 from rlkit.environments import environment_of
-from rlkit.episodes.episode import play
+from rlkit.episodes.episode import failed, play
 from rlkit.episodes.programs import Conversations, play_program
 from rlkit.episodes.replies import Encode, check_engine, encoder, speaker
+from rlkit.errors import Hung
 from rlkit.functional import mix
 from rlkit.models import load_policy
 from rlkit.system import rng
-from rlkit.system.loops import awaited, blocking, together
+from rlkit.system.copies import copied
+from rlkit.system.loops import awaited, blocking, instead, together, was_left
+from rlkit.system.shared_state import guard_state
 from rlkit.types import Engine, Environment, Messages, Policy, Rollout, SamplingParams, Session, Step, Task
 
 KEYS = count()  # of episodes, for engines
@@ -128,14 +131,14 @@ def samples_of(
     if how.table is None:
         return [alone(seat(j)) for j in range(size)]
     if not how.players:
-        shared = how.table(task, size)
+        shared = how.table(copied(task), size)
         return [alone(seat(j, shared, j)) for j in range(size)]
     played: list[Played] = []
     for j in range(0, size - 1, 2) if how.opponent is None else ():
-        first = seat(j, how.table(task, 2))
+        first = seat(j, how.table(copied(task), 2))
         first.turns.players = 2
         played += [alone(first), alone(first._replace(sample=j + 1, player=1))]
-    rest = [seat(j, how.table(task, 2)) for j in range(len(played), size)]
+    rest = [seat(j, how.table(copied(task), 2)) for j in range(len(played), size)]
     return played + [against(at._replace(player=(at.group + at.sample) % 2)) for at in rest]
 
 
@@ -200,6 +203,8 @@ async def collected(
         speak = speaker(who.policy, how, who.engine, who.params, key=at.turns.key, seed=draws, encode=who.encode)
 
         async def say(rollout: Rollout, messages: Messages, session: Session) -> Step | None:
+            if was_left():
+                raise Hung("the episode is over")
             await at.place.ready()
             said = await speak(rollout, messages, session)
             return said and said._replace(versions=said.versions or ((0, version),))  # of an engine that does not say
@@ -210,19 +215,33 @@ async def collected(
             while held:
                 held.pop().turns.leave(who.engine)
 
+        played = [Rollout(task, (), group=at.group, sample=at.sample)]
+
+        def lost(error: BaseException) -> Rollout:
+            release()
+            at.place.arrive()
+            if at.table is not None:
+                at.table.lost(at.player, error)
+            rollout = failed(played[-1], str(error))
+            at.done(rollout)
+            return rollout
+
+        instead(lost)
         try:
             async with nullcontext() if how.at_once is None else how.at_once(at.place.arrive):
                 if how.program is not None:
                     rollout = await programmed(how, at)
                 else:
-                    rollout = await play(task, how, say, group=at.group, sample=at.sample, seed=draws, said=release, spent=at.spent)
+                    place: dict[str, Any] = {"group": at.group, "sample": at.sample, "seed": draws}
+                    rollout = await play(task, how, say, **place, said=release, spent=at.spent, so_far=played.append)
         finally:
             release()
             at.place.arrive()
         rollout = named_limit(who.policy, rollout)
         if at.table is not None and how.players == 2:
             rollout = rollout._replace(metadata={**rollout.metadata, "player": at.player})
-        at.done(rollout)
+        if not was_left():
+            at.done(rollout)
         return rollout
 
     async def against(how: Environment, one: Seat) -> Rollout:
@@ -245,8 +264,8 @@ async def collected(
         who = own if how.players else own._replace(params=sampling._replace(admission="free"))
         return samples_of(how, task, group_size, seat, partial(episode, who, how), partial(against, how))
 
-    with rng.kept():
-        return await together([coroutine for i, task in enumerate(tasks, first) for coroutine in group_of(task, i)])
+    with rng.kept(), guard_state(environment):
+        return await together((coroutine for i, task in enumerate(tasks, first) for coroutine in group_of(task, i)), announced=True)
 
 
 collect = blocking(collected, name="collect")

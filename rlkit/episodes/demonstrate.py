@@ -9,11 +9,12 @@ from rlkit.environments import environment_of
 from rlkit.episodes.episode import opening
 from rlkit.errors import DataError
 from rlkit.models.chat import continuation, encode_prompt, encode_reply
-from rlkit.types import Environment, Message, Policy, Rollout, Step, Task, ToolCall
+from rlkit.types import Environment, Message, Policy, Rollout, Step, Task, ToolCall, safe
 
 NAN = float("nan")
 
 
+@safe("_")
 def demonstrations(
     policy: Policy, tasks: Sequence[Task], environment: Environment | Callable[[Task], Environment], *, first: int = 0, **_: Any
 ) -> list[Rollout]:

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 from rlkit.environments import tool_schema
 from rlkit.environments.session import blamed, opened, with_state
-from rlkit.errors import EpisodeOver
+from rlkit.errors import EpisodeOver, Hung
 from rlkit.functional import mix
 from rlkit.system import rng
-from rlkit.system.deadline import Countdown, DeadlinePassed
-from rlkit.system.loops import awaited, run
+from rlkit.system.copies import copied
+from rlkit.system.deadline import Countdown, DeadlinePassed, call_user
+from rlkit.system.loops import run
+from rlkit.system.shared_state import guard_state
 from rlkit.types import Environment, Message, Messages, Rollout, Session, Step, Task, Tool
 
 # (rollout so far, what is said next, session) → the policy's reply as a step. None: the context leaves no room for one.
@@ -29,6 +31,7 @@ async def play(
     seed: int = 0,
     said: Callable[[], None] = lambda: None,
     spent: Callable[[float], None] = lambda seconds: None,
+    so_far: Callable[[Rollout], None] = lambda rollout: None,
 ) -> Rollout:
     """Play one episode: prompt, reply, answer, reply, …, until the session has nothing more to say or a limit is reached.
 
@@ -41,29 +44,57 @@ async def play(
       seed: of what the session draws from the generators of python, numpy and torch; each of its answers has draws of its own.
       said: called once nothing more is said, before the session tells its state and closes, which may take its time.
       spent: called at the end with the seconds that the episode spent in its session.
+      so_far: called with the rollout each time that a step is added.
     Returns: the unscored rollout. `truncation` is "context" (no room for a reply), "length", "steps",
-      "deadline", or what the session says.
+      "deadline", "error" where a call did not end at its limit, or what the session says.
     Raises: EnvironmentFailed where the environment's code raises; what `say` raises.
     """
-    rollout, limit, session = Rollout(task, (), group=group, sample=sample), Countdown(environment.deadline), None
+    played = [Rollout(task, (), group=group, sample=sample)]
+
+    def keep(rollout: Rollout) -> None:
+        played.append(rollout)
+        so_far(rollout)
+
+    try:
+        return await _play_to_the_end(played[0], environment, say, seed, said, spent, keep)
+    except Hung as error:
+        said()
+        return failed(played[-1], str(error))
+
+
+async def _play_to_the_end(
+    rollout: Rollout,
+    environment: Environment,
+    say: Say,
+    seed: int,
+    said: Callable[[], None],
+    spent: Callable[[float], None],
+    keep: Callable[[Rollout], None],
+) -> Rollout:
+    """`play`. Raises: Hung too."""
+    task, limit, session = rollout.task, Countdown(environment.deadline), None
+    theirs = copied(rollout)  # the same episode as the session sees it: what is changed there changes no row and no record
     async with AsyncExitStack() as stack:
         stack.callback(lambda: spent(limit.spent))
         try:
             async with limit.running():
-                session = await rng.drawing(mix(seed, 0), stack.enter_async_context(opened(environment, task)))
-                prompt: Messages | None = await rng.drawing(mix(seed, 1), _first_prompt(session, task))
+                session = await rng.drawing(mix(seed, 0), stack.enter_async_context(opened(environment, theirs.task)))
+                prompt: Messages | None = await rng.drawing(mix(seed, 1), _first_prompt(session, theirs.task))
             while prompt is not None:
                 step = await say(rollout, prompt, session)
                 if step is None:
                     rollout = cut_off(rollout, "context")
                     break
-                rollout = rollout.add(step)
+                rollout, theirs = rollout.add(step), theirs.add(copied(step))
+                keep(rollout)
                 if step.finish_reason == "length":
                     rollout = cut_off(rollout, "length")
                     break
                 async with limit.running():
                     with blamed("answer", task):
-                        rollout, prompt = await rng.drawing(mix(seed, 1 + len(rollout.steps)), _answer(session, rollout))
+                        given, draws = theirs, mix(seed, 1 + len(rollout.steps))
+                        theirs, prompt = await rng.drawing(draws, _answer(session, given))
+                        rollout = keep_record(theirs, given, rollout)
                 if prompt is not None and len(rollout.steps) >= environment.max_steps:
                     rollout, prompt = cut_off(rollout, "steps"), None
         except DeadlinePassed:
@@ -72,6 +103,29 @@ async def play(
             rollout = cut_off(rollout, "environment")
         said()
         return rollout if session is None else await with_state(rollout, session)
+
+
+def keep_record(said: Rollout, given: Rollout, record: Rollout) -> Rollout:
+    """The record of an episode with what a session made of its copy: rewards, results, metadata, another end.
+
+    Rows, prompts and calls stay those of the record, unless the session put others in their place.
+
+    Args:
+      said: what the session answered. given: what it was given, a copy of `record`.
+    """
+
+    def step_of(own: Step, before: Step, kept: Step) -> Step:
+        if own is before:
+            return kept
+        prompt = kept.prompt if own.prompt is before.prompt else copied(own.prompt)
+        calls = kept.tool_calls if own.tool_calls is before.tool_calls else copied(own.tool_calls)
+        return own._replace(prompt=prompt, tool_calls=calls)
+
+    known = zip(said.steps, given.steps, record.steps, strict=False)
+    steps = tuple(step_of(*three) for three in known) + copied(said.steps[len(record.steps) :])
+    task = record.task if said.task is given.task else copied(said.task)
+    metadata = record.metadata if said.metadata is given.metadata else copied(said.metadata)
+    return said._replace(task=task, steps=steps, metadata=metadata)
 
 
 class Opening(NamedTuple):
@@ -87,12 +141,14 @@ def opening(task: Task, environment: Environment) -> Opening:
     """The first prompt, the tools and the state of an episode, which is not played: its session is opened and closed again."""
 
     async def look() -> Opening:
-        async with opened(environment, task) as session:
-            prompt, tools = await _first_prompt(session, task), session.tools
-            state = (await with_state(Rollout(task, ()), session)).state
+        own = copied(task)
+        async with opened(environment, own) as session:
+            prompt, tools = await _first_prompt(session, own), session.tools
+            state = (await with_state(Rollout(own, ()), session)).state
             return Opening(list(prompt), tools, [tool_schema(tool) for tool in tools.values()], state)
 
-    return run(look())
+    with guard_state(environment):
+        return run(look())
 
 
 def cut_off(rollout: Rollout, why: str) -> Rollout:
@@ -100,23 +156,28 @@ def cut_off(rollout: Rollout, why: str) -> Rollout:
     return rollout._replace(status="truncated", truncation=why)
 
 
+def failed(rollout: Rollout, why: str) -> Rollout:
+    """The rollout, cut off by a failure of its environment, which is not the policy's. It is not scored."""
+    return cut_off(rollout, "error")._replace(metadata={**rollout.metadata, "error": why})
+
+
 async def _first_prompt(session: Session, task: Task) -> Messages:
     """What the session begins with; a text is a user's message. Raises: EnvironmentFailed where it is no prompt."""
     with blamed("first prompt", task):
-        said: Any = await awaited(session.first_prompt())
+        said: Any = await call_user("the environment's first prompt", session.first_prompt)
         if isinstance(said, str):
             said = [{"role": "user", "content": said}]
         if not (isinstance(said, list | tuple) and said and all(isinstance(m, dict) and "role" in m for m in said)):
             raise TypeError(f"it must be messages, each with a role, or a text; it is {said!r:.200}")
-    return said
+    return copied(said)  # the session may go on with its own
 
 
 async def _answer(session: Session, rollout: Rollout) -> tuple[Rollout, Messages | None]:
     """What a session answers. Raises: TypeError where it is not (rollout, messages or None)."""
-    answer: Any = await awaited(session.answer(rollout))
+    answer: Any = await call_user("the environment's answer", session.answer, rollout)
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Rollout)):
         raise TypeError(f"a session's answer must be (rollout, next messages or None); it is {answer!r:.200}")
     rollout, said = answer
     if said is not None and rollout.status == "truncated":
         raise TypeError("a session's answer truncates the rollout and goes on; give messages of None with a truncation")
-    return rollout, [{"role": "user", "content": said}] if isinstance(said, str) else said
+    return rollout, [{"role": "user", "content": said}] if isinstance(said, str) else copied(said)

@@ -10,8 +10,9 @@ from typing import Any
 from rlkit.distributed import ranks
 from rlkit.episodes._collect import collect
 from rlkit.episodes.summary import by_part, failures, measured_by_reward
-from rlkit.functional.statistics import mean_interval, pass_at_k, wilson
 from rlkit.rewards import Reward, score, score_spread
+from rlkit.statistics import independent, mean_interval, pass_at_k, share_interval
+from rlkit.tasks.splits import problem_of
 from rlkit.types import Environment, Policy, Rollout, Task
 
 Setting = Environment | Callable[[Task], Environment]  # one for all tasks, or a function that gives each task its own
@@ -59,7 +60,7 @@ def sampled_accuracy(
 ) -> tuple[dict[str, Any], list[Rollout]]:
     """Several sampled replies per task.
 
-    Returns: for avg@samples, every pass@k and the mean reward a value and its 95 % interval over tasks; of a mixture, the same under
+    Returns: for avg@samples, every pass@k and the mean reward a value and its 95 % interval over problems; of a mixture, the same under
       `parts`; and the rollouts.
     Raises: ValueError where a k is larger than `samples`.
     """
@@ -76,11 +77,17 @@ def _with_parts(rollouts: Sequence[Rollout], measure: Callable[[Sequence[Rollout
 
 
 def accuracy(rollouts: Sequence[Rollout], *, temperature: float = 0.0) -> dict[str, Any]:
-    """Share of right rollouts and its Wilson interval, n, mean reward of what could be scored and its interval over tasks; both 95 %.
-    Under `metrics`, where there are any, the means of what the reward's functions measured themselves."""
+    """Share of right rollouts, mean reward of what could be scored, and their 95 % intervals over distinct problems.
+
+    Rows that repeat a problem are no new evidence: the intervals count problems (`distinct`), the means count rows (`n`).
+    Under `metrics`, where there are any, the means of what the reward's functions measured themselves.
+    """
     right = sum(map(is_correct, rollouts))
-    mean, low, high = _mean_interval(_totals(rollouts))
-    result = {"accuracy": right / len(rollouts), "interval": list(wilson(right, len(rollouts))), "n": len(rollouts)}
+    problems = _by_problem(rollouts)
+    sizes = [len(own) for own in problems]
+    mean, low, high = _mean_interval(problems)
+    result = {"accuracy": right / len(rollouts), "interval": list(_share_interval(right, sizes))}
+    result |= {"n": len(rollouts), "distinct": len(sizes)}
     result |= {"reward": mean, "reward_interval": [low, high], "temperature": temperature}
     columns = {name: [value for r in rollouts if (value := r.rewards[name]) is not None] for name in rollouts[0].rewards}
     terms = {f"reward/{name}/mean": math.fsum(own) / len(own) for name, own in columns.items() if own and len(columns) > 1}
@@ -90,25 +97,49 @@ def accuracy(rollouts: Sequence[Rollout], *, temperature: float = 0.0) -> dict[s
 
 def curves(rollouts: Sequence[Rollout], *, samples: int, k: Sequence[int]) -> dict[str, Any]:
     """avg@samples and every pass@k of rollouts whose samples of a task stand side by side."""
-    right = [sum(map(is_correct, rollouts[i : i + samples])) for i in range(0, len(rollouts), samples)]
-    estimates = {f"avg@{samples}": [c / samples for c in right]}
-    estimates |= {f"pass@{j}": [pass_at_k(samples, c, j) for c in right] for j in k}
+    tasks = [rollouts[i : i + samples] for i in range(0, len(rollouts), samples)]
+    rows: dict[str, list[int]] = {}  # problem → right samples of each of its tasks
+    for own in tasks:
+        rows.setdefault(problem_of(own[0].task), []).append(sum(map(is_correct, own)))
+    weights = [len(right) for right in rows.values()]
+    estimates = {f"avg@{samples}": partial(pass_at_k, samples, k=1)} | {f"pass@{j}": partial(pass_at_k, samples, k=j) for j in k}
     out = {}
-    for name, values in estimates.items():
-        mean, low, high = mean_interval(values)
-        out[name] = {"value": mean, "interval": [max(0.0, low), min(1.0, high)]}
-    by_task = [_totals(rollouts[i : i + samples]) for i in range(0, len(rollouts), samples)]
-    mean, low, high = _mean_interval([math.fsum(rewards) / len(rewards) for rewards in by_task if rewards])
+    for name, estimate in estimates.items():
+        mean, low, high = mean_interval([_mean([estimate(c) for c in right]) for right in rows.values()], weights)
+        out[name] = {"value": mean, "interval": [low, high]}
+    mean, low, high = _mean_interval(_by_problem(rollouts))
     return out | {"reward": {"value": mean, "interval": [low, high]}}
 
 
-def _totals(rollouts: Sequence[Rollout]) -> list[float]:
-    """Total rewards, of what could be scored."""
-    return [total for r in rollouts if (total := r.total_reward) is not None]
+def _by_problem(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    """The rollouts of each distinct problem."""
+    out: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        out.setdefault(problem_of(rollout.task), []).append(rollout)
+    return list(out.values())
 
 
-def _mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """As `mean_interval`; of zeros and ones Wilson's interval, which stays within 0 and 1; nan without values."""
-    if values and all(value in (0.0, 1.0) for value in values):
-        return sum(values) / len(values), *wilson(round(sum(values)), len(values))
-    return mean_interval(values) if values else (math.nan, math.nan, math.nan)
+def _mean_interval(problems: Sequence[Sequence[Rollout]]) -> tuple[float, float, float]:
+    """Mean total reward of what could be scored and its interval over problems; nan without rewards.
+
+    Of zeros and ones Wilson's interval, as for the accuracy.
+    """
+    totals = [[total for r in own if (total := r.total_reward) is not None] for own in problems]
+    known = [own for own in totals if own]
+    weights = [len(own) for own in known]
+    if not known:
+        return math.nan, math.nan, math.nan
+    if all(total in (0.0, 1.0) for own in known for total in own):
+        right = sum(total for own in known for total in own)
+        return right / sum(weights), *_share_interval(right, weights)
+    return mean_interval([_mean(own) for own in known], weights)
+
+
+def _share_interval(right: float, sizes: Sequence[int]) -> tuple[float, float]:
+    """Interval of a share of rows; `sizes` are the rows of each distinct problem."""
+    trials = independent(sizes)
+    return share_interval(min(trials, right * trials / sum(sizes)), trials)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 
 from rlkit.episodes.episode import cut_off
 from rlkit.episodes.replies import check_generation, read_reply
-from rlkit.errors import RequestRefused, TemplateError
+from rlkit.errors import Hung, RequestRefused, TemplateError
 from rlkit.functional import mix
 from rlkit.gateway import reply_message
 from rlkit.models.chat import continuation, encode_prompt
-from rlkit.system.loops import awaited, closing
-from rlkit.types import Engine, Environment, Message, Messages, Policy, Rollout, SamplingParams, Step, Task, ToolResult
+from rlkit.system.copies import copied
+from rlkit.system.loops import awaited, closing, is_over, result_of, settled, wind_up
+from rlkit.types import Ended, Engine, Environment, Message, Messages, Policy, Rollout, SamplingParams, Step, Task, ToolResult
 
 Schemas = Sequence[Mapping[str, Any]]
 
@@ -79,6 +80,7 @@ class Conversations:
             self.refused = "steps"
             raise RequestRefused(f"the episode has had its {self.environment.max_steps} replies (environment.max_turns)")
         self.asked += 1
+        messages = copied(messages)  # the program may go on with its own
         digests = self._digests(messages, tools)
         parent = self._continued(messages, digests)
         new = self._named(messages[len(messages) - self._new(messages) :], parent) if parent else list(messages)
@@ -226,17 +228,19 @@ async def play_program(conversations: Conversations) -> Rollout:
     """
     environment, task = conversations.environment, conversations.task
     assert environment.program is not None
-    work = asyncio.ensure_future(environment.program(task, conversations.ask))
+    work = asyncio.ensure_future(environment.program(copied(task), conversations.ask))
+    assert isinstance(work, asyncio.Task)
     try:
-        both: list[asyncio.Future[Any]] = [work, conversations.failure]
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        await settled([work, conversations.failure], until=is_over)
         if conversations.failure.done():
             raise conversations.failure.result()
-        ended = work.result()
+        ended = result_of(work)
+    except Hung as error:  # an async function that swallows its cancellation
+        ended = Ended("error", metadata={"error": str(error)})
     finally:
         work.cancel()
         with closing(), suppress(asyncio.CancelledError, Exception):
-            await work
+            await wind_up([work])
         conversations.release()
     rollout = conversations.rollout()
     rollout = rollout._replace(metadata={**rollout.metadata, **ended.metadata})

@@ -173,7 +173,7 @@ def chances(sampler: TaskSampler, rows: Tensor) -> Tensor:
     import torch
 
     assert sampler.weigh is not None
-    weights = sampler.weigh(rows)
+    weights = sampler.weigh(rows.clone())
     if weights.shape != rows.shape[:1] or not bool((weights.isfinite() & (weights >= 0)).all()):
         raise ConfigError(f"task.sampler={sampler.name}: its weights must be a number of at least 0 for each of the {len(rows)} problems")
     weights = weights.double() if weights.any() else torch.ones(len(rows), dtype=torch.float64)

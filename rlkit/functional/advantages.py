@@ -21,7 +21,7 @@ from rlkit.functional._arguments import require
 from rlkit.functional._groups import centred, spread
 from rlkit.functional.filters import mixed_groups
 from rlkit.functional.masking import episode_positions, fill_masked, from_episodes, to_episodes
-from rlkit.types import Estimate, assumes
+from rlkit.types import Estimate, assumes, safe
 
 
 def raw(rewards: Tensor) -> Tensor:
@@ -135,6 +135,7 @@ def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return (deviation * count.sum() / signal).to(rewards.dtype)
 
 
+@safe("weights")
 def gdpo(components: Mapping[str, Tensor], group_ids: Tensor, *, weights: Mapping[str, float] | None = None, eps: float = 1e-4) -> Tensor:
     """Each component of the reward standardised within its group, their weighted sum standardised over the batch.
 

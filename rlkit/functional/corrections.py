@@ -12,7 +12,7 @@ batch, without gradient; it is 1 under the mask. Only with algorithm.old=logline
     geometric_mask         the mean log ρ is outside a band                   the rollout
     divergence_mask        the mean or the largest k3 (or k2) is too large    the rollout
     binary_kl_mask         the binary KL of the token's probability is large  the token
-    second_moment_mask     log² ρ is among the largest of the batch           the token
+    second_moment_mask     log² ρ is among the largest that A pushes further  the token
 
 `product_correction` multiplies several of them: one weight, and masks. With floor > 0, truncate bounds below too. A masked token keeps
 its place in the aggregation's count, as in IcePop; verl takes it out.
@@ -38,6 +38,7 @@ from rlkit.functional.kl import k2, k3
 from rlkit.functional.masking import fill_masked, full_precision, rollout_mean, segment_sum
 from rlkit.functional.proximal import binary_kl
 from rlkit.functional.ratios import LOG_RATIO_BOUND, log_ratio, token_ratio
+from rlkit.types import safe
 
 
 def no_correction(response_mask: Tensor) -> Tensor:
@@ -260,39 +261,64 @@ def binary_kl_mask(logprobs_old: Tensor, logprobs_sampler: Tensor, response_mask
     return _kept(found <= bound, found, response_mask)
 
 
-def second_moment_mask(logprobs_old: Tensor, logprobs_sampler: Tensor, response_mask: Tensor, *, bound: float = 0.04) -> Tensor:
-    """Takes the fewest tokens out with which the second moment of the log-ratios of the whole batch falls below a bound.
+def second_moment_mask(
+    logprobs_old: Tensor,
+    logprobs_sampler: Tensor,
+    response_mask: Tensor,
+    advantages: Tensor,
+    *,
+    bound: float = 0.04,
+) -> Tensor:
+    """Takes out the tokens that the update would push furthest from the sampler.
 
-    w_t = 0 for the tokens with the largest log² ρ_t until the mean of log² ρ_t over the rest < bound, else 1; equal ones go together
+    The trust region has the trained tokens with A_t > 0 and ρ_t > 1, or with A_t < 0 and ρ_t < 1.
+    w_t = 0 for those of them with the largest log² ρ_t, until the mean of log² ρ_t over the rest of
+    the trust region ≤ bound; equal ones go together. w_t = 1 for all other tokens, however large
+    their ratio: the update pulls them back. They count in no mean.
+
+    What differs from the paper: its ratio is that of the policy at each update, this one that of the
+    policy before the step (log ρ_t = log π_old_t - log μ_t). With one update a step both are the
+    same. With more, a mask that follows the policy would depend on how the update is split into
+    micro-batches; the clip of the policy loss bounds what the step itself moves. In the paper the
+    mask stands instead of the clip. Here the policy loss keeps its clip, of π / π_old.
 
     Args:
-      logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
+      logprobs_old: [B, T] in nats, by the trainer.
+      logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
       response_mask: [B, T] bool, of the whole update batch.
-      bound: > 0, in nats². Tokens are taken from the tail of the batch alone: with small log-ratios from none.
-    Returns: [B, T] of 0 and 1, float32 or float64, a constant; 1 under the mask, and where both agree. Where every log² ρ reaches the
-      bound all tokens go: scale/zero_frac is 1, and the reward moves nothing in this update.
+      advantages: [B, T]; their sign alone counts.
+      bound: > 0, in nats². With small log-ratios no token goes.
+    Returns: [B, T] of 0 and 1, float32 or float64, a constant; 1 under the mask, and where both
+      agree. Where every log² ρ of the trust region exceeds the bound, all of it goes.
     Raises: ValueError naming the bound.
-    Source: M2PO, arXiv:2510.01161, with 0.04. AReaL too compares the old policy with the sampler, but in each micro-batch, and it
-      keeps at least one token.
+    Source: M2PO, arXiv:2510.01161, section 5.2 and algorithm 1, with 0.04. The authors' code caps
+      the ratios of these tokens instead, as a clip does, in each micro-batch. AReaL masks tokens of
+      either sign, by the mean over all tokens of a micro-batch.
 
-    >>> squares = torch.tensor([[0.25, 0.09, 0.04, 0.01, 0.0]])
-    >>> second_moment_mask(squares.sqrt(), torch.zeros(1, 5), torch.ones(1, 5).bool())  # the mean of the others is 0.035
-    tensor([[0., 1., 1., 1., 1.]])
+    >>> gaps, both = torch.tensor([[0.5, 0.3, 0.2, 0.1, -0.9]]), torch.ones(1, 5).bool()
+    >>> second_moment_mask(gaps, torch.zeros(1, 5), both, torch.ones(1, 5))  # (.04 + .01) / 2 is left
+    tensor([[0., 0., 1., 1., 1.]])
     """
     require(bound > 0, "bound", bound, "> 0")
-    squares = log_ratio(logprobs_old.detach(), logprobs_sampler, response_mask).square()
-    ordered = squares[response_mask].double().sort().values
+    gaps = log_ratio(logprobs_old.detach(), logprobs_sampler, response_mask)
+    region = response_mask & (advantages.detach().sign() * gaps > 0)
+    squares = gaps.square()
+    ordered = squares[region].double().sort().values
     means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
-    dropped = ordered[means >= bound]  # the means grow with the count, since the squares are in order
-    kept = squares.double() < dropped[0] if len(dropped) else torch.ones_like(response_mask)
-    return _kept(kept, squares, response_mask)
+    dropped = ordered[means > bound]  # in order, so the means grow with the count
+    far = torch.zeros_like(region)
+    if len(dropped):
+        far = region & (squares.double() >= dropped[0])
+    return _kept(~far, squares, response_mask)
 
 
+@safe("parts")
 def product_correction(
     logprobs_old: Tensor,
     logprobs_sampler: Tensor,
     response_mask: Tensor,
     rollout_ids: Tensor,
+    advantages: Tensor,
     *,
     parts: Mapping[str, Callable[..., Tensor]],
 ) -> Tensor:
@@ -305,16 +331,23 @@ def product_correction(
     Args:
       logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
       response_mask: [B, T] bool. rollout_ids: [B] int64; all rows of a rollout must be there.
-      parts: name → correction, which asks for some of the four quantities above. None: no correction.
+      advantages: [B, T].
+      parts: name → correction, which asks for some of the five quantities. None: no correction.
     Returns: [B, T] ≥ 0, float32 or float64, a constant; 1 under the mask.
     Source: Geo-RS-Token-TIS, the geometric mask with token weights, in verl's page on rollout correction.
 
     >>> old, sampler = torch.tensor([[0.5, 0.9]]).log(), torch.tensor([[0.25, 0.9]]).log()
-    >>> given = (old, sampler, torch.tensor([[True, True]]), torch.tensor([0]))
+    >>> given = (old, sampler, torch.tensor([[True, True]]), torch.tensor([0]), torch.ones(1, 2))
     >>> product_correction(*given, parts={"weight": token_correction, "mask": binary_kl_mask})
     tensor([[2., 1.]])
     """
-    given = {"logprobs_old": logprobs_old, "logprobs_sampler": logprobs_sampler, "response_mask": response_mask, "rollout_ids": rollout_ids}
+    given = {
+        "logprobs_old": logprobs_old,
+        "logprobs_sampler": logprobs_sampler,
+        "response_mask": response_mask,
+        "rollout_ids": rollout_ids,
+        "advantages": advantages,
+    }
     factor = no_correction(response_mask)
     for part in parts.values():
         factor = factor * part(**{name: given[name] for name in inspect.signature(part).parameters if name in given})

@@ -10,6 +10,7 @@ from torch import Tensor
 from rlkit.functional._arguments import require
 from rlkit.functional.masking import full_precision
 from rlkit.functional.sampling import gumbel_noise
+from rlkit.types import safe
 
 
 def keep_all(rewards: Tensor) -> Tensor:
@@ -51,6 +52,7 @@ def mixed_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return (highest > lowest)[group]
 
 
+@safe("component")
 def mixed_component(rewards: Tensor, components: Mapping[str, Tensor], group_ids: Tensor, *, component: str | None = None) -> Tensor:
     """Keep the groups in which one component of the reward differs: accuracy, whatever format or length add to it.
 

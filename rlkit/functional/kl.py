@@ -31,6 +31,10 @@ The ratio is that of the token, π_t / old_t from `logprobs_old`, even if the po
 `full` has them without a ratio. Log-ratios of tokens are clamped to ±20. Beyond the clamp the gradient of the estimate is 0; within
 it nothing is biased. No gradient flows into the reference or the old policy.
 
+Where policy and reference are the same model, k2, k3, k3+, truncated, confident and full are exactly
+0, and so is their gradient. They declare it by `@vanishes`, and an update that has no other term is
+skipped there. The gradients of k1, forward and reverse are 0 in expectation alone.
+
 Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
 """
 
@@ -42,6 +46,7 @@ from torch import Tensor
 from rlkit.functional._arguments import require
 from rlkit.functional.masking import fill_masked, full_precision
 from rlkit.functional.ratios import LOG_RATIO_BOUND
+from rlkit.types import vanishes
 
 
 def k1(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
@@ -63,6 +68,7 @@ def k1(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
     return -_log_ratio(logprobs, logprobs_ref)
 
 
+@vanishes("at_reference")
 def k2(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
     """Half the squared log-ratio: never negative, biased, close to KL for policies that are close.
 
@@ -81,6 +87,7 @@ def k2(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
     return _log_ratio(logprobs, logprobs_ref).square() / 2
 
 
+@vanishes("at_reference")
 def k3(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
     """The log-ratio with a control variate: unbiased and never negative.
 
@@ -101,6 +108,7 @@ def k3(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
     return torch.expm1(q) - q  # expm1: e^q - 1 loses all its digits where q is small
 
 
+@vanishes("at_reference")
 def k3_straight_through(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
     """k2_t - sg(k2_t) + sg(k3_t): the value of k3 with the gradient of k2.
 
@@ -162,6 +170,7 @@ def reverse(logprobs: Tensor, logprobs_ref: Tensor, logprobs_old: Tensor) -> Ten
     return _ratio(logprobs, logprobs_old).detach() * (weight - weight.detach() + (weight * q).detach())
 
 
+@vanishes("at_reference")
 def truncated(logprobs: Tensor, logprobs_ref: Tensor, *, threshold: float = 1.0) -> Tensor:
     """k3 of a log-ratio that is clamped on both sides: no single token dominates, and never negative.
 
@@ -185,6 +194,7 @@ def truncated(logprobs: Tensor, logprobs_ref: Tensor, *, threshold: float = 1.0)
     return torch.expm1(q) - q
 
 
+@vanishes("at_reference")
 def confident(logprobs: Tensor, logprobs_ref: Tensor, *, probability: float = 0.1) -> Tensor:
     """k3 on tokens that are likely under the policy, 0 on the others, so that exploration is not penalised.
 
@@ -208,6 +218,7 @@ def confident(logprobs: Tensor, logprobs_ref: Tensor, *, probability: float = 0.
     return fill_masked(k3(logprobs, logprobs_ref), likely, 0.0)
 
 
+@vanishes("at_reference")
 def full(full_kl: Tensor) -> Tensor:
     """The divergence itself, exact over the vocabulary at each sampled token's state: no noise from the token that was drawn.
 

@@ -14,6 +14,7 @@ from torch.nn.functional import logsigmoid
 
 from rlkit.functional._arguments import require
 from rlkit.functional.masking import fill_masked, segment_sum
+from rlkit.types import safe
 
 
 def all_pairs(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -89,6 +90,7 @@ def pairwise_loss(
     return -logsigmoid(beta * (scores[pairs[:, 0]] - scores[pairs[:, 1]]))
 
 
+@safe("pair_selector")
 def pairwise(
     rewards: Tensor,
     group_ids: Tensor,

@@ -3,6 +3,8 @@
 Inputs are finite everywhere: `token_ratio` and `fill_masked` put neutral constants under the mask first.
 
 Each loss declares by `@clips` what its own clip does to a token, for the metrics clip/*. A loss without a declaration has none of them.
+It declares by `@vanishes` when a token without an advantage has no gradient. Only then is an update
+without advantages skipped.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from rlkit.functional._arguments import require
 from rlkit.functional.masking import fill_masked, full_precision, rollout_mean, segment_sum
 from rlkit.functional.proximal import binary_kl
 from rlkit.functional.ratios import LOG_RATIO_BOUND, log_ratio, token_ratio
-from rlkit.types import clips
+from rlkit.types import clips, vanishes
 
 
 def _held_by_interval(
@@ -59,6 +61,7 @@ def _held_by_divergence(
 
 
 @clips(held=_held_by_interval)
+@vanishes("without_advantages")
 def clipped(
     ratio: Tensor,
     advantages: Tensor,
@@ -101,6 +104,7 @@ def clipped(
 
 
 @clips(capped=_capped_weight)
+@vanishes("without_advantages")
 def cispo(ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, clip_low: float = 1.0, clip_high: float = 4.0) -> Tensor:
     """Score-function loss weighted by a clipped ratio, per token: the clip bounds a weight and never takes a token's gradient.
 
@@ -124,6 +128,7 @@ def cispo(ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, clip_low: floa
 
 
 @clips()
+@vanishes("without_advantages")
 def sapo(ratio: Tensor, advantages: Tensor, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Tensor:
     """Surrogate loss with a soft gate, per token: the gradient fades as the ratio leaves 1, and never stops at once.
 
@@ -149,6 +154,7 @@ def sapo(ratio: Tensor, advantages: Tensor, *, tau_positive: float = 1.0, tau_ne
 
 
 @clips(held=_held_in_mean)
+@vanishes("without_advantages")
 def gmpo(
     logprobs: Tensor,
     logprobs_old: Tensor,
@@ -189,6 +195,7 @@ def gmpo(
 
 
 @clips()
+@vanishes("without_advantages", coef=0)
 def kl_cov(
     ratio: Tensor,
     advantages: Tensor,
@@ -221,6 +228,7 @@ def kl_cov(
     return -ratio * advantages.detach() + coef * penalty
 
 
+@vanishes("without_advantages")
 def vespo(
     logprobs: Tensor,
     logprobs_sampler: Tensor,
@@ -262,6 +270,7 @@ def vespo(
 
 
 @clips(held=_held_by_divergence)
+@vanishes("without_advantages", penalty=0)
 def dppo(
     logprobs: Tensor,
     logprobs_sampler: Tensor,
@@ -305,6 +314,7 @@ def dppo(
 
 
 @clips()
+@vanishes("without_advantages")
 def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
     """Score-function loss, per token; for data sampled by the very policy being trained.
 

@@ -8,12 +8,13 @@ import inspect
 import json
 import math
 import os
+import shlex
 import shutil
 import sys
 import threading
 import urllib.request
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,7 +24,9 @@ from rlkit.errors import ConfigError, place
 from rlkit.sandbox.process import CHILD, folder
 from rlkit.system.deadline import Countdown, DeadlinePassed
 from rlkit.system.loops import AtMost, closing
-from rlkit.types import Ask, Ended, Environment, Task, ToolParser
+from rlkit.system.plain_files import read_plain_file
+from rlkit.system.waiting import Wait, waiting
+from rlkit.types import Ask, Ended, Environment, Messages, Step, Task, ToolParser, reaches, safe
 
 GUARD = Path(__file__).with_name("_guard_child.py")
 KEPT = 2000  # last bytes of a program's output, for the reason of a failure
@@ -36,6 +39,7 @@ SYSTEM = (
     "/etc/group", "/etc/localtime", "/etc/os-release", "/etc/mime.types",
 )  # fmt: skip
 SCORE = "reward.txt"  # in the program's folder
+LONGEST_SCORE = 64  # bytes of it
 Score = Literal["file", "exit"]
 
 
@@ -55,6 +59,8 @@ class Client(NamedTuple):
             return json.load(reply)["choices"][0]["message"]
 
 
+@reaches(command="program", variables="variable", readable="path")
+@safe("function")
 def program(
     *,
     command: Sequence[str] = (),
@@ -86,7 +92,8 @@ def program(
       time_limit: seconds, > 0, of an episode, decoding not counted; then it is truncated by "deadline".
       output_kb: that a program may print, at least 1; more ends it.
       memory_mb: address space of each process of the program, at least 1; one that asks for more is refused it. None: no limit.
-      score: `exit`: an exit status of 0 gives the reward 1, any other 0. `file`: the number in reward.txt in the program's folder. Either
+      score: `exit`: an exit status of 0 gives the reward 1, any other 0. `file`: the number in reward.txt in the program's folder, a
+        regular file of at most 64 bytes, read when all processes of the program are dead; the command line has to say trust=true. Either
         is added to the reward (reward `environment` is 0). None: nothing is added, and a status other than 0 is a failure.
       dropped_thinking: a conversation that comes back without the thinking of a reply is another one, and begins a new row (new_row), or
         it continues the row, in which the thinking stays (continue).
@@ -107,6 +114,8 @@ def program(
             raise ConfigError(f"environment.{key} is {limit}; it must be at least 1")
     if not time_limit > 0:
         raise ConfigError(f"environment.time_limit is {time_limit}; it must be > 0 seconds")
+    if score == "file" and sys.platform != "linux":
+        raise ConfigError("environment.score=file needs Linux, where all that a program started is ended before its file is read")
     if confined and function is not None:
         raise ConfigError("environment.confined: a function runs in this process and cannot be confined; give environment.command")
     if confined and (version := landlock_version()) < LANDLOCK:
@@ -127,7 +136,7 @@ def program(
     return Environment(
         parse_calls=parse_calls,
         max_steps=max_turns,
-        program=partial(_played, play, time_limit),
+        program=partial(_played, play, time_limit, function or shlex.join(words)),
         strict_thinking=dropped_thinking == "new_row",
         at_once=AtMost(max_programs).held if max_programs else None,
     )
@@ -154,13 +163,20 @@ def _readable(command: Sequence[str], python_path: str, more: Sequence[str]) -> 
     return [*SYSTEM, sys.prefix, sys.base_prefix, *files, *(os.path.abspath(path) for path in (*folders, *more))]
 
 
-async def _played(play: Callable[..., Awaitable[Ended]], time_limit: float, task: Task, ask: Ask) -> Ended:
-    """An episode with an endpoint of its own, within its time."""
+async def _played(play: Callable[..., Awaitable[Ended]], time_limit: float, named: Any, task: Task, ask: Ask) -> Ended:
+    """An episode with an endpoint of its own, within its time. `named`: the program, for messages."""
     from rlkit.gateway.server import opened_door
 
+    wait = Wait("the program", named)
+
+    async def answer(messages: Messages, tools: Sequence[Mapping[str, Any]] = (), limit: int | None = None) -> Step:
+        with wait.paused():  # meanwhile the program waits for the policy
+            return await ask(messages, tools, limit)
+
     try:
-        async with Countdown(time_limit).running(), opened_door(ask) as (door, address):
-            ended = await play(task, door, address)
+        async with Countdown(time_limit).running(), opened_door(answer) as (door, address):
+            with waiting(wait):
+                ended = await play(task, door, address)
             counts = {"retries": door.retries, "refused": door.refused}
             return ended._replace(metadata={**ended.metadata, **{k: n for k, n in counts.items() if n}})
     except DeadlinePassed:
@@ -228,7 +244,7 @@ async def _executed(
     """A program plays the episode, in a folder that is removed afterwards."""
     from rlkit.gateway.server import addresses
 
-    with folder() as where:
+    with folder() as where, opened_folder(where) as place:
         own = {name: os.environ[name] for name in PASSED if name in os.environ}
         own |= {"HOME": where, "TMPDIR": where, "PYTHONUNBUFFERED": "1", "OPENAI_AGENTS_DISABLE_TRACING": "1", **addresses(door, address)}
         text = task_text(task)
@@ -247,7 +263,7 @@ async def _executed(
             printed, flooded = await _printed(guard, output)
             if flooded:
                 return Ended("error", metadata={"error": f"the program printed more than environment.output_kb={output >> 10} kB"})
-            return _result(await _status(guard), printed, score, where)
+            return _result(await _status(guard), printed, score, place)
         finally:
             with closing():
                 await _ended(guard)
@@ -265,14 +281,16 @@ async def _printed(guard: asyncio.subprocess.Process, limit: int) -> tuple[str, 
 
 
 async def _status(guard: asyncio.subprocess.Process) -> int:
-    """The exit status as the guard tells it; 137 where something killed the guard."""
+    """The exit status as the guard tells it, which has ended all processes of the program before; 137 where something killed the guard."""
     assert guard.stderr is not None
     said = (await guard.stderr.read(KEPT)).decode(errors="replace").split()
+    if await guard.wait():  # a program that ended it may have spoken for it
+        return 137
     return int(said[1]) if len(said) == 2 and said[0] == "exit" and said[1].isdigit() else 137
 
 
-def _result(status: int, printed: str, score: Score | None, where: str) -> Ended:
-    """How the program left its episode."""
+def _result(status: int, printed: str, score: Score | None, place: int) -> Ended:
+    """How the program left its episode; `place` is its folder, held open."""
     said = {"exit": status}
     if score == "exit" and status < 126:
         return Ended(reward=float(status == 0), metadata=said)
@@ -280,15 +298,33 @@ def _result(status: int, printed: str, score: Score | None, where: str) -> Ended
         tail = f"; its last output: {printed[-500:]}" if printed else ""
         return Ended("error", metadata=said | {"error": f"the program ended with exit status {status}{tail}"})
     if score == "file":
-        try:
-            with open(os.path.join(where, SCORE), errors="replace") as file:
-                reward = float(file.read(64))
-        except (OSError, ValueError) as error:
-            return Ended("error", metadata=said | {"error": f"{SCORE} in the program's folder holds no number: {error}"})
-        if not math.isfinite(reward):
-            return Ended("error", metadata=said | {"error": f"{SCORE} in the program's folder holds {reward}"})
+        reward = read_score(place)
+        if isinstance(reward, str):
+            return Ended("error", metadata=said | {"error": reward})
         return Ended(reward=reward, metadata=said)
     return Ended(metadata=said)
+
+
+@contextmanager
+def opened_folder(path: str) -> Iterator[int]:
+    """A descriptor of a folder: the same one, whatever a program puts in its place."""
+    place = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield place
+    finally:
+        os.close(place)
+
+
+def read_score(place: int) -> float | str:
+    """The number that a program left in its folder; else why there is none, without a word of what the file holds."""
+    where = f"{SCORE} in the program's folder"
+    try:
+        reward = float(read_plain_file(SCORE, most=LONGEST_SCORE, folder=place).decode("ascii"))
+    except OSError as error:
+        return f"{where} cannot be read: {error.strerror}"
+    except ValueError:
+        return f"{where} holds no number"
+    return reward if math.isfinite(reward) else f"{where} holds {reward}, which is no finite number"
 
 
 async def _ended(guard: asyncio.subprocess.Process) -> None:

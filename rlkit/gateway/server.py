@@ -20,6 +20,7 @@ from aiohttp import web
 
 from rlkit.errors import RequestRefused
 from rlkit.gateway.wire import WIRES, ChatRequest, Reply, Wire, cut_at
+from rlkit.system.loops import wind_up
 from rlkit.types import Ask, Step
 
 MAX_BODY = 4 << 20  # bytes of a request
@@ -66,7 +67,7 @@ class Door:
         for task in self.numbers:
             task.cancel()
         if self.numbers:
-            await asyncio.wait(self.numbers)
+            await wind_up(self.numbers.keys())
         self.replies.clear()
         self.numbers.clear()
 

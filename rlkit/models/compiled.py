@@ -1,68 +1,136 @@
 """C files that the machine's own compiler compiles at their first use, in about a second.
 
-A library is kept in the user's cache folder, under a hash of all that it depends on.
+A library is kept in a folder of the user's own, under a name that holds a digest of all that it depends on and behind a digest of its
+bytes. One process compiles, the others wait for it. What is loaded is a private copy of the bytes that were checked, so that no damage to
+the folder reaches a process.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import os
 import platform
+import re
+import secrets
 import shutil
+import signal
+import stat
 import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlkit.errors import EngineError
+from rlkit.system.plain_files import read_plain_file
 
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
+LIMIT = 600.0  # seconds that the compiler has, and that a process waits for another one
+PATIENCE = 20.0  # seconds of waiting after which a line says so
+LARGEST = 64 << 20  # bytes of a library
+DIGEST = hashlib.sha256().digest_size
+JOBS = "RLKIT_KERNELS"  # in the environment of the jobs of a sweep: "fused" or "eager", what `auto` means in all of them
+# What a compiler says where the machine had no room for it at that moment.
+OF_THE_MOMENT = re.compile(r"\bkilled\b|no space left|cannot allocate memory|out of memory|disk quota|resource temporarily", re.IGNORECASE)
+# From memory where that is possible, as `load`: temporary files may lie where nothing is executed.
+CHECK = """
+import ctypes, os, sys
+path = sys.argv[1]
+if hasattr(os, "memfd_create"):
+    copy = os.memfd_create("check")
+    with open(path, "rb") as file, open(copy, "wb", closefd=False) as out:
+        out.write(file.read())
+    path = f"/proc/self/fd/{copy}"
+getattr(ctypes.CDLL(path), sys.argv[2])
+"""
+HELD: list[int] = []  # descriptors of the copies: the C library knows what it has loaded by the descriptor's number
 
 
-def library(source: Path, option: str, function: str, flags: Sequence[str] = ()) -> Any:
-    """The library of a C file: from the cache folder, or compiled now.
+class NoKernel(EngineError):
+    """Compiled code is impossible on this machine, now and at the next start. The message is the reason alone."""
+
+
+class Undecided(EngineError):
+    """The load of the moment kept the compiler from its work, which must not decide what a run computes."""
+
+
+class Recipe(NamedTuple):
+    """All that a library follows from."""
+
+    source: Path
+    function: str  # that the library has
+    compiler: str
+    flags: tuple[str, ...]
+    name: str  # of its file
+
+
+def library(source: Path, function: str, flags: Sequence[str] = ()) -> Any:
+    """The library of a C file: from the user's folder, or compiled now.
 
     Args:
-      option: the one that asks for it, for messages. function: one that the library has. flags: of the compiler, beside `FLAGS`.
-    Raises: EngineError where it can neither be loaded nor compiled.
+      function: one that the library has. flags: of the compiler, beside `FLAGS`.
+    Raises: NoKernel where it can neither be loaded nor compiled; Undecided where the compiler was kept from it.
     """
-    compiler = next((found for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name and (found := shutil.which(name))), None)
-    if compiler is None:
-        raise EngineError(f"{option}=fused: there is no C compiler (cc, gcc or clang) on the PATH; install one, or use eager")
-    key = hashlib.sha256("\n".join((source.read_text(), *FLAGS, *flags, compiler, *_processor())).encode()).hexdigest()[:16]
-    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlkit" / f"{source.stem.strip('_')}-{key}.so"
-    with suppress(OSError, AttributeError):
-        return _loaded(kept, function)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            built = Path(folder) / kept.name
-            _compile(compiler, source, built, (*FLAGS, *flags))
-            with suppress(OSError):  # no such folder can be made: it is compiled again the next time
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                part = shutil.copy(built, kept.with_suffix(f".{os.getpid()}"))
-                os.replace(part, kept)
-            return _loaded(built, function)
-    except (OSError, subprocess.SubprocessError) as error:
-        reason = (getattr(error, "stderr", None) or str(error)).strip()[-300:]
-        raise EngineError(f"{option}=fused: {compiler} does not compile the kernel ({reason}); use eager") from None
-
-
-def _compile(compiler: str, source: Path, target: Path, flags: Sequence[str]) -> None:
-    """Compile a C file for this processor and with OpenMP, or where the compiler does not know one of them without it."""
-    for absent in ((), ("-march=native",), ("-fopenmp",), ("-march=native", "-fopenmp")):
-        command = [compiler, *(flag for flag in flags if flag not in absent), "-o", str(target), str(source), "-lm", "-lpthread"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=len(absent) == 2)
-        if done.returncode == 0:
-            return
-
-
-def _loaded(path: Path, function: str) -> Any:
-    loaded = ctypes.CDLL(str(path))
-    getattr(loaded, function)  # a damaged file has none
+    recipe = recipe_of(source, function, (*FLAGS, *flags))
+    with opened_folders() as folders:
+        loaded = load(find(folders, recipe.name), function)
+        if loaded is not None:
+            return loaded
+        with locked(folders, recipe.name):
+            loaded = load(find(folders, recipe.name), function)  # another process may have compiled it meanwhile
+            if loaded is not None:
+                return loaded
+            data = compile_library(recipe)
+            keep(folders, recipe.name, data)
+    loaded = load(data, function)
+    if loaded is None:
+        raise NoKernel("the compiled library cannot be loaded into this process")
     return loaded
+
+
+def load_or_reason(kernel: str, option: str, make: Callable[[], Any]) -> tuple[Any, str]:
+    """What `make` gives with compiled code, or None and why "auto" does without it.
+
+    Args:
+      kernel: auto or fused, the value of the config's `option`.
+    Raises: EngineError where "fused" is impossible, where the other jobs of a sweep have what is impossible here, and where the load of
+      the moment would decide.
+    """
+    together = os.environ.get(JOBS)
+    if kernel == "auto" and together == "eager":
+        return None, "so that all jobs are computed alike"
+    try:
+        return make(), ""
+    except Undecided as error:
+        raise Undecided(f"{option}: {error}. Start again when the machine is less busy, or set {option}=eager") from None
+    except NoKernel as error:
+        if kernel == "fused":
+            raise NoKernel(f"{option}=fused: {error}; use auto or eager") from None
+        if together == "fused":
+            raise NoKernel(
+                f"{option}: the other jobs use compiled code, which is impossible here: {error}. Set {option}=eager for all of them"
+            ) from None
+        return None, str(error)
+
+
+def recipe_of(source: Path, function: str, flags: tuple[str, ...]) -> Recipe:
+    """How a C file is compiled here. Raises: NoKernel without a compiler."""
+    if os.name != "posix":
+        raise NoKernel("compiled code needs Linux or macOS")
+    names = [name for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name]
+    compiler = next((found for found in map(shutil.which, names) if found), None)
+    if compiler is None:
+        raise NoKernel("there is no C compiler (cc, gcc or clang) on the PATH")
+    real = os.path.realpath(compiler)
+    made = os.stat(real)
+    known = (*flags, compiler, real, str(made.st_size), str(made.st_mtime_ns), *_processor())
+    digest = hashlib.sha256(source.read_bytes() + "\n".join(known).encode(errors="surrogateescape"))
+    return Recipe(source, function, compiler, flags, f"{source.stem.strip('_')}-{digest.hexdigest()[:32]}")
 
 
 def _processor() -> tuple[str, str]:
@@ -71,3 +139,238 @@ def _processor() -> tuple[str, str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return platform.machine(), next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
     return platform.machine(), platform.processor()
+
+
+# ------------------------------------------------------------------------------------------------------ compiling
+
+
+def compile_library(recipe: Recipe) -> bytes:
+    """The library, compiled and tried in a process of its own, since a bad one can end the process that loads it.
+
+    Compiled for this processor and with OpenMP, or without one of them where the compiler does not know it.
+    Raises: NoKernel, Undecided.
+    """
+    reason = ""
+    try:
+        with tempfile.TemporaryDirectory(prefix="rlkit-kernel-") as folder:
+            target = Path(folder) / "library.so"
+            for absent in ((), ("-march=native",), ("-fopenmp",), ("-march=native", "-fopenmp")):
+                flags = [flag for flag in recipe.flags if flag not in absent]
+                command = [recipe.compiler, *flags, "-o", str(target), str(recipe.source), "-lm", "-lpthread"]
+                reason = ended(command, Path(folder), f"{recipe.compiler} does not compile the kernel")
+                if reason:
+                    continue
+                data = read_plain_file(target, most=LARGEST)
+                check = [sys.executable, "-I", "-S", "-c", CHECK, str(target), recipe.function]
+                reason = ended(check, Path(folder), f"{recipe.compiler} makes a library that cannot be loaded")
+                if not reason:
+                    return data
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE):
+            raise Undecided(f"the kernel cannot be compiled now ({error.strerror})") from None
+        reason = reason or f"{recipe.compiler} does not compile the kernel ({error.strerror})"
+    raise NoKernel(reason)
+
+
+def ended(command: Sequence[str], folder: Path, what: str) -> str:
+    """Runs a command to its end; `what` and the last that it said where it failed, else nothing. Raises: OSError, Undecided."""
+    said = folder / "said.txt"
+    with said.open("wb") as out:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=folder, start_new_session=True)
+        try:
+            status = awaited_status(process, command[0])
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it started too
+            process.kill()
+            process.wait()
+    if status == 0:
+        return ""
+    with suppress(OSError):
+        os.truncate(said, min(said.stat().st_size, 1 << 16))
+    text = " ".join(said.read_text(errors="replace").split())
+    if command[0] != sys.executable and (status == -signal.SIGKILL or OF_THE_MOMENT.search(text)):
+        raise Undecided(f"{command[0]} was kept from compiling ({text[-200:] or 'it was killed'})")
+    ending = f"signal {-status}" if status < 0 else f"status {status}"
+    return f"{what} ({ending}{': ' if text else ''}{text[-200:]})"
+
+
+def awaited_status(process: subprocess.Popen[bytes], name: str) -> int:
+    """The status of a process within `LIMIT`, with a line where it takes long. Raises: Undecided."""
+    with suppress(subprocess.TimeoutExpired):
+        return process.wait(min(PATIENCE, LIMIT))
+    if LIMIT > PATIENCE:
+        print(f"waiting for {name}, which compiles the kernel for more than {PATIENCE:g} s", flush=True)
+    with suppress(subprocess.TimeoutExpired):
+        return process.wait(max(0.0, LIMIT - PATIENCE))
+    raise Undecided(f"{name} did not end within {LIMIT:g} s")
+
+
+# -------------------------------------------------------------------------------------------------------- loading
+
+
+def load(data: bytes | None, function: str) -> Any | None:
+    """The library of these bytes, from a copy that only this process has; None where it cannot be loaded."""
+    if data is None:
+        return None
+    for copy in (_in_memory, _on_disk):
+        with suppress(OSError, AttributeError):
+            loaded = copy(data)
+            getattr(loaded, function)
+            return loaded
+    return None
+
+
+def _in_memory(data: bytes) -> Any:
+    descriptor = os.memfd_create("rlkit-kernel", os.MFD_CLOEXEC)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(data)
+        loaded = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    HELD.append(descriptor)
+    return loaded
+
+
+def _on_disk(data: bytes) -> Any:
+    with tempfile.TemporaryDirectory(prefix="rlkit-kernel-") as folder:
+        copy = Path(folder) / "library.so"
+        copy.write_bytes(data)
+        return ctypes.CDLL(str(copy))
+
+
+# ------------------------------------------------------------------------------------------------- the user's folder
+
+
+def folder_paths() -> list[Path]:
+    """Where libraries are kept: the user's cache folder, and for a user without one a folder beside the temporary files."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    cache = given if os.path.isabs(given) else os.path.join(os.path.expanduser("~"), ".cache")
+    found = [Path(cache) / "rlkit" / "kernels"] if os.path.isabs(cache) else []
+    with suppress(OSError):
+        found.append(Path(tempfile.gettempdir()) / f"rlkit-kernels-{os.geteuid()}")
+    return found
+
+
+@contextmanager
+def opened_folders() -> Iterator[list[int]]:
+    """Descriptors of those folders that can be used. One that is absent is made where none before it can be written to."""
+    with ExitStack() as stack:
+        found = list[int]()
+        writable = False
+        for path in folder_paths():
+            descriptor = open_own_folder(path, make=not writable)
+            if descriptor is not None:
+                stack.callback(os.close, descriptor)
+                found.append(descriptor)
+                writable = writable or os.access(path, os.W_OK)
+        yield found
+
+
+def open_own_folder(path: Path, *, make: bool) -> int | None:
+    """A folder that nobody but this user can write to or look into; None where there is none, and where none can be made."""
+    try:
+        if make:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (OSError, RuntimeError):  # a loop of links
+        return None
+    found = os.fstat(descriptor)
+    if found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def find(folders: Sequence[int], name: str) -> bytes | None:
+    """The library that is kept under a name; None where it is absent or damaged."""
+    for folder in folders:
+        with suppress(OSError):
+            content = read_plain_file(name, most=LARGEST, folder=folder)
+            digest, data = content[:DIGEST], content[DIGEST:]
+            if data and hashlib.sha256(data).digest() == digest:
+                return data
+    return None
+
+
+def keep(folders: Sequence[int], name: str, data: bytes) -> None:
+    """Keeps a library, whole and on the disk, in the first folder that takes it. Without one it is compiled again the next time."""
+    with ExitStack() as stack:
+        for folder in folders:
+            if keep_in(folder, name, data):
+                return
+        for path in folder_paths():  # one that was not needed until now
+            descriptor = open_own_folder(path, make=True)
+            if descriptor is not None:
+                stack.callback(os.close, descriptor)
+                if keep_in(descriptor, name, data):
+                    return
+
+
+def keep_in(folder: int, name: str, data: bytes) -> bool:
+    """Whether the folder has the library now."""
+    part = f"{name}.{secrets.token_hex(8)}.part"
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(part, flags, 0o600, dir_fd=folder), "wb") as file:
+            file.write(hashlib.sha256(data).digest() + data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, name, src_dir_fd=folder, dst_dir_fd=folder)
+        os.fsync(folder)
+        return True
+    except OSError:
+        with suppress(OSError):
+            os.unlink(part, dir_fd=folder)
+        return False
+
+
+@contextmanager
+def locked(folders: Sequence[int], name: str) -> Iterator[None]:
+    """A block that one process at a time is in. The system gives the lock back however that process ends."""
+    with ExitStack() as stack:
+        for folder in folders:
+            descriptor = open_lock(folder, f"{name}.lock")
+            if descriptor is not None:
+                stack.callback(os.close, descriptor)
+                wait_for(descriptor)
+                break
+        yield
+
+
+def open_lock(folder: int, name: str) -> int | None:
+    """The file of a lock; None where the folder takes none."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(name, flags, 0o600, dir_fd=folder)
+    except OSError:
+        return None
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def wait_for(descriptor: int) -> None:
+    """Takes a lock, or gives up after `LIMIT`: the process then compiles for itself, with the same result."""
+    import fcntl
+
+    began, said = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            waited = time.monotonic() - began
+        except OSError:  # a file system without locks
+            return
+        if waited > LIMIT:
+            return
+        if waited > PATIENCE and not said:
+            said = True
+            print("waiting for another process that compiles the kernel", flush=True)
+        time.sleep(0.05)

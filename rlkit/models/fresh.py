@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import math
+import os
+import platform
 import random
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
 
 from rlkit.models.load import LoRA, add_lora, make_policy
-from rlkit.types import Policy, ranges
+from rlkit.system.files import write_atomic
+from rlkit.types import Policy, ranges, safe
 
+STARTS = "RLKIT_STARTS"  # in the environment of a bench's jobs: the folder of the starts that they share
 TEMPLATE = """{%- for message in messages -%}
 {{- ('<a>' if message.role == 'assistant' else '<u>') + message.content + '<end>' -}}
 {%- endfor -%}{%- if add_generation_prompt -%}{{- '<a>' -}}{%- endif -%}"""
@@ -20,6 +28,7 @@ CONTROL = ("<pad>", "<end>", "<u>", "<a>")
 CONTEXT = 256  # tokens
 
 
+@safe("replies", "symbols", "device")
 @ranges(width=(8, None), layers=(1, None), turns=(1, None), opinions=(0, None), init_std=(0, None), steps=(0, None), rate=(0, None))
 def fresh_policy(
     *,
@@ -65,8 +74,8 @@ def fresh_policy(
         torch.manual_seed(seed)
         model = small_model(len(CONTROL) + len(alphabet), width=width, layers=layers, init_std=init_std)
         model.load_state_dict(
-            taught(
-                tuple(replies), tuple(alphabet), turns=turns, prompt=prompt, opinions=opinions, width=width, layers=layers,
+            kept_start(
+                replies=tuple(replies), alphabet=tuple(alphabet), turns=turns, prompt=prompt, opinions=opinions, width=width, layers=layers,
                 init_std=init_std, steps=steps, rate=rate, seed=seed,
             )
         )  # fmt: skip
@@ -75,7 +84,41 @@ def fresh_policy(
     return make_policy(model.to(device), character_tokenizer(alphabet))
 
 
-@lru_cache(maxsize=4)  # arms of the bench that run one after another in a process share their start
+def kept_start(**given: Any) -> Mapping[str, torch.Tensor]:
+    """`taught`, made once for all processes that share the folder named by RLKIT_STARTS; without one it is made here.
+
+    A file is named by all that the weights depend on. It is made under a lock, and a damaged one is made again.
+    """
+    folder = os.environ.get(STARTS)
+    if not folder:
+        return taught(**given)
+    source = Path(__file__).read_bytes()
+    place = [torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
+    key = hashlib.sha256(source + repr([place, sorted(given.items())]).encode()).hexdigest()[:32]
+    path = Path(folder) / f"{key}.start"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if found := read_weights(path):
+                return found
+            data = save(dict(taught(**given)))
+            write_atomic(path, hashlib.sha256(data).digest() + data)
+    except OSError:  # no room, no locks: every job makes its own, which is the same
+        pass
+    return taught(**given)
+
+
+def read_weights(path: Path) -> Mapping[str, torch.Tensor]:
+    """The weights of a file of `kept_start`; empty if there is none, or if its digest tells that it was damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return {}
+    return load(content[32:]) if hashlib.sha256(content[32:]).digest() == content[:32] else {}
+
+
+@lru_cache(maxsize=4)  # runs that follow one another in a process share their start
 def taught(
     replies: tuple[str, ...], alphabet: tuple[str, ...], *, turns: int, prompt: int, opinions: float, width: int, layers: int,
     init_std: float, steps: int, rate: float, seed: int,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlkit.errors import EngineError
-from rlkit.models.compiled import library
+from rlkit.models.compiled import library, load_or_reason
 from rlkit.models.head import PLAIN, trunk_and_head
 
 SOURCE = Path(__file__).with_name("_update.c")
@@ -29,8 +29,8 @@ Kernel = Literal["auto", "eager", "fused"]
 
 @cache
 def operations() -> Any:
-    """The functions of the C file. Raises: EngineError where they can neither be loaded nor compiled."""
-    c = library(SOURCE, "model.kernel", "gate_backward", FLAGS)
+    """The functions of the C file. Raises: NoKernel, Undecided (rlkit.models.compiled)."""
+    c = library(SOURCE, "gate_backward", FLAGS)
     c.forward.argtypes = (*[ADDRESS] * 6, *[INTEGER] * 3, FLOAT, INTEGER)
     c.backward.argtypes = (*[ADDRESS] * 8, *[INTEGER] * 4)
     c.gate.argtypes = (*[ADDRESS] * 3, *[INTEGER] * 2)
@@ -41,25 +41,34 @@ def operations() -> Any:
 
 
 def choose_kernel(model: Any, kernel: Kernel) -> None:
-    """Updates and scoring passes of the model use this kernel from now on. Raises: EngineError where "fused" is impossible."""
+    """Updates and scoring passes of the model use this kernel from now on; `update_reason` says why "auto" chose eager.
+
+    Raises: EngineError where "fused" is impossible, and where the load of the moment would decide what "auto" is.
+    """
     trunk = trunk_and_head(model)[0]
-    trunk.update_kernel, trunk.asked_kernel = "eager", kernel
+    trunk.update_kernel, trunk.asked_kernel, trunk.update_reason = "eager", kernel, ""
     if kernel == "eager":
         return
-    reason = "" if serves(trunk) else "it is for Llama, Mistral, Qwen2 and Qwen3 in float32 on a CPU, without checkpointing"
-    try:
-        if reason:
-            raise EngineError(f"model.kernel=fused: {reason}; use auto or eager")
-        operations()
-        trunk.update_kernel = "fused"
-    except EngineError:
+    if serves(trunk):
+        _, trunk.update_reason = load_or_reason(kernel, "model.kernel", operations)
+    else:
+        trunk.update_reason = "it is for Llama, Mistral, Qwen2 and Qwen3 in float32 on a CPU, without checkpointing"
         if kernel == "fused":
-            raise
+            raise EngineError(f"model.kernel=fused: {trunk.update_reason}; use auto or eager")
+    if not trunk.update_reason:
+        trunk.update_kernel = "fused"
 
 
 def update_kernel(model: Any) -> Literal["eager", "fused"]:
     """The kernel of a model's updates."""
     return getattr(trunk_and_head(model)[0], "update_kernel", "eager")
+
+
+def use_update_kernel(model: Any, kernel: Literal["eager", "fused"], reason: str = "") -> None:
+    """The updates of a model, and of the critic that is a copy of one, use this kernel from now on."""
+    for module in model.modules():
+        if hasattr(module, "update_kernel"):
+            module.update_kernel, module.update_reason = kernel, reason
 
 
 def go_on_with(model: Any, kernel: Literal["eager", "fused"]) -> str:
@@ -68,7 +77,7 @@ def go_on_with(model: Any, kernel: Literal["eager", "fused"]) -> str:
         return ""
     trunk = trunk_and_head(model)[0]
     if kernel == "eager" and getattr(trunk, "asked_kernel", "auto") == "auto":
-        trunk.update_kernel = "eager"
+        use_update_kernel(model, "eager", "as the run did so far")
         return ""
     return f"updates were {kernel} and are {update_kernel(model)} (model.kernel), so log-probs and gradients differ in their last bits"
 

@@ -19,12 +19,13 @@ from rlkit.models.fused import Kernel, choose_kernel
 from rlkit.models.head import Float32Head
 from rlkit.models.packing import allow_packing
 from rlkit.system.digest import SUMS, folder_damage
-from rlkit.types import Policy, ranges
+from rlkit.types import Policy, ranges, reaches, safe
 
 TINY = Path(__file__).parent / "tiny"
 EMBEDDED = {"tiny": None, "tiny_guess": "guess_number"}  # path → variant of the weights in TINY: model.VARIANT.safetensors
 
 
+@safe("targets")
 @ranges(rank=(0, None), alpha=(1, None))
 class LoRA(NamedTuple):
     """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685). Dropout is 0: sampler and trainer must agree.
@@ -37,6 +38,14 @@ class LoRA(NamedTuple):
     targets: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+@reaches(
+    path="path",
+    revision="path",
+    attention="program",
+    chat_template="path",
+    trust_remote_code="program",
+)
+@safe("interruption", "device")
 def load_policy(
     *,
     path: str,

@@ -10,15 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
-from rlkit.system.digest import write_sums
-from rlkit.system.files import as_oserror, sync
+from rlkit.system.digest import only_listed, write_sums
+from rlkit.system.files import as_oserror, put_aside, sync
 from rlkit.types import Policy
 
 
 def save_policy(folder: Path, policy: Policy, *, state: Mapping[str, Tensor] | None = None, tokenizer: bool = True, card: str = "") -> None:
     """Writes all weights in Hugging Face's format, or adapters alone in PEFT's, and the digests of all files.
 
-    The folder appears whole, in place of an old one.
+    The folder appears whole, in place of an old one; one with files that rlkit.sha256 does not list is kept under another name.
 
     Args:
       state: weights to write in place of the model's own: of a checkpoint, or gathered from shards.
@@ -44,7 +44,10 @@ def save_policy(folder: Path, policy: Policy, *, state: Mapping[str, Tensor] | N
         for path in part.rglob("*"):
             sync(path)
         if folder.is_dir() and not folder.is_symlink():
-            shutil.rmtree(folder)
+            if only_listed(folder):
+                shutil.rmtree(folder)
+            elif any(folder.iterdir()):  # somebody put files of his own there
+                print(f"warning: {folder} holds other files, and is kept as {put_aside(folder, '.aside').name}", flush=True)
         os.replace(part, folder)
         sync(folder.parent)
     finally:

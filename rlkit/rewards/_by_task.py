@@ -8,7 +8,7 @@ from typing import Any
 from rlkit.errors import ConfigError
 from rlkit.rewards._score import Term, called_on, reads_truths, truth_problems
 from rlkit.rewards.aggregators import batched
-from rlkit.types import Rollout, Task
+from rlkit.types import Rollout, Task, safe
 
 
 def _truth_problems(tasks: Sequence[Task], *, rewards: Mapping[str, Callable[..., Any]]) -> list[str]:
@@ -20,6 +20,7 @@ def _truth_problems(tasks: Sequence[Task], *, rewards: Mapping[str, Callable[...
     return [problems.get(i, "") for i in range(len(tasks))]
 
 
+@safe("rewards")
 @reads_truths(_truth_problems)
 @batched
 def by_task(rollouts: Sequence[Rollout], *, rewards: Mapping[str, Callable[..., Any]]) -> list[Any]:

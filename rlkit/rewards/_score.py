@@ -14,14 +14,18 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar
 from rlkit.distributed import ranks
 from rlkit.errors import ConfigError, Refusal, RLKitError, place, written
 from rlkit.rewards.aggregators import weighted_sum
-from rlkit.system.deadline import contained, in_thread, in_worker
-from rlkit.types import AggregatorFn, Metrics, Rollout, Task, unpacked
+from rlkit.system.copies import copied
+from rlkit.system.deadline import DeadlinePassed, contained, in_thread, in_worker, within
+from rlkit.system.loops import LEFT, error_of, has_failed, is_over, leave_behind, result_of, run, settled
+from rlkit.system.shared_state import Watch, current, guard_state, is_own
+from rlkit.system.waiting import note_movement, waiting
+from rlkit.types import AggregatorFn, Metrics, Rollout, Task, safe, unpacked
 
 F = TypeVar("F", bound=Callable[..., Any])
 NOTES = "reward_metrics"  # key of a rollout's metadata: term → metric → value
 PLAYED = "environment_rewards"  # key of a rollout's metadata: what its steps earned before terms of steps were added
 TAKEN = ("mean", "std", "variance_share")  # reward/TERM/… that rlkit measures
-GRACE = 5.0  # seconds beyond a term's timeout after which async calls that block their event loop are given up
+GRACE = 15.0  # seconds beyond a term's timeout after which async calls that block their event loop are given up
 ScoreStatus = Literal["ok", "wrong", "unparseable", "timeout", "error"]
 
 
@@ -67,6 +71,7 @@ def final_answer(rollout: Rollout) -> str | None:
     return None if last.finish_reason == "length" or last.tool_calls else rollout.final_content
 
 
+@safe("fn")
 class Term(NamedTuple):
     """A component of a reward: a function of one rollout, plain or async.
 
@@ -90,6 +95,7 @@ class Term(NamedTuple):
     threads: int = 1
 
 
+@safe("name", "terms")
 class Reward(NamedTuple):
     """Named terms in order, and how they become one number.
 
@@ -134,7 +140,11 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
       Refusal raised by a function says what the user has to mend and passes unchanged.
     """
     _require(reward)
-    rollouts = [_as_played(rollout) for rollout in rollouts]
+    with guard_state(reward.aggregator, *(term.fn for term in reward.terms.values())):
+        return _scored([_as_played(rollout) for rollout in rollouts], reward)
+
+
+def _scored(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
     columns = {name: _column(name, term, rollouts, reward.max_error_rate) for name, term in reward.terms.items()}
     scored = []
     for i, rollout in enumerate(rollouts):
@@ -143,7 +153,8 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
         fresh = rollout._replace(reward=None, rewards=rewards, statuses=statuses, metadata=_noted(rollout, cells))
         scored.append(_with_step_rewards(fresh, cells, reward))
     paid = [{name: column[i].paid for name, column in columns.items() if column[i].paid is not None} for i in range(len(rollouts))]
-    out = _aggregated(scored, reward)
+    with waiting("the reward's aggregator", reward.aggregator, count=len(scored)):
+        out = _aggregated(scored, reward)
     return [rollout._replace(rewards={**rollout.rewards, **own}) if own else rollout for rollout, own in zip(out, paid, strict=True)]
 
 
@@ -197,25 +208,58 @@ def _uncallable(fn: Callable[..., Any]) -> str:
 
 def _column(name: str, term: Term, rollouts: Sequence[Rollout], max_error_rate: float) -> list[Cell]:
     """What one term makes of all rollouts, in their order; async calls are awaited together, after the plain ones."""
-    values = list(called_on(term, rollouts)) if rollouts else []
+    allowed = int(max_error_rate * len(rollouts))
+    values = _to_the_last_timeout(called_on(term, rollouts), allowed) if rollouts else []
     pending = [i for i, value in enumerate(values) if inspect.isawaitable(value)]
-    for i, value in zip(pending, _awaited([values[i] for i in pending], term.timeout), strict=True):
+    for i, value in zip(pending, _awaited([values[i] for i in pending], term, allowed), strict=True):
         values[i] = value
-    cells = [_cell(term, rollout, value) for rollout, value in zip(rollouts, values, strict=True)]
+    known = zip(rollouts, values, strict=False)
+    cells = [Cell(None, "error") if value is UNKNOWN else _cell(term, rollout, value) for rollout, value in known]
     failed = [i for i, cell in enumerate(cells) if cell.failure]
     if len(failed) > max_error_rate * len(rollouts):
-        first = failed[int(max_error_rate * len(rollouts))]  # the one that was too many
+        first = failed[allowed]  # the one that was too many
         raise _refused(f"term {name!r}", rollouts[first], cells[first], len(failed), len(rollouts), max_error_rate)
     return cells
 
 
+def _to_the_last_timeout(values: Iterable[Any], allowed: int) -> list[Any]:
+    """The values up to the timeout that is one too many: the step has failed then, and each further call may take as long."""
+    out: list[Any] = []
+    for value in values:
+        out.append(value)
+        allowed -= isinstance(value, DeadlinePassed)
+        if allowed < 0:
+            for other in out:
+                if inspect.iscoroutine(other):
+                    other.close()  # never awaited
+            return [UNKNOWN if inspect.isawaitable(other) else other for other in out]
+    return out
+
+
 def called_on(term: Term, rollouts: Sequence[Rollout]) -> Iterable[Any]:
-    """What the function returned for each rollout, one by one: a value, an exception, or what has yet to be awaited."""
-    if not (term.batched or is_batched(term.fn)):
-        calls = [partial(_called, partial(term.fn, rollout), term.timeout) for rollout in rollouts]
-        return (call() for call in calls) if term.threads == 1 else _in_threads(calls, term.threads)
-    values = _called(partial(term.fn, list(rollouts)), term.timeout)
-    return _spread(_awaited([values], term.timeout)[0] if inspect.isawaitable(values) else values, len(rollouts))
+    """What the function returned for each rollout, one by one: a value, an exception, or what has yet to be awaited.
+
+    Each call has copies of its own, and shared state that it changes is put back before the next one. The watcher names the function by
+    the time of all calls together (rlkit.system.waiting).
+    """
+    with waiting("the reward", term.fn, count=len(rollouts)):
+        if term.batched or is_batched(term.fn):
+            values = _called(partial(_on_copy, term.fn, list(rollouts)), term, current())
+            values = _awaited([values], term)[0] if inspect.isawaitable(values) else values
+            yield from _spread(values, len(rollouts))
+            return
+        here = term.threads == 1
+        calls = [partial(_called, partial(_on_copy, term.fn, rollout), term, current(), here=here) for rollout in rollouts]
+        if not here:
+            yield from _in_threads(calls, term.threads)
+            return
+        for call in calls:
+            yield call()
+            note_movement()
+
+
+def _on_copy(function: Callable[..., Any], given: Any, *more: Any) -> Any:
+    return function(copied(given), *more)
 
 
 def _in_threads(calls: Sequence[Callable[[], Any]], threads: int) -> list[Any]:
@@ -226,39 +270,85 @@ def _in_threads(calls: Sequence[Callable[[], Any]], threads: int) -> list[Any]:
 
         async def one(call: Callable[[], Any]) -> Any:
             async with places:
-                return await in_worker(call, None, "a reward function")
+                value = await in_worker(call, None, "a reward function")
+                note_movement()
+                return value
 
         return await asyncio.gather(*map(one, calls))
 
-    return in_thread(lambda: asyncio.run(together()), None)
+    return in_thread(lambda: run(together()), None)
 
 
-def _called(call: Callable[[], Any], timeout: float | None) -> Any:
-    """What a call returns, or the exception that it raises."""
+def _called(call: Callable[[], Any], term: Term, watch: Watch, *, here: bool = True) -> Any:
+    """What a call of the term's function returns, or the exception that it raises. `here`: in the thread of the watch."""
+
+    def run() -> Any:
+        with watch.calling(term.fn) if here and term.timeout is None else watch.in_worker(term.fn):
+            return call()
+
     try:
-        return contained(call) if timeout is None else in_thread(call, timeout)
+        return contained(run) if term.timeout is None else in_thread(run, term.timeout)
     except Refusal:
         raise
     except Exception as error:
         return error
 
 
-def _awaited(awaitables: Sequence[Awaitable[Any]], timeout: float | None) -> list[Any]:
-    """Results or exceptions, all in flight together. In a thread: a notebook has a running event loop of its own."""
+def _awaited(awaitables: Sequence[Awaitable[Any]], term: Term, allowed: int = 0) -> list[Any]:
+    """Results or exceptions, all in flight together. In a thread: a notebook has a running event loop of its own.
+
+    Nothing more is awaited once there are more exceptions than `allowed`, or a Refusal; what is not there yet is UNKNOWN.
+    """
     if not awaitables:
         return []
+    timeout, watch = term.timeout, current()
+
+    def work() -> list[Any]:
+        with watch.in_worker(term.fn):
+            return run(together())
+
+    async def one(awaitable: Awaitable[Any]) -> Any:
+        with waiting("the reward", awaitable):
+            async with within(timeout):
+                return await awaitable
 
     async def together() -> list[Any]:
-        return await asyncio.gather(*(asyncio.wait_for(a, timeout) for a in awaitables), return_exceptions=True)
+        tasks = [asyncio.create_task(one(awaitable)) for awaitable in awaitables]
+        await settled(tasks, until=lambda task: has_failed(task) and _too_many(tasks, allowed))
+        for task in tasks:
+            if not is_over(task):
+                task.cancel()
+                leave_behind(task, _Unknown())
+        return [_outcome(task) for task in tasks]
 
     try:
-        results = in_thread(lambda: asyncio.run(together()), None if timeout is None else timeout + GRACE)
+        results = in_thread(work, None if timeout is None else timeout + GRACE)
     except TimeoutError as error:
         return [error] * len(awaitables)
     for result in results:
         if isinstance(result, Refusal) or (isinstance(result, BaseException) and not isinstance(result, Exception)):
             raise result
-    return results
+    return [UNKNOWN if isinstance(result, _Unknown) else result for result in results]
+
+
+class _Unknown(Exception):
+    """A call that was not awaited to its end, because the step has failed."""
+
+
+UNKNOWN = object()  # in the place of its value
+
+
+def _outcome(task: asyncio.Task[Any]) -> Any:
+    if task not in LEFT and task.cancelled():
+        return asyncio.CancelledError()
+    error = error_of(task)
+    return result_of(task) if error is None else error
+
+
+def _too_many(tasks: Sequence[asyncio.Task[Any]], allowed: int) -> bool:
+    """Whether the step has failed already, whatever the other tasks give."""
+    errors = [error for task in tasks if is_over(task) and (error := error_of(task)) is not None]
+    return len(errors) > allowed or any(isinstance(error, Refusal) for error in errors)
 
 
 def _spread(values: Any, count: int) -> Sequence[Any]:
@@ -362,20 +452,21 @@ def _aggregated(rollouts: list[Rollout], reward: Reward) -> list[Rollout]:
     known = [all(rollout.rewards[name] is not None for name in weighted) for rollout in rollouts]
     places = [i for i, rollout in enumerate(rollouts) if known[i] and rollout.truncation != "error"]
     chosen = [rollouts[i] for i in places]
+    term, watch = Term(1.0, reward.aggregator), current()
     if not weights or not chosen:
         given: list[tuple[Any, Metrics]] = [(0.0, {})] * len(chosen)
     elif is_batched(reward.aggregator):
-        values, metrics = unpacked(_called(partial(reward.aggregator, chosen, weights), None))
+        values, metrics = unpacked(_called(partial(_on_copy, reward.aggregator, chosen, dict(weights)), term, watch))
         lists = {n: _spread(v, len(chosen)) if isinstance(v, Sequence) else [v] * len(chosen) for n, v in metrics.items()}
         each = [{name: column[i] for name, column in lists.items()} for i in range(len(chosen))]
         given = list(zip(_spread(values, len(chosen)), each, strict=True))
     else:
         own = [{name: r.rewards[name] for name in weights} for r in chosen]
-        given = [unpacked(_called(partial(reward.aggregator, scores, weights), None)) for scores in own]
+        given = [unpacked(_called(partial(reward.aggregator, scores, dict(weights)), term, watch)) for scores in own]
     out = list(rollouts)
     for i, rollout, (value, metrics) in zip(places, chosen, given, strict=True):
-        cell = _cell(Term(1.0, reward.aggregator), rollout, value)
-        notes = {name: _cell(Term(1.0, reward.aggregator), rollout, number) for name, number in metrics.items()}
+        cell = _cell(term, rollout, value)
+        notes = {name: _cell(term, rollout, number) for name, number in metrics.items()}
         if failed := next((c for c in (cell, *notes.values()) if c.failure), None):
             raise _refused(f"aggregator ({written(reward.aggregator)})", rollout, failed, 1, len(chosen), 0.0)
         noted = {"aggregator": {name: c.score for name, c in notes.items() if c.score is not None}} if notes else {}
@@ -420,4 +511,5 @@ def truth_problems(fn: Callable[..., Any], tasks: Sequence[Task]) -> list[str]:
         keywords = {**fn.keywords, **keywords}
         fn = fn.func
     problems = getattr(fn, "truth_problems", None)
+    tasks = tasks if is_own(problems) else copied(list(tasks))
     return problems(tasks, **keywords) if problems and tasks else [""] * len(tasks)

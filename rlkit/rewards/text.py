@@ -8,9 +8,10 @@ from typing import Any
 
 from rlkit.errors import ConfigError
 from rlkit.rewards._score import Verdict, final_answer
-from rlkit.types import Rollout, gives
+from rlkit.types import Rollout, gives, reaches, safe
 
 
+@safe("parse")
 @gives("binary", correct=1, wrong=0)
 @gives("raw")
 def exact_match(
@@ -66,6 +67,7 @@ def contains(rollout: Rollout, *, ignore_case: bool = False, correct: float = 1.
     return correct if re.search(pattern, _folded(answer, ignore_case)) else wrong
 
 
+@reaches(pattern="processor")
 @gives("binary", correct=1, wrong=0)
 @gives("raw")
 def format_match(rollout: Rollout, *, pattern: str, whole: bool = False, correct: float = 1.0, wrong: float = 0.0) -> float | None:

@@ -1,37 +1,55 @@
-"""A matrix of short runs, tasks × arms × seeds, many in one process; what they came to, as rows, and as one page.
+"""A matrix of short runs, tasks × arms × seeds, run as a sweep; what they came to, as rows, and as one page.
 
-A run is `rlkit.train` in <folder>/TASK/ARM/SEED, on one thread, in one of as many processes as there are cores. Runs that are finished
-are not repeated. A run's score is its regret (rlkit/tasks/bench.py): 1 as good as a random policy, 0 as good as possible.
+A run is `rlkit train` in <folder>/TASK/ARM/SEED, on one thread, with as many at a time as there are cores. Runs that are finished
+are not repeated, unless they are of other settings. A run's score is its regret (rlkit/tasks/bench.py): 1 as good as a random policy,
+0 as good as possible.
 """
 
 from __future__ import annotations
 
-import contextlib
 import csv
+import io
 import math
-import multiprocessing
-import os
 import re
-import shutil
-import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlkit.errors import Refusal
+from rlkit.models.fresh import STARTS
 from rlkit.runs import folder as runs
-from rlkit.runs.comparing import ALPHA, FEWEST, bootstrap, detectable, false_discovery, improvement, iqm, paired, profile, ranks
+from rlkit.runs.comparing import (
+    ALPHA,
+    TO_CLAIM,
+    bounded_mean,
+    improvement,
+    iqm,
+    profile,
+    ranks,
+    seeds_interval,
+    smallest_step,
+    tested_together,
+)
+from rlkit.runs.sweeps.jobs import RunJob
+from rlkit.runs.sweeps.plan import refuse_running, set_aside_changed
+from rlkit.runs.sweeps.runner import Start, conducting, do_job, end_line, make_sweep
+from rlkit.runs.sweeps.warm import warm_server
+from rlkit.statistics import FEWEST
+from rlkit.system import owner
+from rlkit.system.files import write_atomic
 
 # Arms that cannot learn what is asked: a method counts only above them. The rewards of training are a coin, or 1 for any reply.
 PLACEBOS = {f"placebo {kind}": ("algorithm=grpo", f"task.placebo={kind}") for kind in ("coin", "format")}
 THRESHOLDS = (0.1, 0.25, 0.5, 0.75, 0.9)  # of 1 - regret, in the performance profile
 SPENT = {"updates": "optimiser steps", "samples": "samples", "tokens": "tokens", "processor_s": "processor seconds"}
 FEW = 6  # pairs of a task that the page names where they are not told apart
+ROUNDED = 2e-5  # two regrets of a table that are closer differ by its rounding alone
 
 
 class MatrixRun(NamedTuple):
@@ -61,63 +79,112 @@ def matrix(
 
 
 def folder_of(arm: str) -> str:
-    """An arm's name as a folder's."""
-    return re.sub(r"[^\w.+=-]+", "_", arm)
+    """An arm's name as a folder's, which is one below its task's."""
+    return re.sub(r"[^\w.+=-]+|^\.+$", "_", arm) or "_"
 
 
-def run_all(cells: Sequence[MatrixRun], *, jobs: int, config_dir: str | None, tell: Callable[[str], None]) -> dict[Path, str]:
-    """Runs what is not finished, `jobs` at a time; folder → why, of those that failed."""
-    waiting = [cell for cell in cells if not runs.is_finished(cell.folder)]
-    tell(f"{len(cells)} runs, {len(cells) - len(waiting)} of them done earlier, {jobs} at a time")
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started
-    failed: dict[Path, str] = {}
-    with ProcessPoolExecutor(max(1, min(jobs, len(waiting))), mp_context=multiprocessing.get_context("spawn")) as pool:
-        started = {pool.submit(run_cell, cell, config_dir): cell for cell in waiting}
-        for count, done in enumerate(as_completed(started), 1):
-            cell, why = started[done], done.result()
-            if why:
-                failed[cell.folder] = why
-            reward = ((runs.read_summary(cell.folder) or {}).get("after") or {}).get("reward")
-            tell(f"{count}/{len(waiting)}  {cell.task}  {cell.arm}  seed {cell.seed}  {why or f'reward {reward:.3f}'}")
-    return failed
+def run_all(
+    cells: Sequence[MatrixRun],
+    folder: Path,
+    *,
+    jobs: int,
+    config_dir: str | None,
+    trusted: bool = False,
+    start: Start | None = None,
+) -> tuple[list[RunJob], list[int]]:
+    """Run what is not finished, `jobs` at a time, on one thread each.
 
+    A finished or unfinished run of other settings is set aside and run anew. The caller owns
+    `folder` (`owner.owned`), which all cells are below.
 
-def run_cell(cell: MatrixRun, config_dir: str | None) -> str:
-    """One run in this process; why it failed, or nothing. What it prints is in log.txt beside the other seeds."""
-    from rlkit.config.experiment import experiment
-    from rlkit.runs.python import train
+    Args:
+      trusted: whether the command line says trust=true, which every run is told too.
+      start: starts a job's process; by default as a copy of one that has imported what runs need.
+    Returns: what became of each cell, in their order, and the signals that stopped the queue.
+    Raises: Occupied or ConfigError where one of the runs is in use; nothing has begun then.
+    """
+    refuse_running(folder)
+    overrides = {cell: [*cell.overrides, "resume=auto"] for cell in cells}
+    devices = prepare(cells, overrides, config_dir, trusted=trusted)
+    todo = [RunJob(number, overrides[cell], cell.folder) for number, cell in enumerate(cells)]
+    waiting = [job for job in todo if not runs.is_finished(job.folder)]
+    done = len(todo) - len(waiting)
+    print(f"{len(todo)} runs, {done} of them done earlier, {jobs} at a time", flush=True)
+    sweep = make_sweep(folder, config_dir, jobs, threads=1, trusted=trusted)
+    environment = {**sweep.environment, STARTS: str((folder / "starts").resolve())}
+    sweep = sweep._replace(environment=environment)
+    places = {job.folder: cell for job, cell in zip(todo, cells, strict=True)}
 
-    shutil.rmtree(cell.folder, ignore_errors=True)  # of a run that was cut off
-    cell.folder.parent.mkdir(parents=True, exist_ok=True)
-    with (cell.folder.parent / f"{cell.seed}.log").open("w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+    def line(job: RunJob) -> str:
+        cell = places[job.folder]
+        name = f"{cell.task}  {cell.arm}  seed {cell.seed}"
+        return end_line(job, sweep, len(todo), name, "reward")
+
+    found = {job.number: job._replace(status="finished") for job in todo}
+    found |= {job.number: job._replace(status="not started") for job in waiting}
+    with ExitStack() as block:
+        received = block.enter_context(conducting(sweep, line))
+        if waiting and start is None and sys.platform == "linux":
+            start = block.enter_context(warm_server(sweep.environment)).start
+        pool = block.enter_context(ThreadPoolExecutor(max(1, min(jobs, len(waiting)))))
         try:
-            x = experiment(*cell.overrides, config_dir=config_dir)
-            x.model(device="cpu")  # the start, which the arms of a seed share, is made before the clock runs
-            began = time.process_time()
-            train(x, cell.folder)
-        except Refusal as error:
-            return str(error).splitlines()[0]
-        except Exception as error:
-            traceback.print_exc()
-            return f"{type(error).__name__}: {error}; see {log.name}"
-    (cell.folder / "processor_seconds").write_text(f"{time.process_time() - began:.2f}\n")
-    return ""
+            for job in pool.map(lambda job: do_job(job, sweep, start, devices=devices), waiting):
+                found[job.number] = job
+        except KeyboardInterrupt:
+            received.append(signal.SIGINT)
+            pool.shutdown(cancel_futures=True)
+    return list(found.values()), received
+
+
+def prepare(
+    cells: Sequence[MatrixRun],
+    overrides: Mapping[MatrixRun, Sequence[str]],
+    config_dir: str | None,
+    *,
+    trusted: bool,
+) -> int:
+    """Set aside the runs of other settings, and say so; the devices that each run asks for."""
+    from rlkit.config.compose import compose
+
+    first = compose(overrides[cells[0]], config_dir=config_dir, trusted=trusted).config
+    aside: dict[str, int] = {}
+    for cell in cells:
+        if runs.is_run(cell.folder) or runs.is_finished(cell.folder):
+            config = compose(overrides[cell], config_dir=config_dir, trusted=trusted).config
+            if not config.get("takeover") and (living := owner.occupied(cell.folder)):
+                raise owner.Occupied(living)
+            if changed := set_aside_changed(cell.folder, config):
+                aside[changed] = aside.get(changed, 0) + 1
+    for changed, count in aside.items():
+        print(f"set aside {count} run{'s' * (count > 1)} of other settings: {changed}", flush=True)
+    return int((first.get("trainer") or {}).get("devices") or 1)
 
 
 def read_row(cell: MatrixRun) -> Row | None:
-    """What a finished run came to; None for another."""
+    """What a run came to, as its folder says; None if it is not finished, or without an evaluation."""
     from rlkit.runs.report.read import read_run
     from rlkit.runs.report.verdicts import UNITS, budget
 
     if not runs.is_finished(cell.folder):
         return None
-    run, value = read_run(cell.folder), value_of_run(cell.folder)
+    run = read_run(cell.folder)
+    if not run.summary.get("after"):
+        return None
+    value = value_of_run(cell.folder)
     reward = float(run.summary["after"]["reward"])
-    row = {"task": cell.task, "arm": cell.arm, "seed": cell.seed, "reward": round(reward, 5), "regret": round(value.regret(reward), 5)}
-    row |= {"random": round(value.random, 5), "best": round(value.best, 5)}
+    row = {
+        "task": cell.task,
+        "arm": cell.arm,
+        "seed": runs.read_config(cell.folder)["seed"],
+        "reward": round(reward, 5),
+        "regret": round(value.regret(reward), 5),
+        "random": round(value.random, 5),
+        "best": round(value.best, 5),
+    }
     row |= {unit: round(max(budget(run, unit).values(), default=0.0), 1) for unit in UNITS}
-    spent = cell.folder / "processor_seconds"
-    return row | {"processor_s": spent.read_text().strip() if spent.exists() else "", "overrides": " ".join(cell.overrides)}
+    spent = run.summary.get("processor_seconds")
+    row["processor_s"] = "" if spent is None else spent
+    return row | {"overrides": " ".join(runs.saved_overrides(cell.folder))}
 
 
 def value_of_run(folder: Path) -> Any:
@@ -131,10 +198,11 @@ def value_of_run(folder: Path) -> Any:
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """One line a run."""
-    with path.open("w", newline="") as file:
+    with io.StringIO(newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
+        write_atomic(path, file.getvalue().encode())
 
 
 # ------------------------------------------------------------------------------------------------------ the page
@@ -150,6 +218,10 @@ class Scores(NamedTuple):
     def on(self, task: int) -> dict[str, np.ndarray]:
         """The arms that have runs on a task: arm → [n seeds]."""
         return {arm: own[:, task] for arm, own in self.of.items() if not np.isnan(own[:, task]).any()}
+
+    def step(self, task: int) -> float:
+        """The smallest step of a score on a task that any two runs show: three equal differences of a coarse score are not certain."""
+        return smallest_step([value for own in self.on(task).values() for value in own.tolist()], ROUNDED)
 
     def everywhere(self) -> dict[str, np.ndarray]:
         """The arms that have runs on all tasks: arm → [n seeds, tasks]."""
@@ -170,7 +242,7 @@ def scores(rows: Sequence[Row]) -> Scores:
 
 
 class Pair(NamedTuple):
-    """A comparison of two arms on a task; `q` is the false-discovery rate at which it is a claim."""
+    """A comparison of two arms on a task; `q` is the false-discovery rate at which it is a claim, nan below `TO_CLAIM` seeds."""
 
     task: str
     first: str
@@ -179,7 +251,7 @@ class Pair(NamedTuple):
     low: float
     high: float
     q: float
-    sees: float  # the difference that these seeds find four times in five, alone
+    sees: float  # the difference that these seeds would have claimed four times in five
 
     def order(self) -> tuple[str, str]:
         """The better arm, and the other."""
@@ -193,15 +265,14 @@ def pairs(found: Scores) -> list[Pair]:
     larger p-value.
     """
     places = [(t, a, b) for t in range(len(found.tasks)) for a, b in combinations(found.on(t), 2)]
-    tests = [paired(found.on(t)[a].tolist(), found.on(t)[b].tolist()) for t, a, b in places]
-    beside, rates = [bool({a, b} & PLACEBOS.keys()) for _, a, b in places], np.full(len(places), math.nan)
+    steps = [found.step(t) for t in range(len(found.tasks))]
+    out: dict[tuple[int, str, str], Pair] = {}
     for placebo in (False, True):
-        own = [i for i, there in enumerate(beside) if there == placebo]
-        rates[own] = false_discovery([tests[i].p for i in own])
-    return [
-        Pair(found.tasks[t], a, b, d.mean, d.low, d.high, q, detectable(d.spread, d.n) if d.n >= FEWEST else math.inf)
-        for (t, a, b), d, q in zip(places, tests, rates, strict=True)
-    ]
+        own = [place for place in places if bool(set(place[1:]) & PLACEBOS.keys()) == placebo]
+        sides = [(found.on(t)[a].tolist(), found.on(t)[b].tolist(), steps[t]) for t, a, b in own]
+        for (t, a, b), (d, q, sees) in zip(own, tested_together(sides), strict=True):
+            out[t, a, b] = Pair(found.tasks[t], a, b, d.mean, d.low, d.high, q, sees)
+    return [out[place] for place in places]
 
 
 def page(rows: Sequence[Row], failed: Mapping[Path, str]) -> str:
@@ -209,7 +280,8 @@ def page(rows: Sequence[Row], failed: Mapping[Path, str]) -> str:
     found = scores(rows)
     n, arms = len(found.seeds), list(found.of)
     size = f"{len(arms)} arms, {len(found.tasks)} task{'s' * (len(found.tasks) > 1)}, {n} seeds"
-    parts = [f"# rlkit bench\n\n{size} ({', '.join(map(str, found.seeds)) or 'none in common'})."]
+    shared = ", every arm at one shared rate" if shares_rate(rows) else ""
+    parts = [f"# rlkit bench{shared}\n\n{size} ({', '.join(map(str, found.seeds)) or 'none in common'})."]
     parts.append(
         "Scores are 1 - regret: 0 is a policy that replies at random, 1 the best that is possible, both computed. Arms of a seed share the "
         "start, the problems, their order and the sampling noise, and are compared within seeds."
@@ -220,6 +292,12 @@ def page(rows: Sequence[Row], failed: Mapping[Path, str]) -> str:
         return "\n\n".join([*parts, "Fewer than two seeds have a run of every arm, so nothing is compared.", budget_table(rows)]) + "\n"
     parts += ["## Scores by task", by_task_table(found), "## Over tasks", over_tasks_table(found), "## What can be claimed", claims(found)]
     return "\n\n".join([*parts, "## What the runs spent", budget_table(rows)]) + "\n"
+
+
+def shares_rate(rows: Sequence[Row]) -> bool:
+    """Whether no arm has a learning rate of its own, so that none was chosen for it."""
+    rates = {re.search(r"(?:^|\s)optimizer\.lr=(\S+)", row.get("overrides", "")) for row in rows if row["arm"] not in PLACEBOS}
+    return len({rate and rate[1] for rate in rates}) < 2
 
 
 def failed_lines(failed: Mapping[Path, str]) -> str:
@@ -236,19 +314,24 @@ def markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def by_task_table(found: Scores) -> str:
-    """Mean over seeds, its 95 % interval by Student's t, and the rank; ties share theirs."""
+    """Mean over seeds, its 95 % interval, and the rank; ties share theirs."""
     cells = {arm: ["did not run"] * len(found.tasks) for arm in found.of}
     for t in range(len(found.tasks)):
         there = found.on(t)
         for (arm, own), place in zip(there.items(), ranks(np.array([own.mean() for own in there.values()])), strict=True):
-            d = paired([0.0] * len(own), own.tolist())
-            span = "" if math.isnan(d.low) else f" ({d.low:.2f} to {d.high:.2f})"
-            cells[arm][t] = f"{d.mean:.3f}{span} #{place:g}"
+            mean, low, high = score_interval(own.tolist(), found.step(t))
+            span = "" if math.isnan(low) else f" ({low:.2f} to {high:.2f})"
+            cells[arm][t] = f"{mean:.3f}{span} #{place:g}"
     return markdown(["arm", *found.tasks], [[arm, *own] for arm, own in cells.items()])
 
 
+def score_interval(scores: Sequence[float], step: float) -> tuple[float, float, float]:
+    """Mean score over seeds and its 95 % interval. Scores lie between -1, or the lowest there is, and the best possible, 1."""
+    return bounded_mean(scores, resolution=step, bounds=(min(-1.0, *scores), max(1.0, *scores)))
+
+
 def over_tasks_table(found: Scores) -> str:
-    """IQM and mean with intervals from whole seeds redrawn, mean rank, profile, and the chance to beat the first arm.
+    """IQM and mean with their intervals, mean rank, profile, and the chance to beat the first arm.
 
     Only of the arms that ran on all tasks: means over different tasks are not comparable.
     """
@@ -256,13 +339,17 @@ def over_tasks_table(found: Scores) -> str:
         return "No arm ran on every task."
     mean_rank = ranks(np.stack(list(arms.values()), -1)).mean((0, 1))
     first, lines = next(iter(arms.values())), []
+    steps = [found.step(t) for t in range(len(found.tasks))]
     for i, (arm, own) in enumerate(arms.items()):
-        spans = ["{:.3f} ({:.3f} to {:.3f})".format(*bootstrap(own, statistic)) for statistic in (iqm, lambda x: float(x.mean()))]
+        middle = seeds_interval(own, iqm, resolution=max(steps))
+        mean = score_interval(own.mean(1).tolist(), max(steps) / len(steps))
+        spans = [f"{value:.3f}" + ("" if math.isnan(low) else f" ({low:.3f} to {high:.3f})") for value, low, high in (middle, mean)]
         lines.append(
             [arm, *spans, f"{mean_rank[i]:.2f}", *(f"{share:.2f}" for share in profile(own, THRESHOLDS)), f"{improvement(first, own):.2f}"]
         )
     columns = ["arm", "IQM", "mean", "mean rank", *(f"share > {t:g}" for t in THRESHOLDS), f"P(better than {next(iter(arms))})"]
-    note = "Intervals redraw whole seeds" + (", and below ten seeds are too narrow." if len(found.seeds) < 10 else ".")
+    note = "IQM: the mean of the middle half of all scores."
+    note += f" Below {TO_CLAIM} seeds it has no interval." if len(found.seeds) < TO_CLAIM else ""
     if left_out := [arm for arm in found.of if arm not in arms]:
         note += f" Left out, since they did not run on every task: {', '.join(left_out)}."
     return f"{markdown(columns, lines)}\n\n{note}"
@@ -270,15 +357,16 @@ def over_tasks_table(found: Scores) -> str:
 
 def claims(found: Scores) -> str:
     """What can be told apart at a false-discovery rate of 5 % over all pairs and tasks, the largest first; the others; the placebos."""
-    if len(found.seeds) < FEWEST:
-        return f"Nothing: {len(found.seeds)} seeds; at least {FEWEST} are needed."
+    if (n := len(found.seeds)) < TO_CLAIM:
+        known = " comparisons.csv has each difference with its interval." if n >= FEWEST else ""
+        return f"Nothing: {n} seeds, and fewer than {TO_CLAIM} claim nothing (`seeds={TO_CLAIM}`).{known}"
     all_pairs = pairs(found)
     every = [p for p in all_pairs if not {p.first, p.second} & PLACEBOS.keys()]
     told = sorted((p for p in every if p.q <= ALPHA), key=lambda p: -abs(p.mean))
     lines = []
     for p in told:
         low, high = sorted((abs(p.low), abs(p.high)))
-        lines.append(f"- {p.task}: {' is better than '.join(p.order())} by {abs(p.mean):.3f} ({low:.3f} to {high:.3f}), q = {p.q:.4f}")
+        lines.append(f"- {p.task}: {' is better than '.join(p.order())} by {abs(p.mean):.3f} ({low:.3f} to {high:.3f}), {rate(p.q)}")
     rest = []
     for task in found.tasks:
         if own := [p for p in every if p.task == task and p.q > ALPHA]:
@@ -289,6 +377,11 @@ def claims(found: Scores) -> str:
     head = f"{len(told)} of {len(every)} comparisons, at a false-discovery rate of 5 % (Benjamini and Hochberg) over all of them."
     tail = "Not told apart (comparisons.csv has each):" if rest else "All are told apart; comparisons.csv has each."
     return "\n".join([head, "", *lines, "", tail, "", *rest, "", *above_placebos(found, all_pairs)]).rstrip()
+
+
+def rate(q: float) -> str:
+    """A false-discovery rate with four digits; none is nothing."""
+    return f"q = {q:.4f}" if q >= 0.00005 else "q < 0.0001"
 
 
 def above_placebos(found: Scores, all_pairs: Sequence[Pair]) -> list[str]:

@@ -1,21 +1,27 @@
 """Which of two is better, and how sure that is: paired differences, corrections for several comparisons, and summaries over tasks.
 
 A figure of a run is a mean over its problems. Runs of one seed share problems, order and sampling noise, so arms are paired by seed,
-and the seeds are the independent units. n seeds, M problems or tasks, m comparisons, α = 0.05 throughout.
+and the seeds are the independent units. n seeds, M problems or tasks, m comparisons, α = 0.05 throughout. Three seeds have an interval,
+ten can make a claim. tests/report/test_sentences.py simulates what each sentence promises.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 
+from rlkit.statistics import FEWEST, LEVEL, bounded_interval, student_cdf, student_quantile
+
 ALPHA, POWER = 0.05, 0.8
-FEWEST = 3  # seeds for an interval: Student's t of one degree of freedom is 12.7, and its interval says nothing
+TO_CLAIM = 10  # seeds: fewer are shown and claim nothing
 NORMAL = NormalDist()
+ERF = np.frompyfunc(math.erf, 1, 1)
 
 
 class Difference(NamedTuple):
@@ -25,53 +31,18 @@ class Difference(NamedTuple):
     low: float
     high: float
     p: float
-    spread: float  # standard deviation of the differences
+    spread: float  # standard deviation of the differences, and at least that of a rounded figure
     n: int
 
-
-# ------------------------------------------------------------------------------------------------------ Student's t
-
-
-def student_cdf(t: float, freedom: int) -> float:
-    """P(T ≤ t) of Student's t with a whole number of degrees of freedom ≥ 1, exact.
-
-    With θ = atan(t / √ν), P(|T| ≤ t) is, for even ν, sin θ (1 + 1/2 cos²θ + 1·3/(2·4) cos⁴θ + … up to cos^(ν-2)), and for odd ν
-    2/π (θ + sin θ (cos θ + 2/3 cos³θ + … up to cos^(ν-2))). Source: Abramowitz and Stegun 1964, 26.7.3 and 26.7.4.
-
-    >>> round(student_cdf(2.262157, 9), 6)
-    0.975
-    """
-    theta = math.atan(t / math.sqrt(freedom))
-    first = 1 + freedom % 2
-    term = 1.0 if first == 1 else math.cos(theta)
-    total = 0.0
-    for power in range(first, freedom, 2):
-        total += term
-        term *= power / (power + 1) * math.cos(theta) ** 2
-    inside = math.sin(theta) * total
-    if freedom % 2:
-        inside = 2 / math.pi * (theta + inside)
-    return 0.5 + inside / 2
+    def evidence(self) -> float:
+        """The p-value that a claim may rest on; nan, which no correction counts, below `TO_CLAIM` pairs."""
+        return self.p if self.n >= TO_CLAIM else math.nan
 
 
-def student_quantile(p: float, freedom: int) -> float:
-    """The t with P(T ≤ t) = p, 0 < p < 1, by bisection of `student_cdf`.
-
-    >>> round(student_quantile(0.975, 2), 3)
-    4.303
-    """
-    if p < 0.5:
-        return -student_quantile(1 - p, freedom)
-    low, high = 0.0, 1.0
-    while student_cdf(high, freedom) < p:
-        high *= 2
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if student_cdf(middle, freedom) < p else (low, middle)
-    return (low + high) / 2
+# ------------------------------------------------------------------------------------------------------ pairs
 
 
-def paired(first: Sequence[float], second: Sequence[float], *, level: float = 1 - ALPHA, resolution: float = 0.0) -> Difference:
+def paired(first: Sequence[float], second: Sequence[float], *, level: float = LEVEL, resolution: float = 0.0) -> Difference:
     """The mean of second - first over the seeds, with Student's t of n - 1 degrees of freedom.
 
     D̄ ± t · s/√n. Seeds that share their noise have Var D̄ = (σ_A² + σ_B² - 2c σ_A σ_B)/n, c the correlation, so pairing gains where c > 0.
@@ -89,69 +60,127 @@ def paired(first: Sequence[float], second: Sequence[float], *, level: float = 1 
     if not n:
         raise ValueError("paired: no pairs")
     mean = math.fsum(differences) / n
-    spread = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1)) if n > 1 else math.nan
+    if n < 2:
+        return Difference(mean, math.nan, math.nan, math.nan, math.nan, n)
+    spread = spread_of(differences, resolution)
     if n < FEWEST:
         return Difference(mean, math.nan, math.nan, math.nan, spread, n)
-    error = max(spread, resolution / math.sqrt(12)) / math.sqrt(n)
+    error = spread / math.sqrt(n)
     half = student_quantile((1 + level) / 2, n - 1) * error
     t = abs(mean) / error if error else math.inf if mean else 0.0
     return Difference(mean, mean - half, mean + half, 2 * (1 - student_cdf(t, n - 1)), spread, n)
 
 
-def bounded_mean(values: Sequence[float], *, level: float = 1 - ALPHA, resolution: float = 0.0) -> tuple[float, float, float]:
-    """Mean over seeds of figures in 0 … 1, and an interval that stays there.
+def spread_of(values: Sequence[float], resolution: float = 0.0) -> float:
+    """Standard deviation of n ≥ 2 values, and at least that of rounding to `resolution`: resolution / √12."""
+    mean = math.fsum(values) / len(values)
+    square = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return max(math.sqrt(square), resolution / math.sqrt(12))
 
-    Student's t of asin √x, which has nearly equal variance at all x, taken back by sin². nan for the bounds below `FEWEST` seeds.
+
+def smallest_step(figures: Sequence[float], rounding: float = 1e-9) -> float:
+    """The smallest difference between two figures that is more than rounding: what a figure of a coarse score moves by.
+
+    It is never smaller than the true step. 0 where all figures are equal: nothing is known of the step.
+
+    >>> round(smallest_step([0.5, 0.75, 0.5, 0.625]), 3), smallest_step([0.5, 0.5])
+    (0.125, 0.0)
+    """
+    places = sorted(figures)
+    return min((b - a for a, b in pairwise(places) if b - a > rounding), default=0.0)
+
+
+def bounded_mean(
+    values: Sequence[float],
+    *,
+    level: float = LEVEL,
+    resolution: float = 0.0,
+    bounds: tuple[float, float] = (0.0, 1.0),
+) -> tuple[float, float, float]:
+    """Mean over seeds of figures between two bounds, and an interval of that mean which stays there.
+
+    `bounded_interval`: Wilson's interval with Student's t and the variance over the seeds. Near a bound it reaches further away from
+    the bound than towards it, as few wrong answers in few seeds may be luck.
 
     Args:
       resolution: the smallest step of a figure, as for `paired`.
-    Raises: ValueError for a value outside 0 … 1, or none.
+    Returns: nan for the bounds of fewer than `FEWEST` seeds, and of equal values whose step is not known: they tell nothing of how far
+      they vary.
+    Raises: ValueError for a value outside the bounds, or none.
 
     >>> tuple(round(v, 3) for v in bounded_mean([0.85, 0.9, 0.97]))
-    (0.907, 0.699, 1.0)
+    (0.907, 0.466, 0.98)
     """
-    if not values or not all(0 <= v <= 1 for v in values):
-        raise ValueError("bounded_mean: needs values within 0 … 1")
-    mean = math.fsum(values) / len(values)
-    step = _angle(mean + resolution / 2) - _angle(mean - resolution / 2)
-    angles = paired([0.0] * len(values), [_angle(v) for v in values], level=level, resolution=step)
-    if math.isnan(angles.low):
+    bottom, top = bounds
+    if not values or not all(bottom <= value <= top for value in values):
+        raise ValueError(f"bounded_mean: needs values within {bottom:g} … {top:g}")
+    n = len(values)
+    mean = min(top, max(bottom, math.fsum(values) / n))
+    if n < FEWEST or (not resolution and min(values) == max(values)):
         return mean, math.nan, math.nan
-    low, high = (math.sin(min(max(angle, 0.0), math.pi / 2)) ** 2 for angle in (angles.low, angles.high))
-    return mean, min(low, mean), max(high, mean)
-
-
-def _angle(share: float) -> float:
-    """asin √x, of x cut to 0 … 1."""
-    return math.asin(math.sqrt(min(max(share, 0.0), 1.0)))
+    variance = spread_of(values, resolution) ** 2
+    factor = student_quantile((1 + level) / 2, n - 1) ** 2 / n
+    chance = resolution / (top - bottom)
+    return mean, *bounded_interval(mean, variance, factor, chance=chance, bounds=bounds)
 
 
 # ------------------------------------------------------------------------------------------------------ seeds to plan
 
 
-def seeds_needed(spread: float, effect: float, *, power: float = POWER, comparisons: int = 1) -> int:
-    """Seeds for a paired comparison that finds a difference `effect` with probability `power`, at least `FEWEST`.
+def seeds_needed(spread: float, effect: float, *, power: float = POWER, comparisons: float = 1) -> int:
+    """The fewest seeds whose paired t test finds a difference `effect` with probability `power`; at least `TO_CLAIM`.
 
-    n = (z + z_power)² (σ_D/δ)² + z²/2, z that of 1 - α/2; with power 0.8: 7.849 (σ_D/δ)² + 1.92. The last term is the cost of not
-    knowing σ_D. Source: Guenther 1981, The American Statistician 35.
+    By `power_of`, which is exact for normal differences; beyond 300 seeds by (z + z_power)² (σ_D/δ)² + z²/2 (Guenther 1981, The
+    American Statistician 35). A spread that was estimated is given as `spread_bound` has it: with the estimate itself, half of the
+    plans have less power than they say.
 
     Args:
       spread: standard deviation σ_D of the paired differences, ≥ 0. effect: δ > 0, in the same unit.
       comparisons: how many are made at once, ≥ 1; each then has α / comparisons.
 
     >>> seeds_needed(0.0148, 0.02), seeds_needed(0.0148, 0.01)
-    (7, 20)
+    (10, 20)
     """
     if not (effect > 0 and spread >= 0 and math.isfinite(spread)):
         raise ValueError(f"seeds_needed: effect={effect} must be above 0, and spread={spread} at least 0")
     z = NORMAL.inv_cdf(1 - ALPHA / comparisons / 2)
-    return max(FEWEST, math.ceil((z + NORMAL.inv_cdf(power)) ** 2 * (spread / effect) ** 2 + z**2 / 2))
+    about = (z + NORMAL.inv_cdf(power)) ** 2 * (spread / effect) ** 2 + z**2 / 2
+    if about > 300:
+        return math.ceil(about)
+    low = TO_CLAIM - 1  # too few, or the least there is
+    high = TO_CLAIM
+    while detectable(spread, high, power=power, comparisons=comparisons) > effect:
+        low = high
+        high *= 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        if detectable(spread, middle, power=power, comparisons=comparisons) > effect:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
-def detectable(spread: float, n: int, *, power: float = POWER, comparisons: int = 1) -> float:
-    """The difference that n ≥ `FEWEST` seeds find with probability `power`, by `seeds_needed`; inf where n is too few."""
-    z = NORMAL.inv_cdf(1 - ALPHA / comparisons / 2)
-    return spread * (z + NORMAL.inv_cdf(power)) / math.sqrt(n - z**2 / 2) if n > z**2 / 2 else math.inf
+def detectable(spread: float, n: int, *, power: float = POWER, comparisons: float = 1) -> float:
+    """The difference that n seeds find with probability `power`, by `power_of`; inf below `TO_CLAIM`, where nothing is claimed."""
+    return spread * spreads_to_see(n, power, comparisons) if n >= TO_CLAIM else math.inf
+
+
+@functools.lru_cache(4096)
+def spreads_to_see(n: int, power: float, comparisons: float) -> float:
+    """The difference that n seeds find with probability `power`, in units of its standard deviation."""
+    low = 0.0
+    high = 1.0
+    while power_of(1.0, high, n, comparisons=comparisons) < power:
+        low = high
+        high *= 2
+    for _ in range(24):
+        middle = (low + high) / 2
+        if power_of(1.0, middle, n, comparisons=comparisons) < power:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 def spread_bound(spread: float, n: int, *, confidence: float = POWER) -> float:
@@ -165,20 +194,21 @@ def spread_bound(spread: float, n: int, *, confidence: float = POWER) -> float:
     return spread / math.sqrt(max(root, 0.05) ** 3)
 
 
-def power_of(spread: float, effect: float, n: int, *, draws: int = 400) -> float:
-    """P(the paired t test at α finds a true difference `effect`): ∫ [Φ(d - t s) + Φ(-d - t s)] f(s) ds, d = δ√n/σ.
+def power_of(spread: float, effect: float, n: int, *, comparisons: float = 1, draws: int = 200) -> float:
+    """P(the paired t test at α / comparisons finds a true difference `effect`): ∫ [Φ(d - t s) + Φ(-d - t s)] f(s) ds, d = δ√n/σ.
 
     s² ν is χ² of ν = n - 1 degrees of freedom; its quantiles by integration over `draws` equal steps of s in 0 … 1 + 8/√(2ν).
     """
     if spread == 0:
         return 1.0
     freedom, d = n - 1, effect * math.sqrt(n) / spread
-    t = student_quantile(1 - ALPHA / 2, freedom)
+    t = student_quantile(1 - ALPHA / comparisons / 2, freedom)
     top = 1 + 8 / math.sqrt(2 * freedom)
     grid = (np.arange(draws) + 0.5) * top / draws
-    density = np.exp((freedom - 1) * np.log(grid) - freedom * grid**2 / 2)
-    beyond = np.array([NORMAL.cdf(d - t * s) + NORMAL.cdf(-d - t * s) for s in grid])
-    return float((density * beyond).sum() / density.sum())
+    logs = (freedom - 1) * np.log(grid) - freedom * grid**2 / 2
+    density = np.exp(logs - logs.max())
+    inside = ERF((d + t * grid) / math.sqrt(2)) - ERF((d - t * grid) / math.sqrt(2))
+    return float(1 - (density * np.asarray(inside, dtype=float)).sum() / density.sum() / 2)
 
 
 # ------------------------------------------------------------------------------------------------------ several comparisons
@@ -237,6 +267,41 @@ def _ascending(values: Sequence[float]) -> list[int]:
     return sorted((i for i, p in enumerate(values) if not math.isnan(p)), key=lambda i: values[i])
 
 
+class Tested(NamedTuple):
+    """A comparison among others."""
+
+    difference: Difference
+    q: float  # the false-discovery rate at which it is a claim; nan below `TO_CLAIM` seeds
+    sees: float  # the difference that these seeds would have claimed with probability `POWER`; inf below `TO_CLAIM` seeds
+
+
+def tested_together(sides: Sequence[tuple[Sequence[float], Sequence[float], float]]) -> list[Tested]:
+    """Paired comparisons that are corrected together by `false_discovery`, with intervals to match.
+
+    Of m comparisons with R claims each interval is at 1 - max(1, R) α/m, so that 5 % of the intervals of the claims miss the truth in
+    the mean (Benjamini and Yekutieli 2005, JASA 100), and an interval leaves out 0 exactly where a claim is made. A further claim would
+    have needed p ≤ (R + 1) α/m: `sees` counts with it, and with the spread as large as it may be. Where nothing can be claimed, for
+    want of seeds, each interval is at 95 %.
+
+    Args:
+      sides: of each comparison [n] figures of both arms and their smallest step, as for `paired`.
+    """
+    tests = [paired(first, second, resolution=step) for first, second, step in sides]
+    rates = false_discovery([test.evidence() for test in tests])
+    m = sum(not math.isnan(q) for q in rates)
+    claimed = sum(q <= ALPHA for q in rates)
+    level = 1 - ALPHA * max(1, claimed) / m if m else LEVEL
+    out = []
+    for (first, second, step), test, q in zip(sides, tests, rates, strict=True):
+        if math.isnan(q):
+            out.append(Tested(test, q, math.inf))
+            continue
+        bound = spread_bound(test.spread, test.n)
+        sees = detectable(bound, test.n, comparisons=max(1.0, m / (claimed + 1)))
+        out.append(Tested(paired(first, second, level=level, resolution=step), q, sees))
+    return out
+
+
 # ------------------------------------------------------------------------------------------------------ over tasks
 
 
@@ -251,27 +316,41 @@ def iqm(scores: Sequence[Sequence[float]] | np.ndarray) -> float:
     return float(flat[cut : len(flat) - cut].mean())
 
 
-def bootstrap(
-    scores: np.ndarray, statistic: Callable[[np.ndarray], float], *, problems: bool = False, draws: int = 2000, seed: int = 0
-) -> tuple[float, float, float]:
-    """A statistic of scores [n seeds, M] and its 95 % percentile interval, by redrawing whole seeds with replacement.
+def seeds_interval(scores: np.ndarray, statistic: Callable[[np.ndarray], float], *, resolution: float = 0.0) -> tuple[float, float, float]:
+    """A statistic of scores [n seeds, M] that leaves out the extremes, such as `iqm`, and its 95 % interval; nan below `TO_CLAIM`.
 
-    A seed is shared by all columns, so its row stays together; redrawing each column on its own, as rliable does, is wrong for that. The
-    bootstrap variance of a mean is (n-1)/n · s²/n: too narrow for few seeds, so that below ten Student's t is to be preferred for means.
+    The wider of two at either end: Student's t of the jackknife, which leaves out a seed at a time, and `bootstrap`. Whole seeds
+    redrawn are too narrow for few seeds (0.88 to 0.91 of the truth at ten), and the jackknife is where the scores take few values.
+    Degrees of freedom: of one column, ⌊n/4⌋ seeds on either side are left out and tell nothing, so n - 2⌊n/4⌋ - 1. Tukey and
+    McLaughlin 1963, Sankhyā 25.
 
     Args:
-      problems: columns are redrawn too (the pigeonhole bootstrap, Owen 2007, arXiv:0712.1111), for a claim about other problems of the
-        same kind. Conservative: its variance counts the interaction of seeds and problems three times.
+      resolution: the smallest step of a score; the standard error is at least that of as many rounded scores as one column keeps.
     """
     scores = np.asarray(scores, dtype=float)
+    n = len(scores)
+    value = statistic(scores)
+    if n < TO_CLAIM:
+        return value, math.nan, math.nan
+    without = np.array([statistic(np.delete(scores, seed, axis=0)) for seed in range(n)])
+    kept = n - 2 * (n // 4)
+    error = math.sqrt((n - 1) / n * float(((without - without.mean()) ** 2).sum()))
+    error = max(error, resolution / math.sqrt(12 * kept))
+    half = student_quantile((1 + LEVEL) / 2, kept - 1) * error
+    low, high = bootstrap(scores, statistic)
+    return value, min(low, value - half), max(high, value + half)
+
+
+def bootstrap(scores: np.ndarray, statistic: Callable[[np.ndarray], float], *, draws: int = 1000, seed: int = 0) -> tuple[float, float]:
+    """The 95 % percentile interval of a statistic of scores [n seeds, M], by redrawing whole seeds with replacement.
+
+    A seed is shared by all columns, so its row stays together; redrawing each column on its own, as rliable does, is wrong for that.
+    """
     rng = np.random.default_rng(seed)
-    n, columns = scores.shape
-    found = []
-    for _ in range(draws):
-        drawn = scores[rng.integers(n, size=n)]
-        found.append(statistic(drawn[:, rng.integers(columns, size=columns)] if problems else drawn))
+    n = len(scores)
+    found = [statistic(scores[rng.integers(n, size=n)]) for _ in range(draws)]
     low, high = np.quantile(found, [ALPHA / 2, 1 - ALPHA / 2])
-    return statistic(scores), float(low), float(high)
+    return float(low), float(high)
 
 
 def profile(scores: Sequence[Sequence[float]] | np.ndarray, thresholds: Sequence[float]) -> list[float]:

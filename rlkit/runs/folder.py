@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -13,23 +14,28 @@ from typing import Any
 
 import yaml
 
-from rlkit.config.changes import ONCE, PLACE, difference
+from rlkit.config.changes import ONCE, identify, other_run
 from rlkit.config.schema import renamed
 from rlkit.config.trust import read_yaml
 from rlkit.errors import ConfigError, DataError
-from rlkit.system.files import put_aside, refusing, write_atomic
+from rlkit.system.contents import require_readable
+from rlkit.system.files import put_aside, read_regular, refusing, write_atomic
+from rlkit.system.identity import identity_line, read_identity
+from rlkit.system.noted import is_noted, note
 from rlkit.system.redaction import FROM_ENVIRONMENT, NUMBER, REDACTED, SECRET, redacted
 from rlkit.system.rows import read_rows
 from rlkit.system.shards import recorded
 
 OUTPUTS = Path("outputs")
+SET_ASIDE = ".set_aside"  # behind the name of a run folder that a sweep has put out of its way
 OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=(.*)", re.DOTALL)
 COUNT = re.compile(r"[-+\d.,eE]*|true|false|null|\{.*|\w+\(.*|\$\{.*", re.DOTALL)  # values that are no text
 
 
 def fresh(parent: Path, label: str = "") -> Path:
-    """A new, empty folder <parent>/<time>_<label>. Raises ConfigError where it cannot be made."""
+    """A new, empty folder <parent>/<time>_<label>, as an absolute path. Raises ConfigError where it cannot be made."""
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S") + (f"_{label}" if label else "")
+    parent = parent.absolute()  # a user's function may change the working directory
     folder, number = parent / stamp, 2
     with refusing(parent):
         parent.mkdir(parents=True, exist_ok=True)
@@ -60,6 +66,14 @@ def label_of(overrides: Sequence[str], name: str) -> str:
     return "_".join(parts)
 
 
+def shown(path: Path) -> str:
+    """A path as a command prints it: from the working directory, where it lies below that."""
+    with suppress(OSError):  # the working directory may be gone
+        if path.is_relative_to(Path.cwd()):
+            return str(path.relative_to(Path.cwd()))
+    return str(path)
+
+
 def require_writable(folder: Path) -> None:
     """Make the folder, and a file in it for a moment. Raises ConfigError where that is impossible, before anything is computed."""
     made = not folder.exists()
@@ -86,39 +100,52 @@ def is_finished(folder: Path) -> bool:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """summary.json, or None where there is none that can be read."""
+    """summary.json, or None where there is none that can be read, or that of another run."""
     try:
-        summary = json.loads((folder / "summary.json").read_text())
+        summary = json.loads(read_regular(folder / "summary.json").decode())
     except (OSError, ValueError, RecursionError):
         return None
-    return summary if isinstance(summary, dict) else None
+    own = isinstance(summary, dict) and summary.get("identity") in (None, read_identity(folder))
+    return summary if own else None
 
 
 def find_run(text: str, key: str) -> Path:
-    """The run folder that a user names, itself or one of its checkpoints. Raises ConfigError."""
-    path = Path(text).expanduser()
+    """The run folder that a user names, itself or one of its checkpoints, as an absolute path. Raises ConfigError."""
+    path = Path(text).expanduser().absolute()
     for folder in (path, path.parent, path.parent.parent):
         if path.exists() and is_run(folder):
             return folder
+        if folder == path or path.is_file():
+            refuse_leftovers(folder)
     runs = sorted((p.parent for p in OUTPUTS.glob("*/*/config.yaml")), key=lambda p: p.stat().st_mtime)
     newest = f" The newest run is {runs[-1]}" if runs else ""
     raise ConfigError(f"{key}={text}: no run folder of rlkit.{newest}")
 
 
+def refuse_leftovers(folder: Path) -> None:
+    """Raises DataError where a folder holds rows or checkpoints but no config.yaml: a run in there would go on in place of another."""
+    left = "metrics.jsonl" if os.path.lexists(folder / "metrics.jsonl") else "checkpoints/"
+    if not is_run(folder) and (left == "metrics.jsonl" or any(folder.glob("checkpoints/*.ckpt"))):
+        raise DataError(
+            f"{folder} holds {left}, but no file config.yaml, and only that says which run it is. Put it back, or take another folder"
+        )
+
+
 def checkpoint_source(text: str, folder: Path) -> Path:
     """What to load of a run that a user named: the checkpoint file itself, or the run's folder of checkpoints."""
-    return Path(text).expanduser() if text.endswith(".ckpt") else folder / "checkpoints"
+    return Path(text).expanduser().absolute() if text.endswith(".ckpt") else folder / "checkpoints"
 
 
 def newest_unfinished(name: str, config: Mapping[str, Any], *, beside: tuple[str, ...] = ()) -> Path | None:
-    """The newest run under outputs/<name> that did not finish and whose config is this one but for its length and its ranks.
+    """The newest run under outputs/<name> that did not finish and whose config is this one but for its length, its ranks, its
+    logger and its callbacks.
 
     `beside`: further keys in which the two may differ, those that follow the length (`rlkit.config.compose.length_keys`).
     """
-    candidates = [f for f in (OUTPUTS / name).glob("*") if is_run(f) and not is_finished(f)]
+    candidates = [f for f in (OUTPUTS / name).absolute().glob("*") if is_run(f) and not is_finished(f)]
     for folder in sorted(candidates, key=_last_written, reverse=True):
         with suppress(DataError):  # half-written: it is equal to no config
-            if not difference(read_config(folder), config, beside=PLACE + beside):
+            if not other_run(read_config(folder), config, beside=beside):
                 return folder
     return None
 
@@ -137,18 +164,43 @@ def read_config(folder: Path) -> dict[str, Any]:
     return renamed(config)
 
 
-def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """The resolved config without its secrets, for people and for resume; whole or not there."""
-    write_atomic(folder / "config.yaml", dump(redacted(config)))
+def write_config(folder: Path, config: Mapping[str, Any], identity: str = "", *, new: bool = False) -> None:
+    """The resolved config without its secrets, for people and for resume; whole or not there.
+
+    Args:
+      identity: of the run, for the first line. Empty: the folder is made with this config, which gives the run its identity.
+      new: whether the folder is made now. It is noted as the user's own.
+    """
     cover_overrides(folder)
+    content = identity_line(identity or identify(config)) + dump(redacted(config))
+    if new:
+        note(folder, {"config.yaml": content})
+    rewrite(folder, "config.yaml", content)
 
 
 def cover_overrides(folder: Path) -> None:
-    """Takes the secrets out of the files that Hydra has just written to .hydra/."""
-    for path in (folder / ".hydra").glob("*.yaml"):
-        written = yaml.safe_load(path.read_text())
-        if (hidden := without_secrets(written)) != written:
-            write_atomic(path, dump(hidden))
+    """Takes the secrets out of the files of .hydra/."""
+    for name in ("config.yaml", "hydra.yaml", "overrides.yaml"):
+        path = folder / ".hydra" / name
+        if path.is_file():
+            write_hydra(folder, f".hydra/{name}", path.read_text())
+
+
+def write_hydra(folder: Path, name: str, text: str) -> None:
+    """A file of .hydra/ without its secrets; `text` is YAML as Hydra would write it."""
+    written = yaml.safe_load(text)
+    hidden = without_secrets(written)
+    rewrite(folder, name, text.encode() if hidden == written else dump(hidden))
+
+
+def rewrite(folder: Path, name: str, content: bytes) -> None:
+    """Writes a config file of a run folder. A folder that is noted as the user's own stays so, also where a kill comes in between."""
+    path = folder / name
+    if path.is_file() and path.read_bytes() == content:
+        return
+    if is_noted(folder):
+        note(folder, {name: content})
+    write_atomic(path, content)
 
 
 def dump(config: Any) -> bytes:
@@ -173,13 +225,25 @@ def without_secrets(node: Any) -> Any:
     return redacted(node)
 
 
-def write_start(folder: Path, config: Mapping[str, Any], versions: Mapping[str, str]) -> list[str]:
+def write_start(
+    folder: Path, config: Mapping[str, Any], versions: Mapping[str, str], *, identity: str = "", overrides: Sequence[str] = ()
+) -> list[str]:
     """Adds this process to run.json; what differs from the one before it (versions of packages, state of the code), as sentences.
 
     A run.json that cannot be read is set aside, and a sentence says so.
+
+    Args:
+      identity: of the run. overrides: what Hydra will write to .hydra/overrides.yaml, so that `require_overrides` knows it again.
     """
     started = datetime.now().isoformat(timespec="seconds")
-    now = {"started": started, "config": redacted(config), "versions": dict(versions), "git": git_state()}
+    now = {
+        "started": started,
+        "identity": identity,
+        "overrides": without_secrets(list(overrides)),
+        "config": redacted(config),
+        "versions": dict(versions),
+        "git": git_state(),
+    }
     starts, changed = _starts(folder), []
     if starts is None:
         kept = put_aside(folder / "run.json", ".unreadable")
@@ -203,14 +267,51 @@ def read_start(folder: Path) -> dict[str, Any]:
 def _starts(folder: Path) -> list[dict[str, Any]] | None:
     """What run.json holds, one entry for each process; None where it cannot be read."""
     try:
-        starts = json.loads((folder / "run.json").read_text())
+        starts = json.loads(read_regular(folder / "run.json").decode())
     except FileNotFoundError:
         return []
     except (OSError, ValueError, RecursionError):
         return None
-    known = {"versions": dict, "git": str}
+    known = {"identity": str, "overrides": list, "versions": dict, "git": str}
     fine = isinstance(starts, list) and all(isinstance(s, dict) and all(isinstance(s.get(k), t) for k, t in known.items()) for s in starts)
     return starts if fine else None
+
+
+def require_identity(folder: Path) -> str:
+    """The identity of the run in a folder, by its config.yaml.
+
+    Raises: DataError where config.yaml cannot be read or names none, and where run.json names another.
+    """
+    require_readable(folder / "config.yaml")
+    identity = read_identity(folder)
+    if not identity:
+        raise DataError(
+            f"{folder}/config.yaml does not say which run it belongs to: its first line is damaged, or a version before 0.1.0 wrote it. "
+            "Put the file back as rlkit wrote it, or start a new run"
+        )
+    starts = _starts(folder)
+    others = [start["identity"] for start in starts or () if start["identity"] != identity]
+    if others:
+        raise DataError(
+            f"{folder}: config.yaml belongs to run {identity} and run.json to run {others[0]}, so one of them comes from another run. "
+            "Put the right one back"
+        )
+    if starts == []:
+        print("resume: run.json is missing, and begins anew with this process", flush=True)
+    return identity
+
+
+def require_overrides(folder: Path) -> None:
+    """Raises DataError where .hydra/overrides.yaml, from which a resumed run is composed, is not as the run's processes wrote it."""
+    path = folder / ".hydra" / "overrides.yaml"
+    if not path.is_file():
+        raise DataError(f"{path} is missing or no file, so the settings of this run cannot be composed again. Put it back")
+    saved = _saved(folder)
+    starts = _starts(folder) or ()
+    if starts and all(start["overrides"] not in (saved, without_secrets(saved)) for start in starts):
+        raise DataError(
+            f"{path} is not what this run wrote: run.json lists other overrides. Put it back, and give changes on the command line"
+        )
 
 
 def git_state() -> str:
@@ -253,8 +354,8 @@ def refuse_restart(folder: Path) -> None:
     """Raises DataError where a run has trained and has no checkpoint left: it could only begin again, in place of what it was."""
     if steps := lost_steps(folder):
         raise DataError(
-            f"{folder} has trained {steps} steps, but none of its checkpoints is left, so it cannot go on. Start a new run without resume "
-            "(with resume=auto: move this folder away first); nothing in it was changed"
+            f"{folder} has trained {steps} steps, but none of its checkpoints is left, so it cannot go on (as metrics.jsonl, rollouts/ or "
+            "summary.json say). Start a new run without resume (with resume=auto: move this folder away first); nothing in it was changed"
         )
 
 

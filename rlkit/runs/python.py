@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from rlkit import display
+from rlkit.config.changes import identify
 from rlkit.config.compose import builder
 from rlkit.config.experiment import Configured, described
 from rlkit.config.problems.doubts import warnings
@@ -78,7 +79,7 @@ def train(x: Experiment, folder: Path | str | None = None) -> Run:
             x = x._replace(logger={}, callbacks={name: part for name, part in x.callbacks.items() if name in WITHOUT_FILES})
         else:
             check_loggers(x.logger)
-            place = Path(folder)
+            place = Path(folder).expanduser().absolute()
             stack.enter_context(_begun(x, place))
         summary, module = train_in(x, tasks, place, started=started, resume=None, provenance=runs.read_start(place), again=again)
         rows = list(read_rows(place / "metrics.jsonl"))
@@ -128,12 +129,18 @@ def _begun(x: Experiment, folder: Path) -> Any:
     if runs.is_run(folder):
         raise ConfigError(f"folder={folder}: already holds a run, which is never overwritten; choose another folder, or go on with it: "
                           f"rlkit train resume={folder}")  # fmt: skip
+    runs.refuse_leftovers(folder)
     runs.require_writable(folder)
-    config, overrides = (x.config, x.overrides) if isinstance(x, Configured) and x.config else (described(x), ())
+    overrides = None  # parts that are Python objects cannot be composed again
+    if isinstance(x, Configured) and x.config:
+        config, overrides = x.config, x.overrides
+    else:
+        config = described(x)
+    identity = identify(config)
     with refusing(folder):
-        if overrides:
+        if overrides is not None:
             (folder / ".hydra").mkdir(exist_ok=True)
             write_atomic(folder / ".hydra" / "overrides.yaml", runs.dump(list(overrides)))
-        runs.write_config(folder, config)
-        runs.write_start(folder, config, versions())
+        runs.write_start(folder, config, versions(), identity=identity, overrides=overrides or ())
+        runs.write_config(folder, config, identity, new=True)
     return owner.owned(folder)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import marshal
+import os
+import select
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +55,9 @@ class Interpreter:
             return outcome
 
     def close(self) -> None:
-        """Kills the interpreter and removes its folder."""
+        """Kills the interpreter and removes its folder. A program that still runs in it does not hold this up."""
+        if self.child is not None:
+            self.kill()
         with self.lock:
             self._end()
 
@@ -65,24 +70,38 @@ class Interpreter:
         path = self.held.enter_context(folder())
         self.child, self.kill = STARTER.submit(self.held.enter_context, child_in(path, subprocess.PIPE, "session")).result()
         job = _job(Job("", interactive=True), self.sandbox, features) | {"cpu_s": LIFETIME}
-        self._send(marshal.dumps(job))
+        self._send(marshal.dumps(job), START_LIMIT)
         said, _ = self._said(START_LIMIT, "RX")
         if not said or said[0][0] != "R":
             why = said[0][1].decode("utf-8", "replace") if said else "the child said nothing"
             raise SandboxError(f"the sandbox could not be set up, and the program did not run: {why}; see `rlkit.sandbox.probe()`")
 
-    def _send(self, data: bytes) -> None:
+    def _send(self, data: bytes, seconds: float) -> bool:
+        """Whether the interpreter has read all of it in time: a thread of an earlier program may keep it from reading."""
         assert self.child is not None and self.child.stdin is not None
-        self.child.stdin.write(len(data).to_bytes(8, "big") + data)
-        self.child.stdin.flush()
+        pipe = self.child.stdin.fileno()
+        os.set_blocking(pipe, False)
+        left = memoryview(len(data).to_bytes(8, "big") + data)
+        end = monotonic() + seconds
+        poller = select.poll()
+        poller.register(pipe, select.POLLOUT)
+        while left:
+            wait = end - monotonic()
+            if wait <= 0 or not poller.poll(wait * 1000):
+                return False
+            with contextlib.suppress(BlockingIOError):
+                left = left[os.write(pipe, left) :]
+        return True
 
     def _outcome(self, code: str) -> Outcome:
-        try:
-            self._send(code.encode("utf-8", "replace"))
-        except BrokenPipeError:  # an earlier program's thread has ended the interpreter since
-            return Outcome("died")
         start = monotonic()
         with ended_by(self.kill):
+            try:
+                if not self._send(code.encode("utf-8", "replace"), self.sandbox.time_limit):
+                    return Outcome("timeout", seconds=monotonic() - start)
+            except BrokenPipeError:  # an earlier program's thread has ended the interpreter since
+                return Outcome("died")
+            start = monotonic()
             said, how = self._said(self.sandbox.time_limit, "DE")
         first = {tag: payload.decode("utf-8", "replace") for tag, payload in reversed(said)}
         status: Status = ("ok" if "D" in first else "error") if how == "said" else "died" if how == "end" else how

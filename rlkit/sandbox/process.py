@@ -23,7 +23,7 @@ from rlkit.errors import ConfigError, RLKitError
 from rlkit.sandbox.values import Malformed, decode_value, records
 from rlkit.system.deadline import ended_by
 from rlkit.system.processors import cores
-from rlkit.types import ranges
+from rlkit.types import ranges, reaches
 
 CHILD = Path(__file__).with_name("_child.py")
 START_LIMIT = 30.0  # seconds until the interpreter stands: a loaded machine is not the program's fault
@@ -59,6 +59,7 @@ class SandboxError(RLKitError, RuntimeError):
     """The limits could not be put on a child. Its program did not run."""
 
 
+@reaches(min_level="outside", allow_weak="outside")
 @ranges(time_limit=(0.01, None), memory_mb=(64, None), output_kb=(1, None), workers=(1, None))
 class Sandbox(NamedTuple):
     """How untrusted programs run."""

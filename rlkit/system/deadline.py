@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import faulthandler
+import inspect
 import math
 import os
 import signal
@@ -13,16 +13,17 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
-from functools import lru_cache
-from threading import Lock, Thread, Timer
+from functools import lru_cache, partial
+from threading import Lock, Thread
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from rlkit.errors import Interrupted, raised_at, visible
+from rlkit.errors import Hung, Interrupted, raised_at, visible
+from rlkit.system import waiting
+from rlkit.system.loops import leave_behind, was_left
 
 T = TypeVar("T")
 end_process = os._exit  # the system's own; `containing` replaces os._exit
-GRACE = 5.0  # seconds until a process that cannot even say that it hangs is ended
 MOST_THREADS = 256  # that work for one event loop at the same time; further calls wait for a place
 
 
@@ -93,11 +94,13 @@ class _Work(Generic[T]):
         self.future: Future[T] = Future()
         self.future.set_running_or_notify_cancel()  # so that no one who waits for it can cancel it
         self.lock, self.given_up, self.ends = Lock(), False, list[Callable[[], None]]()
+        self.waits = waiting.CURRENT.get()  # waits in the thread are inside of this one
         self.thread = Thread(target=self._run, args=(call,), daemon=True)
         self.thread.start()
 
     def _run(self, call: Callable[[], T]) -> None:
         WORK.set(self)
+        waiting.CURRENT.set(self.waits)
         try:
             result = contained(call)
         except BaseException as error:  # raised again by the one who waits
@@ -115,6 +118,7 @@ class _Work(Generic[T]):
             for end in self.ends:
                 with suppress(Exception):
                     end()
+        waiting.forget(thread=self.thread.ident)
         if what and not self.ends:
             warn_once(
                 f"{what} was given up and goes on in a thread beside the training, since a thread cannot be killed; what it gives is "
@@ -198,12 +202,16 @@ class Countdown:
     """
 
     def __init__(self, seconds: float | None):
+        self.seconds = seconds
         self.left, self.spent = math.inf if seconds is None else seconds, 0.0
         self.tick = min(0.25, self.left / 8)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """A block whose awaiting is cancelled when the time is up. Raises: DeadlinePassed then."""
+        """A block whose awaiting is cancelled when the time is up; GRACE later its task is left behind (`rlkit.system.loops`).
+
+        Raises: DeadlinePassed then; Hung in a task that comes back after it was left behind.
+        """
         loop = asyncio.get_running_loop()
         entered = begun = loop.time()
         if self.left == math.inf:
@@ -214,6 +222,12 @@ class Countdown:
             return
         limit = asyncio.timeout(None)
         handle: asyncio.TimerHandle | None = None
+        task = asyncio.current_task()
+
+        def leave() -> None:
+            assert task is not None
+            words = f"{waiting.waits_of(task)} did not end within {self.seconds:g} s, nor {waiting.GRACE:g} s after it was cancelled"
+            leave_behind(task, Hung(words))
 
         def wait() -> asyncio.TimerHandle:
             return loop.call_later(max(0.0, min(self.left, self.tick)), count)
@@ -226,11 +240,14 @@ class Countdown:
                 handle = wait()
             else:
                 limit.reschedule(now)
+                handle = loop.call_later(waiting.GRACE, leave)
 
         try:
             async with limit:
                 handle = wait()
                 yield
+            if was_left():
+                raise Hung("the episode is over")
         except TimeoutError as error:
             if limit.expired():
                 raise DeadlinePassed("no time is left") from error
@@ -247,31 +264,46 @@ def within(seconds: float | None) -> AbstractAsyncContextManager[None]:
     return Countdown(seconds).running()
 
 
-@contextmanager
-def process_ends_after(minutes: float | None, what: Callable[[], str]) -> Iterator[None]:
-    """A block at whose deadline the process says what hangs and where each of its threads stands, and ends with status 1.
+def is_of_rlkit(function: Any) -> bool:
+    """Whether a function, or the class of an object, belongs to rlkit."""
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__module__", "")).startswith("rlkit.")
 
-    Nothing milder ends an engine or a function of the user's that waits for ever. One such block at a time.
+
+async def call_user(
+    what: str,
+    function: Callable[..., Any],
+    *arguments: Any,
+    named: Any = None,
+    count: int = 1,
+    closes: bool = False,
+    **keywords: Any,
+) -> Any:
+    """What a function of the user's gives, plain or async. The watcher names it while it is waited for (`rlkit.system.waiting`).
+
+    rlkit's own functions are only called: they name and limit what they call themselves.
 
     Args:
-      minutes: None waits for ever.
-      what: the sentence to say, asked for at the deadline.
+      what: kind and role, such as "the environment's answer". named: stands for the function in messages. count: episodes that wait.
+      closes: an async function is cancelled after CLOSE_LIMIT seconds, else after CALL_LIMIT. A plain one blocks its event loop, and
+        cannot be cancelled.
+    Raises: Hung at that limit; what the function raises.
     """
-    if minutes is None:
-        yield
-        return
-    timer = Timer(60 * minutes, _end, (what,))
-    timer.daemon = True
-    timer.start()
-    faulthandler.dump_traceback_later(60 * minutes + GRACE, exit=True)  # even if nothing lets go of the interpreter
-    try:
-        yield
-    finally:
-        timer.cancel()
-        faulthandler.cancel_dump_traceback_later()
-
-
-def _end(what: Callable[[], str]) -> None:
-    os.write(2, f"\nrlkit: {what()}. Where each thread stands:\n".encode())
-    faulthandler.dump_traceback()
-    end_process(1)
+    shown = function if named is None else named
+    if is_of_rlkit(shown):
+        given = function(*arguments, **keywords)
+        return await given if inspect.isawaitable(given) else given
+    with waiting.waiting(what, shown, count=count):
+        given = function(*arguments, **keywords)
+        if not inspect.isawaitable(given):
+            return given
+        seconds = waiting.CLOSE_LIMIT if closes else waiting.CALL_LIMIT
+        limit = Countdown(seconds)
+        try:
+            async with limit.running():
+                return await given
+        except DeadlinePassed as error:
+            if limit.left > 0:
+                raise  # another limit, of a block inside
+            raise Hung(f"{what} {waiting.name_of(shown)} did not end within {seconds:g} s") from error

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlkit.errors import ConfigError, distribution
 from rlkit.system.processors import PARAMETERS_PER_THREAD, cores, threads_for
+from rlkit.system.shared_state import FOLDER, guard_state
 
 PACKAGES = ("torch", "transformers", "peft", "lightning", "hydra-core", "numpy")
 
@@ -35,7 +36,8 @@ def on_device(x: Any) -> tuple[Any, Any]:
     device = pick_device(x)
     if device.type == "cpu":
         keep_freed_memory()
-    policy = x.model(device=device)
+    with guard_state(x.model, kinds=[FOLDER]):
+        policy = x.model(device=device)
     use_threads(x.trainer, policy.model, device)
     if hasattr(x.generation.engine, "threads"):  # of the cached engine's compiled step: its threads do not spin, and every core helps
         available = max(1, cores() // x.trainer.devices)

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from rlkit.system.files import open_regular
+
 MARK = b"\nrlkit sha256 "
 SEAL = len(MARK) + 64 + 1  # bytes of the last line of a sealed file
 SUMS = "rlkit.sha256"
@@ -47,7 +49,7 @@ def damage(path: Path) -> str:
     A file without a seal, of a version that wrote none, is held against the checksums that torch keeps of each tensor.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - SEAL))
             last = file.read()
@@ -77,6 +79,15 @@ def write_sums(folder: Path) -> None:
     """Lists the digests of all files of a folder in its rlkit.sha256."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
     (folder / SUMS).write_text("".join(f"{_sum(folder / name)}  {name}\n" for name in names))
+
+
+def only_listed(folder: Path) -> bool:
+    """Whether a folder holds nothing but files that its rlkit.sha256 lists, so that nobody else's is lost with it."""
+    try:
+        names = {line.partition("  ")[2] for line in (folder / SUMS).read_text().splitlines()}
+    except (OSError, ValueError):
+        return False
+    return all(path.is_dir() or path.relative_to(folder).as_posix() in {*names, SUMS} for path in folder.rglob("*"))
 
 
 def folder_damage(folder: Path, *, weights: bool = True) -> str:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +27,7 @@ def atomic(path: Path) -> Iterator[IO[bytes]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".tmp")
     try:
+        part.unlink(missing_ok=True)  # of a process that was killed, whatever it is by now
         with part.open("wb") as file:
             yield file
             file.flush()
@@ -36,6 +38,24 @@ def atomic(path: Path) -> Iterator[IO[bytes]]:
             part.unlink()
         raise
     sync(path.parent)
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a regular file to read it. A plain `open` of a FIFO waits for a writer, possibly forever.
+
+    Raises: OSError, also where the path is anything but a regular file.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return os.fdopen(handle, "rb")
+
+
+def read_regular(path: Path) -> bytes:
+    """All bytes of a regular file. Raises: OSError, as `open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
 
 
 def sync(path: Path) -> None:
@@ -166,7 +186,19 @@ def reason(error: BaseException) -> str:
 
 def write_json(path: Path, value: Any) -> None:
     """Readable JSON; nan and infinity become null, as JSON knows neither."""
-    write_atomic(path, (json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n").encode())
+    write_atomic(path, _json_text(value))
+
+
+def is_json(path: Path, value: Any) -> bool:
+    """Whether a file holds what `write_json` would write."""
+    try:
+        return read_regular(path) == _json_text(value)
+    except OSError:
+        return False
+
+
+def _json_text(value: Any) -> bytes:
+    return (json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def finite(value: Any) -> Any:

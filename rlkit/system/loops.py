@@ -7,20 +7,78 @@ import functools
 import inspect
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
-from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
+
+from rlkit.errors import Hung, announce
+from rlkit.system import waiting
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns. Works where a loop is running already, as in a notebook: that one waits meanwhile."""
+    """What a coroutine returns. Works where a loop is running already, as in a notebook: that one waits meanwhile.
+
+    `asyncio.run` waits without a limit for every task and thread that is left. Here those that do not end are abandoned.
+    """
     with outside_loops():
-        return asyncio.run(main)
+        runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        loop = runner.get_loop()
+        threads = ThreadPoolExecutor(thread_name_prefix="asyncio")
+        loop.set_default_executor(threads)
+        try:
+            return runner.run(_alone(main))
+        finally:
+            _end_tasks(runner)
+            threads.shutdown(wait=False, cancel_futures=True)
+            loop.close()
+
+
+async def _alone(main: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine returns in a task of its own, which can be left behind."""
+    return (await together([main]))[0]
+
+
+def _end_tasks(runner: asyncio.Runner) -> None:
+    """Cancels all that still runs in a loop, once, and waits for it as long as `wind_up` does.
+
+    It waits on where a task raises what ends the loop at once, such as KeyboardInterrupt.
+    """
+    ends: tuple[type[BaseException], ...] = (KeyboardInterrupt, SystemExit)
+    running = asyncio.all_tasks(runner.get_loop())
+    for task in running:
+        task.cancel()  # before the loop runs on: what wakes up sees this first
+    left = running
+    while True:
+        try:
+            runner.run(_ended(running))
+            return
+        except ends:
+            before = left
+            left = {task for task in before if not task.done()}
+            if left == before:  # it came from outside
+                raise
+
+
+async def _ended(tasks: Collection[asyncio.Task[Any]]) -> None:
+    if any(task not in LEFT for task in tasks):
+        await wind_up([task for task in tasks if task not in LEFT])
+    elif tasks:
+        await asyncio.sleep(0)
+    for task in tasks:
+        if not task.done():
+            KEPT.append(task)
+        elif not task.cancelled():
+            task.exception()  # looked at, or asyncio complains
+    if any(not task.done() for task in tasks):
+        return  # generators of a task that was left behind are in use
+    with suppress(TimeoutError):
+        async with asyncio.timeout(waiting.GRACE):
+            await asyncio.get_running_loop().shutdown_asyncgens()
 
 
 def blocking(function: Callable[P, Coroutine[Any, Any, T]], *, name: str) -> Callable[P, T]:
@@ -48,29 +106,152 @@ def outside_loops() -> Iterator[None]:
         asyncio._set_running_loop(outer)
 
 
-async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def together(coroutines: Iterable[Coroutine[Any, Any, T]], *, announced: bool = False) -> list[T]:
     """What coroutines return that run at the same time.
 
     At the first error, or where this one is cancelled, the others are cancelled and awaited; those that are closing end by themselves.
+    A task that is left behind (`leave_behind`) counts as an error, unless it has named what takes its place.
+
+    Args:
+      announced: the first error ends a step, and is printed before the others are awaited.
     Raises: the first error, as it was raised.
     """
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    ended: set[asyncio.Task[T]] = set()
+    ended: list[asyncio.Task[T]] = []
     try:
-        if tasks:
-            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        await settled(tasks, until=has_failed)
+        ended = [task for task in tasks if is_over(task)]
     finally:
-        others = [task for task in tasks if not task.done()]
-        for task in others:
-            if task not in CLOSING:
-                task.cancel()
+        others = [task for task in tasks if not is_over(task)]
+        first = next((error for task in ended if (error := error_of(task)) is not None), None)
         if others:
-            await asyncio.wait(others)
-        errors = {task: task.exception() for task in tasks if not task.cancelled()}  # each is looked at, or asyncio complains
-    for task, error in errors.items():
-        if error is not None and task in ended:
-            raise error
-    return [task.result() for task in tasks]
+            if announced and first is not None:
+                announce(first)
+            for task in others:
+                if task not in CLOSING:
+                    task.cancel()
+            await wind_up(others)
+        for task in tasks:
+            error_of(task)  # each is looked at, or asyncio complains
+    if first is not None:
+        raise first
+    return [result_of(task) for task in tasks]
+
+
+# ------------------------------------------------------------------------------------------------- tasks left behind
+
+LEFT: WeakKeyDictionary[asyncio.Future[Any], Any] = WeakKeyDictionary()  # task → its result, or the error, in its place
+KEPT: list[asyncio.Task[Any]] = []  # of loops that are closed: the garbage collector would run their `finally` blocks
+INSTEAD: WeakKeyDictionary[asyncio.Future[Any], Callable[[BaseException], Any]] = WeakKeyDictionary()
+LISTENERS: WeakKeyDictionary[asyncio.Future[Any], Callable[[asyncio.Future[Any]], None]] = WeakKeyDictionary()
+
+
+def instead(make: Callable[[BaseException], Any]) -> None:
+    """If this task is left behind, `make(error)` gives the result in its place."""
+    task = asyncio.current_task()
+    assert task is not None
+    INSTEAD[task] = make
+
+
+def leave_behind(task: asyncio.Task[Any], error: BaseException) -> None:
+    """No one waits for this task any longer, which swallows its cancellation. It may go on; nothing is made of what it gives."""
+    if is_over(task):
+        return
+    make = INSTEAD.pop(task, None)
+    LEFT[task] = error if make is None else make(error)
+    waiting.forget(task=task)
+    tell = LISTENERS.get(task)
+    if tell is not None:
+        tell(task)
+
+
+def was_left() -> bool:
+    """Whether the task that asks has been left behind."""
+    return asyncio.current_task() in LEFT
+
+
+def is_over(task: asyncio.Future[Any]) -> bool:
+    """Whether a task has ended or was left behind."""
+    return task in LEFT or task.done()
+
+
+def error_of(task: asyncio.Future[Any]) -> BaseException | None:
+    """The error with which a task ended or was left behind; None where there is none, or it was cancelled."""
+    if task in LEFT:
+        found = LEFT[task]
+        return found if isinstance(found, BaseException) else None
+    return None if not task.done() or task.cancelled() else task.exception()
+
+
+def result_of(task: asyncio.Future[T]) -> T:
+    """What a task that is over gives. Raises: its error."""
+    if task not in LEFT:
+        return task.result()
+    found = LEFT[task]
+    if isinstance(found, BaseException):
+        raise found
+    return found
+
+
+def has_failed(task: asyncio.Future[Any]) -> bool:
+    """Whether a task is over with an error."""
+    return error_of(task) is not None
+
+
+async def settled(
+    tasks: Collection[asyncio.Future[Any]],
+    *,
+    until: Callable[[asyncio.Future[Any]], bool] = lambda task: False,
+    seconds: float | None = None,
+) -> None:
+    """Waits until all of these tasks are over, or one is for which `until` holds, or for so many seconds.
+
+    As `asyncio.wait`, which knows of no task that is left behind.
+    """
+    missing = {task for task in tasks if not is_over(task)}
+    if not missing or any(until(task) for task in tasks if task not in missing):
+        return
+    loop = asyncio.get_running_loop()
+    enough = loop.create_future()
+
+    def look(task: asyncio.Future[Any]) -> None:
+        missing.discard(task)
+        if not enough.done() and (not missing or until(task)):
+            enough.set_result(None)
+
+    def stop() -> None:
+        if not enough.done():
+            enough.set_result(None)
+
+    late = None if seconds is None else loop.call_later(seconds, stop)
+    asked = list(missing)
+    for task in asked:
+        task.add_done_callback(look)
+        LISTENERS[task] = look
+    try:
+        await enough
+    finally:
+        if late is not None:
+            late.cancel()
+        for task in asked:
+            task.remove_done_callback(look)
+            LISTENERS.pop(task, None)
+
+
+async def wind_up(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Waits for tasks that have been cancelled. One that is not over within GRACE is left behind; one that is closing has longer, because
+    its close has a limit of its own."""
+    told = {task for task in tasks if task not in CLOSING}
+    while any(not is_over(task) for task in tasks):
+        await settled(tasks, seconds=waiting.GRACE)
+        for task in tasks:
+            if is_over(task) or task in CLOSING:
+                continue
+            if task in told:
+                leave_behind(task, Hung(f"{waiting.waits_of(task)} did not end within {waiting.GRACE:g} s after it was cancelled"))
+            else:
+                task.cancel()
+                told.add(task)
 
 
 CLOSING: WeakSet[asyncio.Task[Any]] = WeakSet()

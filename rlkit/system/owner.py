@@ -6,6 +6,9 @@ refused while the owner lives:
     the same machine   its process id exists, with the same start time
     another machine    its beat is younger than 5 minutes, by the clocks of the two
 
+A beat in the future says that the two clocks differ. It tells nothing of how long the owner has been
+silent, so the second process is refused, and the refusal names both times.
+
 A machine that was started again and another container count as another machine: neither shows the owner's processes. A SLURM job
 that was queued again knows that its earlier self is gone.
 
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import secrets
 import socket
@@ -31,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.errors import Refusal, RLKitError
+from rlkit.system.files import read_regular
 
 NAME = "owner.json"
 BEAT = 30.0  # seconds between two signs of life
@@ -84,14 +89,16 @@ def identity() -> dict[str, Any]:
     """This process: host, pid, which boot and which container of that host, start time, SLURM job, and the time as its first beat."""
     job = os.environ.get("SLURM_JOB_ID")
     return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "place": _place(),
-        "started": started(os.getpid()),
+        **describe_process(os.getpid()),
         "since": datetime.now().isoformat(sep=" ", timespec="seconds"),
         "beat": time.time(),
         "slurm": [job, int(os.environ.get("SLURM_RESTART_COUNT") or 0)] if job else None,  # and how often it was queued again
     }
+
+
+def describe_process(pid: int) -> dict[str, Any]:
+    """A process of this machine: host, pid, boot and container, start time. No later process that gets its number is equal."""
+    return {"host": socket.gethostname(), "pid": pid, "place": _place(), "started": started(pid)}
 
 
 def _place() -> str:
@@ -123,11 +130,18 @@ def is_here(found: Mapping[str, Any]) -> bool:
     return found.get("host") == socket.gethostname() and found.get("place", _place()) == _place()
 
 
+def runs_here(found: Mapping[str, Any]) -> bool:
+    """Whether the process of a record, and no later one with its number, runs on this machine."""
+    if not is_here(found):
+        return False
+    now = started(found["pid"])
+    return now is not None and (found.get("started") in (now, UNKNOWN) or now == UNKNOWN)
+
+
 def lives(found: Mapping[str, Any]) -> bool:
     """Whether the process of a record may still work in its folder."""
     if is_here(found):
-        now = started(found["pid"])
-        return now is not None and (found.get("started") in (now, UNKNOWN) or now == UNKNOWN)
+        return runs_here(found)
     mine, theirs = identity()["slurm"], found.get("slurm")
     again = mine is not None and isinstance(theirs, list) and theirs[:1] == mine[:1] and theirs != mine  # the same job, queued again
     return not again and time.time() - found["beat"] < DEAD
@@ -141,14 +155,31 @@ def occupied(folder: Path) -> str:
         return ""
     if not lives(found):
         return ""
-    age = max(0, round(time.time() - found["beat"]))
+    now = time.time()
+    age = round(now - found["beat"])
+    ahead = age < 0 and not is_here(found)
+    clocks = f"{_clock(found['beat'])} by its clock, while it is {_clock(now)} here: one of the two clocks is wrong"
     if "host" not in found:
-        return f"{folder / NAME} cannot be read and is {age} s old: another process may be starting there. Look, then add takeover=true"
+        how_old = f"its time is {clocks}" if ahead else f"is {max(0, age)} s old: another process may be starting there"
+        return f"{folder / NAME} cannot be read and {how_old}. Look, then add takeover=true"
+    if ahead:
+        return (
+            f"{folder}: process {found['pid']} on {found['host']} gave its last sign of life at {clocks}. "
+            "Look whether it still runs there; if it does not, add takeover=true"
+        )
     until = "" if is_here(found) else f", dead after {DEAD:.0f} s without one"
     return (
         f"{folder}: process {found['pid']} on {found['host']} works there since {found.get('since')} "
-        f"(last sign of life {age} s ago{until}). Wait for it, or end it; to take the folder from it, add takeover=true"
+        f"(last sign of life {max(0, age)} s ago{until}). Wait for it, or end it; to take the folder from it, add takeover=true"
     )
+
+
+def _clock(seconds: float) -> str:
+    """A time of the system in words; a number that is no date stays a number."""
+    try:
+        return datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="seconds")
+    except (ValueError, OverflowError, OSError):
+        return f"{seconds:g} s"
 
 
 def claim(folder: Path, record: Mapping[str, Any], *, takeover: bool = False) -> str:
@@ -240,9 +271,10 @@ def _read(folder: Path) -> dict[str, Any]:
     """The record of a folder. If it cannot be read, as while it is being written, only the time: its last change counts as a beat."""
     file = folder / NAME
     try:
-        found = json.loads(file.read_bytes().decode())
+        found = json.loads(read_regular(file).decode())
         types = {"host": str, "pid": int, "beat": int | float, "token": str}
-        if isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in types.items()):
+        complete = isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in types.items())
+        if complete and math.isfinite(found["beat"]):
             return found if found["pid"] > 0 else {"beat": found["beat"]}
     except (ValueError, RecursionError):
         pass

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from rlkit.system.shared_state import current
+
 T = TypeVar("T")
 
 
@@ -82,15 +84,19 @@ def drawing(value: int, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any
     """Awaits a coroutine that draws what this seed gives, whatever runs while it waits for something.
 
     Leaves the generators where they are then: `kept` belongs around all coroutines of a loop together. A thread that the coroutine
-    waits for has no generators of its own.
+    waits for has no generators of its own. Whenever the coroutine waits, shared state that it has changed is put back
+    (`rlkit.system.shared_state`).
     """
     _seed_on_host(value)
     resume, given = coroutine.send, None
+    watch = current()
     while True:
         try:
             waits_for = resume(given)
         except StopIteration as end:
             return end.value
+        finally:
+            watch.look()
         own = state()
         try:
             resume, given = coroutine.send, (yield waits_for)

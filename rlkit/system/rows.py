@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlkit.errors import DataError
-from rlkit.system.files import LOST, append_once, append_whole, finite, reason, write_atomic
+from rlkit.system.files import LOST, append_once, append_whole, finite, read_regular, reason, write_atomic
 
 DISCARDED, UNREADABLE = "metrics.discarded.jsonl", "metrics.unreadable"  # beside metrics.jsonl
 WAITING: dict[Path, bytes] = {}  # file → rows that found no room; a checkpoint is not written before they are
@@ -24,7 +26,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def read_lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
     """(line, its row or None) for every line that is not empty."""
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    lines = read_regular(path).split(b"\n") if path.exists() else []
     return [(line, _row(line)) for line in lines if line]
 
 
@@ -36,29 +38,66 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and type(row.get("step")) is int and 0 <= row["step"] < 1 << 53 else None
 
 
-def cut_back(path: Path, step: int) -> None:
+def digest_line(line: bytes) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of a line, by which a checkpoint knows it again."""
+    return hashlib.sha256(line).hexdigest()[:16]
+
+
+def cut_back(path: Path, step: int, own: Sequence[str] | None = None) -> None:
     """Moves the rows after `step`, which a resumed run writes again, to metrics.discarded.jsonl, and unreadable lines to
-    metrics.unreadable, and says so. Raises DataError, with everything in its place, where that fails.
+    metrics.unreadable, and says so.
+
+    Args:
+      own: digests of the lines that the run had written up to `step`, by its checkpoint. If one of them is not there, the file was
+        damaged or exchanged: then other lines up to `step` go to aside/metrics.jsonl, and without any line of its own the whole file.
+        None: no checkpoint says so.
+    Raises: DataError, with everything in its place, where a file cannot be written.
     """
     lines = read_lines(path)
-    unreadable = [line for line, row in lines if row is None]
-    discarded = [line for line, row in lines if row is not None and row["step"] > step]
-    kept = [line for line, row in lines if row is not None and row["step"] <= step]
+    missing = Counter(own or ()) - Counter(digest_line(line) for line, _ in lines)
+    foreign = bool(own) and missing.total() == len(own or ())
+    mine = set(own or ())
+    unreadable, discarded, kept, others = [], [], [], []
+    for line, row in lines:
+        if foreign or (missing and digest_line(line) not in mine and row is not None and row["step"] <= step):
+            others.append(line)
+        elif row is None:
+            unreadable.append(line)
+        elif row["step"] > step:
+            discarded.append(line)
+        else:
+            kept.append(line)
     target = path
     try:
-        for target, moved in ((path.with_name(UNREADABLE), unreadable), (path.with_name(DISCARDED), discarded)):
+        for target, moved in (
+            (path.with_name(UNREADABLE), unreadable),
+            (path.with_name(DISCARDED), discarded),
+            (path.parent / "aside" / path.name, others),
+        ):
             append_once(target, _joined(moved))
         target = path
         if lines and (content := _joined(kept)) != path.read_bytes():
             write_atomic(path, content)
     except OSError as error:
         raise DataError(f"{target} cannot be written ({reason(error)}), so rows that the resumed run replaces would be lost") from None
+    if missing:
+        print(f"resume: {_loss(path, lines, len(own or ()), missing.total(), step, len(others))}", flush=True)
     for moved, what, name in (
         (unreadable, f"of {path.name} cannot be read", UNREADABLE),
         (discarded, f"after step {max(step, 0)}", DISCARDED),
     ):
         if moved:
             print(f"resume: {len(moved)} line(s) {what}: moved to {name}", flush=True)
+
+
+def _loss(path: Path, lines: Sequence[object], own: int, missing: int, step: int, others: int) -> str:
+    """A sentence on rows that a checkpoint knows and metrics.jsonl lacks."""
+    kept = f"; {others} other line(s) are kept in aside/{path.name}" if others else ""
+    if missing < own:
+        return f"{path.name} lacks {missing} of the {own} row(s) that this run wrote up to step {step}{kept}"
+    what = "is empty" if path.exists() else "is missing"
+    what = "is not what this run wrote" if lines else what
+    return f"{path.name} {what}; its {own} row(s) up to step {step} are lost, and the run goes on without them{kept}"
 
 
 def _joined(lines: Sequence[bytes]) -> bytes:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlkit.errors import DataError
-from rlkit.system.files import append_once, append_whole, reason
+from rlkit.system.files import append_once, append_whole, open_regular, reason
 
 STEPS = 100  # of a file
 HEAD = struct.Struct("<16sQQ")  # all that is the same in every header, step, bytes of the member
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
     def read(self) -> bytes:
         """What is there of it. Raises: OSError."""
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(self.start)
             return file.read(min(self.stop or size, size) - self.start)
@@ -77,7 +77,7 @@ def members(path: Path) -> Iterator[tuple[int, Part]]:
     """(step, where it is) in a file that may end in the middle of the last. Behind a damaged header it goes on with the next one."""
     if path.stat().st_size < HEAD.size:
         return
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         start = 0
         while 0 <= start <= len(data) - HEAD.size:
             same, step, length = HEAD.unpack_from(data, start)

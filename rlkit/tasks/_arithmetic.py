@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from rlkit.tasks.splits import check_split
-from rlkit.types import Split, Task, ranges
+from rlkit.types import Split, Task, ranges, safe
 
 NAMES = ("Ann", "Ben", "Cem", "Dan", "Eva", "Fay", "Gus", "Ida", "Jim", "Kim", "Leo", "Mia", "Ned", "Ola", "Pia", "Sam")
 ITEMS = ("pens", "hats", "cups", "eggs", "nuts", "keys", "toys", "figs", "pins", "bags", "maps", "jars")
@@ -136,6 +136,7 @@ def _fits(start: int, operations: Sequence[tuple[str, int]]) -> bool:
     return True
 
 
+@safe("environment")
 @ranges(max_samples=(1, None))
 def arithmetic(*, split: Split = "train", seed: int = 0, max_samples: int | None = 4096, environment: str = "tool_use") -> list[Task]:
     """Word problems as Tasks, scored as numbers, solved with the calculator.

@@ -13,11 +13,13 @@ from rlkit.environments.thinking import split_thinking
 from rlkit.errors import DataError
 from rlkit.tasks.source import read_split
 from rlkit.tasks.splits import in_order
-from rlkit.types import Message, Task, ranges
+from rlkit.types import Message, Task, ranges, reaches, safe
 
 ROLES = ("system", "user", "assistant", "tool")
 
 
+@reaches(path="path", validation_path="path", test_path="path")
+@safe("split", "field", "answer", "reward", "environment", "system_prompt")
 @ranges(max_samples=(1, None))
 def conversations(
     *,

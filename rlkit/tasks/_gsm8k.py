@@ -9,9 +9,11 @@ from typing import Any
 from rlkit.errors import DataError
 from rlkit.tasks.source import read_split
 from rlkit.tasks.splits import in_order
-from rlkit.types import Task, ranges
+from rlkit.types import Task, ranges, reaches, safe
 
 
+@reaches(path="path")
+@safe("split", "environment")
 @ranges(max_samples=(1, None))
 def gsm8k(
     *,

@@ -10,12 +10,14 @@ from rlkit.environments.prompts import with_system_prompt
 from rlkit.errors import ConfigError, DataError
 from rlkit.tasks.source import Row, read_split
 from rlkit.tasks.splits import in_order
-from rlkit.types import Message, Task, ranges
+from rlkit.types import Message, Task, ranges, reaches, safe
 
 FIELDS = ("prompt", "answer", "id", "reward", "environment")
 ROLES = ("system", "user", "assistant", "tool")
 
 
+@reaches(path="path", validation_path="path", test_path="path")
+@safe("split", "fields", "reward", "environment", "system_prompt")
 @ranges(max_samples=(1, None))
 def jsonl(
     *,

@@ -11,11 +11,13 @@ from rlkit.sandbox import Unsplittable
 from rlkit.sandbox import split as split_test
 from rlkit.tasks.source import Row, read_split
 from rlkit.tasks.splits import in_order
-from rlkit.types import Task, ranges
+from rlkit.types import Task, ranges, reaches, safe
 
 INSTRUCTION = "Answer with one Python program in a ```python block. It must pass tests like this one:"
 
 
+@reaches(path="path")
+@safe("split", "exclude", "environment")
 @ranges(max_samples=(1, None))
 def mbpp(
     *,

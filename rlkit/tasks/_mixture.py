@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
 from rlkit.errors import ConfigError, DataError
-from rlkit.types import Task, ranges
+from rlkit.types import Task, ranges, safe
 
 
+@safe("parts", "weights")
 @ranges(max_samples=(1, None))
 def mixture(
     *, parts: Mapping[str, Callable[..., Sequence[Task]]], weights: Mapping[str, float] = {}, max_samples: int | None = None

@@ -11,9 +11,11 @@ from typing import Any
 
 from rlkit.errors import ConfigError, install, nearest
 from rlkit.tasks.splits import check_split, cut, in_order
-from rlkit.types import Message, Task, ranges
+from rlkit.types import Message, Task, ranges, reaches, safe
 
 
+@reaches(options="path")
+@safe("dataset", "split", "system")
 @ranges(rows=(1, None), max_samples=(1, None))
 def reasoning_gym(
     *,

@@ -9,9 +9,11 @@ from typing import Any
 
 from rlkit.errors import ConfigError, DataError, install
 from rlkit.tasks.splits import check_split, cut, in_order
-from rlkit.types import Message, Task, ranges
+from rlkit.types import Message, Task, ranges, reaches, safe
 
 
+@reaches(id="import", config="import")
+@safe("split", "environment")
 @ranges(max_samples=(1, None))
 def verifiers(
     *,

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from rlkit.errors import ConfigError, DataError
 from rlkit.tasks.splits import check_split, cut
-from rlkit.types import Split, Task, ranges
+from rlkit.types import Split, Task, ranges, safe
 
 SEEDS = {"train": (0, 4), "validation": (2, 4), "test": (1, 2)}  # split → first seed and distance of those it may have
 
 
+@safe("environment", "reward")
 @ranges(max_samples=(1, None))
 def episodes(
     *,

@@ -84,7 +84,7 @@ def overlaps(splits: Splits) -> list[str]:
 
     The shares of one source never overlap. Files of a user's own may, and so may games whose instances are few.
     """
-    keys = [[_key(task) for task in tasks] for tasks in splits]
+    keys = [[problem_of(task) for task in tasks] for tasks in splits]
     out = []
     for (a, first), (b, second) in itertools.combinations(zip(SPLITS, keys, strict=True), 2):
         known = set(first)
@@ -97,5 +97,20 @@ def overlaps(splits: Splits) -> list[str]:
     return out
 
 
-def _key(task: Task) -> str:
+def problem_of(task: Task) -> str:
+    """What makes a task's problem: its prompt and answer, or without a prompt its metadata. Rows with the same are one problem."""
     return json.dumps([task.messages, task.answer] if task.messages else dict(task.metadata), sort_keys=True, default=str)
+
+
+def count_distinct(tasks: Sequence[Task]) -> int:
+    """How many problems the rows hold, each counted once."""
+    return len({problem_of(task) for task in tasks})
+
+
+def count_in_words(rows: int, distinct: int) -> str:
+    """Rows and distinct problems in words.
+
+    >>> count_in_words(300, 42), count_in_words(42, 42)
+    ('300 (42 distinct)', '42')
+    """
+    return f"{rows} ({distinct} distinct)" if distinct < rows else str(rows)

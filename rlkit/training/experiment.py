@@ -13,7 +13,7 @@ from rlkit.rewards import Reward
 from rlkit.sandbox import Sandbox
 from rlkit.training.schedules import Schedule, phases
 from rlkit.training.teachers import Teacher
-from rlkit.types import Engine, Environment, Policy, Reference, SamplingParams, Split, Task, ToolParser, ranges
+from rlkit.types import Controller, Engine, Environment, Policy, Reference, SamplingParams, Split, Task, ToolParser, ranges, reaches, safe
 
 
 @ranges(prompts=(1, None), group_size=(1, None))
@@ -44,6 +44,7 @@ class Sampling(NamedTuple):
         return {name: getattr(self, name) for name in SamplingParams._fields}
 
 
+@safe("k")
 @ranges(
     n=(0, None), every=(0, None), samples=(0, None), temperature=(0, None), curve_temperature=(0, None), max_new_tokens=(1, None),
     stop_at=(0, None), max_time=(0.001, None),
@@ -82,11 +83,12 @@ class TrainerSettings(NamedTuple):
     devices: int = 1  # processes of a node, each with a device of its own
     nodes: int = 1
     timeout: float = 1800.0  # seconds that a rank waits for the others
-    max_step_time: float | None = None  # minutes; None waits for ever
+    max_step_time: float | None = 60.0  # minutes in which nothing moves; None waits for ever
     max_nonfinite: int = 5  # updates in a row, skipped since loss or gradient is not finite, at which the run stops
     requeue: bool = False  # whether a SLURM job that is signalled asks to be queued again, once it is saved
 
 
+@safe("device")
 @ranges(threads=(1, None))
 class SamplerProcess(NamedTuple):
     """What the second process of asynchrony=overlap computes on. With as many threads as the trainer it samples the bits of `lag`."""
@@ -128,6 +130,7 @@ class Reuse(NamedTuple):
         return self.groups > 0 and self.staleness > 0
 
 
+@safe("name", "task", "environment", "model")
 @ranges(n=(1, None), num_return_sequences=(1, None), max_steps=(1, None))
 class RolloutRun(NamedTuple):
     """Episodes without training: the groups that an episode needs, and how many to play."""
@@ -148,6 +151,8 @@ class RolloutRun(NamedTuple):
     sandbox: Sandbox = Sandbox()  # named by the parts that run code
 
 
+@reaches(tools="import")
+@safe("model", "system_prompt")
 @ranges(max_turns=(1, None), max_calls=(1, None), max_chars=(1, None), timeout=(0.001, None))
 class AgentRun(NamedTuple):
     """A question answered with tools: who answers, and within which limits."""
@@ -166,6 +171,7 @@ class AgentRun(NamedTuple):
     sandbox: Sandbox = Sandbox()  # of the python tool
 
 
+@safe("model")
 @ranges(port=(0, 65535))
 class ServeRun(NamedTuple):
     """An endpoint: who answers, and on which port of loopback."""
@@ -178,6 +184,8 @@ class ServeRun(NamedTuple):
     seed: int = 0
 
 
+@reaches(resume="path")
+@safe("name", "task", "environment", "model", "optimizer", "logger", "callbacks")
 class Experiment(NamedTuple):
     """Everything a run needs, as functions and numbers. One field per config group."""
 
@@ -259,6 +267,15 @@ def correction_in_words(x: Experiment, *, exact: bool) -> str:
     automatic = [phase.algorithm for phase in phases(x).values() if _automatic(phase.algorithm)]
     said = dict.fromkeys(_settled(algorithm, exact=exact, staleness=x.staleness)[1] for algorithm in automatic)
     return f"correction: {'; '.join(said)}" if said else ""
+
+
+def kl_in_words(x: Experiment) -> str:
+    """The KL of an experiment as it begins, as `k3 × 0.05 in the loss`, or none."""
+    if not x.needs_reference:
+        return "none"
+    coef = x.kl.coef.init()["value"] if isinstance(x.kl.coef, Controller) else x.kl.coef
+    places = {"loss": "the loss", "reward": "the reward", "reward_sequence": "the reward of the episode"}
+    return f"{x.kl.name} × {coef:g} in {places[x.kl.placement]}"
 
 
 def _settled(algorithm: Algorithm, *, exact: bool, staleness: int) -> tuple[Any, str]:

@@ -13,6 +13,7 @@ from rlkit.episodes.stream import StreamState, take
 from rlkit.functional import mix
 from rlkit.rewards import score_spread
 from rlkit.system import rng
+from rlkit.system.copies import copied
 from rlkit.training.experiment import Experiment
 from rlkit.training.memory import named
 from rlkit.training.metrics import Clock
@@ -49,6 +50,7 @@ def experience(
         if not missing:
             break
         drawn, stream = take(tasks, stream, missing, seed=x.seed, sampler=x.sampler)
+        drawn = copied(drawn)  # what a callback changes in a rollout's task is gone with the step
         rollouts = scored(x, policy, drawn, step=step, version=version, first=len(sampled) // x.batch.group_size, clock=clock)
         if asks(x.algorithm.advantage, "greedy_rewards"):
             greedy = x._replace(batch=x.batch._replace(group_size=1), generation=x.generation._replace(temperature=0.0))

@@ -26,18 +26,20 @@ from rlkit.episodes import assemble, summarize
 from rlkit.errors import ConfigError
 from rlkit.functional import mix
 from rlkit.models.critic import make_critic
-from rlkit.models.fused import go_on_with, update_kernel
+from rlkit.models.fused import update_kernel
 from rlkit.models.head import trunk_and_head
 from rlkit.rewards import Moments, normalise, update_moments
 from rlkit.system import rng
 from rlkit.system.device import precision
+from rlkit.system.shared_state import guard_state
 from rlkit.training import drift, schedules, streams
 from rlkit.training.experiment import Experiment, correction_in_words, settle_correction
+from rlkit.training.kernels import keep_kernels, kernels_in_use
 from rlkit.training.memory import retried
 from rlkit.training.metrics import Clock, UpdateTerms, performance, refill_metrics, staleness_metrics, update_metrics
 from rlkit.training.optimizers import make_optimizer
 from rlkit.training.references import is_start, moved, shard_state
-from rlkit.training.update import moved_since, one_update, step_minibatches, updates_once, with_logprobs, with_old
+from rlkit.training.update import known_old, moved_since, one_update, step_minibatches, updates_once, with_logprobs, with_old
 from rlkit.types import Batch, Policy, Rollout
 
 
@@ -127,7 +129,9 @@ class Learner:
         self.moments = update_moments(self.moments, self.trained)
         if x.reward.normalize:
             self.trained = normalise(self.trained, self.moments)
-        with self.clock.part("update"), rng.drawn_from(self.shuffle_seed):  # of the whole batch: alike on all ranks
+        functions = x.algorithm, x.kl, x.reference
+        # The shuffle is of the whole batch: alike on all ranks.
+        with self.clock.part("update"), rng.drawn_from(self.shuffle_seed), guard_state(*functions):
             self.batch = batch = self.prepared(self.trained)
             terms, measured = UpdateTerms(), drift.few(batch) if x.algorithm.episodes is None else None
             if not updates_once(self, batch):
@@ -165,7 +169,7 @@ class Learner:
         if any(stream.mask == "observations" for stream in streams.active(self).values()):
             batch = batch._replace(observed_mask=streams.observed(batch, rollouts, self.policy.renderer))
         batch = estimate_advantages(retried(self, batch, partial(with_logprobs, self, batch)), x.algorithm, x.kl)
-        return token_scale(batch, x.algorithm)
+        return known_old(self, token_scale(batch, x.algorithm))
 
     def measured(self, batch: Batch, terms: UpdateTerms) -> dict[str, Any]:
         """The metrics of a step. schedule/PATH: every scheduled number as it was in it; schedule/phase: which phase, from 0."""
@@ -345,6 +349,7 @@ class Learner:
     def saved(self) -> dict[str, Any]:
         """What a checkpoint holds beside weights and optimizers, as plain types and tensors. A collective if there are shards."""
         self.advance()
+        kernels = kernels_in_use(self.experiment.generation.engine, self.model)
         return {
             "rl_step": self.rl_step,
             "progress": self.progress._asdict(),
@@ -358,8 +363,8 @@ class Learner:
             "nonfinite": dict(self.nonfinite),
             "halvings": self.halvings,
             "threads": torch.get_num_threads() if self.device.type == "cpu" else None,  # a GPU's sums do not depend on them
-            "kernel": getattr(self.experiment.generation.engine, "decodes", None),
-            "update_kernel": update_kernel(self.model),
+            "kernel": kernels.get("decoding"),
+            "update_kernel": kernels["updates"],
         }
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
@@ -372,10 +377,7 @@ class Learner:
         if self.experiment.trainer.threads is None and threads != torch.get_num_threads():  # the same sums in the same order
             torch.set_num_threads(threads)
             print(f"resume: computes with {threads} thread(s), as the run did so far", flush=True)
-        engine: Any = self.experiment.generation.engine
-        if (kernel := state.get("kernel")) and hasattr(engine, "go_on_with") and (said := engine.go_on_with(kernel)):
-            print(f"resume: {said}", flush=True)
-        if said := go_on_with(self.model, state.get("update_kernel", "eager")):
+        for said in keep_kernels(self.experiment.generation.engine, self.model, state, self.critic):
             print(f"resume: {said}", flush=True)
         self.progress = schedules.Progress(**state["progress"])
         steps = checkpoint.get("run", {}).get("config", {}).get("trainer", {}).get("steps", self.experiment.trainer.steps)

@@ -18,7 +18,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlkit.errors import ConfigError, install
-from rlkit.system.files import LOST, lose, reason, unwritable
+from rlkit.system.contents import set_aside
+from rlkit.system.files import LOST, lose, read_regular, reason, unwritable, write_atomic
+from rlkit.system.identity import read_identity
+from rlkit.types import reaches, safe
 
 # ---------------------------------------------------------------------------------------------------- conf/logger
 
@@ -31,6 +34,8 @@ def tensorboard(run: Path, step: int, /) -> Any:
     return TensorBoardLogger(save_dir=str(run), name="", version="tensorboard", default_hp_metric=False, purge_step=purge)
 
 
+@reaches(entity="address", mode="address")
+@safe("project", "group", "tags", "job_type")
 def wandb(
     run: Path,
     step: int,
@@ -55,15 +60,18 @@ def wandb(
     _installed("wandb")
     from lightning.pytorch.loggers import WandbLogger
 
-    identity = run / "wandb.id"
-    if not identity.is_file():
-        identity.write_text(secrets.token_hex(6))
+    known = known_id(run, "wandb.id")
+    if known is None:
+        known = secrets.token_hex(6)
+        keep_id(run, "wandb.id", known)
     resume = "allow" if step and mode == "online" else None  # offline, `wandb sync --append` joins the parts
-    named: dict[str, Any] = {"name": f"{run.parent.name}/{run.name}", "id": identity.read_text(), "save_dir": str(run)}
+    named: dict[str, Any] = {"name": f"{run.parent.name}/{run.name}", "id": known, "save_dir": str(run)}
     named |= {"group": group or run.parent.name, "tags": list(tags), "job_type": job_type}
     return WandbLogger(project=project, entity=entity, mode=mode, resume=resume, **named)
 
 
+@reaches(tracking_uri="address")
+@safe("experiment")
 def mlflow(run: Path, step: int, /, *, experiment: str = "rlkit", tracking_uri: str | None = None) -> Any:
     """MLflow, the run named as its folder; a resumed run goes on in the same one.
 
@@ -80,13 +88,14 @@ def mlflow(run: Path, step: int, /, *, experiment: str = "rlkit", tracking_uri: 
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 asks whether files are meant
     from lightning.pytorch.loggers import MLFlowLogger
 
-    identity = run / "mlflow.id"
-    known = identity.read_text() if identity.is_file() else None
+    known = known_id(run, "mlflow.id")
     logger = MLFlowLogger(experiment_name=experiment, run_name=f"{run.parent.name}/{run.name}", tracking_uri=uri, run_id=known)
-    identity.write_text(str(logger.run_id))
+    keep_id(run, "mlflow.id", str(logger.run_id))
     return logger
 
 
+@reaches(space="address")
+@safe("project")
 def trackio(run: Path, step: int, /, *, project: str = "rlkit", space: str | None = None) -> Any:
     """Trackio, named as the run folder; a resumed run goes on in the same one. `trackio show` opens the dashboard.
 
@@ -129,6 +138,26 @@ def trackio(run: Path, step: int, /, *, project: str = "rlkit", space: str | Non
                 self.run.finish()
 
     return Trackio()
+
+
+def known_id(run: Path, name: str) -> str | None:
+    """The name of a run at a logger's service, which `keep_id` wrote; None where there is none.
+
+    A file of another run, or a damaged one, goes to aside/: this run must not go on in that one's place.
+    """
+    if not (run / name).exists():
+        return None
+    words = read_regular(run / name).decode(errors="replace").split()
+    if len(words) == 2 and words[1] == f"run={read_identity(run)}":
+        return words[0]
+    kept = set_aside(run, name)
+    print(f"resume: {name} is not what this run wrote, and is kept as {kept}; the logger begins a new run", flush=True)
+    return None
+
+
+def keep_id(run: Path, name: str, known: str) -> None:
+    """Writes the name of a run at a logger's service, and this run's identity behind it."""
+    write_atomic(run / name, f"{known} run={read_identity(run)}\n".encode())
 
 
 def check_loggers(loggers: Mapping[str, Callable[..., Any]]) -> None:

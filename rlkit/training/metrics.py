@@ -6,7 +6,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from rlkit.algorithm import counted, number, whole
 from rlkit.distributed import ranks
 from rlkit.errors import PartError
 from rlkit.models.packing import Packed
+from rlkit.system.waiting import working
 from rlkit.training.experiment import Experiment
 from rlkit.types import Batch, Rollout, TokenLogprobs
 
@@ -110,7 +111,7 @@ def update_metrics(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> 
     """A fixed set of keys for every algorithm; nan where a quantity does not exist in this step.
 
     loss/*            summed loss, policy term
-    policy/entropy    nats per sampled token
+    policy/entropy    nats per sampled token, in the updates; before them if all were skipped
     ratio/*           policy over old policy; first_mean must be 1 (the first minibatch is on-policy; nan unless algorithm.old=trainer)
     clip/*            share of the tokens that the loss's own clip leaves without gradient (it measures the step's own updates, and is
                       blind to the age of the samples: the ratio is to the trainer's pass, unless algorithm.old is another): low_frac with
@@ -134,7 +135,7 @@ def update_metrics(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> 
                       a token, of all updates; nan entries left out. Group filter and overlong rule: over all that was sampled
     Raises: PartError where a part's metric has a name that is taken.
     """
-    values = {"loss/total": terms.loss, "loss/policy": terms.mean("policy_loss"), "policy/entropy": terms.mean("entropy")}
+    values = {"loss/total": terms.loss, "loss/policy": terms.mean("policy_loss"), "policy/entropy": _entropy(batch, terms)}
     values["policy/entropy_coef"] = number(experiment.algorithm.entropy_coef)
     values |= _ratios(batch, terms) | _divergences(batch, terms, experiment) | _advantages(batch)
     values |= _scale(batch, terms) | _critic(batch, terms) | _optimizer(terms)
@@ -211,6 +212,13 @@ def _divergences(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> di
     if reference is not None:
         out["kl/ref"], out["kl/ref_k3"] = float(F.k1(old, reference).mean()), float(F.k3(old, reference).mean())
     return out | _mismatch(old, sampler, _owners(batch, terms))
+
+
+def _entropy(batch: Batch, terms: UpdateTerms) -> float:
+    """Mean entropy of the updates' tokens; of the pass before them where none was taken."""
+    if terms.tokens.get("entropy") or batch.entropy_old is None or not batch.response_mask.any():
+        return terms.mean("entropy")
+    return float(batch.entropy_old[batch.response_mask].float().mean())
 
 
 def _owners(batch: Batch, terms: UpdateTerms) -> Tensor | None:
@@ -358,7 +366,8 @@ class Clock:
         """Measures a block, device work included; blocks of one name add up."""
         begun, outer, self.current = time.perf_counter(), self.current, name
         worked = time.process_time()
-        yield
+        with working() if name == "update" else nullcontext():
+            yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         if name == "update":

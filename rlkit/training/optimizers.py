@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rlkit.errors import ConfigError
+from rlkit.types import safe
 
 
 def make_optimizer(make: Callable[..., Any], parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -19,6 +20,7 @@ def make_optimizer(make: Callable[..., Any], parameters: Sequence[torch.nn.Param
     return make(parameters)
 
 
+@safe("betas")
 def adamw_8bit(
     parameters: Sequence[torch.nn.Parameter], *, lr: float, betas: Sequence[float] = (0.9, 0.99), weight_decay: float = 0.0
 ) -> torch.optim.Optimizer:

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import zip_longest
 from multiprocessing.connection import Connection, Pipe
@@ -38,6 +38,8 @@ from rlkit.errors import ConfigError, EngineError, Interrupted, RLKitError
 from rlkit.system import rng
 from rlkit.system.deadline import end_process
 from rlkit.system.device import autocast, pick_device, quiet
+from rlkit.system.shared_state import NAMED, say_once
+from rlkit.system.waiting import MAX_STEP_TIME, WATCHER, limit_waiting, waiting_outside
 from rlkit.training.experiment import Experiment
 from rlkit.training.flight import Asked, Dispatched, Flight, dispatched
 from rlkit.training.in_flight import InFlight
@@ -67,6 +69,13 @@ class Answer(NamedTuple):
     sampling_s: float  # that it worked on the groups
     sessions: list[float]  # that each episode spent in its session
     kernel: Any  # that drew the tokens
+    named: Mapping[tuple[str, ...], str] = {}  # what functions have changed of that process (rlkit.system.shared_state)
+
+
+class Said(NamedTuple):
+    """A line of the watcher, which the trainer prints: the output of the process goes into a file."""
+
+    line: str
 
 
 # ---------------------------------------------------------------------------------------------------------- weights
@@ -205,6 +214,10 @@ class SamplingProcess:
                 data = self.connection.recv_bytes()
                 begun = time.perf_counter()
                 answer = pickle.loads(data)
+                if isinstance(answer, Said):
+                    if self.log:  # else it has printed it here itself
+                        print(answer.line, file=sys.stderr, flush=True)
+                    continue
                 self.answers.put((answer, time.perf_counter() - begun))
         self.answers.put((None, 0.0))
 
@@ -276,8 +289,10 @@ class SamplingProcess:
 
     def _take(self) -> None:
         """Waits for the next answer."""
-        answer, seconds = self.answers.get()
+        with waiting_outside():
+            answer, seconds = self.answers.get()
         if isinstance(answer, Answer):
+            say_once(answer.named)
             request = self.requests.pop(answer.groups.step)
             if self.journal:
                 self.journal.keep(answer.groups, request.weights)
@@ -382,8 +397,15 @@ def sampling_main() -> None:
     quiet()
     link, requests = Connection(connection), queue.SimpleQueue[Any]()
     threading.Thread(target=_listen, args=(link, requests, os.getppid()), daemon=True).start()
+    lock = threading.Lock()
+
+    def send(data: bytes) -> None:
+        with lock:  # the watcher is a thread of its own
+            link.send_bytes(data)
+
+    WATCHER.tell = lambda line: send(pickle.dumps(Said(line)))
     with suppress(Interrupted, OSError):  # told to end, or no one hears
-        serve(lambda: pickle.load(sys.stdin.buffer), requests.get, link.send_bytes, memory)
+        serve(lambda: pickle.load(sys.stdin.buffer), requests.get, send, memory)
 
 
 def _stop(number: int, _: Any) -> None:
@@ -426,10 +448,15 @@ def serve(begin: Callable[[], Setup], receive: Callable[[], Any], send: Callable
             got, engine = time.perf_counter(), x.generation.engine
             if message.kernel and hasattr(engine, "kernel"):
                 engine.kernel = message.kernel
-            with autocast(x, device):
+            with (
+                autocast(x, device),
+                limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, lambda: f"sampling for step {message.step + 1} hangs"),
+            ):
                 groups = dispatched(x, policy, setup.tasks, message, last, clock=clock)
             last, done = groups.after, time.perf_counter()
-            send(pickle.dumps(Answer(groups, asked - begun, got - asked, done - got, clock.sessions, getattr(engine, "decodes", None))))
+            seconds = asked - begun, got - asked, done - got
+            kernel = getattr(engine, "decodes", None)
+            send(pickle.dumps(Answer(groups, *seconds, clock.sessions, kernel, dict(NAMED))))
     except Interrupted:
         raise
     except BaseException as error:

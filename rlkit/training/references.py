@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rlkit.distributed import ranks
 from rlkit.errors import PartError, written
-from rlkit.types import Measured, Reference, assumes
+from rlkit.types import Measured, Reference, assumes, reaches, safe
 
 ADAPTER = "reference"  # name of the second adapter under LoRA
 
@@ -45,6 +45,8 @@ def live() -> Reference:
     return _made_again("live", lambda policy, **_: None, _policy_itself)
 
 
+@reaches(path="path", revision="path")
+@safe("key")
 def frozen(*, path: str | None = None, revision: str | None = None, key: str = "reference.path") -> Reference:
     """The policy as it was when this began: at the start of the run, or of the phase that brings it. Or another model: a teacher.
 
@@ -65,6 +67,50 @@ def frozen(*, path: str | None = None, revision: str | None = None, key: str = "
 def is_start(reference: Reference) -> bool:
     """Whether a reference is the policy as it was when it began, for ever."""
     return reference.init is _freeze
+
+
+def is_policy(reference: Reference, state: Any, policy: nn.Module) -> bool:
+    """Whether a reference is known to be the policy as it is now: weights are compared, bit for bit.
+
+    True for a shipped reference that began as the policy and whose weights are equal. Under LoRA the
+    base is one and the same, and a reference without an adapter is the policy while every second
+    factor is 0. False for everything else: another model, a reference of the user's own, a policy
+    with dropout. All ranks must call it, and get the same answer.
+    """
+    ranks.reshard(policy, state.model if isinstance(state, Moving) else state)
+    return not ranks.any_rank(not _is_policy(reference, state, policy))
+
+
+def _is_policy(reference: Reference, state: Any, policy: nn.Module) -> bool:
+    if reference.init not in (_freeze, _start) or reference.model is not _model:
+        return False
+    dropouts = [module for module in policy.modules() if "Dropout" in type(module).__name__]
+    if any(module.training and getattr(module, "p", 0) for module in dropouts):
+        return False
+    parameters = dict(policy.named_parameters())
+    if state is None:
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        second = [p for name, p in trained.items() if ".lora_B." in name]
+        others = [name for name in trained if ".lora_B." not in name and ".lora_A." not in name]
+        return bool(second) and not others and not any(bool(_local(p).any()) for p in second)
+    if isinstance(state, Moving) and state.model is None:
+        return all(_equal(own, parameters[name]) for name, own in state.scored.items())
+    model: Any = state.model if isinstance(state, Moving) else state
+    theirs = dict(model.named_parameters()) | dict(model.named_buffers())
+    ours = parameters | dict(policy.named_buffers())
+    if theirs.keys() != ours.keys():
+        return False
+    return all(_equal(own, ours[name]) for name, own in theirs.items())
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    a, b = _local(a), _local(b)
+    return a.dtype == b.dtype and a.shape == b.shape and a.device == b.device and torch.equal(a, b)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def ema(*, decay: float) -> Reference:

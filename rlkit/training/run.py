@@ -16,11 +16,14 @@ from rlkit.system.device import autocast, on_device, precision, quiet, versions
 from rlkit.system.files import LOST, lenient, put_aside, refusing, write_json
 from rlkit.system.processors import cores
 from rlkit.system.redaction import redacted
-from rlkit.training.experiment import Experiment, correction_in_words
+from rlkit.system.waiting import MAX_STEP_TIME, limit_waiting
+from rlkit.tasks.splits import count_distinct, count_in_words
+from rlkit.training.experiment import Experiment, correction_in_words, kl_in_words
 from rlkit.types import Policy, Split, Splits
 
 if TYPE_CHECKING:
     from rlkit.training.callbacks.evaluation import Results
+    from rlkit.training.callbacks.faults import Watchdog
     from rlkit.training.flight import Ahead
     from rlkit.training.module import RLModule
 
@@ -52,8 +55,13 @@ def train_in(
     from rlkit.training.overlap import sampling_process
 
     LOST.clear()
-    with sampling_process(x, again, tasks.train, folder=folder) as process:
-        return _train(x, tasks, folder, process, started=started, resume=resume, provenance=provenance)
+    dogs: list[Watchdog] = []  # one, once there is a trainer
+
+    def place() -> str:
+        return dogs[0].place() if dogs else ""
+
+    with limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, place), sampling_process(x, again, tasks.train, folder=folder) as process:
+        return _train(x, tasks, folder, process, dogs, started=started, resume=resume, provenance=provenance)
 
 
 def _train(
@@ -61,6 +69,7 @@ def _train(
     tasks: Splits,
     folder: Path,
     process: Ahead | None,
+    dogs: list[Watchdog],
     *,
     started: float,
     resume: Path | None,
@@ -68,6 +77,7 @@ def _train(
 ) -> tuple[dict[str, Any], RLModule]:
     policy, device, exact = ready(x, tasks)
     from rlkit.episodes.record import FAILED, failed_rollout_kept
+    from rlkit.training.callbacks.faults import Watchdog
     from rlkit.training.callbacks.stopping import StopOnSignal  # brings Lightning, which takes as long as all else: after the first lines
     from rlkit.training.module import RLModule
 
@@ -78,7 +88,9 @@ def _train(
         if ranks.rank() == 0 and (folder / FAILED).exists():  # of the process that this one continues
             put_aside(folder / FAILED, ".earlier")
     trainer, checkpoint = make_trainer(x, module, tasks, folder, results, device, resume=resume)
+    dogs += [callback for callback in trainer.callbacks if isinstance(callback, Watchdog)]
     summary = {"ended": "failed", "seed": x.seed, "name": x.name}
+    processor = time.process_time()
     gc.freeze()  # what there is now stays: full collections pass over half a million objects of the libraries, a tenth of a small step
     try:
         with failed_rollout_kept(folder):
@@ -96,6 +108,8 @@ def _train(
         raise
     finally:
         gc.unfreeze()
+        if resume is None:  # else what the processes before this one took is not known
+            summary["processor_seconds"] = round(time.process_time() - processor, 2)
         conclude(summary, module, folder, results, seconds=time.perf_counter() - started, device=device)
     return summary, module
 
@@ -110,6 +124,7 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
     import rich.style  # noqa: F401  # its import draws from Python's generator: it must not come after the seed
 
     from rlkit.system import rng
+    from rlkit.training.kernels import settle_kernels
     from rlkit.training.selfcheck import check_policy, check_teacher
 
     quiet()
@@ -121,6 +136,8 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
         print(process_in_words(x, device), flush=True)
     with autocast(x, device):
         agreement = check_policy(policy, tasks.train, x)
+    sharded = x.trainer.strategy == "fsdp" and ranks.size() > 1
+    print(settle_kernels(x.generation.engine, policy.model, sharded=sharded), flush=True)
     for line in agreement.warnings:
         print(f"warning: {line}", flush=True)
     exact = not ranks.any_rank(not agreement.exact)  # all ranks do the same
@@ -151,6 +168,7 @@ def conclude(
     """Adds a run's figures, and what of it could not be written, to its summary; writes summary.json and metrics.csv."""
     from rlkit.sandbox import seen
     from rlkit.system.rows import export_csv
+    from rlkit.training.kernels import kernels_in_use
     from rlkit.training.metrics import peak_memory
 
     validation, test = results.get("validation", {}), results.get("test", {})
@@ -161,8 +179,10 @@ def conclude(
         "steps": module.rl_step,
         "wall_seconds": round(seconds, 2),
         "tokens": module.tokens,
+        "identity": module.provenance.get("identity"),
         "peak_memory_gb": round(peak_memory(device), 3),
         "device": str(device),
+        "kernels": kernels_in_use(module.experiment.generation.engine, module.policy.model),
         "versions": versions(),
         "sandbox": str(level) if (level := seen()) else None,
     }
@@ -209,7 +229,7 @@ def make_trainer(
     from rlkit.training.callbacks.checkpoints import AtomicCheckpointIO, RLCheckpoint
     from rlkit.training.callbacks.evaluation import HeldOut
     from rlkit.training.callbacks.faults import DebugBundle, Watchdog
-    from rlkit.training.callbacks.metrics import MetricsFile, Ownership
+    from rlkit.training.callbacks.metrics import KernelsNoted, MetricsFile, Ownership
     from rlkit.training.callbacks.stopping import StopOnSignal
     from rlkit.training.loggers import tolerant
 
@@ -217,13 +237,14 @@ def make_trainer(
     path, step = None, 0
     if resume is not None:
         with refusing(folder):
-            path, step = ranks.broadcast(lambda: taken_up(resume, folder))
+            identity = module.provenance.get("identity", "")
+            path, step = ranks.broadcast(lambda: taken_up(resume, folder, identity))
         says = f"{path}, after step {step}" if path else f"{resume} holds no checkpoint yet; the run begins again"
         print(f"resume: {says}", flush=True)
     with refusing(folder):
         loggers = [tolerant(make(folder, step)) for make in x.logger.values()] if ranks.rank() == 0 else []
-    first = [StopOnSignal(), Ownership(folder), DebugBundle(folder), Watchdog(x.trainer.max_step_time)]
-    first += [HeldOut(tasks, metrics, results), MetricsFile(metrics)]
+    first = [StopOnSignal(), Ownership(folder), DebugBundle(folder), Watchdog()]
+    first += [KernelsNoted(folder), HeldOut(tasks, metrics, results), MetricsFile(metrics)]
     callbacks = [*first, *(make(folder) for make in x.callbacks.values())]
     # The row is written when every callback has added to it, and a checkpoint says that all that its step writes is there.
     callbacks.sort(key=lambda callback: (isinstance(callback, RLCheckpoint), isinstance(callback, MetricsFile)))
@@ -235,6 +256,7 @@ def make_trainer(
         precision=precision(x, device),  # type: ignore[arg-type]
         max_epochs=-1,  # the module stops by RL step or time
         min_epochs=0,
+        default_root_dir=folder,  # else it would be the working directory of this moment
         log_every_n_steps=1,
         logger=loggers or False,
         callbacks=callbacks,
@@ -248,19 +270,29 @@ def make_trainer(
     return trainer, path
 
 
-def taken_up(resume: Path, folder: Path) -> tuple[Path | None, int]:
-    """The checkpoint that a run is continued from, and its RL step; what came after it is set aside."""
+def taken_up(resume: Path, folder: Path, identity: str) -> tuple[Path | None, int]:
+    """The checkpoint that a run is continued from, and its RL step; what came after it, and what is not of this run, is set aside.
+
+    Args:
+      identity: of the run in the folder.
+    Raises: DataError where there is no checkpoint that can be read, or where it is another run's.
+    """
     from rlkit.episodes.completions import cut_completions
     from rlkit.system import shards
+    from rlkit.system.contents import set_others_aside
     from rlkit.system.rows import cut_back
-    from rlkit.training.callbacks.checkpoints import SUFFIX, checkpoints, load_checkpoint, supersede
+    from rlkit.training.callbacks.checkpoints import SUFFIX, checkpoints, load_checkpoint, refuse_foreign, set_foreign_aside, supersede
 
-    path, step = None, -1
+    path, step, rows = None, -1, None
     if resume.suffix == SUFFIX or checkpoints(resume):  # else it was killed before its first one
         path, state = load_checkpoint(resume)
+        refuse_foreign(path, state, folder, identity)
         step = state["rlkit"]["rl_step"]
+        set_foreign_aside(folder, identity)
         supersede(folder / "checkpoints", step)
-    cut_back(folder / "metrics.jsonl", step)
+        set_others_aside(folder, state["written"]["files"], step)
+        rows = state["written"]["rows"]
+    cut_back(folder / "metrics.jsonl", step, rows)
     for name in ("rollouts", "held_out/validation", "held_out/test"):
         shards.cut_steps(folder / name, step)
     cut_completions(folder / "completions", step)
@@ -273,8 +305,8 @@ def first_line(x: Experiment) -> str:
 
     x = next(iter(phases(x).values()))  # what the run begins with
     return (
-        f"rlkit: {x.algorithm.name}, kl {x.kl.name if x.needs_reference else 'none'}, reward {x.reward.name}, "
-        f"reference {x.reference.name}, seed {x.seed}"
+        f"rlkit: {x.algorithm.name}, kl {kl_in_words(x)}, reward {x.reward.name}, "
+        f"reference {x.reference.name if x.needs_reference else 'none'}, seed {x.seed}"
     )
 
 
@@ -294,7 +326,8 @@ def header(x: Experiment, policy: Any, device: Any, tasks: Splits) -> str:
     updates = x.algorithm.epochs * x.algorithm.minibatches
     per_update = rollouts // x.algorithm.minibatches
     on = f"{device} with {torch.get_num_threads()} thread(s) of {cores()} core(s)" if device.type == "cpu" else str(device)
-    counts = [f"{len(own)} {name}" for name, own in zip(("training", "validation", "test"), tasks, strict=True) if own]
+    named_tasks = zip(("training", "validation", "test"), tasks, strict=True)
+    counts = [f"{count_in_words(len(own), count_distinct(own))} {name}" for name, own in named_tasks if own]
     return (
         f"model: {path}, {trained:,} of {total:,} parameters trained, on {on}, precision {precision(x, device)}\n"
         f"data: {', '.join(counts)} problems\n"

@@ -12,9 +12,10 @@ from typing import Literal, NamedTuple
 from rlkit.environments import environment_of
 from rlkit.episodes.episode import opening
 from rlkit.models.chat import encode_prompt
+from rlkit.system.copies import copied
 from rlkit.training.references import ema, frozen, live
 from rlkit.training.served import served
-from rlkit.types import Message, Policy, Reference, Rollout
+from rlkit.types import Message, Policy, Reference, Rollout, reaches, safe
 
 Show = Callable[[Rollout, Sequence[Rollout]], "str | None"]  # (rollout, its group) → what is added to the prompt; None: no token counts
 
@@ -32,6 +33,7 @@ def no_teacher() -> Teacher:
     return Teacher()
 
 
+@reaches(path="path", revision="path", paths="path")
 def path_teacher(*, path: str | None = None, revision: str | None = None, paths: Mapping[str, str] | None = None) -> Teacher:
     """Other models with the policy's vocabulary: one for all prompts, or one for each part of a mixture.
 
@@ -56,6 +58,8 @@ def ema_teacher(*, decay: float) -> Teacher:
     return Teacher("ema", {"": ema(decay=decay)})
 
 
+@reaches(addresses="address", parts="address")
+@safe("model")
 def vllm_teacher(
     *,
     addresses: Sequence[str] = (),
@@ -128,7 +132,10 @@ def shown_prompts(policy: Policy, rollouts: Sequence[Rollout], show: Show, envir
         groups.setdefault(rollout.group, []).append(rollout)
     out, schemas = {}, {}
     for i, rollout in enumerate(rollouts):
-        said = show(rollout, groups[rollout.group]) if rollout.steps else None
+        group = groups[rollout.group]
+        mine = copied(group)  # a function of the user's may change them
+        place = next(k for k, own in enumerate(group) if own is rollout)
+        said = show(mine[place], mine) if rollout.steps else None
         if said is None:
             continue
         if rollout.group not in schemas:

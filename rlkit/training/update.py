@@ -35,7 +35,8 @@ from rlkit.models.packing import Packed, pack
 from rlkit.training import drift, streams
 from rlkit.training.memory import named, retried
 from rlkit.training.metrics import NAN, UpdateTerms
-from rlkit.types import Batch, TokenLogprobs
+from rlkit.training.references import is_policy
+from rlkit.types import Batch, TokenLogprobs, declarations
 
 if TYPE_CHECKING:
     from rlkit.training.learner import Learner
@@ -78,11 +79,13 @@ def _read(learner: Learner, batch: Batch) -> Batch:
 def step_minibatches(learner: Learner, batch: Batch, terms: UpdateTerms) -> Iterator[Batch]:
     """Every update's batch in its order, with the weights of its tokens.
 
-    Later epochs have other minibatches. While no update has had a gradient, the reference's log-probs are computed again in those.
+    Later epochs have other minibatches. While no update has had a gradient, the reference's log-probs
+    are computed again in those, if an update reads them.
     """
     a, kl = learner.x.algorithm, learner.x.kl
     for epoch, splits in enumerate(minibatch_rows(batch, a, learner.shuffle_seed)):
-        if epoch and kl.in_loss and len(splits) > 1 and not any(terms.norms["policy"]):
+        still = kl.in_loss and len(splits) > 1 and not any(terms.norms["policy"])
+        if epoch and still and has_signal(learner, batch):
             batch = retried(learner, batch, partial(with_reference, learner, batch, splits))
         yield from (loss_weights(select(batch, rows), a) for rows in splits)
 
@@ -229,13 +232,53 @@ def exact_reference(learner: Learner, packed: Packed) -> tuple[Tensor, Head] | N
 
 
 def has_signal(learner: Learner, batch: Batch) -> bool:
-    """False if every term of the policy's loss is constant. A step would only repeat old momentum."""
-    a = learner.x.algorithm
-    if learner.x.kl.in_loss or a.entropy_coef:
+    """False if the gradient of the policy's loss is known to be exactly 0. Such an update is skipped.
+
+    It is known of a batch without a trained token. Otherwise it is known if each of these terms has none:
+
+    policy loss     every advantage is 0, and the loss declares by `@vanishes` that this is enough
+    KL in the loss  the reference is the policy (`references.is_policy`), and the estimator declares it
+    entropy bonus   its coefficient is 0
+    value loss      it has no gradient into the policy's trunk
+
+    A skipped update steps no optimiser. So weights, moments and their count of steps stay as they
+    are. A step with a gradient of 0 would decay the weights and repeat old momentum. An update that
+    is skipped is not measured for algorithm.target_kl. The batch, and so the answer, is the same on
+    all ranks.
+    """
+    a, kl = learner.x.algorithm, learner.x.kl
+    if not batch.response_mask.any():
+        return False
+    if a.entropy_coef or (a.critic.active and getattr(learner.critic, "trunk_gradient", False)):
         return True
-    if not a.reward_coef or not asks(a.policy_loss, "advantages"):
-        return bool(a.reward_coef)
-    return batch.advantages is None or bool(batch.advantages.any())
+    if a.reward_coef and not _without_advantages(a.policy_loss, batch):
+        return True
+    return kl.in_loss and not _at_reference(learner)
+
+
+def _without_advantages(loss: Any, batch: Batch) -> bool:
+    """Whether a policy loss is known to be constant on a batch."""
+    declared = "without_advantages" in (declarations(loss, "vanishes") or ())
+    return declared and batch.advantages is not None and not batch.advantages.any()
+
+
+def _at_reference(learner: Learner) -> bool:
+    """Whether a KL in the loss is known to have no gradient: the reference is the policy."""
+    x = learner.x
+    if "at_reference" not in (declarations(x.kl.estimator, "vanishes") or ()):
+        return False
+    return is_policy(x.reference, learner.references.get(learner.reference_key), learner.model)
+
+
+def known_old(learner: Learner, batch: Batch) -> Batch:
+    """The batch with the reference's log-probs as the old policy's, if no update follows to find these.
+
+    A batch whose KL stands in the loss has no update only while the reference is the policy.
+    """
+    known = learner.x.kl.in_loss and batch.logprobs_old is None and batch.old_share is None
+    if not known or streams.active(learner) or has_signal(learner, batch):
+        return batch
+    return batch._replace(logprobs_old=batch.logprobs_ref)
 
 
 def step_optimizer(

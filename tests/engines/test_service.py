@@ -10,11 +10,10 @@ import asyncio
 import gc
 import itertools
 import signal
-import threading
 
 import pytest
 
-from laws import cases
+from laws import cases, count_threads
 from rlkit.engines import Batched, Cached
 from rlkit.engines.service import Service
 from rlkit.errors import EngineError, Interrupted
@@ -289,7 +288,7 @@ ERRORS = [ValueError("no such token"), KeyboardInterrupt("by hand"), Interrupted
 @pytest.mark.parametrize("where", cases(["advance", "outside"], 1))
 def test_an_error_ends_all_and_comes_out_as_it_was_raised(where, error, capfd):
     """No task, thread or key is left, nothing is said on stderr, and after the next load the engine is as new."""
-    threads = threading.active_count()
+    threads = count_threads()
 
     def fail(at):
         if where == "advance" and at == 6:
@@ -313,7 +312,7 @@ def test_an_error_ends_all_and_comes_out_as_it_was_raised(where, error, capfd):
     assert service.own.left == {} and {key for _, key in service.own.freed} == {0, 1, 2, 3}
     del caught
     gc.collect()
-    assert capfd.readouterr().err == "" and threading.active_count() == threads
+    assert capfd.readouterr().err == "" and count_threads() == threads
     service.own.before, service.own.lengths = lambda at: None, lambda key, turn: 3
     where = "nowhere"
     assert [len(own) for own in play(service, range(4))] == [3] * 4

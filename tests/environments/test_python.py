@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -94,6 +97,37 @@ def test_a_session_is_confined_as_a_program_is():
         assert session.python("open('note', 'w').write('hi')") == "2" and session.python("open('note').read()") == "'hi'"
     finally:
         session.close()
+
+
+def test_a_thread_that_an_earlier_call_left_in_c_does_not_hold_up_the_next_one():
+    """It kept the interpreter from reading, and a call of more than a pipe holds was written to it for ever."""
+    session = PythonSession(sandbox=Sandbox(time_limit=1.0, allow_weak=True))
+    counts = "lambda: (time.sleep(0.2), sum(range(10**12)))"
+    session.python(f"import threading, time\nthreading.Thread(target={counts}, daemon=True).start()")
+    time.sleep(0.4)
+    before = time.monotonic()
+    with pytest.raises(ValueError, match="the code took longer than 1 s; the variables of this session are lost"):
+        session.python(f"text = {'x' * 200_000!r}")
+    assert time.monotonic() - before < 20
+    session.close()
+
+
+def test_a_session_is_closed_although_a_program_still_runs_in_it():
+    """`close` runs in the main thread, and waited for the call."""
+    session = PythonSession(sandbox=Sandbox(time_limit=60.0, allow_weak=True))
+
+    def call():
+        with suppress(ValueError):
+            session.python("import time; time.sleep(60)")
+
+    calling = threading.Thread(target=call, daemon=True)
+    session.python("1")
+    calling.start()
+    while not session.interpreter.lock.locked():
+        time.sleep(0.001)
+    before = time.monotonic()
+    session.close()
+    assert time.monotonic() - before < 20
 
 
 def test_an_episode_ends_its_session():

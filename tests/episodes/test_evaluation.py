@@ -9,11 +9,11 @@ import pytest
 
 from rlkit.engines import Batched
 from rlkit.environments import single_turn
-from rlkit.episodes.evaluation import accuracy, greedy_accuracy, is_correct, sampled_accuracy
-from rlkit.functional.statistics import wilson
+from rlkit.episodes.evaluation import accuracy, curves, greedy_accuracy, is_correct, sampled_accuracy
 from rlkit.models import decode
 from rlkit.models.chat import encode_scaffold
 from rlkit.rewards import Reward, Term, numeric, weighted_sum
+from rlkit.statistics import mean_interval, share_interval, wilson
 from rlkit.types import Generation, Rollout, Task
 
 REWARD = Reward("numeric", {"numeric": Term(1.0, numeric)}, weighted_sum)
@@ -48,17 +48,33 @@ def collecting(**more):
 def test_greedy_counts_full_marks_over_all_tasks(tiny):
     engine, settings = collecting()
     result, rollouts = greedy_accuracy(tiny, TASKS, **settings)
-    assert list(result.pop("reward_interval")) == list(wilson(3, 4)), "rewards of 0 and 1 have an interval within 0 and 1"
-    assert result == {"accuracy": 3 / 4, "interval": list(wilson(3, 4)), "n": 4, "reward": 3 / 4, "temperature": 0.0}
+    assert list(result.pop("reward_interval")) == list(share_interval(3, 4)), "rewards of 0 and 1 have an interval within 0 and 1"
+    assert result == {"accuracy": 3 / 4, "interval": list(share_interval(3, 4)), "n": 4, "distinct": 4, "reward": 3 / 4, "temperature": 0.0}
     assert [r.reward for r in rollouts] == [1.0, 1.0, 1.0, 0.0] and [r.task.id for r in rollouts] == [t.id for t in TASKS]
     assert engine.settings == [(0.0, 5)]
 
 
 def test_graded_rewards_have_the_interval_of_a_mean():
-    rollouts = [Rollout(TASKS[0], (), reward=r, rewards={"task": r}) for r in (0.0, 0.5, 0.5, 2.0)]
+    rewards = (0.0, 0.5, 0.5, 2.0)
+    result = accuracy([Rollout(task, (), reward=r, rewards={"task": r}) for task, r in zip(TASKS, rewards, strict=True)])
+    assert (result["reward"], *result["reward_interval"]) == pytest.approx(mean_interval(rewards), abs=1e-12)
+    low, high = result["reward_interval"]
+    assert 0 < low < 0.2 and 1.6 < high < 2, "a mean of four rewards between 0 and 2"
+
+
+def test_rows_that_repeat_a_problem_are_no_new_evidence():
+    """294 rows of 42 distinct questions have the interval of 42, for the accuracy, the reward and every pass@k."""
+    tasks = [Task(f"row/{i}", ({"role": "user", "content": f"question {i % 42}"},), answer="4") for i in range(294)]
+    rollouts = [Rollout(task, (), reward=float(i % 42 < 21), rewards={"task": 1.0}) for i, task in enumerate(tasks)]
     result = accuracy(rollouts)
-    half = 1.959964 * math.sqrt(0.75 / 4)  # the sample variance of the four is 0.75
-    assert (result["reward"], *result["reward_interval"]) == pytest.approx((0.75, 0.75 - half, 0.75 + half), abs=1e-6)
+    assert (result["n"], result["distinct"], result["accuracy"]) == (294, 42, 0.5)
+    assert result["interval"] == pytest.approx(wilson(21, 42)) == result["reward_interval"]
+    once, often = (curves(own, samples=1, k=[1])["pass@1"] for own in (rollouts[:42], rollouts))
+    assert often["value"] == once["value"] and often["interval"] == pytest.approx(once["interval"])
+    solved = [Rollout(TASKS[i], (), reward=1.0) for i, times in enumerate((3, 7, 11, 2)) for _ in range(times)]
+    assert accuracy(solved)["interval"][1] == 1.0, "all right: no rounding beyond the number of problems"
+    skewed = accuracy([*rollouts[:42], *[rollouts[0]] * 252])
+    assert skewed["interval"][0] < 0.25 and skewed["distinct"] == 42, "one question in 253 of 294 rows is nearly all there is"
 
 
 def test_what_cannot_be_scored_counts_against_accuracy_but_not_in_the_mean_reward(tiny):
@@ -104,10 +120,8 @@ def test_sampled_is_the_mean_over_tasks_of_each_tasks_own_estimate(tiny):
 def test_intervals_are_over_tasks_and_stay_within_zero_and_one(tiny):
     """Samples of one task are not independent trials: 16 replies to 4 tasks have the interval of 4."""
     result, _ = sampled_accuracy(tiny, TASKS, samples=4, k=[4], temperature=1.0, **collecting()[1])
-    values, mean = [1.0, 0.75, 0.25, 0.0], 0.5
-    half = 1.959963984540054 * math.sqrt(sum((v - mean) ** 2 for v in values) / 3 / 4)
-    assert result["avg@4"]["interval"] == pytest.approx([mean - half, mean + half], abs=1e-12)
-    assert result["pass@4"]["interval"][1] == 1.0  # 0.75 ± 0.49 would reach beyond it
+    assert result["avg@4"]["interval"] == pytest.approx(mean_interval([1.0, 0.75, 0.25, 0.0])[1:], abs=1e-12)
+    assert 0 < result["pass@4"]["interval"][0] < 0.75 < result["pass@4"]["interval"][1] < 1.0
 
 
 def test_more_draws_than_samples_are_refused_before_sampling(tiny):

@@ -25,6 +25,7 @@ ROLLOUTS = torch.tensor([1, 0, 1])  # the second rollout fills two rows
 RATIOS = torch.tensor([[0.5, 3.0, 1.0], [1.0, 2.5, 1.0], [2.0, 1.0, 0.5]], dtype=torch.float64)
 SAMPLER = torch.full((3, 3), -4.0, dtype=torch.float64)
 OLD = SAMPLER + RATIOS.log()
+ADVANTAGES = torch.tensor([[-1.0, 1.0, 0.0], [0.0, 1.0, 0.0], [1.0, 1.0, -1.0]])
 BY_ROLLOUT = partial(sequence_correction, rollout_ids=ROLLOUTS)
 PARTS = {"token": token_correction, "sequence": BY_ROLLOUT}
 MASKS = {
@@ -33,9 +34,12 @@ MASKS = {
     "k3": partial(divergence_mask, rollout_ids=ROLLOUTS, bound=0.3),
     "veto": partial(divergence_mask, rollout_ids=ROLLOUTS, estimator="k2", over="max", bound=0.5),
     "kpop": partial(binary_kl_mask, bound=0.02),
-    "m2po": partial(second_moment_mask, bound=0.4),
+    "m2po": partial(second_moment_mask, advantages=ADVANTAGES, bound=0.4),
     "product": partial(
-        product_correction, rollout_ids=ROLLOUTS, parts={"weight": token_correction, "mask": partial(geometric_mask, low=0.5, high=0.5)}
+        product_correction,
+        rollout_ids=ROLLOUTS,
+        advantages=ADVANTAGES,
+        parts={"weight": token_correction, "mask": partial(geometric_mask, low=0.5, high=0.5)},
     ),
 }
 CLOSE = {"rtol": 0, "atol": 1e-14}  # float64 rounding
@@ -119,13 +123,16 @@ def test_laws_of_every_correction(name: str) -> None:
 @pytest.mark.parametrize("name", EVERY)
 def test_neither_order_nor_split_of_rows_changes_a_factor(name: str) -> None:
     """Rows in another order; and each token in a row of its own, which the rollouts join again."""
-    part, keywords = EVERY[name], {"rollout_ids": ROLLOUTS} if "rollout_ids" in getattr(EVERY[name], "keywords", {}) else {}
+    part = EVERY[name]
+    bound = part.keywords if isinstance(part, partial) else {}
+    keywords = {key: bound[key] for key in ("rollout_ids", "advantages") if key in bound}
     generator = torch.Generator().manual_seed(1)
     old = SAMPLER + 0.3 * torch.randn(3, 3, generator=generator, dtype=torch.float64)
     whole, order = part(old, SAMPLER, MASK), torch.tensor([2, 0, 1])
     shuffled = part(old[order], SAMPLER[order], MASK[order], **{k: v[order] for k, v in keywords.items()})
     torch.testing.assert_close(shuffled, whole[order], **CLOSE)
-    rows = part(*(x.reshape(9, 1) for x in (old, SAMPLER, MASK)), **{k: v.repeat_interleave(3) for k, v in keywords.items()})
+    split = {k: v.reshape(9, 1) if v.dim() == 2 else v.repeat_interleave(3) for k, v in keywords.items()}
+    rows = part(*(x.reshape(9, 1) for x in (old, SAMPLER, MASK)), **split)
     torch.testing.assert_close(rows.view(3, 3), whole, **CLOSE)
 
 
@@ -160,7 +167,9 @@ def test_bounds_hold_at_equality() -> None:
     bound = binary_kl(old, sampler).maximum(binary_kl(sampler, old))[0, 0].item()
     assert binary_kl_mask(old, sampler, everywhere, bound=bound).all()
     assert not binary_kl_mask(old, sampler, everywhere, bound=bound * (1 - 1e-6)).any()
-    assert not second_moment_mask(old, sampler, everywhere, bound=1 / 16).any()  # the mean must be below it
+    up = torch.ones(1, 4)
+    assert second_moment_mask(old, sampler, everywhere, up, bound=1 / 16).all()
+    assert not second_moment_mask(old, sampler, everywhere, up, bound=1 / 16 * (1 - 1e-6)).any()
 
 
 def test_a_scaled_band_keeps_the_same_share_at_every_length() -> None:
@@ -174,13 +183,35 @@ def test_a_scaled_band_keeps_the_same_share_at_every_length() -> None:
 
 
 def test_the_second_moment_by_hand() -> None:
-    """Of the squares .25 .09 .04 .01 0 one goes, and the mean of the others is .035. At .03 the next goes too; ties go together."""
-    gaps = torch.tensor([[0.5, -0.3, 0.2, -0.1, 0.0]], dtype=torch.float64)
-    part, everywhere = partial(second_moment_mask, logprobs_sampler=torch.zeros(1, 5), response_mask=torch.ones(1, 5).bool()), [[1.0] * 5]
-    assert part(gaps, bound=0.04).tolist() == [[0, 1, 1, 1, 1]]
-    assert part(gaps, bound=0.03).tolist() == [[0, 0, 1, 1, 1]]
-    assert part(gaps, bound=0.08).tolist() == everywhere
-    assert part(torch.tensor([[0.5, -0.5, 0.2, -0.1, 0.0]]), bound=0.08).tolist() == [[0, 0, 1, 1, 1]]
+    """The squares of the gaps are .25 .09 .04 .01 0, and a gap of 0 is in no trust region.
+
+    All pushed further up: of .25 .09 .04 .01 two go, and the mean of the others is .025; with one gone it is .0467.
+    At .05 one goes, at .02 three, at .1 (the mean of all is .0975) none. Ties go together.
+    """
+    gaps = torch.tensor([[0.5, 0.3, 0.2, 0.1, 0.0]], dtype=torch.float64)
+    part = partial(second_moment_mask, logprobs_sampler=torch.zeros(1, 5), response_mask=torch.ones(1, 5).bool())
+    for sign in (1.0, -1.0):
+        pushed = partial(part, sign * gaps, advantages=torch.full((1, 5), sign))
+        assert pushed(bound=0.04).tolist() == [[0, 0, 1, 1, 1]]
+        assert pushed(bound=0.05).tolist() == [[0, 1, 1, 1, 1]]
+        assert pushed(bound=0.02).tolist() == [[0, 0, 0, 1, 1]]
+        assert pushed(bound=0.1).all()
+        assert pushed(bound=0.0001).tolist() == [[0, 0, 0, 0, 1]]
+    ties = torch.tensor([[0.5, 0.5, 0.2, 0.1, 0.0]])
+    assert part(ties, advantages=torch.ones(1, 5), bound=0.11).tolist() == [[0, 0, 1, 1, 1]]  # with one gone the mean is .1
+
+
+def test_the_second_moment_masks_what_an_update_pushes_further_out() -> None:
+    """Four quadrants with squares of 1: A > 0 with r > 1 and A < 0 with r < 1 go. The others pull back to the sampler and stay.
+
+    The fifth token has no advantage and stays. Harmless outliers count in no mean: beside them .04 is kept at a bound of .04.
+    """
+    gaps = torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0]], dtype=torch.float64)
+    advantages = torch.tensor([[1.0, -1.0, -1.0, 1.0, 0.0]])
+    given = {"logprobs_sampler": torch.zeros(1, 5), "response_mask": torch.ones(1, 5).bool()}
+    assert second_moment_mask(gaps, advantages=advantages, **given).tolist() == [[0, 0, 1, 1, 1]]
+    small = torch.tensor([[0.125, -0.125, 9.0, -9.0, 9.0]], dtype=torch.float64)
+    assert second_moment_mask(small, advantages=advantages, bound=0.125**2, **given).all()
 
 
 def test_binary_kl_by_hand() -> None:
@@ -191,10 +222,12 @@ def test_binary_kl_by_hand() -> None:
 
 
 def test_a_product_multiplies_what_each_part_gives() -> None:
-    """A weight and a mask of whole rollouts; parts get the quantities that they ask for."""
+    """A weight and a mask of whole rollouts; parts get the quantities that they ask for, the advantages too."""
     parts = {"weight": partial(token_correction, mode="mask"), "band": partial(geometric_mask, low=0.2, high=0.2)}
-    got = product_correction(OLD, SAMPLER, MASK, ROLLOUTS, parts=parts)
+    got = product_correction(OLD, SAMPLER, MASK, ROLLOUTS, ADVANTAGES, parts=parts)
     torch.testing.assert_close(got[MASK], torch.tensor([0.5, 0.0, 0.0, 2.0, 1.0, 0.5], dtype=torch.float64), rtol=0, atol=2e-12)
+    signed = product_correction(OLD, SAMPLER, MASK, ROLLOUTS, ADVANTAGES, parts={"mask": partial(second_moment_mask, bound=0.5)})
+    assert torch.equal(signed, second_moment_mask(OLD, SAMPLER, MASK, ADVANTAGES, bound=0.5).to(signed))
 
 
 def test_weights_over_their_mean() -> None:

@@ -721,15 +721,17 @@ def binary_kl_mask(logprobs_old, logprobs_sampler, response_mask, *, bound=2.0):
     return float(all(binary_kl([[p]], [[q]])[0][0] <= bound for p, q in pairs))
 
 
-def second_moment_mask(logprobs_old, logprobs_sampler, response_mask, *, bound=0.04):
-    squares = cellwise(lambda p, q: (p - q) ** 2)(logprobs_old, logprobs_sampler)
-    kept = sorted(trained(squares, response_mask))
-    while kept and mean(kept) >= bound:
-        kept = [x for x in kept if x < kept[-1]]
-    return cellwise(lambda x, m: 1.0 if not m or x in kept else 0.0)(squares, response_mask)
+def second_moment_mask(logprobs_old, logprobs_sampler, response_mask, advantages, *, bound=0.04):
+    """Algorithm 1 of the paper; equal ones go together."""
+    gaps = cellwise(lambda p, q: p - q)(logprobs_old, logprobs_sampler)
+    pushed = cellwise(lambda gap, a, m: m and ((a > 0 and gap > 0) or (a < 0 and gap < 0)))(gaps, advantages, response_mask)
+    region = sorted(gap**2 for gap in trained(gaps, pushed))
+    while region and mean(region) > bound:
+        region = [x for x in region if x < region[-1]]
+    return cellwise(lambda gap, far: 1.0 if not far or gap**2 in region else 0.0)(gaps, pushed)
 
 
-def product_correction(logprobs_old, logprobs_sampler, response_mask, rollout_ids, **_):
+def product_correction(logprobs_old, logprobs_sampler, response_mask, rollout_ids, advantages, **_):
     """Of the parts that its case names: IcePop, and a band of the mean log-ratio."""
     weights = token_correction(logprobs_old, logprobs_sampler, response_mask, mode="mask", floor=0.5, cap=5.0)
     masks = geometric_mask(logprobs_old, logprobs_sampler, response_mask, rollout_ids, low=0.5, high=0.7)

@@ -1,11 +1,11 @@
 """Uncertainty of accuracies: against published numbers, by enumeration and by hand."""
 
 import itertools
-import math
 
+import numpy as np
 import pytest
 
-from rlkit.functional.statistics import Z95, mean_interval, pass_at_k, wilson
+from rlkit.statistics import Z95, independent, mean_interval, pass_at_k, wilson
 
 
 # Newcombe 1998, Statistics in Medicine 17, table I, method 3 (score interval without continuity correction)
@@ -59,24 +59,35 @@ def test_pass_at_k_refuses_impossible_counts(n, c, k):
         pass_at_k(n, c, k)
 
 
-def test_mean_interval_by_hand():
-    """1, 2, 3, 4: mean 2.5, sample variance 5/3, half width 1.96 · √(5/12)."""
-    half = 1.959963984540054 * math.sqrt(5 / 12)
-    assert mean_interval([1.0, 2.0, 3.0, 4.0]) == pytest.approx((2.5, 2.5 - half, 2.5 + half), abs=1e-12)
+def test_mean_interval_of_zeros_and_ones_is_wilsons_with_students_t():
+    """(p + k/2 ± √(k p(1-p) + k²/4)) / (1 + k), k = t²/n · n/(n-1) of the sample variance; here the part beyond p(1-p) is left to r²."""
+    mean, low, high = mean_interval([1.0] * 90 + [0.0] * 10)
+    assert mean == pytest.approx(0.9) and (low, high) == pytest.approx(wilson(90, 100), abs=0.006)
+    assert mean_interval([1.0] * 100)[1] == pytest.approx(wilson(100, 100)[0], abs=0.002), "all right is not certain"
 
 
-def test_mean_interval_of_one_value_or_of_equal_ones_is_that_value():
-    assert mean_interval([0.3]) == (0.3, 0.3, 0.3)
-    assert mean_interval([0.25] * 9) == (0.25, 0.25, 0.25)
+def test_mean_interval_of_one_value_is_the_whole_range():
+    assert mean_interval([0.3]) == (0.3, 0.0, 1.0) and mean_interval([5.0]) == (5.0, 0.0, 5.0)
+    assert mean_interval([0.25] * 9) == (0.25, 0.25, 0.25), "equal values inside the range show no spread"
 
 
-def test_mean_interval_covers_its_mean_95_times_in_100():
-    """All 2^12 outcomes of twelve fair coins, weighted equally: the normal interval covers ½ in 85 to 100 % of them."""
-    covered = 0
-    for right in range(13):
-        _, low, high = mean_interval([1.0] * right + [0.0] * (12 - right))
-        covered += math.comb(12, right) * (low <= 0.5 <= high)
-    assert 0.85 <= covered / 2**12 < 1.0  # twelve values are few, so the cover is coarse
+def test_rows_of_one_value_weigh_as_one():
+    """Weights that are equal change nothing but the count of rows; one value in nearly all rows leaves little evidence."""
+    values = [0.2, 0.9, 0.4, 1.0]
+    assert mean_interval(values, [7] * 4) == pytest.approx(mean_interval(values))
+    assert independent([7] * 42) == 42 and independent([250] + [1] * 41) < 1.5
+    assert mean_interval([1.0, 0.0, 0.5], [200, 1, 1])[1] < 0.2
+
+
+@pytest.mark.parametrize("right", [0.5, 0.9, 0.99])
+def test_mean_interval_covers_its_mean_95_times_in_100(right):
+    """Sixty problems with four samples each."""
+    rng = np.random.default_rng(3)
+    held = []
+    for _ in range(300):
+        found = mean_interval((rng.binomial(4, right, size=60) / 4).tolist())
+        held.append(found[1] <= right <= found[2])
+    assert np.mean(held) >= 0.95 - 0.044  # 3.5 standard errors
 
 
 def test_mean_interval_refuses_nothing():

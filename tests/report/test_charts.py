@@ -93,3 +93,22 @@ def test_the_page_draws_every_metric_that_varies(make_run):
 @pytest.mark.parametrize(("rate", "bin"), [(0.0, 0), (0.125, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4), (0.99, 4), (1.0, 5)])
 def test_a_solve_rate_has_one_bin(rate, bin):
     assert charts.solve_rates([(1, rate)])[1].index(1.0) == bin
+
+
+def test_bars_stand_where_not_every_step_was_measured(make_run):
+    """An accuracy before and after was drawn as a ribbon between the two, over steps at which nobody had measured."""
+    measured = {"test/accuracy": 0.5, "test/accuracy_low": 0.4, "test/accuracy_high": 0.6}
+    (group,) = group_runs([read_run(make_run("a"))])
+    (run,) = group.runs
+    rows = [row | (measured if row["step"] in (0, 4) else {}) | {"eval/accuracy": 0.5 + row["step"] / 10, "eval/accuracy_low": 0.4,
+                                                                "eval/accuracy_high": 1.0} for row in run.rows]  # fmt: skip
+    every = [group._replace(runs=[run._replace(rows=rows)])]
+    sparse = [group._replace(runs=[run._replace(rows=[row for row in rows if row["step"] in (0, 2, 4)])])]
+    named = {chart.name: chart for chart in charts.STATIC}
+    for name, shown, bars in (("test_accuracy", every, True), ("accuracy", every, False), ("accuracy", sparse, True)):
+        (curve,) = charts.curves_of(named[name], shown, None)
+        (axes,) = drawing.figure_of(named[name], shown, None).axes
+        kinds = {type(own).__name__ for own in axes.collections}
+        assert (curve.bars, "LineCollection" in kinds, "FillBetweenPolyCollection" in kinds) == (bars, bars, not bars), name
+    assert [own.get_linestyle() for own in drawing.figure_of(named["test_accuracy"], every, None).axes[0].lines] == ["None"]
+    assert [own["lines"][0]["bars"] for own in charts.page_data([named["test_accuracy"]], every, None)["charts"]] == [True]

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from rlkit.functional.statistics import wilson
 from rlkit.runs.report.page import change
 from rlkit.runs.report.read import group_runs, read_run
 from rlkit.runs.report.tables import WithInterval, before_after, newcombe, over_seeds, symptoms
+from rlkit.statistics import wilson
 
 
 def test_the_interval_of_a_change_is_newcombes():

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from laws import count_threads
 from rlkit.sandbox import Job, Sandbox, Unsplittable, level, passes, probe, process, run_many, split
 from rlkit.sandbox.process import FOLDER, readable, remove_leftovers, run_with
 from rlkit.sandbox.process import folder as own_folder
@@ -297,13 +297,13 @@ def ended(request, around):
     if why := available(features):
         pytest.skip(why)
     fill, harm = around
-    before = children(), threading.active_count()
+    before = children(), count_threads()
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.monotonic()
     outcomes = {}
     for table, limit in ((FORGING, LIMIT), (ESCAPING, 5.0), (FLOODING, LIMIT)):
         outcomes |= attempted(fill, some(table, every), limit, features)
-    after = children(), threading.active_count()
+    after = children(), count_threads()
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
     return {
         "outcomes": outcomes, "before": before, "after": after, "grown": grown, "harm": harm(), "seconds": time.monotonic() - start,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rlkit.system.shared_state import place_of, users_functions
 from rlkit.training.schedules import phases
 from rlkit.training.schedules.paths import flat
 from rlkit.training.schedules.progress import controllers_of, phase_steps
+from rlkit.types import is_stateful
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
     from rlkit.training.experiment import Experiment
@@ -51,7 +53,24 @@ def _second_process(x: Experiment) -> list[str]:
         )
     if any(phase.algorithm.episodes is not None for phase in phases(x).values()) and not x.asynchrony.staleness:
         problems.append(f"{said}: algorithm={x.algorithm.name} samples nothing; choose asynchrony=none")
-    return problems
+    return problems + _stateful(x)
+
+
+def _stateful(x: Experiment) -> list[str]:
+    """Functions that remember earlier calls, and that the second process would call with a memory of its own."""
+    found: dict[str, str] = {}
+    for phase in phases(x).values():
+        terms = {f"reward.terms.{name}": term.fn for name, term in phase.reward.terms.items()}
+        filters = {"algorithm.group_filter": phase.algorithm.group_filter} if phase.algorithm.max_refills else {}
+        parts = {**terms, "reward.aggregator": phase.reward.aggregator, "environment": phase.environment, **filters}
+        for path, part in parts.items():
+            marked = [function for function in users_functions(part) if is_stateful(function)]
+            found |= {place_of(function): path for function in marked}
+    return [
+        f"asynchrony=overlap: {path} ({place}) keeps state between its calls (@stateful), and a second process would call it with a "
+        "state of its own, so its numbers would differ from asynchrony=lag; choose asynchrony=lag"
+        for place, path in found.items()
+    ]
 
 
 def _in_flight(x: Experiment) -> list[str]:

@@ -25,7 +25,9 @@ def warnings(x: Experiment) -> list[str]:
     a, out = x.algorithm, schedule_warnings(x) + list(dict.fromkeys(text for p in phases(x).values() for text in assumption_warnings(p)))
     updates = a.epochs * a.minibatches
     out += embedded_numbers(x, ("optimizer.lr", "trainer.steps", "generation.max_new_tokens")) + _adapter_rate(x)
-    if not x.needs_reference and x.reference.name != "none":
+    # The algorithm suggests no KL, and the reference is the default: nobody chose what is not built.
+    by_default = x.kl.name != "none" and x.reference.name == "frozen"
+    if not x.needs_reference and x.reference.name != "none" and not by_default:
         out.append(f"reference={x.reference.name} is not built: no KL uses it (kl={x.kl.name}, kl.coef={x.kl.coef})")
     if getattr(x.model, "keywords", {}).get("interruption") and x.generation.max_thinking_tokens is None:
         out.append("model.interruption does nothing: no thinking is interrupted; set generation.max_thinking_tokens")

@@ -14,6 +14,9 @@ from rlkit.rewards import Reward, RewardError, tests_of
 from rlkit.rewards import score as score_rollouts
 from rlkit.rewards._score import truth_problems
 from rlkit.sandbox import Sandbox, require
+from rlkit.system.copies import copied
+from rlkit.system.shared_state import FOLDER, guard_state
+from rlkit.system.waiting import MAX_STEP_TIME, limit_waiting
 from rlkit.training.experiment import Experiment
 from rlkit.training.schedules import phases
 from rlkit.training.selfcheck import ROWS, first_rows
@@ -29,6 +32,12 @@ def load_tasks(x: Experiment) -> Splits:
     Test problems are loaded where `evaluation.n` is above 0, validation problems where `evaluation.every` is too.
     Raises: DataError, ConfigError; of a split without problems with the setting that gives it some.
     """
+    # Rewards and environments are called.
+    with guard_state(x.task, kinds=[FOLDER]), limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, lambda: ""):
+        return _checked_tasks(x)
+
+
+def _checked_tasks(x: Experiment) -> Splits:
     train = x.task(split="train")
     check_truths(train, x.evaluation.reward)
     check_verifier(train, x.evaluation.reward)
@@ -48,7 +57,8 @@ def load_tasks(x: Experiment) -> Splits:
 
 def load_split(x: Experiment, split: Split) -> Sequence[Task]:
     """The first `evaluation.n` problems of a split, truths read and the verifier tried. Raises DataError, ConfigError."""
-    tasks = x.task(split=split)[: x.evaluation.n]
+    with guard_state(x.task, kinds=[FOLDER]):
+        tasks = x.task(split=split)[: x.evaluation.n]
     if not tasks:
         instead = {"validation": "set task.validation above 0 or evaluation.every=0", "test": "set task.held_out above 0 or evaluation.n=0"}
         raise ConfigError(f"the task has no {split} problems; {instead.get(split, 'give it some')}")
@@ -113,7 +123,7 @@ def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
             f"+teacher.{key}.{task.part or 'PART'}={value}"
         )
     reads = {demonstration.__name__: "a conversation", answer.__name__: "an answer"}.get(getattr(teacher.show, "__name__", ""))
-    if reads and teacher.show and not any(teacher.show(Rollout(task, ()), ()) for task in tasks):
+    if reads and teacher.show and not any(teacher.show(Rollout(copied(task), ()), ()) for task in tasks):
         raise DataError(f"row {tasks[0].id}: no row holds {reads}, which teacher.show={teacher.show.__name__} shows to the teacher")
 
 

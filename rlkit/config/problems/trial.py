@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rlkit.errors import ConfigError, place
+from rlkit.errors import ConfigError, place, written
 from rlkit.training.schedules import phases
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
+    from rlkit.algorithm import KL
     from rlkit.training.experiment import Experiment
+    from rlkit.types import Batch, TokenLogprobs
 
 
 def dry_run(x: Experiment) -> None:
@@ -16,7 +18,8 @@ def dry_run(x: Experiment) -> None:
 
     Not where a part asks for `metadata`: what stands in the user's rows cannot be made up. And not where the reward is no part of the loss.
 
-    Raises: ConfigError where a part fails, or where the gradient is not finite or zero.
+    Raises: ConfigError where a part fails, where the gradient is not finite or zero, or where a part
+      declares falsely that it has none.
     """
     import torch
 
@@ -56,7 +59,7 @@ def dry_run(x: Experiment) -> None:
         loss, terms = surrogate(batch, scores, x.algorithm, x.kl)
         if x.algorithm.critic.active:
             loss = loss + value_surrogate(batch, scores, x.algorithm.critic)[0]
-        loss.backward()
+        loss.backward(retain_graph=True)
         update_metrics(batch._replace(metrics={name: term for name, term in terms.items() if "/" in name}), UpdateTerms(), x)
     except (TypeError, ValueError, RuntimeError, KeyError, IndexError) as error:
         raise ConfigError(
@@ -67,6 +70,40 @@ def dry_run(x: Experiment) -> None:
         bad = [name for name, value in made.items() if value is not None and value.shape == mask.shape and not value[mask].isfinite().all()]
         why = f": {bad[0]} gave nan or inf" if bad else ""
         raise ConfigError(f"algorithm={x.algorithm.name}: the dry run's gradient is zero or not finite{why}; check its numbers")
+    _check_vanishing(x, batch, scores)
+
+
+def _check_vanishing(x: Experiment, batch: Batch, scores: TokenLogprobs) -> None:
+    """Tries what the policy loss and the KL estimator declare by `rlkit.types.vanishes`.
+
+    Raises: ConfigError where there is a gradient.
+    """
+    import torch
+
+    from rlkit.algorithm import KL, asks, surrogate
+    from rlkit.types import declarations
+
+    now = scores.logprobs.detach()
+    moved = batch._replace(
+        advantages=torch.zeros_like(now),
+        logprobs_old=now - 0.2,
+        logprobs_sampler=now - 0.1,
+        logprobs_ref=now,
+        covariance_rank=torch.zeros_like(now),
+    )
+    plain = x.algorithm._replace(entropy_coef=0.0, streams={})
+    loss, estimator = plain.policy_loss, x.kl.estimator
+    tried: list[tuple[str, Any, str, KL]] = []
+    if "without_advantages" in (declarations(loss, "vanishes") or ()):
+        tried.append(("algorithm.policy_loss", loss, "without_advantages", KL("none")))
+        exact = asks(estimator, "full_kl")  # of the whole vocabulary, which the fake data does not have
+        if x.kl.in_loss and not exact and "at_reference" in (declarations(estimator, "vanishes") or ()):
+            tried.append(("kl.estimator", estimator, "at_reference", x.kl._replace(coef=1.0)))
+    for path, part, word, kl in tried:
+        value, _ = surrogate(moved, scores, plain, kl)
+        found = torch.autograd.grad(value, scores.logprobs, retain_graph=True, allow_unused=True)
+        if found[0] is not None and found[0].any():
+            raise ConfigError(f'{path} ({written(part)}): declares @vanishes("{word}"), and has a gradient there; remove the declaration')
 
 
 def optimizer_problems(x: Experiment) -> list[str]:

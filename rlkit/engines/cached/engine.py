@@ -15,6 +15,7 @@ from rlkit.engines.cached.scheduler import Scheduler
 from rlkit.engines.service import Decoder, Service
 from rlkit.engines.transformers import Transformers, sampling_mode
 from rlkit.errors import EngineError
+from rlkit.models.compiled import NoKernel
 from rlkit.types import Policy
 
 
@@ -57,6 +58,8 @@ class Cached(Service):
                 f"(are {max_rows}, {max_cached_tokens}, {check_every})"
             )
         self.max_rows, self.keep_cache, self.kernel = max_rows, keep_cache, kernel
+        self.automatic = kernel == "auto"
+        self.why_eager = ""  # where `auto` is that
         self.elsewhere: Literal["eager", "fused"] | None = None
         self.threads: int | None = None  # of a fused step, which gives the same bits with any number; None: torch's
         self.make_scheduler = partial(
@@ -69,11 +72,19 @@ class Cached(Service):
         if not full_attention(causal.config, policy.context_length):
             if self.kernel == "fused":
                 raise EngineError("generation.kernel=fused: some layers do not see the whole context; use auto or eager")
+            self.why_eager = "some layers do not see the whole context"
             return Transformers(max_rows=self.max_rows).make_decoder(policy)
-        before = self.decoder
-        if isinstance(before, Scheduler) and before.asked == self.kernel and before.serves(policy, causal):
+        before, kernel = self.decoder, self.kernel
+        if self.automatic and kernel == "fused":  # settled: a model that it does not fit is decoded without it, a compiler is not lost
+            try:
+                compiled()
+            except NoKernel as error:
+                raise NoKernel(f"generation.kernel: the run decodes with compiled code, which is impossible here: {error}") from None
+            kernel = "auto"
+        if isinstance(before, Scheduler) and before.asked == kernel and before.serves(policy, causal):
             return before
-        decoder = self.make_scheduler(policy, causal, kernel=self.kernel)
+        decoder = self.make_scheduler(policy, causal, kernel=kernel)
+        self.why_eager = self.why_eager if kernel == "eager" else decoder.why_eager
         if decoder.kernel is not None:
             decoder.kernel.threads = self.threads
         if isinstance(before, Scheduler):
@@ -89,12 +100,22 @@ class Cached(Service):
     @property
     def decodes(self) -> Literal["eager", "fused"] | None:
         """The kernel in use, or that of another process that samples for this one; None before the first weights."""
-        return self.elsewhere if self.decoder is None else "fused" if getattr(self.decoder, "kernel", None) else "eager"
+        if self.decoder is None:
+            return self.elsewhere
+        return "fused" if getattr(self.decoder, "kernel", None) else "eager"
+
+    def settle(self, kernel: Literal["eager", "fused"], why_eager: str = "") -> None:
+        """`auto` is this kernel from now on, and decides nothing again: neither later nor in another process."""
+        if not self.automatic:
+            return
+        self.kernel, self.why_eager = kernel, why_eager
+        if isinstance(self.decoder, Scheduler) and kernel == "eager" == self.decodes:
+            self.decoder.asked = kernel  # it need not be built again
 
     def go_on_with(self, kernel: Literal["eager", "fused"]) -> str:
         """A run continues that used this kernel so far: "auto" becomes it. What differs nevertheless, as a sentence."""
-        if self.kernel == "auto" and kernel == "eager":
-            self.kernel = kernel
+        if self.automatic and kernel == "eager":
+            self.settle(kernel, "as the run did so far")
         try:
             fused = self.kernel != "eager" and bool(compiled())
         except EngineError:

@@ -1,7 +1,7 @@
 """The decoding step of a small model on a CPU as one call of compiled C (_step.c), where there is a compiler.
 
 What such a step costs is hardly its arithmetic: it is 300 calls of torch. The C file is compiled once, by the machine's own compiler in
-about a second. The library is kept in the user's cache folder, under a hash of all that it depends on.
+about a second (rlkit.models.compiled).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlkit.engines.cached.cache import Slots
 from rlkit.engines.cached.forward import Trunk
 from rlkit.engines.cached.sampler import Sampler
 from rlkit.errors import EngineError
-from rlkit.models.compiled import library
+from rlkit.models.compiled import library, load_or_reason
 from rlkit.models.head import Head
 
 SOURCE = Path(__file__).with_name("_step.c")
@@ -88,21 +88,21 @@ class Kernel:
             raise MemoryError(f"no memory for a decoding step of {slots} slots")
 
 
-def kernel_of(kind: str, trunk: Trunk | None, head: Head) -> Kernel | None:
-    """The kernel that `generation.kernel` asks for; None decodes by calls of torch. Raises: EngineError where "fused" is impossible."""
+def kernel_of(kind: str, trunk: Trunk | None, head: Head) -> tuple[Kernel | None, str]:
+    """The kernel that `generation.kernel` asks for; or None, which decodes by calls of torch, and why "auto" is that.
+
+    Raises: EngineError where "fused" is impossible, and where the load of the moment would decide what "auto" is.
+    """
     if kind == "eager":
-        return None
+        return None, ""
     reason = unfit(trunk, head)
     if kind == "auto" and not reason and sum(p.numel() for p in head.causal.parameters()) > MOST_WEIGHTS:
-        return None
-    try:
-        if reason or trunk is None:
-            raise EngineError(f"generation.kernel=fused: {reason}; use auto or eager")
-        return Kernel(trunk, head)
-    except EngineError:
+        return None, f"it has more than {MOST_WEIGHTS >> 20} million weights"
+    if reason or trunk is None:
         if kind == "fused":
-            raise
-        return None
+            raise EngineError(f"generation.kernel=fused: {reason}; use auto or eager")
+        return None, reason
+    return load_or_reason(kind, "generation.kernel", partial(Kernel, trunk, head))
 
 
 def unfit(trunk: Trunk | None, head: Head) -> str:
@@ -165,7 +165,7 @@ def _angles(trunk: Any, positions: int) -> Tensor:
 
 @cache
 def compiled() -> Any:
-    """The function of the C file: from the cache folder, or compiled now. Raises: EngineError where that is impossible."""
-    run = library(SOURCE, "generation.kernel", "step").step
+    """The function of the C file. Raises: NoKernel, Undecided (rlkit.models.compiled)."""
+    run = library(SOURCE, "step").step
     run.argtypes, run.restype = (ctypes.POINTER(StepArguments),), ctypes.c_int
     return run

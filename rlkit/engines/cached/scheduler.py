@@ -86,7 +86,11 @@ class Scheduler:
         self.forward = forward_of(self.trunk)
         self.weights = weights_place(causal)
         self.shares, self.cuda_graphs = can_capture(device), cuda_graphs and can_capture(device)
-        self.asked, self.kernel = kernel, kernel_of("eager" if self.shares and kernel == "auto" else kernel, self.forward, self.head)
+        self.asked = kernel
+        if self.shares and kernel == "auto":
+            self.kernel, self.why_eager = None, "it needs float32 weights on a CPU"
+        else:
+            self.kernel, self.why_eager = kernel_of(kernel, self.forward, self.head)
         self.graphs = Graphs(causal, device)
         self.cache: Slots | None = None
         self.samplers: dict[Any, Sampler] = {}

@@ -23,12 +23,19 @@ from rlkit.engines.vllm.request import check_reply
 from rlkit.engines.vllm.server import Server, start_server
 from rlkit.engines.vllm.weights import lora_rank, saved_model
 from rlkit.errors import ConfigError, EngineError
-from rlkit.types import Generation, Policy, SamplingParams
+from rlkit.types import Generation, Policy, SamplingParams, reaches
 
 INSTALL = "pip install -e '.[vllm]' where there is a GPU; for a CPU tests/vllm_env.sh FOLDER makes an environment with it"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
 
 
+@reaches(
+    addresses="address",
+    devices="variable",
+    folder="path",
+    arguments="program",
+    server="address",
+)
 class VLLM:
     """The contract `rlkit.types.Engine` with vLLM. It starts at the first load and keeps what it has told vLLM of the policy.
 

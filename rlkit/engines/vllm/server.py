@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 from rlkit.engines.vllm.request import generation, request
 from rlkit.errors import EngineError
+from rlkit.system.waiting import waiting, waiting_outside
 from rlkit.types import Generation, Policy, SamplingParams
 
 LONGEST = 3600.0  # seconds that one answer may take
@@ -90,7 +91,8 @@ class Server:
         async with self.slots():
             if self.losses != losses:  # while this waited: it may be back already, without the weights
                 raise Lost
-            choice = json.loads(await self.ask("/v1/completions", body))["choices"][0]
+            with waiting_outside():
+                choice = json.loads(await self.ask("/v1/completions", body))["choices"][0]
         return generation(policy, choice["token_ids"], choice["logprobs"]["token_logprobs"])
 
     async def score(self, ids: Sequence[int], k: int) -> list[Any]:
@@ -103,7 +105,9 @@ class Server:
         body = {"model": self.name, "prompt": list(ids), "prompt_logprobs": k, "max_tokens": 1, "temperature": 0.0}
         async with self.slots():
             hint = f"start it with --max-logprobs {k} or more" if k > 20 else ""  # its own default is 20
-            return list(json.loads(await self.ask("/v1/completions", body, hint=hint))["choices"][0]["prompt_logprobs"])
+            with waiting("the server", self.url):
+                answer = json.loads(await self.ask("/v1/completions", body, hint=hint))
+            return list(answer["choices"][0]["prompt_logprobs"])
 
     async def text_of(self, ids: Sequence[int]) -> str:
         """What its tokenizer makes of ids. Raises: as `ask`."""
@@ -162,7 +166,9 @@ async def fetch(url: str, body: Mapping[str, Any] | None = None) -> tuple[int, b
 
 
 def start_server(model: Path, flags: Sequence[str], *, max_rows: int, devices: str | None) -> Server:
-    """Start `vllm serve` of a saved model on a free port of this machine. It ends with this process."""
+    """Start `vllm serve` of a saved model on a free port of this machine. It ends with this process, even on SIGKILL."""
+    from rlkit.system.parent import guarded
+
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -176,7 +182,7 @@ def start_server(model: Path, flags: Sequence[str], *, max_rows: int, devices: s
     command = [sys.executable, "-m", server, "--model", str(model), *address, *flags]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            guarded(command), stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
         )
     atexit.register(end, process)
     print(f"rlkit: started vllm serve on port {port}, its log is {log}", file=sys.stderr)

@@ -101,15 +101,19 @@ if (!window.DecompressionStream) document.querySelector("main").prepend(rlkit.ma
     for (const mark of ticks(from, to || 1, width > 380 ? 6 : 4).filter((m) => state.axis !== "steps" || Number.isInteger(m))) drawn.push(draw("text", { x: X(mark), y: height - 8, class: "tick x" }, number(mark)));
     const body = draw("g", { "clip-path": `url(#${chart.clip})` });
     const path = (x, y) => x.map((v, i) => state.log && !(y[i] > 0) ? "" : `${i ? "L" : "M"}${X(v).toFixed(1)} ${Y(y[i]).toFixed(1)}`).join("").replace(/^L/, "M");
-    for (const { line, x } of points) if (line.low) {
+    for (const { line, x } of points) if (line.low && line.bars) line.low.forEach((bottom, i) => {
+      if (bottom < line.high[i] && (!state.log || bottom > 0)) body.append(draw("line", { x1: X(x[i]), x2: X(x[i]), y1: Y(bottom), y2: Y(line.high[i]), class: `bar c${line.group % COLOURS}` }));
+    });
+    for (const { line, x } of points) if (line.low && !line.bars) {
       const back = line.high.map((v, i) => `L${X(x[i]).toFixed(1)} ${Y(v).toFixed(1)}`).reverse().join("");
       body.append(draw("path", { d: `${path(x, line.low)}${back}Z`, class: `area c${line.group % COLOURS}` }));
     }
     for (const own of raws) body.append(draw("path", { d: path(own.x, own.y), ...paint(own.line.group), "stroke-opacity": 0.35, "stroke-width": 0.9 }));
-    for (const own of tails) body.append(draw("path", { d: path(own.x, own.y), ...paint(own.line.group), "stroke-opacity": 0.6, "stroke-width": 1 }));
+    for (const own of tails) if (!chart.joined) own.x.forEach((v, i) => body.append(draw("circle", { cx: X(v), cy: Y(own.y[i]), r: 1.8, class: `dot c${own.line.group % COLOURS}` })));
+    else body.append(draw("path", { d: path(own.x, own.y), ...paint(own.line.group), "stroke-opacity": 0.6, "stroke-width": 1 }));
     for (const { line, x } of points) {
-      body.append(draw("path", { d: path(x, line.y), ...paint(line.group) }));
-      if (x.length <= 12) x.forEach((v, i) => { if (!state.log || line.y[i] > 0) body.append(draw("circle", { cx: X(v), cy: Y(line.y[i]), r: 2.6, class: `dot c${line.group % COLOURS}` })); });
+      if (chart.joined) body.append(draw("path", { d: path(x, line.y), ...paint(line.group) }));
+      if (x.length <= 12 || line.bars || !chart.joined) x.forEach((v, i) => { if (!state.log || line.y[i] > 0) body.append(draw("circle", { cx: X(v), cy: Y(line.y[i]), r: 2.6, class: `dot c${line.group % COLOURS}` })); });
     }
     data.groups.forEach((group, index) => { if (!state.hidden.has(index)) group.phases.forEach(([step, name]) => {
       const x = X(across(index, step));

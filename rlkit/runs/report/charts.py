@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from rlkit.runs.report.read import Group, metrics_of, series
@@ -25,6 +26,7 @@ class Chart(NamedTuple):
     against: str = "steps"  # what the horizontal axis counts, one of UNITS
     span: float = 0.1  # the least range of the vertical axis: noise below it stays small
     healthy: tuple[float, float] | None = None  # the band of values that need no attention
+    joined: bool = True  # a line joins its points; nothing was measured between before and after training
 
 
 LEARNING, COMPONENTS, POLICY = "Learning", "Reward components", "Distance and entropy"
@@ -36,9 +38,27 @@ STATIC = (
     Chart("accuracy", LEARNING, "Validation accuracy", "eval/accuracy", "", False, "eval/accuracy_low", "eval/accuracy_high"),
     Chart("validation_reward", LEARNING, "Validation reward", "eval/reward", "", False, "eval/reward_low", "eval/reward_high"),
     Chart(
-        "test_accuracy", LEARNING, "Test accuracy", "test/accuracy", "before and after", False, "test/accuracy_low", "test/accuracy_high"
+        "test_accuracy",
+        LEARNING,
+        "Test accuracy",
+        "test/accuracy",
+        "before and after",
+        False,
+        "test/accuracy_low",
+        "test/accuracy_high",
+        joined=False,
     ),
-    Chart("test_reward", LEARNING, "Test reward", "test/reward", "before and after", False, "test/reward_low", "test/reward_high"),
+    Chart(
+        "test_reward",
+        LEARNING,
+        "Test reward",
+        "test/reward",
+        "before and after",
+        False,
+        "test/reward_low",
+        "test/reward_high",
+        joined=False,
+    ),
     Chart("reward_by_tokens", LEARNING, "Training reward by tokens", "reward/mean", "mean of the step's rollouts", against="tokens"),
     Chart("reward_by_seconds", LEARNING, "Training reward by seconds", "reward/mean", "mean of the step's rollouts", against="seconds"),
     Chart("accuracy_by_tokens", LEARNING, "Validation accuracy by tokens", "eval/accuracy", smooth=False, against="tokens"),
@@ -141,6 +161,10 @@ class Line(NamedTuple):
     low: list[float]
     high: list[float]
 
+    def spread(self) -> bool:
+        """Whether there is a band or are bars to draw."""
+        return self.low != self.high
+
 
 def line(curves: Sequence[Mapping[int, float]]) -> Line:
     """Seeds put together. A seed that ended early ends the line: a mean of fewer would jump where it is missing."""
@@ -159,12 +183,13 @@ def window(groups: Sequence[Group]) -> int:
 
 
 class Curve(NamedTuple):
-    """What a chart draws of a group of runs."""
+    """What a chart draws of a group of runs. A band lies where every step was measured; points further apart have bars."""
 
     group: int
     shown: Line  # smoothed; low and high are those of the seeds, or of one run's interval
     raw: Line | None  # the same without smoothing, where there is any
     tails: Sequence[Mapping[int, float]]  # of seeds that go on after another has ended
+    bars: bool  # in place of a band
 
 
 def curves_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> list[Curve]:
@@ -183,7 +208,8 @@ def curves_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> list
             shown = Line(shown.steps, shown.mean, *sides)
         ended = shown.steps[-1] if shown.steps else 0
         tails = [{step: value for step, value in values.items() if step >= ended} for values in smooth_own]
-        out.append(Curve(index, shown, line(own) if steps > 1 else None, [tail for tail in tails if len(tail) > 1]))
+        bars = not chart.joined or any(b - a > 1 for a, b in pairwise(shown.steps))
+        out.append(Curve(index, shown, line(own) if steps > 1 else None, [tail for tail in tails if len(tail) > 1], bars))
     return out
 
 
@@ -251,7 +277,7 @@ def _group_data(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
 
 def _chart_data(chart: Chart, groups: Sequence[Group], smooth: int | None) -> dict[str, Any]:
     own: dict[str, Any] = {"name": chart.name, "section": chart.section, "title": chart.title, "unit": chart.unit, "metric": chart.metric}
-    own |= {"span": chart.span, "healthy": chart.healthy}
+    own |= {"span": chart.span, "healthy": chart.healthy, "joined": chart.joined}
     return own | {"lines": [_curve_data(curve) for curve in curves_of(chart, groups, smooth)]}
 
 
@@ -259,8 +285,8 @@ def _curve_data(curve: Curve) -> dict[str, Any]:
     shown = curve.shown
     kept = thinned(shown.mean)
     out: dict[str, Any] = {"group": curve.group, "x": [shown.steps[i] for i in kept], "y": _rounded(shown.mean[i] for i in kept)}
-    if shown.low != shown.high:
-        out |= {"low": _rounded(shown.low[i] for i in kept), "high": _rounded(shown.high[i] for i in kept)}
+    if shown.spread():
+        out |= {"low": _rounded(shown.low[i] for i in kept), "high": _rounded(shown.high[i] for i in kept), "bars": curve.bars}
     if curve.raw:
         kept = thinned(curve.raw.mean)
         out["raw"] = {"x": [curve.raw.steps[i] for i in kept], "y": _rounded(curve.raw.mean[i] for i in kept)}

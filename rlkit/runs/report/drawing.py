@@ -86,7 +86,10 @@ def figure_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Any:
 
 
 def draw_lines(axes: Any, chart: Chart, groups: Sequence[Group], smooth: int | None) -> None:
-    """Lines with the band of the seeds, or of one run's interval; unsmoothed values faint behind; phases as dotted lines."""
+    """Lines with the spread of the seeds, or one run's interval: a band where every step was measured, else bars at the points.
+
+    Unsmoothed values are faint behind, and phases are dotted lines.
+    """
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7 if chart.against == "steps" else 4, integer=True))
@@ -94,15 +97,17 @@ def draw_lines(axes: Any, chart: Chart, groups: Sequence[Group], smooth: int | N
         group, shown = groups[curve.group], curve.shown
         colour, dash = style(curve.group)
         label = group.label if len(group.runs) == 1 else f"{group.label}, {len(group.runs)} seeds"
-        mark = "o" if len(shown.steps) <= 12 else None
-        drawn = {"color": colour, "linestyle": dash}
+        mark = "o" if len(shown.steps) <= 12 or curve.bars else None
+        drawn = {"color": colour, "linestyle": dash if chart.joined else "none"}
         at = axis(group, chart.against)
         axes.plot(at(shown.steps), shown.mean, marker=mark, markersize=3, linewidth=1.6, label=label, **drawn)
         if curve.raw:
             axes.plot(at(curve.raw.steps), curve.raw.mean, linewidth=0.8, alpha=0.35, **drawn)
         for tail in curve.tails:
-            axes.plot(at(list(tail)), list(tail.values()), linewidth=0.9, alpha=0.6, **drawn)
-        if shown.low != shown.high:
+            axes.plot(at(list(tail)), list(tail.values()), marker=None if chart.joined else ".", linewidth=0.9, alpha=0.6, **drawn)
+        if shown.spread() and curve.bars:
+            axes.vlines(at(shown.steps), shown.low, shown.high, color=colour, alpha=0.6, linewidth=1.4)
+        elif shown.spread():
             axes.fill_between(at(shown.steps), shown.low, shown.high, color=colour, alpha=0.18, linewidth=0)
     low, high = axes.dataLim.intervaly
     if math.isfinite(low) and (own := limits(chart, low, high)) != (low, high):

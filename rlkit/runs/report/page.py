@@ -10,11 +10,13 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from rlkit.runs.comparing import TO_CLAIM
 from rlkit.runs.report.charts import BINS, OTHER, SECTIONS, Chart, others, page_data, phase_starts, seconds_data, solve_rates
 from rlkit.runs.report.conversations import Shown, compressed
 from rlkit.runs.report.read import Group, ReadRun, differences, is_number
 from rlkit.runs.report.tables import HeldOutRow, WithInterval, before_after, reward_rows, symptoms
-from rlkit.runs.report.verdicts import UNITS, budgets, shared_figure, told, verdicts
+from rlkit.runs.report.verdicts import UNITS, basis, budgets, falls, notes, shared_figure, verdicts
+from rlkit.tasks.splits import count_in_words
 
 SCRIPTS = ("charts.js", "report.js")
 NOSCRIPT = "<noscript><p class=note>The charts need JavaScript; they are in the folder beside this file as SVG and PDF too.</p></noscript>"
@@ -41,7 +43,7 @@ def render(
     curves = [section(name, charts_of(name, every, groups)) for name in SECTIONS]
     sections = [
         section("Which is better", verdict_list(groups)),
-        section("Before and after", held_out_table(own) if (own := before_after(groups)) else ""),
+        section("Before and after", (held_out_table(own) if (own := before_after(groups)) else "") + fall_list(groups)),
         section("Health", health_list(groups)),
         *curves,
         section("Solve rates", '<div class=charts id="solved"></div>' + SOLVED if any(p.solved for p in shown.played) else ""),
@@ -117,15 +119,18 @@ def held_out_table(rows: Sequence[HeldOutRow]) -> str:
             escape(row.figure),
             interval(row.before),
             interval(row.after),
-            change(row.change),
-            str(row.problems),
+            change(row.change, marked=row.claims()),
+            count_in_words(row.problems, row.distinct),
             str(row.seeds),
         )
         for row in rows
     ]
     several = any(row.seeds > 1 for row in rows)
     note = "In brackets 95 % intervals: of one seed over problems, that of the change as of two independent samples (Newcombe)"
-    note += "; of three seeds and more Student's t over seeds, of these problems; two seeds have none." if several else "."
+    note += "; of three seeds and more Student's t over seeds, of these problems; two seeds have none" if several else ""
+    note += f", and fewer than {TO_CLAIM} seeds claim nothing." if several else "."
+    if any(row.distinct < row.problems for row in rows):
+        note += " Rows that repeat a problem count once in an interval of one seed."
     return (
         html_table(("line", "problems of", "figure", "before", "after", "change", "problems", "seeds"), cells) + f"<p class=note>{note}</p>"
     )
@@ -139,16 +144,26 @@ def verdict_list(groups: Sequence[Group]) -> str:
         return ""
     kinds = {"better": "good", "worse": "bad", "open": "open"}
     items = [f"<li class={kinds[v.claim]}>{escape(v.sentence)}</li>" for v in found]
-    said = [f"<p class=note>{escape(text)}</p>" for text in told(groups, compared, found)[len(found) :]]
+    said = [f"<p class=note>{escape(text)}</p>" for text in (basis(compared, found), *notes(groups))]
     spent = budgets(groups)
     rows = [[escape(group.label), *(f"{values[i]:,.0f}" for values in spent.values())] for i, group in enumerate(groups)]
     table = html_table(["spent by a run", *(UNITS[unit] for unit in spent)], rows) if spent else ""
     return f"<ul class=health>{''.join(items)}</ul>{''.join(said)}{table}"
 
 
-def change(estimate: WithInterval) -> str:
-    """A change, marked where its interval leaves out 0; without an interval it is open."""
-    kind = "good" if estimate.low > 0 else "bad" if estimate.high < 0 else "open"
+def fall_list(groups: Sequence[Group]) -> str:
+    """The lines that end below their start; nothing where there is none."""
+    items = [f"<li class={'bad' if fall.claim else 'open'}>{escape(fall.sentence)}</li>" for fall in falls(groups)]
+    return f"<ul class=health>{''.join(items)}</ul>" if items else ""
+
+
+def change(estimate: WithInterval, *, marked: bool = True) -> str:
+    """A change, marked where its interval leaves out 0 and it may be claimed; without an interval it is open."""
+    kind = "open"
+    if marked and estimate.low > 0:
+        kind = "good"
+    if marked and estimate.high < 0:
+        kind = "bad"
     return f"<span class={kind}>{interval(estimate, sign='+')}</span>"
 
 
@@ -301,7 +316,8 @@ def reading(groups: Sequence[Group]) -> str:
             "where a seed ended early, the others go on thin."
         )
     if any(len(group.runs) == 1 and group.runs[0].summary.get("before") for group in groups):
-        said.append("The band of an accuracy of one run is its 95 % interval over problems.")
+        said.append("The interval of an accuracy of one run is at 95 % over problems.")
+    said.append("Bars stand at steps that were measured, in place of a band, where not every step was.")
     before = [run.summary.get("before") for group in groups for run in group.runs]
     if any(isinstance(side, dict) and side and "split" not in side for side in before):
         said.append(

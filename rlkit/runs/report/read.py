@@ -59,9 +59,10 @@ def find_runs(paths: Iterable[Path | str], command: str = "report") -> list[Path
 
 
 def folders(path: Path) -> list[Path]:
-    """Folders below a path that may hold a run; not what Hydra writes, nor the evaluations inside a run."""
+    """Folders below a path that may hold a run; not what Hydra writes, nor what a sweep has set aside."""
     files = [f for name in ("config.yaml", *(f"rollouts{ending}" for ending in FORMATS)) for f in path.rglob(name)]
-    return list(dict.fromkeys(f.parent for f in files if f.parent.name != ".hydra"))
+    found = dict.fromkeys(f.parent for f in files if f.parent.name != ".hydra")
+    return [f for f in found if runs.SET_ASIDE not in str(f.relative_to(path))]
 
 
 def is_source(folder: Path) -> bool:

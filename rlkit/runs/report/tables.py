@@ -9,9 +9,10 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from rlkit.episodes.summary import STATUSES
-from rlkit.runs.comparing import bounded_mean, paired
+from rlkit.runs.comparing import TO_CLAIM, bounded_mean, paired, smallest_step
 from rlkit.runs.report.read import Group, ReadRun, is_number, metrics_of, series
 from rlkit.runs.report.trends import TRENDS, shadows
+from rlkit.runs.report.verdicts import distinct_problems
 from rlkit.training.callbacks.pathologies import CHECKS, INTERVALS
 
 UNNAMED = "held-out"  # the split of figures that name none
@@ -32,10 +33,15 @@ class HeldOutRow(NamedTuple):
     split: str  # test; held-out in runs from before there were three splits
     figure: str
     seeds: int
-    problems: int
+    problems: int  # rows
+    distinct: int  # problems among them
     before: WithInterval
     after: WithInterval
     change: WithInterval
+
+    def claims(self) -> bool:
+        """Whether the change may be called a gain or a loss: of one run over its problems, else of `TO_CLAIM` seeds and more."""
+        return self.seeds == 1 or self.seeds >= TO_CLAIM
 
 
 def before_after(groups: Iterable[Group]) -> list[HeldOutRow]:
@@ -86,14 +92,15 @@ def figures(line: str, split: str, prefix: str, pairs: Sequence[tuple[Mapping[st
             continue  # the reward is the accuracy
         both = [[estimate(side[name], side[interval]) for side in pair] for pair in pairs]
         problems = int(pairs[0][1]["n"])
+        distinct = distinct_problems(pairs[0][1])
         if len(both) == 1:
             before, after, change = *both[0], newcombe(*both[0])
         else:
-            step = 1 / problems if name == "accuracy" and problems else 0.0
             sides = [[pair[i].value for pair in both] for i in (0, 1)]
-            before, after = (over_seeds(own, bounded=name == "accuracy", resolution=step) for own in sides)
+            step = 1 / distinct if name == "accuracy" and distinct else smallest_step([value for own in sides for value in own])
+            before, after = (over_seeds(own, bounded=True, resolution=step) for own in sides)
             change = over_seeds([b - a for a, b in zip(*sides, strict=True)], bounded=False, resolution=step)
-        out.append(HeldOutRow(line, split, prefix + name, len(pairs), problems, before, after, change))
+        out.append(HeldOutRow(line, split, prefix + name, len(pairs), problems, distinct, before, after, change))
     return out
 
 
@@ -121,14 +128,15 @@ def over_seeds(values: Sequence[float], *, bounded: bool, resolution: float = 0.
     The problems are held fixed: the interval is of these problems, whatever the seed.
 
     Args:
-      bounded: the figure is a share, and so is its interval: t of asin √x, taken back.
+      bounded: the figure is one of a policy, and its interval stays within 0 … 1 and the values (`bounded_mean`); else it is a change.
       resolution: the smallest step of a figure.
     """
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return WithInterval(math.nan, math.nan, math.nan)
     if bounded:
-        return WithInterval(*bounded_mean(known, resolution=resolution))
+        bounds = min(0.0, *known), max(1.0, *known)
+        return WithInterval(*bounded_mean(known, resolution=resolution, bounds=bounds))
     return WithInterval(*paired([0.0] * len(known), known, resolution=resolution)[:3])
 
 

@@ -11,8 +11,20 @@ from itertools import accumulate, combinations, pairwise
 from typing import Any, Literal, NamedTuple
 
 from rlkit.errors import ConfigError
-from rlkit.runs.comparing import ALPHA, FEWEST, Difference, detectable, holm, holm_levels, paired, seeds_needed
+from rlkit.runs.comparing import (
+    ALPHA,
+    TO_CLAIM,
+    Difference,
+    detectable,
+    holm,
+    holm_levels,
+    paired,
+    seeds_needed,
+    smallest_step,
+    spread_bound,
+)
 from rlkit.runs.report.read import Group, ReadRun, differences, is_number, series
+from rlkit.statistics import FEWEST
 
 EFFECT = 0.01  # the difference that seeds are counted for where nobody names one: a point of accuracy
 LAST = 10  # RL steps at the end of a run whose training reward is compared
@@ -89,7 +101,7 @@ def shared_figure(groups: Sequence[Group], name: str | None = None, at: str | No
         title, read = FIGURES[key]
         values = [{run.seed or 0: value for run in group.runs if (value := read(run)) is not None} for group in groups]
         if sum(map(bool, values)) > 1:
-            return Figure(title, values, 0.0 if "reward" in key else _resolution(groups))
+            return Figure(title, values, _resolution(groups, values, accuracy="reward" not in key))
     if name:
         raise ConfigError(f"figure={name}: fewer than two of the lines have a {FIGURES[name][0]}")
     return None
@@ -108,14 +120,29 @@ def _at_budget(groups: Sequence[Group], at: str) -> Figure:
             values[-1] |= {run.seed or 0: curve[max(within)]} if within else {}
     if sum(map(bool, values)) < 2:
         raise ConfigError(f"at={at}: needs validation on the way, which these runs lack; train with evaluation.every=N")
-    return Figure(f"validation accuracy after {shared:,.0f} {UNITS[at]}", values, _resolution(groups))
+    name = f"validation accuracy after {shared:,.0f} {UNITS[at]}"
+    return Figure(name, values, _resolution(groups, values, accuracy=True))
 
 
-def _resolution(groups: Sequence[Group]) -> float:
-    """1 / problems of a run's evaluation."""
+def _resolution(groups: Sequence[Group], values: Sequence[Mapping[int, float]], *, accuracy: bool) -> float:
+    """The smallest step of a figure: of an accuracy 1 / distinct problems; of a reward, whose scale is anyone's, the smallest seen."""
+    seen = smallest_step([value for own in values for value in own.values()])
+    counts = _problem_counts(groups)
+    if not counts or (seen and not accuracy):
+        return seen
+    return 1 / min(counts)
+
+
+def _problem_counts(groups: Sequence[Group]) -> list[int]:
+    """Distinct problems of every evaluation of test and validation problems that says how many it had."""
     sides = [run.summary.get(side) for group in groups for run in group.runs for side in ("after", "validation")]
-    counts = [side["n"] for side in sides if isinstance(side, Mapping) and isinstance(side.get("n"), int) and side["n"] > 0]
-    return 1 / min(counts) if counts else 0.0
+    return [count for side in sides if isinstance(side, Mapping) and (count := distinct_problems(side))]
+
+
+def distinct_problems(result: Mapping[str, Any]) -> int:
+    """How many distinct problems an evaluation had; its rows, where it does not tell them apart; 0 where it says nothing."""
+    found = result.get("distinct", result.get("n"))
+    return found if isinstance(found, int) and found > 0 else 0
 
 
 # ------------------------------------------------------------------------------------------------------ budgets
@@ -167,7 +194,7 @@ def verdicts(groups: Sequence[Group], compared: Figure, *, every_pair: bool = Fa
     """What can be said of each line against the first, or of every pair.
 
     Student's t of the differences within seeds; Holm's correction over the comparisons that have enough seeds, intervals to match, so
-    that one leaves out 0 exactly where a difference is claimed. Below `FEWEST` seeds in common nothing is claimed.
+    that one leaves out 0 exactly where a difference is claimed. Below `TO_CLAIM` seeds in common nothing is claimed.
 
     Args:
       effect: the difference > 0 that the seeds are counted for where nothing can be claimed.
@@ -177,8 +204,8 @@ def verdicts(groups: Sequence[Group], compared: Figure, *, every_pair: bool = Fa
     shared = [sorted(compared.values[a].keys() & compared.values[b].keys()) for a, b in places]
     sides = [tuple([compared.values[i][seed] for seed in seeds] for i in pair) for pair, seeds in zip(places, shared, strict=True)]
     found = [paired(*own, resolution=compared.resolution) if own[0] else NOTHING for own in sides]
-    p, levels = holm([d.p for d in found]), holm_levels([d.p for d in found])
-    count = max(1, sum(not math.isnan(d.p) for d in found))
+    p, levels = holm([d.evidence() for d in found]), holm_levels([d.evidence() for d in found])
+    count = max(1, sum(d.n >= FEWEST for d in found))
     out = []
     for (a, b), own, first, adjusted, level in zip(places, sides, found, p, levels, strict=True):
         d = paired(*own, level=level, resolution=compared.resolution) if own[0] else first
@@ -198,16 +225,74 @@ def sentence(first: str, second: str, d: Difference, claim: str, *, effect: floa
         return f"{second} is {claim} than {first} by {abs(d.mean):.3f} ({low:.3f} to {high:.3f}), {d.n} seeds."
     head = f"{second} against {first}: no difference can be claimed"
     if d.n < FEWEST:
-        return f"{head}; they share {d.n or 'no'} seed{'s' * (d.n != 1)}, and fewer than {FEWEST} say nothing."
-    seen, needed = detectable(d.spread, d.n, comparisons=comparisons), seeds_needed(d.spread, effect, comparisons=comparisons)
-    seeds = f"to see {effect:g} you need {needed} seeds" if needed > d.n else f"{d.n} seeds are enough to see {effect:g}"
-    visible = f"; these {d.n} seeds see {seen:.3f}" if needed > d.n and math.isfinite(seen) else ""
-    return f"{head} ({d.mean:+.3f}, {d.low:+.3f} to {d.high:+.3f}); {seeds}{visible}."
+        return f"{head}; they share {d.n or 'no'} seed{'s' * (d.n != 1)}, and fewer than {TO_CLAIM} claim nothing."
+    bound = spread_bound(d.spread, d.n)
+    needed = seeds_needed(bound, effect, comparisons=comparisons)
+    head += f" ({d.mean:+.3f}, {d.low:+.3f} to {d.high:+.3f})"
+    if d.n < TO_CLAIM:
+        return f"{head}, since {d.n} seeds claim nothing; to see {effect:g} you need {needed} seeds."
+    if needed <= d.n:
+        return f"{head}; {d.n} seeds are enough to see {effect:g}."
+    visible = detectable(bound, d.n, comparisons=comparisons)
+    return f"{head}; to see {effect:g} you need {needed} seeds; these {d.n} seeds see {visible:.3f}."
+
+
+class Fall(NamedTuple):
+    """A line whose mean accuracy after training is below that before it."""
+
+    line: str
+    before: float
+    found: Difference  # after - before, within seeds
+    claim: bool  # no chance, at a level that is corrected for the number of lines
+    sentence: str
+
+
+def falls(groups: Sequence[Group]) -> list[Fall]:
+    """Lines that end below their start: in test accuracy, else in validation accuracy, of the runs that have both ends.
+
+    Holm's correction over all lines, whether or not they fell. Fewer than `TO_CLAIM` seeds claim nothing.
+    """
+    ends = {group.label: [pair for run in group.runs if (pair := _ends(run)) is not None] for group in groups}
+    known = {label: list(zip(*own, strict=True)) for label, own in ends.items() if own}
+    resolution = 1 / min(_problem_counts(groups), default=math.inf)
+    tests = [paired(*own, resolution=resolution) for own in known.values()]
+    p, levels = holm([d.evidence() for d in tests]), holm_levels([d.evidence() for d in tests])
+    out = []
+    for (label, own), adjusted, level in zip(known.items(), p, levels, strict=True):
+        d = paired(*own, level=level, resolution=resolution)
+        if d.mean < 0:
+            before, claim = _mean(own[0]), adjusted <= ALPHA
+            out.append(Fall(label, before, d, claim, fall_sentence(label, before, d, claim=claim)))
+    return out
+
+
+def _ends(run: ReadRun) -> tuple[float, float] | None:
+    """Accuracy before and after training."""
+    before, after = (_side(run, side, "accuracy") for side in ("before", "after"))
+    if before is not None and after is not None:
+        return before, after
+    curve = series(run, "eval/accuracy")
+    return (curve[min(curve)], curve[max(curve)]) if len(curve) > 1 else None
+
+
+def fall_sentence(line: str, before: float, d: Difference, *, claim: bool) -> str:
+    """That a line ends below its start, and whether that may be chance."""
+    said = f"{line} ends below its start: accuracy {before:.3f} before, {before + d.mean:.3f} after"
+    if d.n >= FEWEST:
+        said += f" ({d.mean:+.3f}, {d.low:+.3f} to {d.high:+.3f})"
+    said += f", {d.n} seed{'s' * (d.n != 1)}"
+    if d.n < TO_CLAIM:
+        return f"{said}; fewer than {TO_CLAIM} claim nothing."
+    return f"{said}." if claim else f"{said}; this may be chance."
 
 
 def told(groups: Sequence[Group], compared: Figure, found: Sequence[Compared]) -> list[str]:
-    """The verdicts as lines of text, with what they rest on."""
+    """The verdicts as lines of text, with what they rest on, and which lines lost by training."""
+    return [*(v.sentence for v in found), *(fall.sentence for fall in falls(groups)), basis(compared, found), *notes(groups)]
+
+
+def basis(compared: Figure, found: Sequence[Compared]) -> str:
+    """What verdicts rest on."""
     tested = sum(not math.isnan(v.p) for v in found)
-    how = f"{compared.name}; pairs of runs of one seed; 95 % by Student's t"
-    how += f", corrected for {tested} comparisons (Holm)" if tested > 1 else ""
-    return [*(v.sentence for v in found), f"({how})", *notes(groups)]
+    corrected = f"; claims corrected for {tested} comparisons (Holm), each interval at 95 % or more" if tested > 1 else ""
+    return f"({compared.name}; pairs of runs of one seed; 95 % by Student's t{corrected})"

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rlkit.runs import folder as runs
 from rlkit.system import owner
 from rlkit.system.files import write_json
 from rlkit.system.rows import read_rows
 
-STOP = "stop"  # jobs/stop: no further job starts
+EARLIER = "earlier"  # why a job did not run: a sweep before did it
 
 
 class RunJob(NamedTuple):
@@ -23,31 +23,45 @@ class RunJob(NamedTuple):
     number: int
     overrides: list[str]
     folder: Path
-    status: str  # running, finished, failed, interrupted, not started
-    pid: int = 0
-    host: str = ""
+    status: str = "waiting"  # then running; finished, failed, interrupted, not started
+    process: Mapping[str, Any] = {}  # while it runs, as `owner.describe_process` has it
     seconds: float = 0.0
-    reason: str = ""  # why it did not finish; "earlier" where a sweep before did the job
+    reason: str = ""  # why it did not finish; EARLIER where a sweep before did the job
 
 
-def save(record: Path, job: RunJob) -> None:
-    """Write what is known of a job."""
-    write_json(record, job._asdict() | {"folder": str(job.folder)})
+def record_path(root: Path, folder: Path) -> Path:
+    """The file of a job of a sweep whose run folder is below the sweep's."""
+    return root / "jobs" / f"{'.'.join(folder.relative_to(root).parts)}.json"
+
+
+def save(record: Path, job: RunJob) -> RunJob:
+    """Write what is known of a job, and return it. Secrets of its overrides are left out."""
+    known = job._asdict()
+    known["folder"] = str(job.folder)
+    known["overrides"] = runs.without_secrets(list(job.overrides))
+    write_json(record, known)
+    return job
 
 
 def read_jobs(jobs: Path) -> list[RunJob]:
-    """All jobs that have begun, in order."""
+    """All jobs that have begun, in order. A file that cannot be read is passed over."""
     found = []
     for path in jobs.glob("*.json"):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
             known = json.loads(path.read_text())
-            found.append(RunJob(**known | {"folder": Path(known["folder"])}))
+            job = RunJob(**known | {"folder": Path(known["folder"])})
+            if all(isinstance(getattr(job, key), kind) for key, kind in TYPES.items()):
+                found.append(job)
     return sorted(found, key=lambda job: job.number)
+
+
+TYPES = {"number": int, "overrides": list, "status": str, "process": dict, "seconds": int | float}
 
 
 def alive(job: RunJob) -> bool:
     """Whether a job's process runs on this machine. Nothing is known of a process on another one."""
-    return job.status == "running" and job.pid > 0 and job.host == socket.gethostname() and owner.started(job.pid) is not None
+    named = isinstance(job.process.get("pid"), int) and job.process["pid"] > 0
+    return job.status == "running" and named and owner.runs_here(job.process)
 
 
 def last_reward(folder: Path) -> float | None:

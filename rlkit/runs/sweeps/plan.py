@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from rlkit.config.changes import ONCE, PLACE, difference
+from rlkit.config.changes import ONCE, other_run
 from rlkit.distributed.launch import sweep_problem
-from rlkit.errors import ConfigError, Refusal, install
+from rlkit.errors import ConfigError, DataError, Refusal, install
 from rlkit.runs import folder as runs
 from rlkit.runs.sweeps.jobs import alive, read_jobs
 from rlkit.system import owner
+from rlkit.system.files import put_aside
 
 PLUGINS = ("joblib", "submitit", "optuna")  # extras
+SHOWN = 3  # changed settings that a sentence names
 
 
 class Plan(NamedTuple):
@@ -32,7 +34,7 @@ class Plan(NamedTuple):
     varied: list[str]  # keys with several values
 
 
-def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
+def make_plan(arguments: Sequence[str], config_dir: str | None, *, trusted: bool = False) -> Plan:
     """The jobs of a command line, each of them composed, checked and dry-run. Raises ConfigError with all problems at once."""
     given = [read_override(text)[1] for text in arguments]
     if secret := [text.partition("=")[0] for text in arguments if runs.without_secrets(text) != text]:
@@ -42,6 +44,8 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
         )
     config = compose_sweep(given, config_dir)
     root, search = Path(config.hydra.sweep.dir), is_search(config)
+    if not config.takeover and (living := owner.occupied(root)):
+        raise owner.Occupied(living)  # before its jobs' folders are looked at, which belong to it
     resume = ([text.partition("=")[2] for text in given if text.lstrip("+").partition("=")[0] == "resume"] or ["never"])[-1]
     if resume not in ("never", "auto"):
         raise ConfigError(
@@ -51,16 +55,22 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
     every = [*(f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()), *own]
     varied = [key for key, texts in _values(every, intervals=search).items() if len(texts) > 1]
     jobs = corners(every) if search else expand(every)
-    added = check_jobs(jobs, config_dir, None if search else root, resume == "auto")
-    if running := [job for job in read_jobs(root / "jobs") if alive(job)]:
-        raise ConfigError(f"{root}: job {running[0].folder.name} still runs there as process {running[0].pid}; wait for it, or end it")
+    added = check_jobs(jobs, config_dir, None if search else root, resume == "auto", trusted=trusted)
+    refuse_running(root)
     if not varied and not search:
         raise ConfigError("-m: no key has several values; write algorithm=grpo,dapo seed=1,2, or leave -m away")
     task = [f"++{text}" if text.partition("=")[0] in added else text for text in own]
     return Plan(config, task, root, int(config.hydra.sweeper.n_trials) if search else len(jobs), varied)
 
 
-def check_jobs(jobs: Sequence[list[str]], config_dir: str | None, root: Path | None, resume: bool) -> set[str]:
+def refuse_running(root: Path) -> None:
+    """Raises ConfigError where a job of an earlier sweep still runs, which has lost its sweep."""
+    for job in read_jobs(root / "jobs"):
+        if alive(job):
+            raise ConfigError(f"{root}: job {job.folder.name} still runs there as process {job.process['pid']}; wait for it, or end it")
+
+
+def check_jobs(jobs: Sequence[list[str]], config_dir: str | None, root: Path | None, resume: bool, *, trusted: bool = False) -> set[str]:
     """Composes, checks and dry-runs every job; the keys that only a signature knows, which Hydra has to be told to add.
 
     Args:
@@ -74,7 +84,7 @@ def check_jobs(jobs: Sequence[list[str]], config_dir: str | None, root: Path | N
     added: set[str] = set()
     for job in jobs:
         try:
-            composed = compose(job, config_dir=config_dir)
+            composed = compose(job, config_dir=config_dir, trusted=trusted)
             added |= {key[2:] for text in composed.overrides if (key := text.partition("=")[0]).startswith("++")}
             x = experiment(composed)
             check_loggers(x.logger)
@@ -190,9 +200,13 @@ def dirname(overrides: Sequence[str]) -> str:
 
 
 def folder_name(text: str) -> str:
-    """A job's overrides as the name of one folder: no slash in it, and not longer than a file system takes."""
+    """A job's overrides as the name of one folder: no slash in it, printable, and not longer than a file system takes."""
     name = text.replace("/", ".").replace("++", "").replace("'", "").replace('"', "").replace(" ", "")
-    return name if len(name) <= 160 else f"{name[:150]}~{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    if name.isprintable() and len(name.encode()) <= 160 and name not in ("", ".", ".."):
+        return name
+    plain = "".join(c if c.isprintable() else "_" for c in name)
+    digest = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:8]
+    return f"{plain.encode()[:150].decode(errors='ignore')}~{digest}"
 
 
 OmegaConf.register_new_resolver("rlkit_folder", folder_name, replace=True)  # conf/train.yaml, hydra.sweep.subdir
@@ -201,13 +215,45 @@ OmegaConf.register_new_resolver("rlkit_folder", folder_name, replace=True)  # co
 def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> list[str]:
     """Why a job cannot run in its folder: a run is there already, or one of another config."""
     if not runs.is_run(folder):
-        return []
+        return [f"{folder} holds a finished run without config.yaml; move it away"] if runs.is_finished(folder) else []
     root = folder.parent
     other = f"another sweep needs a folder of its own, as in hydra.sweep.dir={root}_2"
     if not resume:
         return [f"{root} holds runs of these jobs already, which are never overwritten; resume=auto goes on with them, {other}"]
     if not config.get("takeover") and (living := owner.occupied(folder)):
         return [living]
-    changed = difference(runs.read_config(folder), config, beside=PLACE)
-    said = ", ".join(f"{key} was {was} and is now {now}" for key, (was, now) in list(changed.items())[:3])
-    return [f"{folder} holds a run of another config ({said}); {other}"] if changed else []
+    changed = changed_settings(folder, config)
+    return [f"{folder} holds a run of another config ({changed}); {other}"] if changed else []
+
+
+def changed_settings(folder: Path, config: Mapping[str, Any]) -> str:
+    """In what the run of a folder differs from a job's config, its length included; empty if in nothing that counts.
+
+    Raises: DataError where the folder's config cannot be read.
+    """
+    earlier = runs.read_config(folder)
+    changed = other_run(earlier, config)
+    lengths = [(own.get("trainer") or {}).get("steps") for own in (earlier, config)]
+    if lengths[0] != lengths[1]:
+        changed = {"trainer.steps": (lengths[0], lengths[1]), **changed}
+    named = [f"{key} was {was} and is now {now}" for key, (was, now) in changed.items()]
+    more = f", and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
+    return ", ".join(named[:SHOWN]) + more
+
+
+def set_aside_changed(folder: Path, config: Mapping[str, Any]) -> str:
+    """Moves the run of a folder away if it is not one of a job's config; why, or nothing.
+
+    Raises: Occupied if a process works there; OSError where it cannot be moved.
+    """
+    if not runs.is_run(folder) and not runs.is_finished(folder):
+        return ""
+    try:
+        changed = changed_settings(folder, config)
+    except DataError as error:
+        changed = str(error)
+    if changed:
+        if living := owner.occupied(folder):
+            raise owner.Occupied(living)
+        put_aside(folder, runs.SET_ASIDE)
+    return changed

@@ -8,9 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from rlkit.types import ranges
+from rlkit.types import ranges, safe
 
 
+@safe("best")
 @ranges(every=(1, None), keep=(1, None))
 def checkpoint(
     run: Path, /, *, every: int = 10, keep: int = 2, best: str | None = None, mode: Literal["max", "min"] = "max", model: bool = True

@@ -21,8 +21,9 @@ from rlkit.distributed import ranks
 from rlkit.errors import DataError, Interrupted
 from rlkit.models.save import save_policy
 from rlkit.system import owner
-from rlkit.system.digest import damage, seal
-from rlkit.system.files import LOST, as_oserror, atomic, lenient, put_aside, reason, sync, write_json
+from rlkit.system.contents import APPENDED, METRICS, Hashed, list_files, measure_files, set_aside
+from rlkit.system.digest import damage, only_listed, seal
+from rlkit.system.files import LOST, as_oserror, atomic, is_json, lenient, open_regular, put_aside, reason, sync, write_json
 from rlkit.system.rows import WAITING
 from rlkit.training.callbacks.metrics import still_owned
 
@@ -69,12 +70,19 @@ class RLCheckpoint(L.Callback):
         self.run, self.folder = run, run / "checkpoints"
         self.every, self.keep, self.metric, self.mode, self.model = every, keep, best, mode, model
         self.best: dict[str, Any] = {}  # step and value
+        self.measured: dict[str, Hashed] = {}  # the run's other files, up to the last checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best = state_dict["best"]
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+        """Lists what the run has written so far, so that a resume knows its own files. Every other callback has written by now."""
+        if trainer.is_global_zero:
+            self.measured = measure_files(self.run, self.measured)
+            checkpoint["written"] = list_files(self.run, self.measured)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         before = self.best
@@ -100,8 +108,9 @@ class RLCheckpoint(L.Callback):
         best = self.folder / BEST
 
         def write_best() -> None:
-            if self.best and best.exists():
-                save_policy(self.run / "model_best", module.policy, state=weights_of(best))
+            if self.best:
+                identity = module.provenance.get("identity", "")
+                save_policy(self.run / "model_best", module.policy, state=weights_of(best, self.run, identity))
 
         self.saved("model_best/", lambda: ranks.broadcast(write_best), "model_best/")
 
@@ -133,7 +142,7 @@ class RLCheckpoint(L.Callback):
             ranks.broadcast(self.point)
 
         def before() -> None:
-            for file in (*self.run.glob("metrics.jsonl"), *self.run.rglob("steps_*.jsonl.gz")):
+            for file in (file for pattern in (METRICS, *APPENDED) for file in self.run.glob(pattern)):
                 sync(file)
             if hasattr(module.model, "peft_config"):
                 save_policy(path.with_suffix(ADAPTER), module.policy, state=adapters, tokenizer=False)
@@ -147,8 +156,15 @@ class RLCheckpoint(L.Callback):
     def point(self) -> None:
         """Lets best.ckpt name the checkpoint of the best step."""
         path = self.folder / f"{PREFIX}{self.best.get('step', 0):06d}{SUFFIX}"
-        if path.exists() and (self.folder / BEST).resolve() != path.resolve():
-            link(self.folder / BEST, path)
+        if not path.exists():
+            return
+        if (self.folder / BEST).resolve() != path.resolve():
+            best = self.folder / BEST
+            if os.path.lexists(best) and not best.is_symlink():
+                kept = set_aside(self.run, best.relative_to(self.run).as_posix())
+                print(f"warning: {BEST} was no link, and is kept as {kept}", flush=True)
+            link(best, path)
+        if not is_json(self.folder / "best.json", self.best):
             write_json(self.folder / "best.json", self.best)
 
     def saved(self, what: str, write: Any, kind: str = CHECKPOINT) -> bool:
@@ -164,7 +180,8 @@ class RLCheckpoint(L.Callback):
         for path in (*old, *self.folder.glob(f"*{SUPERSEDED}")):
             with suppress(OSError):
                 path.unlink()
-                shutil.rmtree(path.with_suffix(ADAPTER), ignore_errors=True)
+                if only_listed(path.with_suffix(ADAPTER)):
+                    shutil.rmtree(path.with_suffix(ADAPTER), ignore_errors=True)
 
 
 def gathered(model: Any) -> dict[str, Any] | None:
@@ -184,13 +201,14 @@ def link(name: Path, target: Path) -> None:
     os.replace(part, name)
 
 
-def weights_of(path: Path) -> dict[str, Any]:
-    """The policy's weights in a checkpoint, as its model names them. Raises OSError where it is damaged."""
+def weights_of(path: Path, folder: Path, identity: str) -> dict[str, Any]:
+    """The policy's weights in a checkpoint, as its model names them. Raises OSError where it is damaged, or of another run."""
     try:
-        state = read_checkpoint(path)["state_dict"]
+        checkpoint = read_checkpoint(path)
+        refuse_foreign(path, checkpoint, folder, identity)
     except DataError as error:
         raise OSError(errno.EIO, str(error)) from None
-    return {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
+    return {name.removeprefix("model."): value for name, value in checkpoint["state_dict"].items() if name.startswith("model.")}
 
 
 def step_of(path: Path) -> int:
@@ -238,6 +256,39 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         except (RuntimeError, OSError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
             why = reason(error)
     raise DataError(f"{path} is damaged ({why})")
+
+
+def refuse_foreign(path: Path, state: dict[str, Any], folder: Path, identity: str) -> None:
+    """Raises DataError where a checkpoint is not one that the run in `folder` saved under this name.
+
+    Args:
+      state: what `path` holds. identity: of the run.
+    """
+    if "written" not in state:
+        raise DataError(f"{path} was written by a version of rlkit before 0.1.0, or is no checkpoint of a run; start a new run")
+    own = state["run"].get("identity", "")
+    if own != identity:
+        config = state["run"].get("config", {})
+        raise DataError(
+            f"{path} is a checkpoint of run {own} (name={config.get('name')}, seed={config.get('seed')}), and {folder} is the folder of "
+            f"run {identity}. Put the right file back, or move this one away so that the run goes on from an older checkpoint"
+        )
+    named = step_of(path.resolve())
+    step = state["rlkit"]["rl_step"]
+    if named not in (-1, step):
+        raise DataError(f"{path} holds RL step {step}, so it is not the file that the run saved under this name. Move it away")
+
+
+def set_foreign_aside(run: Path, identity: str) -> None:
+    """Moves checkpoints of other runs out of checkpoints/, where they would be removed as old ones of this run."""
+    folder = run / "checkpoints"
+    for path in (*checkpoints(folder), *sorted(folder.glob(f"*{SUPERSEDED}"))):
+        with suppress(OSError, RuntimeError, EOFError, KeyError, ValueError, AttributeError, TypeError, pickle.UnpicklingError):
+            open_regular(path).close()
+            own = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["run"].get("identity", "")  # reads no tensor
+            if own != identity:
+                kept = set_aside(run, path.relative_to(run).as_posix())
+                print(f"resume: {path.name} is a checkpoint of run {own}, not of run {identity}, and is kept as {kept}", flush=True)
 
 
 def supersede(folder: Path, step: int) -> None:

@@ -15,9 +15,10 @@ from rlkit.distributed import ranks
 from rlkit.episodes import append_step
 from rlkit.episodes.evaluation import greedy_accuracy
 from rlkit.system import rng
-from rlkit.system.deadline import process_ends_after
 from rlkit.system.files import lenient
 from rlkit.system.rows import append_row
+from rlkit.system.waiting import limit_waiting
+from rlkit.tasks.splits import count_distinct, count_in_words
 from rlkit.training.callbacks.pathologies import INTERVALS
 from rlkit.training.callbacks.terminal import held_out, how_sampled
 from rlkit.training.experiment import Evaluation
@@ -52,9 +53,10 @@ class HeldOut(L.Callback):
         if ranks.rank() == 0:
             append_row(self.metrics, module.rl_step, row)
         for logger in trainer.loggers:
-            logger.log_metrics(row, step=module.rl_step)
+            logger.log_metrics(dict(row), step=module.rl_step)
         temperature = module.experiment.evaluation.curve_temperature
-        counts = " and ".join(f"{len(own)} {split}" for split in PREFIXES if (own := getattr(self.tasks, split)))
+        played = {split: own for split in PREFIXES if (own := getattr(self.tasks, split))}
+        counts = " and ".join(f"{count_in_words(len(own), count_distinct(own))} {split}" for split, own in played.items())
         trainer.print(f"before: {held_out(row)} on {counts} problems, {how_sampled(temperature)}")
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
@@ -88,7 +90,7 @@ class HeldOut(L.Callback):
 
 def in_time(settings: Evaluation, name: str) -> AbstractContextManager[None]:
     """The block in which an evaluation, or a part of one, is played and scored: at its deadline the process ends and says so."""
-    return process_ends_after(settings.max_time, lambda: f"{name} hangs: nothing within evaluation.max_time={settings.max_time:g} minutes")
+    return limit_waiting(settings.max_time, "evaluation.max_time", lambda: f"{name} hangs", whole=True)
 
 
 def result_row(result: Mapping[str, Any], prefix: str) -> dict[str, float]:

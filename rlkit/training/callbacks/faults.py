@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import traceback
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import torch
 
 from rlkit.distributed import ranks
 from rlkit.episodes import save_rollouts
-from rlkit.errors import NonFinite, Refusal
+from rlkit.errors import NonFinite, Refusal, announce
 from rlkit.system import owner, rng
-from rlkit.system.deadline import process_ends_after
 from rlkit.system.files import lenient, write_atomic
+from rlkit.system.noted import is_noted, note
 from rlkit.system.redaction import cover
 from rlkit.training import drift
 from rlkit.training.callbacks.checkpoints import AtomicCheckpointIO
@@ -36,6 +35,7 @@ class DebugBundle(L.Callback):
         self.run = run
 
     def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
+        announce(exception)
         if not isinstance(exception, Exception) or isinstance(exception, Refusal) or owner.lost(self.run):
             return  # a signal, a sentence that says it all, or a folder that is another process's now
         together, echo = ranks.size() == 1 or isinstance(exception, NonFinite), isinstance(exception, ranks.RankError)
@@ -49,6 +49,8 @@ class DebugBundle(L.Callback):
                 write_atomic(folder / "traceback.txt", text.encode(errors="backslashreplace"))
                 if (self.run / "config.yaml").exists():
                     shutil.copy(self.run / "config.yaml", folder)
+                    if is_noted(self.run):
+                        note(folder)
                 if module.rollouts:
                     save_rollouts(folder / "rollouts.jsonl.gz", module.rollouts)
         if not failed or (ranks.sharded(module.model) and not together):
@@ -73,24 +75,27 @@ def state_of(trainer: L.Trainer, module: Any) -> dict[str, Any]:
 
 
 class Watchdog(L.Callback):
-    """Ends the process where a step hangs: an engine, or an environment of the user's. Rewards and tools have deadlines of their own.
+    """Says in which step and in which part of it a run is, for the limit `trainer.max_step_time` (`rlkit.system.waiting.limited`).
 
-    The parts of a step are generate, reward and update; the run goes on from its last checkpoint when it is resumed. Evaluations are
-    no part of a step and have a deadline of their own (evaluation.max_time).
+    The parts of a step are generate, reward and update. Between steps only what is waited for counts: an evaluation waits for rewards
+    and environments too.
     """
 
-    def __init__(self, minutes: float | None):
-        self.minutes, self.watch = minutes, ExitStack()
+    def __init__(self) -> None:
+        self.module: Any = None
+
+    def place(self) -> str:
+        """ "step 7 hangs in generate"; "" between steps."""
+        if self.module is None:
+            return ""
+        part = self.module.clock.current or "between generate, reward and update"
+        return f"step {self.module.rl_step + 1} hangs in {part}"
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        def what() -> str:
-            part = module.clock.current or "between generate, reward and update"
-            return f"step {module.rl_step + 1} hangs in {part}: nothing within trainer.max_step_time={self.minutes:g} minutes"
-
-        self.watch.enter_context(process_ends_after(self.minutes, what))
+        self.module = module
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        self.watch.close()
+        self.module = None
 
     def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
-        self.watch.close()
+        self.module = None

@@ -11,6 +11,7 @@ import lightning as L
 from rlkit.distributed import ranks
 from rlkit.system import owner
 from rlkit.system.rows import append_row
+from rlkit.training.kernels import kernels_in_use, note_kernels
 from rlkit.training.loggers import log_final, log_histogram, log_settings, log_text
 from rlkit.training.metrics import with_own
 from rlkit.training.schedules.paths import flat
@@ -34,6 +35,17 @@ class Ownership(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         still_owned(self.run)
+
+
+class KernelsNoted(L.Callback):
+    """Writes the kernels of the run to run.json, once a checkpoint that it goes on from has had its say."""
+
+    def __init__(self, run: Path):
+        self.run = run
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        if ranks.rank() == 0:
+            note_kernels(self.run, kernels_in_use(module.experiment.generation.engine, module.policy.model))
 
 
 def still_owned(run: Path) -> None:
@@ -76,7 +88,7 @@ class MetricsFile(L.Callback):
             if ranks.rank() == 0:
                 append_row(self.path, module.rl_step, late)
             for logger in trainer.loggers:
-                logger.log_metrics(late, step=module.rl_step)
+                logger.log_metrics(dict(late), step=module.rl_step)
         figures = {name: value for name in FINAL if math.isfinite(value := module.metrics.get(name, math.nan))}
         for logger in trainer.loggers:
             log_final(logger, settings(module), figures, module.rl_step)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from rlkit.types import Controller
+from rlkit.types import Controller, safe
 
 GRAMMAR = "METRIC > NUMBER or METRIC > NUMBER for N, with >, >=, < or <=, N at least 1; for example 'reward/mean > 0.8 for 5'"
 OPERATORS: Mapping[str, Callable[[float, float], bool]] = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
@@ -49,6 +49,7 @@ def streak(condition: Condition, before: float, metrics: Mapping[str, float]) ->
     return int(before) + 1 if OPERATORS[condition.operator](metrics[condition.metric], condition.bound) else 0
 
 
+@safe("metric")
 def adaptive(
     *, start: float, target: float, horizon: float = 0.1, limit: float = 0.2, metric: str = "kl/ref_k3", steps: int | None = None
 ) -> Controller:

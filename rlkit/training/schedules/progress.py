@@ -13,11 +13,12 @@ from typing import Any, Literal, NamedTuple
 from rlkit.errors import nearest
 from rlkit.training.schedules.controllers import condition, streak
 from rlkit.training.schedules.paths import fields, flat, replace, settable
-from rlkit.types import Controller
+from rlkit.types import Controller, safe
 
 PHASED = ("algorithm", "kl", "reference", "reward")  # the groups that a phase may replace
 
 
+@safe("algorithm", "kl", "reference", "reward", "until", "numbers", "reset")
 class Phase(NamedTuple):
     """A part of the run with groups of its own. A group that is None is that of the whole run.
 
@@ -40,6 +41,7 @@ class Phase(NamedTuple):
     reset: Sequence[Literal["optimizer", "reference"]] = ()  # what starts anew when the phase begins, beside what it replaces
 
 
+@safe("numbers", "phases", "name")
 class Schedule(NamedTuple):
     """`numbers` maps a path (kl.coef, optimizer.lr, algorithm.policy_loss.clip_high) to a function or a Controller.
 

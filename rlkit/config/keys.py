@@ -1,0 +1,132 @@
+"""Keys: a value of the user's goes only to an address that the user's own command line, environment or --config-dir names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rlkit.config.trust import (
+    ABSENT,
+    SENDS,
+    Declared,
+    Folder,
+    below,
+    declared_by,
+    is_known,
+    is_same,
+    is_shipped,
+    is_text,
+    item,
+    plain_parts,
+    short,
+)
+from rlkit.errors import ConfigError
+from rlkit.system.redaction import FROM_ENVIRONMENT, SECRET
+
+# Variables that a logger's package sends to its address by itself.
+SENT = {"rlkit.training.loggers.mlflow": ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD", "DATABRICKS_TOKEN")}
+
+
+class Leak(NamedTuple):
+    """A value of the user's that would go where a folder says."""
+
+    path: str
+    what: str  # that stands there
+    place: str  # where the folder would have it sent, as path=value
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: {self.what} would go to {self.place}, which only the folder names. A key goes where you say: repeat "
+            f"{self.place.partition('=')[0]}=VALUE on the command line, or set {self.path} yourself"
+        )
+
+
+def leaks(node: Any, by: Folder, base: Any = ABSENT) -> list[Leak]:
+    """Values of the environment and secrets that would go to an address, a program or a function that only the folder names.
+
+    trust=true does not allow it. A key beside such an address is one. As soon as there is such an address, so is each value of the
+    environment that the folder takes, wherever it puts it: into a prompt, say.
+
+    Args: as for `outside`.
+    """
+    found: list[Leak] = []
+    places: list[str] = []
+    for path, function, own_base in _functions(node, base, ""):
+        named = _places(function, by, own_base, path)
+        places += named
+        if named:
+            found += _beside(function, own_base, path, named[0])
+    for path, text, own in _leaves(node, base, "") if places else ():
+        if not own and (names := FROM_ENVIRONMENT.findall(text)):
+            found.append(Leak(path, f"the value of {names[0]}", places[0]))
+    return list({leak.path: leak for leak in reversed(found)}.values())[::-1]
+
+
+def _functions(node: Any, base: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
+    """(path, node, its base) of every function of a config."""
+    if isinstance(node, Mapping):
+        if "_target_" in node:
+            base = base if below(base, "_target_") == node["_target_"] else ABSENT
+            yield path, node, base
+        for key, value in node.items():
+            yield from _functions(value, below(base, key), f"{path}.{key}" if path else str(key))
+    elif isinstance(node, list):
+        for i, value in enumerate(node):
+            yield from _functions(value, item(base, i), f"{path}[{i}]")
+
+
+def _beside(node: Mapping[str, Any], base: Any, path: str, place: str) -> Iterator[Leak]:
+    """What of the user's stands among the arguments of a function whose address the folder names."""
+    for where, text, own in _leaves({key: value for key, value in node.items() if key != "suggests"}, base, path):
+        if names := FROM_ENVIRONMENT.findall(text):
+            yield Leak(where, f"the value of {names[0]}", place)
+        elif own and SECRET.search(where.rpartition(".")[2]):
+            yield Leak(where, "your secret", place)
+    for name in SENT.get(str(node["_target_"]), ()):
+        if os.environ.get(name):
+            yield Leak(path, f"the value of {name}", place)
+
+
+def _places(node: Mapping[str, Any], by: Folder, base: Any, path: str) -> list[str]:
+    """The addresses and programs of a function that only the folder names, as path=value; the function itself, where it is unknown."""
+    target = node["_target_"]
+    if not is_known(target, by) and base is ABSENT:
+        return [f"{path}._target_={target!s:.80}" if path else f"_target_={target!s:.80}"]
+    found = []
+    for key, value in node.items():
+        verdict = declared_by(target).get(key, Declared(""))
+        if verdict.word not in SENDS or is_shipped(value, verdict, target, key, by) or is_same(value, below(base, key)):
+            continue
+        if verdict.plain or any(is_text(part) and not FROM_ENVIRONMENT.fullmatch(part) for part in plain_parts(value)):
+            found.append(f"{path}.{key}={short(value)}" if path else f"{key}={short(value)}")
+    return found
+
+
+def _leaves(node: Any, base: Any, path: str) -> Iterator[tuple[str, str, bool]]:
+    """(path, text, whether rlkit or the user himself gives it) of every text."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from _leaves(value, below(base, key), f"{path}.{key}" if path else str(key))
+    elif isinstance(node, list):
+        for i, value in enumerate(node):
+            yield from _leaves(value, item(base, i), f"{path}[{i}]")
+    elif isinstance(node, str):
+        yield path, node, is_same(node, base)
+
+
+def refuse_leaks(found: Sequence[Leak], where: str) -> None:
+    """Raises ConfigError for the first value that would go where only the folder says."""
+    if found:
+        raise ConfigError(f"{where}: {found[0]}")
+
+
+def without(node: Any, paths: frozenset[str], path: str = "") -> Any:
+    """A copy of a config with null at these paths."""
+    if path in paths:
+        return None
+    if isinstance(node, Mapping):
+        return {key: without(value, paths, f"{path}.{key}" if path else str(key)) for key, value in node.items()}
+    if isinstance(node, list):
+        return [without(value, paths, f"{path}[{i}]") for i, value in enumerate(node)]
+    return node

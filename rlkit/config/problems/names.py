@@ -1,0 +1,45 @@
+"""Names that become folders: each part of one is a plain name, so that it stays inside the folder that it is made in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+LONGEST = 200  # bytes of one part; a file system takes 255
+SOURCES = ("schedule", "algorithm")  # groups that the name of a run comes from, the first that has one
+
+
+def name_problems(config: Mapping[str, Any]) -> list[str]:
+    """Why the name of a run is no folder inside outputs/, as a sentence with its key. `a/b` is a folder within a folder."""
+    name = config.get("name")
+    if not isinstance(name, str):  # the schema says what it has to be
+        return []
+    reason = next((why for part in name.split("/") if (why := part_problem(part))), "")
+    if name.startswith("/"):
+        reason = "it is an absolute path"
+    if not reason:
+        return []
+    given = [key for key in SOURCES if isinstance(own := config.get(key), Mapping) and own.get("name") == name]
+    key = f"{given[0]}.name" if given else "name"
+    shown = "".join(c if c.isprintable() else "?" for c in name)
+    return [f"{key}={shown:.60}: {reason}. Runs are written to outputs/NAME; give a plain name, as in name=first_try"]
+
+
+def part_problem(part: str) -> str:
+    """Why a text is no plain name of one file or folder; empty where it is one."""
+    if not part:
+        return "it is empty, or a part of it is"
+    if part in (".", ".."):
+        return f"'{part}' is no folder of its own"
+    if part[0] in "~-":
+        return f"a part begins with '{part[0]}', which shells and commands read as something else"
+    if not part.isprintable():
+        return "it holds a character that cannot be printed"
+    if "/" in part:
+        return "it has a slash"
+    if part != part.strip():
+        return "a part begins or ends with a space"
+    if len(os.fsencode(part)) > LONGEST:
+        return f"a part has more than {LONGEST} bytes"
+    return ""

@@ -1,0 +1,128 @@
+"""The chat template of a model from a stranger, rendered in a process of its own with limits of time, memory and length."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlkit.errors import TemplateError
+from rlkit.types import Messages, Policy
+
+CHILD = Path(__file__).with_name("_template_child.py")
+SECONDS = 2  # of the processor, for one prompt
+MEMORY = 256 << 20  # bytes beyond what the process needs itself
+CHARACTERS = 4 << 20  # of a rendered prompt
+PATIENCE = 120.0  # seconds until a process that says nothing is ended: it waits for something, or the machine is overloaded
+
+
+def confined(model: partial[Policy]) -> partial[Policy]:
+    """The function that loads a model, as one that gives its policy a template with limits. Its keywords stay as they are."""
+    if not isinstance(model, partial):
+        return model
+    guarded = partial(_loaded, model.func, *model.args, **model.keywords)
+    vars(guarded).update(vars(model))
+    return guarded
+
+
+def _loaded(load: Any, *given: Any, **settings: Any) -> Policy:
+    policy = load(*given, **settings)
+    tokenizer = policy.renderer.tokenizer
+    if policy.renderer.render is not None or not getattr(tokenizer, "chat_template", None):
+        return policy
+    render = TemplateProcess(tokenizer, dict(policy.renderer.template_arguments)).render
+    return policy._replace(renderer=policy.renderer._replace(render=render))
+
+
+class TemplateProcess:
+    """A process that renders one tokenizer's template. It is started with the first prompt, and again after one that it did not survive."""
+
+    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any]):
+        self.tokenizer = tokenizer
+        self.arguments = arguments
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def render(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
+        """The text of a conversation up to where the assistant speaks. Raises: TemplateError where the template fails or has no end."""
+        name = self.tokenizer.name_or_path
+        asked = {
+            "template": self.tokenizer.get_chat_template(None, list(tools) or None),
+            "messages": list(messages),
+            "tools": list(tools) or None,
+            "arguments": {**self.tokenizer.special_tokens_map, **self.arguments},
+        }
+        with self.lock:
+            said = self._answer(json.dumps(asked).encode() + b"\n")
+        if "error" in said:
+            raise TemplateError(f"the chat template of '{name}' fails: {said['error']}")
+        if "text" not in said:
+            raise TemplateError(
+                f"the chat template of '{name}' was stopped: one prompt took more than {SECONDS} s of the processor, {MEMORY >> 20} MB or "
+                f"{CHARACTERS:,} characters. It comes from a folder that is not yours; do not use its model"
+            )
+        return said["text"]
+
+    def _answer(self, line: bytes) -> dict[str, Any]:
+        """What the process says to a line; empty where it has ended, or had to be."""
+        if self.process is None or self.process.poll() is not None:
+            self.process = _started()
+            weakref.finalize(self, _end, self.process)
+        process = self.process
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+            return json.loads(_line(process.stdout, time.monotonic() + PATIENCE))
+        except (OSError, ValueError):
+            _end(process)
+            self.process = None
+            return {}
+
+
+def _started() -> subprocess.Popen[bytes]:
+    """The child, without the variables of this process: a template has no use for them."""
+    own = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH") if name in os.environ}
+    limits = [str(SECONDS), str(MEMORY), str(CHARACTERS)]
+    return subprocess.Popen(
+        [sys.executable, "-I", str(CHILD), *limits],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=own,
+    )
+
+
+def _line(file: Any, end: float) -> bytes:
+    """The next line. Raises: ValueError where the file ends before it, TimeoutError at the time `end`."""
+    out = b""
+    with selectors.DefaultSelector() as ready:
+        ready.register(file, selectors.EVENT_READ)
+        while not out.endswith(b"\n"):
+            if not ready.select(max(0.0, end - time.monotonic())):
+                raise TimeoutError("the process that renders a chat template says nothing")
+            chunk = os.read(file.fileno(), 1 << 16)
+            if not chunk:
+                raise ValueError("the process that renders a chat template has ended")
+            out += chunk
+    return out
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with suppress(OSError):
+        process.kill()
+    for file in (process.stdin, process.stdout):
+        if file is not None:
+            with suppress(OSError):
+                file.close()
+    process.wait()

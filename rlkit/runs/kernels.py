@@ -1,0 +1,55 @@
+"""What `auto` of generation.kernel and model.kernel means in all jobs of a sweep or a bench: decided before the first one starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rlkit.errors import ConfigError
+from rlkit.models.compiled import JOBS, NoKernel
+from rlkit.system.files import write_json
+
+NAME = "kernels.json"  # in the folder of the jobs
+
+
+def decide_kernels(folder: Path) -> dict[str, str]:
+    """Environment variables that give all jobs of a folder one meaning of `auto`. A line says so where they go without compiled code.
+
+    The folder keeps the decision, so that jobs which are added later are computed as the first ones.
+    Raises: ConfigError where the jobs so far used compiled code and this machine has none; Undecided where the load of the moment keeps
+      the compiler from its work.
+    """
+    reason = unavailable()
+    earlier = read_decision(folder / NAME) if next(folder.rglob("config.yaml"), None) else ""
+    if earlier == "fused" and reason:
+        raise ConfigError(
+            f"{folder}: its jobs so far used compiled kernels, and here {reason}. Go on where there is a compiler, or start anew in "
+            "another folder"
+        )
+    decided = earlier or ("eager" if reason else "fused")
+    write_json(folder / NAME, {"auto": decided})
+    if decided == "eager":
+        print(f"kernels: all jobs are computed without compiled code ({reason or 'as those so far'})", flush=True)
+    return {JOBS: decided}
+
+
+def unavailable() -> str:
+    """Why there is no compiled code on this machine; empty where there is."""
+    from rlkit.engines.cached.kernel import compiled
+    from rlkit.models.fused import operations
+
+    try:
+        compiled()
+        operations()
+    except NoKernel as error:
+        return str(error)
+    return ""
+
+
+def read_decision(path: Path) -> str:
+    """eager or fused; empty where nothing was decided yet, or where it cannot be read."""
+    try:
+        decided = json.loads(path.read_text()).get("auto")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return decided if decided in ("eager", "fused") else ""

@@ -1,0 +1,302 @@
+"""What all commands of many runs share: one owner of their folder, a process for each job, and signals that reach all of them.
+
+A command of many runs owns its folder and calls `do_job` for each job in a block of `conducting`,
+one after another or in several threads or processes. Every job is `rlkit train` in a run folder
+below the sweep's, and ends when the sweep's process is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Protocol
+
+from rlkit.distributed.launch import own_gpus
+from rlkit.runs import folder as runs
+from rlkit.runs.kernels import decide_kernels
+from rlkit.runs.sweeps.jobs import EARLIER, RunJob, alive, read_jobs, record_path, save
+from rlkit.system import owner
+from rlkit.system.files import put_aside
+from rlkit.system.output import clock
+from rlkit.system.parent import tied
+from rlkit.system.processors import cores
+
+STOP = "stop"  # jobs/stop: no further job starts; which signal, and the jobs that were told
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LOOK = 1.0  # seconds between two looks at what else has to end a job
+ENDED = ("finished", "failed", "interrupted")
+
+
+class Sweep(NamedTuple):
+    """What the jobs of a sweep have in common. A launcher may take it to another process or machine."""
+
+    root: Path
+    config_dir: str | None
+    parallel: int  # jobs that share this machine's cores
+    environment: Mapping[str, str]  # of every job, see `settle`
+    process: Mapping[str, Any]  # the one that handles signals, as `owner.describe_process` has it
+    trusted: bool = False  # the command line says trust=true, which every job is told too
+
+
+class Process(Protocol):
+    """A job's process: a subprocess.Popen, or what rlkit.runs.sweeps.warm starts."""
+
+    pid: int
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status, negative for a signal. Raises: subprocess.TimeoutExpired."""
+
+    def send_signal(self, sig: int) -> None:
+        """Nothing, if the process has ended."""
+
+
+Start = Callable[[list[str], IO[bytes], Mapping[str, str]], Process]
+
+
+def make_sweep(root: Path, config_dir: str | None, parallel: int, threads: int | None = None, *, trusted: bool = False) -> Sweep:
+    """The sweep that this process conducts, with what it settles once for all its jobs.
+
+    Args:
+      root: the sweep's folder, which this process owns.
+      parallel: jobs at once. threads: of each job; None: the cores are shared, and a single job at a time takes what it likes.
+      trusted: whether the command line says trust=true.
+    """
+    environment = settle(root, parallel, threads)
+    return Sweep(root, config_dir, parallel, environment, owner.describe_process(os.getpid()), trusted)
+
+
+def settle(root: Path, parallel: int, threads: int | None) -> dict[str, str]:
+    """Environment variables that every job of a sweep gets, so that all of them compute alike."""
+    kernels = decide_kernels(root)
+    shared = threads or (max(1, cores() // parallel) if parallel > 1 else None)
+    return kernels | (dict.fromkeys(THREADS, str(shared)) if shared else {})
+
+
+# ------------------------------------------------------------------------------------------------------ the whole
+
+
+@contextlib.contextmanager
+def conducting(sweep: Sweep, line: Callable[[RunJob], str]) -> Iterator[list[int]]:
+    """A block in which jobs run. What an earlier sweep of the folder wrote of its jobs is removed.
+
+    The caller owns the sweep's folder (`owner.owned`).
+
+    Args:
+      line: what to print of a job that has ended.
+    Yields: the signals that have come.
+    """
+    jobs = sweep.root / "jobs"
+    jobs.mkdir(parents=True, exist_ok=True)
+    for old in (*jobs.glob("*.json"), jobs / STOP):
+        old.unlink(missing_ok=True)
+    with signals_to_jobs(jobs) as received, watching(jobs, line):
+        yield received
+
+
+@contextlib.contextmanager
+def signals_to_jobs(jobs: Path) -> Iterator[list[int]]:
+    """SIGINT, SIGTERM and SIGHUP go to the running jobs of this machine, which save and end; no other one starts. A third ends it all."""
+    received: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        received.append(number)
+        (jobs / STOP).touch()
+        known = read_jobs(jobs)
+        mine = [job for job in known if alive(job)]
+        last = len(received) > 2
+        for job in mine:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(job.process["pid"], signal.SIGKILL if last else number)
+        told = {"signal": number, "told": [job.process["pid"] for job in mine]}
+        (jobs / STOP).write_text(json.dumps(told))
+        if len(received) == 1:
+            elsewhere = any(job.status == "running" for job in known) and not mine
+            more = "; what runs elsewhere goes on" if elsewhere else ""
+            said = f"\nstopping: {len(mine)} running jobs save and end{more}; once more ends them at once\n"
+            with contextlib.suppress(OSError):  # after SIGHUP there may be no terminal
+                os.write(2, said.encode())
+        if last or (len(received) > 1 and not mine):
+            raise KeyboardInterrupt
+
+    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in heard}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        (jobs / STOP).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def watching(jobs: Path, line: Callable[[RunJob], str]) -> Iterator[None]:
+    """Prints one line for each job that ends while the block runs; a thread reads the jobs' files, wherever the jobs are."""
+    over = threading.Event()
+    told: set[int] = set()
+
+    def watch() -> None:
+        last = False
+        while not last:
+            last = over.wait(0.5)  # looked at before the files, so that the last jobs are seen
+            for job in read_jobs(jobs):
+                if job.status in ENDED and job.number not in told:
+                    told.add(job.number)
+                    with contextlib.suppress(OSError):  # after SIGHUP there may be no terminal
+                        print(line(job), flush=True)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def end_line(job: RunJob, sweep: Sweep, total: int, name: str, figure: str = "accuracy") -> str:
+    """`3/9  algorithm=grpo seed=1  finished  20 steps  1:04  test accuracy 0.412 → 0.970`."""
+    words = [f"{job.number + 1:>{len(str(total))}}/{total}", name, job.status]
+    if job.status != "finished":
+        log = record_path(sweep.root, job.folder).with_suffix(".log")
+        return "  ".join([*words, job.reason, f"see {log}"])
+    summary = runs.read_summary(job.folder) or {}
+    words.append(f"{summary.get('steps')} steps")
+    words.append("done earlier" if job.reason == EARLIER else clock(job.seconds))
+    before = summary.get("before")
+    after = summary.get("after")
+    if before and after:
+        words.append(f"test {figure} {before[figure]:.3f} → {after[figure]:.3f}")
+    return "  ".join(words)
+
+
+def summed_up(done: Sequence[RunJob], total: int, began: float) -> str:
+    """`8 of 9 jobs finished, 1 failed, 1:04`."""
+    finished = sum(job.status == "finished" for job in done)
+    failed = sum(job.status == "failed" for job in done)
+    return f"{finished} of {total} jobs finished, {failed} failed, {clock(time.time() - began)}"
+
+
+# ------------------------------------------------------------------------------------------------------ one job
+
+
+def do_job(job: RunJob, sweep: Sweep, start: Start | None = None, *, devices: int = 1) -> RunJob:
+    """One job in a process of its own; what became of it, which its file tells as well.
+
+    A run that is finished is not repeated: the caller has made sure that it is one of these
+    settings. A run with a checkpoint goes on from it, if `resume=auto` is among the overrides. One
+    without a checkpoint is set aside and begins again.
+
+    Args:
+      start: starts the process; by default as a new one of Python. devices: GPUs of the job.
+    """
+    record = record_path(sweep.root, job.folder)
+    if runs.is_finished(job.folder):
+        return save(record, job._replace(status="finished", reason=EARLIER))
+    if (record.parent / STOP).exists() or owner.lost(sweep.root):
+        return save(record, job._replace(status="not started"))
+    if runs.is_run(job.folder) and not _checkpoints(job.folder) and not owner.occupied(job.folder):
+        put_aside(job.folder, runs.SET_ASIDE)
+    began = time.time()
+    code, said = run_process(job, sweep, start or start_process, devices)
+    stopped = (record.parent / STOP).exists() and -code in SIGNALS
+    if runs.is_finished(job.folder):
+        job = job._replace(status="finished")
+    elif stopped or code - 128 in SIGNALS:
+        job = job._replace(status="interrupted", reason=said)
+    else:
+        job = job._replace(status="failed", reason=said)
+    return save(record, job._replace(seconds=time.time() - began))
+
+
+def run_process(job: RunJob, sweep: Sweep, start: Start, devices: int) -> tuple[int, str]:
+    """(the exit status of a job's process, its end in a few words); the job's file names it."""
+    record = record_path(sweep.root, job.folder)
+    log = record.with_suffix(".log")
+    gpus = own_gpus(record.parent / "gpus", jobs=sweep.parallel, devices=devices)
+    with log.open("ab") as out, gpus as own:
+        begin = out.tell()
+        try:
+            process = start(_words(job, sweep), out, {**sweep.environment, **own})
+        except OSError as error:
+            return 1, f"it cannot be started: {error.strerror or error}"
+        named = owner.describe_process(process.pid)
+        save(record, job._replace(status="running", process=named))
+        code = wait_for(process, sweep)
+    return code, why(code, log, begin)
+
+
+def _checkpoints(folder: Path) -> bool:
+    return any((folder / "checkpoints").glob("*.ckpt"))
+
+
+def _words(job: RunJob, sweep: Sweep) -> list[str]:
+    """The command line of a job, behind `rlkit`."""
+    place = str(job.folder).replace("\\", "\\\\").replace("'", "\\'")
+    words = ["train", *job.overrides, f"hydra.run.dir='{place}'"]
+    words += ["trust=true"] if sweep.trusted else []
+    return [*words, "--config-dir", sweep.config_dir] if sweep.config_dir else words
+
+
+def start_process(words: list[str], log: IO[bytes], environment: Mapping[str, str]) -> Process:
+    """`rlkit WORDS` as a new process, which prints to a file."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "rlkit", *words],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=os.environ | environment | tied(),
+        process_group=0,  # what is typed at the terminal reaches the sweep alone, which passes it on once
+    )
+
+
+def wait_for(process: Process, sweep: Sweep) -> int:
+    """The exit status of a job. It is told of a signal that came to the sweep while it was started, and killed once the sweep is gone.
+
+    The sweep's own process is looked for where a launcher has put this one beside it: it does not tie a job to itself then.
+    """
+    passed = False
+    while True:
+        try:
+            return process.wait(LOOK)
+        except subprocess.TimeoutExpired:
+            pass
+        if owner.is_here(sweep.process) and not owner.runs_here(sweep.process):
+            process.send_signal(signal.SIGKILL)
+        number = _missed_signal(sweep.root / "jobs" / STOP, process.pid)
+        if number and not passed:
+            passed = True
+            process.send_signal(number)
+
+
+def _missed_signal(stop: Path, pid: int) -> int:
+    """The signal that was passed on to the other jobs before this one was known; 0 if there is none."""
+    try:
+        said = json.loads(stop.read_text())
+        return 0 if pid in said["told"] else int(said["signal"])
+    except (OSError, ValueError, KeyError, TypeError):  # none, or it is being written
+        return 0
+
+
+def why(code: int, log: Path, begin: int = 0) -> str:
+    """The end of a job in a few words: rlkit's own sentence where there is one, else the last line.
+
+    Args:
+      begin: where its log begins in the file, behind those of earlier attempts, in bytes.
+    """
+    text = log.read_bytes()[begin:].decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    own = [line for line in lines if line.startswith("rlkit: ")]
+    last = lines[-1] if lines else "it printed nothing"
+    if code in (1, 2) and len(own) > 1:  # the first one tells what runs
+        last = own[-1]
+    how = f"signal {-code}" if code < 0 else f"exit {code}"
+    return f"{how}: {last.removeprefix('rlkit: ')[:200]}"

@@ -1,0 +1,194 @@
+"""One process that has imported what a run needs, and forks a job each time that it is asked to.
+
+    sweep ── command line, environment, log ──▶ server ──fork──▶ keeper ──fork──▶ job
+      ◀──────── process id of the job, then its exit status ───────┘
+
+A job is `python -m rlkit WORDS` without the five seconds that a new process takes to import torch,
+transformers and Lightning. The server itself computes nothing and has no thread, so its copies
+begin as a new process does. The keeper waits for one job. Each of them ends with its parent, so no
+process is left when the sweep is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from typing import IO, Any
+
+from rlkit.system.parent import end_with, end_with_parent, tied
+
+START = "from rlkit.runs.sweeps import warm; warm.serve_jobs()"
+LONGEST = 1 << 17  # bytes of a request: a command line and an environment
+IMPORTS = (
+    "rlkit.runs.python",
+    "rlkit.training.module",
+    "rlkit.training.overlap",
+    "rlkit.training.callbacks",
+    "rlkit.training.loggers",
+    "rlkit.engines.cached",
+    "rlkit.models.fresh",
+    "rlkit.training.callbacks.checkpoints",
+    "rlkit.training.callbacks.conversations",
+    "rlkit.training.callbacks.terminal",
+    "hydra.main",
+    "lightning",
+    "pandas",
+    "pyarrow.parquet",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+
+
+class WarmJob:
+    """A job's process, with the methods of subprocess.Popen that a sweep uses."""
+
+    def __init__(self, pid: int, answers: socket.socket):
+        self.pid = pid
+        self.answers = answers
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status, negative for a signal. Raises: subprocess.TimeoutExpired."""
+        if self.returncode is None:
+            self.answers.settimeout(timeout)
+            try:
+                said = self.answers.recv(32)
+            except TimeoutError:
+                raise subprocess.TimeoutExpired("rlkit", timeout or 0.0) from None
+            self.returncode = int(said) if said else -signal.SIGKILL  # no answer: all were killed
+            self.answers.close()
+        return self.returncode
+
+    def send_signal(self, sig: int) -> None:
+        """Nothing, if the process has ended."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, sig)
+
+
+class WarmServer:
+    """The server of a sweep, seen from the sweep. Several threads may use it.
+
+    Args:
+      environment: of the server and of all jobs, beside that of this process.
+    """
+
+    def __init__(self, environment: Mapping[str, str]):
+        self.environment = dict(environment)
+        self.lock = threading.Lock()
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the server's process."""
+        self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            # Asking the driver through NVML how many GPUs there are does not make the server use
+            # one, so that its copies still can.
+            nvml = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", START, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=os.environ | nvml | self.environment | tied(),
+                process_group=0,  # what is typed at the terminal reaches the sweep alone
+            )
+
+    def start(self, words: list[str], log: IO[bytes], environment: Mapping[str, str]) -> WarmJob:
+        """`rlkit WORDS` as a process that prints to a file. A server that is gone is replaced.
+
+        Raises: OSError where no process can be started.
+        """
+        request = json.dumps({"words": words, "environment": dict(environment)}).encode()
+        for _ in range(2):
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                socket.send_fds(self.link, [request], [theirs.fileno(), log.fileno()])
+            if pid := ours.recv(32):
+                return WarmJob(int(pid), ours)
+            ours.close()
+            self.replace()
+        raise OSError("the process that starts the jobs has ended; is there memory left?")
+
+    def replace(self) -> None:
+        """Start another server in place of one that is gone."""
+        with self.lock:
+            if self.process.poll() is not None:
+                self.link.close()
+                self.begin()
+
+    def close(self) -> None:
+        """End the server; jobs that run end with it."""
+        self.link.close()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def warm_server(environment: Mapping[str, str]) -> Iterator[WarmServer]:
+    """A server for the jobs of the block."""
+    server = WarmServer(environment)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+# ------------------------------------------------------------------------------------------------ the other processes
+
+
+def serve_jobs() -> None:
+    """The server: imports, then one keeper for each request, until the sweep closes its end."""
+    end_with_parent()
+    link = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a keeper ended
+    for name in IMPORTS:
+        with contextlib.suppress(ImportError):  # the job says what is missing
+            importlib.import_module(name)
+    server = os.getpid()
+    while True:
+        data, files, _, _ = socket.recv_fds(link, LONGEST, 2)
+        if not data:
+            return
+        if os.fork() == 0:
+            link.close()
+            end_with(server)
+            keep(json.loads(data), socket.socket(fileno=files[0]), files[1])
+            return  # the job's process, once its command is done
+        for file in files:
+            os.close(file)
+
+
+def keep(request: Mapping[str, Any], answers: socket.socket, log: int) -> None:
+    """The keeper: starts the job, waits for it and says how it ended. Returns in the job's process alone."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    keeper = os.getpid()
+    job = os.fork()
+    if job == 0:
+        answers.close()
+        end_with(keeper)
+        become_job(request, log)
+        return
+    answers.send(str(job).encode())
+    _, status = os.waitpid(job, 0)
+    with contextlib.suppress(OSError):  # the sweep no longer listens
+        answers.send(str(os.waitstatus_to_exitcode(status)).encode())
+    os._exit(0)
+
+
+def become_job(request: Mapping[str, Any], log: int) -> None:
+    """`python -m rlkit WORDS`, as far as it ends by returning; it raises SystemExit with its status."""
+    os.setpgid(0, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.environ.update(request["environment"])
+    sys.argv = ["rlkit", *request["words"]]
+    runpy.run_module("rlkit", run_name="__main__", alter_sys=True)

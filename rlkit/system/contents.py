@@ -1,0 +1,194 @@
+"""What a run folder holds: a resumed run knows its own files by it, and moves what is not its own to aside/.
+
+A checkpoint lists the files that the run appends to, each with its size and the SHA-256 of its bytes, and a short digest of each row of
+metrics.jsonl. So the files themselves stay plain, and a checkpoint, which names its run, says for all of them whose they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlkit.errors import DataError
+from rlkit.system.files import open_regular, read_regular, reason
+from rlkit.system.rows import digest_line
+from rlkit.system.shards import members
+
+ASIDE = "aside"  # folder for what is not the run's own, under its own name
+METRICS = "metrics.jsonl"
+APPENDED = (  # files that grow while a run goes on; what a checkpoint lists of them never changes
+    "rollouts/steps_*.jsonl.gz",
+    "held_out/*/steps_*.jsonl.gz",
+    "completions/steps_*.parquet",
+    "samples/steps_*.md",
+)
+REWRITTEN = (  # other files that a resume reads or writes, and can do without
+    *("run.json", "summary.json", "metrics.csv", "metrics.discarded.jsonl", "metrics.unreadable"),
+    *("*.discarded.jsonl.gz", "held_out/*.discarded.jsonl.gz", ".hydra/config.yaml", ".hydra/hydra.yaml"),
+    *("checkpoints/best.json", "tensorboard/hparams.yaml", "wandb.id", "mlflow.id"),
+)
+FOLDERS = (
+    *(".hydra", "rollouts", "held_out", "held_out/validation", "held_out/test", "completions", "completions.discarded"),
+    *("samples", "checkpoints", "tensorboard", "debug"),
+)
+SPAN = re.compile(r"steps_(\d+)-(\d+)\.")
+CHUNK = 1 << 20
+SHOWN = 3  # files that a sentence names
+
+
+class Hashed(NamedTuple):
+    """The start of a file."""
+
+    size: int  # bytes
+    digest: Any  # SHA-256 of them, as an object of hashlib that can be continued
+
+
+def measure_files(folder: Path, before: Mapping[str, Hashed]) -> dict[str, Hashed]:
+    """Size and digest of every file that a run appends to, by its path in the folder. A file that cannot be read is left out.
+
+    Args:
+      before: the result of an earlier call in this process. Only bytes that were appended since are read.
+    """
+    found = {}
+    for path in _appended(folder):
+        name = path.relative_to(folder).as_posix()
+        with suppress(OSError):  # raised on one rank alone, it would leave the others waiting for their part of the checkpoint
+            found[name] = _measure_file(path, before.get(name))
+    return found
+
+
+def _measure_file(path: Path, before: Hashed | None) -> Hashed:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        known = before if before is not None and before.size <= size else Hashed(0, hashlib.sha256())
+        file.seek(known.size)
+        return Hashed(size, _digest_more(file, size - known.size, known.digest.copy()))
+
+
+def _digest_more(file: Any, count: int, digest: Any) -> Any:
+    while count and (part := file.read(min(count, CHUNK))):
+        digest.update(part)
+        count -= len(part)
+    return digest
+
+
+def list_files(folder: Path, measured: Mapping[str, Hashed]) -> dict[str, Any]:
+    """What a checkpoint says of the run's files, in plain types: `files`, name → [size, digest], and `rows`, digests of lines."""
+    lines: list[bytes] = []
+    with suppress(OSError):
+        lines = read_regular(folder / METRICS).split(b"\n")
+    return {
+        "files": {name: [own.size, own.digest.hexdigest()] for name, own in measured.items()},
+        "rows": [digest_line(line) for line in lines if line],
+    }
+
+
+def _appended(folder: Path) -> list[Path]:
+    return sorted(path for pattern in APPENDED for path in folder.glob(pattern))
+
+
+# ------------------------------------------------------------------------------------------------- before a resume
+
+
+def clear_places(folder: Path) -> None:
+    """Moves to aside/ whatever has the place of one of the run's files and is no regular file: a FIFO would never be read to its end.
+
+    Raises: DataError naming a file or folder that may not be read.
+    """
+    for name in FOLDERS:
+        if (folder / name).is_dir():
+            require_readable(folder / name)
+        elif os.path.lexists(folder / name):
+            print(f"resume: {name} is no folder and is kept as {set_aside(folder, name)}", flush=True)
+    for path in sorted(path for pattern in (METRICS, *APPENDED, *REWRITTEN) for path in folder.glob(pattern)):
+        if path.is_file():
+            require_readable(path)
+        else:
+            name = path.relative_to(folder).as_posix()
+            print(f"resume: {name} is no regular file and is kept as {set_aside(folder, name)}", flush=True)
+
+
+def require_readable(path: Path) -> None:
+    """Raises DataError where a file or folder of a run may not be read, or is neither."""
+    try:
+        if path.is_dir():
+            os.listdir(path)
+        else:
+            open_regular(path).close()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({reason(error)}); make it readable, or move it out of the run folder") from None
+
+
+def set_aside(folder: Path, name: str) -> str:
+    """Moves a file or folder of a run folder to aside/, or to aside_2/ … where its name is taken. Returns the new path in the folder.
+
+    Raises: DataError where it cannot be moved.
+    """
+    target = folder / free_place(folder, name)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(folder / name, target)
+    except OSError as error:
+        raise DataError(f"{folder / name} is not the run's own and cannot be moved to {target} ({reason(error)}); move it away") from None
+    return target.relative_to(folder).as_posix()
+
+
+def free_place(folder: Path, name: str) -> str:
+    """Where `set_aside` would put a file, as a path in the folder."""
+    places = (f"{ASIDE}/{name}" if number == 1 else f"{ASIDE}_{number}/{name}" for number in itertools.count(1))
+    return next(place for place in places if not os.path.lexists(folder / place))
+
+
+def set_others_aside(folder: Path, files: Mapping[str, tuple[int, str]], step: int) -> None:
+    """Compares the run's files with the list in the checkpoint of RL step `step`, and says which are missing or not the run's own.
+
+    Those are moved to aside/ whole. What stands behind the listed bytes belongs to later steps, and stays.
+
+    Args:
+      files: path in the folder → (size, SHA-256) of what the run had written.
+    Raises: DataError for a file that cannot be read or moved.
+    """
+    faults: dict[tuple[str, str], list[str]] = {}
+    for name, (size, digest) in files.items():
+        if why := _fault(folder / name, size, digest, step):
+            faults.setdefault((Path(name).parts[0], why), []).append(name)
+    for path in _appended(folder):
+        name = path.relative_to(folder).as_posix()
+        if name not in files and any(held <= step for held, _ in _steps(path)):
+            faults.setdefault((path.relative_to(folder).parts[0], "was not there at the checkpoint"), []).append(name)
+    for (place, why), names in faults.items():
+        kept = [set_aside(folder, name) for name in names if os.path.lexists(folder / name)]
+        more = f", as are {len(names) - SHOWN} more files of {place}/" if len(names) > SHOWN else ""
+        where = f"; kept as {', '.join(kept[:SHOWN])}" if kept else ""
+        goes_on = f"the run goes on without what this run wrote there up to step {step}"
+        print(f"resume: {', '.join(names[:SHOWN])} {why}{more}{where}; {goes_on}", flush=True)
+
+
+def _fault(path: Path, size: int, digest: str, step: int) -> str:
+    """In what a file differs from what the run wrote, in a few words; empty where it does not."""
+    try:
+        with open_regular(path) as file:
+            held = os.fstat(file.fileno()).st_size
+            same = held >= size and _digest_more(file, size, hashlib.sha256()).hexdigest() == digest
+        foreign = same and any(start >= size and own <= step for own, start in _steps(path))
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({reason(error)}); make it readable, or move it out of the run folder") from None
+    if same and not foreign:
+        return ""
+    return "does not begin with what this run wrote" if held else "is empty"
+
+
+def _steps(path: Path) -> Iterator[tuple[int, int]]:
+    """(RL step, byte where it begins) of what a file holds, as far as that is known without unpacking it."""
+    if path.name.endswith(".jsonl.gz"):
+        yield from ((step, part.start) for step, part in members(path))
+    elif path.suffix == ".parquet" and (found := SPAN.match(path.name)):
+        yield int(found[2]), 0

@@ -1,0 +1,50 @@
+"""Copies of rows and episodes, which a user's function may change without changing them for anybody else."""
+
+from __future__ import annotations
+
+import copy
+from types import MappingProxyType, NoneType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+ATOMS = frozenset((str, int, float, bool, bytes, complex, NoneType))
+SHORT = 16  # entries of a tuple that are all looked at
+
+
+def copied(value: T) -> T:
+    """A value that shares nothing with the original that can be changed.
+
+    Mappings, lists, sets and (named) tuples are copied at every depth, other objects with `copy.deepcopy`; one that cannot be copied,
+    such as a lock, is shared. A long tuple that begins and ends with a number is one of token ids or log-probs: it is not looked through.
+    So the copy of an episode takes as many operations as it has messages, not as it has tokens.
+    """
+    try:
+        return _copied(value)
+    except RecursionError:  # it contains itself
+        return _deep(value)
+
+
+def _copied(value: Any) -> Any:
+    kind = type(value)
+    if kind in ATOMS:
+        return value
+    if kind is dict:
+        return {key: own if type(own) in ATOMS else _copied(own) for key, own in value.items()}
+    if kind is list:
+        return [own if type(own) in ATOMS else _copied(own) for own in value]
+    if kind is tuple:
+        if len(value) > SHORT and type(value[0]) in (int, float) and type(value[-1]) in (int, float):
+            return value
+        return tuple(map(_copied, value))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_copied, value))
+    if kind is MappingProxyType:
+        return MappingProxyType(_copied(dict(value)))
+    return _deep(value)
+
+
+def _deep(value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return value

@@ -1,0 +1,25 @@
+"""A run's identity, written in the first line of its config.yaml when the folder is made and kept by every resume."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from rlkit.system.files import open_regular
+
+LINE = re.compile(rb"# rlkit run ([0-9a-f]{16}):")
+
+
+def identity_line(identity: str) -> bytes:
+    """The first line of a config.yaml, a comment to YAML."""
+    return f"# rlkit run {identity}: the digest of the config with which this folder was made\n".encode()
+
+
+def read_identity(folder: Path) -> str:
+    """The identity of the run in a folder; empty where its config.yaml is missing, cannot be read or names none."""
+    try:
+        with open_regular(folder / "config.yaml") as file:
+            found = LINE.match(file.readline(100))
+    except OSError:
+        return ""
+    return found[1].decode() if found else ""

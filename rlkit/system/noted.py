@@ -1,0 +1,111 @@
+"""Which run folders are the user's own: the state folder keeps a digest of each folder that rlkit has written for this user.
+
+A note holds the resolved path of a folder and digests of that path with the bytes of every config file in it. A folder that is moved,
+copied or edited has another digest, and counts as a stranger's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from rlkit.system.files import write_atomic
+
+KEPT = 8  # digests of a folder: while rlkit replaces its files one by one, each state on the way is noted
+LARGEST = 4 << 20  # bytes of a config file
+
+
+def state_folder() -> Path | None:
+    """Where notes are kept: $XDG_STATE_HOME/rlkit, else ~/.local/state/rlkit. None where there is no such place of the user's own.
+
+    A folder that belongs to somebody else, or in which others may write, is none.
+    """
+    home = os.environ.get("HOME", "")
+    base = os.environ.get("XDG_STATE_HOME") or (os.path.join(home, ".local", "state") if home else "")
+    if not os.path.isabs(base):
+        return None
+    place = Path(base) / "rlkit" / "runs"
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = place.stat()
+    except OSError:
+        return None
+    mine = not hasattr(os, "getuid") or found.st_uid == os.getuid()
+    return place if mine and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else None
+
+
+def is_noted(folder: Path) -> bool:
+    """Whether a folder is as rlkit has left it for this user."""
+    state = state_folder()
+    if state is None:
+        return False
+    known = _digests(state / _name(folder))
+    return bool(known) and _digest(folder, {}) in known
+
+
+def note(folder: Path, files: Mapping[str, bytes] | None = None) -> None:
+    """Note that a folder is the user's own. Where nothing can be written, nothing is noted.
+
+    Args:
+      files: relative path → what is about to be written there. The note is made before, so that a kill finds the folder noted.
+    """
+    state = state_folder()
+    digest = _digest(folder, files or {})
+    if state is None or digest is None:
+        return
+    entry = state / _name(folder)
+    known = _digests(entry)
+    if known[-1:] == [digest]:
+        return
+    lines = [str(folder.resolve()), *[old for old in known if old != digest][1 - KEPT :], digest]
+    with suppress(OSError):
+        if not known:
+            _forget_lost(state)
+        write_atomic(entry, "\n".join(lines).encode(errors="surrogateescape"))
+
+
+def _name(folder: Path) -> str:
+    return hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
+
+
+def _digest(folder: Path, files: Mapping[str, bytes]) -> str | None:
+    """SHA-256 of the resolved path and of every config file, `files` in place of those that are there.
+
+    None where a file is too large, or cannot be read.
+    """
+    found = dict(files)
+    try:
+        for path in (folder / "config.yaml", *(folder / ".hydra").glob("*.yaml")):
+            name = str(path.relative_to(folder))
+            if name in found or not path.is_file():
+                continue
+            if path.stat().st_size > LARGEST:
+                return None
+            found[name] = path.read_bytes()
+    except OSError:
+        return None
+    total = hashlib.sha256(os.fsencode(folder.resolve()))
+    for name, content in sorted(found.items()):
+        total.update(b"\0" + name.encode() + b"\0" + hashlib.sha256(content).digest())
+    return total.hexdigest()
+
+
+def _digests(entry: Path) -> list[str]:
+    """The digests of a note, the newest one last."""
+    try:
+        return entry.read_bytes().decode(errors="surrogateescape").splitlines()[1:]
+    except OSError:
+        return []
+
+
+def _forget_lost(state: Path) -> None:
+    """Removes the notes of folders that are gone."""
+    for entry in state.iterdir():
+        with suppress(OSError):
+            path = entry.read_bytes().split(b"\n", 1)[0]
+            if not os.path.isdir(path):
+                entry.unlink(missing_ok=True)

@@ -1,0 +1,43 @@
+"""Reading a file that somebody else may have made: never a hang, and never another file than the one that has the name."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+def read_plain_file(path: str | Path, *, most: int, folder: int | None = None) -> bytes:
+    """The bytes of a regular file with one name.
+
+    Args:
+      most: bytes that it may have, >= 0.
+      folder: a descriptor of the open folder that a relative path is in. Whoever renames that folder changes nothing.
+    Raises: OSError where the path is a link, a FIFO, a folder, a device or a socket, has a second name (a hard link shows a file of
+      somebody else), is larger, or cannot be read. Nothing of the content is in the message.
+    """
+    check_plain(os.stat(path, dir_fd=folder, follow_symlinks=False), most)  # a device may notice that it is opened
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    descriptor = os.open(path, flags, dir_fd=folder)
+    with open(descriptor, "rb") as file:
+        check_plain(os.fstat(descriptor), most)
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise too_large(most)
+    return data
+
+
+def check_plain(found: os.stat_result, most: int) -> None:
+    """Raises OSError for what is no regular file with one name and at most so many bytes."""
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
+    if found.st_nlink > 1:
+        raise OSError(errno.EMLINK, "it has a second name (a hard link)")
+    if found.st_size > most:
+        raise too_large(most)
+
+
+def too_large(most: int) -> OSError:
+    """The error for a file of more bytes than it may have."""
+    return OSError(errno.EFBIG, f"it is larger than {most:,} bytes")

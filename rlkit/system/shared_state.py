@@ -1,0 +1,358 @@
+"""State of the whole process that a user's function may change in passing: gradients off, another default type, another folder.
+
+rlkit reads it before a stretch of user code and compares it where none of that code runs. What differs is put back, so that the run
+computes what it would have computed, and one sentence names the functions that ran. A change holds until its function returns or waits.
+
+Left alone are changes that are usually meant and that move no number of a run: environment variables, warning filters, the recursion
+limit, `sys.path`. The umask cannot be read without being set. Random generators have rules of their own (`rlkit.system.rng`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import locale
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple
+
+from rlkit.errors import RLKitError, visible, written
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)  # those that a run and its children rely on
+DEVICES = ("cpu", "cuda")
+
+
+class SharedStateError(RLKitError, RuntimeError):
+    """User code changed something of the whole process that cannot be put back."""
+
+
+class Kind(NamedTuple):
+    """Something that code may change for all other code.
+
+    place   process: one value for all threads. thread: each thread has its own, which ends with it. both: a thread has its own, and what
+            it sets reaches the others too
+    """
+
+    read: Callable[[], Any]  # a value, or several by name
+    write: Callable[[Any], Any]
+    place: Literal["process", "thread", "both"] = "process"
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return "a folder that is gone"
+
+
+def _handlers() -> dict[str, Any]:
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {number.name: _handler(number) for number in SIGNALS}
+
+
+def _handler(number: signal.Signals) -> Any:
+    """What handles a signal; an event loop's own handler of Ctrl-C, which comes and goes with it, counts as Python's."""
+    found = signal.getsignal(number)
+    of_loop = isinstance(found, partial) and getattr(found.func, "__name__", "") == "_on_sigint"
+    return signal.default_int_handler if of_loop else found
+
+
+def _set_handlers(handlers: Mapping[str, Any]) -> None:
+    for name, handler in handlers.items():
+        if handler is not None and _handler(signal.Signals[name]) != handler:  # None: it was set from C
+            signal.signal(signal.Signals[name], handler)
+
+
+def _streams() -> dict[str, Any]:
+    return {"stdout": sys.stdout, "stderr": sys.stderr}
+
+
+def _set_streams(streams: Mapping[str, Any]) -> None:
+    sys.stdout = streams["stdout"]
+    sys.stderr = streams["stderr"]
+
+
+def _blocked() -> set[Any]:
+    return signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def describe_change(was: Any, now: Any) -> str:
+    """From what to what a value changed; of several by name those that did."""
+    if isinstance(was, dict):
+        return " and ".join(f"{name} {describe_change(was[name], now[name])}" for name in was if was[name] != now[name])
+    return f"from {_word(was)} to {_word(now)}"
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, signal.Handlers):
+        return value.name
+    if isinstance(value, set):
+        return ", ".join(sorted(number.name for number in value)) or "none"
+    return str(getattr(value, "__qualname__", value))
+
+
+FOLDER = "the working directory"
+OWN = ("rlkit", "torch", "builtins", "None")  # modules whose functions are not the user's
+OF_PYTHON: Mapping[str, Kind] = {
+    FOLDER: Kind(_folder, os.chdir),
+    "the signal handlers": Kind(_handlers, _set_handlers, "thread"),
+    "the blocked signals": Kind(_blocked, partial(signal.pthread_sigmask, signal.SIG_SETMASK), "thread"),
+    "the locale": Kind(partial(locale.setlocale, locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
+    "the standard output": Kind(_streams, _set_streams),
+}
+
+
+@cache
+def all_kinds() -> Mapping[str, Kind]:
+    """Those of Python and of torch, which is imported for them."""
+    import torch
+
+    cuda, cudnn, onednn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+
+    def autocast() -> dict[str, bool]:
+        return {device: torch.is_autocast_enabled(device) for device in DEVICES}
+
+    def set_autocast(enabled: Mapping[str, bool]) -> None:
+        for device, on in enabled.items():
+            torch.set_autocast_enabled(device, on)
+
+    def set_device(device: Any) -> None:
+        torch.set_default_device(None if device.type == "cpu" else device)  # an explicit "cpu" would slow every call of torch
+
+    def deterministic() -> dict[str, bool]:
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        return {"deterministic": torch.are_deterministic_algorithms_enabled(), "warn_only": warns}
+
+    def set_deterministic(flags: Mapping[str, bool]) -> None:
+        torch.use_deterministic_algorithms(flags["deterministic"], warn_only=flags["warn_only"])
+
+    def backends() -> dict[str, bool]:
+        return {
+            "flash_sdp": cuda.flash_sdp_enabled(),
+            "mem_efficient_sdp": cuda.mem_efficient_sdp_enabled(),
+            "math_sdp": cuda.math_sdp_enabled(),
+            "mkldnn": onednn.enabled,
+            "cudnn": cudnn.enabled,
+            "cudnn.benchmark": cudnn.benchmark,
+            "cudnn.deterministic": cudnn.deterministic,
+        }
+
+    def set_backends(flags: Mapping[str, bool]) -> None:
+        cuda.enable_flash_sdp(flags["flash_sdp"])
+        cuda.enable_mem_efficient_sdp(flags["mem_efficient_sdp"])
+        cuda.enable_math_sdp(flags["math_sdp"])
+        onednn.set_flags(flags["mkldnn"])
+        own = {f"_{name}": flags[f"cudnn.{name}"] for name in ("benchmark", "deterministic")}
+        cudnn.set_flags(_enabled=flags["cudnn"], **own)
+
+    products = Kind(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
+    return {
+        **OF_PYTHON,
+        "torch's grad mode": Kind(torch.is_grad_enabled, torch.set_grad_enabled, "thread"),
+        "torch's autocast": Kind(autocast, set_autocast, "thread"),
+        "torch's default device": Kind(torch.get_default_device, set_device, "thread"),
+        "torch's default dtype": Kind(torch.get_default_dtype, torch.set_default_dtype),
+        "torch's number of threads": Kind(torch.get_num_threads, torch.set_num_threads, "both"),
+        "torch's deterministic mode": Kind(deterministic, set_deterministic),
+        "torch's precision of float32 products": products,
+        "torch's backends": Kind(backends, set_backends),
+    }
+
+
+def named_kinds(names: Sequence[str]) -> Mapping[str, Kind]:
+    """These kinds; all of them where none is named."""
+    return {name: OF_PYTHON[name] for name in names} if names else all_kinds()
+
+
+SharedState = Mapping[str, Any]  # name of a kind → its value
+
+
+def read_state(kinds: Mapping[str, Kind]) -> SharedState:
+    """What there is now, in this thread."""
+    return {name: kind.read() for name, kind in kinds.items()}
+
+
+def put_back(before: SharedState, kinds: Mapping[str, Kind]) -> list[str]:
+    """Puts back what differs. Returns: for each of them what changed, from what to what.
+
+    Raises: SharedStateError for what does not take its old value.
+    """
+    changed = []
+    for name, was in before.items():
+        kind = kinds[name]
+        now = kind.read()
+        if now == was:
+            continue
+        said = f"{name} {describe_change(was, now)}"
+        try:
+            kind.write(was)
+        except Exception as error:
+            raise SharedStateError(f"{said}, which cannot be put back: {error}") from error
+        if kind.read() != was:
+            raise SharedStateError(f"{said}, which cannot be put back")
+        changed.append(said)
+    return changed
+
+
+# -------------------------------------------------------------------------------------------------- a stretch of user code
+
+NAMED: dict[tuple[str, ...], str] = {}  # functions and what they changed → the sentence that was printed, in this process
+
+
+def say_once(sentences: Mapping[tuple[str, ...], str]) -> None:
+    """Prints the sentences of functions and changes that have not been named before."""
+    for key, sentence in sentences.items():
+        if key not in NAMED:
+            NAMED[key] = sentence
+            print(visible(f"warning: {sentence}"), file=sys.stderr, flush=True)
+
+
+class Watch:
+    """The state before a stretch of user code, and who ran since it was last looked at.
+
+    Args:
+      parts: functions, or values that hold some, such as an Environment. They are named where nothing closer is known. A text stands
+        for itself.
+      kinds: what is looked at; all where none is named.
+    """
+
+    def __init__(self, *parts: Any, kinds: Sequence[str] = ()):
+        self.parts, self.kinds = parts, named_kinds(kinds)
+        self.before = read_state(self.kinds)
+        self.lock, self.elsewhere, self.ran = threading.Lock(), 0, list[Any]()
+
+    def look(self, *, over: bool = False) -> None:
+        """Puts back what differs and names who ran. Call it where no user code runs in this thread.
+
+        While user code runs in other threads, what belongs to the whole process stays: it may be theirs, and still be needed. Once the
+        stretch is `over`, only functions that were given up still run.
+        """
+        with self.lock:
+            self._compare(("thread", "both") if self.elsewhere and not over else ("thread", "both", "process"))
+
+    @contextmanager
+    def calling(self, function: Any) -> Iterator[None]:
+        """A call of a function in this thread, which is named for what it changes."""
+        self._note(function)
+        try:
+            yield
+        finally:
+            self.look()
+
+    @contextmanager
+    def in_worker(self, function: Any) -> Iterator[None]:
+        """The same in a thread that ends with the call."""
+        with self.lock:
+            self.elsewhere += 1
+            self._note(function)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.elsewhere -= 1
+                self._compare(("both",) if self.elsewhere else ("both", "process"))
+
+    def _note(self, function: Any) -> None:
+        if not is_own(function) and function not in self.ran:
+            self.ran.append(function)
+
+    def _compare(self, places: Sequence[str]) -> None:
+        before = {name: value for name, value in self.before.items() if self.kinds[name].place in places}
+        try:
+            changed = put_back(before, self.kinds)
+        except SharedStateError as error:
+            raise SharedStateError(f"{self._who()} changed {error}") from error
+        if changed:
+            self._name(changed)
+        if not self.elsewhere:
+            self.ran.clear()
+
+    def _who(self) -> str:
+        said = [part for part in self.parts if isinstance(part, str)]
+        return " or ".join(said or map(place_of, self.ran or users_functions(self.parts))) or "a function"
+
+    def _name(self, changed: list[str]) -> None:
+        who = self._who()
+        key = (who, *(text.partition(" from ")[0] for text in changed))
+        say_once({key: f"{who} changed {' and '.join(changed)}. rlkit has put it back; let the function restore what it changes"})
+
+
+WATCH: ContextVar[Watch | None] = ContextVar("WATCH", default=None)  # of the stretch under way
+
+
+@contextmanager
+def guard_state(*parts: Any, kinds: Sequence[str] = ()) -> Iterator[Watch]:
+    """A stretch of user code, after which all shared state is as it was before it."""
+    watch = Watch(*parts, kinds=kinds)
+    token = WATCH.set(WATCH.get() if kinds else watch)
+    try:
+        yield watch
+    finally:
+        WATCH.reset(token)
+        watch.look(over=True)
+
+
+def current() -> Watch:
+    """The watch of the stretch under way; a new one outside of any."""
+    return WATCH.get() or Watch()
+
+
+# ------------------------------------------------------------------------------------------------------------- names
+
+
+def place_of(function: Any) -> str:
+    """A function as a config writes it, with file and line: my_rewards.short (my_rewards.py:3)."""
+    while isinstance(function, partial):
+        function = function.func
+    plain = inspect.unwrap(function) if callable(function) else function
+    if isinstance(plain, type):
+        methods = [method for method in vars(plain).values() if hasattr(method, "__code__")]
+        plain = vars(plain).get("__init__", methods[0] if methods else plain)
+    elif not hasattr(plain, "__code__"):  # an instance that can be called
+        plain = vars(type(plain)).get("__call__", plain)
+    code = getattr(plain, "__code__", None)
+    return f"{written(function)} ({code.co_filename}:{code.co_firstlineno})" if code else written(function)
+
+
+def is_own(function: Any) -> bool:
+    """Whether a function is one of rlkit's, torch's or Python's."""
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__module__", None)).partition(".")[0] in OWN
+
+
+def users_functions(part: Any, depth: int = 6) -> list[Any]:
+    """The functions and classes in a value that are not rlkit's own, also those that rlkit's functions hold."""
+    found: list[Any] = []
+    if depth == 0 or part is None or isinstance(part, str | bytes | int | float):
+        return found
+    inside: list[Any] = []
+    if isinstance(part, partial):
+        inside = [part.func, *part.args, *part.keywords.values()]
+    elif isinstance(part, Mapping):
+        inside = list(part.values())
+    elif isinstance(part, list | tuple):
+        inside = list(part)
+    elif callable(part):
+        if is_own(part):
+            inside = [cell.cell_contents for cell in getattr(part, "__closure__", None) or () if _filled(cell)]
+        else:
+            found = [part]
+    for value in inside:
+        found += [function for function in users_functions(value, depth - 1) if function not in found]
+    return found
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False

@@ -1,0 +1,377 @@
+"""What this process waits for now: calls of the user's code and requests to servers.
+
+    with waiting("the tool", tool):      # any thread, any coroutine; two operations on a dict
+        …
+
+One watcher thread for a process prints a line about each function that is waited for longer than NAMED_AFTER, and ends the process where
+nothing has moved for `trainer.max_step_time` (`limit_waiting`). It lives while something is waited for or a limit is set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from itertools import count
+from time import monotonic
+from typing import Any
+
+from rlkit.errors import defined_at, visible
+from rlkit.system.redaction import cover
+
+NAMED_AFTER = 20.0  # seconds of waiting until a line names the function
+GRACE = 10.0  # seconds after its cancellation until a call is abandoned
+LOOK = 1.0  # seconds between two looks of the watcher, while something is waited for
+CALL_LIMIT = 1800.0  # seconds of an async call that no option limits, an environment's answer for example
+CLOSE_LIMIT = 30.0  # seconds of an async close
+THREAD = "rlkit watcher"
+MAX_STEP_TIME = "trainer.max_step_time"
+LATE = 5.0  # seconds after the limit at which a process ends whose interpreter is held by one call, so that no watcher can run
+end_process = os._exit  # the system's own: rlkit.system.deadline replaces it in os
+
+
+class Wait:
+    """A call that has not returned yet.
+
+    what: kind and role, such as "the tool". function: what is called, or its name as a text. count: episodes that wait for it.
+    inner: further waits inside this one, which are named in its place.
+    """
+
+    __slots__ = ("count", "function", "inner", "since", "task", "thread", "what", "worked")
+
+    def __init__(self, what: str, function: Any, count: int = 1):
+        self.what = what
+        self.function = function
+        self.count = count
+        task = asyncio.current_task() if asyncio._get_running_loop() is not None else None
+        self.task = None if task is None else weakref.ref(task)  # a loop that was closed may be gone, with what it ran
+        self.thread = threading.get_ident()
+        self.inner = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.since = monotonic()
+        self.worked = WORK.seconds(self.since)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A block in which what is waited for waits itself; the time begins anew after it."""
+        self.inner += 1
+        try:
+            yield
+        finally:
+            self.inner -= 1
+            self._begin()
+            WATCHER.moved = self.since
+
+    def age(self, now: float) -> float:
+        """Seconds so far. For a coroutine those do not count in which a decoder keeps its event loop."""
+        return now - self.since - (WORK.seconds(now) - self.worked if self.task is not None else 0.0)
+
+    def __str__(self) -> str:
+        return f"{self.what} {name_of(self.function)}"
+
+
+class Work:
+    """What this process computes itself, and what others compute for it."""
+
+    def __init__(self) -> None:
+        self.total = 0.0  # seconds in which a decoder kept the event loop, up to the last such block
+        self.decoding: float | None = None  # since when it does now
+        self.begun: float | None = None  # since when the model decodes or learns
+        self.outside = 0  # blocks that wait for a model, a rank or a process outside of this one
+
+    def seconds(self, now: float) -> float:
+        """Seconds in which a decoder kept the event loop, up to now."""
+        begun = self.decoding
+        return self.total + (0.0 if begun is None else now - begun)
+
+
+class Limit:
+    """A time after which the process ends.
+
+    key: the option that sets it. place: says where the run is, as "step 3 hangs in generate"; "" where it need not move.
+    whole: the time is that of the block, whatever happens in it; else the time in which nothing moves.
+    """
+
+    def __init__(self, minutes: float, key: str, place: Callable[[], str], *, whole: bool):
+        self.minutes = minutes
+        self.key = key
+        self.place = place
+        self.whole = whole
+        self.since = monotonic()
+
+    def left(self, now: float) -> float:
+        """Seconds until it is reached, if nothing moves."""
+        return 60 * self.minutes - (now - (self.since if self.whole else max(self.since, WATCHER.moved)))
+
+    def reached(self, now: float) -> bool:
+        """Whether the process has to end."""
+        if self.left(now) > 0:
+            return False
+        begun = WORK.begun
+        if self.whole:
+            return True
+        if WORK.outside:
+            return False
+        if begun is not None:  # an engine of the user's is called while the model "computes"
+            return any(wait.since >= begun for wait in list(WAITS.values()))
+        return bool(WAITS) or bool(self.place())
+
+
+WAITS: dict[int, Wait] = {}
+NUMBERS = count()
+WORK = Work()
+CURRENT: ContextVar[Wait | None] = ContextVar("CURRENT", default=None)  # the innermost one of this thread or coroutine
+LOCK = threading.Lock()
+
+
+class Watcher:
+    """The state of the watcher thread."""
+
+    def __init__(self) -> None:
+        self.thread: threading.Thread | None = None
+        self.limits: list[Limit] = []
+        self.moved = monotonic()  # when a wait began or ended last, or the model did something
+        self.named: dict[str, float] = {}  # function → seconds of waiting at which it is named again
+        self.tell: Callable[[str], None] = lambda line: None  # is given each line too: in a process whose output no one reads
+
+
+WATCHER = Watcher()
+
+
+def name_of(function: Any) -> str:
+    """The name of a function and where it is defined; a text as it is. A function made by rlkit says in `shown` what it stands for."""
+    shown = function if isinstance(function, str) else getattr(function, "shown", None)
+    return str(shown or defined_at(function))
+
+
+# ------------------------------------------------------------------------------------------------------ who waits
+
+
+@contextmanager
+def waiting(what: str | Wait, function: Any = None, *, count: int = 1) -> Iterator[None]:
+    """A block that waits for a call of `function`.
+
+    Args:
+      what: kind and role, such as "the tool"; or a Wait that was made before. function: or a text that names what is waited for.
+      count: episodes that wait in it.
+    """
+    outer = CURRENT.get()
+    wait = Wait(what, function, count) if isinstance(what, str) else what
+    number = next(NUMBERS)
+    WAITS[number] = wait
+    WATCHER.moved = monotonic()
+    if outer is not None:
+        outer.inner += 1
+    CURRENT.set(wait)
+    if WATCHER.thread is None:
+        _start()
+    try:
+        yield
+    finally:
+        CURRENT.set(outer)
+        if outer is not None:
+            outer.inner -= 1
+        WAITS.pop(number, None)
+        WATCHER.moved = monotonic()
+
+
+def note_movement() -> None:
+    """Something went on: the time until a limit begins anew."""
+    WATCHER.moved = monotonic()
+
+
+@contextmanager
+def working() -> Iterator[None]:
+    """A block in which the model computes, which takes as long as it takes. Blocks inside count once."""
+    outer = WORK.begun
+    if outer is None:
+        WORK.begun = monotonic()
+    try:
+        yield
+    finally:
+        WORK.begun = outer
+        WATCHER.moved = monotonic()
+
+
+@contextmanager
+def decoding() -> Iterator[None]:
+    """`working` in the event loop, where no coroutine goes on meanwhile."""
+    WORK.decoding = monotonic()
+    try:
+        with working():
+            yield
+    finally:
+        WORK.total = WORK.seconds(monotonic())
+        WORK.decoding = None
+
+
+@contextmanager
+def waiting_outside() -> Iterator[None]:
+    """A block that waits for a model, a rank or a process of rlkit outside of this one.
+
+    Each of them has a limit of its own, so this process is not ended meanwhile.
+    """
+    WORK.outside += 1
+    try:
+        yield
+    finally:
+        WORK.outside -= 1
+        WATCHER.moved = monotonic()
+
+
+def waits_of(task: asyncio.Task[Any] | None) -> str:
+    """What a task waits for, in words: the innermost call; "a call" where none is known."""
+    own = [wait for wait in list(WAITS.values()) if wait.task is not None and wait.task() is task and not wait.inner]
+    return str(own[-1]) if own else "a call"
+
+
+def forget(*, task: asyncio.Task[Any] | None = None, thread: int | None = None) -> None:
+    """A task or a thread is abandoned: no one waits for its calls any more."""
+    for number, wait in list(WAITS.items()):
+        own = task is not None and wait.task is not None and wait.task() is task
+        if own or (thread is not None and wait.thread == thread):
+            WAITS.pop(number, None)
+
+
+@contextmanager
+def limit_waiting(minutes: float | None, key: str, place: Callable[[], str], *, whole: bool = False) -> Iterator[None]:
+    """A block at whose limit the process says what hangs and where each of its threads stands, and ends with status 1.
+
+    Nothing milder ends plain code of the user's that never returns. Only what waits can stand still: while the model computes, nothing
+    is reached, unless the limit is one of the `whole` block.
+
+    Args:
+      minutes: None: no limit. The rest as for `Limit`.
+    """
+    if minutes is None:
+        yield
+        return
+    limit = Limit(minutes, key, place, whole=whole)
+    if not WATCHER.limits:
+        WATCHER.named.clear()
+    WATCHER.limits = [*WATCHER.limits, limit]
+    try:
+        _arm(monotonic())
+        if WATCHER.thread is None:
+            _start()
+        yield
+    finally:
+        WATCHER.limits = [other for other in WATCHER.limits if other is not limit]
+        _arm(monotonic())
+
+
+# ---------------------------------------------------------------------------------------------------- the watcher
+
+
+def _start() -> None:
+    with LOCK:
+        if WATCHER.thread is None:
+            WATCHER.thread = threading.Thread(target=_watch, name=THREAD, daemon=True)
+            WATCHER.thread.start()
+
+
+def _watch() -> None:
+    """Looks from time to time, as long as there may be something to see."""
+    looked = monotonic()
+    while True:
+        time.sleep(min([LOOK, *(15 * limit.minutes for limit in WATCHER.limits)]))
+        now = monotonic()
+        _pass_over(now - looked - 10 * LOOK)
+        looked = now
+        try:
+            look(now)
+        except Exception as error:  # a name that cannot be printed ends no watch
+            print(f"rlkit: the watcher failed: {type(error).__name__}: {visible(str(error))}", file=sys.stderr, flush=True)
+        with LOCK:
+            WATCHER.thread = None  # first, so that a wait that begins now starts another one
+            if not WAITS and not WATCHER.limits:
+                return
+            WATCHER.thread = threading.current_thread()
+
+
+def _pass_over(stopped: float) -> None:
+    """Does not count seconds in which the whole process stood still, such as under SIGSTOP: nothing hung meanwhile."""
+    if stopped > 0:
+        WATCHER.moved += stopped
+        for wait in list(WAITS.values()):
+            wait.since += stopped
+        for limit in WATCHER.limits:
+            limit.since += stopped
+
+
+def look(now: float) -> None:
+    """Names what is waited for too long; ends the process at a limit."""
+    reached = [limit for limit in WATCHER.limits if limit.reached(now)]
+    groups: dict[str, tuple[int, float]] = {}
+    for wait in list(WAITS.values()):
+        age = wait.age(now)
+        if not wait.inner and (reached or age >= NAMED_AFTER):
+            number, oldest = groups.get(str(wait), (0, 0.0))
+            groups[str(wait)] = number + wait.count, max(oldest, age)
+    lines = {name: _line(name, *group) for name, group in groups.items()}
+    for name, (_, age) in groups.items():
+        if not reached and age >= WATCHER.named.get(name, NAMED_AFTER):
+            WATCHER.named[name] = 2 * age  # a call that hangs is named again and again, ever more rarely
+            line = visible(f"rlkit: {_rank()}{lines[name]}")
+            print(line, file=sys.stderr, flush=True)
+            WATCHER.tell(line)
+    if reached:
+        end_at(max(reached, key=lambda limit: bool(limit.place())), list(lines.values()))
+    _arm(now)
+
+
+def _line(name: str, number: int, age: float) -> str:
+    return f"waiting for {age:.0f} s for {name}, in {number} episode{'' if number == 1 else 's'}"
+
+
+def _rank() -> str:
+    """Which of several ranks speaks."""
+    return f"rank {os.environ.get('RANK', '?')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+
+
+def end_at(limit: Limit, lines: list[str]) -> None:
+    """Say what hangs and where each thread stands, and end the process with status 1."""
+    place = limit.place() or "the run hangs"
+    within = f"nothing within {limit.key}={limit.minutes:g} minutes"
+    waited = f"; {'; '.join(lines)}" if lines else ""
+    line = cover(visible(f"rlkit: {_rank()}{place}: {within}{waited}"))
+    os.write(2, f"\n{line}. Where each thread stands:\n".encode(errors="backslashreplace"))
+    with suppress(Exception):
+        WATCHER.tell(line)
+    faulthandler.dump_traceback(2)
+    end_process(1)
+
+
+def _arm(now: float) -> None:
+    """Ends the process a little after its limit even if a call holds the interpreter, so that the watcher cannot run."""
+    if WATCHER.limits:
+        left = [limit.left(now) if limit.whole else 60 * limit.minutes for limit in WATCHER.limits]
+        faulthandler.dump_traceback_later(max(0.0, min(left)) + LATE, exit=True, file=2)
+    else:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _after_fork() -> None:
+    """In a new process no thread watches, and no one waits."""
+    global LOCK
+    LOCK = threading.Lock()
+    WAITS.clear()
+    WATCHER.thread = None
+    WATCHER.limits = []
+    WATCHER.named.clear()
+    WATCHER.tell = lambda line: None
+    WORK.begun = None
+    WORK.decoding = None
+    WORK.outside = 0
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,81 @@
+"""Which kernels a run decodes and updates with: decided once, said in one line, noted in run.json, and kept when the run goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlkit.distributed import ranks
+from rlkit.models.fused import go_on_with, update_kernel, use_update_kernel
+from rlkit.models.head import trunk_and_head
+from rlkit.system.files import lenient, write_atomic
+
+OTHER_RANK = "as another process of the run"
+SHARDS = "the weights lie in shards"
+
+
+def kernels_in_use(engine: Any, model: Any) -> dict[str, str]:
+    """`decoding` and `updates` → eager or fused. An engine with kernels of its own has no word for its decoding."""
+    decoding = getattr(engine, "decodes", None)
+    if getattr(engine, "kernel", None) == "eager":  # the decoder may be that of before
+        decoding = "eager"
+    return ({"decoding": decoding} if decoding else {}) | {"updates": update_kernel(model)}
+
+
+def settle_kernels(engine: Any, model: Any, *, sharded: bool = False) -> str:
+    """Decide what `auto` is for the whole run, alike on all ranks, and give the line that says so with the reason for a fallback.
+
+    Call it when the engine has been given weights. `sharded`: they will lie in shards, which compiled code cannot read.
+    """
+    trunk = trunk_and_head(model)[0]
+    decodes = getattr(engine, "decodes", None)
+    why = SHARDS if sharded else OTHER_RANK
+    if ranks.any_rank(sharded or decodes == "eager") and decodes == "fused":
+        engine.settle("eager", why)
+    elif decodes and hasattr(engine, "settle"):
+        engine.settle(decodes, engine.why_eager)
+    automatic = getattr(trunk, "asked_kernel", "auto") == "auto"
+    if ranks.any_rank(sharded or update_kernel(model) == "eager") and update_kernel(model) == "fused" and automatic:
+        use_update_kernel(model, "eager", why)
+    return kernels_line(engine, model)
+
+
+def kernels_line(engine: Any, model: Any) -> str:
+    """`kernels: decoding fused, updates eager (there is no C compiler …)`."""
+    reasons = {"decoding": getattr(engine, "why_eager", ""), "updates": getattr(trunk_and_head(model)[0], "update_reason", "")}
+    words = []
+    for what, kernel in kernels_in_use(engine, model).items():
+        because = f" ({reasons[what]})" if reasons[what] and kernel == "eager" else ""
+        words.append(f"{what} {kernel}{because}")
+    return f"kernels: {', '.join(words)}"
+
+
+def keep_kernels(engine: Any, model: Any, state: Mapping[str, Any], critic: Any = None) -> list[str]:
+    """Go on with the kernels that a checkpoint names, where the config leaves that open; what a user should know, as sentences."""
+    before = kernels_in_use(engine, model)
+    said = []
+    kernel = state.get("kernel")
+    if kernel and hasattr(engine, "go_on_with"):
+        said.append(engine.go_on_with(kernel))
+        if before.get("decoding") == "fused" and kernels_in_use(engine, model).get("decoding") == "eager":
+            said.append("decoding is eager, as the run did so far (generation.kernel)")
+    said.append(go_on_with(model, state.get("update_kernel", "eager")))
+    if before["updates"] == "fused" and update_kernel(model) == "eager":
+        said.append("updates are eager, as the run did so far (model.kernel)")
+    if critic is not None:
+        use_update_kernel(critic, update_kernel(model))
+    return [text for text in said if text]
+
+
+def note_kernels(folder: Path, used: Mapping[str, str]) -> None:
+    """Adds the kernels to what run.json says of the process that works in the folder; a folder without run.json stays as it is."""
+    path = folder / "run.json"
+    try:
+        starts = json.loads(path.read_text())
+        starts[-1]["kernels"] = dict(used)
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        return
+    with lenient("run.json"):
+        write_atomic(path, (json.dumps(starts, indent=1) + "\n").encode())

@@ -1,0 +1,114 @@
+"""What rlkit starts ends when rlkit is gone, by SIGKILL too. Each kind of process reads from a pipe, and is gone once no one does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from laws import cases
+from rlkit.system.parent import PARENT, end_with_parent, tied
+
+START = "import sys; from pathlib import Path; pipe = sys.argv[1]; words = ['train', '--config', pipe]\n"
+WAIT = "process.wait()\n"
+KINDS = {
+    "a rank": "from rlkit.distributed.launch import start_ranks\nstart_ranks([sys.executable, '-m', 'rlkit', *words], 1)\n",
+    "a job of a sweep": (
+        "from rlkit.runs.sweeps.runner import start_process\n"
+        "process = start_process(words, open(pipe + '.log', 'wb'), {})\n" + WAIT
+    ),
+    "a job of a bench": (
+        "from rlkit.runs.sweeps.warm import WarmServer\n"
+        "process = WarmServer({}).start(words, open(pipe + '.log', 'wb'), {})\n" + WAIT
+    ),
+    "a server of another package": (
+        "import subprocess; from rlkit.system.parent import guarded\n"
+        "process = subprocess.Popen(guarded(['cat', pipe]), start_new_session=True)\n" + WAIT
+    ),
+    "what a server of another package has started": (
+        "import subprocess; from rlkit.system.parent import guarded\n"
+        "process = subprocess.Popen(guarded(['sh', '-c', f'cat {pipe} & wait']), start_new_session=True)\n" + WAIT
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("code", cases(KINDS.values(), [KINDS["a server of another package"]]))
+def test_no_process_outlives_the_one_that_started_it(code, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    parent = subprocess.Popen([sys.executable, "-c", START + code, str(pipe)])
+    with ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(os.open, pipe, os.O_WRONLY)  # waits until the process reads
+        try:
+            writer = opened.result(120)
+        finally:
+            parent.kill()
+            parent.wait()
+            os.close(os.open(pipe, os.O_RDWR))
+    poller = select.poll()
+    poller.register(writer, 0)  # an error: no one reads any more
+    assert poller.poll(20_000), "the process goes on"
+    os.close(writer)
+
+
+def test_a_guarded_command_ends_with_its_own_status():
+    from rlkit.system.parent import guarded
+
+    for code, status in (("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)):
+        command = guarded([sys.executable, "-S", "-c", code])
+        assert subprocess.run(command, start_new_session=True).returncode == status
+
+
+def test_the_children_of_a_tied_process_are_not_tied_by_its_environment(monkeypatch):
+    monkeypatch.setattr("rlkit.system.parent.end_with", lambda parent: None)
+    monkeypatch.setenv(PARENT, tied()[PARENT])
+    end_with_parent()
+    assert PARENT not in os.environ
+
+
+SANDBOXED = {
+    "a program": "run(Job('while True: pass'), limits)\n",
+    "a session": "Interpreter(limits).run('while True: pass')\n",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", SANDBOXED.values(), ids=SANDBOXED)
+def test_no_code_of_a_model_outlives_the_trainer(code):
+    """It computes for ever, and its own limits are far away."""
+    start = (
+        "from rlkit.sandbox import Job, Sandbox, probe, run\n"
+        "from rlkit.sandbox.interpreter import Interpreter\n"
+        "limits = Sandbox(time_limit=600, allow_weak=True)\n"
+        "print(probe(), flush=True)\n"
+    )
+    command = [sys.executable, "-c", start + code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout.readline()
+        children = Path(f"/proc/{parent.pid}/task")
+        own: list[int] = []
+        deadline = time.monotonic() + 60
+        while not own and time.monotonic() < deadline:
+            own = [int(pid) for task in children.iterdir() for pid in (task / "children").read_text().split()]
+            own = [pid for pid in own if busy(pid)]
+        parent.kill()
+    assert own
+    for pid in own:
+        with contextlib.suppress(ProcessLookupError):
+            assert select.select([os.pidfd_open(pid)], [], [], 20)[0], "the program goes on"
+
+
+def busy(pid: int) -> bool:
+    """Whether a process has computed for a tenth of a second."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return int(fields[11]) > 10
