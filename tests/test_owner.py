@@ -387,7 +387,7 @@ def test_a_living_run_that_is_taken_over_ends_and_writes_nothing_more(tmp_path, 
 
         rlkit.training.update.surrogate = held
 
-    child = forked(["train", *SMALL, "trainer.steps=3", f"hydra.run.dir={folder}"], log, hold)
+    child = forked(["train", *SMALL, "algorithm.entropy_coef=0.01", "trainer.steps=3", f"hydra.run.dir={folder}"], log, hold)
     ready = os.open(at, os.O_RDONLY | os.O_NONBLOCK)  # a child that ends early must not leave this waiting for ever
     assert select.select([ready], [], [], 300)[0], log.read_text()
     os.close(ready)
@@ -426,7 +426,7 @@ def test_a_run_that_is_killed_locks_nobody_out(tmp_path, forked):
 
         rlkit.training.update.surrogate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
-    child = forked(["train", *SMALL, f"hydra.run.dir={folder}"], log, killed)
+    child = forked(["train", *SMALL, "algorithm.entropy_coef=0.01", f"hydra.run.dir={folder}"], log, killed)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert read(folder)["pid"] == child
     assert main(["train", f"resume={folder}"]) == 0
