@@ -17,11 +17,12 @@ import numpy as np
 import torch
 
 import rlkit.config.compose
-from rlkit.commands.train import join_ranks, run_in_folder
+from rlkit.commands.train import join_ranks, note_start, run_in_folder
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
 from rlkit.distributed import ranks
 from rlkit.models.load import load_policy
+from rlkit.system.identity import read_identity
 from rlkit.types import Policy
 
 
@@ -74,6 +75,7 @@ def main(root: Path) -> None:
         if source:
             ranks.broadcast(lambda source=root / source, target=folder: begun(source, target))
         resume = folder / "checkpoints" if source else None
+        ranks.broadcast(lambda folder=folder, composed=composed: note_start(folder, composed, read_identity(folder)))
         status = run_in_folder(x, composed.config, load_tasks(x), folder, started=0.0, resume=resume)
         if ranks.rank() == 0:
             (root / f"{name}.status").write_text(str(status))

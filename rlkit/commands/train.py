@@ -93,8 +93,7 @@ def command(arguments: Arguments) -> int:
         ranks.broadcast(lambda: runs.require_writable(target))
         if not known:
             own(target)
-        if ranks.rank() == 0:
-            note_start(target, composed, identity)
+        ranks.broadcast(lambda: note_start(target, composed, identity))
 
         def job() -> int:
             return run_in_folder(x, composed.config, tasks, target, started=STARTED, resume=resume)
