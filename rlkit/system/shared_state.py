@@ -9,7 +9,6 @@ limit, `sys.path`. The umask cannot be read without being set. Random generators
 
 from __future__ import annotations
 
-import inspect
 import locale
 import os
 import signal
@@ -21,7 +20,7 @@ from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
-from rlkit.errors import RLKitError, visible, written
+from rlkit.errors import RLKitError, defined_at, visible
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)  # those that a run and its children rely on
 DEVICES = ("cpu", "cuda")
@@ -277,7 +276,7 @@ class Watch:
 
     def _who(self) -> str:
         said = [part for part in self.parts if isinstance(part, str)]
-        return " or ".join(said or map(place_of, self.ran or users_functions(self.parts))) or "a function"
+        return " or ".join(said or map(defined_at, self.ran or users_functions(self.parts))) or "a function"
 
     def _name(self, changed: list[str]) -> None:
         who = self._who()
@@ -306,20 +305,6 @@ def current() -> Watch:
 
 
 # ------------------------------------------------------------------------------------------------------------- names
-
-
-def place_of(function: Any) -> str:
-    """A function as a config writes it, with file and line: my_rewards.short (my_rewards.py:3)."""
-    while isinstance(function, partial):
-        function = function.func
-    plain = inspect.unwrap(function) if callable(function) else function
-    if isinstance(plain, type):
-        methods = [method for method in vars(plain).values() if hasattr(method, "__code__")]
-        plain = vars(plain).get("__init__", methods[0] if methods else plain)
-    elif not hasattr(plain, "__code__"):  # an instance that can be called
-        plain = vars(type(plain)).get("__call__", plain)
-    code = getattr(plain, "__code__", None)
-    return f"{written(function)} ({code.co_filename}:{code.co_firstlineno})" if code else written(function)
 
 
 def is_own(function: Any) -> bool:

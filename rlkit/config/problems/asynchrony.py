@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlkit.system.shared_state import place_of, users_functions
+from rlkit.errors import defined_at
+from rlkit.system.shared_state import users_functions
 from rlkit.training.schedules import phases
 from rlkit.training.schedules.paths import flat
 from rlkit.training.schedules.progress import controllers_of, phase_steps
@@ -65,7 +66,7 @@ def _stateful(x: Experiment) -> list[str]:
         parts = {**terms, "reward.aggregator": phase.reward.aggregator, "environment": phase.environment, **filters}
         for path, part in parts.items():
             marked = [function for function in users_functions(part) if is_stateful(function)]
-            found |= {place_of(function): path for function in marked}
+            found |= {defined_at(function): path for function in marked}
     return [
         f"asynchrony=overlap: {path} ({place}) keeps state between its calls (@stateful), and a second process would call it with a "
         "state of its own, so its numbers would differ from asynchrony=lag; choose asynchrony=lag"
