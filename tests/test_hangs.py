@@ -625,7 +625,9 @@ def test_the_watcher_ends_where_nothing_is_waited_for(quick):
     assert not thread.is_alive() and waiting.WATCHER.thread is not thread
 
 
-def test_a_call_is_named_ever_more_rarely_and_only_the_innermost_one(quick, capfd):
+def test_a_call_is_named_ever_more_rarely_and_only_the_innermost_one(quick, monkeypatch, capfd):
+    monkeypatch.setattr(waiting, "NAMED_AFTER", 0.1)
+    monkeypatch.setattr(waiting, "LOOK", BOUND)  # the test looks, not the watcher
     with waiting.waiting("the reward", numeric), waiting.waiting("the judge", "http://here"):
         now = time.monotonic()
         for seconds in (0.05, 0.2, 0.3, 0.5, 0.9):
