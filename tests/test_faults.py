@@ -33,6 +33,7 @@ from rlkit.training.memory import OutOfMemory, retried
 from rlkit.training.metrics import UpdateTerms
 from rlkit.types import Splits
 
+UPDATES = "algorithm.entropy_coef=0.01"  # in every step, also where all rewards are equal
 FAST = [
     "debug=fast",
     "task.max_samples=32",
@@ -364,7 +365,7 @@ def at(place: str, action):
 def test_a_signal_ends_a_run_saved_and_it_goes_on_as_if_nothing_had_happened(tmp_path, forked, place, signum, status):
     """Rollouts are dropped, an update is finished; no step is done twice or left out, though no checkpoint was due."""
     log, whole, folder = tmp_path / "log", tmp_path / "whole", tmp_path / "run"
-    words = ["train", *FAST, "trainer.steps=3", "callbacks.checkpoint.every=9", "algorithm.entropy_coef=0.01"]  # every step has updates
+    words = ["train", *FAST, "trainer.steps=3", "callbacks.checkpoint.every=9", UPDATES]
     assert wait(forked([*words, f"hydra.run.dir={whole}"], log)) == 0, log.read_text()
     stop = lambda: at(place, lambda: os.kill(os.getpid(), signum))  # noqa: E731
     assert wait(forked([*words, f"hydra.run.dir={folder}"], log, stop)) == status, log.read_text()
@@ -437,7 +438,7 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path, forked):
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    words = ["train", *FAST, "trainer.steps=3", "callbacks.checkpoint.every=9", f"hydra.run.dir={folder}"]
+    words = ["train", *FAST, UPDATES, "trainer.steps=3", "callbacks.checkpoint.every=9", f"hydra.run.dir={folder}"]
     assert wait(forked(words, log, lambda: at("rlkit.training.update.surrogate", twice))) == 143
     assert not (folder / "summary.json").exists() and checkpoints(folder / "checkpoints") == []
 
@@ -518,7 +519,7 @@ def test_a_disk_that_fills_up_ends_no_run(tmp_path, forked):
         pytest.skip("mounting a small tmpfs needs root")
     try:
         folder, log = disk / "run", tmp_path / "log"
-        assert wait(forked(["train", *FAST, "logger=tensorboard", "trainer.steps=3", f"hydra.run.dir={folder}"], log)) == 1
+        assert wait(forked(["train", *FAST, UPDATES, "logger=tensorboard", "trainer.steps=3", f"hydra.run.dir={folder}"], log)) == 1
         assert "step_000002.ckpt not written" in log.read_text() and "Traceback" not in log.read_text()
         assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step_000001.ckpt"]
         assert [row["step"] for row in rows(folder)] == [1, 2, 3]

@@ -114,7 +114,7 @@ MOVES = [
 ]
 REFERENCES = {
     "ema": ["reference=ema", "reference.decay=0.5"],
-    "periodic": ["reference=periodic", "reference.every=2"],
+    "periodic": ["reference=periodic", "reference.every=2", "algorithm.entropy_coef=0.01"],  # the policy moves in every step
     "on_kl": ["reference=on_kl", "reference.threshold=0.3"],
     "lora": ["reference=ema", "reference.decay=0.5", "model.lora.rank=4"],
 }

@@ -242,7 +242,7 @@ def test_a_model_in_the_folder_is_the_folders_own(tmp_path):
 def test_a_hostile_template_of_a_folder_ends_a_command(command, tmp_path, monkeypatch, capsys):
     """The model lies in the folder, so nothing is asked; its template would take all memory."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rlkit.commands.evaluate.restored_policy", lambda policy, checkpoint: (checkpoint, 0))
+    monkeypatch.setattr("rlkit.commands.evaluate.restored_policy", lambda policy, checkpoint, engine=None: (checkpoint, 0))
     folder = tmp_path / "run"
     shutil.copytree(TINY, folder / "model")
     (folder / "model" / "chat_template.jinja").write_text("{{ messages[0].role * 10**12 }}")

@@ -29,6 +29,7 @@ from rlkit.system.shards import recorded
 OUTPUTS = Path("outputs")
 SET_ASIDE = ".set_aside"  # behind the name of a run folder that a sweep has put out of its way
 OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=(.*)", re.DOTALL)
+EVALUATIONS = ("validation", "before", "after")  # in summary.json: the last on validation problems, on test problems twice
 COUNT = re.compile(r"[-+\d.,eE]*|true|false|null|\{.*|\w+\(.*|\$\{.*", re.DOTALL)  # values that are no text
 
 
@@ -100,13 +101,14 @@ def is_finished(folder: Path) -> bool:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """summary.json, or None where there is none that can be read, or that of another run."""
+    """summary.json without evaluations that are no mapping; None if there is none that can be read, or if another run wrote it."""
     try:
         summary = json.loads(read_regular(folder / "summary.json").decode())
     except (OSError, ValueError, RecursionError):
         return None
-    own = isinstance(summary, dict) and summary.get("identity") in (None, read_identity(folder))
-    return summary if own else None
+    if not isinstance(summary, dict) or summary.get("identity") not in (None, read_identity(folder)):
+        return None
+    return {key: value for key, value in summary.items() if key not in EVALUATIONS or isinstance(value, dict)}
 
 
 def find_run(text: str, key: str) -> Path:

@@ -14,8 +14,6 @@ from rlkit.runs.report import verdicts
 from rlkit.runs.report.read import group_runs, read_run
 from rlkit.runs.sweeps.jobs import RunJob, last_reward
 
-SPLITS = ("validation", "before", "after")  # accuracies in summary.json: the last on validation problems, on test problems twice
-
 
 def results(jobs: Sequence[RunJob]) -> list[dict[str, Any]]:
     """One row a job: the settings that vary, how it ended, its accuracies, reward, steps and seconds, and its folder."""
@@ -25,7 +23,7 @@ def results(jobs: Sequence[RunJob]) -> list[dict[str, Any]]:
     for job, setting in zip(jobs, settings, strict=True):
         summary = runs.read_summary(job.folder) or {}
         row: dict[str, Any] = {key: setting.get(key, "") for key in keys} | {"status": job.status}
-        row |= {split: (summary.get(split) or {}).get("accuracy") for split in SPLITS}
+        row |= {split: (summary.get(split) or {}).get("accuracy") for split in runs.EVALUATIONS}
         row |= {"reward": last_reward(job.folder), "steps": summary.get("steps"), "seconds": summary.get("wall_seconds")}
         out.append(row | {"folder": str(job.folder)})
     return out
@@ -52,7 +50,7 @@ def comparison(jobs: Sequence[RunJob]) -> str:
     keys = list(rows[0])[: list(rows[0]).index("status")]
     order = "validation" if any(row["validation"] is not None for row in rows) else "reward"
     rows.sort(key=lambda row: (row[order] is None, -(row[order] or 0.0)))
-    columns = [*keys, "status", *SPLITS, "reward", "steps", "seconds"]
+    columns = [*keys, "status", *runs.EVALUATIONS, "reward", "steps", "seconds"]
     parts = [aligned(columns, [[row[column] for column in columns] for row in rows], left=len(keys) + 1)]
     if seeds := seeds_together(jobs):
         parts.append(seeds)
