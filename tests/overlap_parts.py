@@ -56,18 +56,3 @@ def even(rollout):
     """A reward that any reply may have: the share of its tokens that are even."""
     ids = rollout.steps[-1].response_ids
     return sum(token % 2 == 0 for token in ids) / max(1, len(ids))
-
-
-async def uneven(rollout, index):
-    """Of every fifth problem an episode is over after one reply."""
-    await asyncio.sleep(0.001)
-    return "2 + 2 = ?" if int(rollout.task.id.rpartition("/")[2]) % 5 else None
-
-
-async def again(rollout, index):
-    """Of a problem of an even number an episode has two replies, of an odd one three, each answered some turns of the loop later; where 16
-    divides it, it has 30 that are answered at once."""
-    number = int(rollout.task.id.rpartition("/")[2])
-    for _ in range(3 if number % 16 else 0):
-        await asyncio.sleep(0)
-    return "?" if index < (1 + number % 2 if number % 16 else 29) else None

@@ -97,7 +97,7 @@ def test_the_terminal_explains_a_metric_and_those_below_a_name(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words", [["asynchrony=in_flight", "asynchrony.staleness=1"], ["algorithm=ppo", "algorithm/critic=separate"], ["algorithm=echo"]]
+    "words", [["asynchrony=lag", "asynchrony.staleness=1"], ["algorithm=ppo", "algorithm/critic=separate"], ["algorithm=echo"]]
 )
 def test_every_metric_of_a_run_has_an_entry(words):
     """Names that the code composes show only in a row; the goldens have no asynchrony and no streams."""

@@ -232,15 +232,14 @@ def test_an_error_of_the_other_process_is_raised_here(in_a_thread):
 
     composed = compose([*COMMON, *mode("overlap", 1)])
     x = experiment(composed)
-    policy = x.model(device="cpu")
-    model = policy.model
+    model = x.model(device="cpu").model
     with sampling_process(x, builder(composed.config), []) as process, pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap, "WeightSlots", Full)
         with pytest.raises(EngineError, match=r"no memory for 2 versions of \d MiB \(No space left"):
-            process.publish(policy, 0, 1)
+            process.publish(model, 0, 1)
     model.model.norm.weight.requires_grad = False
     with sampling_process(x, builder(composed.config), []) as process:
-        process.publish(policy, 0, 1)
+        process.publish(model, 0, 1)
         with pytest.raises(ConfigError, match="different models"):
             process.receive(Asked(0, 0, None, None, ""))
 

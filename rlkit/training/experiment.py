@@ -97,19 +97,17 @@ class SamplerProcess(NamedTuple):
     device: str = "auto"  # a name of torch's; auto: the trainer's kind, of several GPUs the second
 
 
-@ranges(staleness=(0, None), switch_every=(1, None))
+@ranges(staleness=(0, None))
 class Asynchrony(NamedTuple):
     """How far sampling runs ahead of training.
 
     none    every RL step samples with the weights that it trains
     lag     step s samples with the weights after step s - staleness, the first ones with those of the start; in one process, repeatable
     overlap the same, bit for bit; a second process samples while this one updates
-    in_flight the weights change in the middle of episodes, at counted rounds of decoding, so that a run repeats itself
     """
 
-    mode: Literal["none", "lag", "overlap", "in_flight"] = "none"
+    mode: Literal["none", "lag", "overlap"] = "none"
     staleness: int = 0  # RL steps
-    switch_every: int = 16  # in_flight: rounds of decoding that an update counts as
     sampler: SamplerProcess = SamplerProcess()
 
 

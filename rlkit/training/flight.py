@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,11 +29,8 @@ from rlkit.training.schedules.progress import Progress, foreseen
 from rlkit.types import Policy, Rollout, Task
 
 if TYPE_CHECKING:
-    from rlkit.training.in_flight import InFlight
     from rlkit.training.learner import Learner
     from rlkit.training.overlap import SamplingProcess
-
-    Ahead: TypeAlias = SamplingProcess | InFlight  # what samples groups beside the trainer, or between its steps
 
 
 class Dispatched(NamedTuple):
@@ -49,7 +46,7 @@ class Dispatched(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Groups that have been asked for, and are not there yet (asynchrony=overlap, in_flight)."""
+    """Groups that another process has been asked for, and are not there yet (asynchrony=overlap)."""
 
     step: int
     version: int
@@ -70,7 +67,6 @@ class Flight(NamedTuple):
     consumed: StreamState = StreamState()
     ahead: tuple[Dispatched | Asked, ...] = ()
     weights: Mapping[int, Tensor] = {}  # after a resume: version → bytes, of requests that have to be made again
-    suspended: Mapping[str, Any] | None = None  # asynchrony=in_flight: what stands still between two steps
 
 
 def version_of(step: int, staleness: int) -> int:
@@ -84,7 +80,9 @@ def version_of(step: int, staleness: int) -> int:
     return max(0, step - staleness)
 
 
-def next_groups(learner: Learner, tasks: Sequence[Task], flight: Flight, process: Ahead | None = None) -> tuple[Dispatched, Flight]:
+def next_groups(
+    learner: Learner, tasks: Sequence[Task], flight: Flight, process: SamplingProcess | None = None
+) -> tuple[Dispatched, Flight]:
     """The groups that the step to come learns from, and what is in flight behind them.
 
     First all groups are sampled that the weights as they are now are due to sample, each with the settings of its own step; by
@@ -94,7 +92,7 @@ def next_groups(learner: Learner, tasks: Sequence[Task], flight: Flight, process
     now, x = learner.rl_step, learner.experiment
     after = flight.ahead[-1].step + 1 if flight.ahead else now
     due = [*takewhile(lambda s: version_of(s, x.asynchrony.staleness) <= now, range(after, max(x.trainer.steps, now + 1)))]
-    published = process.publish(learner.policy, now, x.asynchrony.staleness) if process and (due or flight.ahead) else 0.0
+    published = process.publish(learner.policy.model, now, x.asynchrony.staleness) if process and due else 0.0
     for step in due:
         before = flight.ahead[-1].after if flight.ahead else flight.consumed
         own = settings_of(foreseen(x, learner.progress, step))
@@ -107,16 +105,16 @@ def next_groups(learner: Learner, tasks: Sequence[Task], flight: Flight, process
     begun = time.perf_counter()
     if isinstance(first, Asked):
         assert process is not None
-        with process.timed(learner.clock):
+        with learner.clock.part("generate"):
             first = process.receive(first)
         learner.clock.sessions += process.sessions
         if process.kernel and hasattr(learner.x.generation.engine, "elsewhere"):
             learner.x.generation.engine.elsewhere = process.kernel
     learner.in_flight = {"in_flight_groups": sum(x.batch.prompts if isinstance(g, Asked) else _count(g) for g in rest)}
-    if process is None:
-        return first, Flight(first.after, rest)
-    learner.in_flight |= process.measured(waited=time.perf_counter() - begun, published=published)
-    return first, Flight(first.after, rest, suspended=process.suspended())
+    if process is not None:
+        handed = process.figures.get("handover_s", 0.0) + published
+        learner.in_flight |= process.figures | {"wait_s": time.perf_counter() - begun, "handover_s": handed}
+    return first, Flight(first.after, rest)
 
 
 def _count(groups: Dispatched) -> int:
@@ -158,7 +156,7 @@ def _plain(part: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------- in a checkpoint
 
 
-def packed(flight: Flight, process: Ahead | None = None) -> dict[str, Any]:
+def packed(flight: Flight, process: SamplingProcess | None = None) -> dict[str, Any]:
     """The flight as plain values and tensors. Tasks are left out: the prompts that groups were dispatched from give them again.
 
     Of groups that `process` has not sampled yet the request is kept, with the weights that they are due to be sampled by.
@@ -172,8 +170,7 @@ def packed(flight: Flight, process: Ahead | None = None) -> dict[str, Any]:
     asked = [groups for groups in flight.ahead if isinstance(groups, Asked)]
     weights = {r.version: process.slots.saved(r.version) for r in asked if process and process.slots is not None} or dict(flight.weights)
     requests = [r._asdict() | {"progress": r.progress._asdict(), "before": None} for r in asked]
-    still = {} if flight.suspended is None else {"suspended": flight.suspended}
-    return {"stream": list(flight.consumed), "flight": out, "requests": requests, "weights": weights} | still
+    return {"stream": list(flight.consumed), "flight": out, "requests": requests, "weights": weights}
 
 
 def sealed(groups: Dispatched) -> dict[str, Any]:
@@ -198,10 +195,10 @@ def restored(saved: Mapping[str, Any], tasks: Sequence[Task], *, seed: int) -> F
     """The inverse, of a checkpoint's state. Raises DataError where the tasks have changed."""
     ahead = [unsealed(own, tasks, seed=seed) for own in saved.get("flight", ())]
     asked = [Asked(**r | {"progress": Progress(**r["progress"])}) for r in saved.get("requests", ())]
-    return Flight(StreamState(*saved["stream"]), (*ahead, *asked), saved.get("weights", {}), saved.get("suspended"))
+    return Flight(StreamState(*saved["stream"]), (*ahead, *asked), saved.get("weights", {}))
 
 
-def continued(learner: Learner, flight: Flight, process: Ahead | None = None) -> Flight:
+def continued(learner: Learner, flight: Flight, process: SamplingProcess | None = None) -> Flight:
     """The flight of a resumed run. Groups that the config of now would have sampled otherwise, and those behind them, are sampled again.
 
     Those that were asked for are asked for again, of the weights that were due to sample them.
@@ -209,20 +206,20 @@ def continued(learner: Learner, flight: Flight, process: Ahead | None = None) ->
 
     def holds(groups: Dispatched | Asked) -> bool:
         x = foreseen(learner.experiment, learner.progress, groups.step)
-        if isinstance(groups, Asked) and (process is None or not process.knows(flight)):
+        if isinstance(groups, Asked) and process is None:
             return False
         return groups.version >= version_of(groups.step, x.asynchrony.staleness) and groups.settings == settings_of(x)
 
     kept = tuple(takewhile(holds, flight.ahead))
-    if flight.suspended is not None and len(kept) < len(flight.ahead):  # they decode together: none goes on without the others
-        kept = tuple(takewhile(lambda groups: isinstance(groups, Dispatched), kept))
     if again := flight.ahead[len(kept) :]:
         steps = f"step {again[0].step + 1}" + (f" to {again[-1].step + 1}" if len(again) > 1 else "")
         print(f"resume: the groups in flight of {steps} are sampled again by the weights of now, as the config asks for others", flush=True)
     asked = [groups for groups in kept if isinstance(groups, Asked)]
     if process is None or not asked:
-        return flight._replace(ahead=kept, weights={}, suspended=None)
+        return flight._replace(ahead=kept, weights={})
     done = kept[: -len(asked)]
     asked[0] = asked[0]._replace(before=done[-1].after if done else flight.consumed)
-    process.prepare(learner.policy, learner.experiment.asynchrony.staleness, flight, asked)
+    slots = process.slots_of(learner.policy.model, learner.experiment.asynchrony.staleness)
+    for version in {groups.version for groups in asked}:
+        slots.restore(version, flight.weights[version])
     return flight._replace(ahead=(*done, *map(process.ask, asked)), weights={})

@@ -69,15 +69,10 @@ def scored(x: Experiment, policy: Policy, tasks: Sequence[Task], *, clock: Clock
     """Episodes of these tasks with their rewards; arguments as those of `played`."""
     with clock.sampling(x.generation.engine):
         rollouts = played(x, policy, tasks, clock=clock, **place)
-    return judged(x, rollouts, step=place["step"], first=place["first"], clock=clock)
-
-
-def judged(x: Experiment, rollouts: list[Rollout], *, step: int, first: int, clock: Clock) -> list[Rollout]:
-    """Episodes of a step with their rewards; `first` is the position of the first task in the step."""
     failures(rollouts)
     if x.algorithm.episodes is not None:
         return rollouts
-    with clock.part("reward"), rng.drawn_from(mix(x.seed, step, first, 1 + ranks.rank())):
+    with clock.part("reward"), rng.drawn_from(mix(x.seed, place["step"], place["first"], 1 + ranks.rank())):
         return score_spread(rollouts, x.reward)
 
 

@@ -177,8 +177,7 @@ class Learner:
         metrics |= performance(batch, terms, self.clock, tokens=self.tokens, device=self.device)
         metrics |= refill_metrics(self.rollouts, self.trained)
         if self.x.asynchrony.mode != "none" or self.x.reuse.active:
-            ages = 1 + self.x.asynchrony.staleness if self.x.asynchrony.mode == "in_flight" else 0
-            metrics |= staleness_metrics(batch, terms, self.trained, step=self.rl_step - 1, updates=self.updates, ages=ages)
+            metrics |= staleness_metrics(batch, terms, step=self.rl_step - 1, updates=self.updates)
             metrics |= {f"staleness/{name}": value for name, value in self.in_flight.items()}
         metrics |= {f"schedule/{path}": value for path, value in schedules.values(self.experiment, self.progress).items()}
         return metrics | ({"schedule/phase": self.progress.phase} if len(self.phases) > 1 else {})

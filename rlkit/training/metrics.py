@@ -242,18 +242,10 @@ def _mismatch(old: Tensor, sampler: Tensor, owners: Tensor | None) -> dict[str, 
     return out
 
 
-BY_AGE = ("kl", "chi2", "ratio_max", "out_of_bounds_frac")  # of mismatch/*
-
-
-def staleness_metrics(
-    batch: Batch, terms: UpdateTerms, trained: Sequence[Rollout], *, step: int, updates: Mapping[int, int], ages: int = 0
-) -> dict[str, float]:
+def staleness_metrics(batch: Batch, terms: UpdateTerms, *, step: int, updates: Mapping[int, int]) -> dict[str, float]:
     """How far the weights that sampled were behind those that learn, over trained tokens and before any correction.
 
     staleness/steps_mean, _max     RL steps behind (differences of versions); updates_mean: steps of the policy's optimiser behind
-    staleness/versions_per_reply   versions that sampled a reply; mixed_frac: share of replies with more than one, or on a cache of several
-    staleness/age_A/share          share of the tokens that are A steps old, and for them alone: kl, chi2 (of tokens), ratio_max and
-                                   out_of_bounds_frac; nan without such. Where a batch has several ages (asynchrony=in_flight)
     staleness/kl                   KL(sampler‖before the update), k3, nats per token, of old weights and of the engine together
     staleness/ess_seq, chi2_seq    effective share and chi-square of rollouts' weights, chi2_token of tokens' (`effective_sample_size`)
     staleness/out_of_bounds_frac   share of tokens whose weight is outside 1/2 … 2
@@ -265,14 +257,9 @@ def staleness_metrics(
 
     Args:
       step: RL steps done before this one. updates: version → optimiser steps until then.
-      ages: how many ages are told apart, 0 … ages - 1.
     """
     names = ("steps_mean", "steps_max", "updates_mean", "kl", "ess_seq", "chi2_token", "chi2_seq", "out_of_bounds_frac")
-    spans = [len(reply.versions) for rollout in trained for reply in rollout.steps]
     out = dict.fromkeys((f"staleness/{name}" for name in names), NAN)
-    out["staleness/versions_per_reply"] = sum(spans) / len(spans) if spans else NAN
-    out["staleness/mixed_frac"] = sum(map(_mixed, trained)) / len(spans) if spans else NAN
-    out |= {f"staleness/age_{age}/{name}": NAN for age in range(ages) for name in ("share", *BY_AGE)}
     old, sampler, versions = (_before(batch, terms, name) for name in ("logprobs_old", "logprobs_sampler", "versions"))
     if old is None or sampler is None or versions is None or not len(old):
         return out
@@ -280,26 +267,11 @@ def staleness_metrics(
     behind = [updates.get(step, first) - updates.get(int(version), first) for version in versions.tolist()]
     every = _mismatch(old, sampler, owners)
     shares = (every[f"mismatch/{name}"] for name in ("kl", "ess_sequence", "chi2", "chi2_sequence", "out_of_bounds_frac"))
-    for own in range(ages):
-        here = age == own
-        found = _mismatch(old[here], sampler[here], None if owners is None else owners[here]) if here.any() else {}
-        out |= {f"staleness/age_{own}/share": float(here.float().mean())}
-        out |= {f"staleness/age_{own}/{name}": found.get(f"mismatch/{name}", NAN) for name in BY_AGE}
     values = (float(age.mean()), float(age.max()), sum(behind) / len(behind), *shares)
     out |= dict(zip((f"staleness/{name}" for name in names), values, strict=True))
     if not (fresh := age == 0).any():
         return out | dict.fromkeys(every, NAN)
     return out | _mismatch(old[fresh], sampler[fresh], None if owners is None else owners[fresh])
-
-
-def _mixed(rollout: Rollout) -> int:
-    """Replies of an episode that more than one version has sampled, or whose context holds what another one has sampled."""
-    seen: set[int] = set()
-    count = 0
-    for reply in rollout.steps:
-        seen |= {version for _, version in reply.versions}
-        count += len(seen) > 1
-    return count
 
 
 def _before(batch: Batch, terms: UpdateTerms, name: str) -> Tensor | None:

@@ -22,7 +22,7 @@ from rlkit.training.reuse import Group, packed_groups, restored_groups, with_reu
 from rlkit.types import Policy, Task
 
 if TYPE_CHECKING:
-    from rlkit.training.flight import Ahead
+    from rlkit.training.overlap import SamplingProcess
 
 
 class Steps:
@@ -69,7 +69,7 @@ class RLModule(L.LightningModule):
         tasks: Sequence[Task],
         *,
         exact: bool = False,
-        process: Ahead | None = None,
+        process: SamplingProcess | None = None,
     ):
         super().__init__()
         self.automatic_optimization = False

@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import zip_longest
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -41,12 +41,11 @@ from rlkit.system.device import autocast, pick_device, quiet
 from rlkit.system.shared_state import NAMED, say_once
 from rlkit.system.waiting import MAX_STEP_TIME, WATCHER, limit_waiting, waiting_outside
 from rlkit.training.experiment import Experiment
-from rlkit.training.flight import Asked, Dispatched, Flight, dispatched
-from rlkit.training.in_flight import InFlight
+from rlkit.training.flight import Asked, Dispatched, dispatched
 from rlkit.training.journal import Journal, digest
 from rlkit.training.metrics import Clock
 from rlkit.training.schedules import phases
-from rlkit.types import Policy, Task
+from rlkit.types import Task
 
 GRACE = 5.0  # seconds in which a process that was told to end may close its sessions
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rlkit.training import overlap; overlap.sampling_main()"
@@ -221,10 +220,10 @@ class SamplingProcess:
                 self.answers.put((answer, time.perf_counter() - begun))
         self.answers.put((None, 0.0))
 
-    def publish(self, policy: Policy, version: int, staleness: int) -> float:
-        """The policy's trainable weights are this version; the seconds that it took."""
+    def publish(self, model: Any, version: int, staleness: int) -> float:
+        """The model's trainable weights are this version; the seconds that it took."""
         begun = time.perf_counter()
-        slots = self.slots_of(policy.model, staleness)
+        slots = self.slots_of(model, staleness)
         try:
             slots.write(version)
         except OSError as error:
@@ -232,7 +231,7 @@ class SamplingProcess:
                 f"asynchrony=overlap: no memory for {slots.count} versions of {slots.size / 2**20:,.0f} MiB ({error.strerror}); lower "
                 "asynchrony.staleness, or train adapters (model.lora.rank)"
             ) from error
-        self.weights = digest(policy.model) if self.journal else ""
+        self.weights = digest(model) if self.journal else ""
         return time.perf_counter() - begun
 
     def slots_of(self, model: Any, staleness: int) -> WeightSlots:
@@ -265,27 +264,6 @@ class SamplingProcess:
         self.figures = {"idle_s": answer.idle_s, "sampling_s": answer.sampling_s, "handover_s": answer.load_s + unpacked_s}
         self.sessions, self.kernel = answer.sessions, answer.kernel
         return answer.groups
-
-    def timed(self, clock: Clock) -> Any:
-        """Context manager: the trainer waits for groups."""
-        return clock.part("generate")
-
-    def measured(self, *, waited: float, published: float) -> dict[str, float]:
-        """Seconds of the last groups; `waited` by the trainer, and `published` the weights."""
-        return self.figures | {"wait_s": waited, "handover_s": self.figures.get("handover_s", 0.0) + published}
-
-    def suspended(self) -> None:
-        """Nothing stands still while the trainer updates."""
-
-    def knows(self, flight: Flight) -> bool:
-        """Whether requests of a checkpoint may be made again here."""
-        return flight.suspended is None
-
-    def prepare(self, policy: Policy, staleness: int, flight: Flight, asked: Sequence[Asked]) -> None:
-        """These requests of a checkpoint will be made again: of the weights that were due to sample them."""
-        slots = self.slots_of(policy.model, staleness)
-        for version in {request.version for request in asked}:
-            slots.restore(version, flight.weights[version])
 
     def _take(self) -> None:
         """Waits for the next answer."""
@@ -351,19 +329,15 @@ def _pickled(setup: Setup) -> bytes:
 @contextmanager
 def sampling_process(
     x: Experiment, again: Callable[[], Experiment] | None, tasks: Sequence[Task], *, folder: Path | None = None
-) -> Iterator[SamplingProcess | InFlight | None]:
-    """What samples ahead: a second process with asynchrony=overlap, in this one with in_flight; None in other modes.
+) -> Iterator[SamplingProcess | None]:
+    """The second process of a run with asynchrony=overlap; None in other modes.
 
     Args:
       folder: of the run, for the process's log and journal.
     Raises: ConfigError where the process cannot be made.
     """
-    if x.asynchrony.mode in ("none", "lag"):
+    if x.asynchrony.mode != "overlap":
         yield None
-        return
-    if x.asynchrony.mode == "in_flight":
-        with closing(InFlight(x, tasks)) as flight:
-            yield flight
         return
     if again is None:
         raise ConfigError(

@@ -24,8 +24,8 @@ from rlkit.types import Policy, Split, Splits
 if TYPE_CHECKING:
     from rlkit.training.callbacks.evaluation import Results
     from rlkit.training.callbacks.faults import Watchdog
-    from rlkit.training.flight import Ahead
     from rlkit.training.module import RLModule
+    from rlkit.training.overlap import SamplingProcess
 
 
 def train_in(
@@ -68,7 +68,7 @@ def _train(
     x: Experiment,
     tasks: Splits,
     folder: Path,
-    process: Ahead | None,
+    process: SamplingProcess | None,
     dogs: list[Watchdog],
     *,
     started: float,

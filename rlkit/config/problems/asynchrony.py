@@ -24,7 +24,7 @@ def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[st
     said = f"asynchrony.staleness={staleness}"
     if mode == "none" and staleness:
         return [f"{said}: with asynchrony=none a step samples with the weights that it trains; choose asynchrony=lag, or set it to 0"]
-    problems = _second_process(x) if mode == "overlap" else _in_flight(x) if mode == "in_flight" else []
+    problems = _second_process(x) if mode == "overlap" else []
     if not staleness:
         return problems
     for name, phase in phases(x).items():
@@ -72,47 +72,6 @@ def _stateful(x: Experiment) -> list[str]:
         "state of its own, so its numbers would differ from asynchrony=lag; choose asynchrony=lag"
         for place, path in found.items()
     ]
-
-
-def _in_flight(x: Experiment) -> list[str]:
-    """What cannot be sampled by weights that change in the middle of episodes."""
-    from rlkit.algorithm import asks
-    from rlkit.engines import Cached
-
-    said, problems = "asynchrony=in_flight", []
-    if not x.asynchrony.staleness:
-        problems.append(f"{said} asynchrony.staleness=0: no episode outlives its step, so no weights change in it; set at least 1")
-    if (count := x.trainer.devices * x.trainer.nodes) > 1:
-        problems.append(
-            f"{said}: rounds are counted in one process, and trainer={x.trainer.strategy} has {count} ranks; choose asynchrony=lag"
-        )
-    if not isinstance(x.generation.engine, Cached):
-        name = type(x.generation.engine).__name__
-        problems.append(f"{said}: the engine {name} does not count rounds of decoding; choose generation=cached, or asynchrony=lag")
-    if x.generation.admission == "free":
-        problems.append(f"{said}: with generation.admission=free a clock decides who decodes with whom; choose rounds, or asynchrony=lag")
-    if getattr(x.environment, "table", None) is not None:
-        problems.append(f"{said}: of a game of two one player's episode may be over while the other's is half-way; choose asynchrony=lag")
-    if getattr(x.environment, "program", None) is not None:
-        problems.append(f"{said}: a program that is half-way cannot be saved and continued; choose asynchrony=lag")
-    if getattr(x.environment, "at_once", None) is not None:
-        problems.append(
-            f"{said}: all episodes of a step begin together, and environment.max_servers holds some back; set it to null, or "
-            "choose asynchrony=lag"
-        )
-    for name, phase in phases(x).items():
-        where = f"schedule.phases.{name}: " if name else ""
-        if phase.algorithm.max_refills:
-            problems.append(
-                f"{where}{said}: algorithm.max_refills={phase.algorithm.max_refills} decides the prompts of the next step, whose "
-                "groups are being sampled already; set it to 0, or choose asynchrony=lag"
-            )
-        if asks(phase.algorithm.advantage, "greedy_rewards"):
-            problems.append(
-                f"{where}{said}: algorithm={phase.algorithm.name} plays greedy episodes, which cannot be decoded beside the "
-                "others; choose asynchrony=lag"
-            )
-    return problems
 
 
 def _open_ends(x: Experiment, firsts: dict[str, Experiment], said: str) -> list[str]:
