@@ -12,13 +12,12 @@ kind, never of time: an episode whose task did not come back in the one turn of 
 from __future__ import annotations
 
 import asyncio
-import copy
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 from rlkit.errors import EngineError, written
 from rlkit.system.waiting import decoding, waiting
@@ -64,8 +63,6 @@ class Service:
         self.decoder: Decoder | None = None
         self.version = 0
         self.failure: BaseException | None = None  # of the decoder, until the next load
-        self.by_itself = True  # whether completions that are asked for start the decoding; else an owner calls `decode`
-        self.until = math.inf  # the round that is not passed while nothing decodes
         self._forget()
 
     def _forget(self) -> None:
@@ -76,13 +73,6 @@ class Service:
         self.answered: dict[int, SamplingParams] = {}  # episodes that were just given their reply
         self.driver: asyncio.Task[None] | None = None
         self.news = asyncio.Event()  # of requests and releases
-
-    def by_hand(self) -> Self:
-        """An engine with the same settings and nothing in it, which decodes only while its owner awaits `decode`."""
-        own = copy.copy(self)
-        own.decoder, own.version, own.failure, own.by_itself = None, 0, None, False
-        own._forget()
-        return own
 
     def make_decoder(self, policy: Policy) -> Decoder:
         """The decoder for these weights; it may be the one that there is."""
@@ -116,7 +106,7 @@ class Service:
         if self.failure is not None:
             raise self.failure
         loop = asyncio.get_running_loop()
-        if self.by_itself and (self.driver is None or self.driver.get_loop() is not loop):
+        if self.driver is None or self.driver.get_loop() is not loop:
             self._forget()
             self.news = asyncio.Event()
             self.driver = loop.create_task(self._drive(self.decoder))
@@ -124,15 +114,6 @@ class Service:
         request = self.waiting[key] = Request(prompt_ids, seed, params, loop.create_future())
         self.news.set()
         return await request.reply
-
-    def attach(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> asyncio.Future[Generation]:
-        """Waits for a completion that the decoder is in the middle of."""
-        request = self.running[key] = Request(prompt_ids, seed, params, asyncio.get_running_loop().create_future())
-        return request.reply
-
-    def holds(self, keys: Iterable[int]) -> bool:
-        """Whether any of these episodes asks for more, or may do so in a counted round."""
-        return not {*self.waiting, *self.running, *self.due, *self.answered}.isdisjoint(keys)
 
     def release(self, key: int) -> None:
         """The episode is over. The decoder is told at once, or in the round in which the answer that ended the episode is due: what
@@ -155,7 +136,18 @@ class Service:
     async def _drive(self, decoder: Decoder) -> None:
         """Decode round by round until no episode asks for more."""
         try:
-            await self.decode(decoder)
+            with self.serving():
+                yielded = time.perf_counter()
+                while await self._admit(decoder):
+                    begun = time.perf_counter()
+                    with decoding():
+                        replies = decoder.advance()
+                    now = time.perf_counter()
+                    self.busy_s += now - begun
+                    # A turn of the loop costs as much as some of a small model's kernels. No episode needs one while all of them decode.
+                    if replies or self.due or now - yielded > YIELD:
+                        await self._hand_out(decoder, replies)
+                        yielded = time.perf_counter()
         except BaseException as error:
             ended = isinstance(error, asyncio.CancelledError)  # with its loop: the decoder is in order
             self.failure = None if ended else error
@@ -169,28 +161,13 @@ class Service:
                 decoder.release(key)
             self._forget()
 
-    async def decode(self, decoder: Decoder, enough: Callable[[], bool] = lambda: False) -> None:
-        """Decode until `enough()` says so between two rounds, or no episode asks for more."""
-        with self.serving():
-            yielded = time.perf_counter()
-            while await self._admit(decoder, enough) and not enough():
-                begun = time.perf_counter()
-                with decoding():
-                    replies = decoder.advance()
-                now = time.perf_counter()
-                self.busy_s += now - begun
-                # A turn of the loop costs as much as some of a small model's kernels. No episode needs one while all of them decode.
-                if replies or self.due or now - yielded > YIELD:
-                    await self._hand_out(decoder, replies)
-                    yielded = time.perf_counter()
-
     async def _hand_out(self, decoder: Decoder, replies: list[tuple[int, Generation]]) -> None:
         """Gives replies to their episodes. Those that have not come back after one turn of the loop wait for something outside."""
         for key, reply in replies:
             request = self.running.pop(key)
             if not request.reply.done():  # cancelled
                 known = isinstance(reply, Generation)  # what is none is refused where it is read
-                request.reply.set_result(reply._replace(versions=reply.versions or ((0, self.version),)) if known else reply)
+                request.reply.set_result(reply._replace(versions=((0, self.version),)) if known else reply)
                 self.answered[key] = request.params
         await asyncio.sleep(0)
         for key, params in self.answered.items():
@@ -199,7 +176,7 @@ class Service:
                 self.due[key] = rules[params.admission]
         self.answered.clear()
 
-    async def _admit(self, decoder: Decoder, enough: Callable[[], bool]) -> bool:
+    async def _admit(self, decoder: Decoder) -> bool:
         """Give the decoder the requests whose turn it is; wait for those that are due and late. False if no episode asks for more."""
         while self.waiting or self.due or decoder.idle:
             here = [key for key, due in self.due.items() if due <= decoder.rounds]
@@ -216,10 +193,10 @@ class Service:
                     self.running[key] = self.waiting.pop(key)
                     self.due.pop(key, None)
                     decoder.submit(key, request.prompt_ids, request.seed, request.params)
-            if not decoder.idle or enough():
+            if not decoder.idle:
                 return True
             if counted := [due for due in self.due.values() if due < math.inf]:
-                decoder.rounds = int(min([*counted, self.until]))  # nothing decodes: what is due next is due now
+                decoder.rounds = int(min(counted))  # nothing decodes: what is due next is due now
             elif self.due:
                 await self._news()
             else:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial
 from itertools import count
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rlkit.engines import Cached
@@ -155,7 +154,6 @@ async def collected(
     version: int = 0,
     on_done: Callable[[Rollout], None] | None = None,
     spent: Callable[[float], None] = lambda seconds: None,
-    over: Mapping[tuple[int, int], Rollout] = MappingProxyType({}),
     **params: Any,
 ) -> list[Rollout]:
     """Play `group_size` independent episodes of each task, all of them at the same time.
@@ -176,7 +174,6 @@ async def collected(
       version: RL steps that the weights have done.
       on_done: called with each episode once it is over.
       spent: called with the seconds that each episode spent in its session.
-      over: position of the task and sample → an episode that has been played already, and is given back as it is.
       params: of SamplingParams (temperature, max_new_tokens, …).
     Returns: unscored rollouts, task by task, samples of a task side by side.
     Raises: the first error of any episode, as it was raised, after every session has been closed.
@@ -194,9 +191,6 @@ async def collected(
         return rollout._replace(steps=steps, group=at.group, sample=at.sample)
 
     async def episode(who: Speaker, how: Environment, at: Seat) -> Rollout:
-        if (at.group, at.sample) in over and at.table is None:  # at a table, another may be waiting for this one's moves
-            at.place.arrive()
-            return over[at.group, at.sample]
         task, draws = at.task, mix(seed, step, at.group, at.sample)
         if at.table is not None:
             how = how._replace(session=lambda task: at.table.player(at.player))

@@ -139,11 +139,10 @@ class Cached(Service):
         except BaseException:
             decoder.clear()
             raise
-        if self.by_itself:
-            decoder.rest()
+        decoder.rest()
         if torch.is_autocast_enabled(causal.device.type):
             # Graphs read the casts of weights that autocast keeps, which end with it and would be those of old weights.
             decoder.graphs.captured -= len(decoder.graphs.replays)
             decoder.graphs.forget()
-        if self.by_itself and not self.keep_cache:
+        if not self.keep_cache:
             decoder.clear()

@@ -13,7 +13,7 @@ completions have ended every few steps. Cache and graphs stay where they are fro
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -45,7 +45,6 @@ class Row:
     held: tuple[int, ...] | None = None  # the completion has ended: the ids that the cache holds, until the episode goes on
     released: bool = False
     length: int = 0  # tokens that the cache may hold of it by the next look
-    spans: list[tuple[int, int]] = field(default_factory=list)  # first position in the completion, version that drew from there on
 
     @property
     def active(self) -> bool:
@@ -96,7 +95,6 @@ class Scheduler:
         self.samplers: dict[Any, Sampler] = {}
         self.params: SamplingParams | None = None  # of the completions that are sampled now
         self.rounds = 0
-        self.version: int | None = None  # of the weights, where they change while completions are sampled
         self.drawn = [0, 0]  # completions that have ended, and their tokens
         self.used = [0, 0]  # positions in use and positions there are, added up over the looks
         self.queue: list[Row] = []  # shortest last
@@ -144,14 +142,6 @@ class Scheduler:
         for row in self.rows:
             row.released = row.released or row.key == key
 
-    def switch(self, version: int) -> None:
-        """The weights are this version from now on. Completions that have begun go on with it, on the cache that they have."""
-        self.version = version
-        counts = self.sampler.count.tolist() if self.rows else []
-        for row, count in zip(self.rows, counts, strict=False):
-            if row.active and not row.reads:
-                row.spans = [*(span for span in row.spans if span[0] < count), (count, version)]
-
     @torch.inference_mode()
     def advance(self) -> list[tuple[int, Generation]]:
         """A pass over what has still to be read, or a few steps of decoding."""
@@ -171,8 +161,7 @@ class Scheduler:
             row = self.rows[slot]
             row.held = row.prompt + completion.token_ids[:-1]  # the last token of a completion has been drawn and not read
             self.drawn = [self.drawn[0] + 1, self.drawn[1] + len(completion.token_ids)]
-            spans = tuple(span for span in row.spans if span[0] < len(completion.token_ids))
-            out.append((row.key, completion._replace(versions=spans)))
+            out.append((row.key, completion))
         self.changed = self.changed or bool(self.queue)  # what the pass has put back, or what may take a slot that waits now
         return out
 
@@ -431,7 +420,7 @@ class Scheduler:
         at = self.tensor(slots)
         self.sampler.begin(at, [row.prompt for row in rows], [row.seed for row in rows])
         for row in rows:
-            row.reads, row.spans = False, [] if self.version is None else [(0, self.version)]
+            row.reads = False
         self.sampler.draw(at, self.head(torch.stack([last[source] for source in sources])))
         self.measure()
 
