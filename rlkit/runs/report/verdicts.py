@@ -140,8 +140,8 @@ def _problem_counts(groups: Sequence[Group]) -> list[int]:
 
 
 def distinct_problems(result: Mapping[str, Any]) -> int:
-    """How many distinct problems an evaluation had; its rows, where it does not tell them apart; 0 where it says nothing."""
-    found = result.get("distinct", result.get("n"))
+    """How many distinct problems an evaluation had; 0 where it says nothing."""
+    found = result.get("distinct")
     return found if isinstance(found, int) and found > 0 else 0
 
 
