@@ -155,7 +155,7 @@ def budget(run: ReadRun, unit: str) -> dict[int, float]:
     spent: dict[str, Callable[[Mapping[str, Any]], Any]] = {
         "steps": lambda row: 1,
         "updates": lambda row: row.get("optim/updates"),
-        "samples": lambda row: row["group/sampled"] * size if is_number(row.get("group/sampled")) else row.get("batch/rollouts"),
+        "samples": lambda row: row["group/sampled"] * size if is_number(row.get("group/sampled")) else None,
         "seconds": lambda row: row.get("perf/step_s"),
     }
     if unit == "tokens":
