@@ -35,12 +35,6 @@ _NAMESPACES = {"references": "rlkit.training.references", "schedules": "rlkit.tr
     name: f"rlkit.{name}"
     for name in ("algorithm", "engines", "environments", "episodes", "functional", "models", "notebook", "rewards", "tasks")
 }
-# Where names of version 0.2 that stood here are now; for one more version, with a warning.
-_BEFORE = (
-    "rlkit.types", "rlkit.errors", "rlkit.training.experiment", "rlkit.algorithm", "rlkit.functional", "rlkit.statistics",
-    "rlkit.rewards", "rlkit.tasks", "rlkit.environments", "rlkit.engines", "rlkit.models", "rlkit.episodes", "rlkit.training.schedules",
-    "rlkit.training.learner", "rlkit.training.module", "rlkit.commands.agent",
-)  # fmt: skip
 
 __all__ = sorted([*_HOME, *_NAMESPACES])
 
@@ -54,13 +48,6 @@ def __getattr__(name: str) -> Any:
         notebook = importlib.import_module("rlkit.notebook")
         if name in notebook.__all__:
             return getattr(notebook, name)
-        for home in _BEFORE:
-            part = getattr(importlib.import_module(home), name, None)
-            if getattr(part, "__module__", "").startswith("rlkit."):
-                import warnings
-
-                warnings.warn(f"rlkit.{name} is now {home}.{name}; the old name goes in the next version", DeprecationWarning, stacklevel=2)
-                return part
     raise AttributeError(f"module 'rlkit' has no attribute '{name}'")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import yaml
 
 from laws import each
 from rlkit import ConfigError
@@ -18,6 +17,7 @@ from rlkit.engines import Batched
 from rlkit.environments import calculator, get_weather, xml
 from rlkit.models.chat import encode_scaffold
 from rlkit.notebook import execute_tool_call, has_tool_call, parse_tool_calls
+from rlkit.runs.folder import write_config
 from rlkit.types import Generation, ToolCall
 
 QUESTION = "What is 15 * 27, plus 100?"
@@ -247,7 +247,7 @@ def test_a_question_is_answered_by_a_run(tmp_path, monkeypatch, capsys):
     )
     (tmp_path / "run").mkdir()
     model = {"_target_": "rlkit.models.load_policy", "_partial_": True, "path": "tiny", "enable_thinking": False}
-    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump({"model": model}))
+    write_config(tmp_path / "run", {"model": model})
     words = ["run=run", "trainer.accelerator=cpu", "generation.temperature=0", "tools=[calculator]"]
     assert main(["agent", QUESTION, *words]) == 0
     out = capsys.readouterr().out

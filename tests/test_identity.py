@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from laws import cases
 from rlkit.commands.cli import main
 from rlkit.commands.train import own_summary
 from rlkit.config.changes import identify
@@ -464,6 +465,20 @@ def test_a_run_folder_without_its_config_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(RLKitError, match=r"holds metrics\.jsonl, but no file config\.yaml"):
         run_folders.find_run(str(tmp_path), "resume")
+
+
+COMMANDS = [["train", "resume={}"], ["evaluate", "run={}"], ["export", "run={}"], ["agent", "Who?", "run={}"], ["serve", "run={}"]]
+
+
+@pytest.mark.parametrize("words", cases(COMMANDS, 2))
+def test_a_run_folder_without_an_identity_is_refused_with_a_sentence(tmp_path, monkeypatch, capsys, words):
+    """Versions before the first release wrote such folders; nothing reads their names and formats."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "old" / "config.yaml").write_text("_target_: rlkit.settings.Experiment\n")
+    assert main([word.format("old") for word in words]) == 2
+    said = capsys.readouterr().err
+    assert "a version before 0.1.0 wrote it" in said and "start a new run" in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])

@@ -129,7 +129,7 @@ def test_auto_is_decided_once(tiny, complete, monkeypatch):
 def test_an_engine_with_kernels_of_its_own_is_not_named(tiny):
     assert (
         settle_kernels(said_by(), tiny.model) == "kernels: updates fused"
-        and keep_kernels(said_by(), tiny.model, {"update_kernel": "fused"}) == []
+        and keep_kernels(said_by(), tiny.model, {"kernel": None, "update_kernel": "fused"}) == []
     )
 
 
@@ -175,7 +175,7 @@ def test_the_critic_goes_on_as_the_policy(tiny):
     critic = make_critic(tiny.model, model="separate")
     fused.choose_kernel(tiny.model, "auto")
     try:
-        said = keep_kernels(said_by(), tiny.model, {"update_kernel": "eager"}, critic)
+        said = keep_kernels(said_by(), tiny.model, {"kernel": None, "update_kernel": "eager"}, critic)
         assert said == ["updates are eager, as the run did so far (model.kernel)"]
         assert {m.update_kernel for m in critic.modules() if hasattr(m, "update_kernel")} <= {"eager"}
     finally:

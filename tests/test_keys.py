@@ -67,7 +67,7 @@ FN = "evaluation.reward.terms.judge.fn"
 def judged(folder: Path, address: str, *more: str) -> Path:
     """A run folder whose evaluations ask the judge at an address."""
     (folder / ".hydra").mkdir(parents=True)
-    (folder / "config.yaml").write_bytes(runs.dump(compose([]).config))
+    runs.write_config(folder, compose([]).config)
     overrides = ["reward@evaluation.reward=judge", f"{FN}.address={address}", f"{FN}.model=m", f"{FN}.cache=null", *SMALL, *more]
     (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(overrides))
     return folder

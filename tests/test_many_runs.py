@@ -27,6 +27,7 @@ from rlkit.runs.sweeps.jobs import RunJob, read_jobs, record_path, save
 from rlkit.runs.sweeps.plan import refuse_running
 from rlkit.runs.sweeps.runner import SIGNALS, STOP, do_job, make_sweep, wait_for
 from rlkit.system import owner
+from rlkit.system.identity import read_identity
 
 LIMIT = 400  # seconds in which what has to happen does, on the slowest machine
 UNEQUAL = {"seconds", "processor_s", "folder"}  # columns of time and place
@@ -335,7 +336,7 @@ class Jobs:
             return Ended(1)
         after = {"reward": len(self.started) / 10, "accuracy": 0.5}
         summary = {"ended": "finished", "steps": 1, "after": after, "before": after}
-        (folder / "summary.json").write_text(json.dumps(summary))
+        (folder / "summary.json").write_text(json.dumps(summary | {"identity": read_identity(folder)}))
         (folder / "metrics.jsonl").write_text("")
         return Ended()
 

@@ -125,7 +125,7 @@ def test_results_of_parts_are_those_of_their_rollouts_alone():
     assert mine.keys() == expected.keys()
     assert all(a == expected[k] or (math.isnan(a) and math.isnan(expected[k])) for k, a in mine.items())
     assert not any(k.startswith("part/") for k in expected)
-    result = {"split": "test", "n": 3, "greedy": _with_parts(whole, accuracy), "sampled": {}, "wall_seconds": 0.0}
+    result = {"split": "test", "n": 3, "distinct": 2, "greedy": _with_parts(whole, accuracy), "sampled": {}, "wall_seconds": 0.0}
     result["sampled"] = curves(whole, samples=2, k=[1]) | {"parts": {p: curves(sums, samples=2, k=[1]) for p in ("sums", "games")}}
     lines = accuracy_table(result, Path("out")).splitlines()
     assert any(line.startswith("sums: greedy accuracy") for line in lines) and any(line.startswith("games: pass@1") for line in lines)

@@ -107,7 +107,6 @@ CASES = {  # record → whether its process may live
     "this SLURM job before it was queued again": (lambda: elsewhere(host="node2", slurm=["17", 0]), False),
     "this SLURM job, another task": (lambda: elsewhere(host="node2", slurm=["17", 1]), True),
     "another SLURM job": (lambda: elsewhere(host="node2", slurm=["18", 0]), True),
-    "a record without a place": (lambda: {k: v for k, v in elsewhere().items() if k != "place"}, False),
     "an impossible process": (lambda: elsewhere(pid=-1, beat=ago(320)), False),
 }
 

@@ -42,11 +42,9 @@ def test_the_names_at_the_top_are_few_and_all_there():
     assert rlkit.functional.k3 and rlkit.rewards.numeric and rlkit.references.ema(decay=0.99).name == "ema" and rlkit.engines.Cached()
 
 
-def test_names_that_stood_at_the_top_say_where_they_are_now():
-    with pytest.warns(DeprecationWarning, match=r"rlkit\.k3 is now rlkit\.functional\.k3"):
-        assert rlkit.k3 is rlkit.functional.k3
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-        _ = rlkit.nonsense
+def test_a_name_of_a_namespace_is_not_at_the_top():
+    with pytest.raises(AttributeError, match="no attribute 'k3'"):
+        _ = rlkit.k3
 
 
 def test_the_notebooks_names_are_there_and_not_listed():

@@ -13,6 +13,7 @@ from rlkit.commands.cli import main
 from rlkit.episodes import append_step
 from rlkit.runs import folder as runs
 from rlkit.runs.folder import lost_steps
+from rlkit.system.identity import read_identity
 from rlkit.system.rows import read_rows
 
 SMALL = [
@@ -116,7 +117,7 @@ def row(folder: Path, step: int) -> None:
 
 
 def summary(folder: Path, **given) -> None:
-    (folder / "summary.json").write_text(json.dumps({"steps": 2, "unsaved": None} | given))
+    (folder / "summary.json").write_text(json.dumps({"identity": read_identity(folder), "steps": 2, "unsaved": None} | given))
 
 
 CHECKPOINT = {"_target_": "rlkit.training.callbacks.checkpoint", "every": 5}
@@ -125,10 +126,6 @@ EVIDENCE = {  # what is done to a run of two rows that has no checkpoint → the
     "a row of the step at which it saves": (lambda f: row(f, 5), 0),
     "a row after its first save": (lambda f: row(f, 6), 6),
     "rollouts after its first save": (lambda f: append_step(f / "rollouts", 7, []), 7),
-    "rollouts after its first save, in a file of their own": (
-        lambda f: ((f / "rollouts").mkdir(), (f / "rollouts" / "step_000007.jsonl.gz").touch()),
-        7,
-    ),
     "half a checkpoint": (lambda f: (f / "checkpoints" / "step_000002.ckpt.tmp").touch(), 0),
     "a checkpoint": (lambda f: (row(f, 9), (f / "checkpoints" / "step_000005.ckpt").touch()), 0),
     "a damaged checkpoint that was set aside": (lambda f: (f / "checkpoints" / "step_000002.ckpt.damaged").touch(), 2),

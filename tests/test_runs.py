@@ -16,6 +16,7 @@ from rlkit.commands.cli import main
 from rlkit.config.changes import difference, refuse_changes
 from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
+from rlkit.system.identity import read_identity
 
 CONFIG = {
     "name": "grpo",
@@ -52,7 +53,7 @@ def make_run(parent: Path, name: str, age: int, config=None, ended: str | None =
     folder = parent / name
     runs.write_config(folder, config or CONFIG)
     if ended:
-        (folder / "summary.json").write_text(json.dumps({"ended": ended}))
+        (folder / "summary.json").write_text(json.dumps({"ended": ended, "identity": read_identity(folder)}))
     os.utime(folder, (10**9 - age, 10**9 - age))
     os.utime(folder / "config.yaml", (10**9 - age, 10**9 - age))
     return folder
@@ -245,12 +246,12 @@ def three_runs(tmp_path):
         folder = tmp_path / "outputs" / "grpo" / f"run{number}"
         (folder / ".hydra").mkdir(parents=True)
         lr = 1e-3 if number == 1 else 3e-4
-        (folder / "config.yaml").write_text(yaml.safe_dump({"seed": 2 if number == 2 else 0, "optimizer": {"lr": lr}}))
+        runs.write_config(folder, {"seed": 2 if number == 2 else 0, "optimizer": {"lr": lr}})
         os.utime(folder / "config.yaml", (1000 + number, 1000 + number))
         (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(overrides))
         if accuracy is not None:
             summary = {"ended": "finished", "steps": 3, "tokens": 12345, "before": {"accuracy": 0.25}, "after": {"accuracy": accuracy}}
-            (folder / "summary.json").write_text(json.dumps(summary))
+            (folder / "summary.json").write_text(json.dumps(summary | {"identity": read_identity(folder)}))
         folders.append(folder)
     return folders
 

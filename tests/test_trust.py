@@ -15,6 +15,7 @@ from rlkit.config.trust import Folder, named_functions, outside, read_yaml, requ
 from rlkit.errors import ConfigError, DataError
 from rlkit.runs import folder as runs
 from rlkit.runs.report import write_report
+from rlkit.system.shards import append_lines
 
 MODEL = {"_target_": "rlkit.models.load_policy", "_partial_": True, "path": "tiny"}
 
@@ -29,7 +30,7 @@ def stranger(tmp_path, monkeypatch):
     (folder / ".hydra").mkdir(parents=True)
     config = compose([]).config
     config["model"] = {"_target_": f"{name}.call", "_partial_": False}
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    runs.write_config(folder, config)
     (folder / ".hydra" / "overrides.yaml").write_text(f"- ++model._target_={name}.call\n")
     for file in ("batch.pt", "state.ckpt"):
         (folder / file).write_bytes(b"")
@@ -159,7 +160,16 @@ def test_a_report_survives_whatever_stands_in_a_run_folder(first, last, tmp_path
 
     generator = random.Random(first)
     metrics = ("reward/mean", "reward/term/mean", "eval/accuracy", "kl/ref_k3", "perf/step_s", "schedule/optimizer.lr", "adv/abs_mean")
-    side = {"accuracy": 0.5, "interval": [0.4, 0.6], "reward": 0.4, "reward_interval": [0.3, 0.5], "n": 9, "parts": {}}
+    side = {
+        "accuracy": 0.5,
+        "interval": [0.4, 0.6],
+        "reward": 0.4,
+        "reward_interval": [0.3, 0.5],
+        "n": 9,
+        "distinct": 9,
+        "split": "test",
+        "parts": {},
+    }
     step = Step(({"role": "user", "content": "hi"},), (1,), (2, 3), (-0.1, -0.2), "stop", content="ho")
     for case in range(first, last):
         folder = tmp_path / "runs" / str(case)
@@ -180,12 +190,12 @@ def test_a_report_survives_whatever_stands_in_a_run_folder(first, last, tmp_path
         (folder / "summary.json").write_text(json.dumps(summary if case % 5 else generator.choice(ODD)))
         (folder / "run.json").write_text(json.dumps(generator.choice([[], [1], {}, [{"versions": 1}], [{"versions": {}}]])))
         (folder / "config.yaml").write_text(LAUGHS if case % 7 == 0 else yaml.safe_dump({"name": case, "seed": 0, "a": {"b": case}}))
-        file = folder / "rollouts" / "step_000001.jsonl"
+        file = tmp_path / "damaged.jsonl"
         save_rollouts(file, [Rollout(Task("t", step.prompt, "4"), (step,), reward=1.0, rewards={"term": 1.0})] * 3)
         damaged = [json.loads(line) for line in file.read_text().splitlines()]
         for node in (damaged[0], damaged[0]["steps"][0], damaged[1]["task"]):
             node[generator.choice(list(node))] = generator.choice(ODD)
-        file.write_text("\n".join(json.dumps(line) for line in damaged))
+        append_lines(folder / "rollouts", 1, "\n".join(json.dumps(line) for line in damaged).encode())
         runs.write_start(folder, {}, {})
         runs.read_summary(folder)
         text = write_report([folder], tmp_path / f"{case}.html").read_text()

@@ -126,7 +126,7 @@ def test_each_command_refuses_what_is_not_declared_safe(command, target, key, tm
     config["callbacks"]["strange"] = node
     if command in ("export", "agent", "serve"):
         config["model"] = node
-    (folder / "config.yaml").write_text(runs.dump(config).decode())
+    runs.write_config(folder, config)
     (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump([f"+callbacks.strange={literal(node)}"]))
     for file in ("batch.pt", "state.ckpt"):
         (folder / file).write_bytes(b"")
@@ -248,7 +248,7 @@ def test_a_hostile_template_of_a_folder_ends_a_command(command, tmp_path, monkey
     (folder / "model" / "chat_template.jinja").write_text("{{ messages[0].role * 10**12 }}")
     (folder / ".hydra").mkdir()
     config = compose([f"model.path={folder}/model"]).config
-    (folder / "config.yaml").write_bytes(runs.dump(config))
+    runs.write_config(folder, config)
     (folder / ".hydra" / "overrides.yaml").write_text(f"- model.path={folder}/model\n")
     assert main([*command, f"run={folder}"]) == 2
     said = capsys.readouterr().err

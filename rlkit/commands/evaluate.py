@@ -125,7 +125,7 @@ def accuracy_table(result: Mapping[str, Any], out: Path) -> str:
     for part, own in greedy.get("parts", {}).items():
         rows += held_out_rows(f"{part}: greedy", own, sampled["parts"][part], f"{part}: ")
     width = max(22, *(len(name) + 1 for name, *_ in rows))
-    head = f"{result['split']}, n = {count_in_words(result['n'], result.get('distinct', result['n']))}"
+    head = f"{result['split']}, n = {count_in_words(result['n'], result['distinct'])}"
     width = max(width, len(head) + 1)
     lines = [f"{head:<{width}}{'value':>10}{'95 % interval':>20}", "-" * (width + 30)]
     lines += [f"{name:<{width}}{value:>10.3f}{f'{low:.3f} – {high:.3f}':>20}" for name, value, (low, high) in rows]

@@ -257,7 +257,7 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
             spans = [f"{r[interval][0]:.3f} – {r[interval][1]:.3f}" for r in (before, after)]
             lines.append(f"{'95 % interval':<22}{spans[0]:>16}{spans[1]:>16}")
         lines.append(f"{'problems':<22}{before['n']:>16}{after['n']:>16}")
-        distinct = [r.get("distinct", r["n"]) for r in (before, after)]
+        distinct = [r["distinct"] for r in (before, after)]
         if distinct != [before["n"], after["n"]]:
             lines.append(f"{'of these distinct':<22}{distinct[0]:>16}{distinct[1]:>16}")
         for part, own in after.get("parts", {}).items():

@@ -23,7 +23,7 @@ from rlkit.config.problems.numbers import range_problems
 from rlkit.config.problems.own_score import own_score_problems
 from rlkit.config.problems.schedules import first_steps, phase_problems
 from rlkit.config.problems.trial import dry_run
-from rlkit.config.schema import build, check, renamed
+from rlkit.config.schema import build, check
 from rlkit.config.suggestions import RESOLVERS
 from rlkit.errors import ConfigError, nearest, not_yaml
 from rlkit.system.redaction import learn
@@ -276,7 +276,7 @@ def _plain(full: DictConfig) -> dict[str, Any]:
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
     try:
-        return renamed({str(key): plain(key) for key in full if key != "hydra"})
+        return {str(key): plain(key) for key in full if key != "hydra"}
     except (OmegaConfBaseException, ValueError) as error:
         key, written = _unresolved(full)
         if "node `suggests` is not a container" in str(error):
@@ -318,7 +318,7 @@ def unresolved(full: DictConfig, *, of_hydra: bool = False) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     plain: Any = OmegaConf.to_container(full, resolve=False)
-    return renamed({key: value for key, value in plain.items() if (key == "hydra") == of_hydra})
+    return {key: value for key, value in plain.items() if (key == "hydra") == of_hydra}
 
 
 def choices(full: DictConfig) -> list[str]:

@@ -8,13 +8,12 @@ value, and the same shape of walk builds the plain functions.
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import inspect
 import math
 import sys
 import types
 import typing
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -36,19 +35,6 @@ SUGGESTED: dict[str, Any] = {
 BESIDE = {"task": ("sampler", "reuse")}
 MISSING = "???"
 GIVEN_LATER = ("split", "device")  # keyword-only parameters that the run passes itself
-# Where a module of version 0.1 is now: configs and run folders that name it keep working for one version.
-MOVED = {
-    "rlkit.settings": "rlkit.training.experiment",
-    "rlkit.reference": "rlkit.training.references",
-    "rlkit.schedules": "rlkit.training.schedules",
-    "rlkit.callbacks": "rlkit.training.callbacks",
-    "rlkit.loggers": "rlkit.training.loggers",
-    "rlkit.generation.cached": "rlkit.engines.Cached",
-    "rlkit.generation.generate": "rlkit.engines.Transformers",
-    "rlkit.generation": "rlkit.engines",
-    "rlkit.rollouts": "rlkit.episodes",
-    "rlkit.tasks.stream": "rlkit.episodes.stream",
-}
 
 
 # ------------------------------------------------------------------------------------------------------ checking
@@ -90,7 +76,7 @@ def _beside(path: str) -> tuple[str, ...]:
 def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str, leaves: Sequence[str]) -> list[str]:
     """The keys and values of a node against its target's signature, then the nodes within."""
     parameters = inspect.signature(target).parameters
-    partial = _is_partial(node)
+    partial = node.get("_partial_", False)
     named = {
         name: p
         for name, p in parameters.items()
@@ -178,8 +164,7 @@ def _public_name(part: type) -> str:
     """A class as a config names it: by its package, if that has it, else by its module."""
     package = part.__module__.rpartition(".")[0]
     module = sys.modules.get(package)
-    listed = part.__name__ in getattr(module, "__all__", vars(module or object))  # an old name that still works is not listed
-    home = package if listed and getattr(module, part.__name__, None) is part else part.__module__
+    home = package if getattr(module, part.__name__, None) is part else part.__module__
     return f"{home}.{part.__name__}"
 
 
@@ -241,40 +226,9 @@ def _is_plain_class(target: Any) -> bool:
     return inspect.isclass(target) and not issubclass(target, tuple)
 
 
-def present_name(name: Any) -> Any:
-    """A `_target_` under its present name; warns once where it is that of version 0.1."""
-    old = next((old for old in MOVED if isinstance(name, str) and (name == old or name.startswith(f"{old}."))), None)
-    package, _, file = str(name).rpartition(".")[0].rpartition(".")  # a part was also named with its file: rlkit.rewards.numeric.numeric
-    if package.count(".") == 1 and package.startswith("rlkit.") and importlib.util.find_spec(f"{package}._{file}"):
-        new = f"{package}.{name.rpartition('.')[2]}"
-    elif old is None:
-        return name
-    else:
-        new = MOVED[old] + name.removeprefix(old)
-    warnings.warn(f"'{name}' is now '{new}'; the old name goes in the next version", FutureWarning, stacklevel=2)
-    return new
-
-
-def _is_partial(node: Mapping[str, Any]) -> bool:
-    """Whether a node is a function still to be called. Engines were functions in version 0.1, and are objects now."""
-    return node.get("_partial_", False) and not str(MOVED.get(str(node["_target_"]), "")).startswith("rlkit.engines.")
-
-
-def renamed(node: Any) -> Any:
-    """A config whose `_target_`s have their present names."""
-    if isinstance(node, list):
-        return [renamed(item) for item in node]
-    if not isinstance(node, dict):
-        return node
-    called = "_partial_" in node and not _is_partial(node)
-    kept = {key: value for key, value in node.items() if not (called and key == "_partial_")}
-    return {key: present_name(value) if key == "_target_" else renamed(value) for key, value in kept.items()}
-
-
 @functools.cache
 def resolve(name: Any) -> Callable[..., Any]:
     """The function that a `_target_` names. Raises ConfigError with the nearest valid name."""
-    name = present_name(name)
     module_name, _, attribute = str(name).rpartition(".")
     try:
         with guard_state(f"importing {module_name}", kinds=[FOLDER]):
@@ -318,7 +272,7 @@ def build(node: Any, path: str = "") -> Any:
     target = resolve(node["_target_"])
     arguments = [build(a, f"{path}._args_") for a in node.get("_args_", ())]
     beside = {key: values.pop(key) for key in _beside(path) if key in values and key not in inspect.signature(target).parameters}
-    if _is_partial(node):
+    if node.get("_partial_"):
         part = functools.partial(target, *arguments, **values)
         vars(part).update(beside, suggests=node.get("suggests", {}))  # for problems/doubts.py; no call sees them
         return part

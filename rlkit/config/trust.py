@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from rlkit.config.schema import present_name, resolve, signature_hints
+from rlkit.config.schema import resolve, signature_hints
 from rlkit.errors import ConfigError, DataError, visible
 from rlkit.system.redaction import FROM_ENVIRONMENT
 from rlkit.types import REACHES
@@ -326,7 +326,7 @@ def require_trust(found: Sequence[str], where: str, *, trusted: bool) -> None:
 
 def named_functions(text: str) -> frozenset[str]:
     """The functions that overrides or options name."""
-    return frozenset(present_name(name) for name in re.findall(r"_target_\s*[:=]\s*['\"]?([\w.]+)", text))
+    return frozenset(re.findall(r"_target_\s*[:=]\s*['\"]?([\w.]+)", text))
 
 
 def with_environment(node: Any, path: str = "") -> Any:

@@ -15,7 +15,6 @@ from typing import Any
 import yaml
 
 from rlkit.config.changes import ONCE, identify, other_run
-from rlkit.config.schema import renamed
 from rlkit.config.trust import read_yaml
 from rlkit.errors import ConfigError, DataError
 from rlkit.system.contents import require_readable
@@ -106,16 +105,20 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
         summary = json.loads(read_regular(folder / "summary.json").decode())
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(summary, dict) or summary.get("identity") not in (None, read_identity(folder)):
+    if not isinstance(summary, dict) or (summary.get("identity") or "") != read_identity(folder):
         return None
     return {key: value for key, value in summary.items() if key not in EVALUATIONS or isinstance(value, dict)}
 
 
 def find_run(text: str, key: str) -> Path:
-    """The run folder that a user names, itself or one of its checkpoints, as an absolute path. Raises ConfigError."""
+    """The run folder that a user names, itself or one of its checkpoints, as an absolute path.
+
+    Raises: ConfigError where there is none; DataError where it does not say which run it is.
+    """
     path = Path(text).expanduser().absolute()
     for folder in (path, path.parent, path.parent.parent):
         if path.exists() and is_run(folder):
+            identity_of(folder)
             return folder
         if folder == path or path.is_file():
             refuse_leftovers(folder)
@@ -163,7 +166,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_yaml(folder / "config.yaml")
     if not isinstance(config, dict):
         raise DataError(f"{folder}/config.yaml: holds no settings; give the folder as rlkit wrote it")
-    return renamed(config)
+    return config
 
 
 def write_config(folder: Path, config: Mapping[str, Any], identity: str = "", *, new: bool = False) -> None:
@@ -279,11 +282,8 @@ def _starts(folder: Path) -> list[dict[str, Any]] | None:
     return starts if fine else None
 
 
-def require_identity(folder: Path) -> str:
-    """The identity of the run in a folder, by its config.yaml.
-
-    Raises: DataError where config.yaml cannot be read or names none, and where run.json names another.
-    """
+def identity_of(folder: Path) -> str:
+    """The identity of the run in a folder, by its config.yaml. Raises DataError where that cannot be read or names none."""
     require_readable(folder / "config.yaml")
     identity = read_identity(folder)
     if not identity:
@@ -291,6 +291,12 @@ def require_identity(folder: Path) -> str:
             f"{folder}/config.yaml does not say which run it belongs to: its first line is damaged, or a version before 0.1.0 wrote it. "
             "Put the file back as rlkit wrote it, or start a new run"
         )
+    return identity
+
+
+def require_identity(folder: Path) -> str:
+    """The identity of the run in a folder. Raises DataError as `identity_of`, and where run.json names another run."""
+    identity = identity_of(folder)
     starts = _starts(folder)
     others = [start["identity"] for start in starts or () if start["identity"] != identity]
     if others:

@@ -127,7 +127,7 @@ def started(pid: int) -> str | None:
 
 def is_here(found: Mapping[str, Any]) -> bool:
     """Whether the process id of a record means a process of this machine."""
-    return found.get("host") == socket.gethostname() and found.get("place", _place()) == _place()
+    return found.get("host") == socket.gethostname() and found.get("place") == _place()
 
 
 def runs_here(found: Mapping[str, Any]) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gzip
 import mmap
 import os
-import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,6 @@ from rlkit.system.files import append_once, append_whole, open_regular, reason
 STEPS = 100  # of a file
 HEAD = struct.Struct("<16sQQ")  # all that is the same in every header, step, bytes of the member
 SAME = b"\x1f\x8b\x08\x04\0\0\0\0\0\xff" + struct.pack("<H2sH", 20, b"RL", 16)  # deflated, with an extra field, without a time
-ALONE = re.compile(r"step_(\d+)\.jsonl(\.gz)?")  # a step in a file of its own, as all once were
 
 
 class Part(NamedTuple):
@@ -62,7 +60,7 @@ def stem(step: int) -> str:
 
 def recorded(folder: Path) -> dict[int, Part]:
     """Where each RL step is that the folder holds, in their order; none where there is no folder."""
-    found = {int(name[1]): Part(path) for path in folder.glob("step_*") if (name := ALONE.fullmatch(path.name))}
+    found: dict[int, Part] = {}
     for path in files(folder):
         found |= members(path)
     return dict(sorted(found.items()))

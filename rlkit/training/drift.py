@@ -9,8 +9,8 @@ one update a step, of that update itself; where neither exists (`algorithm.old` 
     kl/step    KL(before the step‖now)           rollouts of the step that have a trained token
     kl/start   KL(the start of the run‖now)      rollouts of the first step, whatever has been sampled since
 
-kl/start is nan where kl/ref says how far the policy is from its start, with an active KL to a reference that is frozen there, and in a run
-that was begun before this was measured. Neither figure exists where the episodes were not sampled by the policy (algorithm=sft).
+kl/start is nan where kl/ref says how far the policy is from its start, with an active KL to a reference that is frozen there. Neither
+figure exists where the episodes were not sampled by the policy (algorithm=sft).
 """
 
 from __future__ import annotations

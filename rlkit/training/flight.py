@@ -193,9 +193,9 @@ def unsealed(own: Mapping[str, Any], tasks: Sequence[Task], *, seed: int) -> Dis
 
 def restored(saved: Mapping[str, Any], tasks: Sequence[Task], *, seed: int) -> Flight:
     """The inverse, of a checkpoint's state. Raises DataError where the tasks have changed."""
-    ahead = [unsealed(own, tasks, seed=seed) for own in saved.get("flight", ())]
-    asked = [Asked(**r | {"progress": Progress(**r["progress"])}) for r in saved.get("requests", ())]
-    return Flight(StreamState(*saved["stream"]), (*ahead, *asked), saved.get("weights", {}))
+    ahead = [unsealed(own, tasks, seed=seed) for own in saved["flight"]]
+    asked = [Asked(**r | {"progress": Progress(**r["progress"])}) for r in saved["requests"]]
+    return Flight(StreamState(*saved["stream"]), (*ahead, *asked), saved["weights"])
 
 
 def continued(learner: Learner, flight: Flight, process: SamplingProcess | None = None) -> Flight:

@@ -56,12 +56,12 @@ def keep_kernels(engine: Any, model: Any, state: Mapping[str, Any], critic: Any 
     """Go on with the kernels that a checkpoint names, where the config leaves that open; what a user should know, as sentences."""
     before = kernels_in_use(engine, model)
     said = []
-    kernel = state.get("kernel")
+    kernel = state["kernel"]  # None of an engine with kernels of its own
     if kernel and hasattr(engine, "go_on_with"):
         said.append(engine.go_on_with(kernel))
         if before.get("decoding") == "fused" and kernels_in_use(engine, model).get("decoding") == "eager":
             said.append("decoding is eager, as the run did so far (generation.kernel)")
-    said.append(go_on_with(model, state.get("update_kernel", "eager")))
+    said.append(go_on_with(model, state["update_kernel"]))
     if before["updates"] == "fused" and update_kernel(model) == "eager":
         said.append("updates are eager, as the run did so far (model.kernel)")
     if critic is not None:

@@ -370,9 +370,9 @@ class Learner:
         """Puts that back, before the weights: references that begin with the run start from those of model.path."""
         state = checkpoint["rlkit"]
         self.rl_step, self.tokens, self.begun = state["rl_step"], state["tokens"], -1
-        self.moments, self.updates = Moments(*state["moments"]), dict(state.get("updates", {self.rl_step: 0}))
-        self.nonfinite, self.halvings = state.get("nonfinite", {}), state.get("halvings", 0)
-        threads = state.get("threads") or torch.get_num_threads()
+        self.moments, self.updates = Moments(*state["moments"]), dict(state["updates"])
+        self.nonfinite, self.halvings = state["nonfinite"], state["halvings"]
+        threads = state["threads"] or torch.get_num_threads()
         if self.experiment.trainer.threads is None and threads != torch.get_num_threads():  # the same sums in the same order
             torch.set_num_threads(threads)
             print(f"resume: computes with {threads} thread(s), as the run did so far", flush=True)
@@ -382,8 +382,8 @@ class Learner:
         steps = checkpoint.get("run", {}).get("config", {}).get("trainer", {}).get("steps", self.experiment.trainer.steps)
         if said := schedules.lengthened(self.experiment, self.progress, before=steps):
             print(f"resume: {said}", flush=True)
-        self.start = Batch(**kept) if (kept := state.get("start")) else None
-        if (exact := state.get("exact", self.exact)) != self.exact:  # as when the run began, whatever was found this time
+        self.start = Batch(**kept) if (kept := state["start"]) else None
+        if (exact := state["exact"]) != self.exact:  # as when the run began, whatever was found this time
             if line := correction_in_words(self.configured, exact=exact):
                 print(f"resume: {line.partition(' (')[0]}, as when the run began", flush=True)
             self.settle(exact)
@@ -393,7 +393,7 @@ class Learner:
         self.references = {
             owner: self.reference_of(owner).load(kept, self.model, saved.get(owner, {})) for owner, kept in self.references.items()
         }
-        saved, models = state.get("teachers", {}), self.experiment.teacher.models
+        saved, models = state["teachers"], self.experiment.teacher.models
         self.teachers = {part: models[part].load(own, self.model, saved.get(part, {})) for part, own in self.teachers.items()}
 
     def without_frozen(self, state: Mapping[str, Any]) -> dict[str, Any]:

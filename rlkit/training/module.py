@@ -169,5 +169,5 @@ class RLModule(L.LightningModule):
         state = checkpoint["rlkit"]
         self.generators = state["generators"]
         self.learner.load(checkpoint)
-        self.kept = restored_groups(state.get("kept", ()), self.tasks)
+        self.kept = restored_groups(state["kept"], self.tasks)
         self.flight = continued(self.learner, restored(state, self.tasks, seed=self.experiment.seed), self.process)

@@ -526,11 +526,6 @@ def test_without_vllm_the_config_says_what_to_install(monkeypatch):
     experiment(compose(["generation=vllm", "generation.engine.addresses=[http://localhost:8000]"]))
 
 
-def test_the_old_name_of_the_addresses(capsys):
-    assert VLLM(server="http://localhost:8000").addresses == ["http://localhost:8000"]
-    assert "generation.engine.server is now generation.engine.addresses=[http://localhost:8000]" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "wrong",
     [

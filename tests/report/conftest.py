@@ -54,7 +54,7 @@ def maker(parent: Path):
 
     def make(
         name: str, *, seed: int = 0, lr: float = 1e-3, steps: int = 4, reward: float = 0.1, change: dict | None = None, switch: int = 0,
-        title: str = "grpo", after: float = 0.9, text: str = "#### 4", samples: int = 3, three_splits: bool = True,
+        title: str = "grpo", after: float = 0.9, text: str = "#### 4", samples: int = 3,
     ) -> Path:  # fmt: skip
         folder = parent / "runs" / name
         (folder / ".hydra").mkdir(parents=True)
@@ -68,9 +68,9 @@ def maker(parent: Path):
             rows.append({"step": step, **ROW, **mean, **(change or {})})
             rows += [{"step": step, "schedule/switch": f"phase a → b after step {step}: dapo; keeps weights"}] if step == switch else []
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        sides = {"interval": [0.4, 0.6], "n": 100, "reward_interval": [0.4, 0.6], "temperature": 0.0}
+        sides = {"interval": [0.4, 0.6], "n": 100, "distinct": 100, "reward_interval": [0.4, 0.6], "temperature": 0.0}
         summary = {"ended": "finished", "steps": steps, "tokens": 1234, "wall_seconds": 300, "device": "cpu", "peak_memory_gb": 1.5}
-        sides |= {"split": "test"} if three_splits else {}
+        sides |= {"split": "test"}
         summary |= {"before": {"accuracy": 0.5, "reward": 0.5, **sides}, "after": {"accuracy": after, "reward": after, **sides}}
         (folder / "summary.json").write_text(json.dumps(summary))
         for step in range(1, steps + 1):

@@ -8,8 +8,6 @@ import json
 
 import pytest
 
-from rlkit.episodes import load_rollouts
-from rlkit.episodes.record import to_row
 from rlkit.runs.report import conversations
 from rlkit.runs.report.conversations import TEXT, Turn, best_worst_random, collect, trimmed
 from rlkit.runs.report.read import read_run
@@ -70,20 +68,6 @@ def test_a_damaged_file_is_said_and_left_out(make_run):
     with pytest.warns(UserWarning, match="left out"):
         shown = collect([read_run(folder)], 100)
     assert {e["step"] for e in shown.entries} == {1, 2}
-
-
-def test_runs_with_a_file_for_each_step_are_shown_too(make_run):
-    """As they once were, and with contexts that are whole in every step."""
-    folder = make_run("a", steps=2)
-    rollouts = load_rollouts(folder / "rollouts", step=2)
-    assert [s.kept for s in rollouts[0].steps] == [0, 0]
-    rows = [{k: v for k, v in to_row(r).items() if k != "rl_step"} for r in rollouts]
-    for row in rows:
-        for step in row["steps"]:
-            del step["kept"]
-    (folder / "rollouts" / "step_000007.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert load_rollouts(folder / "rollouts", step=7) == rollouts
-    assert {e["step"] for e in collect([read_run(folder)], 100).entries} == {1, 2, 7}
 
 
 def test_a_long_text_is_cut_and_says_so():

@@ -34,7 +34,6 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
     devices="variable",
     folder="path",
     arguments="program",
-    server="address",
 )
 class VLLM:
     """The contract `rlkit.types.Engine` with vLLM. It starts at the first load and keeps what it has told vLLM of the policy.
@@ -50,7 +49,6 @@ class VLLM:
       devices: CUDA_VISIBLE_DEVICES of the server that rlkit starts; null leaves it as it is.
       folder: where weights are written for servers, seen by all; null is a temporary folder of this machine.
       arguments: further ones of vLLM, by the names of its LLM class; not for a foreign server.
-      server: the old name of `addresses`: null, start, or one address.
     Raises: ConfigError where vLLM is not installed and needed; ValueError for arguments out of range.
     """
 
@@ -66,14 +64,13 @@ class VLLM:
         devices: str | None = None,
         folder: str | None = None,
         arguments: Mapping[str, Any] | None = None,
-        server: str | None = None,
     ):
         if max_rows < 1 or restart_wait < 0 or not 0 < gpu_memory_utilization <= 1:
             raise ValueError(
                 f"max_rows must be >= 1 (is {max_rows}), restart_wait >= 0 (is {restart_wait}), "
                 f"gpu_memory_utilization in (0, 1] (is {gpu_memory_utilization})"
             )
-        self.addresses = _addresses(addresses, server)
+        self.addresses = _addresses(addresses)
         if self.addresses in ([], ["start"]) and find_spec("vllm") is None:
             raise ConfigError(f"vLLM is not installed: {INSTALL}; or name servers with generation.engine.addresses=[http://HOST:8000]")
         self.max_rows, self.share, self.sleeps, self.merge = max_rows, gpu_memory_utilization, sleep, merge
@@ -164,12 +161,9 @@ class VLLM:
         return arguments | self.arguments
 
 
-def _addresses(addresses: Sequence[str], server: str | None) -> list[str]:
-    """The addresses, and the one under the old name. Raises: ValueError where they are none."""
+def _addresses(addresses: Sequence[str]) -> list[str]:
+    """The addresses as a list. Raises: ValueError where they are none."""
     given = [addresses] if isinstance(addresses, str) else list(addresses)
-    if server is not None:
-        print(f"rlkit: warning: generation.engine.server is now generation.engine.addresses=[{server}]", file=sys.stderr)
-        given.append(server)
     if given != ["start"] and (len({*given}) < len(given) or not all(a.startswith(("http://", "https://")) for a in given)):
         raise ValueError(f"addresses={given}: must be [], [start], or different URLs of running `vllm serve`, as [http://localhost:8000]")
     return given

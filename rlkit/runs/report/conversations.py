@@ -19,7 +19,7 @@ from rlkit.system.files import finite
 from rlkit.system.shards import Part, recorded
 from rlkit.types import Rollout, Step
 
-HELD_OUT = {"test": "held_out/test", "validation": "held_out/validation", "held-out": "held_out"}  # kind → folder; the last in older runs
+HELD_OUT = ("test", "validation")  # splits whose rollouts are in held_out/SPLIT
 TEXT = 100_000  # characters of one message
 PAGE = 400_000  # characters of a page, about; what the viewer opens at once
 TOTAL = 200_000_000  # bytes of all pages: the size of a file that browsers still open
@@ -133,7 +133,7 @@ def chosen_of(run: ReadRun, limit: int, played: Played) -> Iterator[tuple[int, s
         count_played(played, 0, rollouts)
         yield 0, "episodes", best_worst_random(rollouts, limit, seed=0), len(rollouts)
         return
-    held_out = [(*own, kind) for kind, folder in HELD_OUT.items() for own in recorded(run.folder / folder).items()]
+    held_out = [(*own, kind) for kind in HELD_OUT for own in recorded(run.folder / "held_out" / kind).items()]
     room = limit
     for left, (step, part, kind) in zip(range(len(held_out), 0, -1), held_out, strict=True):
         rollouts = read(part)

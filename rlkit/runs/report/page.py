@@ -318,11 +318,6 @@ def reading(groups: Sequence[Group]) -> str:
     if any(len(group.runs) == 1 and group.runs[0].summary.get("before") for group in groups):
         said.append("The interval of an accuracy of one run is at 95 % over problems.")
     said.append("Bars stand at steps that were measured, in place of a band, where not every step was.")
-    before = [run.summary.get("before") for group in groups for run in group.runs]
-    if any(isinstance(side, dict) and side and "split" not in side for side in before):
-        said.append(
-            "A run whose table above says held-out had no validation problems: its validation curve is of the problems of that table."
-        )
     if any(True for group in groups for _ in phase_starts(group)):
         said.append("A dotted vertical line is where a phase began.")
     return f"<p class=note>{' '.join(said)}</p>"

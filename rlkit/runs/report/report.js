@@ -101,7 +101,7 @@
     out.style.top = `${index * ROW}px`;
     const mark = entry.failed ? " · call failed" : entry.calls ? ` · ${entry.calls} call${entry.calls > 1 ? "s" : ""}` : "";
     const cut = entry.status === "terminated" ? "" : ` · ${entry.status.replace("truncated: ", "cut: ")}`;
-    top.append(make("span", "", `${entry.kind === "episodes" ? "episode" : `step ${entry.step}`}${["test", "validation", "held-out"].includes(entry.kind) ? ` · ${entry.kind}` : ""}${mark}${cut}`),
+    top.append(make("span", "", `${entry.kind === "episodes" ? "episode" : `step ${entry.step}`}${["test", "validation"].includes(entry.kind) ? ` · ${entry.kind}` : ""}${mark}${cut}`),
       make("span", "reward", reward(figure(entry))));
     out.append(top, make("p", "", entry.answer.replace(/\s+/g, " ")));
     out.addEventListener("click", () => { select(index, false); at("list").focus({ preventScroll: true }); });

@@ -15,8 +15,6 @@ from rlkit.runs.report.trends import TRENDS, shadows
 from rlkit.runs.report.verdicts import distinct_problems
 from rlkit.training.callbacks.pathologies import CHECKS, INTERVALS
 
-UNNAMED = "held-out"  # the split of figures that name none
-
 
 class WithInterval(NamedTuple):
     """A value and its 95 % interval; nan where it is not known."""
@@ -30,7 +28,7 @@ class HeldOutRow(NamedTuple):
     """A figure of a line before and after training, of the problems of a split."""
 
     line: str
-    split: str  # test; held-out in runs from before there were three splits
+    split: str  # test
     figure: str
     seeds: int
     problems: int  # rows
@@ -55,7 +53,7 @@ def before_after(groups: Iterable[Group]) -> list[HeldOutRow]:
         pairs = whole_pairs((r.summary.get("before"), r.summary.get("after")) for r in group.runs)
         if not pairs:
             continue
-        split = str(pairs[0][1].get("split", UNNAMED))
+        split = str(pairs[0][1].get("split", ""))
         out += figures(group.label, split, "", pairs)
         for part in _parts(pairs[0][1]):
             own = whole_pairs((_parts(b).get(part), _parts(a).get(part)) for b, a in pairs)

@@ -140,8 +140,8 @@ def _problem_counts(groups: Sequence[Group]) -> list[int]:
 
 
 def distinct_problems(result: Mapping[str, Any]) -> int:
-    """How many distinct problems an evaluation had; its rows, where it does not tell them apart; 0 where it says nothing."""
-    found = result.get("distinct", result.get("n"))
+    """How many distinct problems an evaluation had; 0 where it says nothing."""
+    found = result.get("distinct")
     return found if isinstance(found, int) and found > 0 else 0
 
 
@@ -155,7 +155,7 @@ def budget(run: ReadRun, unit: str) -> dict[int, float]:
     spent: dict[str, Callable[[Mapping[str, Any]], Any]] = {
         "steps": lambda row: 1,
         "updates": lambda row: row.get("optim/updates"),
-        "samples": lambda row: row["group/sampled"] * size if is_number(row.get("group/sampled")) else row.get("batch/rollouts"),
+        "samples": lambda row: row["group/sampled"] * size if is_number(row.get("group/sampled")) else None,
         "seconds": lambda row: row.get("perf/step_s"),
     }
     if unit == "tokens":

@@ -264,8 +264,6 @@ def refuse_foreign(path: Path, state: dict[str, Any], folder: Path, identity: st
     Args:
       state: what `path` holds. identity: of the run.
     """
-    if "written" not in state:
-        raise DataError(f"{path} was written by a version of rlkit before 0.1.0, or is no checkpoint of a run; start a new run")
     own = state["run"].get("identity", "")
     if own != identity:
         config = state["run"].get("config", {})
